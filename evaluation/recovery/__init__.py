@@ -1,0 +1,1 @@
+"""Recovery scoring: tasks, paired statistics and the release gate. Knows nothing of quantize."""

@@ -1,0 +1,1 @@
+"""The bundled model: a small trained DiffusionGemma, its tokenizer, problems and trainer."""

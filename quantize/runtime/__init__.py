@@ -1,0 +1,1 @@
+"""The denoising runtime: block-diffusion generation with counter-based noise."""
