@@ -1,0 +1,327 @@
+"""Checkpoints on disk: find one, read its safetensors headers strictly, read tensors by byte range.
+
+A safetensors file is an 8-byte little-endian header length, a JSON header
+`{name: {dtype, shape, data_offsets: [begin, end]}}` and the bytes of all tensors, contiguous, in any
+order (format: https://huggingface.co/docs/safetensors). A checkpoint is one such file, or several
+with `model.safetensors.index.json` saying which file holds which tensor. Nothing else is read: no
+pickle, no code. Every disagreement between index, headers, file sizes and config is an error here,
+before a byte of weights is used.
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantize.errors import InputError, ResourceError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MODEL_TYPE = "diffusion_gemma"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+FIX = "download or write the checkpoint again"
+
+DTYPES: dict[str, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: `begin` and `end` are byte positions in `file`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.end - self.begin
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read and check the header of one safetensors file.
+
+    Raises:
+        InputError: the file is missing, truncated, not safetensors, or its header contradicts itself.
+    """
+    header, data_start, size = _read_raw_header(path)
+    header.pop("__metadata__", None)
+    infos = [_tensor_info(path, name, entry, data_start) for name, entry in header.items()]
+    infos.sort(key=lambda info: (info.begin, info.end))
+    position = data_start
+    for info in infos:
+        if info.begin != position:
+            word = "overlaps another tensor" if info.begin < position else "leaves a gap before it"
+            raise InputError(f"{path}: tensor {info.name!r} {word} at byte {info.begin}; {FIX}")
+        position = info.end
+    if position != size:
+        raise InputError(
+            f"{path}: truncated or overlong: its header describes {position} bytes and the file has "
+            f"{size}; {FIX}"
+        )
+    return {info.name: info for info in infos}
+
+
+def _read_raw_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """Return (header, position of the first data byte, file size)."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise InputError(
+                    f"{path}: not a safetensors file, or truncated: its first 8 bytes claim a header "
+                    f"of {length} bytes and the file has {size}; {FIX}"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {FIX}") from error
+    try:
+        header = json.loads(raw, object_pairs_hook=_no_duplicates)
+    except ValueError as error:
+        raise InputError(f"{path}: the header is not valid JSON ({error}); {FIX}") from error
+    if not isinstance(header, dict):
+        raise InputError(f"{path}: the header is not a JSON object; {FIX}")
+    return header, 8 + length, size
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a JSON object that names a key twice: one of the two tensors would be lost."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return result
+
+
+def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    """Check one header entry: known dtype, sane shape, offsets that fit both."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: tensor {name!r} has a malformed header entry; {FIX}") from error
+    if dtype not in DTYPES:
+        raise InputError(f"{path}: tensor {name!r} has the unsupported dtype {dtype!r}; {FIX}")
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise InputError(f"{path}: tensor {name!r} has a malformed shape or offset; {FIX}")
+    expected = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != expected:
+        raise InputError(
+            f"{path}: tensor {name!r} of shape {list(shape)} and dtype {dtype} needs {expected} bytes "
+            f"and has {end - begin}; {FIX}"
+        )
+    return TensorInfo(name, dtype, shape, path, data_start + begin, data_start + end)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder whose index, headers and file sizes agree.
+
+    `tensors` maps every name to its place, in shard and file order. `config` is config.json.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    @classmethod
+    def open(cls, folder: Path) -> "Checkpoint":
+        """Read config, index and headers of a DiffusionGemma checkpoint; weights stay on disk.
+
+        Raises:
+            InputError: the folder is not a complete DiffusionGemma checkpoint.
+        """
+        folder = Path(folder)
+        config = _read_config(folder)
+        return cls(folder, config, _read_tensors(folder))
+
+    @property
+    def shards(self) -> list[Path]:
+        """The safetensors files, in name order."""
+        return sorted({info.file for info in self.tensors.values()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether config.json carries a quantization_config."""
+        return "quantization_config" in self.config
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one whole tensor into memory of its own."""
+        info = self._info(name)
+        return _read_range(info, info.begin, info.shape)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read rows `start:stop` of dimension 0, touching only their bytes."""
+        info = self._info(name)
+        rows = info.shape[0]
+        if not 0 <= start <= stop <= rows:
+            raise IndexError(f"rows {start}:{stop} of {name!r}, which has {rows}")
+        row_bytes = info.nbytes // rows
+        return _read_range(info, info.begin + start * row_bytes, (stop - start, *info.shape[1:]))
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise InputError(f"{self.folder}: tensor {name!r} is missing; {FIX}")
+        return self.tensors[name]
+
+
+def _read_range(info: TensorInfo, begin: int, shape: tuple[int, ...]) -> torch.Tensor:
+    dtype = DTYPES[info.dtype]
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    buffer = bytearray(nbytes)
+    with info.file.open("rb") as file:
+        file.seek(begin)
+        if file.readinto(buffer) != nbytes:
+            raise InputError(f"{info.file}: ends inside tensor {info.name!r}; {FIX}")
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(
+            f"{folder}: no config.json there; name the folder of a DiffusionGemma model"
+        )
+    config = _read_json_object(path)
+    if config.get("model_type") != MODEL_TYPE:
+        raise InputError(
+            f"{path}: model_type is {config.get('model_type')!r}, not {MODEL_TYPE!r}: this tool "
+            f"quantizes DiffusionGemma only"
+        )
+    return config
+
+
+def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / SINGLE).is_file():
+            raise InputError(f"{folder}: neither {SINGLE} nor {INDEX} is there; {FIX}")
+        return read_header(_shard_path(folder, SINGLE))
+    weight_map = _read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index}: no weight_map in it; {FIX}")
+    tensors: dict[str, TensorInfo] = {}
+    for shard in sorted({str(name) for name in weight_map.values()}):
+        header = read_header(_shard_path(folder, shard))
+        _check_against_index(index, shard, header, weight_map)
+        tensors |= header
+    return tensors
+
+
+def _check_against_index(
+    index: Path, shard: str, header: dict[str, TensorInfo], weight_map: dict[str, str]
+) -> None:
+    listed = {name for name, file in weight_map.items() if file == shard}
+    if missing := sorted(listed - header.keys()):
+        raise InputError(
+            f"{index.parent / shard}: tensor {missing[0]!r} ({len(missing)} in all) is listed in "
+            f"{index.name} and missing in the shard; {FIX}"
+        )
+    if extra := sorted(header.keys() - listed):
+        raise InputError(
+            f"{index.parent / shard}: tensor {extra[0]!r} ({len(extra)} in all) is not listed for "
+            f"this shard in {index.name}; {FIX}"
+        )
+
+
+def _shard_path(folder: Path, name: str) -> Path:
+    """Join a shard name from an index to its folder; refuse one that leads elsewhere."""
+    if Path(name).name != name or not name.endswith(".safetensors"):
+        raise InputError(
+            f"{folder / INDEX}: {name!r} is not a plain *.safetensors file name; {FIX}"
+        )
+    path = folder / name
+    if not path.is_file():
+        raise InputError(f"{path}: this shard is missing; {FIX}")
+    root = folder.resolve()
+    # The Hub's cache keeps snapshots/<commit>/ as links into blobs/ two folders up.
+    allowed = {root, root.parent.parent / "blobs"} if root.parent.name == "snapshots" else {root}
+    if path.resolve().parent not in allowed:
+        raise InputError(f"{path}: a link that leads out of the checkpoint folder; {FIX}")
+    return path
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not readable as JSON ({error}); {FIX}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object; {FIX}")
+    return value
+
+
+def resolve(model: str | None, revision: str | None = None) -> Path:
+    """Return the local folder of a model: the bundled one (None), a folder, or a Hub id.
+
+    A Hub id is downloaded to the Hub's cache (or only looked up there when HF_HUB_OFFLINE is set).
+
+    Raises:
+        InputError: no such folder or model. ResourceError: the Hub cannot be reached.
+    """
+    if model is None:
+        from quantize.bundled import CHECKPOINT
+
+        return CHECKPOINT
+    if Path(model).is_dir():
+        return Path(model)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+        raise InputError(
+            f"{model}: no such folder, and not a Hub id (ORG/NAME); "
+            f"name a checkpoint folder or leave --model out for the bundled model"
+        )
+    return _download(model, revision)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*"]
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise ResourceError(
+            f"{model}: gated on the Hub; accept its terms there and set HF_TOKEN"
+        ) from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise InputError(
+            f"{model}: the Hub has no such model or revision {revision!r}, or HF_TOKEN lacks access"
+        ) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ResourceError(
+            f"{model}: not in the local cache and the Hub cannot be reached "
+            f"({type(error).__name__}); give a local folder instead"
+        ) from error

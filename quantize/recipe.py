@@ -1,0 +1,223 @@
+"""Recipes: what to quantize, how to calibrate, how to judge. A YAML file, strictly checked.
+
+The fields under `quantization` are those of llm-compressor's QuantizationModifier. An unknown key is
+an error that names the nearest known one: a misspelt `ignore` must not quantize the router.
+"""
+
+import difflib
+import hashlib
+import importlib.resources
+import json
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from quantize.errors import InputError
+
+Scheme = Literal["FP8_DYNAMIC", "NVFP4", "NVFP4A16", "INT8_DYNAMIC"]
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+Observer = Literal["memoryless_minmax", "memoryless_mse"]
+ActivationMode = Literal["none", "per_expert", "per_layer"]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Model(Section):
+    """Which model the recipe was made for: a Hub id and, to pin it, a revision."""
+
+    id: str
+    revision: str | None = None
+
+
+class Quantization(Section):
+    """Which modules get which scheme.
+
+    `scheme` is one scheme for all `targets`, or a mapping scheme -> targets of its own. A target or
+    ignore entry is a module class (`Linear`), a module name, or `re:` and a regular expression that
+    matches from the start of the name.
+    """
+
+    scheme: Scheme | dict[Scheme, list[str]]
+    targets: list[str] = ["Linear"]
+    ignore: list[str]
+    observer: Observer = "memoryless_minmax"
+
+    def targets_by_scheme(self) -> dict[Scheme, list[str]]:
+        """Return scheme -> targets, whichever form the recipe used."""
+        return self.scheme if isinstance(self.scheme, dict) else {self.scheme: self.targets}
+
+
+class Calibration(Section):
+    """Prompts and lengths of the calibration's denoising loops.
+
+    `datasets` are `bundled`, the path of a jsonl of chats, or names of Hub datasets.
+    `thinking` is the share of prompts with the thinking channel on.
+    An expert with fewer than `min_tokens_per_expert` routed tokens takes its layer's maximum.
+    """
+
+    datasets: list[str] = Field(min_length=1)
+    prompts: int = Field(gt=0)
+    canvases: int = Field(gt=0)
+    thinking: float = Field(ge=0, le=1)
+    seed: int = 0
+    batch_size: int = Field(default=16, gt=0)
+    min_tokens_per_expert: int = Field(default=64, gt=0)
+
+
+class Verification(Section):
+    """Largest allowed relative error |W - W'| / |W| of any quantized source tensor, per scheme."""
+
+    max_relative_error: dict[Scheme, float]
+
+
+class Evaluation(Section):
+    """What is scored, how often, and from which seed."""
+
+    tasks: list[str] = Field(min_length=1)
+    limit: dict[str, int] = {}
+    repeats: dict[str, int] = {}
+    seed: int = 0
+    batch_size: int = Field(default=64, gt=0)
+    activations: ActivationMode = "per_expert"
+
+
+class Gate(Section):
+    """The release gate: allowed loss of accuracy in percentage points per task, and confidence."""
+
+    margin_pp: dict[str, float]
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+
+
+class Bundled(Section):
+    """Sections that replace the recipe's own when the model is the bundled one."""
+
+    calibration: Calibration | None = None
+    evaluation: Evaluation | None = None
+    gate: Gate | None = None
+
+
+class Recipe(Section):
+    """One recipe, complete and checked."""
+
+    name: str = Field(pattern=r"^[a-z0-9_]+$")
+    model: Model
+    quantization: Quantization
+    calibration: Calibration | None = None
+    verification: Verification
+    evaluation: Evaluation
+    gate: Gate
+    bundled: Bundled = Bundled()
+
+    @field_validator("gate", mode="after")
+    @classmethod
+    def _margins_are_positive(cls, gate: Gate) -> Gate:
+        if any(margin <= 0 for margin in gate.margin_pp.values()):
+            raise ValueError("every margin_pp must be above 0")
+        return gate
+
+    def for_bundled_model(self) -> "Recipe":
+        """Return the recipe with its `bundled` sections in force."""
+        overrides = {
+            key: value
+            for key in ("calibration", "evaluation", "gate")
+            if (value := getattr(self.bundled, key)) is not None
+        }
+        if self.calibration is None:
+            overrides.pop("calibration", None)
+        return self.model_copy(update=overrides)
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a scheme of the recipe has calibrated input scales (NVFP4 with activations)."""
+        return "NVFP4" in self.quantization.targets_by_scheme()
+
+    def to_yaml(self) -> str:
+        """Return the resolved recipe as YAML, every default written out."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def digest(self, *more: str) -> str:
+        """Return 7 hex digits over the resolved recipe and `more` (the model's revision, say)."""
+        text = json.dumps([self.model_dump(mode="json"), *more], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:7]
+
+
+def shipped_recipes() -> dict[str, str]:
+    """Return name -> YAML text of every recipe that ships with quantize."""
+    folder = importlib.resources.files("quantize.recipes")
+    files = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
+    return {
+        file.name.removesuffix(".yaml"): file.read_text("utf-8")
+        for file in sorted(files, key=lambda file: file.name)
+    }
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """Load a shipped recipe by name, or a YAML file by path.
+
+    Raises:
+        InputError: no such recipe, not YAML, an unknown key or a wrong value; the key is named.
+    """
+    if name_or_path.endswith((".yaml", ".yml")):
+        source = name_or_path
+        try:
+            text = Path(name_or_path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{source}: this recipe cannot be read ({error})") from error
+    else:
+        shipped = shipped_recipes()
+        if name_or_path not in shipped:
+            raise InputError(
+                f"no recipe named {name_or_path!r}{_nearest(name_or_path, shipped)}; "
+                f"there are: {', '.join(shipped)}"
+            )
+        source, text = name_or_path, shipped[name_or_path]
+    return parse_recipe(text, source)
+
+
+def parse_recipe(text: str, source: str) -> Recipe:
+    """Parse and check the YAML text of a recipe; `source` names it in errors."""
+    try:
+        fields = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(
+            f"recipe {source}: not valid YAML: {' '.join(str(error).split())}"
+        ) from error
+    if not isinstance(fields, dict):
+        raise InputError(f"recipe {source}: not a mapping of sections")
+    try:
+        return Recipe.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(f"recipe {source}: {_explain(first)}") from error
+
+
+def _explain(error: Any) -> str:
+    """Turn pydantic's first error into one line: key, what is wrong, nearest known key."""
+    path = [str(part) for part in error["loc"]]
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_nearest(path[-1], _known_keys(path[:-1]))}"
+    if error["type"] == "missing":
+        return f"key {key!r} is missing"
+    return f"{key}: {error['msg']} (found {error['input']!r})"
+
+
+def _known_keys(path: list[str]) -> list[str]:
+    """Return the field names of the section that `path` leads to."""
+    section: Any = Recipe
+    for part in path:
+        annotation = section.model_fields[part].annotation
+        choices = get_args(annotation) or (annotation,)
+        section = next(c for c in choices if isinstance(c, type) and issubclass(c, Section))
+    return list(section.model_fields)
+
+
+def _nearest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""

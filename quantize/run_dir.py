@@ -1,0 +1,146 @@
+"""The folder of one run: where each stage's result lies, and how it gets there whole.
+
+A stage is done when its file exists under its final name. Files and folders are therefore written
+under a temporary name in the same place, synced to disk, then renamed: after a kill or a power cut a
+final name holds the whole result or nothing.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TEMPORARY_SUFFIX = ".partial"
+
+
+class RunDir:
+    """Paths of one run. Every property is the final name of one stage's result."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r})"
+
+    @property
+    def recipe_yaml(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def manifest_json(self) -> Path:
+        """Versions, hardware, seeds, seconds and peak memory per stage."""
+        return self.path / "manifest.json"
+
+    @property
+    def targets_csv(self) -> Path:
+        """One row a source tensor: scheme or reason to keep, bytes before and after."""
+        return self.path / "targets.csv"
+
+    @property
+    def calibration(self) -> Path:
+        """Input scales, expert coverage and recorded trajectories."""
+        return self.path / "calibration"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The quantized checkpoint: a Hub-ready folder."""
+        return self.path / "checkpoint"
+
+    @property
+    def verification_json(self) -> Path:
+        """What the static checks of the checkpoint found."""
+        return self.path / "verification.json"
+
+    @property
+    def fidelity_json(self) -> Path:
+        """Distance from BF16 on replayed trajectories."""
+        return self.path / "fidelity.json"
+
+    @property
+    def evaluation(self) -> Path:
+        """Scored samples: {bf16,quantized}/<task>.jsonl."""
+        return self.path / "evaluation"
+
+    @property
+    def report_json(self) -> Path:
+        """Everything the reports show, and the verdict."""
+        return self.path / "report.json"
+
+    @property
+    def report_md(self) -> Path:
+        """The report for people, in Markdown."""
+        return self.path / "report.md"
+
+    @property
+    def report_html(self) -> Path:
+        """The report for people, one self-contained page."""
+        return self.path / "report.html"
+
+    @property
+    def junit_xml(self) -> Path:
+        """The gate's results for a CI system."""
+        return self.path / "junit.xml"
+
+    @property
+    def log(self) -> Path:
+        """What the run did and when."""
+        return self.path / "run.log"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` so that the final name never holds a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON with stable formatting, atomically. NaN and infinity are refused."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of a run."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def folder_when_complete(final: Path) -> Generator[Path]:
+    """Yield a temporary folder beside `final`; rename it to `final` when the block ends well.
+
+    The temporary folder keeps its name between tries, so a resumable stage may find finished files
+    of an interrupted try inside. On an error it stays for `--resume`; `final` does not appear.
+    """
+    temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
+    temporary.mkdir(parents=True, exist_ok=True)
+    yield temporary
+    for file in temporary.rglob("*"):
+        if file.is_file():
+            sync_file(file)
+    sync_folder(temporary)
+    if final.exists():
+        shutil.rmtree(final)
+    temporary.rename(final)
+    sync_folder(final.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Force a file's bytes to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# A folder is opened and synced like a file: its entries, not its files, reach the disk.
+sync_folder = sync_file
