@@ -122,11 +122,11 @@ def _target(info: TensorInfo, quantization: Quantization) -> Target:
         reason = WHY_KEPT.get(kind, "ignored by the recipe")
         return Target(info.name, kind, None, reason, info.shape, (), info.nbytes, info.nbytes)
     _check_allowed(info, kind, scheme)
-    after = len(modules) * quantized_bytes(scheme, *_linear_shape(info.shape, modules))
+    after = len(modules) * quantized_bytes(scheme, *linear_shape(info.shape, modules))
     return Target(info.name, kind, scheme, "", info.shape, modules, info.nbytes, after)
 
 
-def _linear_shape(shape: tuple[int, ...], modules: tuple[str, ...]) -> tuple[int, int]:
+def linear_shape(shape: tuple[int, ...], modules: tuple[str, ...]) -> tuple[int, int]:
     """Return (out, in) of each Linear in a tensor that holds `modules`."""
     if len(shape) == 2:
         return shape[0], shape[1]

@@ -1,0 +1,37 @@
+# make test   lint, types, import contracts and tests; does all its own set-up from a fresh clone
+# make run    quantize the bundled model, score BF16 against it, write the report (RECIPE=fp8_dynamic)
+# Needs Python 3.11+, make and a compiler, nothing else.
+PYTHON ?= python3
+RECIPE ?= nvfp4
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: run test lint test-gpu clean
+
+run: $(READY)
+	$(BIN)/quantize run --recipe $(RECIPE) --resume
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+# The tests that need an NVIDIA GPU, with whatever Python has torch and triton there.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
+
+# torch first and by name: any other package that wants torch would bring a CUDA build of several GB.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "quantize needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,134 @@
+"""Which tensors a DiffusionGemma checkpoint must hold: names, dtypes and shapes, from its config.
+
+The BF16 layout is what transformers' own class builds (on the meta device: no memory, no weights),
+under on-disk names: 1,047 tensors for the 26B model. The quantized layout follows from it and from
+`quantization_config`: every Linear that a group targets and `ignore` does not name becomes the
+tensors of its scheme, experts one Linear each. Plan, load and verify all compare against this.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from quantize.checkpoint import DTYPES
+from quantize.errors import InputError
+from quantize.recipe import Scheme
+from quantize.targets import DROPPED, linear_modules, linear_shape, matches
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compressor"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What one tensor must be: `dtype` by its safetensors name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
+    """Return on-disk name -> spec of the BF16 checkpoint that `config` describes.
+
+    Raises:
+        InputError: transformers cannot build a model from this config.
+    """
+    import torch
+    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    try:
+        with torch.device("meta"):
+            model = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**plain))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"config.json: transformers cannot build this model ({reason})") from error
+    return {
+        name: TensorSpec("BF16", tuple(tensor.shape))
+        for name, tensor in model.state_dict().items()
+        if not DROPPED.fullmatch(name)
+    }
+
+
+def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
+    """Return on-disk name -> spec of the quantized checkpoint that `config` describes."""
+    schemes = ConfigSchemes(config["quantization_config"])
+    layout: dict[str, TensorSpec] = {}
+    for name, spec in bf16_layout(config).items():
+        modules = linear_modules(name, spec.shape)
+        by_module: dict[str, Scheme | None] = {m: schemes.of(m) for m in modules}
+        if not any(by_module.values()):
+            layout[name] = spec
+            continue
+        if None in by_module.values():
+            raise InputError(f"quantization_config: only a part of {name} is quantized")
+        out, inputs = linear_shape(spec.shape, modules)
+        for module, scheme in by_module.items():
+            if scheme is not None:
+                layout |= scheme_tensors(module, scheme, out, inputs)
+    return layout
+
+
+def scheme_tensors(
+    module: str, scheme: Scheme, out_features: int, in_features: int
+) -> dict[str, TensorSpec]:
+    """Return the tensors that a quantized Linear [out, in] becomes on disk, in writing order."""
+    out, inputs = out_features, in_features
+    if scheme in ("FP8_DYNAMIC", "INT8_DYNAMIC"):
+        codes = "F8_E4M3" if scheme == "FP8_DYNAMIC" else "I8"
+        return {
+            f"{module}.weight": TensorSpec(codes, (out, inputs)),
+            f"{module}.weight_scale": TensorSpec("BF16", (out, 1)),
+        }
+    tensors = {
+        f"{module}.weight_packed": TensorSpec("U8", (out, inputs // 2)),
+        f"{module}.weight_scale": TensorSpec("F8_E4M3", (out, inputs // 16)),
+        f"{module}.weight_global_scale": TensorSpec("F32", (1,)),
+    }
+    if scheme == "NVFP4":
+        tensors[f"{module}.input_global_scale"] = TensorSpec("F32", (1,))
+    return tensors
+
+
+class ConfigSchemes:
+    """Reads a compressed-tensors quantization_config: which scheme does a module have?"""
+
+    def __init__(self, quantization_config: dict[str, Any]) -> None:
+        if quantization_config.get("quant_method") != "compressed-tensors":
+            raise InputError(
+                f"quantization_config: quant_method is "
+                f"{quantization_config.get('quant_method')!r}, not 'compressed-tensors'; {SCHEME_FIX}"
+            )
+        self.ignore: list[str] = quantization_config.get("ignore") or []
+        groups = quantization_config.get("config_groups") or {}
+        if not groups:
+            raise InputError(
+                "quantization_config: it has no config_groups, so nothing is quantized"
+            )
+        self.groups: list[tuple[list[str], Scheme]] = [
+            (group["targets"], _group_scheme(name, group)) for name, group in groups.items()
+        ]
+
+    def of(self, module: str) -> Scheme | None:
+        """Return the scheme of a Linear module, None when it stays BF16."""
+        if any(matches(module, pattern) for pattern in self.ignore):
+            return None
+        for targets, scheme in self.groups:
+            if any(target == "Linear" or matches(module, target) for target in targets):
+                return scheme
+        return None
+
+
+def _group_scheme(name: str, group: dict[str, Any]) -> Scheme:
+    """Name the scheme of a config group from its weight and activation arguments."""
+    weights, activations = group.get("weights") or {}, group.get("input_activations")
+    key = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"))
+    if key == ("float", 8, "channel") and activations and activations.get("dynamic") is True:
+        return "FP8_DYNAMIC"
+    if key == ("int", 8, "channel") and activations and activations.get("dynamic") is True:
+        return "INT8_DYNAMIC"
+    if key == ("float", 4, "tensor_group") and weights.get("group_size") == 16:
+        return "NVFP4" if activations else "NVFP4A16"
+    raise InputError(
+        f"quantization_config: group {name!r} has weights of type, bits, strategy {key}, "
+        f"which no known scheme has; {SCHEME_FIX}"
+    )
