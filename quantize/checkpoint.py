@@ -8,6 +8,7 @@ pickle, no code. Every disagreement between index, headers, file sizes and confi
 before a byte of weights is used.
 """
 
+import importlib.resources
 import json
 import math
 import re
@@ -208,7 +209,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{folder}: no config.json there; name the folder of a DiffusionGemma model"
         )
-    config = _read_json_object(path)
+    config = read_json_object(path)
     if config.get("model_type") != MODEL_TYPE:
         raise InputError(
             f"{path}: model_type is {config.get('model_type')!r}, not {MODEL_TYPE!r}: this tool "
@@ -223,7 +224,7 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
         if not (folder / SINGLE).is_file():
             raise InputError(f"{folder}: neither {SINGLE} nor {INDEX} is there; {FIX}")
         return read_header(_shard_path(folder, SINGLE))
-    weight_map = _read_json_object(index).get("weight_map")
+    weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index}: no weight_map in it; {FIX}")
     tensors: dict[str, TensorInfo] = {}
@@ -267,7 +268,12 @@ def _shard_path(folder: Path, name: str) -> Path:
     return path
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that must hold an object.
+
+    Raises:
+        InputError: it cannot be read, or holds something else.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -275,6 +281,13 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{path}: not a JSON object; {FIX}")
     return value
+
+
+def known_config(model: str) -> dict[str, Any] | None:
+    """Return the config of a published model that ships with quantize, for planning offline."""
+    name = model.replace("/", "--") + ".json"
+    path = importlib.resources.files("quantize").joinpath("known_models", name)
+    return json.loads(path.read_text("utf-8")) if path.is_file() else None
 
 
 def resolve(model: str | None, revision: str | None = None) -> Path:

@@ -104,17 +104,22 @@ class ConfigSchemes:
             raise InputError(
                 "quantization_config: it has no config_groups, so nothing is quantized"
             )
-        self.groups: list[tuple[list[str], Scheme]] = [
-            (group["targets"], _group_scheme(name, group)) for name, group in groups.items()
-        ]
+        self.groups: dict[str, tuple[list[str], Scheme]] = {
+            name: (group["targets"], _group_scheme(name, group)) for name, group in groups.items()
+        }
 
     def of(self, module: str) -> Scheme | None:
         """Return the scheme of a Linear module, None when it stays BF16."""
+        name = self.group_of(module)
+        return None if name is None else self.groups[name][1]
+
+    def group_of(self, module: str) -> str | None:
+        """Return the name of the config group that a Linear module belongs to."""
         if any(matches(module, pattern) for pattern in self.ignore):
             return None
-        for targets, scheme in self.groups:
+        for name, (targets, _) in self.groups.items():
             if any(target == "Linear" or matches(module, target) for target in targets):
-                return scheme
+                return name
         return None
 
 
@@ -132,3 +137,16 @@ def _group_scheme(name: str, group: dict[str, Any]) -> Scheme:
         f"quantization_config: group {name!r} has weights of type, bits, strategy {key}, "
         f"which no known scheme has; {SCHEME_FIX}"
     )
+
+
+def schemes_by_module(config: dict[str, Any]) -> dict[str, Scheme]:
+    """Return on-disk module name -> scheme of every quantized Linear; {} for a BF16 config."""
+    if "quantization_config" not in config:
+        return {}
+    schemes = ConfigSchemes(config["quantization_config"])
+    return {
+        module: scheme
+        for name, spec in bf16_layout(config).items()
+        for module in linear_modules(name, spec.shape)
+        if (scheme := schemes.of(module)) is not None
+    }

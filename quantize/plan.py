@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from quantize.checkpoint import Checkpoint, TensorInfo
+from quantize.checkpoint import Checkpoint, TensorInfo, known_config, read_json_object
 from quantize.layout import bf16_layout
 from quantize.recipe import Recipe
 from quantize.run_dir import RunDir, write_text
@@ -46,6 +46,18 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, run: RunDir) -> list[Target]:
     write_text(run.recipe_yaml, recipe.to_yaml())
     write_text(run.targets_csv, targets_as_csv(targets))
     return targets
+
+
+def plan_from_config(model: str, recipe: Recipe) -> list[Target] | None:
+    """Plan from a config.json, or from a published model's config that ships with quantize.
+
+    Returns None when `model` is neither; the weights then have to be found.
+    """
+    if model.endswith(".json"):
+        config: dict[str, Any] | None = read_json_object(Path(model))
+    else:
+        config = None if Path(model).is_dir() else known_config(model)
+    return plan_targets(tensors_from_config(config), recipe.quantization) if config else None
 
 
 def tensors_from_config(config: dict[str, Any]) -> dict[str, TensorInfo]:

@@ -1,0 +1,5 @@
+"""`python -m quantize`."""
+
+from quantize.cli import main
+
+main()

@@ -1,0 +1,87 @@
+"""The manifest of a run: what made it. Versions, hardware, model, then facts per stage."""
+
+import hashlib
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from quantize.checkpoint import Checkpoint
+
+PACKAGES = (
+    "diffusiongemma-quantize",
+    "torch",
+    "transformers",
+    "llmcompressor",
+    "compressed-tensors",
+    "safetensors",
+    "lm-eval",
+    "triton",
+)
+HASHED_WHOLE = 2_000_000_000  # bytes of a checkpoint up to which every byte is hashed
+SAMPLE, SAMPLES = 65536, 64  # else this many bytes at this many places of each shard
+
+
+def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None) -> dict[str, Any]:
+    """Return the manifest of a run that starts now; `model` None means the bundled model."""
+    return {
+        "recipe": recipe,
+        "source": {
+            "model": model or "bundled",
+            "bundled": model is None,
+            "folder": str(source.folder.resolve()),
+            "fingerprint": digest,
+            "bytes": source.nbytes,
+        },
+        "versions": {"python": platform.python_version()} | package_versions(),
+        "hardware": hardware(),
+        "stages": {},
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Return name -> version of the packages whose behaviour a run depends on."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Return the processor, its usable cores, memory in bytes and the GPUs."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0))
+    return {"cpu": _cpu_name(), "cores": cores, "memory_bytes": memory, "gpus": gpus}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Return a sha256 that tells whether a checkpoint is still the same.
+
+    Over config.json and every byte of the shards; of checkpoints over 2 GB, over each shard's size
+    and samples spread over it, so that 52 GB take a second.
+    """
+    digest = hashlib.sha256((checkpoint.folder / "config.json").read_bytes())
+    whole = checkpoint.nbytes <= HASHED_WHOLE
+    for shard in checkpoint.shards:
+        size = shard.stat().st_size
+        digest.update(f"{shard.name} {size}".encode())
+        step = SAMPLE if whole else max(SAMPLE, size // SAMPLES)
+        with shard.open("rb") as file:
+            for position in range(0, size, step):
+                file.seek(position)
+                digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
