@@ -1,1 +1,10 @@
-"""The denoising runtime: block-diffusion generation with counter-based noise."""
+"""The denoising runtime: block-diffusion generation with counter-based noise.
+
+`noise` (addressed random numbers) -> `sampler` (one step's decisions on logits) -> `model` (encoder
+and decoder passes) -> `generate` (canvases, batches, stopping).
+"""
+
+from quantize.runtime.generate import Sample, generate
+from quantize.runtime.sampler import Sampler, StepRecord
+
+__all__ = ["Sample", "Sampler", "StepRecord", "generate"]
