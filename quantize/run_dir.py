@@ -114,13 +114,15 @@ def read_json(path: Path) -> Any:
 
 
 @contextmanager
-def folder_when_complete(final: Path) -> Generator[Path]:
+def folder_when_complete(final: Path, *, keep_partial: bool = False) -> Generator[Path]:
     """Yield a temporary folder beside `final`; rename it to `final` when the block ends well.
 
-    The temporary folder keeps its name between tries, so a resumable stage may find finished files
-    of an interrupted try inside. On an error it stays for `--resume`; `final` does not appear.
+    `final` does not appear on an error. With `keep_partial` the temporary folder of an interrupted
+    try is handed on, for a stage that can use the finished files in it; else it starts empty.
     """
     temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
+    if temporary.exists() and not keep_partial:
+        shutil.rmtree(temporary)
     temporary.mkdir(parents=True, exist_ok=True)
     yield temporary
     for file in temporary.rglob("*"):
