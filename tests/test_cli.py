@@ -1,0 +1,87 @@
+"""Each bad input ends with one clear line and the exit code that design promises."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantize.checkpoint import Checkpoint
+
+
+def quantize(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quantize", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def complains(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == code, done.stderr
+    assert lines[-1].startswith("error: "), done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in lines[-1], lines[-1]
+
+
+def test_no_such_model(tmp_path: Path) -> None:
+    complains(quantize("run", "--model", tmp_path / "nowhere"), 2, "nowhere", "no such folder")
+
+
+def test_a_hub_model_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    complains(
+        quantize("run", "--model", "nobody/nothing"), 3, "nobody/nothing", "cannot be reached"
+    )
+
+
+def test_not_a_diffusion_gemma(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    complains(quantize("run", "--model", tmp_path), 2, "llama", "diffusion_gemma")
+
+
+def test_unknown_recipe_and_recipe_key(tmp_path: Path) -> None:
+    complains(quantize("plan", "--recipe", "nvfp5"), 2, "nvfp5", "nvfp4")
+    text = quantize("recipes", "nvfp4").stdout.replace("ignore:", "ingore:")
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    complains(quantize("plan", "--recipe", path), 2, "quantization.ingore", "ignore")
+
+
+def test_a_missing_shard(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint, folder)
+    names = list(Checkpoint.open(folder).tensors)
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    complains(quantize("run", "--model", folder), 2, "model-00001-of-00001.safetensors", "missing")
+
+
+def test_a_truncated_shard(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint, folder)
+    shard = folder / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    complains(quantize("plan", "--model", folder), 2, "model.safetensors", "truncated")
+
+
+def test_an_existing_run_is_not_touched(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ("run", "--recipe", "fp8_dynamic", "--model", tiny_checkpoint, "--out", tmp_path)
+    assert quantize(*arguments, "--until", "plan").returncode == 0
+    complains(quantize(*arguments), 2, "this run exists", "--resume")
+    assert quantize(*arguments, "--until", "plan", "--resume").returncode == 0
+
+
+def test_a_stage_of_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    complains(quantize("verify", tmp_path), 2, "manifest.json")
+
+
+def test_plan_of_the_real_model_needs_no_weights() -> None:
+    done = quantize("plan", "--model", "google/diffusiongemma-26B-A4B-it")
+    assert done.returncode == 0, done.stderr
+    assert "11,725" in done.stdout
+
+
+def test_an_unknown_option_is_usage() -> None:
+    assert quantize("run", "--recepi", "nvfp4").returncode == 2
