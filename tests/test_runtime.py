@@ -6,7 +6,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler, StepRecord, generate
-from quantize.runtime.model import decode_canvas, encode_canvas, encode_prompts
+from quantize.runtime.model import decode_canvas, encode_prompts, encode_tokens
 from tests.conftest import CANVAS, VOCAB, tiny_model
 
 # A stop threshold that random weights reach now and then (their mean entropy is 3.8 to 5.5 nats), and
@@ -120,7 +120,7 @@ def test_ragged_logits_equal_unpadded_logits_in_float32() -> None:
     prompts = random_prompts([3, 40, 17, 70])
     generator = torch.Generator().manual_seed(1)
     first, canvas = torch.randint(0, VOCAB, (2, 4, CANVAS), generator=generator)
-    ragged = encode_canvas(model, encode_prompts(model, prompts), first)
+    ragged = encode_tokens(model, encode_prompts(model, prompts), first)
     together = decode_canvas(model, ragged, canvas, None)
     for row, prompt in enumerate(prompts):
         ids = torch.tensor([prompt + first[row].tolist()])

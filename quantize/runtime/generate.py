@@ -22,8 +22,8 @@ from quantize.runtime.model import (
     Prefix,
     canvas_length,
     decode_canvas,
-    encode_canvas,
     encode_prompts,
+    encode_tokens,
     text_config,
 )
 from quantize.runtime.noise import CounterNoise, Noise, ReferenceNoise
@@ -131,7 +131,7 @@ def generate(
         if stream.rows_may_leave and len(running) < len(rows):
             keep = torch.tensor(running, device=rows.device)
             rows, committed, prefix = rows[keep], committed[keep], prefix.select(keep)
-        prefix = encode_canvas(model, prefix, committed)
+        prefix = encode_tokens(model, prefix, committed)
     return samples
 
 

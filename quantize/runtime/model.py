@@ -6,7 +6,7 @@ the whole prefix, in sliding layers its last `sliding_window - 1` tokens, in bot
 
 Ragged batches are left-padded, so that every row ends in the same column: appended canvases line up
 and a sliding layer's cache, which keeps the last columns, keeps each row's own last tokens. Positions
-count a row's own tokens, and padding is masked, so a row's result does not depend on its batch
+count a row's own tokens and padding is masked, so a row's result does not depend on its batch
 (transformers' own `generate()` numbers the padding too). Masks are built here: transformers' encoder
 drops the ones it builds itself.
 
@@ -48,9 +48,9 @@ class Prefix:
         return Prefix(cache, self.lengths[rows], self.columns)
 
     @property
-    def is_padded(self) -> bool:
-        """Whether any row is shorter than the longest."""
-        return bool((self.lengths < self.columns).any())
+    def padding(self) -> Tensor:
+        """Masked columns at the left of each row, [B]."""
+        return self.columns - self.lengths
 
 
 def _select_layer(layer: Any, rows: Tensor) -> Any:
@@ -74,62 +74,77 @@ def canvas_length(model: DiffusionGemmaForBlockDiffusion) -> int:
 def encode_prompts(
     model: DiffusionGemmaForBlockDiffusion, prompts: Sequence[Sequence[int]]
 ) -> Prefix:
-    """Encode ragged prompts.
+    """Encode ragged prompts, those of equal length together: no padding token is ever computed.
+
+    So an observer or a router sees real tokens only, and no time goes into padding.
 
     Raises:
         InputError: an empty prompt, a token outside the vocabulary, an image placeholder (images are
             not read here), or an attention implementation other than sdpa.
     """
     _check_prompts(model, prompts)
-    longest = max(len(prompt) for prompt in prompts)
-    tokens = torch.tensor(
-        [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=model.device
-    )
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    empty = Prefix(cache, torch.zeros(len(prompts), dtype=torch.long, device=model.device), 0)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
-    return _encode(model, empty, tokens, lengths)
+    by_length: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt), []).append(row)
+    parts: list[tuple[list[int], Prefix]] = []
+    for rows in by_length.values():
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        nothing = Prefix(cache, torch.zeros(len(rows), dtype=torch.long, device=model.device), 0)
+        tokens = torch.tensor([list(prompts[row]) for row in rows], device=model.device)
+        parts.append((rows, encode_tokens(model, nothing, tokens)))
+    return parts[0][1] if len(parts) == 1 else _merge(parts)
+
+
+def _merge(parts: list[tuple[list[int], Prefix]]) -> Prefix:
+    """Join prefixes of different lengths, left-padded with zeros; rows go where their index says."""
+    longest = max((part for _, part in parts), key=lambda part: part.columns)
+    merged = longest.select(longest.lengths.new_zeros(sum(len(rows) for rows, _ in parts)))
+    for rows, part in parts:
+        merged.lengths[rows] = part.lengths
+        for to, layer in zip(merged.cache.layers, part.cache.layers, strict=True):
+            _place(to, layer, rows)
+    return merged
+
+
+def _place(to: Any, layer: Any, rows: list[int]) -> None:
+    """Write a layer's keys and values into `rows` of `to`, at the right end."""
+    start = to.keys.shape[-2] - layer.keys.shape[-2]
+    for target, source in ((to.keys, layer.keys), (to.values, layer.values)):
+        target[rows, :, :start] = 0
+        target[rows, :, start:] = source
 
 
 @torch.no_grad()
-def encode_canvas(model: DiffusionGemmaForBlockDiffusion, prefix: Prefix, canvas: Tensor) -> Prefix:
-    """Append committed canvases [B, L] to `prefix`, whose cache is extended in place."""
-    return _encode(model, prefix, canvas, prefix.lengths + canvas.shape[1])
-
-
-def _encode(
-    model: DiffusionGemmaForBlockDiffusion, prefix: Prefix, tokens: Tensor, lengths: Tensor
-) -> Prefix:
-    """Encode `tokens` [B, n] behind `prefix`; `lengths` counts each row's own tokens afterwards."""
+def encode_tokens(model: DiffusionGemmaForBlockDiffusion, prefix: Prefix, tokens: Tensor) -> Prefix:
+    """Append `tokens` [B, n], a committed canvas say, to `prefix`; its cache is extended in place."""
     columns = prefix.columns + tokens.shape[1]
-    padding = columns - lengths
-    positions = torch.arange(prefix.columns, columns, device=tokens.device) - padding[:, None]
+    positions = prefix.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
     model.model.encoder(
         input_ids=tokens,
-        attention_mask=_encoder_masks(model, prefix.columns, columns, padding),
-        position_ids=positions.clamp(min=0),
+        attention_mask=_encoder_masks(model, prefix, columns),
+        position_ids=positions,
         past_key_values=prefix.cache,
     )
-    return Prefix(prefix.cache, lengths, columns)
+    return Prefix(prefix.cache, prefix.lengths + tokens.shape[1], columns)
 
 
-def _encoder_masks(
-    model: DiffusionGemmaForBlockDiffusion, start: int, stop: int, padding: Tensor
-) -> Masks:
-    """Return causal masks [B, 1, stop - start, keys], true where a query sees a key.
-
-    A padding query sees itself: a row of nothing but masked keys would make NaN keys and values.
-    """
+def _encoder_masks(model: DiffusionGemmaForBlockDiffusion, prefix: Prefix, columns: int) -> Masks:
+    """Return causal masks [B, 1, n, keys], true where a query sees a key."""
     window: int = text_config(model).sliding_window
-    query = torch.arange(start, stop, device=padding.device)[:, None]
-    key = torch.arange(stop, device=padding.device)[None, :]
-    causal = (key <= query) & (key >= padding[:, None, None]) | (key == query)
+    device = prefix.lengths.device
+    query = torch.arange(prefix.columns, columns, device=device)[:, None]
+    key = torch.arange(columns, device=device)[None, :]
+    causal = (key <= query) & (key >= prefix.padding[:, None, None])
     near = causal & (query - key < window)
-    # A sliding layer's cache holds the last window - 1 columns before `start`.
     return {
         "full_attention": causal[:, None],
-        "sliding_attention": near[:, None, :, max(0, start - window + 1) :],
+        "sliding_attention": near[:, None, :, _first_sliding_column(prefix, window) :],
     }
+
+
+def _first_sliding_column(prefix: Prefix, window: int) -> int:
+    """Return the first column that a sliding layer's cache still holds: its last window - 1."""
+    return max(0, prefix.columns - window + 1)
 
 
 @torch.no_grad()
@@ -163,19 +178,16 @@ def decode_canvas(
     ).logits
 
 
-def _decoder_masks(
-    model: DiffusionGemmaForBlockDiffusion, prefix: Prefix, length: int
-) -> dict[str, Any]:
+def _decoder_masks(model: DiffusionGemmaForBlockDiffusion, prefix: Prefix, length: int) -> Masks:
     """Return masks [B, 1, L, keys], or None when there is nothing to mask."""
-    if not prefix.is_padded:
+    if not prefix.padding.any():
         return {"full_attention": None, "sliding_attention": None}
     window: int = text_config(model).sliding_window
-    padding = (prefix.columns - prefix.lengths)[:, None, None, None]
-    seen = torch.arange(prefix.columns + length, device=padding.device) >= padding
-    seen = seen.expand(-1, 1, length, -1)
+    columns = torch.arange(prefix.columns + length, device=prefix.lengths.device)
+    seen = (columns >= prefix.padding[:, None, None, None]).expand(-1, 1, length, -1)
     return {
         "full_attention": seen,
-        "sliding_attention": seen[..., max(0, prefix.columns - window + 1) :],
+        "sliding_attention": seen[..., _first_sliding_column(prefix, window) :],
     }
 
 
