@@ -1,0 +1,228 @@
+"""Number formats and weight layouts the kernels read.
+
+E2M1 (FP4), codes 0..15 = sign, two exponent bits, one mantissa bit:
+    0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+E4M3 (FP8, `torch.float8_e4m3fn`): largest 448, smallest subnormal 2^-9, no infinity, NaN = 0x7f.
+
+NVFP4 on disk (compressed-tensors, `nvfp4-pack-quantized`), for a weight [N, K]:
+    packed        uint8  [N, K/2]   code of column 2i in the low nibble, of column 2i+1 in the high one
+    scale         e4m3   [N, K/16]  one per 16 columns
+    global_scale  f32    [1]        448 * 6 / amax of the tensor: a LARGE number, it divides
+    w[n, k] = e2m1[n, k] * scale[n, k // 16] / global_scale
+
+FP8: weight e4m3 [N, K], scale [N]; INT8: weight int8 [N, K], scale [N]; w = weight * scale.
+
+Two layouts exist only in memory and are made at load:
+
+*Interleaved gate and up* (`interleave_gate_up`): rows of the two projections alternate in runs of 8, so
+one thread of a tensor-core accumulator holds a gate value and the up value that belongs to it, and the
+activation is applied in registers.
+
+*Fragments* (`to_fragments`): NVFP4 weights in the order in which Hopper's `wgmma` wants operand A in
+registers. A fragment is 64 rows x 64 columns = 4 warps x 32 lanes x 16 bytes; lane l of warp w holds
+rows 16w + l//4 (+8) and, of each run of 16 columns, columns 2(l%4) + {0, 1, 8, 9}. Its 16 bytes are two
+pairs of 32-bit words, each pair 16 codes = 8 registers of two bf16. The bits of a code are spread so
+that `rotate, mask 0x81c081c0` leaves sign at bit 15 and exponent and mantissa at bits 8..6, which read
+as bf16 is exactly e2m1 * 2^-126 (0.5 is a bf16 subnormal; tensor cores and HMUL2 honour those). Three
+codes a half word tile 12 of its 16 bits under rotations; the 4 left over in each word of a pair
+complement each other, so one bitwise select yields the last two: 16 instructions for 16 codes, found
+by exhaustive search over rotations (`_REGISTERS`, `_SELECT_FIRST`).
+
+Scales of fragments are one byte each, unsigned with 5 exponent and 3 mantissa bits (bias 15): every
+finite non-negative e4m3 value, its subnormals included, maps exactly, and
+`(byte << 4) + 0x7380` is the bf16 of scale * 2^119. A block whose scale is zero gets zero codes. The
+product of the two bf16 numbers, e2m1 * scale * 2^-7, has 6 significant bits: the decode is exact.
+
+Left out: MX formats (e8m0 scales), asymmetric integers, group sizes other than 16: no checkpoint of
+this model uses them.
+"""
+
+import torch
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+GROUP = 16
+FRAGMENT = 64  # rows and columns of one fragment
+GATE_UP_RUN = 8
+
+# Which word (0, 1, or 2 = the select of both) and which left rotation yields register i of a pair of
+# words. Register i = 4 * (k // 16 % 2) + 2 * (k // 8 % 2) + (row // 8 % 2); its halves are columns k, k+1.
+_REGISTERS = ((0, 0), (0, 4), (0, 10), (1, 2), (1, 6), (1, 12), (2, 8), (2, 14))
+_SELECT_FIRST = (0, 1, 9, 10)  # bits (mod 16) that the select takes from word 0
+_CODE_BITS = (6, 7, 8, 15)  # where mantissa, exponent (2) and sign of a code lie in bf16
+
+
+def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values of E2M1 codes 0..15 (any integer dtype); -0 keeps its sign."""
+    values = (*E2M1_VALUES, *(-v for v in E2M1_VALUES))
+    return torch.tensor(values, dtype=dtype, device=codes.device)[codes.long()]
+
+
+def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """Nearest E2M1 code of each value, ties to the even code, magnitudes above 6 to 6; uint8."""
+    midpoints = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), device=x.device, dtype=x.dtype)
+    magnitude = x.abs()
+    below = torch.bucketize(magnitude, midpoints)  # a tie counts as below its midpoint ...
+    tie = (midpoints[below.clamp(max=6)] == magnitude) & (below % 2 == 1)  # ... unless that is odd
+    return ((below + tie) | (torch.signbit(x).to(torch.int64) << 3)).to(torch.uint8)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., K/2] -> codes uint8 [..., K], low nibble first."""
+    return torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 [..., K] -> uint8 [..., K/2], low nibble first."""
+    pairs = codes.unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def quantize_nvfp4(
+    x: torch.Tensor, global_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., K] -> (packed uint8 [..., K/2], scale e4m3 [..., K/16]); global_scale broadcasts over rows.
+
+    scale = e4m3(amax / 6 * global_scale); codes are rounded from x * global_scale / scale.
+    """
+    groups = (x.float() * global_scale).unflatten(-1, (-1, GROUP))
+    scale = (groups.abs().amax(-1) / E2M1_MAX).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    divisor = scale.float()[..., None]
+    scaled = torch.where(divisor > 0, groups / divisor, groups * 0)
+    return pack_nibbles(encode_e2m1(scaled).flatten(-2)), scale
+
+
+def dequantize_nvfp4(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """(uint8 [..., K/2], e4m3 [..., K/16], f32 broadcastable to [..., 1]) -> values [..., K]."""
+    values = decode_e2m1(unpack_nibbles(packed), dtype).unflatten(-1, (-1, GROUP))
+    return (values * scale.to(dtype)[..., None]).flatten(-2) / global_scale.to(dtype)
+
+
+def quantize_rows(
+    x: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric per-row quantization, x [..., K] -> (values of dtype [..., K], scale f32 [...]).
+
+    dtype float8_e4m3fn: scale = amax / 448; int8: amax / 127, round half to even. A zero row has scale
+    1; a row holding NaN or infinity has scale NaN, so whatever is computed from it is NaN.
+    """
+    largest = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: 127.0}[dtype]
+    amax = x.float().abs().amax(-1)
+    scale = torch.where(amax > 0, amax / largest, torch.ones_like(amax))
+    scale = torch.where(amax.isfinite(), scale, torch.full_like(amax, float("nan")))
+    scaled = x.float() / scale[..., None]
+    if dtype == torch.int8:
+        scaled = scaled.round().nan_to_num(0.0)
+    return scaled.clamp(-largest, largest).to(dtype), scale
+
+
+def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gate, up [..., I, C] -> [..., 2I, C], runs of 8 gate rows and 8 up rows in turn; I % 8 == 0."""
+    if gate.shape != up.shape or gate.shape[-2] % GATE_UP_RUN:
+        raise ValueError(
+            f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must be equal in shape, rows % 8 == 0"
+        )
+    runs = torch.stack(
+        (gate.unflatten(-2, (-1, GATE_UP_RUN)), up.unflatten(-2, (-1, GATE_UP_RUN))), -3
+    )
+    return runs.flatten(-4, -2)
+
+
+def _bit_table() -> torch.Tensor:
+    """int32 [8 registers, 2 halves, 16 codes, 2 words]: the bits a code sets in a pair of words."""
+    table = torch.zeros(8, 2, 16, 2, dtype=torch.int64)
+    for register, (source, rotation) in enumerate(_REGISTERS):
+        for half in range(2):
+            for bit, place in enumerate(_CODE_BITS):
+                position = (place + 16 * half - rotation) % 32
+                word = source if source < 2 else int(position % 16 not in _SELECT_FIRST)
+                for code in range(16):
+                    table[register, half, code, word] |= (code >> bit & 1) << position
+    return torch.where(table >= 2**31, table - 2**32, table).to(torch.int32)
+
+
+def _scale_table() -> torch.Tensor:
+    """uint8 [128]: unsigned E5M3 byte of each non-negative finite e4m3 byte."""
+    values = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    mantissa, exponent = torch.frexp(values)  # mantissa in [0.5, 1)
+    byte = ((exponent + 14) << 3) + ((mantissa * 2 - 1) * 8).nan_to_num(0.0).to(torch.int32)
+    return torch.where(values > 0, byte, torch.zeros_like(byte)).to(torch.uint8)
+
+
+def to_fragments(
+    packed: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """NVFP4 weights in the order of `wgmma` registers.
+
+    packed uint8 [E, N, K/2], scale e4m3 [E, N, K/16] -> (words int32 [E, N/64, K/64, 512], scale bytes
+    int32 [E, N/64, K/64, 64]). Raises ValueError if N or K is no multiple of 64, or a scale is negative
+    or NaN. Works expert by expert: the temporaries are 8 bytes a weight.
+    """
+    experts, rows, half = packed.shape
+    if rows % FRAGMENT or half % (FRAGMENT // 2):
+        raise ValueError(f"fragments need N and K in multiples of 64, got N={rows}, K={2 * half}")
+    scale_bytes = scale.view(torch.uint8)
+    if int(scale_bytes.max()) >= 0x7F:
+        raise ValueError("an NVFP4 block scale is negative or NaN: the checkpoint is damaged")
+    words = torch.empty(experts, rows // 64, half // 32, 512, dtype=torch.int32, device=packed.device)
+    scales = torch.empty(experts, rows // 64, half // 32, 256, dtype=torch.uint8, device=packed.device)
+    recode = _scale_table().to(packed.device)
+    table = _bit_table().to(packed.device)
+    for expert in range(experts):
+        bytes_ = scale_bytes[expert]
+        codes = unpack_nibbles(packed[expert]).unflatten(-1, (-1, GROUP))
+        codes = torch.where(bytes_[..., None] > 0, codes, torch.zeros_like(codes)).flatten(-2)
+        words[expert] = _fragment_words(codes, table)
+        # rows -> tile, warp, row//8, row%8; groups -> tile, pair of steps, step
+        runs = recode[bytes_.long()].reshape(rows // 64, 4, 2, 8, half // 32, 2, 2)
+        scales[expert] = runs.permute(0, 4, 1, 3, 5, 6, 2).flatten(-5)
+    return words, scales.view(torch.int32)
+
+
+def _fragment_words(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """codes uint8 [N, K] -> int32 [N/64, K/64, 512]."""
+    rows, columns = codes.shape
+    # row = tile, warp, row//8, row%8;  k = tile, pair of steps, step, k//8 of the step, lane%4, k%2
+    axes = codes.reshape(rows // 64, 4, 2, 8, columns // 64, 2, 2, 2, 4, 2)
+    # -> tiles, warp, row%8, lane%4, pair of steps | step, k//8, row//8, k%2
+    axes = axes.permute(0, 4, 1, 3, 8, 5, 6, 7, 2, 9).reshape(-1, 16).long()
+    words = torch.zeros(len(axes), 2, dtype=torch.int32, device=codes.device)
+    for position, bits in enumerate(table.reshape(16, 16, 2)):
+        words |= bits[axes[:, position]]
+    return words.reshape(rows // 64, columns // 64, 512)
+
+
+def decode_fragments(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What the Hopper kernel computes from fragments, in torch: bf16 [E, N, K] of w * 2^-7.
+
+    The reference for the kernel's inline assembly, instruction by instruction.
+    """
+    experts, row_tiles, column_tiles, _ = words.shape
+    pairs = words.reshape(-1, 2).long() & 0xFFFFFFFF
+    first = sum(1 << (bit + 16 * half) for bit in _SELECT_FIRST for half in range(2))
+    sources = (pairs[:, 0], pairs[:, 1], (pairs[:, 0] & first) | (pairs[:, 1] & ~first))
+    bytes_ = scales.view(torch.uint8).reshape(experts, row_tiles, column_tiles, 4, 8, 1, 2, 4)
+    bytes_ = bytes_.expand(-1, -1, -1, -1, -1, 4, -1, -1).reshape(-1, 2, 2)  # step, row//8
+    scale = _bf16((bytes_.int() << 4) + 0x7380)
+    halves = torch.empty(len(pairs), 2, 2, 2, 2, dtype=torch.bfloat16)  # step, k//8, row//8, k%2
+    for register, (source, rotation) in enumerate(_REGISTERS):
+        step, eighth, row = register >> 2, register >> 1 & 1, register & 1
+        word = sources[source]
+        rotated = (word << rotation | word >> (32 - rotation)) & 0x81C081C0
+        for half in range(2):
+            value = _bf16(rotated >> (16 * half) & 0xFFFF)
+            halves[:, step, eighth, row, half] = value * scale[:, step, row]
+    axes = halves.reshape(experts, row_tiles, column_tiles, 4, 8, 4, 2, 2, 2, 2, 2)
+    # warp 3, row%8 4, lane%4 5, pair of steps 6, step 7, k//8 8, row//8 9, k%2 10
+    axes = axes.permute(0, 1, 3, 9, 4, 2, 6, 7, 8, 5, 10)
+    return axes.reshape(experts, row_tiles * 64, column_tiles * 64)
+
+
+def _bf16(bits: torch.Tensor) -> torch.Tensor:
+    return bits.to(torch.int32).to(torch.int16).view(torch.bfloat16)

@@ -1,0 +1,156 @@
+"""One tile loop for operands of equal type: BF16, FP8 W8A8 and INT8 W8A8, dense and grouped.
+
+    y[m, n] = x_scale[m] * w_scale[n] * sum_k x[m, k] * w[n, k]
+
+with a scale per token and per output channel, so both leave the loop. FP8 accumulates in float32
+(Hopper's FP8 tensor cores keep about 14 bits between promotions; measured effect on K = 2816 is below the
+rounding of the bf16 result), INT8 in int32, exactly, up to K = 133,000.
+
+`SWAP` computes y.T = w @ x.T. On sm_90 an FP8 `tl.dot` with fewer than 64 rows falls back to the
+half-precision tensor cores after a conversion; swapped, the weights fill the 64-row side and the tokens
+the 8-granular one, so 16 tokens an expert still run on FP8 tensor cores with half the instructions.
+
+The epilogue may apply `gelu_mul` to interleaved gate and up rows, multiply by a routing weight, or
+apply a softcap: each saves one pass over the result.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fused_dequant.routing import Routing
+from fused_dequant.tiles import block_rows, gelu_mul, softcap, split_gate_up
+
+
+@triton.jit
+def matmul_kernel(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    y,
+    slots,
+    block_expert,
+    block_count,
+    row_weight,
+    total,
+    N,
+    K,
+    cap,
+    TOPK: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SCALED: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SWAP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCKS_FIRST: tl.constexpr,
+):
+    """x [rows, K], w [E, N, K], y [rows, N or N/2]; a slot reads row slot // TOPK of x."""
+    tile = tl.program_id(1 if BLOCKS_FIRST else 0)
+    block = tl.program_id(0 if BLOCKS_FIRST else 1)
+    expert = tl.zeros((), tl.int64)
+    if GROUPED:
+        if block >= tl.load(block_count):
+            return
+        expert = tl.load(block_expert + block).to(tl.int64)
+    slot, real = block_rows(slots, block, total, BM, GROUPED)
+    row = (slot // TOPK).to(tl.int64)
+    n = tile * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    # Channels past N repeat the first ones: they are computed and not stored, and need no mask.
+    weights = w + expert * N * K + (n % N).to(tl.int64)[:, None] * K + k[None, :]
+    tokens = x + row[:, None] * K + k[None, :]
+    acc_type: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    acc = tl.zeros((BN, BM) if SWAP else (BM, BN), acc_type)
+    for k0 in range(0, K, BK):
+        if EVEN_K:
+            b = tl.load(weights + k0)
+            a = tl.load(tokens + k0, mask=real[:, None], other=0.0)
+        else:
+            inside = k < K - k0
+            b = tl.load(weights + k0, mask=inside[None, :], other=0.0)
+            a = tl.load(tokens + k0, mask=real[:, None] & inside[None, :], other=0.0)
+        if SWAP:
+            acc = tl.dot(b, a.T, acc, out_dtype=acc_type)
+        else:
+            acc = tl.dot(a, b.T, acc, out_dtype=acc_type)
+    result = (acc if SWAP else acc.T).to(tl.float32)  # [BN, BM] from here on
+    if SCALED:
+        result *= tl.load(w_scale + expert * N + n % N)[:, None]
+        result *= tl.load(x_scale + row, mask=real, other=0.0)[None, :]
+    width = N
+    rows: tl.constexpr = BN // 2 if EPILOGUE == "gelu_mul" else BN
+    if EPILOGUE == "gelu_mul":
+        gate, up = split_gate_up(result, BN, BM)
+        result = gelu_mul(gate, up)
+        width = N // 2
+    if EPILOGUE == "softcap":
+        result = softcap(result, cap)
+    if WEIGHTED:
+        result *= tl.load(row_weight + slot, mask=real, other=0.0)[None, :]
+    column = tile * rows + tl.arange(0, rows)
+    place = y + slot.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(place, result.T.to(y.dtype.element_ty), mask=real[:, None] & (column[None, :] < width))
+
+
+def matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    config: dict[str, int],
+    *,
+    epilogue: str = "none",
+    cap: float = 0.0,
+) -> torch.Tensor:
+    """x [M, K], w [N, K] of one type, scales f32 [M] and [N] -> bf16 [M, N] ([M, N/2] for gelu_mul)."""
+    M, K = x.shape
+    N = len(w)
+    y = torch.empty(M, N // 2 if epilogue == "gelu_mul" else N, dtype=torch.bfloat16, device=x.device)
+    grid = (triton.cdiv(M, config["BM"]), triton.cdiv(N, config["BN"]))
+    unused = y
+    matmul_kernel[grid](
+        x, unused if x_scale is None else x_scale, w, unused if w_scale is None else w_scale, y,
+        unused, unused, unused, unused, M, N, K, cap,
+        TOPK=1, GROUPED=False, SCALED=x_scale is not None, EPILOGUE=epilogue, WEIGHTED=False,
+        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True, **config,
+    )  # fmt: skip
+    return y
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    routing: Routing,
+    config: dict[str, int],
+    *,
+    row_weight: torch.Tensor | None = None,
+    per_slot: bool = False,
+    epilogue: str = "none",
+) -> torch.Tensor:
+    """w [E, N, K], scales f32 [rows of x] and [E, N] -> bf16 [slots, N] ([slots, N/2] for gelu_mul).
+
+    x has one row a token, or, with `per_slot`, one a slot. `row_weight` f32 [slots] multiplies the rows.
+    `config["BM"]` must equal `routing.block`.
+    """
+    _, N, K = w.shape
+    total = len(x) if per_slot else len(x) * routing.topk
+    y = torch.empty(
+        total, N // 2 if epilogue == "gelu_mul" else N, dtype=torch.bfloat16, device=x.device
+    )
+    grid = (triton.cdiv(N, config["BN"]), routing.max_blocks)
+    matmul_kernel[grid](
+        x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
+        routing.slots, routing.block_expert, routing.block_count,
+        y if row_weight is None else row_weight, total, N, K, 0.0,
+        TOPK=1 if per_slot else routing.topk, GROUPED=True, SCALED=x_scale is not None,
+        EPILOGUE=epilogue, WEIGHTED=row_weight is not None,
+        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=False, **config,
+    )  # fmt: skip
+    return y

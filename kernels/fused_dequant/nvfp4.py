@@ -1,0 +1,150 @@
+"""NVFP4 W4A16 in plain Triton: the kernel for every GPU from Ampere on, and the readable one.
+
+Reads the canonical layout (low nibble = even column, e4m3 scale a group of 16), so nothing is repacked:
+
+    bits  = (code & 8) << 12 | (code & 7) << 6        as bf16: e2m1 * 2^-126, exact
+    scale = bf16(e4m3 * 2^119)                        exact
+    w     = bits * scale                              e2m1 * scale * 2^-7: 6 significant bits, exact
+
+and acc * 2^7 / global_scale in the epilogue. The scale byte is decoded by integer operations because
+sm_80 has no e4m3 type. The interleave of low and high nibbles and the change of layout before the
+dot go through shared memory, which is what holds this loop near 40 % of bandwidth on an H200;
+`nvfp4_hopper.py` is the answer there.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fused_dequant.routing import Routing
+from fused_dequant.tiles import block_rows, gelu_mul, split_gate_up
+
+
+@triton.jit
+def decode_e2m1(packed, ROWS: tl.constexpr, BK: tl.constexpr):
+    """uint8 [ROWS, BK/2] -> bf16 [ROWS, BK] of e2m1 * 2^-126."""
+    codes = tl.join(packed & 0xF, packed >> 4).reshape(ROWS, BK).to(tl.uint16)
+    return (((codes & 8) << 12) | ((codes & 7) << 6)).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def decode_scale(byte):
+    """e4m3 byte (non-negative, finite) -> bf16 of its value * 2^119."""
+    # byte << 20 is the float32 of value * 2^-120, subnormals included; 2^239 in two steps.
+    tiny = (byte.to(tl.int32) << 20).to(tl.float32, bitcast=True)
+    return (tiny * 1.329227995784916e36 * 6.646139978924579e35).to(tl.bfloat16)
+
+
+@triton.jit
+def nvfp4_kernel(
+    x,
+    packed,
+    scale,
+    factor,
+    y,
+    slots,
+    block_expert,
+    block_count,
+    row_weight,
+    total,
+    N,
+    K,
+    TOPK: tl.constexpr,
+    GROUPED: tl.constexpr,
+    GELU_MUL: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """x bf16 [rows, K], packed [E, N, K/2], scale bytes [E, N, K/16], factor f32 [E, 2] -> y [slots, N]."""
+    tile = tl.program_id(0)
+    block = tl.program_id(1)
+    expert = tl.zeros((), tl.int64)
+    if GROUPED:
+        if block >= tl.load(block_count):
+            return
+        expert = tl.load(block_expert + block).to(tl.int64)
+    slot, real = block_rows(slots, block, total, BM, GROUPED)
+    row = (slot // TOPK).to(tl.int64)
+    n = tile * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    half = tl.arange(0, BK // 2)
+    group = tl.arange(0, BK // 16)
+    channel = expert * N + (n % N)
+    weights = packed + channel[:, None] * (K // 2) + half[None, :]
+    scales = scale + channel[:, None] * (K // 16) + group[None, :]
+    tokens = x + row[:, None] * K + k[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, K, BK):
+        if EVEN_K:
+            codes = tl.load(weights + k0 // 2)
+            s = tl.load(scales + k0 // 16)
+            a = tl.load(tokens + k0, mask=real[:, None], other=0.0)
+        else:
+            left = K - k0
+            codes = tl.load(weights + k0 // 2, mask=half[None, :] < left // 2, other=0)
+            s = tl.load(scales + k0 // 16, mask=group[None, :] < left // 16, other=0)
+            a = tl.load(tokens + k0, mask=real[:, None] & (k[None, :] < left), other=0.0)
+        per_value = tl.broadcast_to(decode_scale(s)[:, :, None], (BN, BK // 16, 16)).reshape(BN, BK)
+        acc = tl.dot(a, (decode_e2m1(codes, BN, BK) * per_value).T, acc)
+    width = N
+    rows: tl.constexpr = BN // 2 if GELU_MUL else BN
+    result = acc.T
+    if GELU_MUL:
+        gate, up = split_gate_up(result, BN, BM)
+        gate *= tl.load(factor + expert * 2)
+        result = gelu_mul(gate, up * tl.load(factor + expert * 2 + 1))
+        width = N // 2
+    else:
+        result *= tl.load(factor + expert * 2)
+    if WEIGHTED:
+        result *= tl.load(row_weight + slot, mask=real, other=0.0)[None, :]
+    column = tile * rows + tl.arange(0, rows)
+    place = y + slot.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(place, result.T.to(tl.bfloat16), mask=real[:, None] & (column[None, :] < width))
+
+
+def nvfp4(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    factor: torch.Tensor,
+    config: dict[str, int],
+) -> torch.Tensor:
+    """x bf16 [M, K], canonical weight [N, K/2] and [N, K/16], factor f32 [1, 2] -> bf16 [M, N]."""
+    M, K = x.shape
+    N = len(packed)
+    y = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
+    nvfp4_kernel[(triton.cdiv(N, config["BN"]), triton.cdiv(M, config["BM"]))](
+        x, packed, scale.view(torch.uint8), factor, y, y, y, y, y, M, N, K,
+        TOPK=1, GROUPED=False, GELU_MUL=False, WEIGHTED=False, EVEN_K=K % config["BK"] == 0, **config,
+    )  # fmt: skip
+    return y
+
+
+def grouped_nvfp4(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    factor: torch.Tensor,
+    routing: Routing,
+    config: dict[str, int],
+    *,
+    row_weight: torch.Tensor | None = None,
+    per_slot: bool = False,
+    gelu_mul: bool = False,
+) -> torch.Tensor:
+    """As `nvfp4_hopper.grouped_nvfp4_hopper`, from canonical weights [E, N, K/2] and [E, N, K/16]."""
+    N, K = packed.shape[1], x.shape[1]
+    total = len(x) if per_slot else len(x) * routing.topk
+    y = torch.empty(total, N // 2 if gelu_mul else N, dtype=torch.bfloat16, device=x.device)
+    nvfp4_kernel[(triton.cdiv(N, config["BN"]), routing.max_blocks)](
+        x, packed, scale.view(torch.uint8), factor, y,
+        routing.slots, routing.block_expert, routing.block_count,
+        y if row_weight is None else row_weight, total, N, K,
+        TOPK=1 if per_slot else routing.topk, GROUPED=True, GELU_MUL=gelu_mul,
+        WEIGHTED=row_weight is not None, EVEN_K=K % config["BK"] == 0, **config,
+    )  # fmt: skip
+    return y

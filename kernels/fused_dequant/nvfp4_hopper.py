@@ -1,0 +1,273 @@
+"""NVFP4 W4A16 on Hopper: decode into the registers from which `wgmma` reads its operand A.
+
+The plain Triton loop (`nvfp4.py`) stops near 40 % of bandwidth: the compiler decodes in the layout in which
+it loaded and then carries every bf16 value through shared memory into the layout the tensor core wants,
+2 bytes written and read a value for 0.56 loaded. Here nothing but the packed weights crosses shared
+memory:
+
+  * weights lie in memory in fragment order (`formats.to_fragments`), so the 16 bytes a thread copies
+    with `cp.async` are the 32 values that same thread feeds to `wgmma`;
+  * y.T = w @ x.T: weights are operand A, in registers, 64 rows a warpgroup; tokens are operand B, in
+    shared memory, with any width from 16 to 256, so a weight is decoded once for all its tokens;
+  * decoding is 1 instruction a value, half a multiply for the block scale, a quarter for the scale
+    itself: about 3.2 issued instructions a value with everything, against 3.9 that the issue slots
+    allow at 4.3 TB/s (sm_90 SASS, counted by tests/test_fused_dequant_compile.py).
+
+Written in Gluon because the layouts are the algorithm: `gl.convert_layout(..., assert_trivial=True)` makes
+the compiler refuse the kernel if decoded values would have to move between threads.
+
+`wgmma` is issued synchronously. Keeping it in flight over the decode of the next tile makes ptxas serialise
+every single instruction (C7515); the other warps on the SM fill the wait instead.
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+
+from fused_dequant.formats import _REGISTERS, _SELECT_FIRST, FRAGMENT
+from fused_dequant.routing import Routing
+
+
+def _decode_assembly() -> str:
+    """Two words ($8, $9) and four scale bytes ($10; byte 2 * step + row//8) -> 8 registers of two bf16.
+
+    Scales: bytes 0 and 2, then 1 and 3, become bf16 pairs by (byte << 4) + 0x7380; each is doubled by prmt.
+    """
+    select = sum(1 << (bit + half) for bit in _SELECT_FIRST for half in (0, 16))
+    lines = [
+        ".reg .b32 both, t, even, odd, s0, s1, s2, s3;",
+        "and.b32 even, $10, 0x00ff00ff; mad.lo.u32 even, even, 16, 0x73807380;",
+        "shr.u32 odd, $10, 8; and.b32 odd, odd, 0x00ff00ff; mad.lo.u32 odd, odd, 16, 0x73807380;",
+        "prmt.b32 s0, even, even, 0x1010; prmt.b32 s1, odd, odd, 0x1010;",
+        "prmt.b32 s2, even, even, 0x3232; prmt.b32 s3, odd, odd, 0x3232;",
+        f"lop3.b32 both, $8, $9, {select:#x}, 0xAC;",  # (first & mask) | (second & ~mask)
+    ]
+    for register, (source, rotation) in enumerate(_REGISTERS):
+        word = ("$8", "$9", "both")[source]
+        lines.append(f"shf.l.wrap.b32 t, {word}, {word}, {rotation}; and.b32 t, t, 0x81c081c0;")
+        lines.append(f"mul.rn.bf16x2 ${register}, t, s{2 * (register >> 2) + (register & 1)};")
+    return "{ " + "\n".join(lines) + " }"
+
+
+_DECODE = gl.constexpr(_decode_assembly())
+_CONSTRAINTS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")  # two words, the scale word twice
+_BF16 = gl.constexpr((gl.bfloat16,) * 8)
+
+
+@gluon.constexpr_function
+def fragment_layout(row_tiles, column_tiles, warpgroups):
+    """Words of a tile [row tile, column tile, warp, row%8, lane%4, pair of steps, word] over threads."""
+    registers = [[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]]
+    registers += [[0, 1 << i, 0, 0, 0, 0, 0] for i in range(column_tiles.bit_length() - 1)]
+    registers += [
+        [1 << i, 0, 0, 0, 0, 0, 0]
+        for i in range(warpgroups.bit_length() - 1, row_tiles.bit_length() - 1)
+    ]
+    lanes = [[0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 2, 0, 0]]
+    lanes += [[0, 0, 0, 1 << i, 0, 0, 0] for i in range(3)]
+    warps = [[0, 0, 1, 0, 0, 0, 0], [0, 0, 2, 0, 0, 0, 0]]
+    warps += [[1 << i, 0, 0, 0, 0, 0, 0] for i in range(warpgroups.bit_length() - 1)]
+    shape = [row_tiles, column_tiles, 4, 8, 4, 2, 2]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+@gluon.jit
+def decode(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr):
+    """Words [.., 4, 8, 4, 2, 2] and scale words [.., 4, 8, 2] -> bf16 [64 * row tiles, 64 * column tiles]."""
+    scales = gl.expand_dims(gl.expand_dims(scales, 4), 6)
+    words, scales = gl.broadcast(words, scales)
+    r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(
+        _DECODE, _CONSTRAINTS, [words, scales], dtype=_BF16, is_pure=True, pack=2
+    )
+    low = gl.join(gl.join(r0, r1), gl.join(r2, r3))
+    values = gl.join(low, gl.join(gl.join(r4, r5), gl.join(r6, r7)))
+    # axes: row tile, column tile, warp, row%8, lane%4, pair of steps, k%2, row//8, k//8, step
+    values = values.permute([0, 2, 7, 3, 1, 5, 9, 8, 4, 6])
+    values = values.reshape([64 * ROW_TILES, 64 * COLUMN_TILES])
+    return gl.convert_layout(values, operand, assert_trivial=True)
+
+
+@gluon.jit
+def copy_step(source, target, offset, SIZE: gl.constexpr, step, K, BK: gl.constexpr, EVEN_K: gl.constexpr):
+    """Start copying one step's words or scales; fragments past K read as zero, which decodes to zero."""
+    source += step * (BK // 64 * SIZE)
+    if EVEN_K:
+        async_copy.async_copy_global_to_shared(target, source)
+    else:
+        async_copy.async_copy_global_to_shared(target, source, mask=offset < (K - step * BK) // 64 * SIZE)
+
+
+@gluon.jit
+def copy_tokens(source, target, real, k, step, K, BK: gl.constexpr, EVEN_K: gl.constexpr):
+    """Start copying one step's columns of the block's tokens; padding rows read as zero."""
+    mask = real if EVEN_K else real & (k < K - step * BK)
+    async_copy.async_copy_global_to_shared(target, source + step * BK, mask=mask)
+
+
+@gluon.jit
+def nvfp4_hopper_kernel(
+    x,
+    words,
+    scales,
+    factor,
+    y,
+    slots,
+    block_expert,
+    block_count,
+    row_weight,
+    total,
+    N,
+    K,
+    TOPK: gl.constexpr,
+    GROUPED: gl.constexpr,
+    GELU_MUL: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    EVEN_K: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """x bf16 [rows, K]; words, scales from `to_fragments`; factor f32 [E, 2]; y bf16 [slots, N or N/2]."""
+    ROW_TILES: gl.constexpr = BN // 64
+    COLUMN_TILES: gl.constexpr = BK // 64
+    WARPGROUPS: gl.constexpr = num_warps // 4
+    fragments: gl.constexpr = fragment_layout(ROW_TILES, COLUMN_TILES, WARPGROUPS)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    words_copy: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPGROUPS, 4], [1, 0])
+    scales_copy: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPGROUPS, 4], [1, 0])
+    lanes: gl.constexpr = BK // 8 if BK < 256 else 32
+    tokens_copy: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0])
+    linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+
+    tile = gl.program_id(0)
+    block = gl.program_id(1)
+    expert = 0
+    if GROUPED:
+        if block >= gl.load(block_count):
+            return
+        expert = gl.load(block_expert + block)
+    column_tiles = K // 64
+    first_tile = (gl.to_tensor(expert).to(gl.int64) * (N // 64) + tile * ROW_TILES) * column_tiles
+
+    row_tile = gl.arange(0, ROW_TILES, gl.SliceLayout(1, words_copy))
+    word = gl.arange(0, COLUMN_TILES * 512, gl.SliceLayout(0, words_copy))[None, :]
+    words_at = words + first_tile * 512 + (row_tile * (column_tiles * 512))[:, None] + word
+    row_tile = gl.arange(0, ROW_TILES, gl.SliceLayout(1, scales_copy))
+    scale = gl.arange(0, COLUMN_TILES * 64, gl.SliceLayout(0, scales_copy))[None, :]
+    scales_at = scales + first_tile * 64 + (row_tile * (column_tiles * 64))[:, None] + scale
+    slot = block * BM + gl.arange(0, BM, gl.SliceLayout(1, tokens_copy))
+    if GROUPED:
+        slot = gl.load(slots + slot)
+    k = gl.arange(0, BK, gl.SliceLayout(0, tokens_copy))[None, :]
+    tokens_at = x + (slot // TOPK).to(gl.int64)[:, None] * K + k
+    real = (slot < total)[:, None] & (k < K)
+
+    words_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROW_TILES, COLUMN_TILES * 512], linear)
+    scales_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROW_TILES, COLUMN_TILES * 64], linear)
+    tokens_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    tokens_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], tokens_layout)
+
+    steps = gl.cdiv(K, BK)
+    for step in gl.static_range(STAGES - 1):
+        if step < steps:
+            copy_step(words_at, words_smem.index(step), word, 512, step, K, BK, EVEN_K)
+            copy_step(scales_at, scales_smem.index(step), scale, 64, step, K, BK, EVEN_K)
+            copy_tokens(tokens_at, tokens_smem.index(step), real, k, step, K, BK, EVEN_K)
+        async_copy.commit_group()
+    acc = gl.zeros([BN, BM], gl.float32, mma)
+    for step in range(steps):
+        async_copy.wait_group(STAGES - 2)
+        ahead = step + STAGES - 1
+        if ahead < steps:
+            into = ahead % STAGES
+            copy_step(words_at, words_smem.index(into), word, 512, ahead, K, BK, EVEN_K)
+            copy_step(scales_at, scales_smem.index(into), scale, 64, ahead, K, BK, EVEN_K)
+            copy_tokens(tokens_at, tokens_smem.index(into), real, k, ahead, K, BK, EVEN_K)
+        async_copy.commit_group()
+        stage = step % STAGES
+        packed = words_smem.index(stage).reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2])
+        scale_words = scales_smem.index(stage).reshape([ROW_TILES, COLUMN_TILES, 4, 8, 2])
+        weights = decode(
+            packed.load(fragments),
+            scale_words.load(gl.SliceLayout(4, gl.SliceLayout(6, fragments))),
+            operand, ROW_TILES, COLUMN_TILES,
+        )  # fmt: skip
+        fence_async_shared()  # cp.async wrote the tokens, wgmma reads them through another proxy
+        acc = warpgroup_mma(weights, tokens_smem.index(stage).permute([1, 0]), acc)
+
+    width = N
+    ROWS: gl.constexpr = BN // 2 if GELU_MUL else BN
+    factor += expert * 2
+    if GELU_MUL:
+        gate, up = gl.split(acc.reshape([BN // 16, 2, 8, BM]).permute([0, 2, 3, 1]))
+        gate *= gl.load(factor)
+        z = 0.7978845608028654 * gate * (1.0 + 0.044715 * gate * gate)
+        result = gate * (1.0 - 1.0 / (gl.exp(2.0 * z) + 1.0)) * (up * gl.load(factor + 1))
+        result = result.reshape([BN // 2, BM])
+        width = N // 2
+    else:
+        result = acc * gl.load(factor)
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    result = gl.convert_layout(result.permute([1, 0]), stored)
+    slot = block * BM + gl.arange(0, BM, gl.SliceLayout(1, stored))
+    if GROUPED:
+        slot = gl.load(slots + slot)
+    column = (tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, stored)))[None, :]
+    if WEIGHTED:
+        result *= gl.load(row_weight + slot, mask=slot < total, other=0.0)[:, None]
+    mask = (slot < total)[:, None] & (column < width)
+    gl.store(y + slot.to(gl.int64)[:, None] * width + column, result.to(gl.bfloat16), mask=mask)
+
+
+def nvfp4_hopper(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    factor: torch.Tensor,
+    config: dict[str, int],
+) -> torch.Tensor:
+    """x bf16 [M, K], fragments of one weight (E = 1) -> bf16 [M, N]."""
+    M, K = x.shape
+    N = words.shape[1] * FRAGMENT
+    y = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
+    grid = (N // config["BN"], triton.cdiv(M, config["BM"]))
+    nvfp4_hopper_kernel[grid](
+        x, words, scales, factor, y, y, y, y, y, M, N, K,
+        TOPK=1, GROUPED=False, GELU_MUL=False, WEIGHTED=False, EVEN_K=K % config["BK"] == 0, **config,
+    )  # fmt: skip
+    return y
+
+
+def grouped_nvfp4_hopper(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    factor: torch.Tensor,
+    routing: Routing,
+    config: dict[str, int],
+    *,
+    row_weight: torch.Tensor | None = None,
+    per_slot: bool = False,
+    gelu_mul: bool = False,
+) -> torch.Tensor:
+    """x bf16 [tokens, K], or [slots, K] with `per_slot`; fragments of E weights -> bf16 [slots, N or N/2].
+
+    `factor` f32 [E, 2] is 128 / global_scale of the gate rows and of the up rows (equal when there is no
+    such split). `config["BM"]` must equal `routing.block`.
+    """
+    N, K = words.shape[1] * FRAGMENT, x.shape[1]
+    total = len(x) if per_slot else len(x) * routing.topk
+    y = torch.empty(total, N // 2 if gelu_mul else N, dtype=torch.bfloat16, device=x.device)
+    nvfp4_hopper_kernel[(N // config["BN"], routing.max_blocks)](
+        x, words, scales, factor, y, routing.slots, routing.block_expert, routing.block_count,
+        y if row_weight is None else row_weight, total, N, K,
+        TOPK=1 if per_slot else routing.topk, GROUPED=True, GELU_MUL=gelu_mul,
+        WEIGHTED=row_weight is not None, EVEN_K=K % config["BK"] == 0, **config,
+    )  # fmt: skip
+    return y

@@ -1,0 +1,111 @@
+"""Dynamic activation quantization, alone or fused into the operation before it.
+
+Per token (FP8, INT8): scale[m] = amax(|h[m]|) / 448 or / 127, q = h / scale, where h is
+
+    NONE       x[m]
+    RMS_NORM   x[m] * rsqrt(mean(x[m]^2) + eps) * weight
+    GELU_MUL   gelu_tanh(x[m, :K]) * x[m, K:]       (x [M, 2K]: gate first)
+
+The row is held in registers between the reduction and the division, so a fused call reads x once and
+writes one byte a value; the bf16 result of the norm never exists.
+
+NVFP4 (W4A4): groups of 16 with an e4m3 scale under the calibrated global scale; the arithmetic of
+compressed-tensors. e2m1 rounding is to nearest, ties to even.
+
+A token holding NaN or infinity gets scale NaN: its outputs are NaN and no other token's are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fused_dequant.tiles import gelu_mul
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x, weight, q, scale, K, eps, FUSE: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program a row; BLOCK >= K is a power of two."""
+    m = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    inside = k < K
+    if FUSE == "gelu_mul":
+        gate = tl.load(x + m * 2 * K + k, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + m * 2 * K + K + k, mask=inside, other=0.0).to(tl.float32)
+        h = gelu_mul(gate, up)
+    else:
+        h = tl.load(x + m * K + k, mask=inside, other=0.0).to(tl.float32)
+    if FUSE == "rms_norm":
+        h *= tl.rsqrt(tl.sum(h * h) / K + eps)
+        h *= tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
+    magnitude = tl.abs(h)
+    amax = tl.max(magnitude)
+    damaged = tl.max((~(magnitude < float("inf"))).to(tl.int32))  # NaN compares false
+    s = tl.where(amax > 0.0, amax / LARGEST, 1.0)
+    v = tl.where(magnitude < float("inf"), h / s, 0.0)
+    v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
+    if q.dtype.element_ty == tl.int8:
+        # Round half to even: adding 1.5 * 2^23 leaves no fraction bits.
+        v = (v + 12582912.0) - 12582912.0
+    tl.store(q + m * K + k, v.to(q.dtype.element_ty), mask=inside)
+    tl.store(scale + m, tl.where(damaged > 0, float("nan"), s))
+
+
+def quantize_rows(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    fuse: str = "none",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] ([M, 2K] for gelu_mul) -> (dtype [M, K], scale f32 [M]); dtype float8_e4m3fn or int8."""
+    M, width = x.shape
+    K = width // 2 if fuse == "gelu_mul" else width
+    q = torch.empty(M, K, dtype=dtype, device=x.device)
+    scale = torch.empty(M, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(K)
+    quantize_rows_kernel[(M,)](
+        x, scale if norm_weight is None else norm_weight, q, scale, K, eps,
+        FUSE=fuse, LARGEST=448.0 if dtype == torch.float8_e4m3fn else 127.0, BLOCK=block,
+        num_warps=max(1, min(8, block // 512)),
+    )  # fmt: skip
+    return q, scale
+
+
+@triton.jit
+def encode_e2m1(v):
+    """Nearest E2M1 code (0..15), ties to even, saturating at 6."""
+    a = tl.abs(v)
+    code = (a > 0.25).to(tl.uint8) + (a >= 0.75).to(tl.uint8) + (a > 1.25).to(tl.uint8)
+    code += (a >= 1.75).to(tl.uint8) + (a > 2.5).to(tl.uint8) + (a >= 3.5).to(tl.uint8)
+    code += (a > 5.0).to(tl.uint8)
+    return code | ((v < 0.0).to(tl.uint8) << 3)
+
+
+@triton.jit
+def quantize_nvfp4_kernel(x, global_scale, packed, scale, K, GROUPS: tl.constexpr):
+    """Program (m, i) quantizes GROUPS groups of 16 of row m."""
+    m = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    k = group[:, None] * 16 + tl.arange(0, 16)[None, :]
+    h = tl.load(x + m * K + k, mask=k < K, other=0.0).to(tl.float32) * tl.load(global_scale)
+    amax = tl.max(tl.abs(h), 1)
+    s = tl.minimum(amax / 6.0, 448.0).to(tl.float8e4nv)
+    divisor = s.to(tl.float32)[:, None]
+    v = tl.where(divisor > 0.0, h / tl.where(divisor > 0.0, divisor, 1.0), 0.0)
+    low, high = tl.split(encode_e2m1(v).reshape(GROUPS, 8, 2))
+    half = group[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(packed + m * (K // 2) + half, low | (high << 4), mask=half < K // 2)
+    tl.store(scale + m * (K // 16) + group, s, mask=group < K // 16)
+
+
+def quantize_nvfp4(x: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K], global_scale f32 [1] -> (packed uint8 [M, K/2], scale e4m3 [M, K/16]); K % 16 == 0."""
+    M, K = x.shape
+    packed = torch.empty(M, K // 2, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(M, K // 16, dtype=torch.float8_e4m3fn, device=x.device)
+    grid = (M, triton.cdiv(K // 16, 64))
+    quantize_nvfp4_kernel[grid](x, global_scale, packed, scale, K, GROUPS=64)
+    return packed, scale

@@ -1,0 +1,122 @@
+"""From expert ids to blocks of rows, and from slot results back to tokens, without asking the host.
+
+A slot is token * topk + choice. `route` sorts the slots by expert and pads each expert's run to a
+multiple of `block` rows:
+
+    slots         int32 [max_blocks * block]  slot ids; M * topk marks padding
+    block_expert  int32 [max_blocks]          expert of a block
+    block_count   int32 [1]                   blocks in use, known to the device alone
+
+`max_blocks` bounds every routing: an expert with c > 0 slots uses ceil(c / block) blocks, hence at most
+min(E, S) + S // block in all for S slots. Kernels are launched for the bound; blocks past `block_count` return
+at once. So the launch depends on shapes alone and a CUDA graph can replay it with another routing.
+
+One program an expert: each counts all ids itself (8 KB from L2 at 2,048 slots) rather than wait for a
+second launch, then writes its own run in slot order. No atomics, so two runs are equal bit for bit.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Sorted blocks of one batch; see the module's docstring for the fields."""
+
+    slots: torch.Tensor
+    block_expert: torch.Tensor
+    block_count: torch.Tensor
+    block: int
+    topk: int
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks to launch."""
+        return len(self.block_expert)
+
+
+def max_blocks(slots: int, experts: int, block: int) -> int:
+    """Most blocks any routing of `slots` slots can need."""
+    return min(experts, slots) + slots // block
+
+
+@triton.jit
+def route_kernel(
+    ids,
+    slots,
+    block_expert,
+    block_count,
+    total,
+    E: tl.constexpr,
+    EXPERTS: tl.constexpr,  # E rounded up to a power of two
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Program e lays out expert e. Ids outside 0..E-1 belong to no expert."""
+    e = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, total, CHUNK):
+        offset = start + tl.arange(0, CHUNK)
+        id = tl.load(ids + offset, mask=offset < total, other=-1)
+        counts += tl.histogram(id.to(tl.int32), EXPERTS, mask=(id >= 0) & (id < E))
+    blocks = (counts + BLOCK - 1) // BLOCK
+    first = tl.sum(tl.where(expert < e, blocks, 0))
+    mine = tl.sum(tl.where(expert == e, blocks, 0))
+    if e == 0:
+        tl.store(block_count, tl.sum(blocks))
+    position = first * BLOCK
+    for start in range(0, total, CHUNK):
+        offset = start + tl.arange(0, CHUNK)
+        taken = tl.load(ids + offset, mask=offset < total, other=-1) == e
+        rank = tl.cumsum(taken.to(tl.int32), 0) - 1
+        tl.store(slots + position + rank, offset, mask=taken)
+        position += tl.sum(taken.to(tl.int32))
+    end = (first + mine) * BLOCK
+    padding = position + tl.arange(0, BLOCK)
+    tl.store(slots + padding, total, mask=padding < end)
+    for block in range(first, first + mine):
+        tl.store(block_expert + block, e)
+
+
+def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
+    """expert_ids int [M, topk] -> Routing; `block` a power of two."""
+    total = expert_ids.numel()
+    bound = max_blocks(total, experts, block)
+    device = expert_ids.device
+    slots = torch.empty(bound * block, dtype=torch.int32, device=device)
+    block_expert = torch.empty(bound, dtype=torch.int32, device=device)
+    block_count = torch.empty(1, dtype=torch.int32, device=device)
+    route_kernel[(experts,)](
+        expert_ids, slots, block_expert, block_count, total,
+        E=experts, EXPERTS=triton.next_power_of_2(experts), BLOCK=block,
+        CHUNK=min(2048, triton.next_power_of_2(total)),
+    )  # fmt: skip
+    return Routing(slots, block_expert, block_count, block, expert_ids.shape[-1])
+
+
+@triton.jit
+def combine_kernel(y, ids, out, H, E, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+    """out[m] = sum over choices of y[m * TOPK + choice], in float32, in order of choice."""
+    m = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < H
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(TOPK):
+        id = tl.load(ids + m * TOPK + choice)
+        routed = inside & (id >= 0) & (id < E)  # nothing ever wrote the other rows
+        acc += tl.load(y + (m * TOPK + choice) * H + column, mask=routed, other=0.0).to(tl.float32)
+    tl.store(out + m * H + column, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def combine(y: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """y bf16 [M * topk, H], already multiplied by the routing weights -> bf16 [M, H]."""
+    tokens, topk = expert_ids.shape
+    width = y.shape[1]
+    out = torch.empty(tokens, width, dtype=y.dtype, device=y.device)
+    grid = (tokens, triton.cdiv(width, 1024))
+    combine_kernel[grid](y, expert_ids, out, width, experts, TOPK=topk, BLOCK=1024)
+    return out

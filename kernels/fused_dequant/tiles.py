@@ -1,0 +1,37 @@
+"""Pieces every Triton kernel here shares: which rows a block computes, the activation, the store.
+
+A *block* is `BM` rows of the activation that meet the same weights. Dense: rows BM*i .. BM*i + BM - 1 of
+x, expert 0. Grouped: `slots[BM*i + m]` names token * topk + choice, or `total` where the block is padding,
+and `block_expert[i]` the expert. Nothing depends on the host knowing how many blocks are in use.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def block_rows(slots, block, total, BM: tl.constexpr, GROUPED: tl.constexpr):
+    """Slots [BM] of a block and which of them are real."""
+    offsets = block * BM + tl.arange(0, BM)
+    slot = tl.load(slots + offsets) if GROUPED else offsets
+    return slot, slot < total
+
+
+@triton.jit
+def gelu_mul(gate, up):
+    """gelu_tanh(gate) * up in float32; tanh(z) = 1 - 2 / (exp(2z) + 1) has no overflow."""
+    z = 0.7978845608028654 * gate * (1.0 + 0.044715 * gate * gate)
+    return gate * (1.0 - 1.0 / (tl.exp(2.0 * z) + 1.0)) * up
+
+
+@triton.jit
+def softcap(x, cap):
+    """cap * tanh(x / cap)."""
+    return cap * (1.0 - 2.0 / (tl.exp(2.0 * x / cap) + 1.0))
+
+
+@triton.jit
+def split_gate_up(acc, ROWS: tl.constexpr, BM: tl.constexpr):
+    """acc [ROWS, BM] with runs of 8 gate and 8 up rows -> gate, up [ROWS/2, BM]."""
+    gate, up = tl.split(acc.reshape(ROWS // 16, 2, 8, BM).permute(0, 2, 3, 1))
+    return gate.reshape(ROWS // 2, BM), up.reshape(ROWS // 2, BM)
