@@ -1,0 +1,126 @@
+"""Prompts for calibration: bundled word problems, a local jsonl of chats, or Hub datasets.
+
+A row becomes a chat that ends with its last user message, so that the model answers it. Rows are
+drawn in turn from the recipe's datasets; the thinking channel is on for the recipe's share of them,
+spread evenly. The same recipe gives the same prompts: local files are shuffled by the recipe's seed,
+Hub datasets are read from their first row on.
+"""
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from quantize.errors import InputError, ResourceError
+from quantize.recipe import Calibration
+from quantize.runtime.chat import Message, encode_chat, load_tokenizer
+from quantize.runtime.trajectory import Prompt
+
+BUNDLED = "bundled"
+QUESTION_FIELDS = ("question", "problem", "prompt", "instruction")
+MAX_PROMPT_TOKENS = 2048  # longer chats are skipped: calibration need not pay for them
+
+
+def load_prompts(checkpoint: Path, calibration: Calibration, count: int) -> list[Prompt]:
+    """Return `count` prompts, tokenized with the checkpoint's own chat template.
+
+    Raises:
+        InputError: an unreadable or too small local dataset, or no tokenizer.
+        ResourceError: a Hub dataset that cannot be reached.
+    """
+    tokenizer = load_tokenizer(checkpoint)
+    chats = [read_chats(name, calibration.seed) for name in calibration.datasets]
+    prompts: list[Prompt] = []
+    for messages in _take_turns(chats):
+        thinking = _thinks(len(prompts), calibration.thinking)
+        ids = encode_chat(tokenizer, messages, thinking=thinking)
+        if len(ids) <= MAX_PROMPT_TOKENS:
+            prompts.append(Prompt(tuple(ids), thinking))
+        if len(prompts) == count:
+            return prompts
+    raise InputError(
+        f"calibration: {', '.join(calibration.datasets)} hold {len(prompts)} usable prompts and "
+        f"{count} are needed; name a larger dataset or lower `prompts`"
+    )
+
+
+def _thinks(index: int, share: float) -> bool:
+    """Spread `share` of all indices evenly: every second one for 0.5."""
+    return int((index + 1) * share) > int(index * share)
+
+
+def _take_turns(sources: list[Iterator[list[Message]]]) -> Iterator[list[Message]]:
+    """Yield one item of each source in turn until all are empty."""
+    live = list(sources)
+    while live:
+        for source in list(live):
+            item = next(source, None)
+            if item is None:
+                live.remove(source)
+            else:
+                yield item
+
+
+def read_chats(name: str, seed: int) -> Iterator[list[Message]]:
+    """Yield the chats of one dataset: `bundled`, the path of a .jsonl file, or a Hub name."""
+    if name == BUNDLED:
+        from quantize.bundled import CALIBRATION
+
+        rows: Iterable[Mapping[str, Any]] = _read_jsonl(CALIBRATION, seed)
+    elif name.endswith(".jsonl"):
+        rows = _read_jsonl(Path(name), seed)
+    else:
+        rows = _read_hub(name)
+    for number, row in enumerate(rows, start=1):
+        messages = chat_of(row)
+        if messages is None:
+            raise InputError(
+                f"{name}: row {number} has neither `messages` with a user message nor one of "
+                f"{', '.join(QUESTION_FIELDS)}; its fields are {', '.join(sorted(row))}"
+            )
+        yield messages
+
+
+def chat_of(row: Mapping[str, Any]) -> list[Message] | None:
+    """Return a row's chat up to its last user message, or None when it holds none."""
+    messages = row.get("messages")
+    if isinstance(messages, list):
+        turns = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+        last = max((i for i, m in enumerate(turns) if m["role"] == "user"), default=None)
+        return None if last is None else [*turns[: last + 1]]
+    for field in QUESTION_FIELDS:
+        if isinstance(row.get(field), str):
+            return [{"role": "user", "content": row[field]}]
+    return None
+
+
+def _read_jsonl(path: Path, seed: int) -> list[Mapping[str, Any]]:
+    try:
+        rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path}: this calibration file cannot be read as jsonl ({error})"
+        ) from error
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+def _read_hub(name: str) -> Iterator[Mapping[str, Any]]:
+    """Stream the training split of a Hub dataset, or of a local folder that `datasets` can read."""
+    from datasets import get_dataset_split_names, load_dataset
+
+    try:
+        splits: list[str] = get_dataset_split_names(name)
+        split = next((s for s in splits if s.startswith("train")), splits[0])
+        rows: Any = load_dataset(name, split=split, streaming=True)
+        first = list(islice(rows, 1))
+    except Exception as error:  # datasets raises whatever its network stack and builders raise
+        raise ResourceError(
+            f"calibration dataset {name!r} cannot be read ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}); check network and HF_TOKEN, or name a local "
+            f".jsonl of chats in the recipe"
+        ) from error
+    yield from first
+    yield from islice(rows, 1, None)

@@ -1,0 +1,144 @@
+"""Recorded denoising trajectories: what a model read at every step, so that another can replay it.
+
+A trajectory holds its prompt, the canvas ids the decoder read at each step of each canvas, and what
+was committed. With the sampler's settings that is all a teacher-forced replay needs: logits and
+self-conditioning are recomputed. On disk, in one folder:
+
+    trajectories.safetensors   <index>.prompt [n], <index>.steps [all steps, L], <index>.committed
+                               [canvases, L]; int32
+    trajectories.json          sampler settings; per trajectory seed, thinking, held_out and
+                               steps_per_canvas
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from quantize.errors import InputError
+from quantize.run_dir import read_json, write_json
+from quantize.runtime.generate import OnStep, generate
+from quantize.runtime.model import canvas_length
+from quantize.runtime.sampler import Sampler, StepRecord
+
+TENSORS, INDEX = "trajectories.safetensors", "trajectories.json"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: token ids, and whether its template opened the thinking channel."""
+
+    ids: tuple[int, ...]
+    thinking: bool
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One recorded sample.
+
+    Attributes:
+        prompt: the prompt.
+        seed: seed of its noise.
+        held_out: whether calibration did not observe it.
+        steps: for each canvas [steps, L], the ids the decoder read.
+        committed: [canvases, L].
+    """
+
+    prompt: Prompt
+    seed: int
+    held_out: bool
+    steps: tuple[Tensor, ...]
+    committed: Tensor
+
+
+def record(
+    model: DiffusionGemmaForBlockDiffusion,
+    prompts: Sequence[Prompt],
+    seeds: Sequence[int],
+    *,
+    sampler: Sampler,
+    canvases: int,
+    held_out: bool,
+    on_step: OnStep | None = None,
+) -> list[Trajectory]:
+    """Generate from `prompts` as one batch and return the trajectories.
+
+    Raises:
+        InputError: as `generate`.
+    """
+    read: dict[tuple[int, int], list[Tensor]] = {}
+
+    def remember(step: StepRecord) -> None:
+        for row, ids in zip(step.rows.tolist(), step.canvas_ids.cpu(), strict=True):
+            read.setdefault((row, step.canvas), []).append(ids)
+        if on_step is not None:
+            on_step(step)
+
+    samples = generate(
+        model,
+        [prompt.ids for prompt in prompts],
+        seeds,
+        max_new_tokens=canvases * canvas_length(model),
+        sampler=sampler,
+        on_step=remember,
+    )
+    return [
+        Trajectory(
+            prompts[row],
+            seeds[row],
+            held_out,
+            tuple(torch.stack(read[row, canvas]) for canvas in range(sample.canvases)),
+            torch.tensor(sample.committed),
+        )
+        for row, sample in enumerate(samples)
+    ]
+
+
+def save_trajectories(folder: Path, trajectories: Sequence[Trajectory], sampler: Sampler) -> None:
+    """Write both files; equal trajectories give equal bytes."""
+    tensors: dict[str, Tensor] = {}
+    entries: list[dict[str, Any]] = []
+    for index, item in enumerate(trajectories):
+        tensors[f"{index:05}.prompt"] = torch.tensor(item.prompt.ids, dtype=torch.int32)
+        tensors[f"{index:05}.steps"] = torch.cat(item.steps).int()
+        tensors[f"{index:05}.committed"] = item.committed.int()
+        entries.append(
+            {
+                "seed": item.seed,
+                "thinking": item.prompt.thinking,
+                "held_out": item.held_out,
+                "steps_per_canvas": [len(steps) for steps in item.steps],
+            }
+        )
+    save_file(tensors, folder / TENSORS)
+    write_json(folder / INDEX, {"sampler": asdict(sampler), "trajectories": entries})
+
+
+def load_trajectories(folder: Path) -> tuple[list[Trajectory], Sampler]:
+    """Read what `save_trajectories` wrote.
+
+    Raises:
+        InputError: a file is missing.
+    """
+    for name in (TENSORS, INDEX):
+        if not (folder / name).is_file():
+            raise InputError(f"{folder / name}: no recorded trajectories there; run calibrate")
+    index = read_json(folder / INDEX)
+    tensors = load_file(folder / TENSORS)
+    settings = index["sampler"] | {"eos_token_ids": tuple(index["sampler"]["eos_token_ids"])}
+    trajectories = [
+        Trajectory(
+            Prompt(tuple(tensors[f"{i:05}.prompt"].tolist()), entry["thinking"]),
+            entry["seed"],
+            entry["held_out"],
+            tensors[f"{i:05}.steps"].long().split(entry["steps_per_canvas"]),
+            tensors[f"{i:05}.committed"].long(),
+        )
+        for i, entry in enumerate(index["trajectories"])
+    ]
+    return trajectories, Sampler(**settings)
