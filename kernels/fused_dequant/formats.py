@@ -210,7 +210,8 @@ def decode_fragments(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     bytes_ = scales.view(torch.uint8).reshape(experts, row_tiles, column_tiles, 4, 8, 1, 2, 4)
     bytes_ = bytes_.expand(-1, -1, -1, -1, -1, 4, -1, -1).reshape(-1, 2, 2)  # step, row//8
     scale = _bf16((bytes_.int() << 4) + 0x7380)
-    halves = torch.empty(len(pairs), 2, 2, 2, 2, dtype=torch.bfloat16)  # step, k//8, row//8, k%2
+    shape = (len(pairs), 2, 2, 2, 2)  # step, k//8, row//8, k%2
+    halves = torch.empty(shape, dtype=torch.bfloat16, device=words.device)
     for register, (source, rotation) in enumerate(_REGISTERS):
         step, eighth, row = register >> 2, register >> 1 & 1, register & 1
         word = sources[source]

@@ -1,0 +1,86 @@
+"""Repairs of the Triton interpreter's arithmetic, for tests with TRITON_INTERPRET=1.
+
+Triton 3.6 to 3.9 interpret these wrongly, without an error (triton-lang/triton #11584, #8322, #11897):
+
+    bf16 `tl.dot`, `*`, `+`, ...        operate on the raw 16-bit codes
+    float32 -> bf16                     truncates; hardware rounds to nearest even
+    float -> e4m3                       loses the mantissa carry, cuts subnormals; hardware saturates
+    e4m3 NaN                            decodes to 480
+
+`install` replaces the conversion and wraps the arithmetic of `InterpreterBuilder`: bf16 operands are
+widened to float32, the result is rounded back. The names are private to Triton, so the tests that use
+them pin their expectations: `test_interpreter_repairs` fails first when a release moves one.
+"""
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from triton import knobs
+
+_FLOATS = {
+    tl.bfloat16: torch.bfloat16,
+    tl.float16: torch.float16,
+    tl.float32: torch.float32,
+    tl.float8e4nv: torch.float8_e4m3fn,
+}
+_INTEGER = {1: (np.uint8, torch.uint8), 2: (np.uint16, torch.int16), 4: (np.uint32, torch.int32)}
+
+
+def _to_torch(data: np.ndarray, dtype: tl.dtype) -> torch.Tensor:
+    data = np.ascontiguousarray(data)
+    signed = {1: np.uint8, 2: np.int16, 4: np.int32}[data.dtype.itemsize]
+    return torch.from_numpy(data.view(signed).copy()).view(_FLOATS[dtype])
+
+
+def _convert_float(data, source, target, rounding, *, stock=interpreter._convert_float):
+    """Round to nearest even through torch; e4m3 saturates, as `cvt.rn.satfinite` does."""
+    if source not in _FLOATS or target not in _FLOATS:
+        return stock(data, source, target, rounding)
+    values = _to_torch(data, source).to(torch.float32)
+    if target == tl.float8e4nv:
+        values = torch.where(values.isnan(), values, values.clamp(-448, 448))
+    unsigned, signed = _INTEGER[target.primitive_bitwidth // 8]
+    return values.to(_FLOATS[target]).view(signed).numpy().view(unsigned).reshape(np.shape(data))
+
+
+def _widen(handle):
+    """float32 numpy values of a bf16 or e4m3 handle, other data as they are."""
+    scalar = handle.dtype.scalar
+    if scalar in (tl.bfloat16, tl.float8e4nv):
+        return _convert_float(handle.data, scalar, tl.float32, None).view(np.float32)
+    return handle.data
+
+
+def _dot(self, a, b, acc, input_precision, max_num_imprecise_acc):
+    product = np.matmul(_widen(a), _widen(b), dtype=acc.data.dtype)
+    return interpreter.TensorHandle(product + acc.data, acc.dtype.scalar)
+
+
+def _is_bf16(value) -> bool:
+    return isinstance(value, interpreter.TensorHandle) and value.dtype.scalar == tl.bfloat16
+
+
+def _in_float32(operation):
+    def repaired(self, *args, **kwargs):
+        if not any(_is_bf16(a) for a in args):
+            return operation(self, *args, **kwargs)
+        wide = [interpreter.TensorHandle(_widen(a), tl.float32) if _is_bf16(a) else a for a in args]
+        result = operation(self, *wide, **kwargs)
+        if result.dtype.scalar != tl.float32:
+            return result
+        rounded = _convert_float(result.data.astype(np.float32), tl.float32, tl.bfloat16, None)
+        return interpreter.TensorHandle(rounded, tl.bfloat16)
+
+    return repaired
+
+
+def install() -> None:
+    """Repair the interpreter of this process. Raises RuntimeError when it is not interpreting."""
+    if not knobs.runtime.interpret:
+        raise RuntimeError("set TRITON_INTERPRET=1 before triton is imported")
+    interpreter._convert_float = _convert_float
+    builder = interpreter.InterpreterBuilder
+    builder.create_dot = _dot
+    for name in ("binary_op", "unary_op", "ternary_op"):
+        setattr(builder, name, _in_float32(getattr(builder, name)))
