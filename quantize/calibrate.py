@@ -41,14 +41,13 @@ from transformers import DiffusionGemmaForBlockDiffusion
 from quantize.checkpoint import Checkpoint
 from quantize.errors import InputError, QuantizeError
 from quantize.load import load
-from quantize.progress import track
 from quantize.prompts import load_prompts
-from quantize.recipe import Calibration, Quantization, Recipe
+from quantize.recipe import Quantization, Recipe
 from quantize.run_dir import folder_when_complete, write_json
 from quantize.runtime.model import text_config
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.statistics import Coverage, StepStatistics
-from quantize.runtime.trajectory import Prompt, Trajectory, record, save_trajectories
+from quantize.runtime.trajectory import Trajectory, record_all, save_trajectories
 from quantize.targets import plan_targets
 
 HELD_OUT_PROMPTS = 16  # recorded for replay, not observed
@@ -81,7 +80,14 @@ def calibrate(source: Path, recipe: Recipe, out: Path, *, device: str = "cpu") -
     model = load(source, dtype=dtype, device=device)
     config: Any = model.config
     config._name_or_path = str(source)  # oneshot looks the configuration up there
-    held_out = denoise(model, prompts, settings, sampler, first=settings.prompts)
+    held_out = record_all(
+        model,
+        prompts,
+        settings,
+        sampler,
+        first=settings.prompts,
+        title="recording held-out prompts",
+    )
     share_towers(model)
     coverage, statistics = Coverage(model), StepStatistics(model)
     trajectories: list[Trajectory] = []
@@ -89,7 +95,14 @@ def calibrate(source: Path, recipe: Recipe, out: Path, *, device: str = "cpu") -
     def loop() -> None:
         with coverage.counting(), statistics.collecting():
             trajectories.extend(
-                denoise(model, prompts[: settings.prompts], settings, sampler, statistics.on_step)
+                record_all(
+                    model,
+                    prompts[: settings.prompts],
+                    settings,
+                    sampler,
+                    title="calibrating",
+                    on_step=statistics.on_step,
+                )
             )
 
     scales = observe_input_scales(model, recipe.quantization, modules, loop)
@@ -113,33 +126,6 @@ def calibrated_modules(source: Path, quantization: Quantization) -> list[str]:
     if not modules:
         raise InputError("the recipe has no NVFP4 module: there is nothing to calibrate")
     return modules
-
-
-def denoise(
-    model: DiffusionGemmaForBlockDiffusion,
-    prompts: list[Prompt],
-    settings: Calibration,
-    sampler: Sampler,
-    on_step: Any = None,
-    first: int = 0,
-) -> list[Trajectory]:
-    """Denoise `prompts` from index `first` on, in batches; a prompt's seed is its index."""
-    starts = range(first, len(prompts), settings.batch_size)
-    held_out = first > 0
-    trajectories: list[Trajectory] = []
-    for start in track(starts, "recording held-out prompts" if held_out else "calibrating"):
-        batch = prompts[start : start + settings.batch_size]
-        seeds = [(settings.seed << 32) + start + i for i in range(len(batch))]
-        trajectories += record(
-            model,
-            batch,
-            seeds,
-            sampler=sampler,
-            canvases=settings.canvases,
-            held_out=held_out,
-            on_step=on_step,
-        )
-    return trajectories
 
 
 def share_towers(model: DiffusionGemmaForBlockDiffusion) -> None:

@@ -21,6 +21,8 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
+from quantize.progress import track
+from quantize.recipe import Calibration
 from quantize.run_dir import read_json, write_json
 from quantize.runtime.generate import OnStep, generate
 from quantize.runtime.model import canvas_length
@@ -97,6 +99,35 @@ def record(
         )
         for row, sample in enumerate(samples)
     ]
+
+
+def record_all(
+    model: DiffusionGemmaForBlockDiffusion,
+    prompts: Sequence[Prompt],
+    settings: Calibration,
+    sampler: Sampler,
+    *,
+    title: str,
+    first: int = 0,
+    on_step: OnStep | None = None,
+) -> list[Trajectory]:
+    """Record `prompts` from index `first` on, in batches; a prompt's seed follows from its index.
+
+    With `first` above 0 these are the held-out prompts behind the observed ones.
+    """
+    trajectories: list[Trajectory] = []
+    for start in track(range(first, len(prompts), settings.batch_size), title):
+        batch = prompts[start : start + settings.batch_size]
+        trajectories += record(
+            model,
+            batch,
+            [(settings.seed << 32) + start + row for row in range(len(batch))],
+            sampler=sampler,
+            canvases=settings.canvases,
+            held_out=first > 0,
+            on_step=on_step,
+        )
+    return trajectories
 
 
 def save_trajectories(folder: Path, trajectories: Sequence[Trajectory], sampler: Sampler) -> None:
