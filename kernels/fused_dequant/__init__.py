@@ -1,1 +1,35 @@
-"""Fused dequantize-GEMM kernels for DiffusionGemma: FP8, NVFP4 and INT8, dense and grouped."""
+"""Fused dequantize-and-multiply kernels for DiffusionGemma: FP8, INT8 and NVFP4, dense and grouped.
+
+    from fused_dequant import experts, linear, weights
+    w = weights.eight_bit(weight, weight_scale)       # or weights.nvfp4(...), weights.bf16(...)
+    y = linear(x, w)                                  # bf16
+
+`ops` lists the operations, `weights` the schemes and `formats` the number formats. On a GPU each runs as
+Triton or Gluon kernels, elsewhere as plain torch (`reference`). Only torch and triton are needed.
+"""
+
+from fused_dequant import formats, reference, weights
+from fused_dequant.ops import (
+    experts,
+    linear,
+    linear_quantized,
+    lm_head,
+    quantize_rows,
+    require,
+    soft_embedding,
+)
+from fused_dequant.weights import Weight
+
+__all__ = [
+    "Weight",
+    "experts",
+    "formats",
+    "linear",
+    "linear_quantized",
+    "lm_head",
+    "quantize_rows",
+    "reference",
+    "require",
+    "soft_embedding",
+    "weights",
+]

@@ -61,7 +61,9 @@ def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torc
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Nearest E2M1 code of each value, ties to the even code, magnitudes above 6 to 6; uint8."""
-    midpoints = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), device=x.device, dtype=x.dtype)
+    midpoints = torch.tensor(
+        (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), device=x.device, dtype=x.dtype
+    )
     magnitude = x.abs()
     below = torch.bucketize(magnitude, midpoints)  # a tie counts as below its midpoint ...
     tie = (midpoints[below.clamp(max=6)] == magnitude) & (below % 2 == 1)  # ... unless that is odd
@@ -82,7 +84,7 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 def quantize_nvfp4(
     x: torch.Tensor, global_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., K] -> (packed uint8 [..., K/2], scale e4m3 [..., K/16]); global_scale broadcasts over rows.
+    """X [..., K] -> (packed uint8 [..., K/2], scale e4m3 [..., K/16]); global_scale broadcasts over rows.
 
     scale = e4m3(amax / 6 * global_scale); codes are rounded from x * global_scale / scale.
     """
@@ -104,9 +106,7 @@ def dequantize_nvfp4(
     return (values * scale.to(dtype)[..., None]).flatten(-2) / global_scale.to(dtype)
 
 
-def quantize_rows(
-    x: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric per-row quantization, x [..., K] -> (values of dtype [..., K], scale f32 [...]).
 
     dtype float8_e4m3fn: scale = amax / 448; int8: amax / 127, round half to even. A zero row has scale
@@ -155,9 +155,7 @@ def _scale_table() -> torch.Tensor:
     return torch.where(values > 0, byte, torch.zeros_like(byte)).to(torch.uint8)
 
 
-def to_fragments(
-    packed: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """NVFP4 weights in the order of `wgmma` registers.
 
     packed uint8 [E, N, K/2], scale e4m3 [E, N, K/16] -> (words int32 [E, N/64, K/64, 512], scale bytes
@@ -170,8 +168,12 @@ def to_fragments(
     scale_bytes = scale.view(torch.uint8)
     if int(scale_bytes.max()) >= 0x7F:
         raise ValueError("an NVFP4 block scale is negative or NaN: the checkpoint is damaged")
-    words = torch.empty(experts, rows // 64, half // 32, 512, dtype=torch.int32, device=packed.device)
-    scales = torch.empty(experts, rows // 64, half // 32, 256, dtype=torch.uint8, device=packed.device)
+    words = torch.empty(
+        experts, rows // 64, half // 32, 512, dtype=torch.int32, device=packed.device
+    )
+    scales = torch.empty(
+        experts, rows // 64, half // 32, 256, dtype=torch.uint8, device=packed.device
+    )
     recode = _scale_table().to(packed.device)
     table = _bit_table().to(packed.device)
     for expert in range(experts):
@@ -186,7 +188,7 @@ def to_fragments(
 
 
 def _fragment_words(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """codes uint8 [N, K] -> int32 [N/64, K/64, 512]."""
+    """Codes uint8 [N, K] -> int32 [N/64, K/64, 512]."""
     rows, columns = codes.shape
     # row = tile, warp, row//8, row%8;  k = tile, pair of steps, step, k//8 of the step, lane%4, k%2
     axes = codes.reshape(rows // 64, 4, 2, 8, columns // 64, 2, 2, 2, 4, 2)

@@ -49,7 +49,7 @@ def matmul_kernel(
     EVEN_K: tl.constexpr,
     BLOCKS_FIRST: tl.constexpr,
 ):
-    """x [rows, K], w [E, N, K], y [rows, N or N/2]; a slot reads row slot // TOPK of x."""
+    """X [rows, K], w [E, N, K], y [rows, N or N/2]; a slot reads row slot // TOPK of x."""
     tile = tl.program_id(1 if BLOCKS_FIRST else 0)
     block = tl.program_id(0 if BLOCKS_FIRST else 1)
     expert = tl.zeros((), tl.int64)
@@ -107,10 +107,12 @@ def matmul(
     epilogue: str = "none",
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """x [M, K], w [N, K] of one type, scales f32 [M] and [N] -> bf16 [M, N] ([M, N/2] for gelu_mul)."""
+    """X [M, K], w [N, K] of one type, scales f32 [M] and [N] -> bf16 [M, N] ([M, N/2] for gelu_mul)."""
     M, K = x.shape
     N = len(w)
-    y = torch.empty(M, N // 2 if epilogue == "gelu_mul" else N, dtype=torch.bfloat16, device=x.device)
+    y = torch.empty(
+        M, N // 2 if epilogue == "gelu_mul" else N, dtype=torch.bfloat16, device=x.device
+    )
     grid = (triton.cdiv(M, config["BM"]), triton.cdiv(N, config["BN"]))
     unused = y
     matmul_kernel[grid](
@@ -134,7 +136,7 @@ def grouped_matmul(
     per_slot: bool = False,
     epilogue: str = "none",
 ) -> torch.Tensor:
-    """w [E, N, K], scales f32 [rows of x] and [E, N] -> bf16 [slots, N] ([slots, N/2] for gelu_mul).
+    """W [E, N, K], scales f32 [rows of x] and [E, N] -> bf16 [slots, N] ([slots, N/2] for gelu_mul).
 
     x has one row a token, or, with `per_slot`, one a slot. `row_weight` f32 [slots] multiplies the rows.
     `config["BM"]` must equal `routing.block`.

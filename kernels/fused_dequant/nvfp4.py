@@ -58,7 +58,7 @@ def nvfp4_kernel(
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """x bf16 [rows, K], packed [E, N, K/2], scale bytes [E, N, K/16], factor f32 [E, 2] -> y [slots, N]."""
+    """X bf16 [rows, K], packed [E, N, K/2], scale bytes [E, N, K/16], factor f32 [E, 2] -> y [slots, N]."""
     tile = tl.program_id(0)
     block = tl.program_id(1)
     expert = tl.zeros((), tl.int64)
@@ -113,7 +113,7 @@ def nvfp4(
     factor: torch.Tensor,
     config: dict[str, int],
 ) -> torch.Tensor:
-    """x bf16 [M, K], canonical weight [N, K/2] and [N, K/16], factor f32 [1, 2] -> bf16 [M, N]."""
+    """X bf16 [M, K], canonical weight [N, K/2] and [N, K/16], factor f32 [1, 2] -> bf16 [M, N]."""
     M, K = x.shape
     N = len(packed)
     y = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)

@@ -40,7 +40,7 @@ def nvfp4_w4a4_kernel(
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """x uint8 [rows, K/2], x_scale e4m3 [rows, K/16]; weights as in `nvfp4.py` but scale e4m3."""
+    """X uint8 [rows, K/2], x_scale e4m3 [rows, K/16]; weights as in `nvfp4.py` but scale e4m3."""
     tile = tl.program_id(0)
     block = tl.program_id(1)
     expert = tl.zeros((), tl.int64)

@@ -75,7 +75,9 @@ def fragment_layout(row_tiles, column_tiles, warpgroups):
 
 
 @gluon.jit
-def decode(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr):
+def decode(
+    words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr
+):
     """Words [.., 4, 8, 4, 2, 2] and scale words [.., 4, 8, 2] -> bf16 [64 * row tiles, 64 * column tiles]."""
     scales = gl.expand_dims(gl.expand_dims(scales, 4), 6)
     words, scales = gl.broadcast(words, scales)
@@ -91,13 +93,17 @@ def decode(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr, COLUMN
 
 
 @gluon.jit
-def copy_step(source, target, offset, SIZE: gl.constexpr, step, K, BK: gl.constexpr, EVEN_K: gl.constexpr):
+def copy_step(
+    source, target, offset, SIZE: gl.constexpr, step, K, BK: gl.constexpr, EVEN_K: gl.constexpr
+):
     """Start copying one step's words or scales; fragments past K read as zero, which decodes to zero."""
     source += step * (BK // 64 * SIZE)
     if EVEN_K:
         async_copy.async_copy_global_to_shared(target, source)
     else:
-        async_copy.async_copy_global_to_shared(target, source, mask=offset < (K - step * BK) // 64 * SIZE)
+        async_copy.async_copy_global_to_shared(
+            target, source, mask=offset < (K - step * BK) // 64 * SIZE
+        )
 
 
 @gluon.jit
@@ -132,7 +138,7 @@ def nvfp4_hopper_kernel(
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """x bf16 [rows, K]; words, scales from `to_fragments`; factor f32 [E, 2]; y bf16 [slots, N or N/2]."""
+    """X bf16 [rows, K]; words, scales from `to_fragments`; factor f32 [E, 2]; y bf16 [slots, N or N/2]."""
     ROW_TILES: gl.constexpr = BN // 64
     COLUMN_TILES: gl.constexpr = BK // 64
     WARPGROUPS: gl.constexpr = num_warps // 4
@@ -142,7 +148,9 @@ def nvfp4_hopper_kernel(
     words_copy: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPGROUPS, 4], [1, 0])
     scales_copy: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPGROUPS, 4], [1, 0])
     lanes: gl.constexpr = BK // 8 if BK < 256 else 32
-    tokens_copy: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0])
+    tokens_copy: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0]
+    )
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
     tile = gl.program_id(0)
@@ -168,8 +176,12 @@ def nvfp4_hopper_kernel(
     tokens_at = x + (slot // TOPK).to(gl.int64)[:, None] * K + k
     real = (slot < total)[:, None] & (k < K)
 
-    words_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROW_TILES, COLUMN_TILES * 512], linear)
-    scales_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROW_TILES, COLUMN_TILES * 64], linear)
+    words_smem = gl.allocate_shared_memory(
+        gl.int32, [STAGES, ROW_TILES, COLUMN_TILES * 512], linear
+    )
+    scales_smem = gl.allocate_shared_memory(
+        gl.int32, [STAGES, ROW_TILES, COLUMN_TILES * 64], linear
+    )
     tokens_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     tokens_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], tokens_layout)
 
@@ -232,7 +244,7 @@ def nvfp4_hopper(
     factor: torch.Tensor,
     config: dict[str, int],
 ) -> torch.Tensor:
-    """x bf16 [M, K], fragments of one weight (E = 1) -> bf16 [M, N]."""
+    """X bf16 [M, K], fragments of one weight (E = 1) -> bf16 [M, N]."""
     M, K = x.shape
     N = words.shape[1] * FRAGMENT
     y = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
@@ -256,7 +268,7 @@ def grouped_nvfp4_hopper(
     per_slot: bool = False,
     gelu_mul: bool = False,
 ) -> torch.Tensor:
-    """x bf16 [tokens, K], or [slots, K] with `per_slot`; fragments of E weights -> bf16 [slots, N or N/2].
+    """X bf16 [tokens, K], or [slots, K] with `per_slot`; fragments of E weights -> bf16 [slots, N or N/2].
 
     `factor` f32 [E, 2] is 128 / global_scale of the gate rows and of the up rows (equal when there is no
     such split). `config["BM"]` must equal `routing.block`.

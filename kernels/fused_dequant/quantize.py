@@ -60,7 +60,7 @@ def quantize_rows(
     eps: float = 1e-6,
     fuse: str = "none",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] ([M, 2K] for gelu_mul) -> (dtype [M, K], scale f32 [M]); dtype float8_e4m3fn or int8."""
+    """X [M, K] ([M, 2K] for gelu_mul) -> (dtype [M, K], scale f32 [M]); dtype float8_e4m3fn or int8."""
     M, width = x.shape
     K = width // 2 if fuse == "gelu_mul" else width
     q = torch.empty(M, K, dtype=dtype, device=x.device)
@@ -101,8 +101,10 @@ def quantize_nvfp4_kernel(x, global_scale, packed, scale, K, GROUPS: tl.constexp
     tl.store(scale + m * (K // 16) + group, s, mask=group < K // 16)
 
 
-def quantize_nvfp4(x: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K], global_scale f32 [1] -> (packed uint8 [M, K/2], scale e4m3 [M, K/16]); K % 16 == 0."""
+def quantize_nvfp4(
+    x: torch.Tensor, global_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """X [M, K], global_scale f32 [1] -> (packed uint8 [M, K/2], scale e4m3 [M, K/16]); K % 16 == 0."""
     M, K = x.shape
     packed = torch.empty(M, K // 2, dtype=torch.uint8, device=x.device)
     scale = torch.empty(M, K // 16, dtype=torch.float8_e4m3fn, device=x.device)

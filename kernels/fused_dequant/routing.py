@@ -113,7 +113,7 @@ def combine_kernel(y, ids, out, H, E, TOPK: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def combine(y: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """y bf16 [M * topk, H], already multiplied by the routing weights -> bf16 [M, H]."""
+    """Y bf16 [M * topk, H], already multiplied by the routing weights -> bf16 [M, H]."""
     tokens, topk = expert_ids.shape
     width = y.shape[1]
     out = torch.empty(tokens, width, dtype=y.dtype, device=y.device)

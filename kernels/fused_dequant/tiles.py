@@ -26,12 +26,12 @@ def gelu_mul(gate, up):
 
 @triton.jit
 def softcap(x, cap):
-    """cap * tanh(x / cap)."""
+    """Cap * tanh(x / cap)."""
     return cap * (1.0 - 2.0 / (tl.exp(2.0 * x / cap) + 1.0))
 
 
 @triton.jit
 def split_gate_up(acc, ROWS: tl.constexpr, BM: tl.constexpr):
-    """acc [ROWS, BM] with runs of 8 gate and 8 up rows -> gate, up [ROWS/2, BM]."""
+    """Acc [ROWS, BM] with runs of 8 gate and 8 up rows -> gate, up [ROWS/2, BM]."""
     gate, up = tl.split(acc.reshape(ROWS // 16, 2, 8, BM).permute(0, 2, 3, 1))
     return gate.reshape(ROWS // 2, BM), up.reshape(ROWS // 2, BM)

@@ -24,7 +24,10 @@ def measure(calls: Sequence[Callable[[], object]], *, replays: int = 20, least: 
                 call()
     for _ in range(3):
         graph.replay()
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+    pairs = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(replays)
+    ]
     for start, end in pairs:
         start.record()
         graph.replay()

@@ -120,7 +120,7 @@ def soft_embedding(
     inverse_temperature: float,
     config: dict[str, int],
 ) -> torch.Tensor:
-    """logits bf16 or f32 [M, V], embedding bf16 [V, H] -> bf16 [M, H]; see the module's docstring."""
+    """Logits bf16 or f32 [M, V], embedding bf16 [V, H] -> bf16 [M, H]; see the module's docstring."""
     (M, V), H = logits.shape, embedding.shape[1]
     config = dict(config)
     length = triton.cdiv(triton.cdiv(V, config.pop("SPLITS")), config["BK"]) * config["BK"]

@@ -54,7 +54,7 @@ class Weight:
 
 
 def bf16(weight: torch.Tensor) -> Weight:
-    """weight [N, K] or [E, N, K]."""
+    """Weight [N, K] or [E, N, K]."""
     return Weight("bf16", _with_experts(weight.to(torch.bfloat16), 3))
 
 

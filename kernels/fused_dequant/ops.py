@@ -1,0 +1,361 @@
+"""The operations: `torch.library` custom ops, dispatched by device, and the functions that call them.
+
+    linear(x, weight)                                   x @ w.T
+    experts(x, ids, routing_weights, gate_up, down)     routed gated experts
+    quantize_rows(x, ...)                               dynamic FP8 or INT8, alone or fused
+    linear_quantized(q, scale, weight)                  x @ w.T of activations already quantized
+    lm_head(x, weight, softcap)                         bf16 logits
+    soft_embedding(logits, embedding, 1 / T)            softmax(logits / T) @ embedding
+
+On CUDA the Triton kernels run, elsewhere `reference` in float32, rounded to bf16 at the same places. Each op
+has a fake kernel, so `torch.compile` and `opcheck` see shapes without running anything. Outputs are bf16.
+A scheme the device cannot run raises ValueError naming both: nothing falls back silently to a slower path.
+"""
+
+import torch
+
+from fused_dequant import formats, reference, weights
+from fused_dequant.weights import Weight
+
+# Lowest compute capability with the instructions of a scheme; fragments are for sm_90 alone.
+_NEEDS = {
+    "bf16": (8, 0),
+    "int8": (8, 0),
+    "nvfp4": (8, 0),
+    "fp8": (8, 9),
+    "nvfp4_fragments": (9, 0),
+    "nvfp4_w4a4": (10, 0),
+}
+_EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+OptionalTensor = torch.Tensor | None
+
+
+def require(scheme: str, device: torch.device) -> None:
+    """Raise ValueError unless `device` can run `scheme`."""
+    if scheme not in _NEEDS:
+        raise ValueError(f"unknown scheme {scheme!r}; known: {', '.join(_NEEDS)}")
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    exact = scheme == "nvfp4_fragments"
+    if capability < _NEEDS[scheme] or (exact and capability != _NEEDS[scheme]):
+        need = ".".join(map(str, _NEEDS[scheme])) + ("" if exact else " or newer")
+        has = ".".join(map(str, capability))
+        raise ValueError(
+            f"scheme {scheme} needs compute capability {need}; "
+            f"{torch.cuda.get_device_name(device)} has {has}. Use another scheme for this device."
+        )
+
+
+def _check_width(x: torch.Tensor, weight: Weight) -> None:
+    if x.shape[-1] != weight.shape[2]:
+        raise ValueError(f"x {tuple(x.shape)} does not fit a weight of K = {weight.shape[2]}")
+
+
+def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """X bf16 [..., K], dense weight (E = 1) -> bf16 [..., N]. Quantizes x if the scheme says so."""
+    _check_width(x, weight)
+    w = weight
+    y = linear_op(x.flatten(0, -2), w.data, w.scale, w.factor, w.input_scale, w.scheme)
+    return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
+
+
+def linear_quantized(q: torch.Tensor, scale: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Q e4m3 or int8 [M, K] and scale f32 [M] from `quantize_rows`, weight fp8 or int8 -> bf16 [M, N]."""
+    _check_width(q, weight)
+    if weight.scale is None or _EIGHT_BIT.get(weight.scheme) != q.dtype:
+        raise ValueError(f"activations of {q.dtype} do not fit a weight of scheme {weight.scheme}")
+    return linear_quantized_op(q, scale, weight.data, weight.scale, weight.scheme)
+
+
+def experts(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    routing_weights: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+) -> torch.Tensor:
+    """X bf16 [M, H], expert_ids int [M, topk], routing_weights [M, topk] -> bf16 [M, H].
+
+    gate_up is [E, 2I, H], interleaved; down [E, H, I], of the same scheme. An id outside 0..E-1 adds nothing.
+    No host synchronisation: the launch depends on shapes alone and can be captured in a CUDA graph.
+    """
+    _check_width(x, gate_up)
+    if gate_up.scheme != down.scheme:
+        raise ValueError(f"gate_up is {gate_up.scheme} and down {down.scheme}: one scheme for both")
+    return experts_op(
+        x, expert_ids, routing_weights,
+        gate_up.data, gate_up.scale, gate_up.factor, gate_up.input_scale,
+        down.data, down.scale, down.factor, down.input_scale, gate_up.scheme,
+    )  # fmt: skip
+
+
+def quantize_rows(
+    x: torch.Tensor,
+    scheme: str = "fp8",
+    *,
+    norm_weight: OptionalTensor = None,
+    eps: float = 1e-6,
+    fuse: str = "none",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """X bf16 [M, K] -> (e4m3 or int8 [M, K], f32 [M]).
+
+    `fuse`: "none"; "rms_norm" normalises first (with `norm_weight`); "gelu_mul" takes x [M, 2K].
+    """
+    if fuse not in ("none", "rms_norm", "gelu_mul") or (fuse == "rms_norm") != (
+        norm_weight is not None
+    ):
+        raise ValueError(
+            f"fuse={fuse!r} with norm_weight {'given' if norm_weight is not None else 'absent'}"
+        )
+    if scheme not in _EIGHT_BIT:
+        raise ValueError(f"activations are quantized to fp8 or int8, not {scheme}")
+    return quantize_rows_op(x, norm_weight, eps, fuse, scheme)
+
+
+def lm_head(x: torch.Tensor, weight: Weight, softcap: float) -> torch.Tensor:
+    """X bf16 [M, H], weight bf16 or fp8 [1, V, H] -> softcap * tanh(x @ w.T / softcap), bf16 [M, V]."""
+    _check_width(x, weight)
+    if weight.scheme not in ("bf16", "fp8", "int8"):
+        raise ValueError(f"lm_head takes bf16, fp8 or int8 weights, not {weight.scheme}")
+    return lm_head_op(x, weight.data, weight.scale, weight.scheme, softcap)
+
+
+def soft_embedding(
+    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: float
+) -> torch.Tensor:
+    """Logits bf16 or f32 [M, V], embedding bf16 [V, H] -> softmax(logits * inverse_temperature) @ embedding."""
+    if logits.shape[1] != len(embedding):
+        raise ValueError(
+            f"logits {tuple(logits.shape)} and embedding {tuple(embedding.shape)}: V differs"
+        )
+    return soft_embedding_op(logits, embedding, inverse_temperature)
+
+
+@torch.library.custom_op("fused_dequant::linear", mutates_args=(), device_types="cuda")
+def linear_op(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scale: OptionalTensor,
+    factor: OptionalTensor,
+    input_scale: OptionalTensor,
+    scheme: str,
+) -> torch.Tensor:
+    """CUDA implementation of `linear`."""
+    from fused_dequant import launch
+
+    require(scheme, x.device)
+    return launch.linear(x.contiguous(), Weight(scheme, data, scale, factor, input_scale))
+
+
+@linear_op.register_kernel("cpu")
+def _(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scale: OptionalTensor,
+    factor: OptionalTensor,
+    input_scale: OptionalTensor,
+    scheme: str,
+) -> torch.Tensor:
+    weight = Weight(scheme, data, scale, factor, input_scale)
+    x = _round_activation(x, scheme, input_scale)
+    return reference.matmul(x, weights.dequantize(weight)[0]).to(torch.bfloat16)
+
+
+@linear_op.register_fake
+def _(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scale: OptionalTensor,
+    factor: OptionalTensor,
+    input_scale: OptionalTensor,
+    scheme: str,
+) -> torch.Tensor:
+    return x.new_empty(len(x), Weight(scheme, data).shape[1], dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("fused_dequant::linear_quantized", mutates_args=(), device_types="cuda")
+def linear_quantized_op(
+    q: torch.Tensor, q_scale: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scheme: str
+) -> torch.Tensor:
+    """CUDA implementation of `linear_quantized`."""
+    from fused_dequant import launch
+
+    require(scheme, q.device)
+    return launch.linear_quantized(q.contiguous(), q_scale, Weight(scheme, data, scale))
+
+
+@linear_quantized_op.register_kernel("cpu")
+def _(
+    q: torch.Tensor, q_scale: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scheme: str
+) -> torch.Tensor:
+    weight = weights.dequantize(Weight(scheme, data, scale))[0]
+    return reference.matmul(q.float() * q_scale[:, None], weight).to(torch.bfloat16)
+
+
+@linear_quantized_op.register_fake
+def _(
+    q: torch.Tensor, q_scale: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scheme: str
+) -> torch.Tensor:
+    return q.new_empty(len(q), data.shape[1], dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("fused_dequant::experts", mutates_args=(), device_types="cuda")
+def experts_op(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    routing_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: OptionalTensor,
+    gate_up_factor: OptionalTensor,
+    gate_up_input_scale: OptionalTensor,
+    down: torch.Tensor,
+    down_scale: OptionalTensor,
+    down_factor: OptionalTensor,
+    down_input_scale: OptionalTensor,
+    scheme: str,
+) -> torch.Tensor:
+    """CUDA implementation of `experts`."""
+    from fused_dequant import launch
+
+    require(scheme, x.device)
+    return launch.experts(
+        x.contiguous(), expert_ids.contiguous(), routing_weights.float().contiguous(),
+        Weight(scheme, gate_up, gate_up_scale, gate_up_factor, gate_up_input_scale),
+        Weight(scheme, down, down_scale, down_factor, down_input_scale),
+    )  # fmt: skip
+
+
+@experts_op.register_kernel("cpu")
+def _(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    routing_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: OptionalTensor,
+    gate_up_factor: OptionalTensor,
+    gate_up_input_scale: OptionalTensor,
+    down: torch.Tensor,
+    down_scale: OptionalTensor,
+    down_factor: OptionalTensor,
+    down_input_scale: OptionalTensor,
+    scheme: str,
+) -> torch.Tensor:
+    up = Weight(scheme, gate_up, gate_up_scale, gate_up_factor)
+    out = Weight(scheme, down, down_scale, down_factor)
+    scales = iter((gate_up_input_scale, down_input_scale) * int(expert_ids.unique().numel()))
+    y = reference.experts(
+        x.float(), weights.dequantize(up), weights.dequantize(out), expert_ids, routing_weights,
+        activation=lambda tokens: _round_activation(tokens, scheme, next(scales)),
+    )  # fmt: skip
+    return y.to(torch.bfloat16)
+
+
+@experts_op.register_fake
+def _(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    routing_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: OptionalTensor,
+    gate_up_factor: OptionalTensor,
+    gate_up_input_scale: OptionalTensor,
+    down: torch.Tensor,
+    down_scale: OptionalTensor,
+    down_factor: OptionalTensor,
+    down_input_scale: OptionalTensor,
+    scheme: str,
+) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("fused_dequant::quantize_rows", mutates_args=(), device_types="cuda")
+def quantize_rows_op(
+    x: torch.Tensor, norm_weight: OptionalTensor, eps: float, fuse: str, scheme: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CUDA implementation of `quantize_rows`."""
+    from fused_dequant import quantize
+
+    require(scheme, x.device)
+    return quantize.quantize_rows(
+        x.contiguous(), _EIGHT_BIT[scheme], norm_weight=norm_weight, eps=eps, fuse=fuse
+    )
+
+
+@quantize_rows_op.register_kernel("cpu")
+def _(
+    x: torch.Tensor, norm_weight: OptionalTensor, eps: float, fuse: str, scheme: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    h = x.float()
+    if fuse == "rms_norm":
+        h = reference.rms_norm(h, norm_weight, eps)
+    if fuse == "gelu_mul":
+        h = reference.gelu_mul(*h.chunk(2, -1))
+    return formats.quantize_rows(h, _EIGHT_BIT[scheme])
+
+
+@quantize_rows_op.register_fake
+def _(
+    x: torch.Tensor, norm_weight: OptionalTensor, eps: float, fuse: str, scheme: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    columns = x.shape[1] // 2 if fuse == "gelu_mul" else x.shape[1]
+    q = x.new_empty(len(x), columns, dtype=_EIGHT_BIT[scheme])
+    return q, x.new_empty(len(x), dtype=torch.float32)
+
+
+@torch.library.custom_op("fused_dequant::lm_head", mutates_args=(), device_types="cuda")
+def lm_head_op(
+    x: torch.Tensor, data: torch.Tensor, scale: OptionalTensor, scheme: str, softcap: float
+) -> torch.Tensor:
+    """CUDA implementation of `lm_head`."""
+    from fused_dequant import launch
+
+    require(scheme, x.device)
+    return launch.lm_head(x.contiguous(), Weight(scheme, data, scale), softcap)
+
+
+@lm_head_op.register_kernel("cpu")
+def _(
+    x: torch.Tensor, data: torch.Tensor, scale: OptionalTensor, scheme: str, softcap: float
+) -> torch.Tensor:
+    x = _round_activation(x, scheme, None)
+    weight = weights.dequantize(Weight(scheme, data, scale))[0]
+    return reference.lm_head(x, weight, softcap).to(torch.bfloat16)
+
+
+@lm_head_op.register_fake
+def _(
+    x: torch.Tensor, data: torch.Tensor, scale: OptionalTensor, scheme: str, softcap: float
+) -> torch.Tensor:
+    return x.new_empty(len(x), data.shape[1], dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("fused_dequant::soft_embedding", mutates_args=(), device_types="cuda")
+def soft_embedding_op(
+    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: float
+) -> torch.Tensor:
+    """CUDA implementation of `soft_embedding`."""
+    from fused_dequant import launch
+
+    return launch.soft_embedding(logits.contiguous(), embedding, inverse_temperature)
+
+
+@soft_embedding_op.register_kernel("cpu")
+def _(logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: float) -> torch.Tensor:
+    return reference.soft_embedding(logits, embedding, inverse_temperature).to(torch.bfloat16)
+
+
+@soft_embedding_op.register_fake
+def _(logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: float) -> torch.Tensor:
+    return embedding.new_empty(len(logits), embedding.shape[1])
+
+
+def _round_activation(x: torch.Tensor, scheme: str, input_scale: OptionalTensor) -> torch.Tensor:
+    """What the scheme's kernel multiplies with, in float32."""
+    if scheme in _EIGHT_BIT:
+        q, scale = formats.quantize_rows(x, _EIGHT_BIT[scheme])
+        return q.float() * scale[:, None]
+    if input_scale is not None:
+        return formats.dequantize_nvfp4(*formats.quantize_nvfp4(x, input_scale), input_scale)
+    return x.to(torch.bfloat16).float()

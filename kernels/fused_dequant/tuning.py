@@ -1,0 +1,72 @@
+"""Launch configurations: a table per device, made by `python -m fused_dequant.tune`, shipped as JSON.
+
+    tuning/NVIDIA_H200.json
+    {"device": ..., "triton": ..., "kernels": {"linear/fp8/4096x2816": {"256": {"BM": ...}, "1024": ...}}}
+
+A key is verb/scheme/NxK; below it, buckets of M (tokens). A call takes the smallest bucket that holds its M,
+or the largest there is. Nothing is tuned while serving: a device or shape that the table does not know
+gets `default`, safe and untuned, and says so once.
+"""
+
+import json
+import logging
+from functools import cache
+from pathlib import Path
+
+import torch
+
+Config = dict[str, int]
+FOLDER = Path(__file__).parent / "tuning"
+_log = logging.getLogger(__name__)
+
+
+def table_path(device_name: str) -> Path:
+    """File of a device's table."""
+    return FOLDER / f"{device_name.replace(' ', '_')}.json"
+
+
+@cache
+def table(device_name: str) -> dict[str, dict[str, Config]]:
+    """Kernel key -> bucket of M -> config; empty for a device without a table."""
+    path = table_path(device_name)
+    if not path.exists():
+        _log.warning(
+            "no tuning table for %s: untuned configurations; make one with "
+            "`python -m fused_dequant.tune`", device_name,
+        )  # fmt: skip
+        return {}
+    return json.loads(path.read_text())["kernels"]
+
+
+def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device) -> Config:
+    """The configuration for a launch on `device`."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return lookup(verb, scheme, M, N, K, name)
+
+
+@cache
+def lookup(verb: str, scheme: str, M: int, N: int, K: int, device_name: str) -> Config:
+    """The table's entry, or `default`."""
+    key = f"{verb}/{scheme}/{N}x{K}"
+    buckets = table(device_name).get(key) if device_name != "cpu" else None
+    if not buckets:
+        if device_name != "cpu":
+            _log.warning("%s: %s is not in the tuning table, using a default", device_name, key)
+        return default(verb, scheme, M, N, K)
+    sizes = sorted(map(int, buckets))
+    return buckets[str(next((size for size in sizes if size >= M), sizes[-1]))]
+
+
+def default(verb: str, scheme: str, M: int, N: int, K: int) -> Config:
+    """A configuration that runs on every supported GPU (48 KB to 100 KB of shared memory)."""
+    if verb == "soft_embedding":
+        return {"SPLITS": 8, "BM": 64, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 3}
+    rows = 16 if M <= 16 or verb == "experts" else 64
+    if scheme == "nvfp4_fragments":
+        BK = 128 if K % 128 == 0 else 64
+        BN = 128 if N % 128 == 0 else 64
+        return {"BM": max(rows, 32), "BN": BN, "BK": BK, "STAGES": 3, "num_warps": BN // 16}
+    if scheme.startswith("nvfp4"):
+        return {"BM": rows, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3}
+    config = {"BM": rows, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
+    return config | {"SWAP": int(rows < 64)}
