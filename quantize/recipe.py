@@ -193,7 +193,8 @@ def parse_recipe(text: str, source: str) -> Recipe:
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
-        first = error.errors()[0]
+        # A misspelt key is reported before the key that it leaves missing.
+        first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
         raise InputError(f"recipe {source}: {_explain(first)}") from error
 
 

@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: a tiny random DiffusionGemma with every trait of the real layout."""
+"""Fixtures shared by all tests: a tiny random DiffusionGemma, BF16 and quantized."""
 
 import os
 from pathlib import Path
@@ -9,77 +9,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 import torch
-from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+from safetensors.torch import save_file
+from tiny import tiny_model
 
-LAYERS, EXPERTS, VOCAB, CANVAS = 6, 8, 512, 16
-
-
-def tiny_config() -> DiffusionGemmaConfig:
-    """5 sliding + 1 full layer, k=v full attention, 8 experts top-2, awkward widths, a tiny tower."""
-    text = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 48,
-        "num_experts": EXPERTS,
-        "top_k_experts": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_global_key_value_heads": 1,
-        "head_dim": 16,
-        "global_head_dim": 32,
-        "num_hidden_layers": LAYERS,
-        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-        "sliding_window": 32,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 4096,
-        "final_logit_softcapping": 30.0,
-        "use_bidirectional_attention": "vision",
-        "pad_token_id": 0,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "rope_parameters": {
-            "full_attention": {
-                "partial_rotary_factor": 0.25,
-                "rope_theta": 1e6,
-                "rope_type": "proportional",
-            },
-            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
-        },
-    }
-    vision = {
-        "model_type": "gemma4_vision",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "patch_size": 4,
-        "pooling_kernel_size": 2,
-        "position_embedding_size": 64,
-        "standardize": True,
-        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
-    }
-    return DiffusionGemmaConfig(
-        text_config=text,
-        vision_config=vision,
-        canvas_length=CANVAS,
-        image_token_id=VOCAB - 1,
-        boi_token_id=VOCAB - 2,
-        eoi_token_id=VOCAB - 3,
-        architectures=["DiffusionGemmaForBlockDiffusion"],
-    )
-
-
-def tiny_model(seed: int = 0) -> DiffusionGemmaForBlockDiffusion:
-    """A random model whose layers all matter: weights drawn at 1/sqrt(fan in)."""
-    torch.manual_seed(seed)
-    model = DiffusionGemmaForBlockDiffusion(tiny_config()).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5)
-    return model.to(torch.bfloat16)
+from quantize.checkpoint import Checkpoint
+from quantize.convert import convert
+from quantize.recipe import Recipe, load_recipe
+from quantize.targets import Target, plan_targets
 
 
 @pytest.fixture(scope="session")
@@ -88,6 +24,42 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "bf16"
     tiny_model().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def fp8_artifact(tiny_checkpoint: Path) -> Path:
+    """Folder of the tiny model in FP8_DYNAMIC."""
+    recipe, targets = _planned(tiny_checkpoint, "fp8_dynamic")
+    out = tiny_checkpoint.parent / "fp8"
+    convert(Checkpoint.open(tiny_checkpoint), targets, out, recipe=recipe, input_scales=None)
+    return out
+
+
+@pytest.fixture(scope="session")
+def nvfp4_artifact(tiny_checkpoint: Path) -> Path:
+    """Folder of the tiny model in NVFP4, every expert with an input scale of its own."""
+    recipe, targets = _planned(tiny_checkpoint, "nvfp4")
+    modules = [module for target in targets for module in target.modules]
+    # gate and up, q and k and v read one input: the name up to the projection decides.
+    inputs = {m: m.replace("up_proj", "gate_proj").replace("k_proj", "q_proj") for m in modules}
+    inputs = {m: name.replace("v_proj", "q_proj") for m, name in inputs.items()}
+    order = {name: i for i, name in enumerate(sorted(set(inputs.values())))}
+    scales = tiny_checkpoint.parent / "input_scales.safetensors"
+    save_file(
+        {
+            f"{module}.input_global_scale": torch.tensor([400.0 + 3 * order[name]])
+            for module, name in inputs.items()
+        },
+        scales,
+    )
+    out = tiny_checkpoint.parent / "nvfp4"
+    convert(Checkpoint.open(tiny_checkpoint), targets, out, recipe=recipe, input_scales=scales)
+    return out
+
+
+def _planned(checkpoint: Path, name: str) -> tuple[Recipe, list[Target]]:
+    recipe = load_recipe(name)
+    return recipe, plan_targets(Checkpoint.open(checkpoint).tensors, recipe.quantization)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

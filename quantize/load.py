@@ -1,0 +1,157 @@
+"""A checkpoint folder -> a DiffusionGemma model, strictly: every key fits, or nothing loads.
+
+transformers' own from_pretrained leaves per-expert weights aside, fills the experts with random
+numbers and only warns; NVFP4 it cannot load at all. Here the tensors on disk are first compared with
+what config.json calls for (names, dtypes, shapes), then dequantized to BF16, restacked to fused
+experts and handed to transformers, whose own account of missing and unexpected keys must be empty.
+
+With `activations` the model also rounds what flows into every quantized Linear, as a serving kernel
+would: see `quantize.simulate`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+from quantize.checkpoint import FIX, Checkpoint
+from quantize.errors import InputError
+from quantize.experts import fuse_experts
+from quantize.layout import (
+    TensorSpec,
+    bf16_layout,
+    linear_shape,
+    quantized_layout,
+    scheme_tensors,
+    schemes_by_module,
+)
+from quantize.recipe import ActivationMode, Scheme
+from quantize.schemes import dequantize_weight
+from quantize.simulate import simulate_activations
+from quantize.targets import DROPPED, linear_modules
+
+
+def load(
+    folder: Path,
+    *,
+    activations: ActivationMode = "none",
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> DiffusionGemmaForBlockDiffusion:
+    """Load a BF16 or quantized checkpoint as a transformers model in evaluation mode.
+
+    Args:
+        folder: a checkpoint in Google's BF16 layout or in the layout `quantize convert` writes.
+        activations: `none` for dequantized weights alone, else how activations are simulated.
+        dtype: dtype of the model; weights are dequantized to BF16 first, then cast.
+        device: where the model ends up.
+
+    Raises:
+        InputError: a missing, unexpected, misshapen or non-finite tensor; file and key are named.
+    """
+    checkpoint = Checkpoint.open(folder)
+    check_layout(checkpoint)
+    weights = read_dequantized(checkpoint)
+    plain = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+    loaded: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(
+        None,
+        config=DiffusionGemmaConfig(**plain),
+        state_dict=weights,
+        output_loading_info=True,
+        dtype=dtype,
+    )
+    model, keys = loaded
+    for kind, names in keys.items():
+        if names:
+            raise InputError(
+                f"{folder}: transformers reports {kind}: {sorted(map(str, names))[:3]}"
+            )
+    model = model.to(device).eval()
+    if activations != "none" and checkpoint.is_quantized:
+        simulate_activations(model, read_input_schemes(checkpoint), activations)
+    return model
+
+
+def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
+    """Compare names, dtypes and shapes with what config.json calls for; return that layout.
+
+    Raises:
+        InputError: names the first difference, and how many there are of its kind.
+    """
+    layout = quantized_layout if checkpoint.is_quantized else bf16_layout
+    wanted = layout(checkpoint.config)
+    found = checkpoint.tensors
+    if not checkpoint.is_quantized:
+        found = {name: info for name, info in found.items() if not DROPPED.fullmatch(name)}
+    if missing := sorted(wanted.keys() - found.keys()):
+        raise InputError(
+            f"{checkpoint.folder}: tensor {missing[0]!r} is missing ({len(missing)} in all); {FIX}"
+        )
+    if extra := sorted(found.keys() - wanted.keys()):
+        raise InputError(
+            f"{found[extra[0]].file}: unexpected tensor {extra[0]!r} ({len(extra)} in all): "
+            f"config.json calls for no such tensor; {FIX}"
+        )
+    for name, spec in wanted.items():
+        info = found[name]
+        if (info.dtype, info.shape) != (spec.dtype, spec.shape):
+            raise InputError(
+                f"{info.file}: tensor {name!r} is {info.dtype} {list(info.shape)} and config.json "
+                f"calls for {spec.dtype} {list(spec.shape)}; {FIX}"
+            )
+    return wanted
+
+
+def read_dequantized(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Read all tensors under their BF16 names, quantized ones dequantized and experts fused."""
+    schemes = schemes_by_module(checkpoint.config)
+    return {
+        name: read_weight(checkpoint, name, spec.shape, schemes)
+        for name, spec in bf16_layout(checkpoint.config).items()
+    }
+
+
+def read_weight(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], schemes: dict[str, Scheme]
+) -> torch.Tensor:
+    """Read one tensor of the BF16 layout, of that `shape`: as it is, or dequantized to BF16."""
+    modules = [module for module in linear_modules(name, shape) if module in schemes]
+    if not modules:
+        return _read_finite(checkpoint, name)
+    out, inputs = linear_shape(shape, tuple(modules))
+    parts = [_read_module(checkpoint, module, schemes[module], out, inputs) for module in modules]
+    return parts[0] if len(shape) == 2 else fuse_experts(parts, shape)
+
+
+def _read_module(
+    checkpoint: Checkpoint, module: str, scheme: Scheme, out: int, inputs: int
+) -> torch.Tensor:
+    """Read and dequantize one quantized Linear: [out, inputs] BF16."""
+    tensors = {
+        name.removeprefix(f"{module}."): _read_finite(checkpoint, name)
+        for name in scheme_tensors(module, scheme, out, inputs)
+    }
+    return dequantize_weight(scheme, tensors)
+
+
+def _read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """Read a tensor; NaN, infinity or a global scale that is not above 0 is an error."""
+    tensor = checkpoint.read(name)
+    if tensor.is_floating_point() and not tensor.float().isfinite().all():
+        raise InputError(
+            f"{checkpoint.tensors[name].file}: tensor {name!r} holds NaN or infinity; {FIX}"
+        )
+    if name.endswith("global_scale") and not (tensor > 0).all():
+        raise InputError(f"{checkpoint.tensors[name].file}: {name!r} is not above 0; {FIX}")
+    return tensor
+
+
+def read_input_schemes(checkpoint: Checkpoint) -> dict[str, tuple[Scheme, float | None]]:
+    """Return module -> (scheme, input global scale or None) of every quantized Linear."""
+    result: dict[str, tuple[Scheme, float | None]] = {}
+    for module, scheme in schemes_by_module(checkpoint.config).items():
+        name = f"{module}.input_global_scale"
+        scale = _read_finite(checkpoint, name).item() if scheme == "NVFP4" else None
+        result[module] = (scheme, scale)
+    return result
