@@ -1,0 +1,56 @@
+"""Random operands, the same for tests, tuning and the benchmark.
+
+Weights are drawn at standard deviation 1/sqrt(K), quantized expert by expert, and handed out in the layout
+the device's kernel reads. Every random number comes from one seeded generator on the CPU or the GPU.
+"""
+
+import torch
+
+from fused_dequant import formats, weights
+from fused_dequant.weights import Weight
+
+_EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def random_weight(
+    scheme: str, experts: int, rows: int, columns: int, device: str, seed: int = 0
+) -> Weight:
+    """A weight [experts, rows, columns]; scheme bf16, fp8, int8, nvfp4 or nvfp4_w4a4."""
+    generator = torch.Generator(device).manual_seed(seed)
+    parts: list[tuple[torch.Tensor, ...]] = []
+    for _ in range(experts):
+        w = torch.randn(rows, columns, generator=generator, device=device) * columns**-0.5
+        if scheme == "bf16":
+            parts.append((w.to(torch.bfloat16),))
+        elif scheme in _EIGHT_BIT:
+            parts.append(formats.quantize_rows(w, _EIGHT_BIT[scheme]))
+        else:
+            global_scale = formats.E4M3_MAX * formats.E2M1_MAX / w.abs().max()
+            parts.append((*formats.quantize_nvfp4(w, global_scale), global_scale))
+    tensors = [torch.stack(tensor) for tensor in zip(*parts, strict=True)]
+    if scheme == "bf16":
+        return weights.bf16(*tensors)
+    if scheme in _EIGHT_BIT:
+        return weights.eight_bit(*tensors)
+    input_scale = torch.tensor([400.0], device=device) if scheme == "nvfp4_w4a4" else None
+    return weights.nvfp4(*tensors, input_scale=input_scale)
+
+
+def random_tokens(tokens: int, columns: int, device: str, seed: int = 1) -> torch.Tensor:
+    """Standard normal bf16 [tokens, columns], as after a norm."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(tokens, columns, generator=generator, device=device).to(torch.bfloat16)
+
+
+def random_routing(
+    tokens: int, experts: int, topk: int, device: str, *, used: int | None = None, seed: int = 2
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distinct experts of each token, uniform over the first `used` (default: all) of them.
+
+    Returns expert_ids int32 [tokens, topk] and routing weights f32 [tokens, topk] that add up to 1.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    scores = torch.rand(tokens, used or experts, generator=generator, device=device)
+    ids = scores.topk(topk, -1).indices.to(torch.int32)
+    routing_weights = torch.rand(tokens, topk, generator=generator, device=device) + 0.1
+    return ids, routing_weights / routing_weights.sum(-1, keepdim=True)

@@ -1,0 +1,147 @@
+"""Every kernel compiled for sm_80 to sm_120 on a machine without a GPU.
+
+Asserted for each: no spill, shared memory within the target's limit, the tensor-core instruction the
+format was chosen for, and, where the instruction budget decides the speed, instructions a weight.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from fused_dequant import matmul, nvfp4, nvfp4_blackwell, nvfp4_hopper, quantize, routing, vocabulary
+from tests.kernels_support.compile_check import SHARED_LIMIT, compile_for
+
+POINTERS = {
+    "slots": "*i32",
+    "block_expert": "*i32",
+    "block_count": "*i32",
+    "row_weight": "*fp32",
+    "total": "i32",
+    "N": "i32",
+    "K": "i32",
+    "y": "*bf16",
+}
+BF16 = {"x": "*bf16", "x_scale": "*fp32", "w": "*bf16", "w_scale": "*fp32", "cap": "fp32"} | POINTERS
+FP8 = BF16 | {"x": "*fp8e4nv", "w": "*fp8e4nv"}
+INT8 = BF16 | {"x": "*i8", "w": "*i8"}
+NVFP4 = {"x": "*bf16", "packed": "*u8", "scale": "*u8", "factor": "*fp32"} | POINTERS
+W4A4 = NVFP4 | {"x": "*u8", "x_scale": "*fp8e4nv", "scale": "*fp8e4nv", "input_scale": "*fp32"}
+FRAGMENTS = {"x": "*bf16", "words": "*i32", "scales": "*i32", "factor": "*fp32"} | POINTERS
+
+EXPERTS_UP = {"TOPK": 8, "GROUPED": True, "WEIGHTED": False, "EVEN_K": True}
+EXPERTS_DOWN = {"TOPK": 1, "GROUPED": True, "WEIGHTED": True, "EVEN_K": False}
+DENSE = {"TOPK": 1, "GROUPED": False, "WEIGHTED": False, "EVEN_K": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel in one configuration, and what its machine code must show on each target."""
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    tensor_core: dict[int, str]  # target -> instruction
+    options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4, "num_stages": 3})
+    per_weight: dict[int, float] = field(default_factory=dict)  # target -> most instructions
+
+
+def tile(**sizes: int) -> dict[str, Any]:
+    return dict(sizes)
+
+
+def matmul_case(name: str, signature: dict, mode: dict, cores: dict, epilogue: str, **sizes: Any) -> Case:
+    constants = mode | {"SCALED": signature is not BF16, "EPILOGUE": epilogue}
+    constants |= {"BLOCKS_FIRST": not mode["GROUPED"]} | sizes
+    limit = {90: 1.4} if signature is FP8 and sizes["SWAP"] else {}
+    return Case(name, matmul.matmul_kernel, signature, constants, cores, per_weight=limit)
+
+
+HALF = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+HALF_NARROW = HALF | {90: "HMMA", 100: "HMMA"}  # 16 rows: below the 64 of a warpgroup instruction
+CASES = [
+    matmul_case("bf16 experts up", BF16, EXPERTS_UP, HALF, "gelu_mul", BM=16, BN=64, BK=64, SWAP=1),
+    matmul_case("bf16 lm_head", BF16, DENSE, HALF, "softcap", BM=64, BN=128, BK=64, SWAP=0),
+    matmul_case("fp8 experts up", FP8, EXPERTS_UP, {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"},
+                "gelu_mul", BM=16, BN=128, BK=128, SWAP=1),
+    matmul_case("fp8 experts down", FP8, EXPERTS_DOWN, {89: "QMMA", 90: "QGMMA", 120: "QMMA"},
+                "none", BM=32, BN=128, BK=128, SWAP=1),
+    matmul_case("fp8 dense", FP8, DENSE, {89: "QMMA", 90: "QGMMA", 120: "QMMA"},
+                "none", BM=64, BN=64, BK=128, SWAP=0),
+    matmul_case("int8 experts up", INT8, EXPERTS_UP, {80: "IMMA", 89: "IMMA", 90: "IGMMA", 120: "IMMA"},
+                "gelu_mul", BM=16, BN=64, BK=64, SWAP=1),
+    matmul_case("int8 dense", INT8, DENSE, {80: "IMMA", 90: "IGMMA"}, "none", BM=64, BN=64, BK=64, SWAP=0),
+    Case("nvfp4 experts up", nvfp4.nvfp4_kernel, NVFP4,
+         EXPERTS_UP | {"GELU_MUL": True} | tile(BM=16, BN=64, BK=128), HALF_NARROW, per_weight={90: 11.0}),
+    Case("nvfp4 experts down", nvfp4.nvfp4_kernel, NVFP4,
+         EXPERTS_DOWN | {"GELU_MUL": False} | tile(BM=16, BN=64, BK=128), HALF_NARROW),
+    Case("nvfp4 dense", nvfp4.nvfp4_kernel, NVFP4,
+         DENSE | {"GELU_MUL": False} | tile(BM=64, BN=64, BK=128), {80: "HMMA", 89: "HMMA", 90: "HGMMA"}),
+    Case("nvfp4 fragments up", nvfp4_hopper.nvfp4_hopper_kernel, FRAGMENTS,
+         EXPERTS_UP | {"GELU_MUL": True, "num_warps": 8} | tile(BM=32, BN=128, BK=128, STAGES=4),
+         {90: "HGMMA"}, {"num_warps": 8}, {90: 3.7}),
+    Case("nvfp4 fragments down", nvfp4_hopper.nvfp4_hopper_kernel, FRAGMENTS,
+         EXPERTS_DOWN | {"GELU_MUL": False, "num_warps": 8} | tile(BM=32, BN=128, BK=128, STAGES=4),
+         {90: "HGMMA"}, {"num_warps": 8}, {90: 3.9}),
+    Case("nvfp4 fragments dense", nvfp4_hopper.nvfp4_hopper_kernel, FRAGMENTS,
+         DENSE | {"GELU_MUL": False, "num_warps": 8} | tile(BM=128, BN=128, BK=128, STAGES=3),
+         {90: "HGMMA"}, {"num_warps": 8}, {90: 4.5}),
+    Case("nvfp4 w4a4 dense", nvfp4_blackwell.nvfp4_w4a4_kernel, W4A4,
+         DENSE | {"GELU_MUL": False} | tile(BM=128, BN=128, BK=128), {100: "UTCOMMA", 120: "OMMA"},
+         {"num_warps": 8, "num_stages": 3}),
+    Case("nvfp4 w4a4 experts up", nvfp4_blackwell.nvfp4_w4a4_kernel, W4A4,
+         EXPERTS_UP | {"GELU_MUL": True} | tile(BM=128, BN=128, BK=128), {100: "UTCOMMA", 120: "OMMA"},
+         {"num_warps": 8, "num_stages": 3}),
+    Case("soft embedding", vocabulary.split_k_kernel,
+         {"p": "*bf16", "embedding": "*bf16", "partial": "*fp32"}
+         | dict.fromkeys(("M", "V", "H", "length"), "i32"),
+         tile(BM=64, BN=128, BK=32), HALF),
+]  # fmt: skip
+QUICK = {
+    ("fp8 experts up", 89), ("fp8 experts up", 90), ("fp8 experts down", 90),
+    ("nvfp4 fragments up", 90), ("nvfp4 fragments down", 90), ("nvfp4 experts up", 80),
+    ("nvfp4 w4a4 dense", 100), ("nvfp4 w4a4 dense", 120), ("int8 dense", 80),
+    ("bf16 lm_head", 90), ("soft embedding", 90), ("bf16 experts up", 100),
+}  # fmt: skip
+MATRIX = [
+    pytest.param(case, target, id=f"{case.name} sm_{target}",
+                 marks=[] if (case.name, target) in QUICK else [pytest.mark.slow])
+    for case in CASES for target in case.tensor_core
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "target"), MATRIX)
+def test_machine_code(case: Case, target: int) -> None:
+    report = compile_for(target, case.kernel, case.signature, case.constants, **case.options)
+    assert report.spills == 0
+    assert report.stack == 0
+    assert report.shared <= SHARED_LIMIT[target] * 1024
+    assert case.tensor_core[target] in report.tensor_core, sorted(report.tensor_core)
+    if target in case.per_weight:
+        threads = case.options["num_warps"] * 32
+        weights = case.constants["BN"] * case.constants["BK"] / threads
+        assert 0 < report.loop_instructions / weights <= case.per_weight[target]
+
+
+def test_quick_cases_exist() -> None:
+    known = {(case.name, target) for case in CASES for target in case.tensor_core}
+    assert known >= QUICK
+
+
+@pytest.mark.parametrize("target", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(120, marks=pytest.mark.slow)])
+def test_elementwise_kernels(target: int) -> None:
+    """Routing, combine and quantization have no tensor-core instruction; they must compile unspilled."""
+    reports = [
+        compile_for(target, routing.route_kernel,
+                    {"ids": "*i32", "slots": "*i32", "block_expert": "*i32", "block_count": "*i32", "total": "i32"},
+                    {"E": 128, "EXPERTS": 128, "BLOCK": 32, "CHUNK": 2048}, num_warps=4),
+        compile_for(target, routing.combine_kernel,
+                    {"y": "*bf16", "ids": "*i32", "out": "*bf16", "H": "i32", "E": "i32"},
+                    {"TOPK": 8, "BLOCK": 1024}, num_warps=4),
+    ]  # fmt: skip
+    if target >= 89:
+        rows = {"x": "*bf16", "weight": "*bf16", "q": "*fp8e4nv", "scale": "*fp32", "K": "i32", "eps": "fp32"}
+        constants = {"FUSE": "rms_norm", "LARGEST": 448.0, "BLOCK": 4096}
+        reports.append(compile_for(target, quantize.quantize_rows_kernel, rows, constants, num_warps=8))
+    assert all(report.spills == 0 and report.stack == 0 for report in reports)

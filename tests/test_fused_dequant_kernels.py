@@ -1,0 +1,272 @@
+"""Every kernel against float64, on an NVIDIA GPU or, with TRITON_INTERPRET=1, in Triton's interpreter.
+
+`test_fused_dequant.py` runs this file a second time in a process of its own with the interpreter on.
+One error, relative Frobenius against float64 of the dequantized operands, and one tolerance a format:
+a bf16 result alone costs 1.6e-3; the experts round twice more (hidden rows, slots before the sum).
+"""
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from tests.kernels_support import interpreter
+
+    interpreter.install()
+
+from fused_dequant import cases, formats, reference, weights
+from fused_dequant.reference import dissimilarity, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not INTERPRETED and not torch.cuda.is_available(), reason="no GPU, not interpreting"
+    ),
+]
+DEVICE = "cpu" if INTERPRETED else "cuda"
+HOPPER = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+TOLERANCE = {"bf16": 2.5e-3, "fp8": 3.5e-3, "int8": 2.5e-3, "nvfp4": 2.5e-3}
+EXPERTS_TOLERANCE = {"bf16": 4e-3, "fp8": 2e-2, "int8": 1e-2, "nvfp4": 4e-3}
+EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+SCHEMES = ("bf16", "fp8", "int8", "nvfp4")
+SHAPES = [(1, 64, 64), (17, 80, 208), (64, 144, 192)]
+if not INTERPRETED:
+    SHAPES += [(256, 4096, 2816), (255, 2816, 2112), (1024, 2816, 704), (7, 1408, 2816)]
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    actual, expected = actual.cpu(), expected.cpu()
+    error = relative_error(actual, expected)
+    if error <= tolerance:
+        assert dissimilarity(actual, expected) <= tolerance**2
+        return
+    worst = int((actual.double() - expected).abs().argmax())
+    raise AssertionError(
+        f"relative error {error:.2e} > {tolerance:.1e}; worst element {worst}: "
+        f"{actual.flatten()[worst]} for {expected.flatten()[worst]}"
+    )
+
+
+def launch():
+    from fused_dequant import launch
+
+    return launch
+
+
+def rounded(x: torch.Tensor, scheme: str) -> torch.Tensor:
+    """float64 of the activations a scheme multiplies with."""
+    if scheme not in EIGHT_BIT:
+        return x.double()
+    q, scale = formats.quantize_rows(x, EIGHT_BIT[scheme])
+    return q.double() * scale.double()[..., None]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("M", "N", "K"), SHAPES)
+def test_linear(scheme: str, M: int, N: int, K: int) -> None:
+    x = cases.random_tokens(M, K, DEVICE)
+    weight = cases.random_weight(scheme, 1, N, K, DEVICE)
+    expected = rounded(x, scheme) @ weights.dequantize(weight, torch.float64)[0].T
+    assert_close(launch().linear(x, weight), expected, TOLERANCE[scheme])
+
+
+@pytest.mark.parametrize("swap", [0, 1])
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "int8"])
+def test_both_operand_orders(scheme: str, swap: int) -> None:
+    from fused_dequant import matmul
+
+    x = cases.random_tokens(17, 96, DEVICE)
+    weight = cases.random_weight(scheme, 1, 80, 96, DEVICE)
+    q, scale = x, None
+    if scheme in EIGHT_BIT:
+        q, scale = formats.quantize_rows(x, EIGHT_BIT[scheme])
+    config = {"BM": 16, "BN": 64, "BK": 64, "SWAP": swap, "num_warps": 4, "num_stages": 3}
+    w_scale = None if weight.scale is None else weight.scale[0]
+    y = matmul.matmul(q, weight.data[0], scale, w_scale, config)
+    expected = rounded(x, scheme) @ weights.dequantize(weight, torch.float64)[0].T
+    assert_close(y, expected, TOLERANCE[scheme])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("tokens", [1, 17, 64] if INTERPRETED else [1, 17, 64, 256, 1024])
+def test_experts(scheme: str, tokens: int) -> None:
+    """Experts 5 to 7 of 8 get no token; one id of the first token is out of range and adds nothing."""
+    hidden, inner, experts, topk = (64, 48, 8, 3) if INTERPRETED else (2816, 704, 16, 8)
+    gate_up = cases.random_weight(scheme, experts, 2 * inner, hidden, DEVICE)
+    down = cases.random_weight(scheme, experts, hidden, inner, DEVICE, seed=5)
+    x = cases.random_tokens(tokens, hidden, DEVICE)
+    ids, routing_weights = cases.random_routing(
+        tokens, experts, topk, DEVICE, used=max(topk, experts - 3)
+    )
+    ids[0, 0] = experts
+    y = launch().experts(x, ids, routing_weights, gate_up, down)
+    expected = reference.experts(
+        x.double(), *(weights.dequantize(w, torch.float64) for w in (gate_up, down)),
+        ids, routing_weights, torch.float64, activation=lambda t: rounded(t.to(x.dtype), scheme),
+    )  # fmt: skip
+    assert_close(y, expected, EXPERTS_TOLERANCE[scheme])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_all_tokens_to_one_expert(scheme: str) -> None:
+    gate_up = cases.random_weight(scheme, 4, 64, 64, DEVICE)
+    down = cases.random_weight(scheme, 4, 64, 32 if INTERPRETED else 64, DEVICE, seed=5)
+    if not INTERPRETED:
+        gate_up = cases.random_weight(scheme, 4, 128, 64, DEVICE)
+    x = cases.random_tokens(40, 64, DEVICE)
+    ids = torch.full((40, 1), 2, dtype=torch.int32, device=DEVICE)
+    one = torch.ones(40, 1, device=DEVICE)
+    y = launch().experts(x, ids, one, gate_up, down)
+    expected = reference.experts(
+        x.double(), *(weights.dequantize(w, torch.float64) for w in (gate_up, down)), ids, one,
+        torch.float64, activation=lambda t: rounded(t.to(x.dtype), scheme),
+    )  # fmt: skip
+    assert_close(y, expected, EXPERTS_TOLERANCE[scheme])
+
+
+def test_routing_sorts_every_slot_once() -> None:
+    from fused_dequant import routing
+
+    ids = torch.randint(-1, 7, (33, 4), dtype=torch.int32, device=DEVICE)  # -1 and 6 are no experts
+    blocks = routing.route(ids, 6, 16)
+    used = int(blocks.block_count)
+    slots = blocks.slots[: used * 16].cpu().reshape(used, 16)
+    owner = blocks.block_expert[:used].cpu()
+    seen = slots[slots < ids.numel()]
+    valid = ((ids >= 0) & (ids < 6)).flatten().cpu().nonzero().flatten()
+    assert seen.sort().values.tolist() == valid.tolist()
+    flat = ids.flatten().cpu()
+    for row, expert in zip(slots, owner, strict=True):
+        members = row[row < ids.numel()]
+        assert (flat[members.long()] == expert).all()
+        assert members.tolist() == sorted(members.tolist())
+    assert used <= blocks.max_blocks
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+@pytest.mark.parametrize("fuse", ["none", "rms_norm", "gelu_mul"])
+def test_quantize_rows(scheme: str, fuse: str) -> None:
+    from fused_dequant import quantize
+
+    dtype, columns = EIGHT_BIT[scheme], 208
+    x = cases.random_tokens(9, columns * (2 if fuse == "gelu_mul" else 1), DEVICE)
+    x[3] = 0
+    x[4] *= 1e12
+    weight = torch.rand(columns, device=DEVICE) if fuse == "rms_norm" else None
+    q, scale = quantize.quantize_rows(x, dtype, norm_weight=weight, fuse=fuse)
+    h = x.double()
+    if fuse == "rms_norm":
+        h = reference.rms_norm(h, weight, 1e-6)
+    if fuse == "gelu_mul":
+        h = reference.gelu_mul(*h.chunk(2, -1))
+    expected_q, expected_scale = formats.quantize_rows(h, dtype)
+    assert_close(scale, expected_scale.double(), 1e-6)
+    # The last bit of h decides a tie here and there; never more than one step of the format.
+    assert (q.float() == expected_q.float()).float().mean() > 0.99
+    assert_close(q.double(), expected_q.double(), 2e-2)
+
+
+def test_quantize_nvfp4() -> None:
+    from fused_dequant import quantize
+
+    x = cases.random_tokens(5, 1120, DEVICE)
+    x[1] = 0
+    global_scale = torch.tensor([300.0], device=DEVICE)
+    packed, scale = quantize.quantize_nvfp4(x, global_scale)
+    expected_packed, expected_scale = formats.quantize_nvfp4(x, global_scale)
+    assert torch.equal(scale.view(torch.uint8), expected_scale.view(torch.uint8))
+    assert torch.equal(
+        formats.decode_e2m1(formats.unpack_nibbles(packed)),
+        formats.decode_e2m1(formats.unpack_nibbles(expected_packed)),
+    )
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "int8", "nvfp4"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_damaged_token_damages_itself_alone(scheme: str, value: float) -> None:
+    x = cases.random_tokens(17, 64, DEVICE)
+    weight = cases.random_weight(scheme, 1, 64, 64, DEVICE)
+    clean = launch().linear(x, weight)
+    x[5, 7] = value
+    damaged = launch().linear(x, weight)
+    others = [i for i in range(17) if i != 5]
+    assert not damaged[5].isfinite().any()
+    assert torch.equal(damaged[others], clean[others])
+
+
+def test_nvfp4_extreme_scales() -> None:
+    """Largest, smallest subnormal and zero block scales with every code, exact in float64."""
+    packed = torch.randint(0, 256, (64, 64), dtype=torch.uint8, device=DEVICE)
+    packed[:, :8] = torch.arange(8, device=DEVICE, dtype=torch.uint8) * 0x22 + 0x10  # all codes
+    bytes_ = torch.tensor([0x00, 0x01, 0x07, 0x08, 0x38, 0x7E, 0x40, 0x30], dtype=torch.uint8)
+    scale = bytes_.to(DEVICE).repeat(64, 1).view(torch.float8_e4m3fn)
+    weight = weights.nvfp4(packed, scale, torch.tensor([1.0], device=DEVICE))
+    x = torch.zeros(128, 128, dtype=torch.bfloat16, device=DEVICE)
+    x[range(128), range(128)] = 1  # picks out the weight: the result is the decode, exactly
+    y = launch().linear(x, weight)
+    expected = formats.dequantize_nvfp4(packed, scale, torch.ones(1, device=DEVICE)).T
+    assert torch.equal(y.float(), expected)
+
+
+def test_lm_head_and_soft_embedding() -> None:
+    tokens, vocabulary, hidden = (5, 300, 80) if INTERPRETED else (256, 32768 + 8, 2816)
+    x = cases.random_tokens(tokens, hidden, DEVICE) * 20
+    for scheme in ("bf16", "fp8"):
+        embedding = cases.random_weight(scheme, 1, vocabulary, hidden, DEVICE)
+        values = weights.dequantize(embedding, torch.float64)[0]
+        expected = reference.lm_head(rounded(x, scheme), values, 30.0, torch.float64)
+        assert_close(launch().lm_head(x, embedding, 30.0), expected, TOLERANCE[scheme])
+    table = cases.random_weight("bf16", 1, vocabulary, hidden, DEVICE).data[0]
+    logits = (cases.random_tokens(tokens, vocabulary, DEVICE, seed=3) * 5).contiguous()
+    expected = reference.soft_embedding(logits, table, 1 / 0.6, torch.float64)
+    assert_close(launch().soft_embedding(logits, table, 1 / 0.6), expected, 4e-3)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_graph_replay_with_another_routing(scheme: str) -> None:
+    gate_up = cases.random_weight(scheme, 16, 1408, 2816, "cuda")
+    down = cases.random_weight(scheme, 16, 2816, 704, "cuda", seed=5)
+    x = cases.random_tokens(64, 2816, "cuda")
+    ids, routing_weights = cases.random_routing(64, 16, 8, "cuda")
+    launch().experts(x, ids, routing_weights, gate_up, down)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = launch().experts(x, ids, routing_weights, gate_up, down)
+    x.copy_(cases.random_tokens(64, 2816, "cuda", seed=9))
+    ids.copy_(cases.random_routing(64, 16, 8, "cuda", used=8, seed=9)[0])
+    graph.replay()
+    replayed = y.clone()
+    graph.replay()
+    assert torch.equal(replayed, y), "two runs on the same input differ"
+    assert torch.equal(replayed, launch().experts(x, ids, routing_weights, gate_up, down))
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs sm_90")
+def test_fragments_equal_the_plain_loop() -> None:
+    """Two kernels, two layouts, one weight: the same products in the same order of K."""
+    from fused_dequant import nvfp4
+
+    w = torch.randn(256, 704, device="cuda") / 26
+    global_scale = 2688 / w.abs().max()
+    packed, scale = formats.quantize_nvfp4(w, global_scale)
+    fragments = weights.nvfp4(packed, scale, global_scale)
+    assert fragments.scheme == "nvfp4_fragments"
+    x = cases.random_tokens(48, 704, "cuda")
+    factor = (128 / global_scale).repeat(1, 2)
+    config = {"BM": 16, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 2}
+    plain = nvfp4.nvfp4(x, packed, scale, factor, config)
+    assert_close(launch().linear(x, fragments), plain.double(), 2e-3)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="torch.compile needs a GPU for these kernels")
+def test_compile_full_graph() -> None:
+    import fused_dequant as fd
+
+    weight = cases.random_weight("fp8", 1, 128, 256, "cuda")
+    x = cases.random_tokens(17, 256, "cuda")
+    compiled = torch.compile(lambda t: fd.linear(t, weight) * 2, fullgraph=True)
+    assert torch.equal(compiled(x), fd.linear(x, weight) * 2)
