@@ -9,6 +9,7 @@ before a byte of weights is used.
 """
 
 import importlib.resources
+import io
 import json
 import math
 import re
@@ -195,12 +196,32 @@ def _read_range(info: TensorInfo, begin: int, shape: tuple[int, ...]) -> torch.T
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype)
-    buffer = bytearray(nbytes)
-    with info.file.open("rb") as file:
-        file.seek(begin)
-        if file.readinto(buffer) != nbytes:
-            raise InputError(f"{info.file}: ends inside tensor {info.name!r}; {FIX}")
-    return torch.frombuffer(buffer, dtype=dtype).view(shape)
+    data = torch.empty(nbytes, dtype=torch.uint8)
+    try:
+        with info.file.open("rb", buffering=0) as file:
+            file.seek(begin)
+            count = _read_fully(file, bytes_of(data))
+    except OSError as error:
+        raise ResourceError(
+            f"{info.file}: reading tensor {info.name!r} failed ({error.strerror}); check the disk"
+        ) from error
+    if count != nbytes:
+        raise InputError(f"{info.file}: ends inside tensor {info.name!r}; {FIX}")
+    return data.view(dtype).view(shape)
+
+
+def bytes_of(data: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous uint8 tensor [n], to read into or write from."""
+    array: Any = data.numpy()  # numpy's stubs do not declare the buffer protocol
+    return memoryview(array)
+
+
+def _read_fully(file: io.FileIO, buffer: memoryview) -> int:
+    """Fill `buffer` from a file (one call reads at most 2 GiB); return the bytes that were there."""
+    position = 0
+    while position < len(buffer) and (count := file.readinto(buffer[position:])):
+        position += count
+    return position
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ under on-disk names: 1,047 tensors for the 26B model. The quantized layout follo
 tensors of its scheme, experts one Linear each. Plan, load and verify all compare against this.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,11 @@ class TensorSpec:
 
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmcompressor.observers import Observer
+from oracle import assert_equal_quantization, assert_same_bits, oracle, preset
 
 from quantize.recipe import SCHEMES, Scheme
 from quantize.schemes import (
@@ -24,48 +22,7 @@ from quantize.schemes import (
     round_e2m1,
 )
 
-PRESETS = {"INT8_DYNAMIC": "INT8"}
-FORMATS = {"FP8_DYNAMIC": "float-quantized", "INT8_DYNAMIC": "int-quantized"}
 OBSERVERS = ("memoryless_minmax", "memoryless_mse")
-
-
-def preset(scheme: Scheme, observer: str = "memoryless_minmax") -> QuantizationScheme:
-    found = preset_name_to_scheme(PRESETS.get(scheme, scheme), ["Linear"])
-    found.weights.observer = observer
-    return found
-
-
-def oracle(
-    scheme: Scheme, weights: list[torch.Tensor], observer: str = "memoryless_minmax"
-) -> list[dict[str, torch.Tensor]]:
-    """Quantize Linears that share a global scale with llm-compressor's observers and compressors."""
-    args = preset(scheme, observer)
-    observers = [
-        Observer.load_from_registry(observer, base_name="weight", args=args.weights)
-        for _ in weights
-    ]
-    modules = []
-    for weight in weights:
-        module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
-        module.weight.data = weight
-        modules.append(module)
-    if is_nvfp4(scheme):
-        observers[0].fusion_handler.fuse(list(zip(observers, modules, strict=True)))
-    for seen, weight in zip(observers, weights, strict=True):
-        seen(weight)
-    results = []
-    for seen, weight in zip(observers, weights, strict=True):
-        found = seen.get_qparams()
-        state = {"weight": weight, "weight_scale": found["scale"].to(weight.dtype)}
-        if found["global_scale"] is not None:
-            state["weight_global_scale"] = found["global_scale"].float()
-        compressor = BaseCompressor.get_value_from_registry(
-            FORMATS.get(scheme, "nvfp4-pack-quantized")
-        )
-        compressed = compressor.compress(state, args)
-        compressed["decompressed"] = compressor.decompress(compressed, args)["weight"]
-        results.append(compressed)
-    return results
 
 
 def random_weight(*shape: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
@@ -76,17 +33,6 @@ def random_weight(*shape: int, seed: int = 0, spread: float = 2.0) -> torch.Tens
     weight[torch.rand(shape, generator=generator) < 0.02] = 0.0
     weight[torch.rand(shape, generator=generator) < 0.01] = -0.0
     return weight
-
-
-def assert_same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> None:
-    theirs = theirs.detach()
-    assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
-    assert torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
-
-
-def assert_equal_quantization(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]):
-    for name, tensor in mine.items():
-        assert_same_bits(tensor, theirs[name])
 
 
 @pytest.mark.parametrize("observer", OBSERVERS)
