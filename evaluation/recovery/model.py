@@ -1,0 +1,93 @@
+"""An lm-eval model over a `generate` callable, for block diffusion: whole answers, seeded samples.
+
+lm-eval hands over every request of a task in one call and has no notion of a seeded sample or of a
+resumable run, so this model does that: request r, repeat j gets the seed hash(document, j), finished
+samples are kept in a `SampleStore`, and `generate_until` answers from it. Stop strings are applied
+after generation (a canvas is denoised whole), behind the thinking channel. Loglikelihoods do not
+exist for a diffusion model and are refused.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+
+from recovery.samples import Completion, Generate, Request, SampleStore, sample_seed
+
+END_OF_THINKING = "<channel|>"
+Progress = Callable[[Iterable[list[Request]]], Iterable[list[Request]]]
+
+
+class BlockDiffusionLM(LM):
+    """Answers one task's requests for one repeat out of `repeats`; generates all of them at once."""
+
+    def __init__(
+        self,
+        store: SampleStore,
+        generate: Generate,
+        *,
+        seed: int,
+        repeats: int,
+        batch_size: int,
+        progress: Progress,
+    ) -> None:
+        super().__init__()
+        self.store = store
+        self.generate = generate
+        self.seed = seed
+        self.repeats = repeats
+        self.run_batch_size = batch_size
+        self.progress = progress
+        self.repeat = 0
+        self.requests: dict[tuple[int, int], Request] = {}  # (doc_id, repeat)
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        """Return the answers of the current repeat, thinking removed, in the order asked."""
+        for repeat in range(self.repeats):
+            for instance in requests:
+                self.requests[_doc_id(instance), repeat] = self._request(instance, repeat)
+        self.store.complete(
+            list(self.requests.values()), self.generate, self.run_batch_size, self.progress
+        )
+        return [self._answer(instance) for instance in requests]
+
+    def completion(self, doc_id: int, repeat: int) -> Completion:
+        """Return what the model made of a document in a repeat."""
+        return self.store.done[self.requests[doc_id, repeat].key]
+
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """Refuse: a block-diffusion model has no token likelihoods."""
+        raise TypeError("block diffusion has no loglikelihood; use a generative task")
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+        """Refuse, as `loglikelihood` does."""
+        raise TypeError("block diffusion has no loglikelihood; use a generative task")
+
+    def _request(self, instance: Instance, repeat: int) -> Request:
+        prompt, options = cast(tuple[str, dict[str, Any]], instance.args)
+        return Request(
+            prompt=prompt,
+            seed=sample_seed(self.seed, prompt, repeat),
+            max_new_tokens=int(options["max_gen_toks"]),
+            thinking=bool(options.get("thinking", False)),
+        )
+
+    def _answer(self, instance: Instance) -> str:
+        _, options = cast(tuple[str, dict[str, Any]], instance.args)
+        text = self.completion(_doc_id(instance), self.repeat).text
+        return cut(text, options.get("until") or [])
+
+
+def _doc_id(instance: Instance) -> int:
+    if instance.doc_id is None:
+        raise ValueError("lm-eval made a request without a document")
+    return instance.doc_id
+
+
+def cut(text: str, stops: Iterable[str]) -> str:
+    """Return the answer behind the thinking channel, up to the first stop string."""
+    answer = text.rpartition(END_OF_THINKING)[2]
+    for stop in stops:
+        answer = answer.partition(stop)[0] if stop else answer
+    return answer

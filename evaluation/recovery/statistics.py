@@ -1,0 +1,228 @@
+"""Paired statistics of two scorings of the same questions.
+
+Question i has k scores on each side, taken with the same noise. Its difference d_i = mean_k(quantized)
+- mean_k(base) is one observation: repeats of a question are not independent questions, so everything
+is clustered by question.
+
+  difference  mean of d_i, in percentage points. From 40 questions on, percentile bootstrap over
+              questions (fixed seed); below, Student's t with n - 1 degrees of freedom.
+  recovery    100 * mean(quantized) / mean(base). Bootstrap likewise; below 40 questions Fieller's
+              interval for a ratio of paired means.
+  flips       questions right on one side and wrong on the other, when k = 1, and the exact McNemar
+              test on them (binomial, two-sided).
+
+Sources: arXiv 2411.00640 (clustered errors of evaluations), Fieller 1954, McNemar 1947.
+Left out: unpaired tests, which need several times the questions for the same power.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+RESAMPLES = 10_000
+SMALL_SAMPLE = 40  # below it the bootstrap's intervals are too narrow
+SEED = 20260610
+
+Floats = NDArray[np.float64]
+Scores = Mapping[str, Sequence[float]]  # question -> its k scores, 0..1
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A confidence interval; None where there is none (a ratio to zero, say)."""
+
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Base against quantized on one task. Accuracies are 0..1, the rest as named.
+
+    Attributes:
+        questions: number of paired questions.
+        repeats: scores a question on each side.
+        base: accuracy of the base model.
+        base_interval: its interval over questions.
+        quantized: accuracy of the quantized model.
+        quantized_interval: its interval over questions.
+        difference_pp: quantized - base in percentage points.
+        difference_interval: two-sided, at `confidence`.
+        difference_bounds: one-sided lower and upper bounds, each at `confidence`: what the gate uses.
+        deviation_pp: standard deviation of the questions' differences.
+        recovery: 100 * quantized / base; None when the base scores 0.
+        recovery_interval: two-sided, at `confidence`.
+        lost: questions the base answers and the quantized model does not (k = 1), else None.
+        won: the other way round.
+        mcnemar_p: exact two-sided p of lost against won, None when k > 1.
+        confidence: of every interval.
+    """
+
+    questions: int
+    repeats: int
+    base: float
+    base_interval: Interval
+    quantized: float
+    quantized_interval: Interval
+    difference_pp: float
+    difference_interval: Interval
+    difference_bounds: Interval
+    deviation_pp: float
+    recovery: float | None
+    recovery_interval: Interval
+    lost: int | None
+    won: int | None
+    mcnemar_p: float | None
+    confidence: float
+
+
+def compare(base: Scores, quantized: Scores, confidence: float = 0.95) -> Comparison:
+    """Compare two scorings of the same questions.
+
+    Raises:
+        ValueError: the questions or the number of repeats differ, or there are fewer than two.
+    """
+    repeats = _check_paired(base, quantized)
+    names = sorted(base)
+    x = np.array([np.mean(base[name]) for name in names], dtype=np.float64)
+    y = np.array([np.mean(quantized[name]) for name in names], dtype=np.float64)
+    difference = 100 * (y - x)
+    small = len(names) < SMALL_SAMPLE
+    means = None if small else _resampled_means(x, y)  # [resamples, 2]
+    lost, won = _flips(x, y) if repeats == 1 else (None, None)
+    return Comparison(
+        questions=len(names),
+        repeats=repeats,
+        base=float(x.mean()),
+        base_interval=_mean_interval(x, means, 0, confidence),
+        quantized=float(y.mean()),
+        quantized_interval=_mean_interval(y, means, 1, confidence),
+        difference_pp=float(difference.mean()),
+        difference_interval=_difference(difference, means, (1 + confidence) / 2),
+        difference_bounds=_difference(difference, means, confidence),
+        deviation_pp=float(difference.std(ddof=1)),
+        recovery=float(100 * y.mean() / x.mean()) if x.mean() > 0 else None,
+        recovery_interval=_recovery(x, y, means, (1 + confidence) / 2),
+        lost=lost,
+        won=won,
+        mcnemar_p=None if lost is None or won is None else mcnemar(lost, won),
+        confidence=confidence,
+    )
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """Return the exact two-sided p-value of `lost` against `won` discordant pairs."""
+    return 1.0 if lost + won == 0 else float(stats.binomtest(lost, lost + won).pvalue)
+
+
+def non_inferiority_p(difference_pp: float, deviation_pp: float, n: int, margin_pp: float) -> float:
+    """Return the one-sided p-value of "the loss is at least the margin" (large-sample t)."""
+    error = deviation_pp / math.sqrt(n)
+    if error == 0:
+        return 0.0 if difference_pp > -margin_pp else 1.0
+    return float(stats.t.sf((difference_pp + margin_pp) / error, n - 1))
+
+
+def questions_needed(
+    difference_pp: float, deviation_pp: float, margin_pp: float, confidence: float
+) -> int | None:
+    """Return how many questions would decide, were the difference as observed; None if none would."""
+    gap = abs(difference_pp + margin_pp)
+    if gap == 0:
+        return None
+    return math.ceil((float(stats.norm.ppf(confidence)) * deviation_pp / gap) ** 2)
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Return Holm's step-down adjusted p-values: family-wise error over several tasks."""
+    adjusted: dict[str, float] = {}
+    largest = 0.0
+    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
+        adjusted[name] = largest
+    return adjusted
+
+
+def _check_paired(base: Scores, quantized: Scores) -> int:
+    if base.keys() != quantized.keys():
+        odd = sorted(base.keys() ^ quantized.keys())
+        raise ValueError(f"{len(odd)} questions are scored on one side only, {odd[0]!r} among them")
+    counts = {len(scores) for side in (base, quantized) for scores in side.values()}
+    if len(counts) != 1 or 0 in counts:
+        raise ValueError(f"questions have differing numbers of repeats: {sorted(counts)}")
+    if len(base) < 2:
+        raise ValueError(f"{len(base)} questions cannot be compared; two are the least")
+    return counts.pop()
+
+
+def _flips(x: Floats, y: Floats) -> tuple[int, int]:
+    return int(((x > 0.5) & (y <= 0.5)).sum()), int(((x <= 0.5) & (y > 0.5)).sum())
+
+
+def _resampled_means(x: Floats, y: Floats) -> Floats:
+    """Return means [RESAMPLES, 2] of x and y over questions drawn with replacement, paired."""
+    generator = np.random.default_rng(SEED)
+    n = len(x)
+    means = np.empty((RESAMPLES, 2))
+    for start in range(0, RESAMPLES, 500):
+        counts = generator.multinomial(n, np.full(n, 1 / n), size=500)  # [500, n]
+        means[start : start + 500] = counts @ np.stack([x, y], axis=1) / n
+    return means
+
+
+def _quantiles(values: Floats, level: float) -> Interval:
+    low, high = np.quantile(values, [1 - level, level])
+    return Interval(float(low), float(high))
+
+
+def _difference(difference: Floats, means: Floats | None, level: float) -> Interval:
+    """Return the `1 - level` and `level` quantiles of the mean difference in pp."""
+    if means is not None:
+        return _quantiles(100 * (means[:, 1] - means[:, 0]), level)
+    return Interval(*_t_limits(difference, level))
+
+
+def _t_limits(values: Floats, level: float) -> tuple[float, float]:
+    half = float(stats.t.ppf(level, len(values) - 1)) * values.std(ddof=1) / math.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
+
+
+def _mean_interval(
+    values: Floats, means: Floats | None, column: int, confidence: float
+) -> Interval:
+    level = (1 + confidence) / 2
+    if means is not None:
+        return _quantiles(means[:, column], level)
+    low, high = _t_limits(values, level)
+    return Interval(max(0.0, low), min(1.0, high))
+
+
+def _recovery(x: Floats, y: Floats, means: Floats | None, level: float) -> Interval:
+    if means is not None:
+        if (means[:, 0] <= 0).any():
+            return Interval(None, None)
+        return _quantiles(100 * means[:, 1] / means[:, 0], level)
+    return fieller(x, y, level)
+
+
+def fieller(x: Floats, y: Floats, level: float) -> Interval:
+    """Return Fieller's interval for 100 * mean(y) / mean(x) of paired observations.
+
+    The ratios r for which mean(y - r x) does not differ from 0 by a t-test: the roots of
+    (X² - t²a) r² - 2 (XY - t²c) r + (Y² - t²b) = 0, with a, b, c the variances and covariance of the
+    means. No interval where the denominator may be 0.
+    """
+    n, t = len(x), float(stats.t.ppf(level, len(x) - 1))
+    covariance = np.cov(np.stack([x, y])) / n
+    a, b, c = covariance[0, 0], covariance[1, 1], covariance[0, 1]
+    mean_x, mean_y = x.mean(), y.mean()
+    quadratic, half = mean_x**2 - t**2 * a, mean_x * mean_y - t**2 * c
+    root = half**2 - quadratic * (mean_y**2 - t**2 * b)
+    if quadratic <= 0 or root < 0:
+        return Interval(None, None)
+    low, high = (half - math.sqrt(root)) / quadratic, (half + math.sqrt(root)) / quadratic
+    return Interval(float(100 * low), float(100 * high))
