@@ -129,7 +129,12 @@ def index_json(shards: Sequence[Shard]) -> dict[str, Any]:
 
 
 def write_shards(
-    shards: Sequence[Shard], folder: Path, identity: str, workers: int | None = None
+    shards: Sequence[Shard],
+    folder: Path,
+    identity: str,
+    *,
+    workers: int | None = None,
+    what: str = "convert",
 ) -> dict[str, str]:
     """Write all shards (and their index, if several) to `folder`; return name -> sha256.
 
@@ -138,6 +143,7 @@ def write_shards(
         folder: exists; finished shards of an earlier try with this `identity` are kept.
         identity: differs whenever the same plan would give other bytes (source, settings).
         workers: threads that produce blocks; every usable core when not given.
+        what: stands beside the progress bar.
 
     Raises:
         ResourceError: too little free disk before the start, or a full disk in the middle.
@@ -148,7 +154,7 @@ def write_shards(
         _check_free_disk(folder, todo)
         with (
             ThreadPoolExecutor(1) as syncer,
-            _produced(todo, workers or len(os.sched_getaffinity(0))) as blocks,
+            _produced(todo, workers or len(os.sched_getaffinity(0)), what) as blocks,
         ):
             synced = [
                 syncer.submit(state.finish, shard, _write(folder / shard.name, shard, blocks))
@@ -249,7 +255,9 @@ def _check_free_disk(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 @contextmanager
-def _produced(shards: Sequence[Shard], workers: int) -> Generator[Iterator[torch.Tensor]]:
+def _produced(
+    shards: Sequence[Shard], workers: int, what: str
+) -> Generator[Iterator[torch.Tensor]]:
     """Yield an iterator of all blocks of `shards` in order, made ahead by threads.
 
     At most two blocks a worker exist at any time. After an error no further block is begun.
@@ -257,7 +265,7 @@ def _produced(shards: Sequence[Shard], workers: int) -> Generator[Iterator[torch
     tasks = [task for shard in shards for piece in shard.pieces for task in piece.tasks]
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        yield track(_in_order(pool, tasks, 2 * workers), "convert", total=len(tasks))
+        yield track(_in_order(pool, tasks, 2 * workers), what, total=len(tasks))
     finally:
         pool.shutdown(cancel_futures=True)
 
