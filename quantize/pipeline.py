@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markdown import Markdown
 
 from quantize.checkpoint import Checkpoint, resolve
 from quantize.errors import GateError, InputError
@@ -191,6 +192,19 @@ def _fidelity(run: Run) -> None:
     )
 
 
+def _evaluate(run: Run) -> None:
+    from quantize.evaluate import evaluate
+
+    digest = read_json(run.folder.manifest_json)["source"]["fingerprint"]
+    evaluate(run.folder, run.source.folder, digest, run.recipe.evaluation, device=best_device())
+
+
+def _report(run: Run) -> None:
+    from quantize.report import report
+
+    report(run.folder, run.recipe, run.targets)
+
+
 _STAGE_WORK: dict[str, Callable[[Run], None]] = {
     "calibrate": _calibrate,
     "convert": _convert,
@@ -211,7 +225,15 @@ def _exit_code(run: Run, stage: str) -> int:
         result = read_json(run.folder.verification_json)
         faults = [fault for check in result["checks"] for fault in check["faults"]]
         if not result["passed"]:
-            raise GateError(f"{run.folder.verification_json}: verification failed: {faults[0]}")
+            path = run.folder.verification_json
+            raise GateError(f"{path}: {faults[0] if faults else 'a check looked at nothing'}")
+    if stage == "report":
+        verdict = read_json(run.folder.report_json)["verdict"]
+        console.print(Markdown(run.folder.report_md.read_text("utf-8").split("\n## Size")[0]))
+        say(f"report: {run.folder.report_md}")
+        if verdict["outcome"] == "FAIL":
+            raise GateError(verdict["reason"])
+        return verdict["exit_code"]
     return 0
 
 
