@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import fused_dequant as fd
 from fused_dequant import cases, formats, reference, tuning, weights
+from tests.kernels_support import ptx
 
 ROOT = Path(__file__).parent.parent
 ALL_SCALES = torch.arange(127, dtype=torch.uint8)  # every non-negative finite e4m3 byte
@@ -78,6 +79,26 @@ def test_fragments_decode_every_code_with_every_scale_exactly() -> None:
         formats.unpack_nibbles(packed).flatten(), bytes_.repeat_interleave(16, -1).flatten(), strict=True
     )}  # fmt: skip
     assert len(seen) == 16 * 127
+
+
+def test_the_decode_assembly_is_the_reference() -> None:
+    """The PTX of the Hopper kernel, interpreted, against `decode_fragments`, on random bits."""
+    from fused_dequant.nvfp4_hopper import decode_assembly
+
+    packed = torch.randint(0, 256, (1, 128, 64), dtype=torch.uint8)
+    scale = ALL_SCALES[torch.randint(0, 127, (1, 128, 8))].view(torch.float8_e4m3fn)
+    words, scales = formats.to_fragments(packed, scale)
+    # fragment axes: tile, tile, warp, row%8, lane%4, pair of steps, word; scale words have no lane%4
+    pairs = words.reshape(1, 2, 2, 4, 8, 4, 2, 2).long() & 0xFFFFFFFF
+    scale_words = scales.reshape(1, 2, 2, 4, 8, 1, 2).long().expand(-1, -1, -1, -1, -1, 4, -1)
+    operands = {"$8": pairs[..., 0], "$9": pairs[..., 1], "$10": scale_words & 0xFFFFFFFF}
+    registers = ptx.run(decode_assembly(), operands)
+    decoded = torch.stack([registers[f"${i}"] for i in range(8)], -1)
+    halves = torch.stack((decoded & 0xFFFF, decoded >> 16), -1)
+    # register = 4 * step + 2 * (k//8) + row//8
+    axes = halves.reshape(1, 2, 2, 4, 8, 4, 2, 2, 2, 2, 2).permute(0, 1, 3, 9, 4, 2, 6, 7, 8, 5, 10)
+    values = axes.reshape(1, 128, 128).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+    assert torch.equal(values, formats.decode_fragments(words, scales))
 
 
 @pytest.mark.parametrize("byte", [0x7F, 0x80, 0xC0, 0xFF])

@@ -31,7 +31,7 @@ from fused_dequant.formats import _REGISTERS, _SELECT_FIRST, FRAGMENT
 from fused_dequant.routing import Routing
 
 
-def _decode_assembly() -> str:
+def decode_assembly() -> str:
     """Two words ($8, $9) and four scale bytes ($10; byte 2 * step + row//8) -> 8 registers of two bf16.
 
     Scales: bytes 0 and 2, then 1 and 3, become bf16 pairs by (byte << 4) + 0x7380; each is doubled by prmt.
@@ -43,7 +43,7 @@ def _decode_assembly() -> str:
         "shr.u32 odd, $10, 8; and.b32 odd, odd, 0x00ff00ff; mad.lo.u32 odd, odd, 16, 0x73807380;",
         "prmt.b32 s0, even, even, 0x1010; prmt.b32 s1, odd, odd, 0x1010;",
         "prmt.b32 s2, even, even, 0x3232; prmt.b32 s3, odd, odd, 0x3232;",
-        f"lop3.b32 both, $8, $9, {select:#x}, 0xAC;",  # (first & mask) | (second & ~mask)
+        f"lop3.b32 both, $8, $9, {select:#x}, 0xE4;",  # (first & mask) | (second & ~mask)
     ]
     for register, (source, rotation) in enumerate(_REGISTERS):
         word = ("$8", "$9", "both")[source]
@@ -52,7 +52,7 @@ def _decode_assembly() -> str:
     return "{ " + "\n".join(lines) + " }"
 
 
-_DECODE = gl.constexpr(_decode_assembly())
+_DECODE = gl.constexpr(decode_assembly())
 _CONSTRAINTS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")  # two words, the scale word twice
 _BF16 = gl.constexpr((gl.bfloat16,) * 8)
 
