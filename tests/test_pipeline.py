@@ -1,0 +1,131 @@
+"""The whole run on the bundled model, in small: verdicts, damage, interruption."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from quantize.recipe import shipped_recipes
+
+STAGES = ("calibrate", "convert", "verify", "fidelity", "evaluate", "report")
+PROBLEMS = 48
+
+
+@pytest.fixture(scope="module")
+def small_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """nvfp4 with few prompts and problems, and a margin that so few problems can decide."""
+    fields = yaml.safe_load(shipped_recipes()["nvfp4"])
+    fields["name"] = "small"
+    fields["bundled"]["calibration"] |= {"prompts": 16, "canvases": 1, "min_tokens_per_expert": 8}
+    fields["bundled"]["evaluation"]["limit"] = {"word_problems": PROBLEMS}
+    fields["bundled"]["gate"]["margin_pp"] = {"word_problems": 30}
+    path = tmp_path_factory.mktemp("recipe") / "small.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    return path
+
+
+def command(recipe: Path, out: Path, *more: str) -> list[str]:
+    start = [sys.executable, "-m", "quantize", "run", "--recipe", str(recipe), "--out", str(out)]
+    return [*start, *more]
+
+
+def run(recipe: Path, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(recipe, out, *more), capture_output=True, text=True, check=False, timeout=500
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(small_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small run that was never interrupted."""
+    out = tmp_path_factory.mktemp("outputs")
+    done = run(small_recipe, out)
+    assert done.returncode == 0, done.stderr
+    (folder,) = out.glob("small-*")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Everything a run makes but for times, memory and paths."""
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    skip = {"manifest.json", "report.json", "report.md", "report.html", "junit.xml", "run.log"}
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files if p.name not in skip}
+
+
+def test_a_run_ends_with_a_verdict_and_a_recovery_table(finished: Path) -> None:
+    report = json.loads((finished / "report.json").read_text())
+    assert report["verdict"]["outcome"] == "PASS"
+    assert report["model"]["bundled"] is True
+    (task,) = [t for t in report["tasks"] if t["gated"]]
+    assert task["questions"] == PROBLEMS
+    assert 0.4 < task["base"] <= 1
+    assert report["sizes"]["quantized_modules"] == 6 * 16 * 3 + 6 * 3 + 6 * 4 - 1
+    text = (finished / "report.md").read_text()
+    assert "not Google's" in text
+    assert "| word_problems |" in text
+
+
+def test_planned_bytes_are_the_bytes_written(finished: Path) -> None:
+    report = json.loads((finished / "report.json").read_text())
+    shards = list((finished / "checkpoint").glob("*.safetensors"))
+    written = sum(p.stat().st_size for p in shards)
+    headers = sum(8 + int.from_bytes(p.read_bytes()[:8], "little") for p in shards)
+    assert written - headers == report["sizes"]["quantized_bytes"]
+
+
+def test_a_finished_run_is_shown_again_not_made_again(finished: Path, small_recipe: Path) -> None:
+    before = contents(finished)
+    done = run(small_recipe, finished.parent, "--resume")
+    assert done.returncode == 0, done.stderr
+    for stage in STAGES:
+        assert f"{stage}: done before" in done.stderr
+    assert contents(finished) == before
+
+
+def test_exchanged_experts_fail_the_gate(small_recipe: Path, tmp_path: Path) -> None:
+    """All experts of one layer move one place on, whole: every name, dtype and scale still fits."""
+    assert run(small_recipe, tmp_path, "--until", "convert").returncode == 0
+    (shard,) = tmp_path.glob("small-*/checkpoint/*.safetensors")
+    tensors = load_file(shard)
+    layer = "model.decoder.layers.3.experts."
+    moved = {
+        name: tensors[_next_expert(name, layer)] if name.startswith(layer) else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(moved, shard, metadata={"format": "pt"})
+    done = run(small_recipe, tmp_path, "--resume")
+    assert done.returncode == 1, done.stderr
+    assert "layers.3.experts" in done.stderr.splitlines()[-1]
+
+
+def _next_expert(name: str, layer: str, experts: int = 16) -> str:
+    expert, rest = name.removeprefix(layer).split(".", 1)
+    return f"{layer}{(int(expert) + 1) % experts}.{rest}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("delay", [0.0, 1.5])
+def test_sigkill_in_a_stage_then_resume_gives_the_same_bytes(
+    stage: str, delay: float, finished: Path, small_recipe: Path, tmp_path: Path
+) -> None:
+    process = subprocess.Popen(command(small_recipe, tmp_path), stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith(f"{stage}: started"):
+            time.sleep(delay)
+            os.kill(process.pid, signal.SIGKILL)
+            break
+    process.wait(timeout=60)
+    assert process.returncode in (-signal.SIGKILL, 0)
+    done = run(small_recipe, tmp_path, "--resume")
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("small-*")
+    assert contents(folder) == contents(finished)
