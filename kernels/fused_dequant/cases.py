@@ -54,3 +54,35 @@ def random_routing(
     ids = scores.topk(topk, -1).indices.to(torch.int32)
     routing_weights = torch.rand(tokens, topk, generator=generator, device=device) + 0.1
     return ids, routing_weights / routing_weights.sum(-1, keepdim=True)
+
+
+# The projections of the 26B-A4B model, [out, in]; count of layers in the comment.
+LINEAR_SHAPES = (
+    (4096, 2816),  # q, sliding (25)
+    (2048, 2816),  # k, v, sliding (25 each)
+    (2816, 4096),  # o, sliding (25)
+    (8192, 2816),  # q, full (5); q, k, v fused, sliding (25)
+    (1024, 2816),  # k, full (5)
+    (2816, 8192),  # o, full (5)
+    (4224, 2816),  # mlp gate and up fused (30)
+    (2816, 2112),  # mlp down (30)
+)
+EXPERTS, TOPK, HIDDEN, INNER, VOCABULARY = 128, 8, 2816, 704, 262144
+
+
+def blank_weight(scheme: str, experts: int, rows: int, columns: int, device: str) -> Weight:
+    """Uninitialised tensors of a weight's shapes and types; on "meta" they cost nothing."""
+
+    def blank(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(experts, *shape, dtype=dtype, device=device)
+
+    if scheme == "bf16":
+        return Weight(scheme, blank(torch.bfloat16, rows, columns))
+    if scheme in _EIGHT_BIT:
+        return Weight(scheme, blank(_EIGHT_BIT[scheme], rows, columns), blank(torch.float32, rows))
+    factor = blank(torch.float32, 2)
+    if scheme == "nvfp4_fragments":
+        words = blank(torch.int32, rows // 64, columns // 64, 512)
+        return Weight(scheme, words, blank(torch.int32, rows // 64, columns // 64, 64), factor)
+    packed = blank(torch.uint8, rows, columns // 2)
+    return Weight(scheme, packed, blank(torch.float8_e4m3fn, rows, columns // 16), factor)

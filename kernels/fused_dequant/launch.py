@@ -32,30 +32,42 @@ _EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """X bf16 [M, K], weight [1, N, K] -> bf16 [M, N]."""
-    if weight.scheme in _EIGHT_BIT:
-        return linear_quantized(*quantize.quantize_rows(x, _EIGHT_BIT[weight.scheme]), weight)
-    _, N, K = weight.shape
-    config = tuning.choose("linear", weight.scheme, len(x), N, K, x.device)
-    if weight.scheme == "bf16":
-        return matmul.matmul(x, weight.data[0], None, None, config)
-    scale, factor = _present(weight.scale), _present(weight.factor)
+    """x bf16 [M, K], weight [1, N, K] -> bf16 [M, N]."""
+    q, x_scale = _quantize(x, weight)
+    config = tuning.choose("linear", weight.scheme, len(x), *weight.shape[1:], x.device)
+    return dense(q, x_scale, weight, config)
+
+
+def linear_quantized(q: torch.Tensor, x_scale: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """8-bit activations and weight -> bf16 [M, N]."""
+    config = tuning.choose("linear", weight.scheme, len(q), *weight.shape[1:], q.device)
+    return dense(q, x_scale, weight, config)
+
+
+def dense(
+    x: torch.Tensor, x_scale: torch.Tensor | None, weight: Weight, config: tuning.Config
+) -> torch.Tensor:
+    """One product with a weight of E = 1; x as `_quantize` returns it."""
+    if weight.factor is None:
+        w_scale = None if weight.scale is None else weight.scale[0]
+        return matmul.matmul(x, weight.data[0], x_scale, w_scale, config)
+    scale = _present(weight.scale)
     if weight.scheme == "nvfp4_fragments":
-        return nvfp4_hopper.nvfp4_hopper(x, weight.data, scale, factor, config)
-    if weight.scheme == "nvfp4":
-        return nvfp4.nvfp4(x, weight.data[0], scale[0], factor, config)
-    input_scale = _present(weight.input_scale)
-    q, q_scale = quantize.quantize_nvfp4(x, input_scale)
+        return nvfp4_hopper.nvfp4_hopper(x, weight.data, scale, weight.factor, config)
+    if x_scale is None:
+        return nvfp4.nvfp4(x, weight.data[0], scale[0], weight.factor, config)
     return nvfp4_blackwell.nvfp4_w4a4(
-        q, q_scale, weight.data[0], scale[0], factor, input_scale, config
+        x, x_scale, weight.data[0], scale[0], weight.factor, _present(weight.input_scale), config
     )
 
 
-def linear_quantized(q: torch.Tensor, q_scale: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """8-bit activations and weight -> bf16 [M, N]."""
-    _, N, K = weight.shape
-    config = tuning.choose("linear", weight.scheme, len(q), N, K, q.device)
-    return matmul.matmul(q, weight.data[0], q_scale, _present(weight.scale)[0], config)
+def _quantize(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Activations as the weight's scheme multiplies them, and their scales."""
+    if weight.scheme in _EIGHT_BIT:
+        return quantize.quantize_rows(x, _EIGHT_BIT[weight.scheme])
+    if weight.input_scale is not None:
+        return quantize.quantize_nvfp4(x, weight.input_scale)
+    return x, None
 
 
 def experts(
@@ -71,55 +83,55 @@ def experts(
     down_config = tuning.choose("experts", down.scheme, len(x), *down.shape[1:], x.device)
     blocks = routing.route(expert_ids, count, up_config["BM"])
     row_weight = routing_weights.flatten()
-    hidden = _grouped(x, gate_up, blocks, up_config, None)
-    y = _grouped(hidden, down, blocks, down_config, row_weight)
+    hidden = grouped(*_quantize(x, gate_up), gate_up, blocks, up_config, None)
+    y = grouped(*_quantize(hidden, down), down, blocks, down_config, row_weight)
     return routing.combine(y, expert_ids, count)
 
 
-def _grouped(
+def grouped(
     x: torch.Tensor,
+    x_scale: torch.Tensor | None,
     weight: Weight,
     blocks: Routing,
     config: tuning.Config,
     row_weight: torch.Tensor | None,
 ) -> torch.Tensor:
     """gate_up with its activation (no row_weight), or down times the routing weight."""
-    per_slot = row_weight is not None
-    if weight.scheme == "bf16" or weight.scheme in _EIGHT_BIT:
-        x_scale = None
-        if weight.scheme in _EIGHT_BIT:
-            x, x_scale = quantize.quantize_rows(x, _EIGHT_BIT[weight.scheme])
+    down = row_weight is not None
+    if weight.factor is None:
         return matmul.grouped_matmul(
             x, weight.data, x_scale, weight.scale, blocks, config,
-            row_weight=row_weight, per_slot=per_slot, epilogue="none" if per_slot else "gelu_mul",
+            row_weight=row_weight, per_slot=down, epilogue="none" if down else "gelu_mul",
         )  # fmt: skip
-    scale, factor = _present(weight.scale), _present(weight.factor)
-    if weight.scheme == "nvfp4_w4a4":
-        input_scale = _present(weight.input_scale)
-        q, q_scale = quantize.quantize_nvfp4(x, input_scale)
-        return nvfp4_blackwell.grouped_nvfp4_w4a4(
-            q, q_scale, weight.data, scale, factor, input_scale, blocks, config,
-            row_weight=row_weight, per_slot=per_slot, gelu_mul=not per_slot,
-        )  # fmt: skip
-    kernel = (
-        nvfp4_hopper.grouped_nvfp4_hopper
-        if weight.scheme == "nvfp4_fragments"
-        else nvfp4.grouped_nvfp4
-    )
-    return kernel(
-        x, weight.data, scale, factor, blocks, config,
-        row_weight=row_weight, per_slot=per_slot, gelu_mul=not per_slot,
+    scale = _present(weight.scale)
+    mode = {"row_weight": row_weight, "per_slot": down, "gelu_mul": not down}
+    if weight.scheme == "nvfp4_fragments":
+        return nvfp4_hopper.grouped_nvfp4_hopper(
+            x, weight.data, scale, weight.factor, blocks, config, **mode
+        )
+    if x_scale is None:
+        return nvfp4.grouped_nvfp4(x, weight.data, scale, weight.factor, blocks, config, **mode)
+    return nvfp4_blackwell.grouped_nvfp4_w4a4(
+        x, x_scale, weight.data, scale, weight.factor, _present(weight.input_scale), blocks,
+        config, **mode,
     )  # fmt: skip
 
 
 def lm_head(x: torch.Tensor, weight: Weight, softcap: float) -> torch.Tensor:
     """See `ops.lm_head`."""
-    _, N, K = weight.shape
-    config = tuning.choose("lm_head", weight.scheme, len(x), N, K, x.device)
-    x_scale, w_scale = None, None
-    if weight.scheme in _EIGHT_BIT:
-        x, x_scale = quantize.quantize_rows(x, _EIGHT_BIT[weight.scheme])
-        w_scale = _present(weight.scale)[0]
+    config = tuning.choose("lm_head", weight.scheme, len(x), *weight.shape[1:], x.device)
+    return head(*_quantize(x, weight), weight, softcap, config)
+
+
+def head(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: Weight,
+    softcap: float,
+    config: tuning.Config,
+) -> torch.Tensor:
+    """lm_head with activations as `_quantize` returns them."""
+    w_scale = None if weight.scale is None else weight.scale[0]
     return matmul.matmul(
         x, weight.data[0], x_scale, w_scale, config, epilogue="softcap", cap=softcap
     )

@@ -47,10 +47,17 @@ class Weight:
         tensors = (self.data, self.scale, self.factor)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
+    def clone(self) -> "Weight":
+        """A copy in memory of its own."""
+        return Weight(self.scheme, *(None if t is None else t.clone() for t in self._tensors()))
+
+    def _tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.data, self.scale, self.factor, self.input_scale
+
     def to(self, device: torch.device | str) -> "Weight":
         """The same weight on a device."""
-        parts = (self.data, self.scale, self.factor, self.input_scale)
-        return Weight(self.scheme, *(None if p is None else p.to(device) for p in parts))
+        moved = (None if t is None else t.to(device) for t in self._tensors())
+        return Weight(self.scheme, *moved)
 
 
 def bf16(weight: torch.Tensor) -> Weight:
@@ -84,9 +91,9 @@ def nvfp4(
     factor = (128.0 / global_scale.float()).reshape(len(data), -1).expand(-1, 2).contiguous()
     if input_scale is not None:
         return Weight("nvfp4_w4a4", data, blocks, factor, input_scale.float().reshape(1))
-    if data.is_cuda and torch.cuda.get_device_capability(data.device) == FRAGMENT_CAPABILITY:
-        if data.shape[1] % formats.FRAGMENT == 0 and data.shape[2] % (formats.FRAGMENT // 2) == 0:
-            return Weight("nvfp4_fragments", *formats.to_fragments(data, blocks), factor)
+    whole = data.shape[1] % formats.FRAGMENT == 0 and data.shape[2] % (formats.FRAGMENT // 2) == 0
+    if whole and _is_hopper(data.device):
+        return Weight("nvfp4_fragments", *formats.to_fragments(data, blocks), factor)
     return Weight("nvfp4", data, blocks, factor)
 
 
@@ -106,6 +113,12 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tens
         return values * factor[:, :1, None].to(dtype)
     per_run = factor.to(dtype).repeat(1, runs.shape[1] // 2)
     return (runs * per_run[:, :, None, None]).flatten(1, 2)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) == FRAGMENT_CAPABILITY
 
 
 def _is_split(factor: torch.Tensor) -> bool:

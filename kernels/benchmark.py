@@ -1,0 +1,270 @@
+"""Time every kernel at the real model's shapes on this GPU and print one table: `python kernels/benchmark.py`.
+
+Random data; weights rotate through buffers larger than the L2; each figure is the median of CUDA graph
+replays. `bytes` counts what must be read and written once: the weights of every expert hit, tokens, results.
+`share` is bytes / time over the copy bandwidth measured first. `reference` is torch on the same operands:
+
+    experts         `torch._grouped_mm` in bf16, the two bare products, no activation and no combine
+    linear fp8      `torch._scaled_mm`, per-token and per-channel scales; both sides get quantized tokens
+    linear nvfp4    bf16 `torch.mm` (cuBLAS)
+    lm_head, soft   bf16 `torch.mm` alone, without softcap or softmax
+
+`error` is relative Frobenius against float64 of the dequantized operands, on a few tokens. `target` is what the
+project asks; `floor` rows state the larger of reading the bytes and computing at the measured rate.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import triton
+
+import fused_dequant as fd
+from fused_dequant import cases, launch, reference, weights
+from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, TOPK, VOCABULARY
+from fused_dequant.timing import measure
+
+EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+EXPERTS_TARGET = {  # us: (format, tokens, experts used)
+    ("bf16", 256, 128): 420, ("fp8", 256, 128): 225, ("nvfp4", 256, 128): 200,
+    ("fp8", 1024, 128): 300, ("nvfp4", 1024, 128): 300,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; times in microseconds."""
+
+    operation: str
+    format: str
+    tokens: int
+    microseconds: float
+    bytes: int
+    floor: float
+    reference: float
+    error: float
+    target: str
+    met: bool | None
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device reaches: bytes/s of a copy, FLOP/s of a bf16 and of an FP8 product."""
+
+    copy: float
+    bf16: float
+    fp8: float
+
+    def floor(self, bytes_: int, flop: float, format_: str) -> float:
+        """Microseconds below which no kernel can be."""
+        rate = self.bf16 if format_ in ("bf16", "nvfp4") else self.fp8
+        return max(bytes_ / self.copy, flop / rate) * 1e6
+
+
+def ceilings() -> Ceilings:
+    """Measured now: a 4 GB copy, and square products of 8192."""
+    source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() * 2 / measure([lambda: target.copy_(source)]) * 1e6
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    bf16 = 2 * 8192**3 / measure([lambda: a @ a.T]) * 1e6
+    q, scale = launch.quantize.quantize_rows(a, torch.float8_e4m3fn)
+    fp8 = 2 * 8192**3 / measure([lambda: scaled_mm(q, scale, q, scale)]) * 1e6
+    return Ceilings(copy, bf16, fp8)
+
+
+def scaled_mm(
+    q: torch.Tensor, q_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor
+) -> torch.Tensor:
+    """torch's FP8 product with row-wise scales."""
+    return torch._scaled_mm(
+        q, w.T, q_scale[:, None], w_scale[None], out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def rounded(x: torch.Tensor, scheme: str) -> torch.Tensor:
+    """float64 of the activations a scheme multiplies with."""
+    if scheme not in EIGHT_BIT:
+        return x.double()
+    q, scale = fd.formats.quantize_rows(x, EIGHT_BIT[scheme])
+    return q.double() * scale[:, None].double()
+
+
+def grouped_mm_time(ids: torch.Tensor) -> float:
+    """Microseconds of torch's two bf16 grouped products for this routing."""
+    counts = torch.bincount(ids.flatten().long(), minlength=EXPERTS)
+    ends = counts.cumsum(0).to(torch.int32)
+    up = cases.random_weight("bf16", EXPERTS, 2 * INNER, HIDDEN, "cuda").data.transpose(1, 2)
+    down = cases.random_weight("bf16", EXPERTS, HIDDEN, INNER, "cuda").data.transpose(1, 2)
+    x, h = (cases.random_tokens(ids.numel(), k, "cuda") for k in (HIDDEN, INNER))
+    grouped = torch._grouped_mm
+    return measure([lambda: (grouped(x, up, offs=ends), grouped(h, down, offs=ends))])
+
+
+def experts_rows(limits: Ceilings) -> Iterator[Row]:
+    """Whole expert blocks: routing, both products, activation, routing weights, combine."""
+    layouts = [(256, EXPERTS), (256, 40), (1024, EXPERTS), (64, EXPERTS)]
+    routings = {
+        (M, used): cases.random_routing(M, EXPERTS, TOPK, "cuda", used=used) for M, used in layouts
+    }
+    torch_time = {key: grouped_mm_time(ids) for key, (ids, _) in routings.items()}
+    for scheme in ("bf16", "fp8", "int8", "nvfp4"):
+        gate_up = cases.random_weight(scheme, EXPERTS, 2 * INNER, HIDDEN, "cuda")
+        down = cases.random_weight(scheme, EXPERTS, HIDDEN, INNER, "cuda", seed=5)
+        for (M, used), (ids, routing_weights) in routings.items():
+            x = cases.random_tokens(M, HIDDEN, "cuda")
+            run = partial(fd.experts, x, ids, routing_weights, gate_up, down)
+            error = experts_error(run(), x, ids, routing_weights, gate_up, down)
+            hit = ids.unique().numel()
+            bytes_ = (gate_up.bytes + down.bytes) * hit // EXPERTS + 4 * M * HIDDEN
+            flop = 6.0 * M * TOPK * HIDDEN * INNER
+            time = measure([run])
+            limit = EXPERTS_TARGET.get((scheme, M, used))
+            yield Row(
+                f"experts, {hit} of {EXPERTS} hit", scheme, M, time, bytes_,
+                limits.floor(bytes_, flop, scheme), torch_time[M, used], error,
+                f"<= {limit} us" if limit else "", time <= limit if limit else None,
+            )  # fmt: skip
+
+
+def experts_error(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    routing_weights: torch.Tensor,
+    gate_up: weights.Weight,
+    down: weights.Weight,
+) -> float:
+    """On the first 8 tokens."""
+    up, out = (weights.dequantize(w, torch.float64) for w in (gate_up, down))
+    few = slice(0, 8)
+    expected = reference.experts(
+        x[few].double(), up, out, ids[few], routing_weights[few], torch.float64,
+        activation=lambda t: rounded(t.to(torch.bfloat16), gate_up.scheme),
+    )  # fmt: skip
+    return reference.relative_error(y[few], expected)
+
+
+def linear_rows(limits: Ceilings) -> Iterator[Row]:
+    """Dense projections; FP8 with quantized tokens given, as after a fused norm."""
+    for scheme, M, (N, K) in itertools.product(("fp8", "nvfp4"), (256, 1024), LINEAR_SHAPES):
+        weight = cases.random_weight(scheme, 1, N, K, "cuda")
+        x = cases.random_tokens(M, K, "cuda")
+        copies = [weight, *(weight.clone() for _ in range(max(1, 200 * 2**20 // weight.bytes)))]
+        if scheme == "fp8":
+            q, scale = launch.quantize.quantize_rows(x, torch.float8_e4m3fn)
+            ours = [partial(fd.linear_quantized, q, scale, w) for w in copies]
+            theirs = [partial(scaled_mm, q, scale, w.data[0], w.scale[0]) for w in copies]
+            allowed = 1.1
+        else:
+            ours = [partial(fd.linear, x, w) for w in copies]
+            dense = cases.random_weight("bf16", 1, N, K, "cuda").data[0]
+            others = [dense.clone() for _ in range(max(2, 200 * 2**20 // (2 * dense.numel())))]
+            theirs = [partial(torch.mm, x, w.T) for w in others]
+            allowed = 1.25 if M == 256 else 0.0
+        yield compare(f"linear {N}x{K}", scheme, M, weight, x, ours, theirs, allowed, limits)
+
+
+def compare(
+    name: str,
+    scheme: str,
+    M: int,
+    weight: weights.Weight,
+    x: torch.Tensor,
+    ours: list[Callable[[], torch.Tensor]],
+    theirs: list[Callable[[], torch.Tensor]],
+    allowed: float,
+    limits: Ceilings,
+) -> Row:
+    """Our product against torch's; `allowed` is the ratio asked for, 0 where none is."""
+    _, N, K = weight.shape
+    few = slice(0, 8)
+    expected = rounded(x[few], scheme) @ weights.dequantize(weight, torch.float64)[0].T
+    error = reference.relative_error(ours[0]()[few], expected)
+    bytes_ = weight.bytes + M * (K * (1 if scheme == "fp8" else 2) + 2 * N)
+    time, other = measure(ours), measure(theirs)
+    return Row(
+        name, scheme, M, time, bytes_, limits.floor(bytes_, 2.0 * M * N * K, scheme), other, error,
+        f"<= {allowed} x reference" if allowed else "", time <= allowed * other if allowed else None,
+    )  # fmt: skip
+
+
+def vocabulary_rows(limits: Ceilings) -> Iterator[Row]:
+    """lm_head with softcap, and the soft embedding, at one canvas."""
+    M, flop = 256, 2.0 * 256 * VOCABULARY * HIDDEN
+    x = cases.random_tokens(M, HIDDEN, "cuda")
+    table = cases.random_weight("bf16", 1, VOCABULARY, HIDDEN, "cuda")
+    few = slice(0, 4)
+    head_time = measure([lambda: x @ table.data[0].T])
+    for scheme in ("bf16", "fp8"):
+        weight = (
+            table
+            if scheme == "bf16"
+            else cases.random_weight(scheme, 1, VOCABULARY, HIDDEN, "cuda")
+        )
+        run = partial(fd.lm_head, x, weight, 30.0)
+        values = weights.dequantize(weight, torch.float64)[0]
+        expected = reference.lm_head(rounded(x[few], scheme), values, 30.0, torch.float64)
+        error = reference.relative_error(run()[few], expected)
+        floor = limits.floor(weight.bytes, flop, scheme)
+        time = measure([run])
+        yield Row("lm_head + softcap", scheme, M, time, weight.bytes + 2 * M * VOCABULARY, floor,
+                  head_time, error, "<= 1.25 x floor", time <= 1.25 * floor)  # fmt: skip
+        del values, expected
+    logits = cases.random_tokens(M, VOCABULARY, "cuda", seed=3) * 5
+    run = partial(fd.soft_embedding, logits, table.data[0], 1 / 0.6)
+    expected = reference.soft_embedding(logits[few], table.data[0], 1 / 0.6, torch.float64)
+    error = reference.relative_error(run()[few], expected)
+    floor = limits.floor(table.bytes, flop, "bf16")
+    time, other = measure([run]), measure([lambda: logits @ table.data[0]])
+    yield Row("soft embedding", "bf16", M, time, table.bytes + 2 * M * VOCABULARY, floor, other, error,
+              "<= 1.25 x floor", time <= 1.25 * floor)  # fmt: skip
+
+
+def line(row: Row, limits: Ceilings) -> str:
+    """One Markdown table line."""
+    speed = row.bytes / row.microseconds * 1e6
+    met = {True: "yes", False: "NO", None: ""}[row.met]
+    return (
+        f"| {row.operation} | {row.format} | {row.tokens} | {row.microseconds:.1f} | "
+        f"{row.bytes / 1e6:.1f} | {speed / 1e9:.0f} | {speed / limits.copy:.0%} | {row.floor:.1f} | "
+        f"{row.microseconds / row.floor:.2f} | {row.reference:.1f} | "
+        f"{row.microseconds / row.reference:.2f} | {row.error:.1e} | {row.target} | {met} |"
+    )
+
+
+def main() -> None:
+    """Measure and print; `--out` also writes JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument("--only", default="", help="experts, linear or vocabulary")
+    arguments = parser.parse_args()
+    limits = ceilings()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; copy "
+        f"{limits.copy / 1e12:.2f} TB/s, bf16 {limits.bf16 / 1e12:.0f} and fp8 {limits.fp8 / 1e12:.0f} TFLOP/s\n"
+    )
+    print("| operation | format | M | us | MB | GB/s | share of copy | floor us | x floor | "
+          "reference us | x reference | error | target | met |")  # fmt: skip
+    print("|---|---|" + "---:|" * 10 + "---|---|")
+    rows = []
+    parts = {"experts": experts_rows, "linear": linear_rows, "vocabulary": vocabulary_rows}
+    for name, part in parts.items():
+        if arguments.only and arguments.only != name:
+            continue
+        for row in part(limits):
+            rows.append(asdict(row))
+            print(line(row, limits), flush=True)
+    if arguments.out:
+        arguments.out.write_text(json.dumps({"ceilings": asdict(limits), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

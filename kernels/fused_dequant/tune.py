@@ -1,0 +1,236 @@
+"""Make this device's tuning table: `python -m fused_dequant.tune [--only REGEX]`.
+
+For each product of the real model and each bucket of tokens: compile every candidate (in parallel, against
+tensors without storage), drop those that do not fit the device, check that each gives the result of the
+first, time it as a CUDA graph over buffers larger than the L2, keep the fastest. The two products of the
+experts share one block of rows, so their pair is chosen together. About four minutes on an H200.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import triton
+
+from fused_dequant import cases, launch, quantize, routing, tuning, vocabulary
+from fused_dequant.reference import relative_error
+from fused_dequant.timing import measure
+from fused_dequant.tuning import Config
+from fused_dequant.weights import Weight
+
+TOKENS = (64, 256, 1024)
+BUFFER_BYTES = 200 * 2**20  # several times the L2
+_EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product to tune: verb is linear, experts_up, experts_down, lm_head or soft_embedding."""
+
+    verb: str
+    scheme: str
+    M: int
+    N: int
+    K: int
+
+    @property
+    def key(self) -> str:
+        """Its key in the table."""
+        return f"{self.verb.split('_up')[0].split('_down')[0]}/{self.scheme}/{self.N}x{self.K}"
+
+
+def products() -> Iterator[Product]:
+    """Everything the table holds."""
+    for scheme, M in itertools.product(("bf16", "fp8", "int8", "nvfp4_fragments"), TOKENS):
+        yield Product("experts_up", scheme, M, 2 * cases.INNER, cases.HIDDEN)
+        yield Product("experts_down", scheme, M, cases.HIDDEN, cases.INNER)
+    for scheme, M, (N, K) in itertools.product(
+        ("fp8", "nvfp4_fragments", "int8", "bf16"), TOKENS[1:], cases.LINEAR_SHAPES
+    ):
+        yield Product("linear", scheme, M, N, K)
+    for scheme, M in itertools.product(("bf16", "fp8"), TOKENS[1:]):
+        yield Product("lm_head", scheme, M, cases.VOCABULARY, cases.HIDDEN)
+    for M in TOKENS[1:]:
+        yield Product("soft_embedding", "bf16", M, cases.HIDDEN, cases.VOCABULARY)
+
+
+def candidates(product: Product) -> Iterator[Config]:
+    """Configurations worth timing, from what the kernels' structure and earlier sweeps leave open."""
+    if product.verb == "soft_embedding":
+        for splits, (BM, BN, warps), BK, stages in itertools.product(
+            (3, 6, 12),
+            ((128, 256, 8), (128, 128, 8), (256, 128, 8), (64, 256, 4)),
+            (32, 64),
+            (3, 4),
+        ):
+            yield dict(SPLITS=splits, BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages)
+    elif product.scheme == "nvfp4_fragments":
+        rows = {"linear": (64, 128, 256)}.get(product.verb, _expert_rows(product.M))
+        tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
+        for BM, (BN, warps), BK, stages in itertools.product(rows, tiles, (64, 128), (3, 4)):
+            if product.N % BN == 0 and BN * BM <= 128 * warps * 64:
+                yield dict(BM=BM, BN=BN, BK=BK, STAGES=stages, num_warps=warps)
+    elif product.verb.startswith("experts"):
+        tiles = ((64, 4), (128, 4), (128, 8))
+        for BM, (BN, warps), BK, stages in itertools.product(
+            _expert_rows(product.M), tiles, (64, 128), (3, 4)
+        ):
+            yield dict(BM=BM, BN=BN, BK=BK, SWAP=1, num_warps=warps, num_stages=stages)
+    else:
+        tiles = (
+            (64, 32, 4),
+            (64, 64, 4),
+            (64, 128, 4),
+            (128, 64, 4),
+            (128, 128, 8),
+            (128, 256, 8),
+            (256, 128, 8),
+        )
+        if product.verb == "lm_head":
+            tiles = ((128, 128, 8), (128, 256, 8), (256, 128, 8))
+        for (BM, BN, warps), swap, BK, stages in itertools.product(
+            tiles, (0, 1), (64, 128), (3, 4, 5)
+        ):
+            if stages < 5 or BM * BN <= 64 * 128:
+                yield dict(BM=BM, BN=BN, BK=BK, SWAP=swap, num_warps=warps, num_stages=stages)
+
+
+def _expert_rows(M: int) -> tuple[int, ...]:
+    """Rows of a block around the mean number of tokens of an expert, M * 8 / 128."""
+    return {64: (16,), 256: (16, 32), 1024: (64, 128)}[M]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a product multiplies. On "meta" the tensors have no storage: enough to compile for."""
+
+    x: torch.Tensor
+    x_scale: torch.Tensor | None
+    weight: Weight
+    row_weight: torch.Tensor | None
+    expert_ids: torch.Tensor | None
+
+
+def operands(product: Product, device: str) -> Operands:
+    """Random operands, or blank ones on "meta"."""
+    grouped, down = product.verb.startswith("experts"), product.verb == "experts_down"
+    rows = product.M * (cases.TOPK if down else 1)
+    N, K = (product.K, product.N) if product.verb == "soft_embedding" else (product.N, product.K)
+    experts = cases.EXPERTS if grouped else 1
+    dtype = _EIGHT_BIT.get(product.scheme, torch.bfloat16)
+    row_weight = torch.ones(rows, device=device) if down else None
+    if device == "meta":
+        x = torch.empty(rows, product.K, dtype=dtype, device=device)
+        x_scale = torch.empty(rows, device=device) if product.scheme in _EIGHT_BIT else None
+        ids = torch.empty(product.M, cases.TOPK, dtype=torch.int32, device=device)
+        weight = cases.blank_weight(product.scheme, experts, N, K, device)
+        return Operands(x, x_scale, weight, row_weight, ids if grouped else None)
+    x, x_scale = cases.random_tokens(rows, product.K, device), None
+    if product.scheme in _EIGHT_BIT:
+        x, x_scale = quantize.quantize_rows(x, dtype)
+    ids, _ = cases.random_routing(product.M, cases.EXPERTS, cases.TOPK, device)
+    weight = cases.random_weight(product.scheme.split("_")[0], experts, N, K, device)
+    return Operands(x, x_scale, weight, row_weight, ids if grouped else None)
+
+
+def call(product: Product, o: Operands, config: Config) -> torch.Tensor:
+    """Launch one product as `launch` does, with a given configuration."""
+    if product.verb == "soft_embedding":
+        return vocabulary.soft_embedding(o.x, o.weight.data[0], 1.5, config)
+    if o.expert_ids is not None:
+        blocks = routing.route(o.expert_ids, cases.EXPERTS, config["BM"])
+        return launch.grouped(o.x, o.x_scale, o.weight, blocks, config, o.row_weight)
+    if product.verb == "lm_head":
+        return launch.head(o.x, o.x_scale, o.weight, 30.0, config)
+    return launch.dense(o.x, o.x_scale, o.weight, config)
+
+
+def _compile(job: tuple[Product, Config]) -> str | None:
+    """Compile a candidate in a worker process; returns what went wrong."""
+    triton.runtime.jit.KernelInterface.__getitem__ = lambda self, grid: partial(
+        self.run, grid=grid, warmup=True
+    )
+    try:
+        call(job[0], operands(job[0], "meta"), job[1])
+    except Exception as error:
+        return f"{job}: {type(error).__name__}: {error}"
+    return None
+
+
+def compile_all(jobs: list[tuple[Product, Config]]) -> None:
+    """Fill Triton's cache, one worker a core."""
+    started = time.monotonic()
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        failures = [f for f in pool.imap_unordered(_compile, jobs, chunksize=4) if f]
+    print(f"compiled {len(jobs)} candidates in {time.monotonic() - started:.0f} s")
+    for failure in failures:
+        print("  did not compile:", failure[:300])
+
+
+def time_candidates(product: Product) -> list[tuple[float, Config]]:
+    """Microseconds of each candidate that fits and computes what the first one does, fastest first."""
+    first = operands(product, "cuda")
+    copies = max(1, min(16, BUFFER_BYTES // first.weight.bytes))
+    sets = [first, *(replace(first, weight=first.weight.clone()) for _ in range(copies - 1))]
+    expected, timed = None, []
+    for config in candidates(product):
+        try:
+            result = call(product, first, config)
+        except triton.runtime.errors.OutOfResources:
+            continue
+        expected = result if expected is None else expected
+        error = relative_error(result, expected)
+        if not error < 1e-2:
+            raise RuntimeError(
+                f"{product} {config}: differs from the first candidate by {error:.1e}"
+            )
+        calls = [partial(call, product, operand, config) for operand in sets]
+        timed.append((measure(calls, replays=8), config))
+    return sorted(timed, key=lambda pair: pair[0])
+
+
+def choose_pair(
+    up: list[tuple[float, Config]], down: list[tuple[float, Config]]
+) -> list[tuple[float, Config]]:
+    """Fastest up and down among those that share BM."""
+    pairs = [(u, d) for u in up for d in down if u[1]["BM"] == d[1]["BM"]]
+    return list(min(pairs, key=lambda pair: pair[0][0] + pair[1][0]))
+
+
+def main() -> None:
+    """Tune, print a line a product, write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="regex over keys such as linear/fp8/4096x2816")
+    pattern = re.compile(parser.parse_args().only)
+    chosen = [p for p in products() if pattern.search(p.key)]
+    compile_all([(p, c) for p in chosen for c in candidates(p)])
+    name = torch.cuda.get_device_name()
+    path = tuning.table_path(name)
+    kernels = json.loads(path.read_text())["kernels"] if path.exists() else {}
+    pending: list[tuple[float, Config]] = []
+    for product in chosen:
+        timed = time_candidates(product)
+        best = [(product, timed[0])]
+        if product.verb == "experts_up":
+            pending, up = timed, product
+            continue
+        if product.verb == "experts_down":
+            best = list(zip((up, product), choose_pair(pending, timed), strict=True))
+        for owner, (microseconds, config) in best:
+            kernels.setdefault(owner.key, {})[str(owner.M)] = config
+            print(f"{owner.key} M={owner.M}: {microseconds:.1f} us {config}", flush=True)
+    table = {"device": name, "triton": triton.__version__, "kernels": dict(sorted(kernels.items()))}
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
