@@ -52,13 +52,15 @@ def products() -> Iterator[Product]:
         yield Product("experts_up", scheme, M, 2 * cases.INNER, cases.HIDDEN)
         yield Product("experts_down", scheme, M, cases.HIDDEN, cases.INNER)
     for scheme, M, (N, K) in itertools.product(
-        ("fp8", "nvfp4_fragments", "int8", "bf16"), TOKENS[1:], cases.LINEAR_SHAPES
+        ("fp8", "nvfp4_fragments"), TOKENS[1:], cases.LINEAR_SHAPES
     ):
         yield Product("linear", scheme, M, N, K)
     for scheme, M in itertools.product(("bf16", "fp8"), TOKENS[1:]):
         yield Product("lm_head", scheme, M, cases.VOCABULARY, cases.HIDDEN)
     for M in TOKENS[1:]:
         yield Product("soft_embedding", "bf16", M, cases.HIDDEN, cases.VOCABULARY)
+    for scheme, M, (N, K) in itertools.product(("int8", "bf16"), TOKENS[1:], cases.LINEAR_SHAPES):
+        yield Product("linear", scheme, M, N, K)
 
 
 def candidates(product: Product) -> Iterator[Config]:
@@ -166,10 +168,11 @@ def _compile(job: tuple[Product, Config]) -> str | None:
 
 def compile_all(jobs: list[tuple[Product, Config]]) -> None:
     """Fill Triton's cache, one worker a core."""
+    distinct = {(p.verb, p.scheme, p.K % c["BK"], str(c)): (p, c) for p, c in jobs}
     started = time.monotonic()
     with multiprocessing.get_context("spawn").Pool() as pool:
-        failures = [f for f in pool.imap_unordered(_compile, jobs, chunksize=4) if f]
-    print(f"compiled {len(jobs)} candidates in {time.monotonic() - started:.0f} s")
+        failures = [f for f in pool.imap_unordered(_compile, distinct.values(), chunksize=4) if f]
+    print(f"compiled {len(distinct)} candidates in {time.monotonic() - started:.0f} s")
     for failure in failures:
         print("  did not compile:", failure[:300])
 
@@ -213,6 +216,7 @@ def main() -> None:
     compile_all([(p, c) for p in chosen for c in candidates(p)])
     name = torch.cuda.get_device_name()
     path = tuning.table_path(name)
+    path.parent.mkdir(exist_ok=True)
     kernels = json.loads(path.read_text())["kernels"] if path.exists() else {}
     pending: list[tuple[float, Config]] = []
     for product in chosen:
@@ -226,9 +230,12 @@ def main() -> None:
         for owner, (microseconds, config) in best:
             kernels.setdefault(owner.key, {})[str(owner.M)] = config
             print(f"{owner.key} M={owner.M}: {microseconds:.1f} us {config}", flush=True)
-    table = {"device": name, "triton": triton.__version__, "kernels": dict(sorted(kernels.items()))}
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(table, indent=1) + "\n")
+        table = {
+            "device": name,
+            "triton": triton.__version__,
+            "kernels": dict(sorted(kernels.items())),
+        }
+        path.write_text(json.dumps(table, indent=1) + "\n")  # after each product: a stop loses one
     print(f"wrote {path}")
 
 
