@@ -100,7 +100,7 @@ def _read_raw_header(path: Path) -> tuple[dict[str, Any], int, int]:
         raise InputError(f"{path}: cannot be read ({error.strerror}); {FIX}") from error
     try:
         header = json.loads(raw, object_pairs_hook=_no_duplicates)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: the header is not valid JSON ({error}); {FIX}") from error
     if not isinstance(header, dict):
         raise InputError(f"{path}: the header is not a JSON object; {FIX}")
@@ -121,7 +121,7 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: tensor {name!r} has a malformed header entry; {FIX}") from error
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise InputError(f"{path}: tensor {name!r} has the unsupported dtype {dtype!r}; {FIX}")
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise InputError(f"{path}: tensor {name!r} has a malformed shape or offset; {FIX}")
@@ -249,8 +249,10 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index}: no weight_map in it; {FIX}")
     tensors: dict[str, TensorInfo] = {}
-    for shard in sorted({str(name) for name in weight_map.values()}):
-        header = read_header(_shard_path(folder, shard))
+    names = sorted({str(name) for name in weight_map.values()})
+    paths = [_shard_path(folder, name) for name in names]
+    for shard, path in zip(names, paths, strict=True):
+        header = read_header(path)
         _check_against_index(index, shard, header, weight_map)
         tensors |= header
     return tensors
@@ -274,7 +276,7 @@ def _check_against_index(
 
 def _shard_path(folder: Path, name: str) -> Path:
     """Join a shard name from an index to its folder; refuse one that leads elsewhere."""
-    if Path(name).name != name or not name.endswith(".safetensors"):
+    if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
         raise InputError(
             f"{folder / INDEX}: {name!r} is not a plain *.safetensors file name; {FIX}"
         )
@@ -297,7 +299,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not readable as JSON ({error}); {FIX}") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}: not a JSON object; {FIX}")

@@ -7,15 +7,17 @@ tensors of its scheme, experts one Linear each. Plan, load and verify all compar
 """
 
 import math
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from quantize.checkpoint import DTYPES
+from quantize.checkpoint import DTYPES, FIX
 from quantize.errors import InputError
 from quantize.recipe import Scheme
 from quantize.targets import DROPPED, linear_modules, linear_shape, matches
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_LAYERS = 1000
 SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compressor"
 
 
@@ -41,18 +43,34 @@ def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
     import torch
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
+    _check_depth(config)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     try:
         with torch.device("meta"):
             model = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**plain))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"config.json: transformers cannot build this model ({reason})") from error
+    except Exception as error:  # whatever transformers and torch make of a wrong value
+        reason = textwrap.shorten(str(error), 200, placeholder=" ...")
+        raise InputError(
+            f"config.json: transformers cannot build this model "
+            f"({type(error).__name__}: {reason}); {FIX}"
+        ) from error
     return {
         name: TensorSpec("BF16", tuple(tensor.shape))
         for name, tensor in model.state_dict().items()
         if not DROPPED.fullmatch(name)
     }
+
+
+def _check_depth(config: dict[str, Any]) -> None:
+    """Refuse a depth that transformers would build layer by layer without an end."""
+    for section in ("text_config", "vision_config"):
+        fields = config.get(section) or {}
+        layers = fields.get("num_hidden_layers", 1) if isinstance(fields, dict) else fields
+        if type(layers) is not int or not 1 <= layers <= MAX_LAYERS:
+            raise InputError(
+                f"config.json: {section}.num_hidden_layers is {layers!r}, "
+                f"not a number of layers from 1 to {MAX_LAYERS}; {FIX}"
+            )
 
 
 def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:

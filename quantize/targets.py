@@ -115,7 +115,10 @@ def plan_targets(tensors: Mapping[str, TensorInfo], quantization: Quantization) 
 
 
 def _target(info: TensorInfo, quantization: Quantization) -> Target:
-    kind = module_class(info.name)
+    try:
+        kind = module_class(info.name)
+    except InputError as error:
+        raise InputError(f"{info.file}: {error}") from error
     modules = linear_modules(info.name, info.shape)
     scheme = _scheme(info.name, modules, quantization)
     if scheme is None:
