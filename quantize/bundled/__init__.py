@@ -1,5 +1,12 @@
-"""The bundled model: a small trained DiffusionGemma, its tokenizer, problems and trainer."""
+"""The bundled model: a small trained DiffusionGemma, its tokenizer, problems and trainer.
+
+It makes every command work from a fresh clone without a download. It is not Google's checkpoint,
+and its scores say nothing about that one: see ``checkpoint/README.md``.
+"""
 
 from pathlib import Path
 
-CHECKPOINT: Path = Path(__file__).parent / "checkpoint"
+_FOLDER = Path(__file__).parent
+CHECKPOINT = _FOLDER / "checkpoint"  # BF16, Google's layout: fused experts, decoder names
+HELDOUT = _FOLDER / "data" / "heldout.jsonl"  # 2,000 problems, in no training set
+CALIBRATION = _FOLDER / "data" / "calibration.jsonl"  # 512 problems, disjoint from both
