@@ -109,6 +109,26 @@ def recipes(name: str | None) -> None:
         click.echo(f"{known:14} {purpose}")
 
 
+@cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def inspect(checkpoint: Path) -> int:
+    """Show what is in a checkpoint, quantized or not, and what is wrong. Reads headers only.
+
+    Exits 1 when something is wrong.
+    """
+    from rich.console import Console
+
+    from quantize.inspect import inspect as inspect_checkpoint
+    from quantize.inspect import inspection_table
+    from quantize.progress import say
+
+    found = inspect_checkpoint(checkpoint)
+    Console().print(inspection_table(found))
+    for problem in found.problems:
+        say(f"problem: {problem}")
+    return 1 if found.problems else 0
+
+
 def _add_stage(name: str, summary: str) -> None:
     @cli.command(name=name, help=summary)
     @RUN_FOLDER
