@@ -19,7 +19,7 @@ from quantize.recipe import Calibration, Quantization, Recipe, load_recipe
 from quantize.run_dir import read_json
 from quantize.runtime import Sampler, generate
 from quantize.runtime.trajectory import load_trajectories
-from tests.conftest import CANVAS, EXPERTS, LAYERS, VOCAB
+from tiny import CANVAS, EXPERTS, LAYERS, VOCAB
 
 NVFP4_MODULES = LAYERS * EXPERTS * 3 + LAYERS * 7 - 1  # the full-attention layer has no v_proj
 SHORT = {"max_denoising_steps": 3, "eos_token_id": [1], "pad_token_id": 0}

@@ -22,7 +22,7 @@ from quantize.runtime.trajectory import (
     record,
     save_trajectories,
 )
-from tests.conftest import CANVAS, tiny_model
+from tiny import CANVAS, tiny_model
 
 # Stop at mean entropies that random weights reach now and then: canvases of unequal length.
 SAMPLER = Sampler(

@@ -1,5 +1,7 @@
 """The runtime against transformers' own generate(), and a sample against its batch-mates."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion
@@ -7,7 +9,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler, StepRecord, generate
 from quantize.runtime.model import decode_canvas, encode_prompts, encode_tokens
-from tests.conftest import CANVAS, VOCAB, tiny_model
+from tiny import CANVAS, VOCAB, tiny_model
 
 # A stop threshold that random weights reach now and then (their mean entropy is 3.8 to 5.5 nats), and
 # no demand for stability: rows stop at different steps.
@@ -81,6 +83,26 @@ def test_reference_noise_gives_the_tokens_of_transformers(
             assert sample.tokens_per_forward == pytest.approx(per_forward[row])
             stopped_early += sum(n < STOPPING.max_denoising_steps for n in sample.steps_per_canvas)
     assert stopped_early > 0  # else the stop rule was not exercised
+
+
+def test_finished_rows_go_on_drawing_as_in_transformers(
+    model: DiffusionGemmaForBlockDiffusion,
+) -> None:
+    """They re-read padding, and how long they take to stop shifts every later random number."""
+    often = replace(STOPPING, eos_token_ids=tuple(range(1, 8)), confidence_threshold=4.6)
+    finished_before_others = 0
+    for seed in range(6):
+        prompts = random_prompts([20] * 3, seed)
+        torch.manual_seed(seed)
+        expected, _ = transformers_generate(model, prompts, 6, often)
+        torch.manual_seed(seed)
+        got = generate(
+            model, prompts, [0] * 3, max_new_tokens=6 * CANVAS, sampler=often, noise="reference"
+        )
+        for row, sample in enumerate(got):
+            assert flat(sample) == expected[row][: len(flat(sample))]
+        finished_before_others += len({sample.canvases for sample in got}) > 1
+    assert finished_before_others > 0
 
 
 def test_default_sampler_gives_the_tokens_of_transformers(
