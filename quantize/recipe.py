@@ -84,7 +84,7 @@ class Evaluation(Section):
     repeats: dict[str, int] = {}
     seed: int = 0
     batch_size: int = Field(default=64, gt=0)
-    activations: ActivationMode = "per_expert"
+    activations: ActivationMode = "per_layer"
 
 
 class Gate(Section):
