@@ -139,7 +139,9 @@ def test_cpu_operations_follow_the_reference(scheme: str) -> None:
     weight = cases.random_weight(scheme, 1, 48, 64, "cpu")
     x = cases.random_tokens(6, 64, "cpu")
     exact = x.double() @ weights.dequantize(weight, torch.float64)[0].T
-    rounding = {"bf16": 3e-3, "nvfp4": 3e-3, "fp8": 4e-2, "int8": 1.5e-2, "nvfp4_w4a4": 0.15}[scheme]
+    rounding = {"bf16": 3e-3, "nvfp4": 3e-3, "fp8": 4e-2, "int8": 1.5e-2, "nvfp4_w4a4": 0.15}[
+        scheme
+    ]
     assert reference.relative_error(fd.linear(x, weight), exact) < rounding
     assert torch.equal(fd.linear(x.reshape(2, 3, 64), weight).flatten(0, 1), fd.linear(x, weight))
     gate_up = cases.random_weight(scheme, 4, 64, 64, "cpu")
@@ -216,7 +218,9 @@ def test_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     cuda = torch.device("cuda")
     fd.require("nvfp4", cuda)
-    with pytest.raises(ValueError, match=r"fp8 needs compute capability 8\.9 or newer; NVIDIA A100 has 8\.0"):
+    with pytest.raises(
+        ValueError, match=r"fp8 needs compute capability 8\.9 or newer; NVIDIA A100 has 8\.0"
+    ):
         fd.require("fp8", cuda)
     with pytest.raises(ValueError, match=r"nvfp4_fragments needs compute capability 9\.0;"):
         fd.require("nvfp4_fragments", cuda)
@@ -245,7 +249,9 @@ def test_buckets_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = {"linear/fp8/64x64": {"16": {"BM": 1}, "256": {"BM": 2}}}
     monkeypatch.setattr(tuning, "table", lambda _: entry)
     tuning.lookup.cache_clear()
-    chosen = [tuning.lookup("linear", "fp8", m, 64, 64, "some GPU")["BM"] for m in (1, 16, 17, 4096)]
+    chosen = [
+        tuning.lookup("linear", "fp8", m, 64, 64, "some GPU")["BM"] for m in (1, 16, 17, 4096)
+    ]
     assert chosen == [1, 1, 2, 2]
     assert tuning.lookup("linear", "fp8", 8, 64, 128, "some GPU") == tuning.default(
         "linear", "fp8", 8, 64, 128

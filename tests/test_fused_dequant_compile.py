@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from fused_dequant import matmul, nvfp4, nvfp4_blackwell, nvfp4_hopper, quantize, routing, vocabulary
+from fused_dequant import (
+    matmul,
+    nvfp4,
+    nvfp4_blackwell,
+    nvfp4_hopper,
+    quantize,
+    routing,
+    vocabulary,
+)
 from tests.kernels_support.compile_check import SHARED_LIMIT, compile_for
 
 POINTERS = {
@@ -22,7 +30,13 @@ POINTERS = {
     "K": "i32",
     "y": "*bf16",
 }
-BF16 = {"x": "*bf16", "x_scale": "*fp32", "w": "*bf16", "w_scale": "*fp32", "cap": "fp32"} | POINTERS
+BF16 = {
+    "x": "*bf16",
+    "x_scale": "*fp32",
+    "w": "*bf16",
+    "w_scale": "*fp32",
+    "cap": "fp32",
+} | POINTERS
 FP8 = BF16 | {"x": "*fp8e4nv", "w": "*fp8e4nv"}
 INT8 = BF16 | {"x": "*i8", "w": "*i8"}
 NVFP4 = {"x": "*bf16", "packed": "*u8", "scale": "*u8", "factor": "*fp32"} | POINTERS
@@ -51,8 +65,10 @@ def tile(**sizes: int) -> dict[str, Any]:
     return dict(sizes)
 
 
-def matmul_case(name: str, signature: dict, mode: dict, cores: dict, epilogue: str, **sizes: Any) -> Case:
-    constants = mode | {"SCALED": signature is not BF16, "EPILOGUE": epilogue}
+def matmul_case(
+    name: str, signature: dict, mode: dict, cores: dict, gelu: bool, **sizes: Any
+) -> Case:
+    constants = mode | {"SCALED": signature is not BF16, "GELU_MUL": gelu, "CHAINED": False}
     constants |= {"BLOCKS_FIRST": not mode["GROUPED"]} | sizes
     limit = {90: 1.4} if signature is FP8 and sizes["SWAP"] else {}
     return Case(name, matmul.matmul_kernel, signature, constants, cores, per_weight=limit)
@@ -61,17 +77,17 @@ def matmul_case(name: str, signature: dict, mode: dict, cores: dict, epilogue: s
 HALF = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 HALF_NARROW = HALF | {90: "HMMA", 100: "HMMA"}  # 16 rows: below the 64 of a warpgroup instruction
 CASES = [
-    matmul_case("bf16 experts up", BF16, EXPERTS_UP, HALF, "gelu_mul", BM=16, BN=64, BK=64, SWAP=1),
-    matmul_case("bf16 lm_head", BF16, DENSE, HALF, "softcap", BM=64, BN=128, BK=64, SWAP=0),
+    matmul_case("bf16 experts up", BF16, EXPERTS_UP, HALF, True, BM=16, BN=64, BK=64, SWAP=1),
+    matmul_case("bf16 dense", BF16, DENSE, HALF, False, BM=64, BN=128, BK=64, SWAP=0),
     matmul_case("fp8 experts up", FP8, EXPERTS_UP, {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"},
-                "gelu_mul", BM=16, BN=128, BK=128, SWAP=1),
+                True, BM=16, BN=128, BK=128, SWAP=1),
     matmul_case("fp8 experts down", FP8, EXPERTS_DOWN, {89: "QMMA", 90: "QGMMA", 120: "QMMA"},
-                "none", BM=32, BN=128, BK=128, SWAP=1),
+                False, BM=32, BN=128, BK=128, SWAP=1),
     matmul_case("fp8 dense", FP8, DENSE, {89: "QMMA", 90: "QGMMA", 120: "QMMA"},
-                "none", BM=64, BN=64, BK=128, SWAP=0),
+                False, BM=64, BN=64, BK=128, SWAP=0),
     matmul_case("int8 experts up", INT8, EXPERTS_UP, {80: "IMMA", 89: "IMMA", 90: "IGMMA", 120: "IMMA"},
-                "gelu_mul", BM=16, BN=64, BK=64, SWAP=1),
-    matmul_case("int8 dense", INT8, DENSE, {80: "IMMA", 90: "IGMMA"}, "none", BM=64, BN=64, BK=64, SWAP=0),
+                True, BM=16, BN=64, BK=64, SWAP=1),
+    matmul_case("int8 dense", INT8, DENSE, {80: "IMMA", 90: "IGMMA"}, False, BM=64, BN=64, BK=64, SWAP=0),
     Case("nvfp4 experts up", nvfp4.nvfp4_kernel, NVFP4,
          EXPERTS_UP | {"GELU_MUL": True} | tile(BM=16, BN=64, BK=128), HALF_NARROW, per_weight={90: 11.0}),
     Case("nvfp4 experts down", nvfp4.nvfp4_kernel, NVFP4,
@@ -79,13 +95,13 @@ CASES = [
     Case("nvfp4 dense", nvfp4.nvfp4_kernel, NVFP4,
          DENSE | {"GELU_MUL": False} | tile(BM=64, BN=64, BK=128), {80: "HMMA", 89: "HMMA", 90: "HGMMA"}),
     Case("nvfp4 fragments up", nvfp4_hopper.nvfp4_hopper_kernel, FRAGMENTS,
-         EXPERTS_UP | {"GELU_MUL": True, "num_warps": 8} | tile(BM=32, BN=128, BK=128, STAGES=4),
+         EXPERTS_UP | {"GELU_MUL": True, "CHAINED": True, "num_warps": 8} | tile(BM=32, BN=128, BK=128, STAGES=4),
          {90: "HGMMA"}, {"num_warps": 8}, {90: 3.7}),
     Case("nvfp4 fragments down", nvfp4_hopper.nvfp4_hopper_kernel, FRAGMENTS,
-         EXPERTS_DOWN | {"GELU_MUL": False, "num_warps": 8} | tile(BM=32, BN=128, BK=128, STAGES=4),
+         EXPERTS_DOWN | {"GELU_MUL": False, "CHAINED": True, "num_warps": 8} | tile(BM=32, BN=128, BK=128, STAGES=4),
          {90: "HGMMA"}, {"num_warps": 8}, {90: 3.9}),
     Case("nvfp4 fragments dense", nvfp4_hopper.nvfp4_hopper_kernel, FRAGMENTS,
-         DENSE | {"GELU_MUL": False, "num_warps": 8} | tile(BM=128, BN=128, BK=128, STAGES=3),
+         DENSE | {"GELU_MUL": False, "CHAINED": True, "num_warps": 8} | tile(BM=128, BN=128, BK=128, STAGES=3),
          {90: "HGMMA"}, {"num_warps": 8}, {90: 4.5}),
     Case("nvfp4 w4a4 dense", nvfp4_blackwell.nvfp4_w4a4_kernel, W4A4,
          DENSE | {"GELU_MUL": False} | tile(BM=128, BN=128, BK=128), {100: "UTCOMMA", 120: "OMMA"},
@@ -93,16 +109,21 @@ CASES = [
     Case("nvfp4 w4a4 experts up", nvfp4_blackwell.nvfp4_w4a4_kernel, W4A4,
          EXPERTS_UP | {"GELU_MUL": True} | tile(BM=128, BN=128, BK=128), {100: "UTCOMMA", 120: "OMMA"},
          {"num_warps": 8, "num_stages": 3}),
+    Case("lm_head", vocabulary.lm_head_kernel,
+         {"x": "tensordesc<bf16[64, 64]>", "w": "tensordesc<bf16[128, 64]>",
+          "y": "tensordesc<bf16[64, 64]>", "x_scale": "*fp32", "w_scale": "*fp32", "cap": "fp32"}
+         | dict.fromkeys(("M", "V", "H", "programs"), "i32"),
+         tile(SCALED=False, BM=64, BN=128, BK=64), HALF, {"num_warps": 8, "num_stages": 3}),
     Case("soft embedding", vocabulary.split_k_kernel,
-         {"p": "*bf16", "embedding": "*bf16", "partial": "*fp32"}
+         {"p": "tensordesc<bf16[64, 64]>", "embedding": "tensordesc<bf16[64, 128]>", "partial": "*fp32"}
          | dict.fromkeys(("M", "V", "H", "length"), "i32"),
-         tile(BM=64, BN=128, BK=32), HALF),
+         tile(BM=64, BN=128, BK=64), HALF),
 ]  # fmt: skip
 QUICK = {
     ("fp8 experts up", 89), ("fp8 experts up", 90), ("fp8 experts down", 90),
     ("nvfp4 fragments up", 90), ("nvfp4 fragments down", 90), ("nvfp4 experts up", 80),
     ("nvfp4 w4a4 dense", 100), ("nvfp4 w4a4 dense", 120), ("int8 dense", 80),
-    ("bf16 lm_head", 90), ("soft embedding", 90), ("bf16 experts up", 100),
+    ("lm_head", 90), ("soft embedding", 90), ("bf16 experts up", 100),
 }  # fmt: skip
 MATRIX = [
     pytest.param(case, target, id=f"{case.name} sm_{target}",
@@ -129,19 +150,31 @@ def test_quick_cases_exist() -> None:
     assert known >= QUICK
 
 
-@pytest.mark.parametrize("target", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(120, marks=pytest.mark.slow)],
+)
 def test_elementwise_kernels(target: int) -> None:
     """Routing, combine and quantization have no tensor-core instruction; they must compile unspilled."""
     reports = [
         compile_for(target, routing.route_kernel,
                     {"ids": "*i32", "slots": "*i32", "block_expert": "*i32", "block_count": "*i32", "total": "i32"},
-                    {"E": 128, "EXPERTS": 128, "BLOCK": 32, "CHUNK": 2048}, num_warps=4),
+                    {"E": 128, "EXPERTS": 128, "BLOCK": 32, "CHUNK": 2048, "CHAINED": target >= 90}, num_warps=4),
         compile_for(target, routing.combine_kernel,
                     {"y": "*bf16", "ids": "*i32", "out": "*bf16", "H": "i32", "E": "i32"},
-                    {"TOPK": 8, "BLOCK": 1024}, num_warps=4),
+                    {"TOPK": 8, "BLOCK": 1024, "CHAINED": target >= 90}, num_warps=4),
     ]  # fmt: skip
     if target >= 89:
-        rows = {"x": "*bf16", "weight": "*bf16", "q": "*fp8e4nv", "scale": "*fp32", "K": "i32", "eps": "fp32"}
-        constants = {"FUSE": "rms_norm", "LARGEST": 448.0, "BLOCK": 4096}
-        reports.append(compile_for(target, quantize.quantize_rows_kernel, rows, constants, num_warps=8))
+        rows = {
+            "x": "*bf16",
+            "weight": "*bf16",
+            "q": "*fp8e4nv",
+            "scale": "*fp32",
+            "K": "i32",
+            "eps": "fp32",
+        }
+        constants = {"FUSE": "rms_norm", "LARGEST": 448.0, "BLOCK": 4096, "CHAINED": target >= 90}
+        reports.append(
+            compile_for(target, quantize.quantize_rows_kernel, rows, constants, num_warps=8)
+        )
     assert all(report.spills == 0 and report.stack == 0 for report in reports)

@@ -61,10 +61,12 @@ def dense(
     )
 
 
-def _quantize(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _quantize(
+    x: torch.Tensor, weight: Weight, *, chain: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Activations as the weight's scheme multiplies them, and their scales."""
     if weight.scheme in _EIGHT_BIT:
-        return quantize.quantize_rows(x, _EIGHT_BIT[weight.scheme])
+        return quantize.quantize_rows(x, _EIGHT_BIT[weight.scheme], chain=chain)
     if weight.input_scale is not None:
         return quantize.quantize_nvfp4(x, weight.input_scale)
     return x, None
@@ -83,8 +85,8 @@ def experts(
     down_config = tuning.choose("experts", down.scheme, len(x), *down.shape[1:], x.device)
     blocks = routing.route(expert_ids, count, up_config["BM"])
     row_weight = routing_weights.flatten()
-    hidden = grouped(*_quantize(x, gate_up), gate_up, blocks, up_config, None)
-    y = grouped(*_quantize(hidden, down), down, blocks, down_config, row_weight)
+    hidden = grouped(*_quantize(x, gate_up, chain=True), gate_up, blocks, up_config, None)
+    y = grouped(*_quantize(hidden, down, chain=True), down, blocks, down_config, row_weight)
     return routing.combine(y, expert_ids, count)
 
 
@@ -101,7 +103,7 @@ def grouped(
     if weight.factor is None:
         return matmul.grouped_matmul(
             x, weight.data, x_scale, weight.scale, blocks, config,
-            row_weight=row_weight, per_slot=down, epilogue="none" if down else "gelu_mul",
+            row_weight=row_weight, per_slot=down, gelu_mul=not down,
         )  # fmt: skip
     scale = _present(weight.scale)
     mode = {"row_weight": row_weight, "per_slot": down, "gelu_mul": not down}
@@ -132,9 +134,7 @@ def head(
 ) -> torch.Tensor:
     """lm_head with activations as `_quantize` returns them."""
     w_scale = None if weight.scale is None else weight.scale[0]
-    return matmul.matmul(
-        x, weight.data[0], x_scale, w_scale, config, epilogue="softcap", cap=softcap
-    )
+    return vocabulary.lm_head(x, weight.data[0], x_scale, w_scale, softcap, config)
 
 
 def soft_embedding(

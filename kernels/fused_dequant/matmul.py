@@ -10,16 +10,18 @@ rounding of the bf16 result), INT8 in int32, exactly, up to K = 133,000.
 half-precision tensor cores after a conversion; swapped, the weights fill the 64-row side and the tokens
 the 8-granular one, so 16 tokens an expert still run on FP8 tensor cores with half the instructions.
 
-The epilogue may apply `gelu_mul` to interleaved gate and up rows, multiply by a routing weight, or
-apply a softcap: each saves one pass over the result.
+The epilogue may apply `gelu_mul` to interleaved gate and up rows, or multiply by a routing weight: each
+saves one pass over the result.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from fused_dequant.chain import chained, release, wait
 from fused_dequant.routing import Routing
-from fused_dequant.tiles import block_rows, gelu_mul, softcap, split_gate_up
+from fused_dequant.tiles import block_rows, split_gate_up
+from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 
 @triton.jit
@@ -36,11 +38,10 @@ def matmul_kernel(
     total,
     N,
     K,
-    cap,
     TOPK: tl.constexpr,
     GROUPED: tl.constexpr,
     SCALED: tl.constexpr,
-    EPILOGUE: tl.constexpr,
+    GELU_MUL: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SWAP: tl.constexpr,
     BM: tl.constexpr,
@@ -48,10 +49,12 @@ def matmul_kernel(
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCKS_FIRST: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """X [rows, K], w [E, N, K], y [rows, N or N/2]; a slot reads row slot // TOPK of x."""
     tile = tl.program_id(1 if BLOCKS_FIRST else 0)
     block = tl.program_id(0 if BLOCKS_FIRST else 1)
+    wait(CHAINED and not WEIGHTED)  # the blocks may be new; those of a weighted product are older
     expert = tl.zeros((), tl.int64)
     if GROUPED:
         if block >= tl.load(block_count):
@@ -66,6 +69,8 @@ def matmul_kernel(
     tokens = x + row[:, None] * K + k[None, :]
     acc_type: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), acc_type)
+    wait(CHAINED and WEIGHTED)
+    release(CHAINED)
     for k0 in range(0, K, BK):
         if EVEN_K:
             b = tl.load(weights + k0)
@@ -83,13 +88,11 @@ def matmul_kernel(
         result *= tl.load(w_scale + expert * N + n % N)[:, None]
         result *= tl.load(x_scale + row, mask=real, other=0.0)[None, :]
     width = N
-    rows: tl.constexpr = BN // 2 if EPILOGUE == "gelu_mul" else BN
-    if EPILOGUE == "gelu_mul":
+    rows: tl.constexpr = BN // 2 if GELU_MUL else BN
+    if GELU_MUL:
         gate, up = split_gate_up(result, BN, BM)
-        result = gelu_mul(gate, up)
+        result = gelu_mul_tile(gate, up)
         width = N // 2
-    if EPILOGUE == "softcap":
-        result = softcap(result, cap)
     if WEIGHTED:
         result *= tl.load(row_weight + slot, mask=real, other=0.0)[None, :]
     column = tile * rows + tl.arange(0, rows)
@@ -103,23 +106,17 @@ def matmul(
     x_scale: torch.Tensor | None,
     w_scale: torch.Tensor | None,
     config: dict[str, int],
-    *,
-    epilogue: str = "none",
-    cap: float = 0.0,
 ) -> torch.Tensor:
-    """X [M, K], w [N, K] of one type, scales f32 [M] and [N] -> bf16 [M, N] ([M, N/2] for gelu_mul)."""
+    """x [M, K], w [N, K] of one type, scales f32 [M] and [N] -> bf16 [M, N]."""
     M, K = x.shape
     N = len(w)
-    y = torch.empty(
-        M, N // 2 if epilogue == "gelu_mul" else N, dtype=torch.bfloat16, device=x.device
-    )
+    y = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
     grid = (triton.cdiv(M, config["BM"]), triton.cdiv(N, config["BN"]))
-    unused = y
     matmul_kernel[grid](
-        x, unused if x_scale is None else x_scale, w, unused if w_scale is None else w_scale, y,
-        unused, unused, unused, unused, M, N, K, cap,
-        TOPK=1, GROUPED=False, SCALED=x_scale is not None, EPILOGUE=epilogue, WEIGHTED=False,
-        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True, **config,
+        x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
+        y, y, y, y, M, N, K,
+        TOPK=1, GROUPED=False, SCALED=x_scale is not None, GELU_MUL=False, WEIGHTED=False,
+        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True, CHAINED=False, **config,
     )  # fmt: skip
     return y
 
@@ -134,25 +131,24 @@ def grouped_matmul(
     *,
     row_weight: torch.Tensor | None = None,
     per_slot: bool = False,
-    epilogue: str = "none",
+    gelu_mul: bool = False,
 ) -> torch.Tensor:
-    """W [E, N, K], scales f32 [rows of x] and [E, N] -> bf16 [slots, N] ([slots, N/2] for gelu_mul).
+    """W [E, N, K], scales f32 [rows of x] and [E, N] -> bf16 [slots, N] ([slots, N/2] with `gelu_mul`).
 
     x has one row a token, or, with `per_slot`, one a slot. `row_weight` f32 [slots] multiplies the rows.
     `config["BM"]` must equal `routing.block`.
     """
     _, N, K = w.shape
     total = len(x) if per_slot else len(x) * routing.topk
-    y = torch.empty(
-        total, N // 2 if epilogue == "gelu_mul" else N, dtype=torch.bfloat16, device=x.device
-    )
+    y = torch.empty(total, N // 2 if gelu_mul else N, dtype=torch.bfloat16, device=x.device)
     grid = (triton.cdiv(N, config["BN"]), routing.max_blocks)
     matmul_kernel[grid](
         x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
         routing.slots, routing.block_expert, routing.block_count,
-        y if row_weight is None else row_weight, total, N, K, 0.0,
+        y if row_weight is None else row_weight, total, N, K,
         TOPK=1 if per_slot else routing.topk, GROUPED=True, SCALED=x_scale is not None,
-        EPILOGUE=epilogue, WEIGHTED=row_weight is not None,
-        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=False, **config,
+        GELU_MUL=gelu_mul, WEIGHTED=row_weight is not None,
+        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=False,
+        **chained(x), **config,
     )  # fmt: skip
     return y

@@ -25,8 +25,15 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fused_dequant.chain import chained
 from fused_dequant.formats import _REGISTERS, _SELECT_FIRST, FRAGMENT
 from fused_dequant.routing import Routing
 
@@ -132,6 +139,7 @@ def nvfp4_hopper_kernel(
     GELU_MUL: gl.constexpr,
     WEIGHTED: gl.constexpr,
     EVEN_K: gl.constexpr,
+    CHAINED: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
     BK: gl.constexpr,
@@ -142,7 +150,7 @@ def nvfp4_hopper_kernel(
     ROW_TILES: gl.constexpr = BN // 64
     COLUMN_TILES: gl.constexpr = BK // 64
     WARPGROUPS: gl.constexpr = num_warps // 4
-    fragments: gl.constexpr = fragment_layout(ROW_TILES, COLUMN_TILES, WARPGROUPS)
+    fragments: gl.constexpr = fragment_layout(ROW_TILES, 1, WARPGROUPS)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     words_copy: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPGROUPS, 4], [1, 0])
@@ -155,6 +163,8 @@ def nvfp4_hopper_kernel(
 
     tile = gl.program_id(0)
     block = gl.program_id(1)
+    if CHAINED and GELU_MUL:
+        gdc_wait()  # the blocks may come from the kernel just before; those of down are older
     expert = 0
     if GROUPED:
         if block >= gl.load(block_count):
@@ -190,6 +200,12 @@ def nvfp4_hopper_kernel(
         if step < steps:
             copy_step(words_at, words_smem.index(step), word, 512, step, K, BK, EVEN_K)
             copy_step(scales_at, scales_smem.index(step), scale, 64, step, K, BK, EVEN_K)
+    if CHAINED and not GELU_MUL:
+        gdc_wait()  # weights depend on nothing: they are on their way before the tokens exist
+    if CHAINED:
+        gdc_launch_dependents()
+    for step in gl.static_range(STAGES - 1):
+        if step < steps:
             copy_tokens(tokens_at, tokens_smem.index(step), real, k, step, K, BK, EVEN_K)
         async_copy.commit_group()
     acc = gl.zeros([BN, BM], gl.float32, mma)
@@ -205,13 +221,20 @@ def nvfp4_hopper_kernel(
         stage = step % STAGES
         packed = words_smem.index(stage).reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2])
         scale_words = scales_smem.index(stage).reshape([ROW_TILES, COLUMN_TILES, 4, 8, 2])
-        weights = decode(
-            packed.load(fragments),
-            scale_words.load(gl.SliceLayout(4, gl.SliceLayout(6, fragments))),
-            operand, ROW_TILES, COLUMN_TILES,
-        )  # fmt: skip
+        tokens = tokens_smem.index(stage)
         fence_async_shared()  # cp.async wrote the tokens, wgmma reads them through another proxy
-        acc = warpgroup_mma(weights, tokens_smem.index(stage).permute([1, 0]), acc)
+        kept = ()
+        for part in gl.static_range(COLUMN_TILES):
+            weights = decode(
+                packed.slice(part, 1, dim=1).load(fragments),
+                scale_words.slice(part, 1, dim=1).load(gl.SliceLayout(4, gl.SliceLayout(6, fragments))),
+                operand, ROW_TILES, 1,
+            )  # fmt: skip
+            kept = kept + (weights,)
+            acc = warpgroup_mma(
+                weights, tokens.slice(64 * part, 64, dim=1).permute([1, 0]), acc, is_async=True
+            )
+        acc = warpgroup_mma_wait(0, (acc,) + kept)[0]
 
     width = N
     ROWS: gl.constexpr = BN // 2 if GELU_MUL else BN
@@ -251,7 +274,8 @@ def nvfp4_hopper(
     grid = (N // config["BN"], triton.cdiv(M, config["BM"]))
     nvfp4_hopper_kernel[grid](
         x, words, scales, factor, y, y, y, y, y, M, N, K,
-        TOPK=1, GROUPED=False, GELU_MUL=False, WEIGHTED=False, EVEN_K=K % config["BK"] == 0, **config,
+        TOPK=1, GROUPED=False, GELU_MUL=False, WEIGHTED=False, EVEN_K=K % config["BK"] == 0,
+        CHAINED=False, **config,
     )  # fmt: skip
     return y
 
@@ -280,6 +304,6 @@ def grouped_nvfp4_hopper(
         x, words, scales, factor, y, routing.slots, routing.block_expert, routing.block_count,
         y if row_weight is None else row_weight, total, N, K,
         TOPK=1 if per_slot else routing.topk, GROUPED=True, GELU_MUL=gelu_mul,
-        WEIGHTED=row_weight is not None, EVEN_K=K % config["BK"] == 0, **config,
+        WEIGHTED=row_weight is not None, EVEN_K=K % config["BK"] == 0, **chained(x), **config,
     )  # fmt: skip
     return y

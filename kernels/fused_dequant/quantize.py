@@ -19,17 +19,29 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_dequant.chain import chained, release, wait
 from fused_dequant.tiles import gelu_mul
 
 
 @triton.jit
 def quantize_rows_kernel(
-    x, weight, q, scale, K, eps, FUSE: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    weight,
+    q,
+    scale,
+    K,
+    eps,
+    FUSE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """One program a row; BLOCK >= K is a power of two."""
     m = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     inside = k < K
+    wait(CHAINED)
+    release(CHAINED)
     if FUSE == "gelu_mul":
         gate = tl.load(x + m * 2 * K + k, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + m * 2 * K + K + k, mask=inside, other=0.0).to(tl.float32)
@@ -59,8 +71,12 @@ def quantize_rows(
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     fuse: str = "none",
+    chain: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """X [M, K] ([M, 2K] for gelu_mul) -> (dtype [M, K], scale f32 [M]); dtype float8_e4m3fn or int8."""
+    """X [M, K] ([M, 2K] for gelu_mul) -> (dtype [M, K], scale f32 [M]); dtype float8_e4m3fn or int8.
+
+    `chain` says that the launch before is one of ours in the same sequence (see `chain`).
+    """
     M, width = x.shape
     K = width // 2 if fuse == "gelu_mul" else width
     q = torch.empty(M, K, dtype=dtype, device=x.device)
@@ -69,7 +85,7 @@ def quantize_rows(
     quantize_rows_kernel[(M,)](
         x, scale if norm_weight is None else norm_weight, q, scale, K, eps,
         FUSE=fuse, LARGEST=448.0 if dtype == torch.float8_e4m3fn else 127.0, BLOCK=block,
-        num_warps=max(1, min(8, block // 512)),
+        num_warps=max(1, min(8, block // 512)), **(chained(x) if chain else {"CHAINED": False}),
     )  # fmt: skip
     return q, scale
 

@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_dequant.chain import chained, release, wait
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -54,8 +56,10 @@ def route_kernel(
     EXPERTS: tl.constexpr,  # E rounded up to a power of two
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Program e lays out expert e. Ids outside 0..E-1 belong to no expert."""
+    release(CHAINED)  # launched plainly: nothing before it is pending
     e = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
@@ -93,17 +97,20 @@ def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
     route_kernel[(experts,)](
         expert_ids, slots, block_expert, block_count, total,
         E=experts, EXPERTS=triton.next_power_of_2(experts), BLOCK=block,
-        CHUNK=min(2048, triton.next_power_of_2(total)),
+        CHUNK=min(2048, triton.next_power_of_2(total)), CHAINED=chained(expert_ids)["CHAINED"],
     )  # fmt: skip
     return Routing(slots, block_expert, block_count, block, expert_ids.shape[-1])
 
 
 @triton.jit
-def combine_kernel(y, ids, out, H, E, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(
+    y, ids, out, H, E, TOPK: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
     """out[m] = sum over choices of y[m * TOPK + choice], in float32, in order of choice."""
     m = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < H
+    wait(CHAINED)
     acc = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOPK):
         id = tl.load(ids + m * TOPK + choice)
@@ -118,5 +125,5 @@ def combine(y: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> torch.Te
     width = y.shape[1]
     out = torch.empty(tokens, width, dtype=y.dtype, device=y.device)
     grid = (tokens, triton.cdiv(width, 1024))
-    combine_kernel[grid](y, expert_ids, out, width, experts, TOPK=topk, BLOCK=1024)
+    combine_kernel[grid](y, expert_ids, out, width, experts, TOPK=topk, BLOCK=1024, **chained(y))
     return out

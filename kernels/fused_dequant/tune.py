@@ -73,6 +73,11 @@ def candidates(product: Product) -> Iterator[Config]:
             (3, 4),
         ):
             yield dict(SPLITS=splits, BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages)
+    elif product.verb == "lm_head":
+        for (BM, BN, warps), BK, stages in itertools.product(
+            ((128, 256, 8), (256, 128, 8), (128, 128, 8)), (64, 128), (3, 4)
+        ):
+            yield dict(BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages)
     elif product.scheme == "nvfp4_fragments":
         rows = {"linear": (64, 128, 256)}.get(product.verb, _expert_rows(product.M))
         tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
@@ -95,8 +100,6 @@ def candidates(product: Product) -> Iterator[Config]:
             (128, 256, 8),
             (256, 128, 8),
         )
-        if product.verb == "lm_head":
-            tiles = ((128, 128, 8), (128, 256, 8), (256, 128, 8))
         for (BM, BN, warps), swap, BK, stages in itertools.product(
             tiles, (0, 1), (64, 128), (3, 4, 5)
         ):

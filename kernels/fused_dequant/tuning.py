@@ -61,6 +61,8 @@ def default(verb: str, scheme: str, M: int, N: int, K: int) -> Config:
     """A configuration that runs on every supported GPU (48 KB to 100 KB of shared memory)."""
     if verb == "soft_embedding":
         return {"SPLITS": 8, "BM": 64, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 3}
+    if verb == "lm_head":
+        return {"BM": 64, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
     rows = 16 if M <= 16 or verb == "experts" else 64
     if scheme == "nvfp4_fragments":
         BK = 128 if K % 128 == 0 else 64

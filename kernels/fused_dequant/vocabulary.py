@@ -1,10 +1,14 @@
 """The two products with the embedding matrix: lm_head with softcap, and the soft embedding.
 
-lm_head: `matmul` with the softcap in its epilogue; logits leave as bf16 [M, V], once. In float32 the
-256 x 262,144 logits of one canvas are 268 MB a copy.
+Both are bound by arithmetic at one canvas of 256 tokens, so both read their tiles with TMA (tensor
+descriptors): no address arithmetic in the loop and no registers for it. Before sm_90 Triton turns the
+descriptors into ordinary loads.
+
+lm_head: persistent programs, one an SM, each looping over tiles so that the loads of the next tile run under
+the epilogue of the last. Logits leave as bf16 [M, V], once: in float32 the 256 x 262,144 logits of one
+canvas would be 268 MB a copy.
 
 Soft embedding, softmax(logits / T) @ embedding, the input of self-conditioning:
-
 K = V is 262,144 long and M x H only 22 tiles, so K is split into S ranges to fill the machine, each with
 a maximum of its own:
 
@@ -16,7 +20,7 @@ a maximum of its own:
 No atomics: two runs are equal bit for bit. p is in [0, 1] and unnormalised, so rounding it to bf16 costs
 2^-9 of itself; the sums are of the rounded values, so the weights of a row add up to 1.
 
-FP8 (`lm_head` alone): with a per-row scale of the embedding the head is an ordinary FP8 matmul. The soft
+FP8 (lm_head alone): with a per-row scale of the embedding the head is an ordinary FP8 product. The soft
 embedding stays bf16: Hopper's FP8 tensor cores want both operands contiguous along K, here V, which
 would need a second, transposed copy of the embedding (738 MB), and e4m3 has no room for the tail of a
 distribution over 262,144 tokens.
@@ -25,6 +29,75 @@ distribution over 262,144 tokens.
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fused_dequant.tiles import softcap
+
+
+@triton.jit
+def lm_head_kernel(
+    x,
+    w,
+    y,
+    x_scale,
+    w_scale,
+    M,
+    V,
+    H,
+    cap,
+    programs,
+    SCALED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Descriptors of x [M, H], w [V, H] and y [M, V], boxes [BM, BK], [BN, BK] and [BM, BN/2]."""
+    rows = tl.cdiv(M, BM)
+    for tile in tl.range(tl.program_id(0), rows * tl.cdiv(V, BN), programs, flatten=True):
+        m, n = (tile % rows) * BM, (tile // rows) * BN
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, H, BK):
+            acc = tl.dot(x.load([m, k]), w.load([n, k]).T, acc)
+        if SCALED:
+            row, column = m + tl.arange(0, BM), n + tl.arange(0, BN)
+            acc *= tl.load(x_scale + row, mask=row < M, other=0.0)[:, None]
+            acc *= tl.load(w_scale + column, mask=column < V, other=0.0)[None, :]
+        # Two halves: the staging buffer of the store takes half the shared memory.
+        left, right = tl.split(acc.reshape(BM, 2, BN // 2).permute(0, 2, 1))
+        y.store([m, n], softcap(left, cap).to(tl.bfloat16))
+        y.store([m, n + BN // 2], softcap(right, cap).to(tl.bfloat16))
+
+
+def lm_head(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    cap: float,
+    config: dict[str, int],
+) -> torch.Tensor:
+    """x [M, H], w [V, H], both bf16 or both 8-bit with scales f32 [M] and [V] -> bf16 [M, V].
+
+    Rows must be multiples of 16 bytes: V % 8 == 0 and H % 8 == 0 (16 for 8-bit).
+    """
+    (M, H), V = x.shape, len(w)
+    y = torch.empty(M, V, dtype=torch.bfloat16, device=x.device)
+    BM, BN, BK = config["BM"], config["BN"], config["BK"]
+    tiles = triton.cdiv(M, BM) * triton.cdiv(V, BN)
+    programs = min(tiles, _processors(x.device))
+    lm_head_kernel[(programs,)](
+        TensorDescriptor.from_tensor(x, [BM, BK]), TensorDescriptor.from_tensor(w, [BN, BK]),
+        TensorDescriptor.from_tensor(y, [BM, BN // 2]),
+        y if x_scale is None else x_scale, y if w_scale is None else w_scale,
+        M, V, H, cap, programs, SCALED=x_scale is not None, **config,
+    )  # fmt: skip
+    return y
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -65,24 +138,18 @@ def split_k_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """partial[s] = p[:, range s] @ embedding[range s]; `length` is a multiple of BK."""
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    """partial[s] = p[:, range s] @ embedding[range s]; `length` is a multiple of BK.
+
+    Descriptors of p [M, V] and embedding [V, H], boxes [BM, BK] and [BK, BN]: past V they read zeros.
+    """
+    m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
     split = tl.program_id(2)
-    k = tl.arange(0, BK)
-    first = split * length
-    last = tl.minimum(first + length, V)
-    a_at = p + (m % M).to(tl.int64)[:, None] * V + (first + k)[None, :]
-    b_at = embedding + (first + k).to(tl.int64)[:, None] * H + (n % H)[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
-    for k0 in range(first, last, BK):
-        a = tl.load(a_at, mask=k[None, :] < last - k0, other=0.0)
-        b = tl.load(b_at, mask=k[:, None] < last - k0, other=0.0)
-        acc = tl.dot(a, b, acc)
-        a_at += BK
-        b_at += BK * H
-    place = partial + (split * M + m).to(tl.int64)[:, None] * H + n[None, :]
-    tl.store(place, acc, mask=(m < M)[:, None] & (n < H)[None, :])
+    for k in range(split * length, tl.minimum((split + 1) * length, V), BK):
+        acc = tl.dot(p.load([m, k]), embedding.load([k, n]), acc)
+    row, column = m + tl.arange(0, BM), n + tl.arange(0, BN)
+    place = partial + (split * M + row).to(tl.int64)[:, None] * H + column[None, :]
+    tl.store(place, acc, mask=(row < M)[:, None] & (column < H)[None, :])
 
 
 @triton.jit
@@ -135,7 +202,11 @@ def soft_embedding(
         BLOCK=min(4096, triton.next_power_of_2(length)), num_warps=8,
     )  # fmt: skip
     grid = (triton.cdiv(M, config["BM"]), triton.cdiv(H, config["BN"]), splits)
-    split_k_kernel[grid](p, embedding, partial, M, V, H, length, **config)
+    BM, BN, BK = config["BM"], config["BN"], config["BK"]
+    split_k_kernel[grid](
+        TensorDescriptor.from_tensor(p, [BM, BK]), TensorDescriptor.from_tensor(embedding, [BK, BN]),
+        partial, M, V, H, length, **config,
+    )  # fmt: skip
     reduce_kernel[(M, triton.cdiv(H, 1024))](
         partial, largest, total, out, M, H, inverse_temperature,
         SPLITS=splits, RANGES=triton.next_power_of_2(splits), BLOCK=1024,
