@@ -32,7 +32,9 @@ class _InOrder(click.Group):
 
 
 @click.group(
-    cls=_InOrder, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES
+    cls=_InOrder,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=EXIT_CODES,
 )
 @click.version_option(__version__, prog_name="quantize")
 def cli() -> None:
@@ -70,15 +72,23 @@ def _model_options(command: click.decorators.FC) -> click.decorators.FC:
     "--out", type=click.Path(path_type=Path), default=Path("outputs"), show_default=True,
     help="Folder that holds the runs.",
 )  # fmt: skip
+@click.option("--limit", type=click.IntRange(min=2), help="Score only the first N problems a task.")
 @click.option("--until", type=click.Choice(STAGE_NAMES), default="report", help="Stop after it.")
 @click.option("--resume", is_flag=True, help="Continue this run, or show it when it is complete.")
 def run(
-    recipe: str, model: str | None, revision: str | None, out: Path, until: str, resume: bool
+    recipe: str,
+    model: str | None,
+    revision: str | None,
+    out: Path,
+    limit: int | None,
+    until: str,
+    resume: bool,
 ) -> int:
     """Do everything: plan, calibrate, convert, verify, replay, evaluate, report, gate."""
     from quantize.pipeline import advance, start
 
-    return advance(start(recipe, model, out, resume=resume, revision=revision), until)
+    found = start(recipe, model, out, resume=resume, revision=revision, limit=limit)
+    return advance(found, until)
 
 
 @cli.command()
@@ -142,7 +152,26 @@ _add_stage("calibrate", "Calibrate a run again: denoise on prompts, record input
 _add_stage("convert", "Write the quantized checkpoint of a run again.")
 _add_stage("verify", "Check the quantized checkpoint of a run statically.")
 _add_stage("fidelity", "Replay recorded trajectories: distance of the quantized model from BF16.")
-_add_stage("evaluate", "Score BF16 and quantized with the same prompts and seeds.")
+
+
+@cli.command()
+@RUN_FOLDER
+@click.option(
+    "--activations", "modes", multiple=True,
+    type=click.Choice(["none", "per_expert", "per_layer"]),
+    help="Score this way of rounding activations too; may be given several times.",
+)  # fmt: skip
+@click.option(
+    "--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder with TASK.jsonl files, in place of data sets on the Hub.",
+)  # fmt: skip
+def evaluate(run: Path, modes: tuple[str, ...], data_dir: Path | None) -> None:
+    """Score BF16 and quantized with the same prompts and seeds: what is not scored yet."""
+    from quantize.pipeline import evaluate_more, open_run
+
+    evaluate_more(open_run(run), modes, data_dir)
+
+
 _add_stage("report", "Write the report of a run, and its verdict.")
 
 

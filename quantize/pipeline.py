@@ -10,7 +10,7 @@ nothing that must be equal between two runs depends on it.
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from quantize.errors import GateError, InputError
 from quantize.manifest import fingerprint, new_manifest
 from quantize.plan import plan, plan_from_config, plan_table
 from quantize.progress import console, say
-from quantize.recipe import Recipe, load_recipe, parse_recipe
+from quantize.recipe import ACTIVATION_MODES, Recipe, load_recipe, parse_recipe
 from quantize.run_dir import RunDir, read_json, write_json
 from quantize.targets import Target, plan_targets
 
@@ -48,7 +48,13 @@ class Run:
 
 
 def start(
-    recipe_name: str, model: str | None, out: Path, *, resume: bool, revision: str | None = None
+    recipe_name: str,
+    model: str | None,
+    out: Path,
+    *,
+    resume: bool,
+    revision: str | None = None,
+    limit: int | None = None,
 ) -> Run:
     """Resolve recipe and model, name the run folder, plan, and show the plan.
 
@@ -62,6 +68,8 @@ def start(
     is_bundled = model is None
     if is_bundled:
         recipe = recipe.for_bundled_model()
+    if limit is not None:
+        recipe = recipe.limited_to(limit)
     digest = fingerprint(source)
     folder = RunDir(out / f"{recipe.name}-{recipe.digest(digest)}")
     if folder.manifest_json.exists() and not resume:
@@ -193,10 +201,23 @@ def _fidelity(run: Run) -> None:
 
 
 def _evaluate(run: Run) -> None:
+    evaluate_more(run, (), None)
+
+
+def evaluate_more(run: Run, modes: Sequence[str], data_dir: Path | None) -> None:
+    """Score what is not scored yet, activation modes besides the recipe's included."""
     from quantize.evaluate import evaluate
 
     digest = read_json(run.folder.manifest_json)["source"]["fingerprint"]
-    evaluate(run.folder, run.source.folder, digest, run.recipe.evaluation, device=best_device())
+    evaluate(
+        run.folder,
+        run.source.folder,
+        digest,
+        run.recipe.evaluation,
+        modes=[mode for mode in ACTIVATION_MODES if mode in modes],
+        data_dir=data_dir,
+        device=best_device(),
+    )
 
 
 def _report(run: Run) -> None:

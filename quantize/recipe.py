@@ -20,6 +20,7 @@ Scheme = Literal["FP8_DYNAMIC", "NVFP4", "NVFP4A16", "INT8_DYNAMIC"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 Observer = Literal["memoryless_minmax", "memoryless_mse"]
 ActivationMode = Literal["none", "per_expert", "per_layer"]
+ACTIVATION_MODES: tuple[ActivationMode, ...] = get_args(ActivationMode)
 
 
 class Section(BaseModel):
@@ -131,6 +132,12 @@ class Recipe(Section):
         if self.calibration is None:
             overrides.pop("calibration", None)
         return self.model_copy(update=overrides)
+
+    def limited_to(self, problems: int) -> "Recipe":
+        """Return the recipe with every task limited to its first `problems` documents."""
+        limit = dict.fromkeys(self.evaluation.tasks, problems)
+        evaluation = self.evaluation.model_copy(update={"limit": limit})
+        return self.model_copy(update={"evaluation": evaluation})
 
     @property
     def needs_calibration(self) -> bool:
