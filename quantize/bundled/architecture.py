@@ -17,6 +17,7 @@ transformers cannot build the class without one, and the problems have no images
 """
 
 import re
+from typing import Any, cast
 
 import torch
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
@@ -77,16 +78,17 @@ def config() -> DiffusionGemmaConfig:
         "standardize": True,
         "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
     }
-    return DiffusionGemmaConfig(
+    built: Any = DiffusionGemmaConfig(
         text_config=text,
         vision_config=vision,
         canvas_length=CANVAS,
         image_token_id=tokenizer.IMAGE_ID,
         boi_token_id=tokenizer.IMAGE_BEGIN_ID,
         eoi_token_id=tokenizer.IMAGE_END_ID,
-        eos_token_id=[1, 106, 50],
         architectures=["DiffusionGemmaForBlockDiffusion"],
     )
+    built.eos_token_id = [1, 106, 50]
+    return built
 
 
 def generation_config() -> DiffusionGemmaGenerationConfig:
@@ -124,6 +126,6 @@ def new_model(seed: int) -> DiffusionGemmaForBlockDiffusion:
             parameter.fill_(0.5)
     for tree in (model.model.decoder, model.model.encoder.language_model):
         for i, layer in enumerate(tree.layers):
-            layer.layer_scalar.fill_((10 + i) / 16)  # exact in BF16
+            cast(torch.Tensor, layer.layer_scalar).fill_((10 + i) / 16)  # exact in BF16
     model.generation_config = generation_config()
     return model

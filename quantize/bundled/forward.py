@@ -21,6 +21,7 @@ to train from scratch: 0.01 x the load-balancing loss of Switch Transformers (1.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,8 @@ from quantize.bundled.architecture import CANVAS, TOP_K
 Weights = Mapping[str, Tensor]
 Rope = tuple[Tensor, Tensor]
 KeysValues = tuple[Tensor, Tensor]
+P = ParamSpec("P")
+R = TypeVar("R")
 SOFTCAP = 30.0
 BALANCE_WEIGHT = 0.01
 
@@ -156,7 +159,15 @@ class Batch:
     conditioned: Tensor  # [B] bool: rows that see the first pass's logits
 
 
-def identity(function: Callable[..., object]) -> Callable[..., object]:
+class Wrapper(Protocol):
+    """Something that returns a function of the same signature: ``torch.compile`` or nothing."""
+
+    def __call__(self, function: Callable[P, R], /) -> Callable[P, R]:
+        """Wrap a function of tensors."""
+        ...
+
+
+def identity(function: Callable[P, R], /) -> Callable[P, R]:
     """No compilation: what a CPU run uses."""
     return function
 
@@ -164,7 +175,7 @@ def identity(function: Callable[..., object]) -> Callable[..., object]:
 class TrainingForward:
     """The forward over a model's own parameters, cast to `dtype` once a step.
 
-    `compile` wraps each block; a CUDA run passes ``torch.compile``.
+    `wrap` is applied to each block; a CUDA run passes ``torch.compile``.
     """
 
     def __init__(
@@ -172,12 +183,13 @@ class TrainingForward:
         model: DiffusionGemmaForBlockDiffusion,
         dtype: torch.dtype,
         positions: int,
-        compile: Callable[..., Callable[..., object]] = identity,
+        wrap: Wrapper = identity,
     ) -> None:
         decoder = model.model.decoder
         self.parameters = dict(decoder.named_parameters())
-        self.scalars = [block.layer_scalar for block in decoder.layers]
-        self.types: Sequence[str] = model.config.text_config.layer_types
+        self.scalars = [cast(Tensor, block.layer_scalar) for block in decoder.layers]
+        text_config: Any = model.config.text_config
+        self.types: list[str] = text_config.layer_types
         self.dtype = dtype
         device = next(decoder.parameters()).device
         ids = torch.arange(positions, device=device)[None]
@@ -186,19 +198,18 @@ class TrainingForward:
             kind: tuple(t[0, :, None].to(dtype) for t in decoder.rotary_emb(one, ids, kind))
             for kind in set(self.types)
         }
-        self.layer, self.head, self.head_loss, self.condition = (
-            compile(f) for f in (layer, head, head_loss, condition)
-        )
+        self.layer, self.head = wrap(layer), wrap(head)
+        self.head_loss, self.condition = wrap(head_loss), wrap(condition)
 
     def weights(self) -> tuple[Weights, list[Weights]]:
         """Parameters in the compute dtype: those outside the layers, and one mapping a layer."""
-        cast = {name: p.to(self.dtype) for name, p in self.parameters.items()}
-        layers: list[dict[str, Tensor]] = []
+        low = {name: p.to(self.dtype) for name, p in self.parameters.items()}
+        layers: list[Weights] = []
         for i, scalar in enumerate(self.scalars):
             start = f"layers.{i}."
-            own = {n.removeprefix(start): p for n, p in cast.items() if n.startswith(start)}
+            own = {n.removeprefix(start): p for n, p in low.items() if n.startswith(start)}
             layers.append(own | {"layer_scalar": scalar.to(self.dtype)})
-        return {n: p for n, p in cast.items() if not n.startswith("layers.")}, layers
+        return {n: p for n, p in low.items() if not n.startswith("layers.")}, layers
 
     def embed(self, tokens: Tensor, w: Weights) -> Tensor:
         """Token embeddings scaled by sqrt(hidden)."""
@@ -209,7 +220,8 @@ class TrainingForward:
         self, tokens: Tensor, w: Weights, layers: Sequence[Weights]
     ) -> tuple[Tensor, list[KeysValues], Tensor]:
         """Causal pass: hidden states before the final norm, keys and values, balance loss."""
-        x, cache, balance = self.embed(tokens, w), [], tokens.new_zeros((), dtype=torch.float32)
+        x, balance = self.embed(tokens, w), tokens.new_zeros((), dtype=torch.float32)
+        cache: list[KeysValues] = []
         for kind, weights in zip(self.types, layers, strict=True):
             cos, sin = self.rope[kind]
             rope = (cos[None, : tokens.shape[1]], sin[None, : tokens.shape[1]])
@@ -278,8 +290,11 @@ def draw_batch(
 
     Args:
         bank: [N, longest prompt + longest answer] int16 tokens, padded on the right.
-        prompts: [N] prompt lengths. canvases: [N] canvases in the answer.
-        rows: how many to draw. encoder: tokens the encoder reads of each. vocabulary: its size.
+        prompts: [N] prompt lengths.
+        canvases: [N] canvases in the answer.
+        rows: how many to draw.
+        encoder: tokens the encoder reads of each row.
+        vocabulary: size of the vocabulary that corruption draws from.
 
     """
     index = torch.randint(len(bank), (rows,), device=bank.device)

@@ -4,11 +4,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
 
 from quantize.bundled import tokenizer as bundled_tokenizer
+from quantize.bundled.architecture import CANVAS
 from quantize.bundled.problems import Problem
 
 FINAL_ANSWER = re.compile(r"#### (\d+)")
@@ -37,7 +39,8 @@ def generate(
     prompts = [bundled_tokenizer.prompt(tokenizer, p.question, thinking=thinking) for p in problems]
     inputs = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
     ids = inputs["input_ids"].to(model.device)
-    output = model.generate(
+    # Typed Any: the base class declares another output than this model's generate() returns.
+    output: Any = model.generate(
         input_ids=ids,
         attention_mask=inputs["attention_mask"].to(model.device),
         return_dict_in_generate=True,
@@ -45,7 +48,7 @@ def generate(
     rows = output.sequences[:, ids.shape[1] :].tolist()
     rates = output.tokens_per_forward.tolist()
     return [
-        _judge(tokenizer, problem, row, rate, model.config.canvas_length)
+        _judge(tokenizer, problem, row, rate)
         for problem, row, rate in zip(problems, rows, rates, strict=True)
     ]
 
@@ -55,17 +58,16 @@ def _judge(
     problem: Problem,
     row: Sequence[int],
     tokens_per_forward: float,
-    canvas: int,
 ) -> Answer:
     tokens = [t for t in row if t != tokenizer.pad_token_id]
-    text = tokenizer.decode(tokens)
+    text = str(tokenizer.decode(tokens))
     found = FINAL_ANSWER.search(text)
     return Answer(
         text=text,
         correct=found is not None and int(found[1]) == problem.answer_number,
         has_number=found is not None,
         tokens=len(tokens),
-        canvases=math.ceil(len(tokens) / canvas),
+        canvases=math.ceil(len(tokens) / CANVAS),
         steps=round(len(tokens) / tokens_per_forward),
     )
 

@@ -21,7 +21,7 @@ from typing import cast
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from quantize.bundled.problems import Problem, synthetic
+from quantize.bundled.problems import NARROW, Problem, synthetic
 
 VOCABULARY = 1024
 NEWLINE_ID, END_OF_TURN_ID, EOS_ID = 107, 106, 1
@@ -89,7 +89,7 @@ def corpus(gsm8k: Iterable[Problem], seed: int = 0, stories: int = 2000) -> Iter
     """The text the merges are learned from: GSM8K problems, our stories, the template's words."""
     yield from ("user\n", "model\n", "system\n", "thought\n")
     rng = random.Random(seed)
-    generated = (synthetic(rng, rng.randint(1, 3)) for _ in range(stories))
+    generated = (synthetic(rng, rng.randint(1, 3), NARROW) for _ in range(stories))
     for problem in (*gsm8k, *generated):
         yield problem.question
         yield problem.answer

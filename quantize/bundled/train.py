@@ -17,29 +17,42 @@ import argparse
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
 
+from quantize.bundled import CHECKPOINT
 from quantize.bundled import tokenizer as bundled_tokenizer
 from quantize.bundled.architecture import CANVAS, CANVASES, new_model
 from quantize.bundled.forward import BALANCE_WEIGHT, TrainingForward, draw_batch, identity
-from quantize.bundled.problems import Problem, Template, distinct, load_templates, stream
+from quantize.bundled.problems import (
+    EVALUATION,
+    NARROW,
+    WIDE,
+    Numbers,
+    Problem,
+    Template,
+    distinct,
+    load_templates,
+    stream,
+)
 from quantize.bundled.score import score
 
+P = ParamSpec("P")
+R = TypeVar("R")
 LONGEST_PROMPT = 112  # tokens; longer rows are dropped
 ENCODER_TOKENS = LONGEST_PROMPT + CANVAS  # the last canvas is never encoded when generating
 THINKING_SHARE = 0.3
 WARM_UP = 300
 SHARD = 10_000
-TOKENIZER = Path(__file__).parent / "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -51,20 +64,22 @@ class Bank:
     canvases: Tensor
 
 
-def pack_shard(job: tuple[int, list[Template], Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def pack_shard(
+    job: tuple[int, list[Template], Numbers, int],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One shard of the bank, a function of its seed; the answer is filled with EOS to its canvas."""
-    seed, templates, folder = job
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    source = stream(seed, templates, "train")
-    problems = [next(source) for _ in range(SHARD)]
-    thinking = np.random.default_rng(seed).random(SHARD) < THINKING_SHARE
+    seed, templates, numbers, rows = job
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    source = stream(seed, templates, "train", numbers)
+    problems = [next(source) for _ in range(rows)]
+    thinking = np.random.default_rng(seed).random(rows) < THINKING_SHARE
     pairs = list(zip(problems, thinking.tolist(), strict=True))
     asked = [bundled_tokenizer.prompt(tokenizer, p.question, thinking=t) for p, t in pairs]
     answered = [bundled_tokenizer.response(p, thinking=t) for p, t in pairs]
     encode = tokenizer.backend_tokenizer.encode_batch_fast
     questions = [e.ids for e in encode(asked, add_special_tokens=False)]
     answers = [e.ids for e in encode(answered, add_special_tokens=False)]
-    tokens = np.zeros((SHARD, LONGEST_PROMPT + CANVAS * CANVASES), np.int16)
+    tokens = np.zeros((rows, LONGEST_PROMPT + CANVAS * CANVASES), np.int16)
     kept: list[tuple[int, int]] = []
     for question, answer in zip(questions, answers, strict=True):
         canvases = -(-len(answer) // CANVAS)
@@ -77,9 +92,11 @@ def pack_shard(job: tuple[int, list[Template], Path]) -> tuple[np.ndarray, np.nd
     return tokens[: len(kept)], lengths[:, 0], lengths[:, 1]
 
 
-def build_bank(seed: int, shards: int, templates: list[Template], workers: int) -> Bank:
+def build_bank(
+    seed: int, shards: int, templates: list[Template], numbers: Numbers, workers: int
+) -> Bank:
     """`shards` shards of `SHARD` problems each, packed in parallel."""
-    jobs = [(seed * 1_000_000 + i, templates, TOKENIZER) for i in range(shards)]
+    jobs = [(seed * 1_000_000 + i, templates, numbers, SHARD) for i in range(shards)]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         parts = pool.map(pack_shard, jobs, chunksize=1)
     tokens, prompts, canvases = (
@@ -110,9 +127,9 @@ class Trainer:
             model,
             torch.bfloat16 if cuda else torch.float32,
             positions=LONGEST_PROMPT + CANVAS * CANVASES,
-            compile=_compile if cuda else identity,
+            wrap=_compile if cuda else identity,
         )
-        self.vocabulary = model.config.text_config.vocab_size
+        self.vocabulary = bundled_tokenizer.VOCABULARY
         self.losses = torch.zeros(3, device=self.device)
         self.run = self._capture() if cuda else self.step
 
@@ -144,7 +161,7 @@ class Trainer:
         return graph.replay
 
     def train(
-        self, first: int, steps: int, decay: int, log: Callable[[dict[str, float]], None]
+        self, first: int, steps: int, decay: int, log: Callable[[Mapping[str, object]], None]
     ) -> None:
         """Run `steps` steps, the first of them number `first`, logging every 500."""
         began = time.monotonic()
@@ -166,7 +183,7 @@ class Trainer:
                 )
 
 
-def _compile(function: Callable[..., object]) -> Callable[..., object]:
+def _compile(function: Callable[P, R], /) -> Callable[P, R]:
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
@@ -208,12 +225,15 @@ def export(
 
     """
     generation = model.generation_config
-    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="20MB")
+    nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="20MB")
     tokenizer.save_pretrained(folder)
     generation.save_pretrained(folder)
-    loaded, info = DiffusionGemmaForBlockDiffusion.from_pretrained(
+    # Typed Any: with loading info the call returns a pair, which its annotation does not say.
+    loaded_and_info: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(
         folder, dtype=torch.bfloat16, output_loading_info=True
     )
+    loaded, info = loaded_and_info
     if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
         raise RuntimeError(f"{folder} does not load as written: {info}")
     return loaded.eval()
@@ -221,12 +241,13 @@ def export(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, train one stretch, export, score."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Train the bundled model.")
     parser.add_argument("gsm8k", type=Path, help="GSM8K's train.jsonl")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path, help="folder with an earlier stretch's state")
     parser.add_argument("--steps", type=int, default=30_000)
     parser.add_argument("--decay", type=int, default=8_000, help="of the steps, 0 to resume later")
+    parser.add_argument("--numbers", choices=["narrow", "wide"], default="wide")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--shards", type=int, default=100, help=f"of {SHARD} problems each")
@@ -241,17 +262,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     curve: list[dict[str, object]] = []
 
-    def log(entry: dict[str, object]) -> None:
-        entry = {"seconds": round(time.monotonic() - began, 1), **entry}
-        curve.append(entry)
-        print(json.dumps(entry), flush=True)
+    def log(entry: Mapping[str, object]) -> None:
+        curve.append({"seconds": round(time.monotonic() - began, 1), **entry})
+        print(json.dumps(curve[-1]), flush=True)
 
-    templates = load_templates(a.gsm8k)
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    numbers = NARROW if a.numbers == "narrow" else WIDE
+    templates = load_templates(a.gsm8k, numbers)
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     model = new_model(a.seed)
     first = load_state(model, a.resume) if a.resume else 0
-    model.to(device)
-    bank = build_bank(a.seed + first, a.shards, templates, a.workers)
+    nn.Module.to(model, device)
+    bank = build_bank(a.seed + first, a.shards, templates, numbers, a.workers)
     bank = Bank(*(t.to(device) for t in (bank.tokens, bank.prompts, bank.canvases)))
     log({"rows": len(bank.tokens), "templates": len(templates), "resumed_at": first})
     torch.manual_seed(a.seed + first)
@@ -259,8 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     log({"captured": device == "cuda"})
     trainer.train(first, a.steps, a.decay, log)
     save_state(model, a.out, first + a.steps)
-    trained = export(model, tokenizer, a.out / "checkpoint").to(device)
-    problems: list[Problem] = distinct(stream(1, templates, "heldout"), a.score)
+    trained = export(model, tokenizer, a.out / "checkpoint")
+    nn.Module.to(trained, device)
+    problems: list[Problem] = distinct(stream(1, templates, "heldout", EVALUATION), a.score)
     for thinking in (False, True):
         summary, answers = score(trained, tokenizer, problems, thinking=thinking)
         log({"thinking": thinking, **asdict(summary)})
