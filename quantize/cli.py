@@ -4,6 +4,7 @@ Heavy imports (torch, transformers) stay inside the commands: `quantize --help` 
 """
 
 import errno
+import os
 import sys
 from pathlib import Path
 
@@ -180,7 +181,16 @@ def main() -> None:
     sys.exit(_exit_code())
 
 
+# The libraries' own bars and chatter would cut into ours; each can be turned on again from outside.
+QUIET = {
+    "TQDM_DISABLE": "1",
+    "LLM_COMPRESSOR_LOG_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
 def _exit_code() -> int:
+    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     try:
         return cli.main(standalone_mode=False) or 0
     except QuantizeError as error:

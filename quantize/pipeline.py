@@ -121,7 +121,7 @@ def advance(run: Run, until: str = STAGES[-1]) -> int:
         GateError: verification or the gate failed (exit code 1).
     """
     code = 0
-    for stage in STAGES[: STAGES.index(until) + 1]:
+    for stage in STAGES[1 : STAGES.index(until) + 1]:  # `start` has planned already
         code = run_stage(run, stage)
     return code
 
@@ -151,7 +151,6 @@ def _work(run: Run, stage: str) -> None:
 def _result(folder: RunDir, stage: str) -> Path:
     """Return the file or folder whose presence says that a stage is done."""
     return {
-        "plan": folder.targets_csv,
         "calibrate": folder.calibration,
         "convert": folder.checkpoint,
         "verify": folder.verification_json,
