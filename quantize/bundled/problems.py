@@ -327,6 +327,28 @@ def stream(
             yield problem
 
 
+# `12 + 7 - 3 = 16`, alone: what stands in an answer's prose as a plain calculation
+VISIBLE_STEP = re.compile(
+    r"(?<![\w.*/+x-])(?<![*/+x-] )\$?(\d+(?: ?[-+*/x] ?\$?\d+)+) ?= ?\$?(\d+)(?!\d)"
+)
+
+
+def visible_steps(answer: str) -> list[tuple[str, int]]:
+    """The plain calculations of an answer, each with the result it states."""
+    found = VISIBLE_STEP.findall(answer)
+    return [(e.replace("x", "*").replace("$", ""), int(result)) for e, result in found]
+
+
+def steps_hold(problem: Problem) -> bool:
+    """Whether every plain calculation of the answer is right.
+
+    A few GSM8K solutions calculate one thing in the prose and another between their marks. Training
+    has their templates (what was trained stays as it was); the shipped problems leave them out.
+    """
+    steps = visible_steps(problem.answer)
+    return all(evaluate(ast.parse(e, mode="eval").body, {}) == result for e, result in steps)
+
+
 def distinct(problems: Iterator[Problem], count: int) -> list[Problem]:
     """The first `count` problems with different questions."""
     found: dict[str, Problem] = {}
@@ -347,7 +369,8 @@ def main(gsm8k_train: Path, folder: Path) -> None:
     templates = load_templates(gsm8k_train, WIDE)
     sizes: dict[Split, int] = {"heldout": HELDOUT_PROBLEMS, "calibration": CALIBRATION_PROBLEMS}
     for split, size in sizes.items():
-        problems = distinct(stream(DATA_SEED, templates, split, EVALUATION), size)
+        candidates = stream(DATA_SEED, templates, split, EVALUATION)
+        problems = distinct(filter(steps_hold, candidates), size)
         write_jsonl(folder / f"{split}.jsonl", split, problems)
     print(f"{len(templates)} templates; {sizes} written to {folder}")
 

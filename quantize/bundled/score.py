@@ -1,14 +1,21 @@
-"""Accuracy of a model on word problems through transformers' own generate()."""
+"""Accuracy of a model on word problems through transformers' own generate().
 
+``python -m quantize.bundled.score 800`` scores the bundled BF16 checkpoint on the first 800 held-out
+problems, without and with thinking.
+"""
+
+import json
 import math
 import re
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
 
+from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.bundled import tokenizer as bundled_tokenizer
 from quantize.bundled.architecture import CANVAS
 from quantize.bundled.problems import Problem
@@ -120,3 +127,22 @@ def wilson(successes: int, n: int, z: float = 1.959964) -> tuple[float, float]:
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     return centre - half, centre + half
+
+
+def heldout(count: int) -> list[Problem]:
+    """The first `count` problems of the held-out file."""
+    rows = [json.loads(line) for line in HELDOUT.read_text("utf-8").splitlines()[:count]]
+    return [Problem(**{k: v for k, v in row.items() if k != "id"}) for row in rows]
+
+
+def main(count: int) -> None:
+    """Print the bundled checkpoint's scores as json, one line a prompt style."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(CHECKPOINT, dtype=torch.bfloat16).eval()
+    for thinking in (False, True):
+        summary, _ = score(model, tokenizer, heldout(count), thinking=thinking)
+        print(json.dumps({"thinking": thinking, **asdict(summary)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
