@@ -66,6 +66,44 @@ def test_a_truncated_shard(tiny_checkpoint: Path, tmp_path: Path) -> None:
     complains(quantize("plan", "--model", folder), 2, "model.safetensors", "truncated")
 
 
+def calibrating_on(dataset: str, tmp_path: Path) -> Path:
+    text = quantize("recipes", "nvfp4").stdout.replace(
+        "datasets: [bundled]", f"datasets: [{dataset}]"
+    )
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_an_unreadable_local_dataset(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text("no json\n")
+    recipe = calibrating_on(str(tmp_path / "chats.jsonl"), tmp_path)
+    done = quantize("run", "--recipe", recipe, "--out", tmp_path, "--until", "calibrate")
+    complains(done, 2, "chats.jsonl")
+    assert not list(tmp_path.glob("*/calibration"))
+
+
+def test_a_hub_dataset_that_cannot_be_reached(tmp_path: Path) -> None:
+    recipe = calibrating_on("nobody/nothing", tmp_path)
+    done = quantize("run", "--recipe", recipe, "--out", tmp_path, "--until", "calibrate")
+    complains(done, 3, "nobody/nothing")
+
+
+def test_less_free_disk_than_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is asked before a byte is written."""
+    from quantize import cli
+
+    arguments = ["run", "--recipe", "fp8_dynamic", "--out", str(tmp_path), "--until", "convert"]
+    monkeypatch.setattr(sys, "argv", ["quantize", *arguments])
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000)
+    )  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 3
+    assert not list(tmp_path.glob("*/checkpoint"))
+
+
 def test_an_existing_run_is_not_touched(tiny_checkpoint: Path, tmp_path: Path) -> None:
     arguments = ("run", "--recipe", "fp8_dynamic", "--model", tiny_checkpoint, "--out", tmp_path)
     assert quantize(*arguments, "--until", "plan").returncode == 0
