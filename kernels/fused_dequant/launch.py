@@ -83,7 +83,7 @@ def experts(
     count, N, K = gate_up.shape
     up_config = tuning.choose("experts", gate_up.scheme, len(x), N, K, x.device)
     down_config = tuning.choose("experts", down.scheme, len(x), *down.shape[1:], x.device)
-    blocks = routing.route(expert_ids, count, up_config["BM"])
+    blocks = routing.route(expert_ids, count, tuning.block_rows(up_config))
     row_weight = routing_weights.flatten()
     hidden = grouped(*_quantize(x, gate_up, chain=True), gate_up, blocks, up_config, None)
     y = grouped(*_quantize(hidden, down, chain=True), down, blocks, down_config, row_weight)

@@ -22,6 +22,7 @@ every single instruction (C7515); the other warps on the SM fill the wait instea
 
 import torch
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -33,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fused_dequant.chain import chained
+from fused_dequant.chain import chained, wait
 from fused_dequant.formats import _REGISTERS, _SELECT_FIRST, FRAGMENT
 from fused_dequant.routing import Routing
 
@@ -82,10 +83,8 @@ def fragment_layout(row_tiles, column_tiles, warpgroups):
 
 
 @gluon.jit
-def decode(
-    words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr
-):
-    """Words [.., 4, 8, 4, 2, 2] and scale words [.., 4, 8, 2] -> bf16 [64 * row tiles, 64 * column tiles]."""
+def decode(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
+    """Words [row tiles, 1, 4, 8, 4, 2, 2], scale words [row tiles, 1, 4, 8, 2] -> bf16 [64 * row tiles, 64]."""
     scales = gl.expand_dims(gl.expand_dims(scales, 4), 6)
     words, scales = gl.broadcast(words, scales)
     r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(
@@ -94,8 +93,7 @@ def decode(
     low = gl.join(gl.join(r0, r1), gl.join(r2, r3))
     values = gl.join(low, gl.join(gl.join(r4, r5), gl.join(r6, r7)))
     # axes: row tile, column tile, warp, row%8, lane%4, pair of steps, k%2, row//8, k//8, step
-    values = values.permute([0, 2, 7, 3, 1, 5, 9, 8, 4, 6])
-    values = values.reshape([64 * ROW_TILES, 64 * COLUMN_TILES])
+    values = values.permute([0, 2, 7, 3, 1, 5, 9, 8, 4, 6]).reshape([64 * ROW_TILES, 64])
     return gl.convert_layout(values, operand, assert_trivial=True)
 
 
@@ -121,6 +119,40 @@ def copy_tokens(source, target, real, k, step, K, BK: gl.constexpr, EVEN_K: gl.c
 
 
 @gluon.jit
+def slots_of(slots, first, layout: gl.constexpr, COUNT: gl.constexpr, GROUPED: gl.constexpr):
+    """Slots [COUNT] of a block's rows `first`, `first` + 1, ... along one axis of `layout`."""
+    rows = first + gl.arange(0, COUNT, layout)
+    return gl.load(slots + rows) if GROUPED else rows
+
+
+@gluon.jit
+def store_rows(
+    acc, y, factor, row_weight, slots, first, tile, total, width,
+    COUNT: gl.constexpr, BN: gl.constexpr, GROUPED: gl.constexpr, GELU_MUL: gl.constexpr,
+    WEIGHTED: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Scale, activate, weight and store acc [BN, COUNT] as rows of y [.., width]."""
+    ROWS: gl.constexpr = BN // 2 if GELU_MUL else BN
+    if GELU_MUL:
+        gate, up = gl.split(acc.reshape([BN // 16, 2, 8, COUNT]).permute([0, 2, 3, 1]))
+        gate *= gl.load(factor)
+        z = 0.7978845608028654 * gate * (1.0 + 0.044715 * gate * gate)
+        result = gate * (1.0 - 1.0 / (gl.exp(2.0 * z) + 1.0)) * (up * gl.load(factor + 1))
+        result = result.reshape([ROWS, COUNT])
+    else:
+        result = acc * gl.load(factor)
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    result = gl.convert_layout(result.permute([1, 0]), stored)
+    slot = slots_of(slots, first, gl.SliceLayout(1, stored), COUNT, GROUPED)
+    column = (tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, stored)))[None, :]
+    if WEIGHTED:
+        result *= gl.load(row_weight + slot, mask=slot < total, other=0.0)[:, None]
+    mask = (slot < total)[:, None] & (column < width)
+    place = y + slot.to(gl.int64)[:, None] * width + column
+    gl.store(place, result.to(y.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
 def nvfp4_hopper_kernel(
     x,
     words,
@@ -141,12 +173,19 @@ def nvfp4_hopper_kernel(
     EVEN_K: gl.constexpr,
     CHAINED: gl.constexpr,
     BM: gl.constexpr,
+    MORE: gl.constexpr,
     BN: gl.constexpr,
     BK: gl.constexpr,
+    SPLITS: gl.constexpr,
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """X bf16 [rows, K]; words, scales from `to_fragments`; factor f32 [E, 2]; y bf16 [slots, N or N/2]."""
+    """x bf16 [rows, K]; words, scales from `to_fragments`; factor f32 [E, 2]; y [slots, N or N/2].
+
+    A block is BM + MORE rows (MORE may be 0): two accumulators, so that 96 rows meet weights decoded
+    once and the tensor core does not compute 128. With SPLITS > 1 y is f32 [SPLITS, slots, N]: program
+    (tile, block, s) multiplies the s-th range of K.
+    """
     ROW_TILES: gl.constexpr = BN // 64
     COLUMN_TILES: gl.constexpr = BK // 64
     WARPGROUPS: gl.constexpr = num_warps // 4
@@ -160,6 +199,7 @@ def nvfp4_hopper_kernel(
         [1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0]
     )
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
     tile = gl.program_id(0)
     block = gl.program_id(1)
@@ -179,10 +219,9 @@ def nvfp4_hopper_kernel(
     row_tile = gl.arange(0, ROW_TILES, gl.SliceLayout(1, scales_copy))
     scale = gl.arange(0, COLUMN_TILES * 64, gl.SliceLayout(0, scales_copy))[None, :]
     scales_at = scales + first_tile * 64 + (row_tile * (column_tiles * 64))[:, None] + scale
-    slot = block * BM + gl.arange(0, BM, gl.SliceLayout(1, tokens_copy))
-    if GROUPED:
-        slot = gl.load(slots + slot)
     k = gl.arange(0, BK, gl.SliceLayout(0, tokens_copy))[None, :]
+    first_row = block * (BM + MORE)
+    slot = slots_of(slots, first_row, gl.SliceLayout(1, tokens_copy), BM, GROUPED)
     tokens_at = x + (slot // TOPK).to(gl.int64)[:, None] * K + k
     real = (slot < total)[:, None] & (k < K)
 
@@ -192,72 +231,88 @@ def nvfp4_hopper_kernel(
     scales_smem = gl.allocate_shared_memory(
         gl.int32, [STAGES, ROW_TILES, COLUMN_TILES * 64], linear
     )
-    tokens_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    tokens_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], tokens_layout)
+    tokens_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], swizzled)
+    acc = gl.zeros([BN, BM], gl.float32, mma)
+    if MORE:
+        mma_more: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, MORE, 16])
+        operand_more: gl.constexpr = gl.DotOperandLayout(0, mma_more, 2)
+        slot = slots_of(slots, first_row + BM, gl.SliceLayout(1, tokens_copy), MORE, GROUPED)
+        more_at = x + (slot // TOPK).to(gl.int64)[:, None] * K + k
+        real_more = (slot < total)[:, None] & (k < K)
+        more_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, MORE, BK], swizzled)
+        acc_more = gl.zeros([BN, MORE], gl.float32, mma_more)
 
-    steps = gl.cdiv(K, BK)
-    for step in gl.static_range(STAGES - 1):
-        if step < steps:
-            copy_step(words_at, words_smem.index(step), word, 512, step, K, BK, EVEN_K)
-            copy_step(scales_at, scales_smem.index(step), scale, 64, step, K, BK, EVEN_K)
+    split = gl.program_id(2)
+    length = gl.cdiv(gl.cdiv(K, BK), SPLITS)
+    begin = split * length
+    end = gl.minimum(begin + length, gl.cdiv(K, BK))
+    for stage in gl.static_range(STAGES - 1):
+        if begin + stage < end:
+            copy_step(words_at, words_smem.index(stage), word, 512, begin + stage, K, BK, EVEN_K)
+            copy_step(scales_at, scales_smem.index(stage), scale, 64, begin + stage, K, BK, EVEN_K)
     if CHAINED and not GELU_MUL:
         gdc_wait()  # weights depend on nothing: they are on their way before the tokens exist
     if CHAINED:
         gdc_launch_dependents()
-    for step in gl.static_range(STAGES - 1):
-        if step < steps:
-            copy_tokens(tokens_at, tokens_smem.index(step), real, k, step, K, BK, EVEN_K)
+    for stage in gl.static_range(STAGES - 1):
+        if begin + stage < end:
+            copy_tokens(tokens_at, tokens_smem.index(stage), real, k, begin + stage, K, BK, EVEN_K)
+            if MORE:
+                copy_tokens(
+                    more_at, more_smem.index(stage), real_more, k, begin + stage, K, BK, EVEN_K
+                )
         async_copy.commit_group()
-    acc = gl.zeros([BN, BM], gl.float32, mma)
-    for step in range(steps):
+    for step in range(begin, end):
         async_copy.wait_group(STAGES - 2)
         ahead = step + STAGES - 1
-        if ahead < steps:
-            into = ahead % STAGES
+        if ahead < end:
+            into = (ahead - begin) % STAGES
             copy_step(words_at, words_smem.index(into), word, 512, ahead, K, BK, EVEN_K)
             copy_step(scales_at, scales_smem.index(into), scale, 64, ahead, K, BK, EVEN_K)
             copy_tokens(tokens_at, tokens_smem.index(into), real, k, ahead, K, BK, EVEN_K)
+            if MORE:
+                copy_tokens(more_at, more_smem.index(into), real_more, k, ahead, K, BK, EVEN_K)
         async_copy.commit_group()
-        stage = step % STAGES
-        packed = words_smem.index(stage).reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2])
-        scale_words = scales_smem.index(stage).reshape([ROW_TILES, COLUMN_TILES, 4, 8, 2])
-        tokens = tokens_smem.index(stage)
+        current = (step - begin) % STAGES
+        packed = words_smem.index(current).reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2])
+        scale_words = scales_smem.index(current).reshape([ROW_TILES, COLUMN_TILES, 4, 8, 2])
         fence_async_shared()  # cp.async wrote the tokens, wgmma reads them through another proxy
-        kept = ()
+        kept = ()  # operands of products in flight: their registers must not be reused
         for part in gl.static_range(COLUMN_TILES):
             weights = decode(
                 packed.slice(part, 1, dim=1).load(fragments),
-                scale_words.slice(part, 1, dim=1).load(gl.SliceLayout(4, gl.SliceLayout(6, fragments))),
-                operand, ROW_TILES, 1,
-            )  # fmt: skip
-            kept = kept + (weights,)
-            acc = warpgroup_mma(
-                weights, tokens.slice(64 * part, 64, dim=1).permute([1, 0]), acc, is_async=True
+                scale_words.slice(part, 1, dim=1).load(
+                    gl.SliceLayout(4, gl.SliceLayout(6, fragments))
+                ),
+                operand,
+                ROW_TILES,
             )
-        acc = warpgroup_mma_wait(0, (acc,) + kept)[0]
+            kept = kept + (weights,)  # noqa: RUF005  (Gluon has no starred tuples)
+            tokens = tokens_smem.index(current).slice(64 * part, 64, dim=1).permute([1, 0])
+            acc = warpgroup_mma(weights, tokens, acc, is_async=True)
+            if MORE:
+                tokens = more_smem.index(current).slice(64 * part, 64, dim=1).permute([1, 0])
+                same = gl.convert_layout(weights, operand_more, assert_trivial=True)
+                acc_more = warpgroup_mma(same, tokens, acc_more, is_async=True)
+        if MORE:
+            done = warpgroup_mma_wait(0, (acc, acc_more) + kept)
+            acc_more = done[1]
+        else:
+            done = warpgroup_mma_wait(0, (acc,) + kept)
+        acc = done[0]
 
-    width = N
-    ROWS: gl.constexpr = BN // 2 if GELU_MUL else BN
+    width = N // 2 if GELU_MUL else N
+    y += split.to(gl.int64) * total * width
     factor += expert * 2
-    if GELU_MUL:
-        gate, up = gl.split(acc.reshape([BN // 16, 2, 8, BM]).permute([0, 2, 3, 1]))
-        gate *= gl.load(factor)
-        z = 0.7978845608028654 * gate * (1.0 + 0.044715 * gate * gate)
-        result = gate * (1.0 - 1.0 / (gl.exp(2.0 * z) + 1.0)) * (up * gl.load(factor + 1))
-        result = result.reshape([BN // 2, BM])
-        width = N // 2
-    else:
-        result = acc * gl.load(factor)
-    stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
-    result = gl.convert_layout(result.permute([1, 0]), stored)
-    slot = block * BM + gl.arange(0, BM, gl.SliceLayout(1, stored))
-    if GROUPED:
-        slot = gl.load(slots + slot)
-    column = (tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, stored)))[None, :]
-    if WEIGHTED:
-        result *= gl.load(row_weight + slot, mask=slot < total, other=0.0)[:, None]
-    mask = (slot < total)[:, None] & (column < width)
-    gl.store(y + slot.to(gl.int64)[:, None] * width + column, result.to(gl.bfloat16), mask=mask)
+    store_rows(
+        acc, y, factor, row_weight, slots, first_row, tile, total, width,
+        BM, BN, GROUPED, GELU_MUL, WEIGHTED, num_warps,
+    )  # fmt: skip
+    if MORE:
+        store_rows(
+            acc_more, y, factor, row_weight, slots, first_row + BM, tile, total, width,
+            MORE, BN, GROUPED, GELU_MUL, WEIGHTED, num_warps,
+        )  # fmt: skip
 
 
 def nvfp4_hopper(
@@ -267,17 +322,40 @@ def nvfp4_hopper(
     factor: torch.Tensor,
     config: dict[str, int],
 ) -> torch.Tensor:
-    """X bf16 [M, K], fragments of one weight (E = 1) -> bf16 [M, N]."""
+    """x bf16 [M, K], fragments of one weight (E = 1) -> bf16 [M, N].
+
+    With `config["SPLITS"]` > 1 ranges of K are multiplied apart and added, in order, by a second kernel:
+    a dense product has too few tiles to fill the machine.
+    """
     M, K = x.shape
-    N = words.shape[1] * FRAGMENT
+    N, splits = words.shape[1] * FRAGMENT, config["SPLITS"]
     y = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
-    grid = (N // config["BN"], triton.cdiv(M, config["BM"]))
+    partial = y if splits == 1 else torch.empty(splits, M, N, device=x.device)
+    grid = (N // config["BN"], triton.cdiv(M, config["BM"] + config["MORE"]), splits)
     nvfp4_hopper_kernel[grid](
-        x, words, scales, factor, y, y, y, y, y, M, N, K,
+        x, words, scales, factor, partial, y, y, y, y, M, N, K,
         TOPK=1, GROUPED=False, GELU_MUL=False, WEIGHTED=False, EVEN_K=K % config["BK"] == 0,
         CHAINED=False, **config,
     )  # fmt: skip
+    if splits > 1:
+        size = y.numel()
+        sum_splits_kernel[(triton.cdiv(size, 2048),)](
+            partial, y, size, SPLITS=splits, BLOCK=2048, **chained(x)
+        )
     return y
+
+
+@triton.jit
+def sum_splits_kernel(
+    partial, y, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
+    """y = sum over the first axis of partial [SPLITS, size], in order."""
+    wait(CHAINED)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        acc += tl.load(partial + split * size + at, mask=at < size, other=0.0)
+    tl.store(y + at, acc.to(y.dtype.element_ty), mask=at < size)
 
 
 def grouped_nvfp4_hopper(
@@ -292,10 +370,10 @@ def grouped_nvfp4_hopper(
     per_slot: bool = False,
     gelu_mul: bool = False,
 ) -> torch.Tensor:
-    """X bf16 [tokens, K], or [slots, K] with `per_slot`; fragments of E weights -> bf16 [slots, N or N/2].
+    """x bf16 [tokens, K], or [slots, K] with `per_slot`; fragments of E weights -> bf16 [slots, N or N/2].
 
     `factor` f32 [E, 2] is 128 / global_scale of the gate rows and of the up rows (equal when there is no
-    such split). `config["BM"]` must equal `routing.block`.
+    such split). `config["BM"] + config["MORE"]` must equal `routing.block`.
     """
     N, K = words.shape[1] * FRAGMENT, x.shape[1]
     total = len(x) if per_slot else len(x) * routing.topk

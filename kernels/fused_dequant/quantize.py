@@ -54,8 +54,8 @@ def quantize_rows_kernel(
     magnitude = tl.abs(h)
     amax = tl.max(magnitude)
     damaged = tl.max((~(magnitude < float("inf"))).to(tl.int32))  # NaN compares false
-    s = tl.where(amax > 0.0, amax / LARGEST, 1.0)
-    v = tl.where(magnitude < float("inf"), h / s, 0.0)
+    s = tl.where(amax > 0.0, tl.div_rn(amax, LARGEST), 1.0)
+    v = tl.where(magnitude < float("inf"), tl.div_rn(h, s), 0.0)
     v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
     if q.dtype.element_ty == tl.int8:
         # Round half to even: adding 1.5 * 2^23 leaves no fraction bits.
@@ -108,9 +108,9 @@ def quantize_nvfp4_kernel(x, global_scale, packed, scale, K, GROUPS: tl.constexp
     k = group[:, None] * 16 + tl.arange(0, 16)[None, :]
     h = tl.load(x + m * K + k, mask=k < K, other=0.0).to(tl.float32) * tl.load(global_scale)
     amax = tl.max(tl.abs(h), 1)
-    s = tl.minimum(amax / 6.0, 448.0).to(tl.float8e4nv)
+    s = tl.minimum(tl.div_rn(amax, 6.0), 448.0).to(tl.float8e4nv)
     divisor = s.to(tl.float32)[:, None]
-    v = tl.where(divisor > 0.0, h / tl.where(divisor > 0.0, divisor, 1.0), 0.0)
+    v = tl.where(divisor > 0.0, tl.div_rn(h, tl.where(divisor > 0.0, divisor, 1.0)), 0.0)
     low, high = tl.split(encode_e2m1(v).reshape(GROUPS, 8, 2))
     half = group[:, None] * 8 + tl.arange(0, 8)[None, :]
     tl.store(packed + m * (K // 2) + half, low | (high << 4), mask=half < K // 2)

@@ -55,6 +55,7 @@ def route_kernel(
     E: tl.constexpr,
     EXPERTS: tl.constexpr,  # E rounded up to a power of two
     BLOCK: tl.constexpr,
+    PADDING: tl.constexpr,  # BLOCK likewise
     CHUNK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -80,14 +81,14 @@ def route_kernel(
         tl.store(slots + position + rank, offset, mask=taken)
         position += tl.sum(taken.to(tl.int32))
     end = (first + mine) * BLOCK
-    padding = position + tl.arange(0, BLOCK)
+    padding = position + tl.arange(0, PADDING)
     tl.store(slots + padding, total, mask=padding < end)
     for block in range(first, first + mine):
         tl.store(block_expert + block, e)
 
 
 def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
-    """expert_ids int [M, topk] -> Routing; `block` a power of two."""
+    """expert_ids int [M, topk] -> Routing with blocks of `block` rows."""
     total = expert_ids.numel()
     bound = max_blocks(total, experts, block)
     device = expert_ids.device
@@ -97,6 +98,7 @@ def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
     route_kernel[(experts,)](
         expert_ids, slots, block_expert, block_count, total,
         E=experts, EXPERTS=triton.next_power_of_2(experts), BLOCK=block,
+        PADDING=triton.next_power_of_2(block),
         CHUNK=min(2048, triton.next_power_of_2(total)), CHAINED=chained(expert_ids)["CHAINED"],
     )  # fmt: skip
     return Routing(slots, block_expert, block_count, block, expert_ids.shape[-1])

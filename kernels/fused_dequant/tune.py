@@ -79,15 +79,19 @@ def candidates(product: Product) -> Iterator[Config]:
         ):
             yield dict(BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages)
     elif product.scheme == "nvfp4_fragments":
-        rows = {"linear": (64, 128, 256)}.get(product.verb, _expert_rows(product.M))
+        rows = _hopper_rows(product)
+        splits = {"linear": (1, 2, 3, 4) if product.M < 1024 else (1, 2)}.get(product.verb, (1,))
         tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
-        for BM, (BN, warps), BK, stages in itertools.product(rows, tiles, (64, 128), (3, 4)):
-            if product.N % BN == 0 and BN * BM <= 128 * warps * 64:
-                yield dict(BM=BM, BN=BN, BK=BK, STAGES=stages, num_warps=warps)
+        for (BM, MORE), (BN, warps), BK, split, stages in itertools.product(
+            rows, tiles, (64, 128), splits, (3, 4)
+        ):
+            if product.N % BN == 0 and BN * (BM + MORE) <= 128 * warps * 32:
+                sizes = dict(BM=BM, MORE=MORE, BN=BN, BK=BK)
+                yield sizes | dict(SPLITS=split, STAGES=stages, num_warps=warps)
     elif product.verb.startswith("experts"):
-        tiles = ((64, 4), (128, 4), (128, 8))
+        tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
         for BM, (BN, warps), BK, stages in itertools.product(
-            _expert_rows(product.M), tiles, (64, 128), (3, 4)
+            _expert_rows(product.M), tiles, (64, 128, 256), (3, 4)
         ):
             yield dict(BM=BM, BN=BN, BK=BK, SWAP=1, num_warps=warps, num_stages=stages)
     else:
@@ -107,6 +111,14 @@ def candidates(product: Product) -> Iterator[Config]:
                 yield dict(BM=BM, BN=BN, BK=BK, SWAP=swap, num_warps=warps, num_stages=stages)
 
 
+def _hopper_rows(product: Product) -> tuple[tuple[int, int], ...]:
+    if product.verb == "linear":
+        return ((64, 0), (128, 0)) if product.M < 1024 else ((128, 0), (256, 0))
+    return {64: ((16, 0),), 256: ((16, 0), (32, 0)), 1024: ((64, 0), (64, 16), (64, 32), (128, 0))}[
+        product.M
+    ]
+
+
 def _expert_rows(M: int) -> tuple[int, ...]:
     """Rows of a block around the mean number of tokens of an expert, M * 8 / 128."""
     return {64: (16,), 256: (16, 32), 1024: (64, 128)}[M]
@@ -120,7 +132,7 @@ class Operands:
     x_scale: torch.Tensor | None
     weight: Weight
     row_weight: torch.Tensor | None
-    expert_ids: torch.Tensor | None
+    blocks: dict[int, routing.Routing]  # by rows of a block; empty for a dense product
 
 
 def operands(product: Product, device: str) -> Operands:
@@ -134,23 +146,37 @@ def operands(product: Product, device: str) -> Operands:
     if device == "meta":
         x = torch.empty(rows, product.K, dtype=dtype, device=device)
         x_scale = torch.empty(rows, device=device) if product.scheme in _EIGHT_BIT else None
-        ids = torch.empty(product.M, cases.TOPK, dtype=torch.int32, device=device)
         weight = cases.blank_weight(product.scheme, experts, N, K, device)
-        return Operands(x, x_scale, weight, row_weight, ids if grouped else None)
+        return Operands(x, x_scale, weight, row_weight, _blocks(product, device) if grouped else {})
     x, x_scale = cases.random_tokens(rows, product.K, device), None
     if product.scheme in _EIGHT_BIT:
         x, x_scale = quantize.quantize_rows(x, dtype)
-    ids, _ = cases.random_routing(product.M, cases.EXPERTS, cases.TOPK, device)
     weight = cases.random_weight(product.scheme.split("_")[0], experts, N, K, device)
-    return Operands(x, x_scale, weight, row_weight, ids if grouped else None)
+    return Operands(x, x_scale, weight, row_weight, _blocks(product, device) if grouped else {})
+
+
+def _blocks(product: Product, device: str) -> dict[int, routing.Routing]:
+    """The batch routed once for each block size: timing a product leaves the routing out."""
+    sizes = {tuning.block_rows(config) for config in candidates(product)}
+    if device != "meta":
+        ids, _ = cases.random_routing(product.M, cases.EXPERTS, cases.TOPK, device)
+        return {size: routing.route(ids, cases.EXPERTS, size) for size in sizes}
+    return {
+        size: routing.Routing(
+            *(torch.empty(8192, dtype=torch.int32, device=device) for _ in range(3)),
+            size,
+            cases.TOPK,
+        )
+        for size in sizes
+    }
 
 
 def call(product: Product, o: Operands, config: Config) -> torch.Tensor:
     """Launch one product as `launch` does, with a given configuration."""
     if product.verb == "soft_embedding":
         return vocabulary.soft_embedding(o.x, o.weight.data[0], 1.5, config)
-    if o.expert_ids is not None:
-        blocks = routing.route(o.expert_ids, cases.EXPERTS, config["BM"])
+    if o.blocks:
+        blocks = o.blocks[tuning.block_rows(config)]
         return launch.grouped(o.x, o.x_scale, o.weight, blocks, config, o.row_weight)
     if product.verb == "lm_head":
         return launch.head(o.x, o.x_scale, o.weight, 30.0, config)
@@ -205,8 +231,8 @@ def time_candidates(product: Product) -> list[tuple[float, Config]]:
 def choose_pair(
     up: list[tuple[float, Config]], down: list[tuple[float, Config]]
 ) -> list[tuple[float, Config]]:
-    """Fastest up and down among those that share BM."""
-    pairs = [(u, d) for u in up for d in down if u[1]["BM"] == d[1]["BM"]]
+    """Fastest up and down among those that share their rows."""
+    pairs = [(u, d) for u in up for d in down if tuning.block_rows(u[1]) == tuning.block_rows(d[1])]
     return list(min(pairs, key=lambda pair: pair[0][0] + pair[1][0]))
 
 

@@ -57,6 +57,11 @@ def lookup(verb: str, scheme: str, M: int, N: int, K: int, device_name: str) -> 
     return buckets[str(next((size for size in sizes if size >= M), sizes[-1]))]
 
 
+def block_rows(config: Config) -> int:
+    """Rows of a block: BM, and what the Hopper kernel adds to it."""
+    return config["BM"] + config.get("MORE", 0)
+
+
 def default(verb: str, scheme: str, M: int, N: int, K: int) -> Config:
     """A configuration that runs on every supported GPU (48 KB to 100 KB of shared memory)."""
     if verb == "soft_embedding":
@@ -67,7 +72,8 @@ def default(verb: str, scheme: str, M: int, N: int, K: int) -> Config:
     if scheme == "nvfp4_fragments":
         BK = 128 if K % 128 == 0 else 64
         BN = 128 if N % 128 == 0 else 64
-        return {"BM": max(rows, 32), "BN": BN, "BK": BK, "STAGES": 3, "num_warps": BN // 16}
+        sizes = {"BM": max(rows, 32), "MORE": 0, "BN": BN, "BK": BK}
+        return sizes | {"SPLITS": 1, "STAGES": 3, "num_warps": BN // 16}
     if scheme.startswith("nvfp4"):
         return {"BM": rows, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3}
     config = {"BM": rows, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}

@@ -107,7 +107,8 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tens
     if weight.scheme == "nvfp4_fragments":
         values = formats.decode_fragments(data, scale).to(dtype)
     else:
-        values = formats.dequantize_nvfp4(data, scale, torch.full((1,), 128.0), dtype)
+        unit = torch.full((1,), 128.0, device=data.device)
+        values = formats.dequantize_nvfp4(data, scale, unit, dtype)
     runs = values.unflatten(1, (-1, formats.GATE_UP_RUN)) if _is_split(factor) else None
     if runs is None:
         return values * factor[:, :1, None].to(dtype)
