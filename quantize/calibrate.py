@@ -220,11 +220,13 @@ _NO_PROCESSOR: Any = _NoProcessor()
 @contextmanager
 def _quiet() -> Generator[None]:
     """Silence llm-compressor's log: what it warns of (a module without statistics) is checked here."""
-    logger.disable("llmcompressor")
+    for library in ("llmcompressor", "compressed_tensors"):
+        logger.disable(library)
     try:
         yield
     finally:
-        logger.enable("llmcompressor")
+        for library in ("llmcompressor", "compressed_tensors"):
+            logger.enable(library)
 
 
 def fall_back(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import CANVAS, EXPERTS, LAYERS, VOCAB
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -19,7 +20,6 @@ from quantize.recipe import Calibration, Quantization, Recipe, load_recipe
 from quantize.run_dir import read_json
 from quantize.runtime import Sampler, generate
 from quantize.runtime.trajectory import load_trajectories
-from tiny import CANVAS, EXPERTS, LAYERS, VOCAB
 
 NVFP4_MODULES = LAYERS * EXPERTS * 3 + LAYERS * 7 - 1  # the full-attention layer has no v_proj
 SHORT = {"max_denoising_steps": 3, "eos_token_id": [1], "pad_token_id": 0}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import CANVAS, tiny_model
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.fidelity import (
@@ -22,7 +23,6 @@ from quantize.runtime.trajectory import (
     record,
     save_trajectories,
 )
-from tiny import CANVAS, tiny_model
 
 # Stop at mean entropies that random weights reach now and then: canvases of unequal length.
 SAMPLER = Sampler(
