@@ -1,7 +1,7 @@
 """BF16 checkpoint + plan (+ input scales) -> compressed-tensors checkpoint, streamed.
 
 The one place where weights are quantized. Every output header follows from the plan; weights are
-read by byte range in pieces of about 32 MB, quantized by several threads and written in source order
+read by byte range in pieces of about 16 MB, quantized by several threads and written in source order
 (`quantize.shards`), so memory is a few pieces whatever the size of the model. What comes out:
 
   - names as vLLM reads them: `model.decoder.*`, one Linear an expert `experts.E.{gate,up,down}_proj`,
@@ -11,7 +11,7 @@ read by byte range in pieces of about 32 MB, quantized by several threads and wr
   - config.json with `quantization_config` as compressed-tensors writes it; tokenizer, processor,
     chat template, generation config and licence files as they are.
 
-Left out: a GPU path. Reading 51.6 GB, not the arithmetic, is what takes the time on a large machine.
+Runs on the CPU, on all its cores; the GPU is left to calibration and evaluation.
 """
 
 import importlib.metadata

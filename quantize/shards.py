@@ -2,8 +2,8 @@
 
 All headers are known before the first weight is read: dtype and shape of every tensor follow from the
 plan. A shard is then its header and the bytes of its pieces, one after the other. Worker threads
-produce the next few blocks (read, quantize) while the main thread writes and hashes the last one and
-another thread syncs the last shard to disk.
+produce the next few blocks (read, quantize) while the last one is written and hashed, and the last
+shard is synced to disk, each on a thread of its own.
 
 Restart: a shard counts as finished when it is on disk (fsync) and `<folder>.state.json` holds its
 sha256. A later try keeps the finished shards whose bytes still have that hash and writes the others
@@ -154,10 +154,13 @@ def write_shards(
         _check_free_disk(folder, todo)
         with (
             ThreadPoolExecutor(1) as syncer,
+            ThreadPoolExecutor(1) as hasher,
             _produced(todo, workers or len(os.sched_getaffinity(0)), what) as blocks,
         ):
             synced = [
-                syncer.submit(state.finish, shard, _write(folder / shard.name, shard, blocks))
+                syncer.submit(
+                    state.finish, shard, _write(folder / shard.name, shard, blocks, hasher)
+                )
                 for shard in todo
             ]
             for future in synced:
@@ -282,16 +285,19 @@ def _in_order(
         yield ahead.popleft().result()
 
 
-def _write(path: Path, shard: Shard, blocks: Iterator[torch.Tensor]) -> str:
-    """Write one shard from the next blocks; return its sha256."""
+def _write(
+    path: Path, shard: Shard, blocks: Iterator[torch.Tensor], hasher: ThreadPoolExecutor
+) -> str:
+    """Write one shard from the next blocks, hashing each while it is written; return the sha256."""
     digest = hashlib.sha256(shard.header)
     with path.open("wb") as file:
         file.write(shard.header)
         for piece in shard.pieces:
             for block in islice(blocks, len(piece.tasks)):
                 data = bytes_of(block)
+                hashed = hasher.submit(digest.update, data)
                 file.write(data)
-                digest.update(data)
+                hashed.result()
         if file.tell() != shard.nbytes:
             raise RuntimeError(f"{path}: wrote {file.tell()} bytes, planned {shard.nbytes}")
     return digest.hexdigest()
