@@ -100,7 +100,12 @@ def _task_entries(
         comparison = (
             None
             if differs
-            else compare(base.by_question(), quantized.by_question(), recipe.gate.confidence)
+            else compare(
+                base.by_question(),
+                quantized.by_question(),
+                margin_pp=recipe.gate.margin_pp[task],
+                confidence=recipe.gate.confidence,
+            )
         )
         entries.append(
             {
@@ -133,7 +138,7 @@ def read_scoring(folder: Path, task: str) -> Scoring:
     if not path.exists():
         raise InputError(f"{path}: missing; run `quantize evaluate` first")
     rows = [Row(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
-    return Scoring(task, rows, read_json(folder / f"{task}.conditions.json"))
+    return Scoring(task, rows, **read_json(folder / f"{task}.conditions.json"))
 
 
 def counts(rows: Sequence[Row]) -> dict[str, float]:
@@ -159,7 +164,7 @@ def _verdict(verification: dict[str, Any], tasks: list[dict[str, Any]], recipe: 
         if entry["differs"]:
             return entry["differs"]
     comparisons: dict[str, Comparison] = {entry["task"]: entry["comparison"] for entry in gated}
-    return judge(comparisons, recipe.gate.margin_pp, recipe.gate.confidence)
+    return judge(comparisons)
 
 
 def _sizes(targets: list[Target]) -> dict[str, float]:

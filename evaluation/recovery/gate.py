@@ -5,7 +5,11 @@ Per task, with L and U the one-sided lower and upper confidence bounds of the pa
   FAIL          U < -margin: a loss larger than the margin is shown
   INCONCLUSIVE  neither; the verdict says how many questions would decide
 At 95 % confidence a model that loses exactly the margin passes one time in twenty, and fails one
-time in twenty. "Not significantly worse" is not PASS: that would reward small evaluations.
+time in twenty. "Not significantly worse" is not PASS: that would reward small evaluations. Nor is an
+interval of width 0 over a handful of questions: PASS also needs enough samples to have met a loss as
+large as the margin (`statistics.unseen_loss_p`).
+
+What decides is the comparison's two p-values alone; the bounds say the same (see `statistics`).
 
 Over tasks: PASS when every task passes (an intersection-union test, which needs no correction), FAIL
 when some task fails after Holm's correction, so that many tasks do not make a false alarm likely.
@@ -16,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from recovery.statistics import Comparison, holm, non_inferiority_p, questions_needed
+from recovery.statistics import Comparison, holm, questions_needed
 
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT COMPARABLE"]
 EXIT_CODES: dict[Outcome, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 4, "NOT COMPARABLE": 4}
@@ -35,62 +39,34 @@ class Verdict:
         return EXIT_CODES[self.outcome]
 
 
-def judge_task(task: str, comparison: Comparison, margin_pp: float) -> Verdict:
-    """Judge one task."""
-    bounds = comparison.difference_bounds
-    low, high = bounds.low, bounds.high
-    if low is None or high is None:
-        return Verdict("INCONCLUSIVE", f"{task}: the difference has no interval")
-    seen = (
-        f"{task}: {comparison.difference_pp:+.2f} pp "
-        f"(one-sided {comparison.confidence:.0%} bounds {low:+.2f} and {high:+.2f}), "
-        f"margin {margin_pp:g} pp, {comparison.questions} questions x {comparison.repeats}"
-    )
-    if low > -margin_pp:
-        return Verdict("PASS", seen)
-    if high < -margin_pp:
-        return Verdict("FAIL", seen)
-    needed = questions_needed(
-        comparison.difference_pp, comparison.deviation_pp, margin_pp, comparison.confidence
-    )
-    decide = (
-        f"about {needed} questions would decide" if needed else "no number of questions decides"
-    )
-    return Verdict("INCONCLUSIVE", f"{seen}; {decide}, were the difference as observed")
+def judge_task(task: str, comparison: Comparison) -> Verdict:
+    """Judge one task on its own."""
+    if _within(comparison.p_at_least_margin, comparison):
+        return Verdict("PASS", _seen(task, comparison))
+    if _within(comparison.p_at_most_margin, comparison):
+        return Verdict("FAIL", _seen(task, comparison))
+    return Verdict("INCONCLUSIVE", f"{_seen(task, comparison)}; {_needed(comparison)}")
 
 
-def judge(
-    comparisons: Mapping[str, Comparison], margin_pp: Mapping[str, float], confidence: float
-) -> Verdict:
+def judge(comparisons: Mapping[str, Comparison]) -> Verdict:
     """Judge a run over all its tasks.
 
     Raises:
-        ValueError: there is no task, or one has no margin.
+        ValueError: there is no task.
     """
     if not comparisons:
         raise ValueError("no task was compared")
-    if unjudged := sorted(comparisons.keys() - margin_pp.keys()):
-        raise ValueError(f"task {unjudged[0]!r} has no margin in the recipe's gate")
-    verdicts = {t: judge_task(t, c, margin_pp[t]) for t, c in comparisons.items()}
-    # p-value of "the loss is at most the margin", small when a larger loss is shown.
-    p_values = {
-        task: 1 - non_inferiority_p(c.difference_pp, c.deviation_pp, c.questions, margin_pp[task])
-        for task, c in comparisons.items()
-    }
-    adjusted = holm(p_values)
-    failed = [
-        task
-        for task, verdict in verdicts.items()
-        if verdict.outcome == "FAIL" and adjusted[task] <= 1 - confidence
-    ]
-    outcomes = {verdict.outcome for verdict in verdicts.values()}
-    reasons = "; ".join(verdict.reason for verdict in verdicts.values())
+    verdicts = {task: judge_task(task, c) for task, c in comparisons.items()}
+    adjusted = holm({task: c.p_at_most_margin for task, c in comparisons.items()})
+    failed = [task for task, c in comparisons.items() if _within(adjusted[task], c)]
     if failed:
         return Verdict("FAIL", "; ".join(verdicts[task].reason for task in failed))
-    if outcomes == {"PASS"}:
-        return Verdict("PASS", reasons)
-    open_tasks = [verdict.reason for verdict in verdicts.values() if verdict.outcome != "PASS"]
-    return Verdict("INCONCLUSIVE", "; ".join(open_tasks))
+    if all(verdict.outcome == "PASS" for verdict in verdicts.values()):
+        return Verdict("PASS", "; ".join(verdict.reason for verdict in verdicts.values()))
+    return Verdict(
+        "INCONCLUSIVE",
+        "; ".join(_open(verdict) for verdict in verdicts.values() if verdict.outcome != "PASS"),
+    )
 
 
 def not_comparable(base: Mapping[str, Any], quantized: Mapping[str, Any]) -> Verdict | None:
@@ -98,11 +74,56 @@ def not_comparable(base: Mapping[str, Any], quantized: Mapping[str, Any]) -> Ver
     for key in sorted(base.keys() | quantized.keys()):
         if base.get(key) != quantized.get(key):
             return Verdict(
-                "NOT COMPARABLE",
-                f"{key} differs: {_short(base.get(key))} for BF16, "
-                f"{_short(quantized.get(key))} for quantized",
+                "NOT COMPARABLE", f"{key} differ: {_unequal(base.get(key), quantized.get(key))}"
             )
     return None
+
+
+def _within(p_value: float, comparison: Comparison) -> bool:
+    return p_value <= 1 - comparison.confidence + 1e-12  # 1 - 0.9 is a little under 0.1
+
+
+def _seen(task: str, comparison: Comparison) -> str:
+    bounds = comparison.difference_bounds
+    return (
+        f"{task}: {comparison.difference_pp:+.2f} pp "
+        f"(one-sided {comparison.confidence:.0%} bounds {bounds.low:+.2f} and {bounds.high:+.2f}), "
+        f"margin {comparison.margin_pp:g} pp, "
+        f"{comparison.questions} questions x {comparison.repeats}"
+    )
+
+
+def _needed(comparison: Comparison) -> str:
+    needed = questions_needed(
+        comparison.difference_pp,
+        comparison.deviation_pp,
+        comparison.margin_pp,
+        comparison.confidence,
+        comparison.repeats,
+    )
+    if needed is None:
+        return "no number of questions decides, were the difference as observed"
+    return f"about {needed} questions would decide, were the difference as observed"
+
+
+def _open(verdict: Verdict) -> str:
+    if verdict.outcome == "FAIL":
+        return f"{verdict.reason}; fails alone, not after Holm's correction over the tasks"
+    return verdict.reason
+
+
+def _unequal(base: Any, quantized: Any) -> str:
+    """Say where two values part; of long lists only the first odd entry."""
+    if isinstance(base, list) and isinstance(quantized, list):
+        if len(base) != len(quantized):
+            return f"{len(base)} for BF16, {len(quantized)} for quantized"
+        pairs = list(zip(base, quantized, strict=True))
+        index = next(i for i, (a, b) in enumerate(pairs) if a != b)
+        return f"entry {index} is {_unequal(*pairs[index])}"
+    if isinstance(base, dict) and isinstance(quantized, dict):
+        key = next(k for k in sorted({*base, *quantized}) if base.get(k) != quantized.get(k))
+        return f"{key} is {_unequal(base.get(key), quantized.get(key))}"
+    return f"{_short(base)} for BF16, {_short(quantized)} for quantized"
 
 
 def _short(value: Any) -> str:

@@ -13,10 +13,16 @@ from typing import Any, cast
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from recovery.samples import Completion, Generate, Request, SampleStore, sample_seed
+from recovery.samples import (
+    Completion,
+    Generate,
+    Progress,
+    Request,
+    SampleStore,
+    sample_seed,
+)
 
-END_OF_THINKING = "<channel|>"
-Progress = Callable[[Iterable[list[Request]]], Iterable[list[Request]]]
+THINKING, END_OF_THINKING = "<|channel>", "<channel|>"
 
 
 class BlockDiffusionLM(LM):
@@ -31,8 +37,10 @@ class BlockDiffusionLM(LM):
         repeats: int,
         batch_size: int,
         progress: Progress,
+        keep: Callable[[str], str] = str,
     ) -> None:
         super().__init__()
+        self.keep = keep
         self.store = store
         self.generate = generate
         self.seed = seed
@@ -48,7 +56,11 @@ class BlockDiffusionLM(LM):
             for instance in requests:
                 self.requests[_doc_id(instance), repeat] = self._request(instance, repeat)
         self.store.complete(
-            list(self.requests.values()), self.generate, self.run_batch_size, self.progress
+            list(self.requests.values()),
+            self.generate,
+            self.run_batch_size,
+            self.progress,
+            self.keep,
         )
         return [self._answer(instance) for instance in requests]
 
@@ -87,7 +99,12 @@ def _doc_id(instance: Instance) -> int:
 
 def cut(text: str, stops: Iterable[str]) -> str:
     """Return the answer behind the thinking channel, up to the first stop string."""
-    answer = text.rpartition(END_OF_THINKING)[2]
+    answer = without_thinking(text)
     for stop in stops:
         answer = answer.partition(stop)[0] if stop else answer
     return answer
+
+
+def without_thinking(text: str) -> str:
+    """Return what follows the thinking channel, nothing of a channel that was never closed."""
+    return text.rpartition(END_OF_THINKING)[2].partition(THINKING)[0]

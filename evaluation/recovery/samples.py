@@ -1,16 +1,20 @@
-"""Finished samples on disk: appended batch by batch while a task runs, rewritten whole at its end.
+"""Finished samples on disk: appended as they finish while a task runs.
 
-A sample is known by its key: document, repeat, prompt, thinking and seed. A batch is appended with
-one write and one fsync; after a kill the last line may be torn and is dropped, so at most one batch
+One file a task and model. Its first line says what the samples were made with (model, sampler,
+precision); a store that is opened for anything else refuses. Every further line is one batch:
+`{"batch": [{"key", "text", "tokens", "denoising_steps", "truncated"}, ...]}`, written with one write
+and one fsync. After a kill the last line may be torn and is cut off, so at most what was in flight
 runs again. Batches are formed from the full list of samples, whatever is done already: a resumed run
 feeds the model the same batches as an unbroken one and ends with the same bytes.
+
+A sample is known by its key: prompt, seed, token limit and thinking. Prompts are kept as hashes only.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +42,7 @@ class Completion:
     Attributes:
         text: the whole answer, thinking channel included.
         tokens: new tokens, padding excluded.
-        denoising_steps: decoder forwards of each canvas.
+        denoising_steps: decoder forwards of each canvas; empty when a server does not say.
         truncated: whether the token limit ended it.
     """
 
@@ -48,7 +52,12 @@ class Completion:
     truncated: bool
 
 
-Generate = Callable[[Sequence[Request]], Sequence[Completion]]
+Batch = Sequence[Request]
+Finished = tuple[Batch, Sequence[Completion]]
+# Takes all missing batches and yields each as it is finished, in any order: a model in this process
+# answers one after the other, a server several at a time.
+Generate = Callable[[Sequence[Batch]], Iterator[Finished]]
+Progress = Callable[[Iterator[Finished], int], Iterable[Finished]]
 
 
 def sample_seed(run_seed: int, document: str, repeat: int) -> int:
@@ -58,53 +67,82 @@ def sample_seed(run_seed: int, document: str, repeat: int) -> int:
 
 
 class SampleStore:
-    """The samples of one task that are finished, in memory and on disk."""
+    """The samples of one task that are finished, in memory and on disk.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the file; made when the first batch is finished.
+        made_with: what the samples depend on besides their requests.
+
+    Raises:
+        ValueError: the file holds samples made with something else, or is no such file.
+    """
+
+    def __init__(self, path: Path, made_with: Mapping[str, Any]) -> None:
         self.path = path
-        self.done: dict[str, Completion] = dict(_read(path))
+        self.made_with = dict(made_with)
+        self._header = json.dumps({"made_with": self.made_with}, sort_keys=True) + "\n"
+        self.done: dict[str, Completion] = {}
+        if path.exists():
+            self._read()
 
     def complete(
         self,
         requests: Sequence[Request],
         generate: Generate,
         batch_size: int,
-        progress: Callable[[Iterable[list[Request]]], Iterable[list[Request]]],
+        progress: Progress,
+        keep: Callable[[str], str] = str,
     ) -> None:
-        """Generate what is missing, batch by batch, the longest prompts first."""
-        ordered = sorted(requests, key=lambda r: (-len(r.prompt), r.key))
+        """Generate what is missing, batch by batch, the longest prompts first.
+
+        Args:
+            requests: all samples of the task, finished ones included.
+            generate: answers batches.
+            batch_size: requests a batch.
+            progress: wraps the finished batches, of which there will be so many.
+            keep: what is kept of an answer's text; a private task keeps its letter only.
+
+        Raises:
+            ValueError: some requests were not answered.
+        """
+        ordered = sorted(set(requests), key=lambda r: (-len(r.prompt), r.key))
         batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
         missing = [b for b in batches if any(request.key not in self.done for request in b)]
-        if not missing:
-            return
-        for batch in progress(missing):
-            completions = list(generate(batch))
-            if len(completions) != len(batch):
-                raise ValueError(f"{len(batch)} requests and {len(completions)} completions")
-            self._append(batch, completions)
+        if missing:
+            for batch, completions in progress(generate(missing), len(missing)):
+                if len(completions) != len(batch):
+                    raise ValueError(f"{len(batch)} requests and {len(completions)} completions")
+                self._append(batch, [replace(each, text=keep(each.text)) for each in completions])
+        if unanswered := sum(request.key not in self.done for request in ordered):
+            raise ValueError(f"{unanswered} of {len(ordered)} requests were not answered")
 
-    def _append(self, batch: Sequence[Request], completions: Sequence[Completion]) -> None:
-        lines = [
-            json.dumps({"key": request.key, **asdict(completion)}, ensure_ascii=False) + "\n"
-            for request, completion in zip(batch, completions, strict=True)
-        ]
+    def _append(self, batch: Batch, completions: Sequence[Completion]) -> None:
+        finished = {r.key: c for r, c in zip(batch, completions, strict=True)}
+        line = {"batch": [{"key": key, **asdict(c)} for key, c in finished.items()]}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
+            header = "" if file.tell() else self._header
+            file.write(header + json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self.done |= {r.key: c for r, c in zip(batch, completions, strict=True)}
+        self.done |= finished
 
-
-def _read(path: Path) -> Iterable[tuple[str, Completion]]:
-    """Yield the whole lines of a store; a torn last line is cut off, so that appending goes on."""
-    if not path.exists():
-        return
-    whole = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            break
-        row: dict[str, Any] = json.loads(line)
-        yield row.pop("key"), Completion(**row)
-        whole += len(line)
-    os.truncate(path, whole)
+    def _read(self) -> None:
+        """Read the whole lines; a torn last line is cut off, so that appending goes on."""
+        header, *lines = self.path.read_bytes().splitlines(keepends=True) or [b""]
+        if not header.endswith(b"\n"):
+            os.truncate(self.path, 0)
+            return
+        if header.decode() != self._header:
+            raise ValueError(
+                f"{self.path}: its samples were made with {header.decode().strip()[:200]}, "
+                f"not with {self._header.strip()[:200]}; remove the file to start over"
+            )
+        whole = len(header)
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break
+            for row in json.loads(line)["batch"]:
+                self.done[row.pop("key")] = Completion(**row)
+            whole += len(line)
+        os.truncate(self.path, whole)

@@ -3,13 +3,16 @@
 lm-eval's own `repeats` scores the first answer only (take_first), so each repeat is scored by a pass
 of its own over the stored answers; generation happens in the first. What comes back is one row a
 document and repeat, in that order, and the conditions under which two scorings may be compared.
+
+A private task (GPQA) leaves no text behind: its rows hold hashes, letters and counts, and what the
+datasets library makes of a local file lies in a temporary folder.
 """
 
 import importlib.resources
 import json
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,10 +22,22 @@ import yaml
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from recovery.model import BlockDiffusionLM, Progress
-from recovery.samples import Generate, SampleStore
+from recovery.answers import final_choice
+from recovery.model import BlockDiffusionLM, without_thinking
+from recovery.samples import (
+    Batch,
+    Completion,
+    Finished,
+    Generate,
+    Progress,
+    Request,
+    SampleStore,
+)
 
 TASKS = Path(str(importlib.resources.files("recovery").joinpath("tasks")))
+THINKING = "_thinking"
+READERS = {".jsonl": "json", ".csv": "csv"}  # what a local data set may be, and who reads it
+NO_ANSWER = "[invalid]"  # what lm-eval's regex filter returns when nothing matches
 
 
 @dataclass(frozen=True)
@@ -50,28 +65,42 @@ class Row:
     @property
     def answered(self) -> bool:
         """Whether an answer could be extracted at all."""
-        return self.answer != "[invalid]"
+        return self.answer != NO_ANSWER
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """All rows of a task on one model, and the conditions they were taken under."""
+    """All rows of a task on one model.
+
+    Attributes:
+        task: its name.
+        rows: by document, then repeat.
+        conditions: what must be equal for two scorings to be compared.
+        made_with: what made the samples: model, activations, hardware.
+    """
 
     task: str
     rows: list[Row]
     conditions: dict[str, Any]
+    made_with: dict[str, Any]
 
     def by_question(self) -> dict[str, list[float]]:
         """Return document -> its scores in the order of repeats."""
         scores: dict[str, list[float]] = {}
         for row in self.rows:
-            scores.setdefault(row.doc_hash, []).append(row.score)
+            scores.setdefault(f"{row.doc_id}-{row.doc_hash}", []).append(row.score)
         return scores
 
 
 def known_tasks() -> list[str]:
     """Return the names of the tasks that ship."""
     return sorted(path.stem for path in TASKS.glob("*.yaml"))
+
+
+def local_data(task: str, folder: Path) -> Path | None:
+    """Return a task's file in a folder of local data sets; with and without thinking it is the same."""
+    files = [folder / f"{task.removesuffix(THINKING)}{suffix}" for suffix in READERS]
+    return next((file for file in files if file.is_file()), None)
 
 
 def score(
@@ -92,12 +121,12 @@ def score(
     Args:
         task: one of `known_tasks()`.
         store: where finished samples are kept; a resumed run passes the same.
-        generate: answers a batch of requests.
-        data_file: a local jsonl in place of the data set that the task names on the Hub.
+        generate: answers batches of requests.
+        data_file: a local .jsonl or .csv in place of the data set that the task names on the Hub.
         limit: the first so many documents, all when None.
         repeats: samples a document.
         seed: of the run; equal for the models that are compared.
-        batch_size: requests a call of `generate`.
+        batch_size: requests a batch.
         sampler: the sampler's settings, as a condition of the comparison.
         progress: wraps the batches to show how far they are.
 
@@ -106,20 +135,85 @@ def score(
     """
     if task not in known_tasks():
         raise ValueError(f"no task named {task!r}; there are {', '.join(known_tasks())}")
-    model = BlockDiffusionLM(
-        store, generate, seed=seed, repeats=repeats, batch_size=batch_size, progress=progress
-    )
     rows: list[Row] = []
     conditions: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         manager = _manager(task, data_file, Path(folder))
+        model = BlockDiffusionLM(
+            store,
+            generate,
+            seed=seed,
+            repeats=repeats,
+            batch_size=batch_size,
+            progress=progress,
+            keep=_letter if is_private(task) else str,
+        )
         for model.repeat in range(repeats):
             results = _evaluate(model, task, manager, limit)
             rows += _rows(results["samples"][task], model)
             conditions = _conditions(task, results, limit, repeats, seed, sampler, rows)
     if not rows:
         raise ValueError(f"task {task!r} has no documents")
-    return Scoring(task, sorted(rows, key=lambda row: (row.doc_id, row.repeat)), conditions)
+    rows.sort(key=lambda row: (row.doc_id, row.repeat))
+    return Scoring(task, rows, conditions, store.made_with)
+
+
+def first_requests(
+    task: str, *, data_file: Path | None, limit: int | None, seed: int
+) -> list[Request]:
+    """Return what `score` asks in the first repeat, by document, asking nobody."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def note(batches: Sequence[Batch]) -> Iterator[Finished]:
+            for batch in batches:
+                yield batch, [Completion("", 1, [1], True) for _ in batch]
+
+        model = BlockDiffusionLM(
+            SampleStore(Path(folder) / "unanswered.jsonl", {}),
+            note,
+            seed=seed,
+            repeats=1,
+            batch_size=1 << 20,
+            progress=lambda finished, _: finished,
+        )
+        _evaluate(model, task, _manager(task, data_file, Path(folder)), limit)
+        return [model.requests[key] for key in sorted(model.requests)]
+
+
+def count_documents(task: str, data_file: Path | None) -> int:
+    """Load a task's data set, and say how many documents it has.
+
+    Raises:
+        ValueError: it cannot be had or read; the message says what to do.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            loaded: Any = _manager(task, data_file, Path(folder)).load([task])
+            return len(list(loaded["tasks"][task].eval_docs))
+    except Exception as error:  # datasets and its readers raise a dozen unrelated types
+        what = " ".join(str(error).split())[:200] if not is_private(task) else ""
+        raise ValueError(
+            f"task {task}: {data_file or 'its data set on the Hub'} cannot be read "
+            f"({type(error).__name__} {what}); {_remedy(task)}"
+        ) from error
+
+
+def _remedy(task: str) -> str:
+    token = (
+        "accept the data set's terms on the Hub and set HF_TOKEN, or " if is_private(task) else ""
+    )
+    name = task.removesuffix(THINKING)
+    return f"{token}put {name}.jsonl or {name}.csv into a folder for --data-dir"
+
+
+def is_private(task: str) -> bool:
+    """Return whether a task's questions and answers must not be written anywhere."""
+    text = (TASKS / f"{task.removesuffix(THINKING)}.yaml").read_text("utf-8")
+    return "private: true" in text
+
+
+def _letter(text: str) -> str:
+    return final_choice(without_thinking(text))
 
 
 def _manager(task: str, data_file: Path | None, folder: Path) -> TaskManager:
@@ -127,9 +221,13 @@ def _manager(task: str, data_file: Path | None, folder: Path) -> TaskManager:
     override: dict[str, Any] = {"include": str(TASKS / f"{task}.yaml"), "task": task}
     if data_file is not None:
         override |= {
-            "dataset_path": "json",
+            "dataset_path": READERS[data_file.suffix],
             "dataset_name": None,
-            "dataset_kwargs": {"data_files": {"test": str(data_file.resolve())}},
+            "test_split": "test",
+            "dataset_kwargs": {
+                "data_files": {"test": str(data_file.resolve())},
+                "cache_dir": str(folder / "datasets"),
+            },
         }
     (folder / f"{task}.yaml").write_text(yaml.safe_dump(override))
     return TaskManager(include_path=str(folder), include_defaults=False)

@@ -6,13 +6,18 @@ is clustered by question.
 
   difference  mean of d_i, in percentage points. From 40 questions on, percentile bootstrap over
               questions (fixed seed); below, Student's t with n - 1 degrees of freedom.
+  p-values    of "the loss is at least the margin" and "at most the margin", one-sided, from the same
+              distribution as the bounds of the difference: a bound is beyond the margin if and only
+              if its p-value is at most 1 - confidence. (Bootstrap: bounds are order statistics,
+              p = (resamples beyond + 1) / (resamples + 1).)
   recovery    100 * mean(quantized) / mean(base). Bootstrap likewise; below 40 questions Fieller's
               interval for a ratio of paired means.
   flips       questions right on one side and wrong on the other, when k = 1, and the exact McNemar
               test on them (binomial, two-sided).
 
 Sources: arXiv 2411.00640 (clustered errors of evaluations), Fieller 1954, McNemar 1947.
-Left out: unpaired tests, which need several times the questions for the same power.
+Left out: unpaired tests, which need several times the questions for the same power; bias-corrected
+bootstraps, because the plain one covers as stated (tests/test_recovery_simulation.py).
 """
 
 import math
@@ -23,9 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-RESAMPLES = 10_000
+RESAMPLES = 9_999  # one less than a round number: (count + 1) / 10,000 hits 0.05 exactly
 SMALL_SAMPLE = 40  # below it the bootstrap's intervals are too narrow
 SEED = 20260610
+ROUNDING_PP = 1e-9  # a loss of the margin is "at least" and "at most" it, whatever its last bit
 
 Floats = NDArray[np.float64]
 Scores = Mapping[str, Sequence[float]]  # question -> its k scores, 0..1
@@ -54,6 +60,9 @@ class Comparison:
         difference_interval: two-sided, at `confidence`.
         difference_bounds: one-sided lower and upper bounds, each at `confidence`: what the gate uses.
         deviation_pp: standard deviation of the questions' differences.
+        margin_pp: loss that the gate allows, declared beforehand.
+        p_at_least_margin: p-value of "the loss is at least the margin"; small lets the gate pass.
+        p_at_most_margin: p-value of "the loss is at most the margin"; small makes it fail.
         recovery: 100 * quantized / base; None when the base scores 0.
         recovery_interval: two-sided, at `confidence`.
         lost: questions the base answers and the quantized model does not (k = 1), else None.
@@ -72,6 +81,9 @@ class Comparison:
     difference_interval: Interval
     difference_bounds: Interval
     deviation_pp: float
+    margin_pp: float
+    p_at_least_margin: float
+    p_at_most_margin: float
     recovery: float | None
     recovery_interval: Interval
     lost: int | None
@@ -80,7 +92,9 @@ class Comparison:
     confidence: float
 
 
-def compare(base: Scores, quantized: Scores, confidence: float = 0.95) -> Comparison:
+def compare(
+    base: Scores, quantized: Scores, *, margin_pp: float, confidence: float = 0.95
+) -> Comparison:
     """Compare two scorings of the same questions.
 
     Raises:
@@ -92,7 +106,8 @@ def compare(base: Scores, quantized: Scores, confidence: float = 0.95) -> Compar
     y = np.array([np.mean(quantized[name]) for name in names], dtype=np.float64)
     difference = 100 * (y - x)
     small = len(names) < SMALL_SAMPLE
-    means = None if small else _resampled_means(x, y)  # [resamples, 2]
+    means = None if small else resampled_means(x, y)  # [resamples, 2]
+    at_least, at_most = _margin_p_values(difference, means, margin_pp, repeats)
     lost, won = _flips(x, y) if repeats == 1 else (None, None)
     return Comparison(
         questions=len(names),
@@ -105,6 +120,9 @@ def compare(base: Scores, quantized: Scores, confidence: float = 0.95) -> Compar
         difference_interval=_difference(difference, means, (1 + confidence) / 2),
         difference_bounds=_difference(difference, means, confidence),
         deviation_pp=float(difference.std(ddof=1)),
+        margin_pp=margin_pp,
+        p_at_least_margin=at_least,
+        p_at_most_margin=at_most,
         recovery=float(100 * y.mean() / x.mean()) if x.mean() > 0 else None,
         recovery_interval=_recovery(x, y, means, (1 + confidence) / 2),
         lost=lost,
@@ -119,22 +137,25 @@ def mcnemar(lost: int, won: int) -> float:
     return 1.0 if lost + won == 0 else float(stats.binomtest(lost, lost + won).pvalue)
 
 
-def non_inferiority_p(difference_pp: float, deviation_pp: float, n: int, margin_pp: float) -> float:
-    """Return the one-sided p-value of "the loss is at least the margin" (large-sample t)."""
-    error = deviation_pp / math.sqrt(n)
-    if error == 0:
-        return 0.0 if difference_pp > -margin_pp else 1.0
-    return float(stats.t.sf((difference_pp + margin_pp) / error, n - 1))
+def unseen_loss_p(samples: int, margin_pp: float) -> float:
+    """Return how likely `samples` show no loss at all when each is lost with probability margin.
+
+    The floor of the p-value that lets a gate pass. Where no score differs there is no variance to go
+    by, and an interval of width 0 over 10 questions would exclude anything.
+    """
+    return (1 - min(margin_pp, 100) / 100) ** samples
 
 
 def questions_needed(
-    difference_pp: float, deviation_pp: float, margin_pp: float, confidence: float
+    difference_pp: float, deviation_pp: float, margin_pp: float, confidence: float, repeats: int
 ) -> int | None:
     """Return how many questions would decide, were the difference as observed; None if none would."""
     gap = abs(difference_pp + margin_pp)
-    if gap == 0:
+    if gap < ROUNDING_PP:
         return None
-    return math.ceil((float(stats.norm.ppf(confidence)) * deviation_pp / gap) ** 2)
+    by_variance = (float(stats.norm.ppf(confidence)) * deviation_pp / gap) ** 2
+    unseen = math.log(1 - confidence) / math.log1p(-min(margin_pp, 99) / 100) / repeats
+    return math.ceil(max(by_variance, unseen, 2))
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
@@ -163,24 +184,53 @@ def _flips(x: Floats, y: Floats) -> tuple[int, int]:
     return int(((x > 0.5) & (y <= 0.5)).sum()), int(((x <= 0.5) & (y > 0.5)).sum())
 
 
-def _resampled_means(x: Floats, y: Floats) -> Floats:
-    """Return means [RESAMPLES, 2] of x and y over questions drawn with replacement, paired."""
+def resampled_means(x: Floats, y: Floats) -> Floats:
+    """Return means [RESAMPLES, 2] of x and y over questions drawn with replacement, paired.
+
+    Equal pairs (x_i, y_i) are drawn together: how often each distinct pair comes is multinomial.
+    """
+    pairs, counts = np.unique(np.stack([x, y], axis=1), axis=0, return_counts=True)  # [U, 2], [U]
     generator = np.random.default_rng(SEED)
-    n = len(x)
     means = np.empty((RESAMPLES, 2))
-    for start in range(0, RESAMPLES, 500):
-        counts = generator.multinomial(n, np.full(n, 1 / n), size=500)  # [500, n]
-        means[start : start + 500] = counts @ np.stack([x, y], axis=1) / n
+    for start in range(0, RESAMPLES, 1000):  # [1000, U] at a time bounds the memory
+        rows = len(means[start : start + 1000])
+        drawn = generator.multinomial(len(x), counts / len(x), size=rows)
+        means[start : start + rows] = drawn @ pairs / len(x)
     return means
 
 
 def _quantiles(values: Floats, level: float) -> Interval:
-    low, high = np.quantile(values, [1 - level, level])
-    return Interval(float(low), float(high))
+    """Return the order statistics that leave (1 - level) * (RESAMPLES + 1) - 1 values outside."""
+    outside = max(1, math.floor((1 - level) * (RESAMPLES + 1) + 1e-6))
+    ordered = np.sort(values)
+    return Interval(float(ordered[outside - 1]), float(ordered[-outside]))
+
+
+def _margin_p_values(
+    difference: Floats, means: Floats | None, margin_pp: float, repeats: int
+) -> tuple[float, float]:
+    """Return the p-values of "the loss is at least" and "at most the margin"."""
+    if means is None:
+        at_least, at_most = _t_tails(difference, -margin_pp)
+    else:
+        drawn = 100 * (means[:, 1] - means[:, 0])
+        at_least = (int((drawn <= -margin_pp + ROUNDING_PP).sum()) + 1) / (RESAMPLES + 1)
+        at_most = (int((drawn >= -margin_pp - ROUNDING_PP).sum()) + 1) / (RESAMPLES + 1)
+    return max(at_least, unseen_loss_p(len(difference) * repeats, margin_pp)), at_most
+
+
+def _t_tails(difference: Floats, value: float) -> tuple[float, float]:
+    """Return the one-sided p-values of "mean <= value" and "mean >= value"."""
+    error = difference.std(ddof=1) / math.sqrt(len(difference))
+    gap = float(difference.mean()) - value
+    if error == 0:
+        return float(gap <= ROUNDING_PP), float(gap >= -ROUNDING_PP)
+    t, freedom = gap / error, len(difference) - 1
+    return float(stats.t.sf(t, freedom)), float(stats.t.cdf(t, freedom))
 
 
 def _difference(difference: Floats, means: Floats | None, level: float) -> Interval:
-    """Return the `1 - level` and `level` quantiles of the mean difference in pp."""
+    """Return the `1 - level` and `level` bounds of the mean difference in pp."""
     if means is not None:
         return _quantiles(100 * (means[:, 1] - means[:, 0]), level)
     return Interval(*_t_limits(difference, level))
