@@ -17,9 +17,11 @@ from tiny import EXPERTS, LAYERS
 from quantize.checkpoint import Checkpoint
 from quantize.convert import Conversion, convert
 from quantize.errors import InputError, ResourceError
-from quantize.recipe import Recipe, Scheme, load_recipe
+from quantize.load import load
+from quantize.recipe import Recipe, Scheme, load_recipe, shipped_recipes
 from quantize.run_dir import read_json
 from quantize.targets import Target, plan_targets, sum_bytes
+from quantize.verify import relative_error
 
 DENSE = LAYERS * 7 - 1  # q, k, v, o, gate, up, down a layer; the full-attention layer has no v
 IGNORE = ["lm_head", "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]
@@ -205,6 +207,23 @@ def test_every_linear_left_in_bf16_is_ignored_by_name(tiny_checkpoint: Path, tmp
             assert any(
                 re.match(p[3:], module) if p.startswith("re:") else p == module for p in ignore
             ), module
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_every_shipped_recipe_loads_without_a_missing_key(
+    tiny_checkpoint: Path, tmp_path: Path, name: str
+):
+    recipe = load_recipe(name)
+    _, targets = run(tiny_checkpoint, tmp_path / "out", recipe)
+    model = load(tmp_path / "out", activations="per_layer")
+    source = read_all(tiny_checkpoint)
+    errors = {}
+    for target in targets:
+        if target.scheme:
+            mine = model.get_parameter(target.name)
+            errors[target.scheme] = relative_error(source[target.name], mine)
+            assert 0 < errors[target.scheme] < recipe.verification.max_relative_error[target.scheme]
+    assert set(errors) == set(recipe.quantization.targets_by_scheme())
 
 
 def test_input_scales_arrive_at_their_modules(tiny_checkpoint: Path, tmp_path: Path):
