@@ -68,7 +68,7 @@ def tile(**sizes: int) -> dict[str, Any]:
 def matmul_case(
     name: str, signature: dict, mode: dict, cores: dict, gelu: bool, **sizes: Any
 ) -> Case:
-    constants = mode | {"SCALED": signature is not BF16, "GELU_MUL": gelu, "CHAINED": False}
+    constants = mode | {"SCALED": signature is not BF16, "GELU_MUL": gelu}
     constants |= {"BLOCKS_FIRST": not mode["GROUPED"]} | sizes
     limit = {90: 1.4} if signature is FP8 and sizes["SWAP"] else {}
     return Case(name, matmul.matmul_kernel, signature, constants, cores, per_weight=limit)
@@ -95,13 +95,13 @@ CASES = [
     Case("nvfp4 dense", nvfp4.nvfp4_kernel, NVFP4,
          DENSE | {"GELU_MUL": False} | tile(BM=64, BN=64, BK=128), {80: "HMMA", 89: "HMMA", 90: "HGMMA"}),
     Case("nvfp4 fragments up", nvfp4_hopper.nvfp4_hopper_kernel, FRAGMENTS,
-         EXPERTS_UP | {"GELU_MUL": True, "CHAINED": True, "num_warps": 8} | tile(BM=32, MORE=0, BN=128, BK=128, SPLITS=1, STAGES=4),
+         EXPERTS_UP | {"GELU_MUL": True, "num_warps": 8} | tile(BM=32, MORE=0, BN=128, BK=128, SPLITS=1, STAGES=4),
          {90: "HGMMA"}, {"num_warps": 8}, {90: 3.7}),
     Case("nvfp4 fragments down", nvfp4_hopper.nvfp4_hopper_kernel, FRAGMENTS,
-         EXPERTS_DOWN | {"GELU_MUL": False, "CHAINED": True, "num_warps": 8} | tile(BM=32, MORE=0, BN=128, BK=128, SPLITS=1, STAGES=4),
+         EXPERTS_DOWN | {"GELU_MUL": False, "num_warps": 8} | tile(BM=32, MORE=0, BN=128, BK=128, SPLITS=1, STAGES=4),
          {90: "HGMMA"}, {"num_warps": 8}, {90: 3.9}),
     Case("nvfp4 fragments dense", nvfp4_hopper.nvfp4_hopper_kernel, FRAGMENTS,
-         DENSE | {"GELU_MUL": False, "CHAINED": True, "num_warps": 8} | tile(BM=128, MORE=0, BN=128, BK=128, SPLITS=3, STAGES=3),
+         DENSE | {"GELU_MUL": False, "num_warps": 8} | tile(BM=128, MORE=0, BN=128, BK=128, SPLITS=3, STAGES=3),
          {90: "HGMMA"}, {"num_warps": 8}, {90: 4.5}),
     Case("nvfp4 w4a4 dense", nvfp4_blackwell.nvfp4_w4a4_kernel, W4A4,
          DENSE | {"GELU_MUL": False} | tile(BM=128, BN=128, BK=128), {100: "UTCOMMA", 120: "OMMA"},
@@ -158,11 +158,13 @@ def test_elementwise_kernels(target: int) -> None:
     """Routing, combine and quantization have no tensor-core instruction; they must compile unspilled."""
     reports = [
         compile_for(target, routing.route_kernel,
-                    {"ids": "*i32", "slots": "*i32", "block_expert": "*i32", "block_count": "*i32", "total": "i32"},
-                    {"E": 128, "EXPERTS": 128, "BLOCK": 32, "PADDING": 32, "CHUNK": 2048, "CHAINED": target >= 90}, num_warps=4),
+                    {"ids": "*i32", "slots": "*i32", "block_expert": "*i32", "block_count": "*i32", "total": "i32",
+                     "x": "*bf16", "q": "*i8", "q_scale": "*fp32", "K": "i32"},
+                    {"E": 128, "EXPERTS": 128, "BLOCK": 32, "PADDING": 32, "CHUNK": 2048,
+                     "LARGEST": 127.0, "COLUMNS": 4096}, num_warps=4),
         compile_for(target, routing.combine_kernel,
                     {"y": "*bf16", "ids": "*i32", "out": "*bf16", "H": "i32", "E": "i32"},
-                    {"TOPK": 8, "BLOCK": 1024, "CHAINED": target >= 90}, num_warps=4),
+                    {"TOPK": 8, "BLOCK": 1024}, num_warps=4),
     ]  # fmt: skip
     if target >= 89:
         rows = {
@@ -173,7 +175,7 @@ def test_elementwise_kernels(target: int) -> None:
             "K": "i32",
             "eps": "fp32",
         }
-        constants = {"FUSE": "rms_norm", "LARGEST": 448.0, "BLOCK": 4096, "CHAINED": target >= 90}
+        constants = {"FUSE": "rms_norm", "LARGEST": 448.0, "BLOCK": 4096}
         reports.append(
             compile_for(target, quantize.quantize_rows_kernel, rows, constants, num_warps=8)
         )

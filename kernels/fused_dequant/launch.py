@@ -2,8 +2,7 @@
 
 experts, for M tokens and topk choices:
 
-    route                ids -> sorted blocks                                     1 launch
-    [quantize_rows]      fp8, int8: tokens to 8 bits                              1
+    route                ids -> sorted blocks; fp8, int8: tokens to 8 bits        1 launch
     gate_up + gelu_mul   [slots, I] bf16, activation in the epilogue              1
     [quantize_rows]      fp8, int8: hidden rows to 8 bits                         1
     down * weight        [slots, H] bf16                                          1
@@ -61,12 +60,10 @@ def dense(
     )
 
 
-def _quantize(
-    x: torch.Tensor, weight: Weight, *, chain: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _quantize(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Activations as the weight's scheme multiplies them, and their scales."""
     if weight.scheme in _EIGHT_BIT:
-        return quantize.quantize_rows(x, _EIGHT_BIT[weight.scheme], chain=chain)
+        return quantize.quantize_rows(x, _EIGHT_BIT[weight.scheme])
     if weight.input_scale is not None:
         return quantize.quantize_nvfp4(x, weight.input_scale)
     return x, None
@@ -83,10 +80,16 @@ def experts(
     count, N, K = gate_up.shape
     up_config = tuning.choose("experts", gate_up.scheme, len(x), N, K, x.device)
     down_config = tuning.choose("experts", down.scheme, len(x), *down.shape[1:], x.device)
-    blocks = routing.route(expert_ids, count, tuning.block_rows(up_config))
+    rows = tuning.block_rows(up_config)
+    if gate_up.scheme in _EIGHT_BIT:
+        dtype = _EIGHT_BIT[gate_up.scheme]
+        blocks, x, x_scale = routing.route_and_quantize(expert_ids, count, rows, x, dtype)
+    else:
+        blocks = routing.route(expert_ids, count, rows)
+        x, x_scale = _quantize(x, gate_up)
     row_weight = routing_weights.flatten()
-    hidden = grouped(*_quantize(x, gate_up, chain=True), gate_up, blocks, up_config, None)
-    y = grouped(*_quantize(hidden, down, chain=True), down, blocks, down_config, row_weight)
+    hidden = grouped(x, x_scale, gate_up, blocks, up_config, None)
+    y = grouped(*_quantize(hidden, down), down, blocks, down_config, row_weight)
     return routing.combine(y, expert_ids, count)
 
 

@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_dequant.chain import chained, release, wait
 from fused_dequant.routing import Routing
 from fused_dequant.tiles import block_rows, split_gate_up
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
@@ -49,12 +48,10 @@ def matmul_kernel(
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCKS_FIRST: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """X [rows, K], w [E, N, K], y [rows, N or N/2]; a slot reads row slot // TOPK of x."""
     tile = tl.program_id(1 if BLOCKS_FIRST else 0)
     block = tl.program_id(0 if BLOCKS_FIRST else 1)
-    wait(CHAINED and not WEIGHTED)  # the blocks may be new; those of a weighted product are older
     expert = tl.zeros((), tl.int64)
     if GROUPED:
         if block >= tl.load(block_count):
@@ -69,8 +66,6 @@ def matmul_kernel(
     tokens = x + row[:, None] * K + k[None, :]
     acc_type: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), acc_type)
-    wait(CHAINED and WEIGHTED)
-    release(CHAINED)
     for k0 in range(0, K, BK):
         if EVEN_K:
             b = tl.load(weights + k0)
@@ -116,7 +111,7 @@ def matmul(
         x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
         y, y, y, y, M, N, K,
         TOPK=1, GROUPED=False, SCALED=x_scale is not None, GELU_MUL=False, WEIGHTED=False,
-        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True, CHAINED=False, **config,
+        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True, **config,
     )  # fmt: skip
     return y
 
@@ -148,7 +143,6 @@ def grouped_matmul(
         y if row_weight is None else row_weight, total, N, K,
         TOPK=1 if per_slot else routing.topk, GROUPED=True, SCALED=x_scale is not None,
         GELU_MUL=gelu_mul, WEIGHTED=row_weight is not None,
-        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=False,
-        **chained(x), **config,
+        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=False, **config,
     )  # fmt: skip
     return y

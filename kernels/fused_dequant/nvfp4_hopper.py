@@ -32,9 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fused_dequant.chain import chained, wait
 from fused_dequant.formats import _REGISTERS, _SELECT_FIRST, FRAGMENT
 from fused_dequant.routing import Routing
 
@@ -171,7 +169,6 @@ def nvfp4_hopper_kernel(
     GELU_MUL: gl.constexpr,
     WEIGHTED: gl.constexpr,
     EVEN_K: gl.constexpr,
-    CHAINED: gl.constexpr,
     BM: gl.constexpr,
     MORE: gl.constexpr,
     BN: gl.constexpr,
@@ -203,8 +200,6 @@ def nvfp4_hopper_kernel(
 
     tile = gl.program_id(0)
     block = gl.program_id(1)
-    if CHAINED and GELU_MUL:
-        gdc_wait()  # the blocks may come from the kernel just before; those of down are older
     expert = 0
     if GROUPED:
         if block >= gl.load(block_count):
@@ -250,12 +245,6 @@ def nvfp4_hopper_kernel(
         if begin + stage < end:
             copy_step(words_at, words_smem.index(stage), word, 512, begin + stage, K, BK, EVEN_K)
             copy_step(scales_at, scales_smem.index(stage), scale, 64, begin + stage, K, BK, EVEN_K)
-    if CHAINED and not GELU_MUL:
-        gdc_wait()  # weights depend on nothing: they are on their way before the tokens exist
-    if CHAINED:
-        gdc_launch_dependents()
-    for stage in gl.static_range(STAGES - 1):
-        if begin + stage < end:
             copy_tokens(tokens_at, tokens_smem.index(stage), real, k, begin + stage, K, BK, EVEN_K)
             if MORE:
                 copy_tokens(
@@ -335,22 +324,17 @@ def nvfp4_hopper(
     nvfp4_hopper_kernel[grid](
         x, words, scales, factor, partial, y, y, y, y, M, N, K,
         TOPK=1, GROUPED=False, GELU_MUL=False, WEIGHTED=False, EVEN_K=K % config["BK"] == 0,
-        CHAINED=False, **config,
+        **config,
     )  # fmt: skip
     if splits > 1:
         size = y.numel()
-        sum_splits_kernel[(triton.cdiv(size, 2048),)](
-            partial, y, size, SPLITS=splits, BLOCK=2048, **chained(x)
-        )
+        sum_splits_kernel[(triton.cdiv(size, 2048),)](partial, y, size, SPLITS=splits, BLOCK=2048)
     return y
 
 
 @triton.jit
-def sum_splits_kernel(
-    partial, y, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
-):
+def sum_splits_kernel(partial, y, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """y = sum over the first axis of partial [SPLITS, size], in order."""
-    wait(CHAINED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
@@ -382,6 +366,6 @@ def grouped_nvfp4_hopper(
         x, words, scales, factor, y, routing.slots, routing.block_expert, routing.block_count,
         y if row_weight is None else row_weight, total, N, K,
         TOPK=1 if per_slot else routing.topk, GROUPED=True, GELU_MUL=gelu_mul,
-        WEIGHTED=row_weight is not None, EVEN_K=K % config["BK"] == 0, **chained(x), **config,
+        WEIGHTED=row_weight is not None, EVEN_K=K % config["BK"] == 0, **config,
     )  # fmt: skip
     return y

@@ -19,29 +19,20 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_dequant.chain import chained, release, wait
 from fused_dequant.tiles import gelu_mul
 
 
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+
 @triton.jit
-def quantize_rows_kernel(
-    x,
-    weight,
-    q,
-    scale,
-    K,
-    eps,
-    FUSE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+def quantize_row(
+    x, weight, q, scale, m, K, eps, FUSE: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program a row; BLOCK >= K is a power of two."""
-    m = tl.program_id(0).to(tl.int64)
+    """Quantize row m; BLOCK >= K is a power of two."""
+    m = m.to(tl.int64)
     k = tl.arange(0, BLOCK)
     inside = k < K
-    wait(CHAINED)
-    release(CHAINED)
     if FUSE == "gelu_mul":
         gate = tl.load(x + m * 2 * K + k, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + m * 2 * K + K + k, mask=inside, other=0.0).to(tl.float32)
@@ -64,6 +55,14 @@ def quantize_rows_kernel(
     tl.store(scale + m, tl.where(damaged > 0, float("nan"), s))
 
 
+@triton.jit
+def quantize_rows_kernel(
+    x, weight, q, scale, K, eps, FUSE: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program a row."""
+    quantize_row(x, weight, q, scale, tl.program_id(0), K, eps, FUSE, LARGEST, BLOCK)
+
+
 def quantize_rows(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -71,12 +70,8 @@ def quantize_rows(
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     fuse: str = "none",
-    chain: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """X [M, K] ([M, 2K] for gelu_mul) -> (dtype [M, K], scale f32 [M]); dtype float8_e4m3fn or int8.
-
-    `chain` says that the launch before is one of ours in the same sequence (see `chain`).
-    """
+    """X [M, K] ([M, 2K] for gelu_mul) -> (dtype [M, K], scale f32 [M]); dtype float8_e4m3fn or int8."""
     M, width = x.shape
     K = width // 2 if fuse == "gelu_mul" else width
     q = torch.empty(M, K, dtype=dtype, device=x.device)
@@ -84,8 +79,8 @@ def quantize_rows(
     block = triton.next_power_of_2(K)
     quantize_rows_kernel[(M,)](
         x, scale if norm_weight is None else norm_weight, q, scale, K, eps,
-        FUSE=fuse, LARGEST=448.0 if dtype == torch.float8_e4m3fn else 127.0, BLOCK=block,
-        num_warps=max(1, min(8, block // 512)), **(chained(x) if chain else {"CHAINED": False}),
+        FUSE=fuse, LARGEST=LARGEST[dtype], BLOCK=block,
+        num_warps=max(1, min(8, block // 512)),
     )  # fmt: skip
     return q, scale
 

@@ -12,7 +12,8 @@ min(E, S) + S // block in all for S slots. Kernels are launched for the bound; b
 at once. So the launch depends on shapes alone and a CUDA graph can replay it with another routing.
 
 One program an expert: each counts all ids itself (8 KB from L2 at 2,048 slots) rather than wait for a
-second launch, then writes its own run in slot order. No atomics, so two runs are equal bit for bit.
+second launch, then writes its own run in slot order. No atomics, so two runs are equal bit for bit. For
+8-bit schemes the tokens are quantized by further programs of the same launch.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_dequant.chain import chained, release, wait
+from fused_dequant.quantize import LARGEST, quantize_row
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,23 @@ def route_kernel(
     block_expert,
     block_count,
     total,
+    x,
+    q,
+    q_scale,
+    K,
     E: tl.constexpr,
     EXPERTS: tl.constexpr,  # E rounded up to a power of two
     BLOCK: tl.constexpr,
     PADDING: tl.constexpr,  # BLOCK likewise
     CHUNK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Program e lays out expert e. Ids outside 0..E-1 belong to no expert."""
-    release(CHAINED)  # launched plainly: nothing before it is pending
+    """Program e < E lays out expert e; program E + m quantizes token m, while the others sort."""
     e = tl.program_id(0)
+    if e >= E:
+        quantize_row(x, x, q, q_scale, e - E, K, 0.0, "none", LARGEST, COLUMNS)
+        return
     expert = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, total, CHUNK):
@@ -89,30 +97,51 @@ def route_kernel(
 
 def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
     """expert_ids int [M, topk] -> Routing with blocks of `block` rows."""
+    return _route(expert_ids, experts, block, expert_ids, expert_ids, expert_ids, tokens=0)
+
+
+def route_and_quantize(
+    expert_ids: torch.Tensor, experts: int, block: int, x: torch.Tensor, dtype: torch.dtype
+) -> tuple[Routing, torch.Tensor, torch.Tensor]:
+    """`route`, and in the same launch x bf16 [M, K] -> (e4m3 or int8 [M, K], scale f32 [M])."""
+    q = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    return _route(expert_ids, experts, block, x, q, scale, tokens=len(x)), q, scale
+
+
+def _route(
+    expert_ids: torch.Tensor,
+    experts: int,
+    block: int,
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    tokens: int,
+) -> Routing:
     total = expert_ids.numel()
     bound = max_blocks(total, experts, block)
     device = expert_ids.device
     slots = torch.empty(bound * block, dtype=torch.int32, device=device)
     block_expert = torch.empty(bound, dtype=torch.int32, device=device)
     block_count = torch.empty(1, dtype=torch.int32, device=device)
-    route_kernel[(experts,)](
-        expert_ids, slots, block_expert, block_count, total,
+    chunk = min(8192, triton.next_power_of_2(total))
+    route_kernel[(experts + tokens,)](
+        expert_ids, slots, block_expert, block_count, total, x, q, scale, x.shape[-1],
         E=experts, EXPERTS=triton.next_power_of_2(experts), BLOCK=block,
-        PADDING=triton.next_power_of_2(block),
-        CHUNK=min(2048, triton.next_power_of_2(total)), CHAINED=chained(expert_ids)["CHAINED"],
+        PADDING=triton.next_power_of_2(block), CHUNK=chunk,
+        LARGEST=LARGEST.get(q.dtype, 0.0), COLUMNS=triton.next_power_of_2(x.shape[-1]),
+        num_warps=max(4, min(16, chunk // 512)),
     )  # fmt: skip
     return Routing(slots, block_expert, block_count, block, expert_ids.shape[-1])
 
 
 @triton.jit
-def combine_kernel(
-    y, ids, out, H, E, TOPK: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
-):
+def combine_kernel(y, ids, out, H, E, TOPK: tl.constexpr, BLOCK: tl.constexpr):
     """out[m] = sum over choices of y[m * TOPK + choice], in float32, in order of choice."""
     m = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < H
-    wait(CHAINED)
     acc = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOPK):
         id = tl.load(ids + m * TOPK + choice)
@@ -127,5 +156,5 @@ def combine(y: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> torch.Te
     width = y.shape[1]
     out = torch.empty(tokens, width, dtype=y.dtype, device=y.device)
     grid = (tokens, triton.cdiv(width, 1024))
-    combine_kernel[grid](y, expert_ids, out, width, experts, TOPK=topk, BLOCK=1024, **chained(y))
+    combine_kernel[grid](y, expert_ids, out, width, experts, TOPK=topk, BLOCK=1024)
     return out

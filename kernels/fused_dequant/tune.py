@@ -113,7 +113,7 @@ def candidates(product: Product) -> Iterator[Config]:
 
 def _hopper_rows(product: Product) -> tuple[tuple[int, int], ...]:
     if product.verb == "linear":
-        return ((64, 0), (128, 0)) if product.M < 1024 else ((128, 0), (256, 0))
+        return ((32, 0), (64, 0), (128, 0)) if product.M < 1024 else ((128, 0), (256, 0))
     return {64: ((16, 0),), 256: ((16, 0), (32, 0)), 1024: ((64, 0), (64, 16), (64, 32), (128, 0))}[
         product.M
     ]
