@@ -4,6 +4,7 @@ import json
 import random
 import re
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 
@@ -92,10 +93,16 @@ def test_synthetic_problems_are_a_function_of_the_seed() -> None:
     assert first != other
 
 
-def test_the_synthetic_generator_still_makes_what_was_shipped() -> None:
-    problem = synthetic(random.Random(5), 3, EVALUATION)
-    assert problem.level == problem.answer.count("\n") == 3
-    assert problem == synthetic(random.Random(5), 3, EVALUATION)
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
+def test_each_synthetic_step_starts_from_the_last_result(level: int) -> None:
+    for seed in range(200):
+        problem = synthetic(random.Random(seed), level, EVALUATION)
+        steps = visible_steps(problem.answer)
+        assert steps_hold(problem)
+        assert len(steps) == problem.level == level
+        assert steps[-1][1] == problem.answer_number
+        for (_, before), (expression, _) in pairwise(steps):
+            assert int(re.split(r"[-+*/]", expression)[0]) == before
 
 
 def test_template_varies_numbers_and_follows_the_calculation() -> None:
@@ -120,6 +127,8 @@ def test_template_varies_numbers_and_follows_the_calculation() -> None:
         (QUESTION + " He has 2.", ANSWER),  # 2 would vary, "half" would not
         (QUESTION, ANSWER.replace("30/2=15", "30/2=16")),
         (QUESTION, ANSWER.replace("#### 33", "#### 34")),
+        (QUESTION, ANSWER.replace("#### 33", "#### 15")),  # not the last result
+        (QUESTION, ANSWER.replace("\nLeft", "\nOr 48-33=<<48-33=15>>15.\nLeft")),  # which 15?
         (QUESTION, ANSWER.replace("Left:", "Left of 99:")),  # an unexplained number
         (QUESTION, ANSWER.replace("48-15=", "48-int(15)=")),
     ],

@@ -94,7 +94,11 @@ def test_shard_holds_prompts_and_filled_answers(bank: Bank) -> None:
 
 def test_drawn_canvas_is_the_clean_block_after_its_prefix(bank: Bank) -> None:
     torch.manual_seed(0)
-    b = draw_batch(bank.tokens, bank.prompts, bank.canvases, 8, 176, VOCABULARY)
+    two = Bank(bank.tokens, bank.prompts, torch.full_like(bank.canvases, 2))
+    b = draw_batch(two.tokens, two.prompts, two.canvases, 8, 176, VOCABULARY)
+    offsets = b.start[:, None] - bank.prompts
+    assert ((offsets == 0) | (offsets == CANVAS)).any(1).all()
+    assert set((b.lengths - b.start).tolist()) == {CANVAS, 2 * CANVAS}
     for i in range(8):
         if b.start[i] + CANVAS <= 176:
             block = b.tokens[i, b.start[i] : b.start[i] + CANVAS]
