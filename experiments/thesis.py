@@ -9,9 +9,11 @@ Same NVFP4 weights, W4A4 simulated; only the input scales differ. The token coun
 the trajectories of the same seed. Each arm and seed is compared with BF16 twice: KL on the replayed
 steps of 64 held-out trajectories, and accuracy on 400 held-out word problems with equal noise.
 
-    python experiments/thesis.py outputs/thesis          (resumes; prints docs/thesis.md's tables)
+    python experiments/thesis.py outputs/thesis             prints the tables of docs/thesis.md
+    python experiments/thesis.py outputs/thesis replay      one of the two measurements, `replay` or
+    python experiments/thesis.py outputs/thesis problems    `problems`: they can run side by side
 
-One result file per arm, seed and mode, so a killed run continues.
+One file a measurement: a killed run continues.
 """
 
 import json
@@ -200,16 +202,12 @@ def held_out(reference: Model) -> list[Trajectory]:
     return record(reference, prompts, seeds, sampler=SAMPLER, canvases=CANVASES, held_out=True)
 
 
-def measure(model: Model, reference: Model, recorded: Sequence[Trajectory], title: str) -> Any:
-    """KL and top-1 agreement by trajectory, and which problems are right."""
+def replayed(model: Model, reference: Model, recorded: Sequence[Trajectory], title: str) -> Any:
+    """KL and top-1 agreement by trajectory."""
     distances = replay(reference, model, recorded, SAMPLER, title=f"{title}: replay")
     kl = by_trajectory(distances, lambda d: d.kl.mean().item())
     top1 = by_trajectory(distances, lambda d: d.agrees.double().mean().item())
-    return {
-        "kl": list(kl.values()),
-        "top1": list(top1.values()),
-        "right": answers(model, f"{title}: problems"),
-    }
+    return {"kl": list(kl.values()), "top1": list(top1.values())}
 
 
 def settings() -> Iterator[tuple[str, str | None, ActivationMode]]:
@@ -222,27 +220,44 @@ def settings() -> Iterator[tuple[str, str | None, ActivationMode]]:
                 yield f"{mode}/{arm}/{seed}", f"{arm}/{seed}", mode
 
 
-def run(out: Path) -> None:
-    """Calibrate, measure what is not measured yet, print the tables."""
-    out.mkdir(parents=True, exist_ok=True)
+def run(out: Path, measurements: Sequence[str]) -> None:
+    """Calibrate, measure what is not measured yet."""
+    (out / "results").mkdir(parents=True, exist_ok=True)
     scales = all_scales(out)
-    results_file = out / "results.json"
-    results: dict[str, Any] = read_json(results_file) if results_file.exists() else {}
     reference = load(CHECKPOINT)
-    recorded = held_out(reference)
+    recorded = held_out(reference) if "replay" in measurements else []
     with tempfile.TemporaryDirectory() as folder:
         quantized = Path(folder) / "nvfp4"
         convert_once(quantized, scales["trajectories/0"]["scales"], Path(folder))
         for name, key, mode in settings():
-            if name in results:
+            todo = [m for m in measurements if not result_file(out, name, m).exists()]
+            if not todo:
                 continue
             model = load(CHECKPOINT if name == "bf16" else quantized)
             if key is not None:
                 inputs = {m: ("NVFP4", s) for m, s in scales[key]["scales"].items()}
                 simulate_activations(model, inputs, mode)  # pyright: ignore[reportArgumentType]
-            results[name] = measure(model, reference, recorded, name)
-            write_json(results_file, results)
-    print(tables(scales, results))
+            for measurement in todo:
+                found = (
+                    replayed(model, reference, recorded, name)
+                    if measurement == "replay"
+                    else {"right": answers(model, f"{name}: problems")}
+                )
+                write_json(result_file(out, name, measurement), found)
+
+
+def result_file(out: Path, name: str, measurement: str) -> Path:
+    """Where one measurement of one model lies."""
+    return out / "results" / f"{name.replace('/', '-').replace(' ', '-')}.{measurement}.json"
+
+
+def read_results(out: Path) -> dict[str, Any]:
+    """Both measurements of every model."""
+    return {
+        name: read_json(result_file(out, name, "replay"))
+        | read_json(result_file(out, name, "problems"))
+        for name, _, _ in settings()
+    }
 
 
 def convert_once(quantized: Path, scales: Mapping[str, float], folder: Path) -> None:
@@ -336,4 +351,9 @@ def scale_table(scales: Mapping[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1] if len(sys.argv) > 1 else "outputs/thesis"))
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "outputs/thesis")
+    if len(sys.argv) > 2:
+        run(folder, [sys.argv[2]])
+    else:
+        run(folder, ["replay", "problems"])
+        print(tables(read_json(folder / "scales.json"), read_results(folder)))
