@@ -143,6 +143,7 @@ class SampleStore:
             if not line.endswith(b"\n"):
                 break
             for row in json.loads(line)["batch"]:
-                self.done[row.pop("key")] = Completion(**row)
+                key = row.pop("key")
+                self.done[key] = Completion(**row)
             whole += len(line)
         os.truncate(self.path, whole)

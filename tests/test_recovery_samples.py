@@ -1,0 +1,112 @@
+"""Finished samples: torn files, kills, foreign stores, and what a resumed run asks the model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from recovery.samples import Batch, Completion, Finished, Request, SampleStore, sample_seed
+
+REQUESTS = [Request("x" * (i % 5 + 1) + str(i), i, 64) for i in range(10)]
+MADE_WITH = {"model": "a", "sampler": {"t": 1}}
+
+
+class Model:
+    """Answers with the seed; remembers what it was asked; may die after some batches."""
+
+    def __init__(self, dies_after: int = 1000) -> None:
+        self.dies_after = dies_after
+        self.asked: list[list[int]] = []
+
+    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+        for batch in batches:
+            if len(self.asked) == self.dies_after:
+                raise KeyboardInterrupt
+            self.asked.append([request.seed for request in batch])
+            yield batch, [Completion(f"é{r.seed}", 3, [2], False) for r in batch]
+
+
+def complete(path: Path, model: Model, keep: Callable[[str], str] = str) -> SampleStore:
+    store = SampleStore(path, MADE_WITH)
+    store.complete(REQUESTS, model, 3, lambda finished, total: finished, keep)
+    return store
+
+
+def test_a_killed_run_asks_for_the_same_batches_and_ends_with_the_same_bytes(
+    tmp_path: Path,
+) -> None:
+    whole = Model()
+    complete(tmp_path / "whole", whole)
+    killed, resumed = Model(dies_after=2), Model()
+    with pytest.raises(KeyboardInterrupt):
+        complete(tmp_path / "killed", killed)
+    complete(tmp_path / "killed", resumed)
+    assert killed.asked + resumed.asked == whole.asked
+    assert (tmp_path / "killed").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_line_torn_at_any_byte_is_run_again_and_nothing_else(tmp_path: Path) -> None:
+    complete(tmp_path / "whole", Model())
+    whole = (tmp_path / "whole").read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for size in {
+        1,
+        len(lines[0]) - 1,
+        len(lines[0]),
+        len(lines[0]) + 7,
+        len(whole) - 1,
+        len(whole),
+    }:
+        torn = tmp_path / f"torn{size}"
+        torn.write_bytes(whole[:size])
+        model = Model()
+        complete(torn, model)
+        assert torn.read_bytes() == whole
+        kept = whole[:size].count(b"\n") - 1
+        assert len(model.asked) == 4 - max(kept, 0)
+
+
+def test_samples_of_another_model_are_refused(tmp_path: Path) -> None:
+    complete(tmp_path / "store", Model())
+    with pytest.raises(ValueError, match="remove the file"):
+        SampleStore(tmp_path / "store", MADE_WITH | {"model": "b"})
+    with pytest.raises(ValueError, match="remove the file"):
+        SampleStore(tmp_path / "store", MADE_WITH | {"sampler": {"t": 2}})
+
+
+def test_what_is_not_kept_is_not_written(tmp_path: Path) -> None:
+    store = complete(tmp_path / "store", Model(), keep=lambda text: text[-1])
+    assert {c.text for c in store.done.values()} == set("0123456789")
+    assert "é" not in (tmp_path / "store").read_text("utf-8")
+
+
+def test_missing_answers_are_an_error(tmp_path: Path) -> None:
+    def lazy(batches: Sequence[Batch]) -> Iterator[Finished]:
+        yield batches[0], [Completion("", 1, [1], False)] * len(batches[0])
+
+    def short(batches: Sequence[Batch]) -> Iterator[Finished]:
+        yield batches[0], []
+
+    for name, model, message in (
+        ("lazy", lazy, "7 of 10 requests were not answered"),
+        ("short", short, "3 requests and 0 completions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SampleStore(tmp_path / name, {}).complete(REQUESTS, model, 3, lambda f, _: f)
+
+
+def test_seeds_depend_on_document_repeat_and_run_alone() -> None:
+    assert sample_seed(0, "q", 1) == 4468019885146544226
+    seeds = {sample_seed(run, doc, repeat) for run in (0, 1) for doc in "ab" for repeat in (0, 1)}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_keys_tell_every_field_apart() -> None:
+    request = Request("q", 1, 64)
+    others = [
+        Request("r", 1, 64),
+        Request("q", 2, 64),
+        Request("q", 1, 65),
+        Request("q", 1, 64, True),
+    ]
+    assert len({r.key for r in [request, *others]}) == 5
