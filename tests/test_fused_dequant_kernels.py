@@ -36,7 +36,13 @@ EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SCHEMES = ("bf16", "fp8", "int8", "nvfp4")
 SHAPES = [(1, 64, 64), (17, 80, 208), (64, 144, 192)]
 if not INTERPRETED:
-    SHAPES += [(256, 4096, 2816), (255, 2816, 2112), (1024, 2816, 704), (7, 1408, 2816)]
+    SHAPES += [
+        (256, 4096, 2816),
+        (255, 2816, 2112),
+        (256, 2816, 4096),
+        (1024, 2816, 704),
+        (7, 1408, 2816),
+    ]
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:

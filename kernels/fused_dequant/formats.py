@@ -109,14 +109,14 @@ def dequantize_nvfp4(
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric per-row quantization, x [..., K] -> (values of dtype [..., K], scale f32 [...]).
 
-    dtype float8_e4m3fn: scale = amax / 448; int8: amax / 127, round half to even. A zero row has scale
-    1; a row holding NaN or infinity has scale NaN, so whatever is computed from it is NaN.
+    dtype float8_e4m3fn: scale = amax / 448; int8: amax / 127. q = x * (1 / scale), rounded half to even:
+    one division a row, so the kernel agrees bit for bit at the price of a multiply. A zero row has scale 1; a row holding NaN or infinity has scale NaN, so whatever is computed from it is NaN.
     """
     largest = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: 127.0}[dtype]
     amax = x.float().abs().amax(-1)
     scale = torch.where(amax > 0, amax / largest, torch.ones_like(amax))
     scale = torch.where(amax.isfinite(), scale, torch.full_like(amax, float("nan")))
-    scaled = x.float() / scale[..., None]
+    scaled = x.float() * (1.0 / scale)[..., None]
     if dtype == torch.int8:
         scaled = scaled.round().nan_to_num(0.0)
     return scaled.clamp(-largest, largest).to(dtype), scale

@@ -40,15 +40,17 @@ from fused_dequant.routing import Routing
 def decode_assembly() -> str:
     """Two words ($8, $9) and four scale bytes ($10; byte 2 * step + row//8) -> 8 registers of two bf16.
 
-    Scales: bytes 0 and 2, then 1 and 3, become bf16 pairs by (byte << 4) + 0x7380; each is doubled by prmt.
+    Scales: bytes 0 and 2, then 1 and 3, become pairs of bf16 by (byte << 4) + 0x7380. Each doubled half
+    is written as a move of two halves, which ptxas folds into the multiply (HMUL2 .H0_H0 and .H1_H1).
     """
     select = sum(1 << (bit + half) for bit in _SELECT_FIRST for half in (0, 16))
     lines = [
+        ".reg .b16 h0, h1;",
         ".reg .b32 both, t, even, odd, s0, s1, s2, s3;",
         "and.b32 even, $10, 0x00ff00ff; mad.lo.u32 even, even, 16, 0x73807380;",
         "shr.u32 odd, $10, 8; and.b32 odd, odd, 0x00ff00ff; mad.lo.u32 odd, odd, 16, 0x73807380;",
-        "prmt.b32 s0, even, even, 0x1010; prmt.b32 s1, odd, odd, 0x1010;",
-        "prmt.b32 s2, even, even, 0x3232; prmt.b32 s3, odd, odd, 0x3232;",
+        "mov.b32 {h0, h1}, even; mov.b32 s0, {h0, h0}; mov.b32 s2, {h1, h1};",
+        "mov.b32 {h0, h1}, odd; mov.b32 s1, {h0, h0}; mov.b32 s3, {h1, h1};",
         f"lop3.b32 both, $8, $9, {select:#x}, 0xE4;",  # (first & mask) | (second & ~mask)
     ]
     for register, (source, rotation) in enumerate(_REGISTERS):

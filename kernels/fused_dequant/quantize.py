@@ -1,6 +1,6 @@
 """Dynamic activation quantization, alone or fused into the operation before it.
 
-Per token (FP8, INT8): scale[m] = amax(|h[m]|) / 448 or / 127, q = h / scale, where h is
+Per token (FP8, INT8): scale[m] = amax(|h[m]|) / 448 or / 127, q = h * (1 / scale), where h is
 
     NONE       x[m]
     RMS_NORM   x[m] * rsqrt(mean(x[m]^2) + eps) * weight
@@ -42,17 +42,17 @@ def quantize_row(
     if FUSE == "rms_norm":
         h *= tl.rsqrt(tl.sum(h * h) / K + eps)
         h *= tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
-    magnitude = tl.abs(h)
+    # NaN becomes infinity, so one reduction finds both the scale and the damage.
+    magnitude = tl.where(tl.abs(h) < float("inf"), tl.abs(h), float("inf"))
     amax = tl.max(magnitude)
-    damaged = tl.max((~(magnitude < float("inf"))).to(tl.int32))  # NaN compares false
     s = tl.where(amax > 0.0, tl.div_rn(amax, LARGEST), 1.0)
-    v = tl.where(magnitude < float("inf"), tl.div_rn(h, s), 0.0)
+    v = tl.where(magnitude < float("inf"), h * tl.div_rn(1.0, s), 0.0)
     v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
     if q.dtype.element_ty == tl.int8:
         # Round half to even: adding 1.5 * 2^23 leaves no fraction bits.
         v = (v + 12582912.0) - 12582912.0
     tl.store(q + m * K + k, v.to(q.dtype.element_ty), mask=inside)
-    tl.store(scale + m, tl.where(damaged > 0, float("nan"), s))
+    tl.store(scale + m, tl.where(amax < float("inf"), s, float("nan")))
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def quantize_rows(
     quantize_rows_kernel[(M,)](
         x, scale if norm_weight is None else norm_weight, q, scale, K, eps,
         FUSE=fuse, LARGEST=LARGEST[dtype], BLOCK=block,
-        num_warps=max(1, min(8, block // 512)),
+        num_warps=max(1, min(8, block // 1024)),
     )  # fmt: skip
     return q, scale
 

@@ -125,13 +125,13 @@ def _route(
     slots = torch.empty(bound * block, dtype=torch.int32, device=device)
     block_expert = torch.empty(bound, dtype=torch.int32, device=device)
     block_count = torch.empty(1, dtype=torch.int32, device=device)
-    chunk = min(8192, triton.next_power_of_2(total))
+    chunk = min(4096, triton.next_power_of_2(total))
     route_kernel[(experts + tokens,)](
         expert_ids, slots, block_expert, block_count, total, x, q, scale, x.shape[-1],
         E=experts, EXPERTS=triton.next_power_of_2(experts), BLOCK=block,
         PADDING=triton.next_power_of_2(block), CHUNK=chunk,
         LARGEST=LARGEST.get(q.dtype, 0.0), COLUMNS=triton.next_power_of_2(x.shape[-1]),
-        num_warps=max(4, min(16, chunk // 512)),
+        num_warps=8 if chunk > 2048 else 4,
     )  # fmt: skip
     return Routing(slots, block_expert, block_count, block, expert_ids.shape[-1])
 

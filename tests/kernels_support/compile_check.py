@@ -40,7 +40,11 @@ class Report:
 
 
 def compile_for(
-    capability: int, kernel: Any, signature: dict[str, str], constants: dict[str, Any], **options: int
+    capability: int,
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    **options: int,
 ) -> Report:
     """Compile `kernel` for sm_<capability>; pointers, N and K are divisible by 16 as at launch."""
     types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
@@ -85,7 +89,9 @@ def _main_loop(machine_code: str) -> Counter[str]:
         target = re.search(r"BRA\b.*`\((\.L_x_\d+)\)", line)
         if target and (start := labels.get(target[1], end)) < end:
             body = lines[start : end + 1]
-            if any(TENSOR_CORE.search(text) for text in body) and (not best or len(body) < len(best)):
+            if any(TENSOR_CORE.search(text) for text in body) and (
+                not best or len(body) < len(best)
+            ):
                 best = body
     opcode = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
     return Counter(m[1] for line in best if (m := opcode.search(line)))

@@ -14,26 +14,30 @@ def run(assembly: str, operands: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     def value(name: str) -> torch.Tensor:
         return registers[name] if name in registers else torch.tensor(int(name, 0))
 
-    for statement in re.sub(r"[{}]", "", assembly).split(";"):
-        text = statement.strip()
+    for statement in assembly.strip()[1:-1].split(";"):
+        text = " ".join(statement.split())
         if not text or text.startswith(".reg"):
             continue
         opcode, arguments = text.split(None, 1)
+        if opcode == "mov.b32":
+            registers |= _mov(arguments, registers)
+            continue
         target, *sources = (a.strip() for a in arguments.split(","))
         registers[target] = _OPCODES[opcode](*map(value, sources))
     return registers
 
 
-def _prmt(a: torch.Tensor, b: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
-    both = a | (b << 32)
-    picks = [int(selector) >> (4 * i) & 0xF for i in range(4)]
-    assert max(picks) < 8, "sign replication is not modelled"
-    return sum((both >> (8 * pick) & 0xFF) << (8 * i) for i, pick in enumerate(picks))
+def _mov(arguments: str, registers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`{low, high}, whole` takes apart, `whole, {low, high}` puts together; halves of 16 bits."""
+    if parts := re.fullmatch(r"\{(\w+), (\w+)\}, (\w+)", arguments):
+        whole = registers[parts[3]]
+        return {parts[1]: whole & 0xFFFF, parts[2]: whole >> 16}
+    parts = re.fullmatch(r"(\w+), \{(\w+), (\w+)\}", arguments)
+    assert parts, arguments
+    return {parts[1]: registers[parts[2]] | (registers[parts[3]] << 16)}
 
 
-def _lop3(
-    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor
-) -> torch.Tensor:
+def _lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     result = torch.zeros((), dtype=torch.int64)
     for row in range(8):
         if int(table) >> row & 1:
@@ -55,7 +59,6 @@ _OPCODES = {
     "shr.u32": lambda a, b: a >> b,
     "shf.l.wrap.b32": lambda low, high, n: (high << n | low >> (32 - n)) & MASK,
     "mad.lo.u32": lambda a, b, c: (a * b + c) & MASK,
-    "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "mul.rn.bf16x2": _mul_bf16x2,
 }
