@@ -25,6 +25,7 @@ from recovery.samples import Batch, Finished, SampleStore
 from recovery.scoring import (
     Scoring,
     count_documents,
+    first_requests,
     is_private,
     known_tasks,
     local_data,
@@ -220,7 +221,9 @@ def _score_side(
             progress=lambda finished, total, task=task: _track(finished, total, task, side.name),
         )
         if isinstance(side.backend, Answerer) and not is_private(task):
-            recorded = side.backend.record(scoring.requests[:RECORDED])
+            limit = min(RECORDED, settings.limit.get(task, RECORDED))
+            asked = first_requests(task, data_file=data[task], limit=limit, seed=side.seed)
+            recorded = side.backend.record(asked)
             write_json(run.evaluation / side.name / f"{task}.canvases.json", recorded)
         _write(run.evaluation / side.name, scoring)
         if side.name != BF16:

@@ -1,0 +1,127 @@
+"""A checkpoint that answers evaluation's requests in this process.
+
+Weights are dequantized and activations rounded as asked, so the accuracy of W4A4 can be scored
+without a Blackwell GPU. On a CPU everything runs in float32 (the BF16 model too: its weights are BF16
+values), on a GPU in BF16.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from recovery.samples import Batch, Completion, Finished, Request
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from quantize.load import load
+from quantize.recipe import ActivationMode
+from quantize.runtime import Sampler, generate
+from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.model import canvas_length
+from quantize.runtime.trajectory import Prompt, record
+
+RECORDED_CANVASES = 2
+
+
+class Answerer:
+    """A model, its tokenizer and sampler.
+
+    Args:
+        folder: the checkpoint.
+        digest: its fingerprint.
+        activations: how activations are rounded.
+        sampler: of both models that are compared.
+        device: where the model runs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        digest: str,
+        activations: ActivationMode,
+        sampler: Sampler,
+        device: str,
+    ) -> None:
+        self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        self.folder = folder
+        self.activations: ActivationMode = activations
+        self.device = device
+        self.sampler = sampler
+        self.tokenizer = load_tokenizer(folder)
+        self.sampler_settings: dict[str, Any] = asdict(sampler) | {"dtype": str(self.dtype)}
+        self.made_with: dict[str, Any] = {
+            "model": digest,
+            "activations": activations,
+            "device": device if device == "cpu" else torch.cuda.get_device_name(device),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
+        self._model: DiffusionGemmaForBlockDiffusion | None = None
+
+    @property
+    def model(self) -> DiffusionGemmaForBlockDiffusion:
+        """The model, loaded when it is first needed: a finished task needs none."""
+        if self._model is None:
+            self._model = load(
+                self.folder, activations=self.activations, dtype=self.dtype, device=self.device
+            )
+        return self._model
+
+    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+        """Answer batches, one after the other."""
+        for batch in batches:
+            yield batch, self.answer(batch)
+
+    def answer(self, batch: Batch) -> list[Completion]:
+        """Answer the requests of one task as one batch of the model."""
+        samples = generate(
+            self.model,
+            [self._encode(request) for request in batch],
+            [request.seed for request in batch],
+            max_new_tokens=max(request.max_new_tokens for request in batch),
+            sampler=self.sampler,
+        )
+        return [
+            Completion(
+                text=self.tokenizer.decode(sample.tokens, skip_special_tokens=False),
+                tokens=sample.new_tokens,
+                denoising_steps=sample.steps_per_canvas,
+                truncated=sample.finish == "length",
+            )
+            for sample in samples
+        ]
+
+    def record(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Return how the first canvases of some samples came about, as strings to look at.
+
+        One entry a request: its prompt, and per canvas the tokens that the decoder read at each
+        step, then those that were committed.
+        """
+        trajectories = record(
+            self.model,
+            [Prompt(tuple(self._encode(r)), r.thinking) for r in requests],
+            [request.seed for request in requests],
+            sampler=self.sampler,
+            canvases=min(RECORDED_CANVASES, self._canvases(requests)),
+            held_out=True,
+        )
+        words = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
+        return [
+            {
+                "prompt": request.prompt,
+                "canvases": [
+                    [[words[i] for i in row] for row in (*steps.tolist(), committed.tolist())]
+                    for steps, committed in zip(item.steps, item.committed, strict=True)
+                ],
+            }
+            for request, item in zip(requests, trajectories, strict=True)
+        ]
+
+    def _encode(self, request: Request) -> list[int]:
+        messages = [{"role": "user", "content": request.prompt}]
+        return encode_chat(self.tokenizer, messages, thinking=request.thinking)
+
+    def _canvases(self, requests: Sequence[Request]) -> int:
+        longest = max(request.max_new_tokens for request in requests)
+        return -(-longest // canvas_length(self.model))
