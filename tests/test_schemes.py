@@ -6,6 +6,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llmcompressor.observers import Observer
 from oracle import assert_equal_quantization, assert_same_bits, oracle, preset
 
 from quantize.recipe import SCHEMES, Scheme
@@ -60,6 +61,19 @@ def test_experts_together_equal_experts_one_by_one(scheme: Scheme, observer):
         for i, theirs in enumerate(gate_up):
             assert_equal_quantization({k: t[e, i] for k, t in mine.items()}, theirs)
             assert_same_bits(back[e, i], theirs["decompressed"])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_each_linear_gives_up_its_search_alone(scheme: Scheme):
+    """Linears of one group each: some stop improving for 5 steps before a better range comes."""
+    weight = random_weight(64, 1, 16, seed=3)
+    mine = observe(weight, scheme, "memoryless_mse")
+    args = preset(scheme, "memoryless_mse").weights
+    for i, linear in enumerate(weight):
+        seen = Observer.load_from_registry("memoryless_mse", base_name="weight", args=args)
+        seen(linear)
+        theirs = torch.maximum(seen.max_vals, -seen.min_vals)
+        assert mine[i].item() == theirs.item()
 
 
 def test_gate_and_up_share_the_larger_ones_scale():

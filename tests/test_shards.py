@@ -131,6 +131,24 @@ def test_another_source_starts_over_and_leaves_nothing_behind(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+def test_what_a_record_must_agree_with(tmp_path: Path):
+    """The same file names with another source, or with another header, are written again."""
+    recorder = Recorder(4)
+    shards = plan_shards(recorder.pieces, 2 * LENGTH)
+    write_shards(shards, tmp_path, "x")
+    write_shards(shards, tmp_path, "x")
+    assert set(recorder.made.values()) == {1}
+    write_shards(shards, tmp_path, "y")
+    assert set(recorder.made.values()) == {2}
+    other = [
+        Piece({name: TensorSpec("I8", (LENGTH,)) for name in piece.layout}, piece.tasks)
+        for piece in recorder.pieces
+    ]
+    write_shards(plan_shards(other, 2 * LENGTH), tmp_path, "y")
+    assert set(recorder.made.values()) == {3}
+    assert load_file(tmp_path / shards[0].name)["t00"].dtype == torch.int8
+
+
 def test_few_blocks_exist_at_a_time(tmp_path: Path):
     alive, most = 0, 0
 
