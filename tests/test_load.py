@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import EXPERTS, LAYERS
 from safetensors.torch import load_file, save_file
+from tiny import EXPERTS, LAYERS
 
 from quantize.checkpoint import Checkpoint
 from quantize.errors import InputError
