@@ -1,4 +1,6 @@
-"""Formats, references, dispatch and errors of the kernels, on the CPU; the kernels in the interpreter."""
+"""Formats, references, dispatch and errors of the kernels, on the CPU; the kernels in the
+interpreter.
+"""
 
 import json
 import os
@@ -7,14 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fused_dequant as fd
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from fused_dequant import cases, formats, reference, tuning, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fused_dequant as fd
-from fused_dequant import cases, formats, reference, tuning, weights
 from tests.kernels_support import ptx
 
 ROOT = Path(__file__).parent.parent
@@ -75,10 +77,9 @@ def test_fragments_decode_every_code_with_every_scale_exactly() -> None:
     decoded = formats.decode_fragments(*formats.to_fragments(packed, scale))
     exact = formats.dequantize_nvfp4(packed, scale, torch.ones(1), torch.float64) / 128
     assert torch.equal(decoded.double(), exact)
-    seen = {(int(c), int(s)) for c, s in zip(
-        formats.unpack_nibbles(packed).flatten(), bytes_.repeat_interleave(16, -1).flatten(), strict=True
-    )}  # fmt: skip
-    assert len(seen) == 16 * 127
+    codes = formats.unpack_nibbles(packed).flatten().long()
+    pairs = codes * 128 + bytes_.repeat_interleave(16, -1).flatten()
+    assert len(pairs.unique()) == 16 * 127
 
 
 def test_the_decode_assembly_is_the_reference() -> None:
@@ -167,7 +168,9 @@ def test_split_global_scales_of_gate_and_up() -> None:
 
 
 def test_opcheck() -> None:
-    """Schema, fake kernel and autograd registration; fp8 inputs cannot pass torch's own mutation check."""
+    """Schema, fake kernel and autograd registration; fp8 inputs cannot pass torch's own mutation
+    check.
+    """
     x = cases.random_tokens(5, 64, "cpu")
     ids, routing_weights = cases.random_routing(5, 4, 2, "cpu")
     ops = torch.ops.fused_dequant
@@ -202,9 +205,10 @@ def test_errors_name_what_is_wrong() -> None:
         fd.linear(x[:, :32], fp8)
     with pytest.raises(ValueError, match=r"int8 do not fit a weight of scheme fp8"):
         fd.linear_quantized(*fd.quantize_rows(x, "int8"), fp8)
+    down = cases.random_weight("int8", 1, 64, 24, "cpu")
+    ids, one = torch.zeros(5, 1, dtype=torch.int32), torch.ones(5, 1)
     with pytest.raises(ValueError, match="one scheme for both"):
-        down = cases.random_weight("int8", 1, 64, 24, "cpu")
-        fd.experts(x, torch.zeros(5, 1, dtype=torch.int32), torch.ones(5, 1), fp8, down)
+        fd.experts(x, ids, one, fp8, down)
     with pytest.raises(ValueError, match="fuse="):
         fd.quantize_rows(x, "fp8", fuse="rms_norm")
     with pytest.raises(ValueError, match="float8_e4m3fn or int8"):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-
 from fused_dequant import (
     matmul,
     nvfp4,
@@ -18,6 +17,7 @@ from fused_dequant import (
     routing,
     vocabulary,
 )
+
 from tests.kernels_support.compile_check import SHARED_LIMIT, compile_for
 
 POINTERS = {
@@ -79,46 +79,153 @@ HALF_NARROW = HALF | {90: "HMMA", 100: "HMMA"}  # 16 rows: below the 64 of a war
 CASES = [
     matmul_case("bf16 experts up", BF16, EXPERTS_UP, HALF, True, BM=16, BN=64, BK=64, SWAP=1),
     matmul_case("bf16 dense", BF16, DENSE, HALF, False, BM=64, BN=128, BK=64, SWAP=0),
-    matmul_case("fp8 experts up", FP8, EXPERTS_UP, {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"},
-                True, BM=16, BN=128, BK=128, SWAP=1),
-    matmul_case("fp8 experts down", FP8, EXPERTS_DOWN, {89: "QMMA", 90: "QGMMA", 120: "QMMA"},
-                False, BM=32, BN=128, BK=128, SWAP=1),
-    matmul_case("fp8 dense", FP8, DENSE, {89: "QMMA", 90: "QGMMA", 120: "QMMA"},
-                False, BM=64, BN=64, BK=128, SWAP=0),
-    matmul_case("int8 experts up", INT8, EXPERTS_UP, {80: "IMMA", 89: "IMMA", 90: "IGMMA", 120: "IMMA"},
-                True, BM=16, BN=64, BK=64, SWAP=1),
-    matmul_case("int8 dense", INT8, DENSE, {80: "IMMA", 90: "IGMMA"}, False, BM=64, BN=64, BK=64, SWAP=0),
-    Case("nvfp4 experts up", nvfp4.nvfp4_kernel, NVFP4,
-         EXPERTS_UP | {"GELU_MUL": True} | tile(BM=16, BN=64, BK=128), HALF_NARROW, per_weight={90: 11.0}),
-    Case("nvfp4 experts down", nvfp4.nvfp4_kernel, NVFP4,
-         EXPERTS_DOWN | {"GELU_MUL": False} | tile(BM=16, BN=64, BK=128), HALF_NARROW),
-    Case("nvfp4 dense", nvfp4.nvfp4_kernel, NVFP4,
-         DENSE | {"GELU_MUL": False} | tile(BM=64, BN=64, BK=128), {80: "HMMA", 89: "HMMA", 90: "HGMMA"}),
-    Case("nvfp4 fragments up", nvfp4_hopper.nvfp4_hopper_kernel, FRAGMENTS,
-         EXPERTS_UP | {"GELU_MUL": True, "num_warps": 8} | tile(BM=32, MORE=0, BN=128, BK=128, SPLITS=1, STAGES=4),
-         {90: "HGMMA"}, {"num_warps": 8}, {90: 3.7}),
-    Case("nvfp4 fragments down", nvfp4_hopper.nvfp4_hopper_kernel, FRAGMENTS,
-         EXPERTS_DOWN | {"GELU_MUL": False, "num_warps": 8} | tile(BM=32, MORE=0, BN=128, BK=128, SPLITS=1, STAGES=4),
-         {90: "HGMMA"}, {"num_warps": 8}, {90: 3.9}),
-    Case("nvfp4 fragments dense", nvfp4_hopper.nvfp4_hopper_kernel, FRAGMENTS,
-         DENSE | {"GELU_MUL": False, "num_warps": 8} | tile(BM=128, MORE=0, BN=128, BK=128, SPLITS=3, STAGES=3),
-         {90: "HGMMA"}, {"num_warps": 8}, {90: 4.5}),
-    Case("nvfp4 w4a4 dense", nvfp4_blackwell.nvfp4_w4a4_kernel, W4A4,
-         DENSE | {"GELU_MUL": False} | tile(BM=128, BN=128, BK=128), {100: "UTCOMMA", 120: "OMMA"},
-         {"num_warps": 8, "num_stages": 3}),
-    Case("nvfp4 w4a4 experts up", nvfp4_blackwell.nvfp4_w4a4_kernel, W4A4,
-         EXPERTS_UP | {"GELU_MUL": True} | tile(BM=128, BN=128, BK=128), {100: "UTCOMMA", 120: "OMMA"},
-         {"num_warps": 8, "num_stages": 3}),
-    Case("lm_head", vocabulary.lm_head_kernel,
-         {"x": "tensordesc<bf16[64, 64]>", "w": "tensordesc<bf16[128, 64]>",
-          "y": "tensordesc<bf16[64, 64]>", "x_scale": "*fp32", "w_scale": "*fp32", "cap": "fp32"}
-         | dict.fromkeys(("M", "V", "H", "programs"), "i32"),
-         tile(SCALED=False, BM=64, BN=128, BK=64), HALF, {"num_warps": 8, "num_stages": 3}),
-    Case("soft embedding", vocabulary.split_k_kernel,
-         {"p": "tensordesc<bf16[64, 64]>", "embedding": "tensordesc<bf16[64, 128]>", "partial": "*fp32"}
-         | dict.fromkeys(("M", "V", "H", "length"), "i32"),
-         tile(BM=64, BN=128, BK=64), HALF),
-]  # fmt: skip
+    matmul_case(
+        "fp8 experts up",
+        FP8,
+        EXPERTS_UP,
+        {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"},
+        True,
+        BM=16,
+        BN=128,
+        BK=128,
+        SWAP=1,
+    ),
+    matmul_case(
+        "fp8 experts down",
+        FP8,
+        EXPERTS_DOWN,
+        {89: "QMMA", 90: "QGMMA", 120: "QMMA"},
+        False,
+        BM=32,
+        BN=128,
+        BK=128,
+        SWAP=1,
+    ),
+    matmul_case(
+        "fp8 dense",
+        FP8,
+        DENSE,
+        {89: "QMMA", 90: "QGMMA", 120: "QMMA"},
+        False,
+        BM=64,
+        BN=64,
+        BK=128,
+        SWAP=0,
+    ),
+    matmul_case(
+        "int8 experts up",
+        INT8,
+        EXPERTS_UP,
+        {80: "IMMA", 89: "IMMA", 90: "IGMMA", 120: "IMMA"},
+        True,
+        BM=16,
+        BN=64,
+        BK=64,
+        SWAP=1,
+    ),
+    matmul_case(
+        "int8 dense", INT8, DENSE, {80: "IMMA", 90: "IGMMA"}, False, BM=64, BN=64, BK=64, SWAP=0
+    ),
+    Case(
+        "nvfp4 experts up",
+        nvfp4.nvfp4_kernel,
+        NVFP4,
+        EXPERTS_UP | {"GELU_MUL": True} | tile(BM=16, BN=64, BK=128),
+        HALF_NARROW,
+        per_weight={90: 11.0},
+    ),
+    Case(
+        "nvfp4 experts down",
+        nvfp4.nvfp4_kernel,
+        NVFP4,
+        EXPERTS_DOWN | {"GELU_MUL": False} | tile(BM=16, BN=64, BK=128),
+        HALF_NARROW,
+    ),
+    Case(
+        "nvfp4 dense",
+        nvfp4.nvfp4_kernel,
+        NVFP4,
+        DENSE | {"GELU_MUL": False} | tile(BM=64, BN=64, BK=128),
+        {80: "HMMA", 89: "HMMA", 90: "HGMMA"},
+    ),
+    Case(
+        "nvfp4 fragments up",
+        nvfp4_hopper.nvfp4_hopper_kernel,
+        FRAGMENTS,
+        EXPERTS_UP
+        | {"GELU_MUL": True, "num_warps": 8}
+        | tile(BM=32, MORE=0, BN=128, BK=128, SPLITS=1, STAGES=4),
+        {90: "HGMMA"},
+        {"num_warps": 8},
+        {90: 3.7},
+    ),
+    Case(
+        "nvfp4 fragments down",
+        nvfp4_hopper.nvfp4_hopper_kernel,
+        FRAGMENTS,
+        EXPERTS_DOWN
+        | {"GELU_MUL": False, "num_warps": 8}
+        | tile(BM=32, MORE=0, BN=128, BK=128, SPLITS=1, STAGES=4),
+        {90: "HGMMA"},
+        {"num_warps": 8},
+        {90: 3.9},
+    ),
+    Case(
+        "nvfp4 fragments dense",
+        nvfp4_hopper.nvfp4_hopper_kernel,
+        FRAGMENTS,
+        DENSE
+        | {"GELU_MUL": False, "num_warps": 8}
+        | tile(BM=128, MORE=0, BN=128, BK=128, SPLITS=3, STAGES=3),
+        {90: "HGMMA"},
+        {"num_warps": 8},
+        {90: 4.5},
+    ),
+    Case(
+        "nvfp4 w4a4 dense",
+        nvfp4_blackwell.nvfp4_w4a4_kernel,
+        W4A4,
+        DENSE | {"GELU_MUL": False} | tile(BM=128, BN=128, BK=128),
+        {100: "UTCOMMA", 120: "OMMA"},
+        {"num_warps": 8, "num_stages": 3},
+    ),
+    Case(
+        "nvfp4 w4a4 experts up",
+        nvfp4_blackwell.nvfp4_w4a4_kernel,
+        W4A4,
+        EXPERTS_UP | {"GELU_MUL": True} | tile(BM=128, BN=128, BK=128),
+        {100: "UTCOMMA", 120: "OMMA"},
+        {"num_warps": 8, "num_stages": 3},
+    ),
+    Case(
+        "lm_head",
+        vocabulary.lm_head_kernel,
+        {
+            "x": "tensordesc<bf16[64, 64]>",
+            "w": "tensordesc<bf16[128, 64]>",
+            "y": "tensordesc<bf16[64, 64]>",
+            "x_scale": "*fp32",
+            "w_scale": "*fp32",
+            "cap": "fp32",
+        }
+        | dict.fromkeys(("M", "V", "H", "programs"), "i32"),
+        tile(SCALED=False, BM=64, BN=128, BK=64),
+        HALF,
+        {"num_warps": 8, "num_stages": 3},
+    ),
+    Case(
+        "soft embedding",
+        vocabulary.split_k_kernel,
+        {
+            "p": "tensordesc<bf16[64, 64]>",
+            "embedding": "tensordesc<bf16[64, 128]>",
+            "partial": "*fp32",
+        }
+        | dict.fromkeys(("M", "V", "H", "length"), "i32"),
+        tile(BM=64, BN=128, BK=64),
+        HALF,
+    ),
+]
 QUICK = {
     ("fp8 experts up", 89), ("fp8 experts up", 90), ("fp8 experts down", 90),
     ("nvfp4 fragments up", 90), ("nvfp4 fragments down", 90), ("nvfp4 experts up", 80),
@@ -155,17 +262,21 @@ def test_quick_cases_exist() -> None:
     [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(120, marks=pytest.mark.slow)],
 )
 def test_elementwise_kernels(target: int) -> None:
-    """Routing, combine and quantization have no tensor-core instruction; they must compile unspilled."""
+    """Routing, combine and quantization have no tensor-core instruction; they must compile
+    unspilled.
+    """
+    pointers = ("ids", "slots", "block_expert", "block_count")
+    route = dict.fromkeys(pointers, "*i32") | {"total": "i32", "K": "i32"}
+    route |= {"x": "*bf16", "q": "*i8", "q_scale": "*fp32"}
+    sizes = {"E": 128, "EXPERTS": 128, "BLOCK": 32, "PADDING": 32, "CHUNK": 2048}
+    sizes |= {"LARGEST": 127.0, "COLUMNS": 4096}
+    combine = {"y": "*bf16", "ids": "*i32", "out": "*bf16", "H": "i32", "E": "i32"}
     reports = [
-        compile_for(target, routing.route_kernel,
-                    {"ids": "*i32", "slots": "*i32", "block_expert": "*i32", "block_count": "*i32", "total": "i32",
-                     "x": "*bf16", "q": "*i8", "q_scale": "*fp32", "K": "i32"},
-                    {"E": 128, "EXPERTS": 128, "BLOCK": 32, "PADDING": 32, "CHUNK": 2048,
-                     "LARGEST": 127.0, "COLUMNS": 4096}, num_warps=4),
-        compile_for(target, routing.combine_kernel,
-                    {"y": "*bf16", "ids": "*i32", "out": "*bf16", "H": "i32", "E": "i32"},
-                    {"TOPK": 8, "BLOCK": 1024}, num_warps=4),
-    ]  # fmt: skip
+        compile_for(target, routing.route_kernel, route, sizes, num_warps=4),
+        compile_for(
+            target, routing.combine_kernel, combine, {"TOPK": 8, "BLOCK": 1024}, num_warps=4
+        ),
+    ]
     if target >= 89:
         rows = {
             "x": "*bf16",

@@ -16,8 +16,8 @@ if INTERPRETED:
 
     interpreter.install()
 
-from fused_dequant import cases, formats, reference, weights
-from fused_dequant.reference import dissimilarity, relative_error
+from fused_dequant import cases, formats, reference, weights  # noqa: E402
+from fused_dequant.reference import dissimilarity, relative_error  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

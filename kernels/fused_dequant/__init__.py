@@ -4,8 +4,9 @@
     w = weights.eight_bit(weight, weight_scale)       # or weights.nvfp4(...), weights.bf16(...)
     y = linear(x, w)                                  # bf16
 
-`ops` lists the operations, `weights` the schemes and `formats` the number formats. On a GPU each runs as
-Triton or Gluon kernels, elsewhere as plain torch (`reference`). Only torch and triton are needed.
+`ops` lists the operations, `weights` the schemes and `formats` the number formats. On a GPU each
+runs as Triton or Gluon kernels, elsewhere as plain torch (`reference`). Only torch and triton are
+needed.
 """
 
 from fused_dequant import formats, reference, weights

@@ -1,7 +1,8 @@
 """Random operands, the same for tests, tuning and the benchmark.
 
-Weights are drawn at standard deviation 1/sqrt(K), quantized expert by expert, and handed out in the layout
-the device's kernel reads. Every random number comes from one seeded generator on the CPU or the GPU.
+Weights are drawn at standard deviation 1/sqrt(K), quantized expert by expert, and handed out in
+the layout the device's kernel reads. Every random number comes from one seeded generator on the
+CPU or the GPU.
 """
 
 import torch

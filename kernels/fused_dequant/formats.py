@@ -46,8 +46,8 @@ GROUP = 16
 FRAGMENT = 64  # rows and columns of one fragment
 GATE_UP_RUN = 8
 
-# Which word (0, 1, or 2 = the select of both) and which left rotation yields register i of a pair of
-# words. Register i = 4 * (k // 16 % 2) + 2 * (k // 8 % 2) + (row // 8 % 2); its halves are columns k, k+1.
+# Which word (0, 1, or 2 = the select of both) and which left rotation yields register i of a pair
+# of words: i = 4 * (k // 16 % 2) + 2 * (k // 8 % 2) + (row // 8 % 2); its halves are columns k, k+1.
 _REGISTERS = ((0, 0), (0, 4), (0, 10), (1, 2), (1, 6), (1, 12), (2, 8), (2, 14))
 _SELECT_FIRST = (0, 1, 9, 10)  # bits (mod 16) that the select takes from word 0
 _CODE_BITS = (6, 7, 8, 15)  # where mantissa, exponent (2) and sign of a code lie in bf16
@@ -84,7 +84,8 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 def quantize_nvfp4(
     x: torch.Tensor, global_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """X [..., K] -> (packed uint8 [..., K/2], scale e4m3 [..., K/16]); global_scale broadcasts over rows.
+    """X [..., K] -> (packed uint8 [..., K/2], scale e4m3 [..., K/16]); global_scale broadcasts
+    over rows.
 
     scale = e4m3(amax / 6 * global_scale); codes are rounded from x * global_scale / scale.
     """
@@ -109,12 +110,15 @@ def dequantize_nvfp4(
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric per-row quantization, x [..., K] -> (values of dtype [..., K], scale f32 [...]).
 
-    dtype float8_e4m3fn: scale = amax / 448; int8: amax / 127. q = x * (1 / scale), rounded half to even:
-    one division a row, so the kernel agrees bit for bit at the price of a multiply. A zero row has scale 1; a row holding NaN or infinity has scale NaN, so whatever is computed from it is NaN.
+    dtype float8_e4m3fn: scale = amax / 448; int8: amax / 127. q = x * (1 / scale), rounded half to
+    even: one division a row, so the kernel agrees bit for bit at the price of a multiply. A zero
+    row has scale 1; a row holding NaN or infinity has scale NaN, so whatever is computed from it
+    is NaN.
     """
     largest = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: 127.0}[dtype]
     amax = x.float().abs().amax(-1)
-    scale = torch.where(amax > 0, amax / largest, torch.ones_like(amax))
+    # A tensor, not a number: on CUDA torch divides by a number by multiplying with its reciprocal.
+    scale = torch.where(amax > 0, amax / torch.full_like(amax, largest), torch.ones_like(amax))
     scale = torch.where(amax.isfinite(), scale, torch.full_like(amax, float("nan")))
     scaled = x.float() * (1.0 / scale)[..., None]
     if dtype == torch.int8:

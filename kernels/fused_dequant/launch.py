@@ -31,7 +31,7 @@ _EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """x bf16 [M, K], weight [1, N, K] -> bf16 [M, N]."""
+    """X bf16 [M, K], weight [1, N, K] -> bf16 [M, N]."""
     q, x_scale = _quantize(x, weight)
     config = tuning.choose("linear", weight.scheme, len(x), *weight.shape[1:], x.device)
     return dense(q, x_scale, weight, config)
@@ -102,23 +102,23 @@ def grouped(
     row_weight: torch.Tensor | None,
 ) -> torch.Tensor:
     """gate_up with its activation (no row_weight), or down times the routing weight."""
-    down = row_weight is not None
     if weight.factor is None:
         return matmul.grouped_matmul(
             x, weight.data, x_scale, weight.scale, blocks, config,
-            row_weight=row_weight, per_slot=down, gelu_mul=not down,
+            row_weight=row_weight,
         )  # fmt: skip
     scale = _present(weight.scale)
-    mode = {"row_weight": row_weight, "per_slot": down, "gelu_mul": not down}
     if weight.scheme == "nvfp4_fragments":
         return nvfp4_hopper.grouped_nvfp4_hopper(
-            x, weight.data, scale, weight.factor, blocks, config, **mode
+            x, weight.data, scale, weight.factor, blocks, config, row_weight=row_weight
         )
     if x_scale is None:
-        return nvfp4.grouped_nvfp4(x, weight.data, scale, weight.factor, blocks, config, **mode)
+        return nvfp4.grouped_nvfp4(
+            x, weight.data, scale, weight.factor, blocks, config, row_weight=row_weight
+        )
     return nvfp4_blackwell.grouped_nvfp4_w4a4(
         x, x_scale, weight.data, scale, weight.factor, _present(weight.input_scale), blocks,
-        config, **mode,
+        config, row_weight=row_weight,
     )  # fmt: skip
 
 

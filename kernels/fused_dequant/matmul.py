@@ -3,8 +3,8 @@
     y[m, n] = x_scale[m] * w_scale[n] * sum_k x[m, k] * w[n, k]
 
 with a scale per token and per output channel, so both leave the loop. FP8 accumulates in float32
-(Hopper's FP8 tensor cores keep about 14 bits between promotions; measured effect on K = 2816 is below the
-rounding of the bf16 result), INT8 in int32, exactly, up to K = 133,000.
+(Hopper's FP8 tensor cores keep about 14 bits between promotions; measured effect on K = 2816 is
+below the rounding of the bf16 result), INT8 in int32, exactly, up to K = 133,000.
 
 `SWAP` computes y.T = w @ x.T. On sm_90 an FP8 `tl.dot` with fewer than 64 rows falls back to the
 half-precision tensor cores after a conversion; swapped, the weights fill the 64-row side and the tokens
@@ -13,6 +13,12 @@ the 8-granular one, so 16 tokens an expert still run on FP8 tensor cores with ha
 The epilogue may apply `gelu_mul` to interleaved gate and up rows, or multiply by a routing weight: each
 saves one pass over the result.
 """
+
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
 
 import torch
 import triton
@@ -102,7 +108,7 @@ def matmul(
     w_scale: torch.Tensor | None,
     config: dict[str, int],
 ) -> torch.Tensor:
-    """x [M, K], w [N, K] of one type, scales f32 [M] and [N] -> bf16 [M, N]."""
+    """X [M, K], w [N, K] of one type, scales f32 [M] and [N] -> bf16 [M, N]."""
     M, K = x.shape
     N = len(w)
     y = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
@@ -125,24 +131,24 @@ def grouped_matmul(
     config: dict[str, int],
     *,
     row_weight: torch.Tensor | None = None,
-    per_slot: bool = False,
-    gelu_mul: bool = False,
 ) -> torch.Tensor:
-    """W [E, N, K], scales f32 [rows of x] and [E, N] -> bf16 [slots, N] ([slots, N/2] with `gelu_mul`).
+    """One of the experts' two products; w [E, N, K], scales f32 [rows of x] and [E, N].
 
-    x has one row a token, or, with `per_slot`, one a slot. `row_weight` f32 [slots] multiplies the rows.
+    gate_up: x has a row a token, gate and up are combined -> bf16 [slots, N/2]. down, when `row_weight`
+    f32 [slots] is given: x has a row a slot, each result is multiplied -> bf16 [slots, N].
     `config["BM"]` must equal `routing.block`.
     """
     _, N, K = w.shape
-    total = len(x) if per_slot else len(x) * routing.topk
-    y = torch.empty(total, N // 2 if gelu_mul else N, dtype=torch.bfloat16, device=x.device)
+    down = row_weight is not None
+    total = len(x) if down else len(x) * routing.topk
+    y = torch.empty(total, N if down else N // 2, dtype=torch.bfloat16, device=x.device)
     grid = (triton.cdiv(N, config["BN"]), routing.max_blocks)
     matmul_kernel[grid](
         x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
         routing.slots, routing.block_expert, routing.block_count,
         y if row_weight is None else row_weight, total, N, K,
-        TOPK=1 if per_slot else routing.topk, GROUPED=True, SCALED=x_scale is not None,
-        GELU_MUL=gelu_mul, WEIGHTED=row_weight is not None,
+        TOPK=1 if down else routing.topk, GROUPED=True, SCALED=x_scale is not None,
+        GELU_MUL=not down, WEIGHTED=down,
         EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=False, **config,
     )  # fmt: skip
     return y

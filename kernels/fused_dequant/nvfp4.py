@@ -12,6 +12,12 @@ dot go through shared memory, which is what holds this loop near 40 % of bandwid
 `nvfp4_hopper.py` is the answer there.
 """
 
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+
 import torch
 import triton
 import triton.language as tl
@@ -58,7 +64,9 @@ def nvfp4_kernel(
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """X bf16 [rows, K], packed [E, N, K/2], scale bytes [E, N, K/16], factor f32 [E, 2] -> y [slots, N]."""
+    """X bf16 [rows, K], packed [E, N, K/2], scale bytes [E, N, K/16], factor f32 [E, 2] -> y
+    [slots, N].
+    """
     tile = tl.program_id(0)
     block = tl.program_id(1)
     expert = tl.zeros((), tl.int64)
@@ -133,18 +141,17 @@ def grouped_nvfp4(
     config: dict[str, int],
     *,
     row_weight: torch.Tensor | None = None,
-    per_slot: bool = False,
-    gelu_mul: bool = False,
 ) -> torch.Tensor:
-    """As `nvfp4_hopper.grouped_nvfp4_hopper`, from canonical weights [E, N, K/2] and [E, N, K/16]."""
+    """As `matmul.grouped_matmul`, from canonical weights [E, N, K/2] and [E, N, K/16]."""
     N, K = packed.shape[1], x.shape[1]
-    total = len(x) if per_slot else len(x) * routing.topk
-    y = torch.empty(total, N // 2 if gelu_mul else N, dtype=torch.bfloat16, device=x.device)
+    down = row_weight is not None
+    total = len(x) if down else len(x) * routing.topk
+    y = torch.empty(total, N if down else N // 2, dtype=torch.bfloat16, device=x.device)
     nvfp4_kernel[(triton.cdiv(N, config["BN"]), routing.max_blocks)](
         x, packed, scale.view(torch.uint8), factor, y,
         routing.slots, routing.block_expert, routing.block_count,
         y if row_weight is None else row_weight, total, N, K,
-        TOPK=1 if per_slot else routing.topk, GROUPED=True, GELU_MUL=gelu_mul,
-        WEIGHTED=row_weight is not None, EVEN_K=K % config["BK"] == 0, **config,
+        TOPK=1 if down else routing.topk, GROUPED=True, GELU_MUL=not down,
+        WEIGHTED=down, EVEN_K=K % config["BK"] == 0, **config,
     )  # fmt: skip
     return y

@@ -2,10 +2,17 @@
 
     y = acc * factor / 128 / input_scale,   acc = sum over groups of 16 of sx * sw * <e2m1 x, e2m1 w>
 
-`tl.dot_scaled` with e4m3 scales a group of 16 becomes `tcgen05.mma ... kind::mxf4nvf4` (SASS UTCOMMA) on sm_100
-and `mma ... mxf4nvf4` (OMMA) on sm_120; no other target has it. Compiled and its SASS checked for both, and
-its arithmetic checked as a reference on the CPU; it has not run on a Blackwell GPU, so no speed is claimed.
+`tl.dot_scaled` with e4m3 scales a group of 16 becomes `tcgen05.mma ... kind::mxf4nvf4` (SASS
+UTCOMMA) on sm_100 and `mma ... mxf4nvf4` (OMMA) on sm_120; no other target has it. Compiled and
+its SASS checked for both, and its arithmetic checked as a reference on the CPU; it has not run on
+a Blackwell GPU, so no speed is claimed.
 """
+
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
 
 import torch
 import triton
@@ -119,18 +126,17 @@ def grouped_nvfp4_w4a4(
     config: dict[str, int],
     *,
     row_weight: torch.Tensor | None = None,
-    per_slot: bool = False,
-    gelu_mul: bool = False,
 ) -> torch.Tensor:
     """As `nvfp4.grouped_nvfp4`, with quantized activations."""
     N, K = packed.shape[1], packed.shape[2] * 2
-    total = len(x) if per_slot else len(x) * routing.topk
-    y = torch.empty(total, N // 2 if gelu_mul else N, dtype=torch.bfloat16, device=x.device)
+    down = row_weight is not None
+    total = len(x) if down else len(x) * routing.topk
+    y = torch.empty(total, N if down else N // 2, dtype=torch.bfloat16, device=x.device)
     nvfp4_w4a4_kernel[(triton.cdiv(N, config["BN"]), routing.max_blocks)](
         x, x_scale, packed, scale, factor, input_scale, y,
         routing.slots, routing.block_expert, routing.block_count,
         y if row_weight is None else row_weight, total, N, K,
-        TOPK=1 if per_slot else routing.topk, GROUPED=True, GELU_MUL=gelu_mul,
-        WEIGHTED=row_weight is not None, EVEN_K=K % config["BK"] == 0, **config,
+        TOPK=1 if down else routing.topk, GROUPED=True, GELU_MUL=not down,
+        WEIGHTED=down, EVEN_K=K % config["BK"] == 0, **config,
     )  # fmt: skip
     return y

@@ -1,24 +1,32 @@
 """NVFP4 W4A16 on Hopper: decode into the registers from which `wgmma` reads its operand A.
 
-The plain Triton loop (`nvfp4.py`) stops near 40 % of bandwidth: the compiler decodes in the layout in which
-it loaded and then carries every bf16 value through shared memory into the layout the tensor core wants,
-2 bytes written and read a value for 0.56 loaded. Here nothing but the packed weights crosses shared
-memory:
+The plain Triton loop (`nvfp4.py`) stops near 40 % of bandwidth: the compiler decodes in the layout
+in which it loaded and then carries every bf16 value through shared memory into the layout the
+tensor core wants, 2 bytes written and read a value for 0.56 loaded. Here nothing but the packed
+weights crosses shared memory:
 
   * weights lie in memory in fragment order (`formats.to_fragments`), so the 16 bytes a thread copies
     with `cp.async` are the 32 values that same thread feeds to `wgmma`;
   * y.T = w @ x.T: weights are operand A, in registers, 64 rows a warpgroup; tokens are operand B, in
     shared memory, with any width from 16 to 256, so a weight is decoded once for all its tokens;
-  * decoding is 1 instruction a value, half a multiply for the block scale, a quarter for the scale
-    itself: about 3.2 issued instructions a value with everything, against 3.9 that the issue slots
-    allow at 4.3 TB/s (sm_90 SASS, counted by tests/test_fused_dequant_compile.py).
+  * decoding is 1 instruction a value, half a multiply for the block scale and an eighth for the scale
+    itself: 2.7 issued instructions a value with everything, against 3.9 that the issue slots allow at
+    4.3 TB/s (sm_90 SASS, counted by tests/test_fused_dequant_compile.py).
 
-Written in Gluon because the layouts are the algorithm: `gl.convert_layout(..., assert_trivial=True)` makes
-the compiler refuse the kernel if decoded values would have to move between threads.
+Written in Gluon because the layouts are the algorithm: `gl.convert_layout(...,
+assert_trivial=True)` makes the compiler refuse the kernel if decoded values would have to move
+between threads.
 
-`wgmma` is issued synchronously. Keeping it in flight over the decode of the next tile makes ptxas serialise
-every single instruction (C7515); the other warps on the SM fill the wait instead.
+The products of one step are in flight while the next 64 columns are decoded, and are waited for at the
+end of the step: carried over the loop's back edge they make ptxas serialise every one (C7515).
+Measured designs, with figures, are in kernels/README.md.
 """
+
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
 
 import torch
 import triton
@@ -31,7 +39,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
 
 from fused_dequant.formats import _REGISTERS, _SELECT_FIRST, FRAGMENT
 from fused_dequant.routing import Routing
@@ -67,7 +74,9 @@ _BF16 = gl.constexpr((gl.bfloat16,) * 8)
 
 @gluon.constexpr_function
 def fragment_layout(row_tiles, column_tiles, warpgroups):
-    """Words of a tile [row tile, column tile, warp, row%8, lane%4, pair of steps, word] over threads."""
+    """Words of a tile [row tile, column tile, warp, row%8, lane%4, pair of steps, word] over
+    threads.
+    """
     registers = [[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]]
     registers += [[0, 1 << i, 0, 0, 0, 0, 0] for i in range(column_tiles.bit_length() - 1)]
     registers += [
@@ -84,7 +93,9 @@ def fragment_layout(row_tiles, column_tiles, warpgroups):
 
 @gluon.jit
 def decode(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
-    """Words [row tiles, 1, 4, 8, 4, 2, 2], scale words [row tiles, 1, 4, 8, 2] -> bf16 [64 * row tiles, 64]."""
+    """Words [row tiles, 1, 4, 8, 4, 2, 2], scale words [row tiles, 1, 4, 8, 2] -> bf16 [64 * row
+    tiles, 64].
+    """
     scales = gl.expand_dims(gl.expand_dims(scales, 4), 6)
     words, scales = gl.broadcast(words, scales)
     r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(
@@ -101,7 +112,9 @@ def decode(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
 def copy_step(
     source, target, offset, SIZE: gl.constexpr, step, K, BK: gl.constexpr, EVEN_K: gl.constexpr
 ):
-    """Start copying one step's words or scales; fragments past K read as zero, which decodes to zero."""
+    """Start copying one step's words or scales; fragments past K read as zero, which decodes to
+    zero.
+    """
     source += step * (BK // 64 * SIZE)
     if EVEN_K:
         async_copy.async_copy_global_to_shared(target, source)
@@ -179,7 +192,7 @@ def nvfp4_hopper_kernel(
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """x bf16 [rows, K]; words, scales from `to_fragments`; factor f32 [E, 2]; y [slots, N or N/2].
+    """X bf16 [rows, K]; words, scales from `to_fragments`; factor f32 [E, 2]; y [slots, N or N/2].
 
     A block is BM + MORE rows (MORE may be 0): two accumulators, so that 96 rows meet weights decoded
     once and the tensor core does not compute 128. With SPLITS > 1 y is f32 [SPLITS, slots, N]: program
@@ -286,10 +299,10 @@ def nvfp4_hopper_kernel(
                 same = gl.convert_layout(weights, operand_more, assert_trivial=True)
                 acc_more = warpgroup_mma(same, tokens, acc_more, is_async=True)
         if MORE:
-            done = warpgroup_mma_wait(0, (acc, acc_more) + kept)
+            done = warpgroup_mma_wait(0, (acc, acc_more) + kept)  # noqa: RUF005
             acc_more = done[1]
         else:
-            done = warpgroup_mma_wait(0, (acc,) + kept)
+            done = warpgroup_mma_wait(0, (acc,) + kept)  # noqa: RUF005
         acc = done[0]
 
     width = N // 2 if GELU_MUL else N
@@ -313,10 +326,10 @@ def nvfp4_hopper(
     factor: torch.Tensor,
     config: dict[str, int],
 ) -> torch.Tensor:
-    """x bf16 [M, K], fragments of one weight (E = 1) -> bf16 [M, N].
+    """X bf16 [M, K], fragments of one weight (E = 1) -> bf16 [M, N].
 
-    With `config["SPLITS"]` > 1 ranges of K are multiplied apart and added, in order, by a second kernel:
-    a dense product has too few tiles to fill the machine.
+    With `config["SPLITS"]` > 1 ranges of K are multiplied apart and added, in order, by a second
+    kernel: a dense product has too few tiles to fill the machine.
     """
     M, K = x.shape
     N, splits = words.shape[1] * FRAGMENT, config["SPLITS"]
@@ -336,7 +349,7 @@ def nvfp4_hopper(
 
 @triton.jit
 def sum_splits_kernel(partial, y, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """y = sum over the first axis of partial [SPLITS, size], in order."""
+    """Y = sum over the first axis of partial [SPLITS, size], in order."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
@@ -353,21 +366,20 @@ def grouped_nvfp4_hopper(
     config: dict[str, int],
     *,
     row_weight: torch.Tensor | None = None,
-    per_slot: bool = False,
-    gelu_mul: bool = False,
 ) -> torch.Tensor:
-    """x bf16 [tokens, K], or [slots, K] with `per_slot`; fragments of E weights -> bf16 [slots, N or N/2].
+    """One of the experts' two products, from fragments of E weights; modes as `matmul.grouped_matmul`.
 
-    `factor` f32 [E, 2] is 128 / global_scale of the gate rows and of the up rows (equal when there is no
-    such split). `config["BM"] + config["MORE"]` must equal `routing.block`.
+    `factor` f32 [E, 2] is 128 / global_scale of the gate rows and of the up rows (equal when there is
+    no such split). `config["BM"] + config["MORE"]` must equal `routing.block`.
     """
     N, K = words.shape[1] * FRAGMENT, x.shape[1]
-    total = len(x) if per_slot else len(x) * routing.topk
-    y = torch.empty(total, N // 2 if gelu_mul else N, dtype=torch.bfloat16, device=x.device)
+    down = row_weight is not None
+    total = len(x) if down else len(x) * routing.topk
+    y = torch.empty(total, N if down else N // 2, dtype=torch.bfloat16, device=x.device)
     nvfp4_hopper_kernel[(N // config["BN"], routing.max_blocks)](
         x, words, scales, factor, y, routing.slots, routing.block_expert, routing.block_count,
         y if row_weight is None else row_weight, total, N, K,
-        TOPK=1 if per_slot else routing.topk, GROUPED=True, GELU_MUL=gelu_mul,
-        WEIGHTED=row_weight is not None, EVEN_K=K % config["BK"] == 0, **config,
+        TOPK=1 if down else routing.topk, GROUPED=True, GELU_MUL=not down,
+        WEIGHTED=down, EVEN_K=K % config["BK"] == 0, **config,
     )  # fmt: skip
     return y

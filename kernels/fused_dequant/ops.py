@@ -7,10 +7,14 @@
     lm_head(x, weight, softcap)                         bf16 logits
     soft_embedding(logits, embedding, 1 / T)            softmax(logits / T) @ embedding
 
-On CUDA the Triton kernels run, elsewhere `reference` in float32, rounded to bf16 at the same places. Each op
-has a fake kernel, so `torch.compile` and `opcheck` see shapes without running anything. Outputs are bf16.
-A scheme the device cannot run raises ValueError naming both: nothing falls back silently to a slower path.
+On CUDA the Triton kernels run, elsewhere `reference` in float32, rounded to bf16 at the same
+places. Each op has a fake kernel, so `torch.compile` and `opcheck` see shapes without running
+anything. Outputs are bf16. A scheme the device cannot run raises ValueError naming both: nothing
+falls back silently to a slower path.
 """
+
+# torch.library's decorators carry no types.
+# pyright: reportUntypedFunctionDecorator=false
 
 import torch
 
@@ -62,7 +66,9 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 
 def linear_quantized(q: torch.Tensor, scale: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Q e4m3 or int8 [M, K] and scale f32 [M] from `quantize_rows`, weight fp8 or int8 -> bf16 [M, N]."""
+    """Q e4m3 or int8 [M, K] and scale f32 [M] from `quantize_rows`, weight fp8 or int8 -> bf16 [M,
+    N].
+    """
     _check_width(q, weight)
     if weight.scale is None or _EIGHT_BIT.get(weight.scheme) != q.dtype:
         raise ValueError(f"activations of {q.dtype} do not fit a weight of scheme {weight.scheme}")
@@ -78,8 +84,9 @@ def experts(
 ) -> torch.Tensor:
     """X bf16 [M, H], expert_ids int [M, topk], routing_weights [M, topk] -> bf16 [M, H].
 
-    gate_up is [E, 2I, H], interleaved; down [E, H, I], of the same scheme. An id outside 0..E-1 adds nothing.
-    No host synchronisation: the launch depends on shapes alone and can be captured in a CUDA graph.
+    gate_up is [E, 2I, H], interleaved; down [E, H, I], of the same scheme. An id outside 0..E-1
+    adds nothing. No host synchronisation: the launch depends on shapes alone and can be captured
+    in a CUDA graph.
     """
     _check_width(x, gate_up)
     if gate_up.scheme != down.scheme:
@@ -125,7 +132,9 @@ def lm_head(x: torch.Tensor, weight: Weight, softcap: float) -> torch.Tensor:
 def soft_embedding(
     logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: float
 ) -> torch.Tensor:
-    """Logits bf16 or f32 [M, V], embedding bf16 [V, H] -> softmax(logits * inverse_temperature) @ embedding."""
+    """Logits bf16 or f32 [M, V], embedding bf16 [V, H] -> softmax(logits * inverse_temperature) @
+    embedding.
+    """
     if logits.shape[1] != len(embedding):
         raise ValueError(
             f"logits {tuple(logits.shape)} and embedding {tuple(embedding.shape)}: V differs"

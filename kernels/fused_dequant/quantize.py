@@ -15,12 +15,17 @@ compressed-tensors. e2m1 rounding is to nearest, ties to even.
 A token holding NaN or infinity gets scale NaN: its outputs are NaN and no other token's are.
 """
 
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+
 import torch
 import triton
 import triton.language as tl
 
 from fused_dequant.tiles import gelu_mul
-
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 

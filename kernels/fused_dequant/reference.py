@@ -40,9 +40,10 @@ def experts(
 ) -> torch.Tensor:
     """Routed experts, one at a time.
 
-    x [M, H], gate_up [E, 2I, H] (interleaved as `formats.interleave_gate_up`), down [E, H, I], expert_ids
-    [M, topk] (an id outside 0..E-1 is skipped), routing_weights [M, topk] -> [M, H]. `activation` is
-    applied to the input of each product: the rounding of a scheme that quantizes activations.
+    x [M, H], gate_up [E, 2I, H] (interleaved as `formats.interleave_gate_up`), down [E, H, I],
+    expert_ids [M, topk] (an id outside 0..E-1 is skipped), routing_weights [M, topk] -> [M, H].
+    `activation` is applied to the input of each product: the rounding of a scheme that quantizes
+    activations.
     """
     rounded = activation or (lambda tokens: tokens)
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
@@ -81,6 +82,8 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def dissimilarity(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """1 - 2<x, y> / (|x|^2 + |y|^2) in float64: 0 when equal; half the squared relative error if small."""
+    """1 - 2<x, y> / (|x|^2 + |y|^2) in float64: 0 when equal; half the squared relative error if
+    small.
+    """
     a, e = actual.double(), expected.double()
     return float(1 - 2 * (a * e).sum() / (a.square().sum() + e.square().sum()))

@@ -8,13 +8,20 @@ multiple of `block` rows:
     block_count   int32 [1]                   blocks in use, known to the device alone
 
 `max_blocks` bounds every routing: an expert with c > 0 slots uses ceil(c / block) blocks, hence at most
-min(E, S) + S // block in all for S slots. Kernels are launched for the bound; blocks past `block_count` return
-at once. So the launch depends on shapes alone and a CUDA graph can replay it with another routing.
+min(E, S) + S // block in all for S slots. Kernels are launched for the bound; blocks past
+`block_count` return at once. So the launch depends on shapes alone and a CUDA graph can replay it
+with another routing.
 
 One program an expert: each counts all ids itself (8 KB from L2 at 2,048 slots) rather than wait for a
 second launch, then writes its own run in slot order. No atomics, so two runs are equal bit for bit. For
 8-bit schemes the tokens are quantized by further programs of the same launch.
 """
+
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
 
 from dataclasses import dataclass
 

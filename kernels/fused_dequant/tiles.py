@@ -1,9 +1,16 @@
 """Pieces every Triton kernel here shares: which rows a block computes, the activation, the store.
 
-A *block* is `BM` rows of the activation that meet the same weights. Dense: rows BM*i .. BM*i + BM - 1 of
-x, expert 0. Grouped: `slots[BM*i + m]` names token * topk + choice, or `total` where the block is padding,
-and `block_expert[i]` the expert. Nothing depends on the host knowing how many blocks are in use.
+A *block* is `BM` rows of the activation that meet the same weights. Dense: rows BM*i .. BM*i + BM
+- 1 of x, expert 0. Grouped: `slots[BM*i + m]` names token * topk + choice, or `total` where the
+block is padding, and `block_expert[i]` the expert. Nothing depends on the host knowing how many
+blocks are in use.
 """
+
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
 
 import triton
 import triton.language as tl

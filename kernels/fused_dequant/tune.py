@@ -1,10 +1,14 @@
 """Make this device's tuning table: `python -m fused_dequant.tune [--only REGEX]`.
 
-For each product of the real model and each bucket of tokens: compile every candidate (in parallel, against
-tensors without storage), drop those that do not fit the device, check that each gives the result of the
-first, time it as a CUDA graph over buffers larger than the L2, keep the fastest. The two products of the
-experts share one block of rows, so their pair is chosen together. About four minutes on an H200.
+For each product of the real model and each bucket of tokens: compile every candidate (in parallel,
+against tensors without storage), drop those that do not fit the device, check that each gives the
+result of the first, time it as a CUDA graph over buffers larger than the L2, keep the fastest. The
+two products of the experts share one block of rows, so their pair is chosen together. About four
+minutes on an H200.
 """
+
+# M, N, K and tile sizes are the field's names, not constants.
+# pyright: reportConstantRedefinition=false
 
 import argparse
 import itertools
@@ -32,7 +36,9 @@ _EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product to tune: verb is linear, experts_up, experts_down, lm_head or soft_embedding."""
+    """One matrix product to tune: verb is linear, experts_up, experts_down, lm_head or
+    soft_embedding.
+    """
 
     verb: str
     scheme: str
@@ -63,6 +69,13 @@ def products() -> Iterator[Product]:
         yield Product("linear", scheme, M, N, K)
 
 
+_MATMUL = "BM BN BK SWAP num_warps num_stages"
+
+
+def _config(names: str, *values: int) -> Config:
+    return dict(zip(names.split(), values, strict=True))
+
+
 def candidates(product: Product) -> Iterator[Config]:
     """Configurations worth timing, from what the kernels' structure and earlier sweeps leave open."""
     if product.verb == "soft_embedding":
@@ -72,12 +85,12 @@ def candidates(product: Product) -> Iterator[Config]:
             (32, 64),
             (3, 4),
         ):
-            yield dict(SPLITS=splits, BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages)
+            yield _config("SPLITS BM BN BK num_warps num_stages", splits, BM, BN, BK, warps, stages)
     elif product.verb == "lm_head":
         for (BM, BN, warps), BK, stages in itertools.product(
             ((128, 256, 8), (256, 128, 8), (128, 128, 8)), (64, 128), (3, 4)
         ):
-            yield dict(BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages)
+            yield _config("BM BN BK num_warps num_stages", BM, BN, BK, warps, stages)
     elif product.scheme == "nvfp4_fragments":
         rows = _hopper_rows(product)
         splits = {"linear": (1, 2, 3, 4) if product.M < 1024 else (1, 2)}.get(product.verb, (1,))
@@ -85,15 +98,15 @@ def candidates(product: Product) -> Iterator[Config]:
         for (BM, MORE), (BN, warps), BK, split, stages in itertools.product(
             rows, tiles, (64, 128), splits, (3, 4)
         ):
-            if product.N % BN == 0 and BN * (BM + MORE) <= 128 * warps * 32:
-                sizes = dict(BM=BM, MORE=MORE, BN=BN, BK=BK)
-                yield sizes | dict(SPLITS=split, STAGES=stages, num_warps=warps)
+            if product.N % BN == 0 and 128 * warps * 32 >= BN * (BM + MORE):
+                names = "BM MORE BN BK SPLITS STAGES num_warps"
+                yield _config(names, BM, MORE, BN, BK, split, stages, warps)
     elif product.verb.startswith("experts"):
         tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
         for BM, (BN, warps), BK, stages in itertools.product(
-            _expert_rows(product.M), tiles, (64, 128, 256), (3, 4)
+            _expert_rows(product.M), tiles, (64, 128, 256), (2, 3, 4)
         ):
-            yield dict(BM=BM, BN=BN, BK=BK, SWAP=1, num_warps=warps, num_stages=stages)
+            yield _config(_MATMUL, BM, BN, BK, 1, warps, stages)
     else:
         tiles = (
             (64, 32, 4),
@@ -108,7 +121,7 @@ def candidates(product: Product) -> Iterator[Config]:
             tiles, (0, 1), (64, 128), (3, 4, 5)
         ):
             if stages < 5 or BM * BN <= 64 * 128:
-                yield dict(BM=BM, BN=BN, BK=BK, SWAP=swap, num_warps=warps, num_stages=stages)
+                yield _config(_MATMUL, BM, BN, BK, swap, warps, stages)
 
 
 def _hopper_rows(product: Product) -> tuple[tuple[int, int], ...]:
@@ -161,14 +174,8 @@ def _blocks(product: Product, device: str) -> dict[int, routing.Routing]:
     if device != "meta":
         ids, _ = cases.random_routing(product.M, cases.EXPERTS, cases.TOPK, device)
         return {size: routing.route(ids, cases.EXPERTS, size) for size in sizes}
-    return {
-        size: routing.Routing(
-            *(torch.empty(8192, dtype=torch.int32, device=device) for _ in range(3)),
-            size,
-            cases.TOPK,
-        )
-        for size in sizes
-    }
+    blank = torch.empty(8192, dtype=torch.int32, device=device)
+    return {size: routing.Routing(blank, blank, blank, size, cases.TOPK) for size in sizes}
 
 
 def call(product: Product, o: Operands, config: Config) -> torch.Tensor:
@@ -247,15 +254,18 @@ def main() -> None:
     path = tuning.table_path(name)
     path.parent.mkdir(exist_ok=True)
     kernels = json.loads(path.read_text())["kernels"] if path.exists() else {}
-    pending: list[tuple[float, Config]] = []
+    pending: tuple[Product, list[tuple[float, Config]]] | None = None
     for product in chosen:
         timed = time_candidates(product)
         best = [(product, timed[0])]
         if product.verb == "experts_up":
-            pending, up = timed, product
+            pending = product, timed
             continue
         if product.verb == "experts_down":
-            best = list(zip((up, product), choose_pair(pending, timed), strict=True))
+            if pending is None:
+                raise ValueError("--only must select both products of the experts or neither")
+            pair = choose_pair(pending[1], timed)
+            best = list(zip((pending[0], product), pair, strict=True))
         for owner, (microseconds, config) in best:
             kernels.setdefault(owner.key, {})[str(owner.M)] = config
             print(f"{owner.key} M={owner.M}: {microseconds:.1f} us {config}", flush=True)

@@ -4,27 +4,33 @@ Both are bound by arithmetic at one canvas of 256 tokens, so both read their til
 descriptors): no address arithmetic in the loop and no registers for it. Before sm_90 Triton turns the
 descriptors into ordinary loads.
 
-lm_head: persistent programs, one an SM, each looping over tiles so that the loads of the next tile run under
-the epilogue of the last. Logits leave as bf16 [M, V], once: in float32 the 256 x 262,144 logits of one
-canvas would be 268 MB a copy.
+lm_head: persistent programs, one an SM, each looping over tiles so that the loads of the next tile
+run under the epilogue of the last. Logits leave as bf16 [M, V], once: in float32 the 256 x 262,144
+logits of one canvas would be 268 MB a copy.
 
 Soft embedding, softmax(logits / T) @ embedding, the input of self-conditioning:
-K = V is 262,144 long and M x H only 22 tiles, so K is split into S ranges to fill the machine, each with
-a maximum of its own:
+K = V is 262,144 long and M x H only 22 tiles, so K is split into S ranges to fill the machine,
+each with a maximum of its own:
 
     1. `exponential_kernel`  p = exp((l - max_s) / T) as bf16 [M, V], max_s and sum_s(p) [S, M]; a range
                              of a row is small enough that its second reading comes from L2
     2. `split_k_kernel`      partial_s f32 [S, M, H] = p[:, range s] @ embedding[range s]
     3. `reduce_kernel`       sum_s w_s * partial_s / sum_s w_s * sum_s(p), w_s = exp((max_s - max) / T)
 
-No atomics: two runs are equal bit for bit. p is in [0, 1] and unnormalised, so rounding it to bf16 costs
-2^-9 of itself; the sums are of the rounded values, so the weights of a row add up to 1.
+No atomics: two runs are equal bit for bit. p is in [0, 1] and unnormalised, so rounding it to bf16
+costs 2^-9 of itself; the sums are of the rounded values, so the weights of a row add up to 1.
 
 FP8 (lm_head alone): with a per-row scale of the embedding the head is an ordinary FP8 product. The soft
 embedding stays bf16: Hopper's FP8 tensor cores want both operands contiguous along K, here V, which
 would need a second, transposed copy of the embedding (738 MB), and e4m3 has no room for the tail of a
 distribution over 262,144 tokens.
 """
+
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
 
 import torch
 import triton
@@ -76,7 +82,7 @@ def lm_head(
     cap: float,
     config: dict[str, int],
 ) -> torch.Tensor:
-    """x [M, H], w [V, H], both bf16 or both 8-bit with scales f32 [M] and [V] -> bf16 [M, V].
+    """X [M, H], w [V, H], both bf16 or both 8-bit with scales f32 [M] and [V] -> bf16 [M, V].
 
     Rows must be multiples of 16 bytes: V % 8 == 0 and H % 8 == 0 (16 for 8-bit).
     """
@@ -106,8 +112,8 @@ def exponential_kernel(
 ):
     """Program (m, s): range s of row m, columns s * length to (s + 1) * length.
 
-    Launched with 32 warps: two programs an SM, whose ranges fit into the L2 together (23 MB at S = 6), so
-    that the second pass does not go to memory.
+    Launched with 32 warps: two programs an SM, whose ranges fit into the L2 together (23 MB at S =
+    6), so that the second pass does not go to memory.
     """
     m, split = tl.program_id(0), tl.program_id(1)
     row = m.to(tl.int64) * V

@@ -14,6 +14,7 @@ Blackwell, and then `input_scale` f32 [1] holds the calibrated global scale of i
 gate_up weights of experts are interleaved (`formats.interleave_gate_up`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,15 +50,17 @@ class Weight:
 
     def clone(self) -> "Weight":
         """A copy in memory of its own."""
-        return Weight(self.scheme, *(None if t is None else t.clone() for t in self._tensors()))
+        return self._each(torch.Tensor.clone)
 
-    def _tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.data, self.scale, self.factor, self.input_scale
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Weight":
+        rest = (
+            None if t is None else change(t) for t in (self.scale, self.factor, self.input_scale)
+        )
+        return Weight(self.scheme, change(self.data), *rest)
 
     def to(self, device: torch.device | str) -> "Weight":
         """The same weight on a device."""
-        moved = (None if t is None else t.to(device) for t in self._tensors())
-        return Weight(self.scheme, *moved)
+        return self._each(lambda tensor: tensor.to(device))
 
 
 def bf16(weight: torch.Tensor) -> Weight:

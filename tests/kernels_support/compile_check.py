@@ -1,8 +1,8 @@
 """Compile a kernel for a GPU that is not there and read its machine code.
 
 Triton's wheel brings ptxas, cuobjdump and nvdisasm, and `triton.compile` takes an explicit target, so a
-machine without a driver can answer: does it compile, does it spill, how much shared memory, which tensor-core
-instruction, how many instructions a weight in the main loop.
+machine without a driver can answer: does it compile, does it spill, how much shared memory, which
+tensor-core instruction, how many instructions a weight in the main loop.
 """
 
 import re
