@@ -87,11 +87,13 @@ def fidelity(
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     reference = load(source, dtype=dtype, device=device)
     trajectories, sampler = held_out_trajectories(reference, source, calibration)
-    results: dict[str, Any] = {}
-    for mode in activations:
-        model = load(checkpoint, activations=mode, dtype=dtype, device=device)
-        distances = replay(reference, model, trajectories, sampler, title=f"replaying, {mode}")
-        results[mode] = summarize(distances)
+    models = [
+        load(checkpoint, activations=mode, dtype=dtype, device=device) for mode in activations
+    ]
+    replayed = replay(reference, models, trajectories, sampler)
+    results = {
+        mode: summarize(distances) for mode, distances in zip(activations, replayed, strict=True)
+    }
     write_json(out, {"trajectories": len(trajectories), "activations": results})
 
 
@@ -109,38 +111,36 @@ def held_out_trajectories(
 
 def replay(
     reference: DiffusionGemmaForBlockDiffusion,
-    model: DiffusionGemmaForBlockDiffusion,
+    models: Sequence[DiffusionGemmaForBlockDiffusion],
     trajectories: Sequence[Trajectory],
     sampler: Sampler,
     *,
     batch_size: int = 16,
-    title: str = "replaying",
-) -> list[StepDistance]:
-    """Replay `trajectories` of `reference` through `model`, teacher-forced.
+) -> list[list[StepDistance]]:
+    """Replay `trajectories` of `reference` through `models`, teacher-forced; one result a model.
 
     Args:
-        reference: the BF16 model that made the trajectories.
-        model: the model to compare.
+        reference: the BF16 model that made the trajectories; it runs once for all models.
+        models: the models to compare.
         trajectories: what to replay.
         sampler: the settings they were recorded with.
         batch_size: trajectories at once.
-        title: what the progress bar says.
     """
-    distances: list[StepDistance] = []
-    for start in track(range(0, len(trajectories), batch_size), title):
+    distances: list[list[StepDistance]] = [[] for _ in models]
+    for start in track(range(0, len(trajectories), batch_size), "replaying"):
         rows = list(range(start, min(start + batch_size, len(trajectories))))
-        distances += _replay_batch(reference, model, trajectories, rows, sampler)
+        for index, distance in _replay_batch((reference, *models), trajectories, rows, sampler):
+            distances[index].append(distance)
     return distances
 
 
 def _replay_batch(
-    reference: DiffusionGemmaForBlockDiffusion,
-    model: DiffusionGemmaForBlockDiffusion,
+    models: Sequence[DiffusionGemmaForBlockDiffusion],
     trajectories: Sequence[Trajectory],
     rows: list[int],
     sampler: Sampler,
-) -> Iterator[StepDistance]:
-    models = (reference, model)
+) -> Iterator[tuple[int, StepDistance]]:
+    """Yield (index of the compared model, distance); `models[0]` is the reference."""
     prompts = [trajectories[row].prompt.ids for row in rows]
     prefixes = [encode_prompts(each, prompts) for each in models]
     canvas = 0
@@ -150,7 +150,7 @@ def _replay_batch(
         keep = [i for i, row in enumerate(rows) if len(trajectories[row].steps) > canvas]
         rows = [rows[i] for i in keep]
         if rows:
-            device = reference.device
+            device = models[0].device
             committed = torch.stack([trajectories[row].committed[canvas - 1] for row in rows])
             index = torch.tensor(keep, device=device)
             prefixes = [
@@ -160,13 +160,13 @@ def _replay_batch(
 
 
 def _replay_canvas(
-    models: tuple[DiffusionGemmaForBlockDiffusion, DiffusionGemmaForBlockDiffusion],
+    models: Sequence[DiffusionGemmaForBlockDiffusion],
     prefixes: list[Prefix],
     trajectories: Sequence[Trajectory],
     rows: list[int],
     canvas: int,
     sampler: Sampler,
-) -> Iterator[StepDistance]:
+) -> Iterator[tuple[int, StepDistance]]:
     conditioning: Tensor | None = None
     steps = {row: trajectories[row].steps[canvas] for row in rows}
     for step in range(1, max(len(ids) for ids in steps.values()) + 1):
@@ -178,16 +178,21 @@ def _replay_canvas(
             conditioning = None if conditioning is None else conditioning[index]
         read = torch.stack([steps[row][step - 1] for row in rows]).to(models[0].device)
         temperature = sampler.temperature(step).to(read.device)
-        ours, theirs = (
+        logits = (
             decode_canvas(each, prefix, read, conditioning) / temperature
             for each, prefix in zip(models, prefixes, strict=True)
         )
+        ours = next(logits)
+        for compared, theirs in enumerate(logits):
+            measured = _distance(ours, theirs, sampler)
+            for i, row in enumerate(rows):
+                kl, agrees, entropy, jaccard = (each[i].cpu() for each in measured)
+                last = step == len(steps[row])
+                distance = StepDistance(
+                    row, canvas, step, last, kl, agrees, entropy, jaccard.item()
+                )
+                yield compared, distance
         conditioning = ours
-        measured = _distance(ours, theirs, sampler)
-        for i, row in enumerate(rows):
-            kl, agrees, entropy, jaccard = (each[i].cpu() for each in measured)
-            is_last = step == len(steps[row])
-            yield StepDistance(row, canvas, step, is_last, kl, agrees, entropy, jaccard.item())
 
 
 def _distance(ours: Tensor, theirs: Tensor, sampler: Sampler) -> tuple[Tensor, ...]:

@@ -53,7 +53,7 @@ def test_recorded_steps_are_uneven(trajectories: list[Trajectory]) -> None:
 def test_a_model_replays_itself_exactly(
     model: DiffusionGemmaForBlockDiffusion, trajectories: list[Trajectory]
 ) -> None:
-    distances = replay(model, model, trajectories, SAMPLER, batch_size=3)
+    distances = replay(model, [model], trajectories, SAMPLER, batch_size=3)[0]
     assert len(distances) == sum(len(steps) for t in trajectories for steps in t.steps)
     for d in distances:
         assert d.agrees.all()
@@ -73,7 +73,7 @@ def test_replay_meets_what_the_recording_run_computed(
 
     prompts, seeds = [t.prompt for t in trajectories], [t.seed for t in trajectories]
     record(model, prompts, seeds, sampler=SAMPLER, canvases=3, held_out=True, on_step=on_step)
-    distances = replay(model, model, trajectories, SAMPLER, batch_size=3)
+    distances = replay(model, [model], trajectories, SAMPLER, batch_size=3)[0]
     assert len(distances) == len(seen)
     for d in distances:
         expected = seen[d.trajectory, d.canvas, d.step]
@@ -91,7 +91,7 @@ def test_damage_grows_with_the_size_of_the_change(
             for layer in damaged.model.decoder.layers:
                 weight = layer.get_submodule("mlp.down_proj").weight
                 weight += size * weight.std() * torch.randn(weight.shape, generator=generator)
-        summary = summarize(replay(model, damaged, trajectories, SAMPLER))
+        summary = summarize(replay(model, [damaged], trajectories, SAMPLER)[0])
         kls.append(summary["kl_nats"]["mean"])
         low, high = summary["kl_nats"]["interval"]
         assert low <= kls[-1] <= high
@@ -111,7 +111,7 @@ def test_kl_is_that_of_torch(
     with torch.no_grad():
         damaged.model.decoder.norm.weight *= 1.5
     item = trajectories[1]
-    first = replay(model, damaged, [item], SAMPLER)[0]
+    first = replay(model, [model, damaged], [item], SAMPLER)[1][0]
     ids, canvas = torch.tensor([item.prompt.ids]), item.steps[0][:1]
     with torch.no_grad():
         p, q = (
