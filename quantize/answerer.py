@@ -5,7 +5,7 @@ without a Blackwell GPU. On a CPU everything runs in float32 (the BF16 model too
 values), on a GPU in BF16.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.load import load
 from quantize.recipe import ActivationMode
-from quantize.runtime import Sampler, generate
+from quantize.runtime import Sampler, StepRecord, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.model import canvas_length
-from quantize.runtime.trajectory import Prompt, record
 
 RECORDED_CANVASES = 2
 
@@ -92,36 +91,39 @@ class Answerer:
             for sample in samples
         ]
 
-    def record(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return how the first canvases of some samples came about, as strings to look at.
+    def record(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Return how the first canvases of some samples came about, to look at.
 
-        One entry a request: its prompt, and per canvas the tokens that the decoder read at each
-        step, then those that were committed.
+        Returns:
+            `vocabulary`, id -> text of every token that occurs; `samples`, one entry a request: its
+            prompt and its steps, each with the canvas' index, the most probable `ids` at every
+            position ("7 105 9") and which of them were `accepted` ("101").
         """
-        trajectories = record(
+        samples: list[dict[str, Any]] = [{"prompt": r.prompt, "steps": []} for r in requests]
+
+        def note(record: StepRecord) -> None:
+            columns = (record.rows, record.argmax, record.accepted.int())
+            for row, ids, accepted in zip(*(c.tolist() for c in columns), strict=True):
+                step = {"canvas": record.canvas, "ids": _joined(ids, " ")}
+                samples[row]["steps"].append(step | {"accepted": _joined(accepted, "")})
+
+        longest = max(request.max_new_tokens for request in requests)
+        generate(
             self.model,
-            [Prompt(tuple(self._encode(r)), r.thinking) for r in requests],
+            [self._encode(request) for request in requests],
             [request.seed for request in requests],
+            max_new_tokens=min(longest, RECORDED_CANVASES * canvas_length(self.model)),
             sampler=self.sampler,
-            canvases=min(RECORDED_CANVASES, self._canvases(requests)),
-            held_out=True,
+            on_step=note,
         )
-        words = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
-        return [
-            {
-                "prompt": request.prompt,
-                "canvases": [
-                    [[words[i] for i in row] for row in (*steps.tolist(), committed.tolist())]
-                    for steps, committed in zip(item.steps, item.committed, strict=True)
-                ],
-            }
-            for request, item in zip(requests, trajectories, strict=True)
-        ]
+        used = {i for sample in samples for step in sample["steps"] for i in step["ids"].split()}
+        words = {i: self.tokenizer.decode([int(i)]) for i in sorted(used, key=int)}
+        return {"vocabulary": words, "samples": samples}
 
     def _encode(self, request: Request) -> list[int]:
         messages = [{"role": "user", "content": request.prompt}]
         return encode_chat(self.tokenizer, messages, thinking=request.thinking)
 
-    def _canvases(self, requests: Sequence[Request]) -> int:
-        longest = max(request.max_new_tokens for request in requests)
-        return -(-longest // canvas_length(self.model))
+
+def _joined(values: Iterable[int], separator: str) -> str:
+    return separator.join(map(str, values))

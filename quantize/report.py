@@ -1,20 +1,32 @@
-"""The report of a run: report.json is everything, report.md shows it; the verdict gates the release.
+"""The report of a run: report.json is everything, the others show it; the verdict gates the release.
 
 report.json, by key:
+  format        version of this layout, 1
   model         which model, and whether it is the small bundled one
   recipe        name and scheme
   verdict       outcome, reason, exit_code
-  sizes         bytes of BF16, of the artifact, planned; quantized modules
-  verification  passed, one line a check
-  error         relative error by module class: tensors, mean, largest, where
-  coverage      tokens per expert: least, median, most; experts that fell back
-  tasks         one entry a task and activation mode: the paired comparison and what else was counted
-  fidelity      fidelity.json as it is, None when there is none
+  tasks         one entry a task and activation mode: recovery.statistics.Comparison, the margin,
+                whether it is gated, why it is not comparable (or null), counts of both sides
+  noise_floor   the same, BF16 against BF16 with a second seed
+  sizes         bytes of BF16 and of the artifact; quantized modules
+  layers        one entry a layer: bytes before and after, relative error of each class of weights
+  error         relative error by class: tensors, mean, largest, where
+  verification  passed, one entry a check
+  coverage      tokens per expert: least, median, most, all of them; experts that fell back
+  fidelity      fidelity.json as it is, null when there is none
+  canvases      some problems' denoising on both sides: vocabulary, and per problem question, target and
+                per side steps, answer, scores; null when none was recorded
   versions, hardware, stages   from the manifest
+
+report.md and report.html are rendered from it, junit.xml for CI systems; where $GITHUB_STEP_SUMMARY
+names a file, report.md is appended to it.
 """
 
 import json
-from collections.abc import Sequence
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, median
@@ -26,50 +38,60 @@ from recovery.statistics import Comparison, compare
 
 from quantize.errors import InputError
 from quantize.recipe import ActivationMode, Recipe
+from quantize.render import html, junit, markdown
 from quantize.run_dir import RunDir, read_json, write_json, write_text
 from quantize.targets import Target, module_class, sum_bytes
 
-BUNDLED_NOTE = (
-    "This is the small model that ships with quantize, trained on word problems. It is not Google's "
-    "26B checkpoint, and nothing here is a claim about that one."
-)
+DECODER_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
+SIDES: dict[str, ActivationMode] = {
+    "quantized-none": "none",
+    "quantized-per-expert": "per_expert",
+    "quantized-per-layer": "per_layer",
+}
 
 
 def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
-    """Read a run folder, judge it, and write report.json and report.md.
+    """Read a run folder, judge it, and write report.json, .md, .html and junit.xml.
 
     Raises:
         InputError: a stage that the report needs has not been run.
     """
     manifest = _needed(run.manifest_json, "run")
     verification = _needed(run.verification_json, "verify")
-    modes: dict[str, ActivationMode] = {"quantized": recipe.evaluation.activations}
-    modes |= _more_modes(run)
-    tasks = [
-        entry
-        for task in recipe.evaluation.tasks
-        for entry in _task_entries(run, task, modes, recipe)
-    ]
-    verdict = _verdict(verification, tasks, recipe)
+    comparisons: dict[str, Comparison] = {}  # of the gated entries
+    tasks: list[dict[str, Any]] = []
+    for task in recipe.evaluation.tasks:
+        for side, mode in _sides(run, task, recipe).items():
+            entry, comparison = _entry(run, task, "bf16", side, recipe)
+            tasks.append({"task": task, "activations": mode, "gated": side == "quantized"} | entry)
+            if side == "quantized" and comparison is not None:
+                comparisons[task] = comparison
+    verdict = _verdict(verification, tasks, comparisons)
     content = {
+        "format": 1,
         "model": manifest["source"],
         "recipe": {"name": recipe.name, "scheme": recipe.quantization.scheme},
         "verdict": {**asdict(verdict), "exit_code": verdict.exit_code},
+        "tasks": tasks,
+        "noise_floor": _noise_floor(run, recipe),
         "sizes": _sizes(targets),
-        "verification": {
-            "passed": verification["passed"],
-            "checks": verification["checks"],
-        },
+        "layers": _layers(targets, verification["relative_error"]),
         "error": _errors(verification["relative_error"]),
+        "verification": {key: verification[key] for key in ("passed", "checks")},
         "coverage": _coverage(run),
-        "tasks": [entry["json"] for entry in tasks],
         "fidelity": read_json(run.fidelity_json) if run.fidelity_json.exists() else None,
+        "canvases": _canvases(run, recipe.evaluation.tasks),
         "versions": manifest["versions"],
         "hardware": manifest["hardware"],
         "stages": manifest["stages"],
     }
     write_json(run.report_json, content)
     write_text(run.report_md, markdown(content))
+    write_text(run.report_html, html(content))
+    write_text(run.junit_xml, junit(content))
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(summary).open("a", encoding="utf-8") as file:
+            file.write(markdown(content))
     return verdict
 
 
@@ -79,53 +101,60 @@ def _needed(path: Path, stage: str) -> Any:
     return read_json(path)
 
 
-def _more_modes(run: RunDir) -> dict[str, ActivationMode]:
-    """Return the sides that were scored besides the gated one."""
-    known: dict[str, ActivationMode] = {
-        "quantized-none": "none",
-        "quantized-per-expert": "per_expert",
-        "quantized-per-layer": "per_layer",
+def _sides(run: RunDir, task: str, recipe: Recipe) -> Mapping[str, ActivationMode]:
+    """Return the quantized sides on which a task was scored, the gated one first."""
+    scored: dict[str, ActivationMode] = {
+        side: mode
+        for side, mode in SIDES.items()
+        if (run.evaluation / side / f"{task}.jsonl").exists()
     }
-    return {side: mode for side, mode in known.items() if (run.evaluation / side).is_dir()}
+    gated: dict[str, ActivationMode] = {"quantized": recipe.evaluation.activations}
+    return gated | scored
 
 
-def _task_entries(
-    run: RunDir, task: str, modes: dict[str, ActivationMode], recipe: Recipe
-) -> list[dict[str, Any]]:
-    base = read_scoring(run.evaluation / "bf16", task)
-    entries: list[dict[str, Any]] = []
-    for side, mode in modes.items():
-        quantized = read_scoring(run.evaluation / side, task)
-        differs = not_comparable(base.conditions, quantized.conditions)
-        comparison = (
-            None
-            if differs
-            else compare(
-                base.by_question(),
-                quantized.by_question(),
-                margin_pp=recipe.gate.margin_pp[task],
-                confidence=recipe.gate.confidence,
-            )
+def _entry(
+    run: RunDir, task: str, base_side: str, side: str, recipe: Recipe, *, other_seed: bool = False
+) -> tuple[dict[str, Any], Comparison | None]:
+    """Compare two sides on one task, for the report and for the gate."""
+    if task not in recipe.gate.margin_pp:
+        raise InputError(f"recipe {recipe.name}: gate.margin_pp has no margin for task {task!r}")
+    base = read_scoring(run.evaluation / base_side, task)
+    other = read_scoring(run.evaluation / side, task)
+    ignored = ("seed", "seeds") if other_seed else ()
+    differs = not_comparable(
+        _without(base.conditions, ignored), _without(other.conditions, ignored)
+    )
+    comparison = None
+    if differs is None:
+        comparison = compare(
+            base.by_question(),
+            other.by_question(),
+            margin_pp=recipe.gate.margin_pp[task],
+            confidence=recipe.gate.confidence,
         )
-        entries.append(
-            {
-                "gated": side == "quantized",
-                "task": task,
-                "comparison": comparison,
-                "differs": differs,
-                "json": {
-                    "task": task,
-                    "activations": mode,
-                    "gated": side == "quantized",
-                    "margin_pp": recipe.gate.margin_pp[task],
-                    "not_comparable": differs.reason if differs else None,
-                    **(asdict(comparison) if comparison else {}),
-                    "bf16_counts": counts(base.rows),
-                    "quantized_counts": counts(quantized.rows),
-                },
-            }
-        )
-    return entries
+    entry = {
+        "not_comparable": differs.reason if differs else None,
+        **(asdict(comparison) if comparison else {"margin_pp": recipe.gate.margin_pp[task]}),
+        "bf16_counts": counts(base.rows),
+        "quantized_counts": counts(other.rows),
+    }
+    return entry, comparison
+
+
+def _without(conditions: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, Any]:
+    return {key: value for key, value in conditions.items() if key not in ignored}
+
+
+def _noise_floor(run: RunDir, recipe: Recipe) -> list[dict[str, Any]]:
+    """Compare BF16 with itself under another seed: what no quantization at all looks like."""
+    again = "bf16-again"
+    scored = [
+        t for t in recipe.evaluation.tasks if (run.evaluation / again / f"{t}.jsonl").exists()
+    ]
+    return [
+        {"task": task} | _entry(run, task, "bf16", again, recipe, other_seed=True)[0]
+        for task in scored
+    ]
 
 
 def read_scoring(folder: Path, task: str) -> Scoring:
@@ -134,36 +163,42 @@ def read_scoring(folder: Path, task: str) -> Scoring:
     Raises:
         InputError: it is not there.
     """
-    path = folder / f"{task}.jsonl"
-    if not path.exists():
-        raise InputError(f"{path}: missing; run `quantize evaluate` first")
+    path, about = folder / f"{task}.jsonl", folder / f"{task}.conditions.json"
+    if not path.exists() or not about.exists():
+        raise InputError(f"{path}: missing or unfinished; run `quantize evaluate` first")
     rows = [Row(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
-    return Scoring(task, rows, **read_json(folder / f"{task}.conditions.json"))
+    conditions = read_json(about)
+    return Scoring(task, rows, conditions["compared"], conditions["made_with"])
 
 
-def counts(rows: Sequence[Row]) -> dict[str, float]:
-    """Return what is counted besides the score: per sample, and tokens per decoder forward."""
+def counts(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what is counted besides the score; steps are None when a server does not tell them."""
     steps = [step for row in rows for step in row.denoising_steps]
+    tokens = sum(row.tokens for row in rows)
     return {
         "samples": len(rows),
         "no_answer": sum(not row.answered for row in rows),
         "truncated": sum(row.truncated for row in rows),
-        "tokens_per_forward": round(sum(row.tokens for row in rows) / sum(steps), 4),
-        "steps_per_canvas": round(mean(steps), 4),
-        "canvases_per_sample": round(len(steps) / len(rows), 4),
+        "tokens_per_sample": round(tokens / len(rows), 4),
+        "tokens_per_forward": round(tokens / sum(steps), 4) if steps else None,
+        "steps_per_canvas": round(mean(steps), 4) if steps else None,
+        "canvases_per_sample": round(len(steps) / len(rows), 4) if steps else None,
+        "canvases_by_steps": {str(s): n for s, n in sorted(Counter(steps).items())},
     }
 
 
-def _verdict(verification: dict[str, Any], tasks: list[dict[str, Any]], recipe: Recipe) -> Verdict:
+def _verdict(
+    verification: Mapping[str, Any],
+    tasks: Sequence[Mapping[str, Any]],
+    comparisons: Mapping[str, Comparison],
+) -> Verdict:
     if not verification["passed"]:
         faults = [fault for check in verification["checks"] for fault in check["faults"]]
         reason = faults[0] if faults else "a check looked at nothing"
         return Verdict("FAIL", f"static verification: {reason}")
-    gated = [entry for entry in tasks if entry["gated"]]
-    for entry in gated:
-        if entry["differs"]:
-            return entry["differs"]
-    comparisons: dict[str, Comparison] = {entry["task"]: entry["comparison"] for entry in gated}
+    for entry in tasks:
+        if entry["gated"] and entry["not_comparable"]:
+            return Verdict("NOT COMPARABLE", f"{entry['task']}: {entry['not_comparable']}")
     return judge(comparisons)
 
 
@@ -177,7 +212,25 @@ def _sizes(targets: list[Target]) -> dict[str, float]:
     }
 
 
-def _errors(relative_error: dict[str, float]) -> list[dict[str, Any]]:
+def _layers(targets: list[Target], relative_error: Mapping[str, float]) -> list[dict[str, Any]]:
+    layers: dict[int, dict[str, Any]] = {}
+    for target in targets:
+        found = DECODER_LAYER.match(target.name)
+        if found is None:
+            continue
+        index = int(found[1])
+        empty: dict[str, Any] = {"layer": index, "bytes_before": 0, "bytes_after": 0, "error": {}}
+        layer = layers.setdefault(index, empty)
+        layer["bytes_before"] += target.bytes_before
+        layer["bytes_after"] += target.bytes_after
+        if target.name in relative_error:
+            layer["error"].setdefault(target.module_class, []).append(relative_error[target.name])
+    for layer in layers.values():
+        layer["error"] = {kind: mean(errors) for kind, errors in sorted(layer["error"].items())}
+    return [layers[index] for index in sorted(layers)]
+
+
+def _errors(relative_error: Mapping[str, float]) -> list[dict[str, Any]]:
     by_class: dict[str, dict[str, float]] = {}
     for name, error in relative_error.items():
         by_class.setdefault(module_class(name), {})[name] = error
@@ -204,132 +257,44 @@ def _coverage(run: RunDir) -> dict[str, Any] | None:
         "least_tokens": min(tokens),
         "median_tokens": median(tokens),
         "most_tokens": max(tokens),
+        "by_layer": coverage["tokens_per_expert"],
+        "min_tokens_per_expert": coverage["min_tokens_per_expert"],
         "fallbacks": coverage["fallbacks"],
     }
 
 
-def markdown(content: dict[str, Any]) -> str:
-    """Return report.md."""
-    parts = [
-        f"# {content['verdict']['outcome']}: {content['recipe']['name']}",
-        content["verdict"]["reason"],
-        BUNDLED_NOTE if content["model"]["bundled"] else f"Model: {content['model']['model']}",
-        "## Recovery",
-        _recovery_table(content["tasks"]),
-        "## Size",
-        _size_line(content["sizes"]),
-        "## Error of the weights",
-        _table(
-            ("class", "tensors", "mean |W-W'|/|W|", "largest", "where"),
-            [
-                (e["class"], e["tensors"], f"{e['mean']:.4f}", f"{e['largest']:.4f}", e["where"])
-                for e in content["error"]
-            ],
-        ),
-        *_coverage_section(content["coverage"]),
-        *_fidelity_section(content["fidelity"]),
-        "## Verification",
-        _table(
-            ("check", "looked at", "result"),
-            [
-                (c["name"], c["looked_at"], "passed" if c["passed"] else "; ".join(c["faults"]))
-                for c in content["verification"]["checks"]
-            ],
-        ),
-        "## Made with",
-        ", ".join(f"{name} {version}" for name, version in content["versions"].items()),
-        f"{content['hardware']['cpu']}, {content['hardware']['cores']} cores; "
-        f"GPUs: {', '.join(content['hardware']['gpus']) or 'none'}",
-        _table(
-            ("stage", "seconds", "peak memory, GB"),
-            [
-                (name, s["seconds"], f"{s['peak_rss_bytes'] / 1e9:.2f}")
-                for name, s in content["stages"].items()
-            ],
-        ),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _recovery_table(tasks: list[dict[str, Any]]) -> str:
-    columns = ("task", "activations", "n x k", "BF16", "quantized", "difference, pp", "recovery, %",
-               "lost / won", "tokens per forward")  # fmt: skip
-    rows: list[tuple[object, ...]] = []
-    for t in tasks:
-        if t["not_comparable"]:
-            rows.append((t["task"], t["activations"], "-", t["not_comparable"], *["-"] * 5))
+def _canvases(run: RunDir, tasks: Sequence[str]) -> dict[str, Any] | None:
+    """Return the recorded denoising of both sides, problems with different outcomes first."""
+    vocabulary: dict[str, str] = {}
+    problems: list[dict[str, Any]] = []
+    for task in tasks:
+        files = {s: run.evaluation / s / f"{task}.canvases.json" for s in ("bf16", "quantized")}
+        if not all(file.exists() for file in files.values()):
             continue
-        rows.append(
-            (
-                t["task"],
-                t["activations"],
-                f"{t['questions']} x {t['repeats']}",
-                f"{t['base']:.3f} {_interval(t['base_interval'], '.3f')}",
-                f"{t['quantized']:.3f} {_interval(t['quantized_interval'], '.3f')}",
-                f"{t['difference_pp']:+.2f} {_interval(t['difference_interval'], '+.2f')}",
-                "-"
-                if t["recovery"] is None
-                else f"{t['recovery']:.1f} {_interval(t['recovery_interval'], '.1f')}",
-                "-" if t["lost"] is None else f"{t['lost']} / {t['won']}",
-                f"{t['bf16_counts']['tokens_per_forward']:.2f} / "
-                f"{t['quantized_counts']['tokens_per_forward']:.2f}",
-            )
-        )
-    return _table(columns, rows)
+        sides = {side: _recorded(run, task, side, read_json(file)) for side, file in files.items()}
+        for file in files.values():
+            vocabulary |= read_json(file)["vocabulary"]
+        for ours, theirs in zip(*sides.values(), strict=True):
+            question = {key: ours[key] for key in ("question", "target")}
+            problems.append(question | {"sides": {"bf16": ours, "quantized": theirs}})
+    problems.sort(key=_have_equal_scores)
+    return {"vocabulary": vocabulary, "problems": problems} if problems else None
 
 
-def _size_line(sizes: dict[str, float]) -> str:
-    return (
-        f"{sizes['bf16_bytes']:,} bytes in BF16, {sizes['quantized_bytes']:,} quantized "
-        f"({sizes['ratio']:.1%}); {sizes['quantized_modules']:,} Linear modules quantized."
-    )
-
-
-def _coverage_section(coverage: dict[str, Any] | None) -> list[str]:
-    if coverage is None:
-        return []
-    fallbacks = coverage["fallbacks"]
-    listed = (
-        f": {', '.join(fallbacks[:8])}{' ...' if len(fallbacks) > 8 else ''}" if fallbacks else ""
-    )
+def _recorded(run: RunDir, task: str, side: str, recorded: Any) -> list[dict[str, Any]]:
+    """Return recorded samples, the first documents' first repeats, with what became of them."""
+    rows = [row for row in read_scoring(run.evaluation / side, task).rows if row.repeat == 0]
     return [
-        "## Expert coverage",
-        f"Tokens routed to each of {coverage['experts']} experts while calibrating: least "
-        f"{coverage['least_tokens']:,}, median {coverage['median_tokens']:,}, most "
-        f"{coverage['most_tokens']:,}. Fell back to their layer's maximum: {len(fallbacks)}{listed}.",
+        {
+            "question": sample["prompt"],
+            "target": row.target,
+            "answer": row.answer,
+            "scores": row.scores,
+            "steps": sample["steps"],
+        }
+        for sample, row in zip(recorded["samples"], rows, strict=False)  # fewer were recorded
     ]
 
 
-def _fidelity_section(fidelity: dict[str, Any] | None) -> list[str]:
-    if fidelity is None:
-        return []
-    return ["## Fidelity on replayed trajectories", _fidelity_table(fidelity)]
-
-
-def _fidelity_table(fidelity: dict[str, Any]) -> str:
-    rows = [
-        (
-            mode,
-            _with_interval(result["kl_nats"], ".4f"),
-            _with_interval(result["top1_agreement"], ".4f"),
-            _with_interval(result["commit_agreement"], ".4f"),
-        )
-        for mode, result in fidelity["activations"].items()
-    ]
-    return _table(("activations", "KL, nats", "top-1 agreement", "commit agreement"), rows)
-
-
-def _with_interval(entry: dict[str, Any], spec: str) -> str:
-    low, high = entry["interval"]
-    return f"{entry['mean']:{spec}} [{low:{spec}}, {high:{spec}}]"
-
-
-def _interval(interval: dict[str, Any], spec: str) -> str:
-    if interval["low"] is None or interval["high"] is None:
-        return "[no interval]"
-    return f"[{interval['low']:{spec}}, {interval['high']:{spec}}]"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+def _have_equal_scores(problem: Mapping[str, Any]) -> bool:
+    return problem["sides"]["bf16"]["scores"] == problem["sides"]["quantized"]["scores"]

@@ -13,8 +13,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from http.client import HTTPException
+from itertools import islice
 from typing import Any
 
 from recovery.model import END_OF_THINKING, THINKING
@@ -66,14 +67,18 @@ class Server:
         self.model = model or self._first_model()
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        """Yield each batch when all of it is answered; give batches of one to lose nothing."""
+        """Yield each batch when all of it is answered; give batches of one to lose nothing.
+
+        The next batch is asked for when a finished one has been taken, and so stored: a kill loses
+        `in_flight` batches at most, however slow the store is.
+        """
+        waiting = iter(batches)
         with ThreadPoolExecutor(self.in_flight) as pool:
-            running = {pool.submit(self._batch, batch): batch for batch in batches}
-            try:
-                for future in as_completed(running):
-                    yield running[future], future.result()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+            running = {pool.submit(self._batch, b): b for b in islice(waiting, self.in_flight)}
+            while running:
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
+                    running |= {pool.submit(self._batch, b): b for b in islice(waiting, 1)}
 
     def _batch(self, batch: Batch) -> list[Completion]:
         return [self._answer(request) for request in batch]
@@ -112,10 +117,10 @@ class Server:
     def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """Send one request until it is answered; GET when there is no body."""
         data = None if body is None else json.dumps(body).encode()
-        wait, last = self.first_wait, ""
+        pause, last = self.first_wait, ""
         for attempt in range(self.attempts):
             if attempt:
-                time.sleep(min(wait, LONGEST_WAIT))
+                time.sleep(min(pause, LONGEST_WAIT))
             request = urllib.request.Request(f"{self.url}/{path}", data, self._headers)
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout) as reply:
@@ -125,9 +130,9 @@ class Server:
                 if error.code != 429 and error.code < 500:
                     hint = MEANING.get(error.code, "the request was refused")
                     raise ServerError(f"{self.url}/{path}: {last}; {hint}") from error
-                wait = _retry_after(error) or self.first_wait * 2**attempt
+                pause = _retry_after(error) or self.first_wait * 2**attempt
             except (OSError, HTTPException, json.JSONDecodeError) as error:
-                last, wait = f"{type(error).__name__}: {error}", self.first_wait * 2**attempt
+                last, pause = f"{type(error).__name__}: {error}", self.first_wait * 2**attempt
         raise ServerError(f"{self.url}/{path}: gave up after {self.attempts} attempts; last {last}")
 
 

@@ -1,0 +1,243 @@
+"""The report's plots as SVG text, drawn for a column 420 units wide: readable on a phone as it is.
+
+By hand rather than by a plotting library: five simple plots whose colours follow the page's light and
+dark scheme through CSS classes, in a few kilobytes and with a text alternative each.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+from xml.sax.saxutils import escape, quoteattr
+
+WIDTH = 420
+LEFT, RIGHT = 128, 12
+CLASSES = ("attention", "mlp", "experts")
+
+# RedHatAI's model cards of google/diffusiongemma-26B-A4B-it (one B200, vLLM; no seeds, repeats or
+# intervals given), recovery in percent as printed there: benchmark -> scheme -> recovery.
+PUBLISHED = {
+    "AIME25": {"FP8": 96.8, "NVFP4": 97.7},
+    "GPQA-Diamond": {"FP8": 102.5, "NVFP4": 100.5},
+    "IFEval": {"FP8": 98.1, "NVFP4": 98.5},
+    "GSM8K": {"FP8": 99.9, "NVFP4": 100.0},
+    "MMLU 0-shot": {"FP8": 93.7, "NVFP4": 114.3},
+    "AIME25, thinking": {"FP8": 101.5, "NVFP4": 98.0},
+    "GPQA-D, thinking": {"FP8": 98.7, "NVFP4": 97.0},
+    "GSM8K, thinking": {"FP8": 100.1, "NVFP4": 100.1},
+}
+
+
+def all_charts(content: dict[str, Any]) -> dict[str, str]:
+    """Return name -> SVG of every plot that report.json has data for."""
+    plots = {"recovery": recovery(content["tasks"]), "published": published()}
+    if content["fidelity"]:
+        plots["kl"] = kl_by_step(content["fidelity"])
+    if content["layers"]:
+        plots["error"] = error_by_layer(content["layers"])
+        plots["size"] = size_by_layer(content["layers"])
+    if content["coverage"]:
+        plots["coverage"] = coverage(content["coverage"])
+    if steps := [t for t in content["tasks"] if t["quantized_counts"]["steps_per_canvas"]]:
+        plots["steps"] = step_inflation(steps)
+    return plots
+
+
+def recovery(tasks: Sequence[dict[str, Any]]) -> str:
+    """Plot the recovery of each task and activation mode with its interval."""
+    rows = [
+        (f"{t['task']}, {t['activations']}", t["recovery"], t["recovery_interval"])
+        for t in tasks
+        if not t["not_comparable"] and t["recovery"] is not None
+    ]
+    ends = [
+        end
+        for _, value, interval in rows
+        for end in (value, interval["low"], interval["high"], 100)
+        if end is not None
+    ]
+    x = _Scale(min(ends, default=99) - 1, max(ends, default=101) + 1)
+    height = 30 + 34 * len(rows)
+    body = _x_axis(x, height, "%") + _vertical(x(100), height, "hundred")
+    for i, (label, value, interval) in enumerate(rows):
+        y = 22 + 34 * i
+        body += _text(0, y - 6, label, "label")
+        if interval["low"] is not None:
+            low, high = x(interval["low"]), x(interval["high"])
+            body += f'<path class="interval" d="M{low:.1f} {y + 6}H{high:.1f}"/>'
+        body += f'<circle class="a" cx="{x(value):.1f}" cy="{y + 6}" r="4.5"/>'
+        body += _text(0, y + 10, _recovery_text(value, interval), "value")
+    return _svg(height + 22, "Recovery with its interval, per cent", body)
+
+
+def _recovery_text(value: float, interval: dict[str, Any]) -> str:
+    if interval["low"] is None:
+        return f"{value:.1f}, no interval"
+    return f"{value:.1f} [{interval['low']:.1f}, {interval['high']:.1f}]"
+
+
+def published() -> str:
+    """Plot the recovery that RedHatAI publish for the 26B model."""
+    x = _Scale(92, 116)
+    height = 12 + 22 * len(PUBLISHED)
+    body = _x_axis(x, height, "%") + _vertical(x(100), height, "hundred")
+    for i, (label, values) in enumerate(PUBLISHED.items()):
+        y = 16 + 22 * i
+        body += _text(0, y + 4, label, "label")
+        body += f'<circle class="hollow" cx="{x(values["FP8"]):.1f}" cy="{y}" r="4.5"/>'
+        nvfp4 = x(values["NVFP4"])
+        body += f'<rect class="hollow" x="{nvfp4 - 4:.1f}" y="{y - 4}" width="8" height="8"/>'
+    return _svg(height + 22, "Recovery published by RedHatAI for the 26B model, per cent", body)
+
+
+def kl_by_step(fidelity: dict[str, Any]) -> str:
+    """Plot the mean KL divergence from BF16 at each denoising step, one line a mode."""
+    lines = {
+        mode: [(entry["step"], entry["kl_nats"]) for entry in result["by_step"]]
+        for mode, result in fidelity["activations"].items()
+    }
+    return _lines(lines, "denoising step", "KL from BF16, nats")
+
+
+def error_by_layer(layers: Sequence[dict[str, Any]]) -> str:
+    """Plot the relative error of the weights by layer, one line a module class."""
+    lines = {
+        kind: [(e["layer"], 100 * e["error"][kind]) for e in layers if kind in e["error"]]
+        for kind in CLASSES
+    }
+    lines = {kind: points for kind, points in lines.items() if points}
+    return _lines(lines, "layer", "relative error, %")
+
+
+def size_by_layer(layers: Sequence[dict[str, Any]]) -> str:
+    """Plot bytes by layer: BF16 as a frame, quantized filled."""
+    most = max(entry["bytes_before"] for entry in layers)
+    unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if most >= u / 10)
+    y = _Scale(0, most / unit, 150, 8)
+    step = (WIDTH - 44 - RIGHT) / len(layers)
+    body = _y_axis(y, 44)
+    for i, entry in enumerate(layers):
+        left = 44 + step * i + step * 0.1
+        for css, key in (("frame", "bytes_before"), ("bar", "bytes_after")):
+            top = y(entry[key] / unit)
+            body += (
+                f'<rect class="{css}" x="{left:.1f}" y="{top:.1f}" width="{step * 0.8:.1f}" '
+                f'height="{150 - top:.1f}"/>'
+            )
+        if len(layers) <= 12 or entry["layer"] % 5 == 0:
+            body += _text(left + step * 0.4, 164, str(entry["layer"]), "tick middle")
+    body += _text(44, 182, f"{name} by layer: frame BF16, filled quantized", "label")
+    return _svg(190, f"Size by layer in {name}, BF16 and quantized", body)
+
+
+def coverage(entry: dict[str, Any]) -> str:
+    """Plot tokens per expert, a row a layer, stronger for more, on a log scale."""
+    rows = list(entry["by_layer"].values())
+    most = math.log1p(max(max(row) for row in rows))
+    least = math.log1p(min(min(row) for row in rows))
+    width = (WIDTH - 44 - RIGHT) / max(len(row) for row in rows)
+    height = min(18.0, max(8.0, 240 / len(rows)))
+    body = ""
+    for i, row in enumerate(rows):
+        top = 6 + height * i
+        if len(rows) <= 12 or i % 5 == 0:
+            body += _text(38, top + height - 3, str(i), "tick end")
+        for expert, tokens in enumerate(row):
+            shade = 0.1 + 0.9 * (math.log1p(tokens) - least) / max(most - least, 1e-9)
+            body += (
+                f'<rect class="heat" x="{44 + width * expert:.2f}" y="{top:.2f}" '
+                f'width="{width * 0.94:.2f}" height="{height * 0.92:.2f}" '
+                f'fill-opacity="{shade:.2f}"><title>layer {i}, expert {expert}: {tokens:,} tokens'
+                f"</title></rect>"
+            )
+    bottom = 6 + height * len(rows)
+    body += _text(44, bottom + 14, f"expert 0 to {len(rows[0]) - 1}; rows are layers", "label")
+    title = f"Tokens per expert: {entry['least_tokens']:,} to {entry['most_tokens']:,}"
+    return _svg(bottom + 22, title, body)
+
+
+def step_inflation(tasks: Sequence[dict[str, Any]]) -> str:
+    """Plot denoising steps per canvas, BF16 and quantized."""
+    sides = ("bf16_counts", "quantized_counts")
+    x = _Scale(0, max(t[side]["steps_per_canvas"] for t in tasks for side in sides), 0, WIDTH - 60)
+    body = ""
+    for i, task in enumerate(tasks):
+        top = 14 + 52 * i
+        body += _text(0, top, f"{task['task']}, {task['activations']}", "label")
+        for j, (side, css) in enumerate(zip(sides, ("frame", "bar"), strict=True)):
+            steps = task[side]["steps_per_canvas"]
+            y = top + 5 + 15 * j
+            body += f'<rect class="{css}" x="0" y="{y}" width="{x(steps):.1f}" height="12"/>'
+            body += _text(x(steps) + 5, y + 10, f"{steps:.2f}", "tick")
+    title = "Denoising steps per canvas: frame BF16, filled quantized"
+    return _svg(52 * len(tasks) + 6, title, body)
+
+
+class _Scale:
+    """A linear scale from values to units of the drawing, by default along the width."""
+
+    def __init__(
+        self, low: float, high: float, start: float = LEFT, end: float = WIDTH - RIGHT
+    ) -> None:
+        self.low, self.high, self.start, self.end = low, max(high, low + 1e-9), start, end
+
+    def __call__(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        """Three to seven round values inside the scale."""
+        span = self.high - self.low
+        power = 10 ** math.floor(math.log10(span))
+        steps = (0.1, 0.2, 0.5, 1.0, 2.0)
+        step = next(s * power for s in steps if span / (s * power) <= 6)
+        first = math.ceil(self.low / step - 1e-9)
+        return [i * step for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def _lines(lines: dict[str, list[tuple[int, float]]], x_name: str, y_name: str) -> str:
+    points = [point for line in lines.values() for point in line]
+    x = _Scale(min(p[0] for p in points), max(p[0] for p in points), 44)
+    y = _Scale(0, max(p[1] for p in points) * 1.05, 150, 8)
+    body = _y_axis(y, 44)
+    for tick in x.ticks():
+        if tick == int(tick):
+            body += _text(x(tick), 164, f"{int(tick)}", "tick middle")
+    body += _text((44 + WIDTH - RIGHT) / 2, 178, x_name, "label middle")
+    for i, (name, line) in enumerate(lines.items()):
+        css = "abc"[i % 3]
+        path = "M" + "L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in line)
+        body += f'<path class="line {css}" d="{path}"/>'
+        for a, b in line:
+            body += f'<circle class="{css}" cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.2"/>'
+        body += f'<rect class="{css}" x="{44 + 125 * i}" y="187" width="10" height="10"/>'
+        body += _text(58 + 125 * i, 196, name, "label")
+    return _svg(202, f"{y_name}, by {x_name}", body)
+
+
+def _x_axis(x: _Scale, height: float, unit: str) -> str:
+    parts = [_vertical(x(tick), height, "grid") for tick in x.ticks()]
+    parts += [_text(x(t), height + 14, f"{t:g}{unit}", "tick middle") for t in x.ticks()]
+    return "".join(parts)
+
+
+def _y_axis(y: _Scale, left: float) -> str:
+    return "".join(
+        f'<path class="grid" d="M{left} {y(tick):.1f}H{WIDTH - RIGHT}"/>'
+        + _text(left - 5, y(tick) + 4, f"{tick:.6g}", "tick end")
+        for tick in y.ticks()
+    )
+
+
+def _vertical(x: float, height: float, css: str) -> str:
+    return f'<path class="{css}" d="M{x:.1f} 4V{height}"/>'
+
+
+def _text(x: float, y: float, text: str, css: str) -> str:
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+
+
+def _svg(height: float, title: str, body: str | Iterable[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label={quoteattr(title)}>'
+        f"{''.join(body)}</svg>"
+    )
