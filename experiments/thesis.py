@@ -57,6 +57,7 @@ ARMS = ("clean text", "random canvas", "trajectories")
 SEEDS = (0, 1, 2)
 MODES: tuple[ActivationMode, ...] = ("per_expert", "per_layer")
 PROMPTS, BATCH, CANVASES, MIN_TOKENS = 64, 32, 2, 64
+BATCH_PROBLEMS = 200
 PROBLEMS, TRAJECTORIES = 400, 64  # held-out problems 0..399, and 1000..1063
 RECIPE = load_recipe("nvfp4").for_bundled_model()
 MODULES = calibrated_modules(CHECKPOINT, RECIPE.quantization)
@@ -180,8 +181,8 @@ def answers(model: Model, title: str) -> list[bool]:
     prompts = [prompt_of(row, False) for row in problems]
     order = sorted(range(PROBLEMS), key=lambda i: len(prompts[i]))
     right = [False] * PROBLEMS
-    for start in track(range(0, PROBLEMS, 50), title):
-        batch = order[start : start + 50]
+    for start in track(range(0, PROBLEMS, BATCH_PROBLEMS), title):
+        batch = order[start : start + BATCH_PROBLEMS]
         samples = generate(
             model, [prompts[i] for i in batch], batch, max_new_tokens=128, sampler=SAMPLER
         )
@@ -202,14 +203,6 @@ def held_out(reference: Model) -> list[Trajectory]:
     return record(reference, prompts, seeds, sampler=SAMPLER, canvases=CANVASES, held_out=True)
 
 
-def replayed(model: Model, reference: Model, recorded: Sequence[Trajectory], title: str) -> Any:
-    """KL and top-1 agreement by trajectory."""
-    distances = replay(reference, model, recorded, SAMPLER, title=f"{title}: replay")
-    kl = by_trajectory(distances, lambda d: d.kl.mean().item())
-    top1 = by_trajectory(distances, lambda d: d.agrees.double().mean().item())
-    return {"kl": list(kl.values()), "top1": list(top1.values())}
-
-
 def settings() -> Iterator[tuple[str, str | None, ActivationMode]]:
     """(name of the result, key of its scales, mode): BF16, weights only, then every arm."""
     yield "bf16", None, "none"
@@ -224,26 +217,43 @@ def run(out: Path, measurements: Sequence[str]) -> None:
     """Calibrate, measure what is not measured yet."""
     (out / "results").mkdir(parents=True, exist_ok=True)
     scales = all_scales(out)
-    reference = load(CHECKPOINT)
-    recorded = held_out(reference) if "replay" in measurements else []
     with tempfile.TemporaryDirectory() as folder:
         quantized = Path(folder) / "nvfp4"
         convert_once(quantized, scales["trajectories/0"]["scales"], Path(folder))
-        for name, key, mode in settings():
-            todo = [m for m in measurements if not result_file(out, name, m).exists()]
-            if not todo:
-                continue
+
+        def build(name: str) -> Model:
+            key, mode = next((key, mode) for each, key, mode in settings() if each == name)
             model = load(CHECKPOINT if name == "bf16" else quantized)
             if key is not None:
                 inputs = {m: ("NVFP4", s) for m, s in scales[key]["scales"].items()}
                 simulate_activations(model, inputs, mode)  # pyright: ignore[reportArgumentType]
-            for measurement in todo:
-                found = (
-                    replayed(model, reference, recorded, name)
-                    if measurement == "replay"
-                    else {"right": answers(model, f"{name}: problems")}
-                )
-                write_json(result_file(out, name, measurement), found)
+            return model
+
+        if "replay" in measurements:
+            replay_all(out, build)
+        if "problems" in measurements:
+            for name in missing(out, "problems"):
+                right = answers(build(name), f"{name}: problems")
+                write_json(result_file(out, name, "problems"), {"right": right})
+
+
+def missing(out: Path, measurement: str) -> list[str]:
+    """The models that have no result yet."""
+    return [n for n, _, _ in settings() if not result_file(out, n, measurement).exists()]
+
+
+def replay_all(out: Path, build: Callable[[str], Model]) -> None:
+    """KL and top-1 agreement by trajectory of every model that is missing, side by side."""
+    names = missing(out, "replay")
+    if not names:
+        return
+    reference = load(CHECKPOINT)
+    found = replay(reference, [build(name) for name in names], held_out(reference), SAMPLER)
+    for name, distances in zip(names, found, strict=True):
+        kl = by_trajectory(distances, lambda d: d.kl.mean().item())
+        top1 = by_trajectory(distances, lambda d: d.agrees.double().mean().item())
+        result = {"kl": list(kl.values()), "top1": list(top1.values())}
+        write_json(result_file(out, name, "replay"), result)
 
 
 def result_file(out: Path, name: str, measurement: str) -> Path:
