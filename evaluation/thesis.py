@@ -9,9 +9,9 @@ Same NVFP4 weights, W4A4 simulated; only the input scales differ. The token coun
 the trajectories of the same seed. Each arm and seed is compared with BF16 twice: KL on the replayed
 steps of 64 held-out trajectories, and accuracy on 400 held-out word problems with equal noise.
 
-    python experiments/thesis.py outputs/thesis             prints the tables of docs/thesis.md
-    python experiments/thesis.py outputs/thesis replay      one of the two measurements, `replay` or
-    python experiments/thesis.py outputs/thesis problems    `problems`: they can run side by side
+    python evaluation/thesis.py outputs/thesis             prints the tables of docs/thesis.md
+    python evaluation/thesis.py outputs/thesis replay      one of the two measurements, `replay` or
+    python evaluation/thesis.py outputs/thesis problems    `problems`: they can run side by side
 
 One file a measurement: a killed run continues.
 """

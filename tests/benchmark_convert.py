@@ -1,6 +1,6 @@
 """Convert side by side with its peers on a synthetic checkpoint of real layer shapes.
 
-    python benchmarks/convert.py SCRATCH_FOLDER [--runs 5] [--experts 128]
+    python tests/benchmark_convert.py SCRATCH_FOLDER [--runs 5] [--experts 128]
 
   FP8_DYNAMIC  ours against llm-compressor's model_free_ptq
   NVFP4A16     ours against compressed-tensors' own functions, Linear by Linear (model_free_ptq stops
