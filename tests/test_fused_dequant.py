@@ -13,11 +13,11 @@ import fused_dequant as fd
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from fused_dequant import cases, formats, reference, tuning, weights
+from fused_dequant import cases, formats, reference, tune, tuning, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels_support import ptx
+from tests.kernels_support import breaking, ptx
 
 ROOT = Path(__file__).parent.parent
 ALL_SCALES = torch.arange(127, dtype=torch.uint8)  # every non-negative finite e4m3 byte
@@ -248,6 +248,32 @@ def test_tuning_tables_are_complete() -> None:
             down = table["kernels"][f"experts/{scheme}/2816x704"]
             rows = [{m: tuning.block_rows(c) for m, c in t.items()} for t in (up, down)]
             assert rows[0] == rows[1]
+
+
+def test_tuning_goes_on_without_a_candidate_that_broke_its_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    timer = tune.Timer(breaking.time_candidates)
+    pids = [timer(tune.Product("linear", "fp8", 3, 64, 64)) for _ in range(2)]
+    assert [timed[0][1] for timed in pids] == [{"BM": 3}] * 2
+    assert pids[0] != pids[1], "the second product ran in a broken process"
+    assert capsys.readouterr().out.count("an illegal instruction") == 2
+
+
+def test_candidates_fit_the_registers_and_hold_what_is_shipped() -> None:
+    """No candidate past the limit, and each shipped configuration of an expert is a candidate."""
+    table = json.loads(tuning.table_path("NVIDIA H200").read_text())["kernels"]
+    seen = 0
+    for product in tune.products():
+        candidates = list(tune.candidates(product))
+        assert candidates, product
+        for config in candidates:
+            accumulators = tuning.block_rows(config) * config["BN"] / (32 * config["num_warps"])
+            assert accumulators <= tune.MAX_ACCUMULATORS
+        if product.verb.startswith("experts"):
+            assert table[product.key][str(product.M)] in candidates, product
+            seen += 1
+    assert seen == 24
 
 
 def test_buckets_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

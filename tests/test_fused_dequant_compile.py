@@ -69,7 +69,7 @@ def matmul_case(
     name: str, signature: dict, mode: dict, cores: dict, gelu: bool, **sizes: Any
 ) -> Case:
     constants = mode | {"SCALED": signature is not BF16, "GELU_MUL": gelu}
-    constants |= {"BLOCKS_FIRST": not mode["GROUPED"]} | sizes
+    constants |= {"BLOCKS_FIRST": not mode["GROUPED"], "MORE": 0} | sizes
     limit = {90: 1.4} if signature is FP8 and sizes["SWAP"] else {}
     return Case(name, matmul.matmul_kernel, signature, constants, cores, per_weight=limit)
 
@@ -97,6 +97,18 @@ CASES = [
         {89: "QMMA", 90: "QGMMA", 120: "QMMA"},
         False,
         BM=32,
+        BN=128,
+        BK=128,
+        SWAP=1,
+    ),
+    matmul_case(
+        "fp8 experts up, 80 rows",
+        FP8,
+        EXPERTS_UP,
+        {89: "QMMA", 90: "QGMMA"},
+        True,
+        BM=64,
+        MORE=16,
         BN=128,
         BK=128,
         SWAP=1,
@@ -228,6 +240,7 @@ CASES = [
 ]
 QUICK = {
     ("fp8 experts up", 89), ("fp8 experts up", 90), ("fp8 experts down", 90),
+    ("fp8 experts up, 80 rows", 90),
     ("nvfp4 fragments up", 90), ("nvfp4 fragments down", 90), ("nvfp4 experts up", 80),
     ("nvfp4 w4a4 dense", 100), ("nvfp4 w4a4 dense", 120), ("int8 dense", 80),
     ("lm_head", 90), ("soft embedding", 90), ("bf16 experts up", 100),

@@ -81,17 +81,18 @@ def test_linear(scheme: str, M: int, N: int, K: int) -> None:
     assert_close(launch().linear(x, weight), expected, TOLERANCE[scheme])
 
 
-@pytest.mark.parametrize("swap", [0, 1])
+@pytest.mark.parametrize(("swap", "more"), [(0, 0), (1, 0), (1, 16)])
 @pytest.mark.parametrize("scheme", ["bf16", "fp8", "int8"])
-def test_both_operand_orders(scheme: str, swap: int) -> None:
+def test_operand_orders_and_two_accumulators(scheme: str, swap: int, more: int) -> None:
     from fused_dequant import matmul
 
-    x = cases.random_tokens(17, 96, DEVICE)
+    x = cases.random_tokens(39, 96, DEVICE)
     weight = cases.random_weight(scheme, 1, 80, 96, DEVICE)
     q, scale = x, None
     if scheme in EIGHT_BIT:
         q, scale = formats.quantize_rows(x, EIGHT_BIT[scheme])
-    config = {"BM": 16, "BN": 64, "BK": 64, "SWAP": swap, "num_warps": 4, "num_stages": 3}
+    config = {"BM": 16, "MORE": more, "BN": 64, "BK": 64, "SWAP": swap}
+    config |= {"num_warps": 4, "num_stages": 3}
     w_scale = None if weight.scale is None else weight.scale[0]
     y = matmul.matmul(q, weight.data[0], scale, w_scale, config)
     expected = rounded(x, scheme) @ weights.dequantize(weight, torch.float64)[0].T

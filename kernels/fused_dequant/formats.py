@@ -90,10 +90,16 @@ def quantize_nvfp4(
     scale = e4m3(amax / 6 * global_scale); codes are rounded from x * global_scale / scale.
     """
     groups = (x.float() * global_scale).unflatten(-1, (-1, GROUP))
-    scale = (groups.abs().amax(-1) / E2M1_MAX).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    amax = groups.abs().amax(-1)
+    scale = _divide(amax, E2M1_MAX).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     divisor = scale.float()[..., None]
     scaled = torch.where(divisor > 0, groups / divisor, groups * 0)
     return pack_nibbles(encode_e2m1(scaled).flatten(-2)), scale
+
+
+def _divide(x: torch.Tensor, number: float) -> torch.Tensor:
+    """X / number, rounded once: on CUDA torch multiplies with the reciprocal of a plain number."""
+    return x / torch.full_like(x, number)
 
 
 def dequantize_nvfp4(
@@ -117,8 +123,7 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     """
     largest = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: 127.0}[dtype]
     amax = x.float().abs().amax(-1)
-    # A tensor, not a number: on CUDA torch divides by a number by multiplying with its reciprocal.
-    scale = torch.where(amax > 0, amax / torch.full_like(amax, largest), torch.ones_like(amax))
+    scale = torch.where(amax > 0, _divide(amax, largest), torch.ones_like(amax))
     scale = torch.where(amax.isfinite(), scale, torch.full_like(amax, float("nan")))
     scaled = x.float() * (1.0 / scale)[..., None]
     if dtype == torch.int8:

@@ -10,6 +10,10 @@ below the rounding of the bf16 result), INT8 in int32, exactly, up to K = 133,00
 half-precision tensor cores after a conversion; swapped, the weights fill the 64-row side and the tokens
 the 8-granular one, so 16 tokens an expert still run on FP8 tensor cores with half the instructions.
 
+A block is BM + MORE rows (MORE may be 0): two accumulators, so that 80 rows meet weights read once.
+At 1,024 tokens an expert has 64 +- 8 of them: blocks of 64 read half the experts twice, blocks of
+128 compute twice the rows.
+
 The epilogue may apply `gelu_mul` to interleaved gate and up rows, or multiply by a routing weight: each
 saves one pass over the result.
 """
@@ -24,9 +28,49 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_dequant import tuning
 from fused_dequant.routing import Routing
 from fused_dequant.tiles import block_rows, split_gate_up
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
+
+
+@triton.jit
+def load_tokens(tokens, real, k, k0, K, EVEN_K: tl.constexpr):
+    """One step's columns of a block's rows; padding rows, and columns past K, read as zero."""
+    mask = real[:, None] if EVEN_K else real[:, None] & (k < K - k0)[None, :]
+    return tl.load(tokens + k0, mask=mask, other=0.0)
+
+
+@triton.jit
+def multiply(tokens, weights, acc, SWAP: tl.constexpr):
+    """Acc [rows, BN] += tokens @ weights.T, or transposed acc [BN, rows]."""
+    if SWAP:
+        acc = tl.dot(weights, tokens.T, acc, out_dtype=acc.dtype)
+    else:
+        acc = tl.dot(tokens, weights.T, acc, out_dtype=acc.dtype)
+    return acc
+
+
+@triton.jit
+def store_rows(
+    result, y, x_scale, w_scale, row_weight, slot, real, expert, n, tile, N,
+    TOPK: tl.constexpr, SCALED: tl.constexpr, GELU_MUL: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Scale, activate, weight and store result f32 [BN, rows] as rows of y."""
+    if SCALED:
+        result *= tl.load(w_scale + expert * N + n % N)[:, None]
+        result *= tl.load(x_scale + slot // TOPK, mask=real, other=0.0)[None, :]
+    width = N
+    columns: tl.constexpr = n.shape[0] // 2 if GELU_MUL else n.shape[0]
+    if GELU_MUL:
+        gate, up = split_gate_up(result, n.shape[0], slot.shape[0])
+        result = gelu_mul_tile(gate, up)
+        width = N // 2
+    if WEIGHTED:
+        result *= tl.load(row_weight + slot, mask=real, other=0.0)[None, :]
+    column = tile * columns + tl.arange(0, columns)
+    place = y + slot.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(place, result.T.to(y.dtype.element_ty), mask=real[:, None] & (column[None, :] < width))
 
 
 @triton.jit
@@ -50,6 +94,7 @@ def matmul_kernel(
     WEIGHTED: tl.constexpr,
     SWAP: tl.constexpr,
     BM: tl.constexpr,
+    MORE: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -63,42 +108,39 @@ def matmul_kernel(
         if block >= tl.load(block_count):
             return
         expert = tl.load(block_expert + block).to(tl.int64)
-    slot, real = block_rows(slots, block, total, BM, GROUPED)
-    row = (slot // TOPK).to(tl.int64)
     n = tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     # Channels past N repeat the first ones: they are computed and not stored, and need no mask.
     weights = w + expert * N * K + (n % N).to(tl.int64)[:, None] * K + k[None, :]
-    tokens = x + row[:, None] * K + k[None, :]
     acc_type: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    first = block * (BM + MORE)
+    slot, real = block_rows(slots, first, total, BM, GROUPED)
+    tokens = x + (slot // TOPK).to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), acc_type)
+    if MORE:
+        slot_more, real_more = block_rows(slots, first + BM, total, MORE, GROUPED)
+        tokens_more = x + (slot_more // TOPK).to(tl.int64)[:, None] * K + k[None, :]
+        acc_more = tl.zeros((BN, MORE) if SWAP else (MORE, BN), acc_type)
     for k0 in range(0, K, BK):
         if EVEN_K:
             b = tl.load(weights + k0)
-            a = tl.load(tokens + k0, mask=real[:, None], other=0.0)
         else:
-            inside = k < K - k0
-            b = tl.load(weights + k0, mask=inside[None, :], other=0.0)
-            a = tl.load(tokens + k0, mask=real[:, None] & inside[None, :], other=0.0)
-        if SWAP:
-            acc = tl.dot(b, a.T, acc, out_dtype=acc_type)
-        else:
-            acc = tl.dot(a, b.T, acc, out_dtype=acc_type)
-    result = (acc if SWAP else acc.T).to(tl.float32)  # [BN, BM] from here on
-    if SCALED:
-        result *= tl.load(w_scale + expert * N + n % N)[:, None]
-        result *= tl.load(x_scale + row, mask=real, other=0.0)[None, :]
-    width = N
-    rows: tl.constexpr = BN // 2 if GELU_MUL else BN
-    if GELU_MUL:
-        gate, up = split_gate_up(result, BN, BM)
-        result = gelu_mul_tile(gate, up)
-        width = N // 2
-    if WEIGHTED:
-        result *= tl.load(row_weight + slot, mask=real, other=0.0)[None, :]
-    column = tile * rows + tl.arange(0, rows)
-    place = y + slot.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(place, result.T.to(y.dtype.element_ty), mask=real[:, None] & (column[None, :] < width))
+            b = tl.load(weights + k0, mask=(k < K - k0)[None, :], other=0.0)
+        acc = multiply(load_tokens(tokens, real, k, k0, K, EVEN_K), b, acc, SWAP)
+        if MORE:
+            a = load_tokens(tokens_more, real_more, k, k0, K, EVEN_K)
+            acc_more = multiply(a, b, acc_more, SWAP)
+    result = (acc if SWAP else acc.T).to(tl.float32)
+    store_rows(
+        result, y, x_scale, w_scale, row_weight, slot, real, expert, n, tile, N,
+        TOPK, SCALED, GELU_MUL, WEIGHTED,
+    )  # fmt: skip
+    if MORE:
+        result = (acc_more if SWAP else acc_more.T).to(tl.float32)
+        store_rows(
+            result, y, x_scale, w_scale, row_weight, slot_more, real_more, expert, n, tile, N,
+            TOPK, SCALED, GELU_MUL, WEIGHTED,
+        )  # fmt: skip
 
 
 def matmul(
@@ -112,7 +154,7 @@ def matmul(
     M, K = x.shape
     N = len(w)
     y = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
-    grid = (triton.cdiv(M, config["BM"]), triton.cdiv(N, config["BN"]))
+    grid = (triton.cdiv(M, tuning.block_rows(config)), triton.cdiv(N, config["BN"]))
     matmul_kernel[grid](
         x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
         y, y, y, y, M, N, K,
@@ -136,7 +178,7 @@ def grouped_matmul(
 
     gate_up: x has a row a token, gate and up are combined -> bf16 [slots, N/2]. down, when `row_weight`
     f32 [slots] is given: x has a row a slot, each result is multiplied -> bf16 [slots, N].
-    `config["BM"]` must equal `routing.block`.
+    `config["BM"] + config["MORE"]` must equal `routing.block`.
     """
     _, N, K = w.shape
     down = row_weight is not None

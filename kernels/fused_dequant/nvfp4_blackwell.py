@@ -55,7 +55,7 @@ def nvfp4_w4a4_kernel(
         if block >= tl.load(block_count):
             return
         expert = tl.load(block_expert + block).to(tl.int64)
-    slot, real = block_rows(slots, block, total, BM, GROUPED)
+    slot, real = block_rows(slots, block * BM, total, BM, GROUPED)
     row = (slot // TOPK).to(tl.int64)
     channel = expert * N + ((tile * BN + tl.arange(0, BN)) % N)
     half = tl.arange(0, BK // 2)

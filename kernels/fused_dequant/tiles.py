@@ -17,9 +17,9 @@ import triton.language as tl
 
 
 @triton.jit
-def block_rows(slots, block, total, BM: tl.constexpr, GROUPED: tl.constexpr):
-    """Slots [BM] of a block and which of them are real."""
-    offsets = block * BM + tl.arange(0, BM)
+def block_rows(slots, first, total, COUNT: tl.constexpr, GROUPED: tl.constexpr):
+    """Slots [COUNT] of rows `first`, `first` + 1, ... and which of them are real."""
+    offsets = first + tl.arange(0, COUNT)
     slot = tl.load(slots + offsets) if GROUPED else offsets
     return slot, slot < total
 
@@ -33,8 +33,8 @@ def gelu_mul(gate, up):
 
 @triton.jit
 def softcap(x, cap):
-    """Cap * tanh(x / cap)."""
-    return cap * (1.0 - 2.0 / (tl.exp(2.0 * x / cap) + 1.0))
+    """Cap * tanh(x / cap). The division by cap is of numbers, not of the tile: one a thread."""
+    return cap * (1.0 - 2.0 / (tl.exp(x * (2.0 / cap)) + 1.0))
 
 
 @triton.jit

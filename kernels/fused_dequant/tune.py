@@ -3,8 +3,12 @@
 For each product of the real model and each bucket of tokens: compile every candidate (in parallel,
 against tensors without storage), drop those that do not fit the device, check that each gives the
 result of the first, time it as a CUDA graph over buffers larger than the L2, keep the fastest. The
-two products of the experts share one block of rows, so their pair is chosen together. About four
-minutes on an H200.
+two products of the experts share one block of rows, so their pair is chosen together. About two
+minutes on an H200, all products.
+
+Two things keep a bad candidate out of the table. Candidates whose accumulators take more than
+`MAX_ACCUMULATORS` registers a thread are never made. And products are timed in a child process: a
+candidate that breaks the CUDA context of that process is named, and a new process times the others.
 """
 
 # M, N, K and tile sizes are the field's names, not constants.
@@ -16,7 +20,8 @@ import json
 import multiprocessing
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,6 +36,9 @@ from fused_dequant.weights import Weight
 
 TOKENS = (64, 256, 1024)
 BUFFER_BYTES = 200 * 2**20  # several times the L2
+# A thread has 255 registers, and decoded weights and addresses lie beside the accumulators. A sweep
+# that allowed 256 accumulators ended in "illegal instruction"; none within this limit has.
+MAX_ACCUMULATORS = 128
 _EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
@@ -69,7 +77,7 @@ def products() -> Iterator[Product]:
         yield Product("linear", scheme, M, N, K)
 
 
-_MATMUL = "BM BN BK SWAP num_warps num_stages"
+_MATMUL = "BM MORE BN BK SWAP num_warps num_stages"
 
 
 def _config(names: str, *values: int) -> Config:
@@ -77,7 +85,15 @@ def _config(names: str, *values: int) -> Config:
 
 
 def candidates(product: Product) -> Iterator[Config]:
-    """Configurations worth timing, from what the kernels' structure and earlier sweeps leave open."""
+    """Configurations worth timing whose accumulators fit the registers."""
+    for config in _sweep(product):
+        accumulators = tuning.block_rows(config) * config["BN"] // (32 * config["num_warps"])
+        if accumulators <= MAX_ACCUMULATORS:
+            yield config
+
+
+def _sweep(product: Product) -> Iterator[Config]:
+    """What the kernels' structure and earlier sweeps leave open."""
     if product.verb == "soft_embedding":
         for splits, (BM, BN, warps), BK, stages in itertools.product(
             (3, 6, 12),
@@ -95,18 +111,20 @@ def candidates(product: Product) -> Iterator[Config]:
         rows = _hopper_rows(product)
         splits = {"linear": (1, 2, 3, 4) if product.M < 1024 else (1, 2)}.get(product.verb, (1,))
         tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
+        depths = (128, 256) if product.verb == "linear" and product.M < 1024 else (64, 128)
         for (BM, MORE), (BN, warps), BK, split, stages in itertools.product(
-            rows, tiles, (64, 128), splits, (3, 4)
+            rows, tiles, depths, splits, (3, 4)
         ):
-            if product.N % BN == 0 and 128 * warps * 32 >= BN * (BM + MORE):
+            if product.N % BN == 0:
                 names = "BM MORE BN BK SPLITS STAGES num_warps"
                 yield _config(names, BM, MORE, BN, BK, split, stages, warps)
     elif product.verb.startswith("experts"):
         tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
-        for BM, (BN, warps), BK, stages in itertools.product(
-            _expert_rows(product.M), tiles, (64, 128, 256), (2, 3, 4)
+        depths = (64, 128) if product.M == 1024 else (64, 128, 256)
+        for (BM, MORE), (BN, warps), BK, stages in itertools.product(
+            _expert_rows(product.M), tiles, depths, (2, 3, 4)
         ):
-            yield _config(_MATMUL, BM, BN, BK, 1, warps, stages)
+            yield _config(_MATMUL, BM, MORE, BN, BK, 1, warps, stages)
     else:
         tiles = (
             (64, 32, 4),
@@ -121,20 +139,19 @@ def candidates(product: Product) -> Iterator[Config]:
             tiles, (0, 1), (64, 128), (3, 4, 5)
         ):
             if stages < 5 or BM * BN <= 64 * 128:
-                yield _config(_MATMUL, BM, BN, BK, swap, warps, stages)
+                yield _config(_MATMUL, BM, 0, BN, BK, swap, warps, stages)
 
 
 def _hopper_rows(product: Product) -> tuple[tuple[int, int], ...]:
     if product.verb == "linear":
         return ((32, 0), (64, 0), (128, 0)) if product.M < 1024 else ((128, 0), (256, 0))
-    return {64: ((16, 0),), 256: ((16, 0), (32, 0)), 1024: ((64, 0), (64, 16), (64, 32), (128, 0))}[
-        product.M
-    ]
+    return _expert_rows(product.M)
 
 
-def _expert_rows(M: int) -> tuple[int, ...]:
-    """Rows of a block around the mean number of tokens of an expert, M * 8 / 128."""
-    return {64: (16,), 256: (16, 32), 1024: (64, 128)}[M]
+def _expert_rows(M: int) -> tuple[tuple[int, int], ...]:
+    """(BM, MORE) of blocks around the mean number of tokens of an expert, M * 8 / 128."""
+    wide = ((64, 0), (64, 16), (64, 32), (128, 0))
+    return {64: ((16, 0),), 256: ((16, 0), (32, 0)), 1024: wide}[M]
 
 
 @dataclass(frozen=True)
@@ -213,26 +230,65 @@ def compile_all(jobs: list[tuple[Product, Config]]) -> None:
         print("  did not compile:", failure[:300])
 
 
-def time_candidates(product: Product) -> list[tuple[float, Config]]:
+class BrokenCandidateError(Exception):
+    """A candidate ended in a CUDA error, after which its process can run nothing more."""
+
+    def __init__(self, config: Config, reason: str) -> None:
+        super().__init__(config, reason)
+        self.config = config
+        self.reason = reason
+
+
+def time_candidates(product: Product, excluded: list[Config]) -> list[tuple[float, Config]]:
     """Microseconds of each candidate that fits and computes what the first one does, fastest first."""
     first = operands(product, "cuda")
     copies = max(1, min(16, BUFFER_BYTES // first.weight.bytes))
     sets = [first, *(replace(first, weight=first.weight.clone()) for _ in range(copies - 1))]
     expected, timed = None, []
     for config in candidates(product):
+        if config in excluded:
+            continue
         try:
             result = call(product, first, config)
+            expected = result if expected is None else expected
+            error = relative_error(result, expected)
+            calls = [partial(call, product, operand, config) for operand in sets]
+            microseconds = measure(calls, replays=8)
         except triton.runtime.errors.OutOfResources:
             continue
-        expected = result if expected is None else expected
-        error = relative_error(result, expected)
+        except RuntimeError as failure:  # what torch makes of a CUDA error
+            raise BrokenCandidateError(config, str(failure).splitlines()[0]) from None
         if not error < 1e-2:
-            raise RuntimeError(
-                f"{product} {config}: differs from the first candidate by {error:.1e}"
-            )
-        calls = [partial(call, product, operand, config) for operand in sets]
-        timed.append((measure(calls, replays=8), config))
+            raise ValueError(f"{product} {config}: differs from the first candidate by {error:.1e}")
+        timed.append((microseconds, config))
     return sorted(timed, key=lambda pair: pair[0])
+
+
+Work = Callable[[Product, list[Config]], list[tuple[float, Config]]]
+
+
+class Timer:
+    """A child process that times products, replaced when a candidate breaks it."""
+
+    def __init__(self, work: Work = time_candidates) -> None:
+        self._work = work
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._child = ProcessPoolExecutor(1, mp_context=context)
+
+    def __call__(self, product: Product) -> list[tuple[float, Config]]:
+        """`time_candidates`, without the candidates that broke a process."""
+        excluded: list[Config] = []
+        while True:
+            try:
+                return self._child.submit(self._work, product, excluded).result()
+            except BrokenCandidateError as broken:
+                print(f"  left out, {broken.reason}: {product} {broken.config}", flush=True)
+                excluded.append(broken.config)
+                self._child.shutdown()
+                self._start()
 
 
 def choose_pair(
@@ -246,17 +302,20 @@ def choose_pair(
 def main() -> None:
     """Tune, print a line a product, write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="regex over keys such as linear/fp8/4096x2816")
+    parser.add_argument(
+        "--only", default="", help="regex over products such as linear/fp8/4096x2816 M=256"
+    )
     pattern = re.compile(parser.parse_args().only)
-    chosen = [p for p in products() if pattern.search(p.key)]
+    chosen = [p for p in products() if pattern.search(f"{p.key} M={p.M}")]
     compile_all([(p, c) for p in chosen for c in candidates(p)])
     name = torch.cuda.get_device_name()
     path = tuning.table_path(name)
     path.parent.mkdir(exist_ok=True)
     kernels = json.loads(path.read_text())["kernels"] if path.exists() else {}
+    timer = Timer()
     pending: tuple[Product, list[tuple[float, Config]]] | None = None
     for product in chosen:
-        timed = time_candidates(product)
+        timed = timer(product)
         best = [(product, timed[0])]
         if product.verb == "experts_up":
             pending = product, timed

@@ -59,7 +59,7 @@ def lookup(verb: str, scheme: str, M: int, N: int, K: int, device_name: str) -> 
 
 
 def block_rows(config: Config) -> int:
-    """Rows of a block: BM, and what the Hopper kernel adds to it."""
+    """Rows of a block: BM, and the second accumulator's MORE where a kernel has one."""
     return config["BM"] + config.get("MORE", 0)
 
 
@@ -77,5 +77,5 @@ def default(verb: str, scheme: str, M: int, N: int, K: int) -> Config:
         return sizes | {"SPLITS": 1, "STAGES": 3, "num_warps": BN // 16}
     if scheme.startswith("nvfp4"):
         return {"BM": rows, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3}
-    config = {"BM": rows, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
+    config = {"BM": rows, "MORE": 0, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
     return config | {"SWAP": int(rows < 64)}
