@@ -25,6 +25,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MODEL_TYPE = "diffusion_gemma"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+CARD_FILES = ("README.md", "LICENSE*", "NOTICE*")  # say under which terms a model may be used
 FIX = "download or write the checkpoint again"
 
 DTYPES: dict[str, torch.dtype] = {
@@ -316,7 +317,8 @@ def known_config(model: str) -> dict[str, Any] | None:
 def resolve(model: str | None, revision: str | None = None) -> Path:
     """Return the local folder of a model: the bundled one (None), a folder, or a Hub id.
 
-    A Hub id is downloaded to the Hub's cache (or only looked up there when HF_HUB_OFFLINE is set).
+    A Hub id may carry its revision, `ORG/NAME@revision`. It is downloaded to the Hub's cache, or only
+    looked up there when HF_HUB_OFFLINE is set; either way `hub_commit` tells the commit afterwards.
 
     Raises:
         InputError: no such folder or model. ResourceError: the Hub cannot be reached.
@@ -327,12 +329,25 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
         return CHECKPOINT
     if Path(model).is_dir():
         return Path(model)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+    name, at, own_revision = model.partition("@")
+    if (
+        not re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+        or name.startswith(".")
+        or (at and not own_revision)
+    ):
         raise InputError(
-            f"{model}: no such folder, and not a Hub id (ORG/NAME); "
+            f"{model}: no such folder, and not a Hub id (ORG/NAME or ORG/NAME@revision); "
             f"name a checkpoint folder or leave --model out for the bundled model"
         )
-    return _download(model, revision)
+    if own_revision and revision not in (None, own_revision):
+        raise InputError(f"{model}: --revision names another revision, {revision!r}; give one")
+    return _download(name, own_revision or revision)
+
+
+def hub_commit(folder: Path) -> str | None:
+    """Return the commit of a folder in the Hub's cache, None for any other folder."""
+    found = folder.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", folder.name)
+    return folder.name if found else None
 
 
 def _download(model: str, revision: str | None) -> Path:
@@ -345,7 +360,7 @@ def _download(model: str, revision: str | None) -> Path:
         RevisionNotFoundError,
     )
 
-    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*"]
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", *CARD_FILES]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:

@@ -28,3 +28,9 @@ class GateError(QuantizeError):
     """The artifact failed a check that gates its release."""
 
     exit_code = 1
+
+
+class UndecidedError(QuantizeError):
+    """The evaluation could not decide: inconclusive, or the two sides were not comparable."""
+
+    exit_code = 4

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from quantize.checkpoint import Checkpoint
+from quantize.checkpoint import Checkpoint, hub_commit
 
 PACKAGES = (
     "diffusiongemma-quantize",
@@ -30,6 +30,7 @@ def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None
         "source": {
             "model": model or "bundled",
             "bundled": model is None,
+            "commit": hub_commit(source.folder),
             "folder": str(source.folder.resolve()),
             "fingerprint": digest,
             "bytes": source.nbytes,

@@ -3,6 +3,7 @@
 report.json, by key:
   format        version of this layout, 1
   model         which model, and whether it is the small bundled one
+  artifact      fingerprint of the quantized checkpoint that was verified
   recipe        name and scheme
   verdict       outcome, reason, exit_code
   tasks         one entry a task and activation mode: recovery.statistics.Comparison, the margin,
@@ -70,6 +71,7 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
     content = {
         "format": 1,
         "model": manifest["source"],
+        "artifact": verification.get("artifact"),
         "recipe": {"name": recipe.name, "scheme": recipe.quantization.scheme},
         "verdict": {**asdict(verdict), "exit_code": verdict.exit_code},
         "tasks": tasks,

@@ -26,6 +26,7 @@ from quantize.checkpoint import Checkpoint
 from quantize.errors import InputError
 from quantize.layout import ConfigSchemes, scheme_tensors
 from quantize.load import check_layout, read_weight
+from quantize.manifest import fingerprint
 from quantize.progress import track
 from quantize.recipe import Recipe, Scheme
 from quantize.run_dir import RunDir, write_json
@@ -111,7 +112,8 @@ def verify(
             else:
                 limit = recipe.verification.max_relative_error[target.scheme]
                 _check_weights(decompressor, source, target, target.scheme, limit, found)
-    write_json(run.verification_json, found.as_json())
+    # The fingerprint ties this file to these bytes: a checkpoint written again is not verified by it.
+    write_json(run.verification_json, {"artifact": fingerprint(artifact)} | found.as_json())
     return found
 
 

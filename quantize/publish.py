@@ -1,0 +1,353 @@
+"""From a run whose gate passed to a model repository on the Hub; never half a release.
+
+  1. gate      the checkpoint is whole and is the one that was verified and scored; the verdict is PASS,
+               or was overruled by an option that the model card names.
+  2. look      account, repository, what is there already: shown before anything is written.
+  3. weights   one commit on top of the commit seen in 2, in a draft pull request, a branch or main.
+               A model card that describes other weights goes away in the same commit.
+  4. check     the Hub's checksums of every file against the local ones.
+  5. release   README.md and .eval_results in a second commit; checked again; then the tag, the pull
+               request leaves its draft state, and a new repository becomes public if that was asked.
+
+Whatever stops it, the same command goes on: what is to be done is read from the Hub each time, and a
+finished push has nothing left to do. What was pushed is recorded in publication.json of the run.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+
+from huggingface_hub import HfApi
+from huggingface_hub.hf_api import RepoFile
+from rich.console import Console
+from rich.table import Table
+
+from quantize.card import Override, card, eval_results
+from quantize.checkpoint import Checkpoint
+from quantize.errors import GateError, InputError, UndecidedError
+from quantize.hub import File, Hub, Repository
+from quantize.manifest import fingerprint
+from quantize.progress import say, track
+from quantize.recipe import Recipe, parse_recipe
+from quantize.run_dir import RunDir, read_json, write_json
+
+PULL_REQUEST, MAIN = "pr", "main"
+PUBLICATION = "publication.json"
+README = "README.md"
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+RELEASE = (README, ".eval_results/*.yaml")
+NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for.
+
+    `to` is "pr", "main" or the name of a branch. `allow_inconclusive` lets an INCONCLUSIVE verdict
+    through, `no_gate` any verdict; neither lets an unverified checkpoint through.
+    """
+
+    repo: str
+    to: str = PULL_REQUEST
+    tag: str | None = None
+    public: bool = False
+    allow_inconclusive: bool = False
+    no_gate: bool = False
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.repo):
+            raise InputError(f"--repo {self.repo}: not of the form ORG/NAME")
+        if self.to.startswith("refs/"):
+            raise InputError(f"--to {self.to}: name a branch, main, or pr for a pull request")
+        if self.to == PULL_REQUEST and self.tag:
+            raise InputError(
+                f"--tag {self.tag}: a pull request is no release yet; merge it, then "
+                f"`--to main --tag {self.tag}` adds the tag without a new commit"
+            )
+
+
+@dataclass(frozen=True)
+class Release:
+    """Everything to publish from one run: weights first, the card and the scores last."""
+
+    name: str
+    weights: list[File]
+    card: list[File]
+    override: Override | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a push would change, given what is on the Hub."""
+
+    account: str
+    there: Repository | None
+    revision: str
+    new_weights: list[File]
+    new_card: list[File]
+    deleted: list[str]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every file is there already."""
+        return not (self.new_weights or self.new_card or self.deleted)
+
+
+def push(
+    run: RunDir,
+    request: Request,
+    *,
+    dry_run: bool,
+    confirm: Callable[[], bool],
+    api: HfApi | None = None,
+) -> int:
+    """Check, show, ask, publish: what `quantize push` does. Return the exit code.
+
+    Args:
+        run: a finished run.
+        request: what to publish where.
+        dry_run: stop after showing; nothing is written, here or on the Hub.
+        confirm: asks the user whether to go on.
+        api: the Hub's client; without it, the one of the environment.
+    """
+    release = prepare(run, request)
+    hub = Hub(request.repo, api)
+    plan = look(hub, release, request)
+    Console().print(preview(plan, release, request))
+    if dry_run:
+        say("push: dry run; nothing was written")
+        return 0
+    if not confirm():
+        say("push: nothing was written")
+        return 0
+    say(f"push: done, {publish(hub, run, release, request, plan)}")
+    return 0
+
+
+def prepare(run: RunDir, request: Request) -> Release:
+    """Check that a run may be released, hash its files and write its card (not to disk).
+
+    Raises:
+        InputError: a stage is missing, or the checkpoint changed since. GateError: verification or
+            the gate failed. UndecidedError: the verdict is neither PASS nor FAIL.
+    """
+    for path, stage in (
+        (run.manifest_json, "run"),
+        (run.checkpoint, "convert"),
+        (run.verification_json, "verify"),
+        (run.report_json, "report"),
+    ):
+        if not path.exists():
+            raise InputError(f"{path}: missing; run `quantize {stage}` first")
+    recipe = parse_recipe(run.recipe_yaml.read_text("utf-8"), str(run.recipe_yaml))
+    _check_artifact(run, recipe)
+    override = _check_verdict(run, request)
+    paths = sorted(p for p in run.checkpoint.rglob("*") if p.is_file() and p.name != README)
+    weights = [
+        File.of(path.relative_to(run.checkpoint).as_posix(), path)
+        for path in track(paths, "checksums")
+    ]
+    texts = {README: card(run, recipe, request.repo, override)}
+    texts |= eval_results(read_json(run.report_json))
+    cards = [File.of(path, text.encode()) for path, text in texts.items()]
+    return Release(run.path.resolve().name, weights, cards, override)
+
+
+def _check_artifact(run: RunDir, recipe: Recipe) -> None:
+    """Refuse a checkpoint that is damaged, unverified, or not the one that was verified and scored."""
+    artifact = Checkpoint.open(run.checkpoint)
+    if not artifact.is_quantized:
+        raise InputError(f"{run.checkpoint}: not quantized")
+    verification = read_json(run.verification_json)
+    if not verification["passed"]:
+        raise GateError(
+            f"{run.verification_json}: static verification failed; nothing is published"
+        )
+    digest = fingerprint(artifact)
+    if verification.get("artifact") != digest:
+        raise InputError(
+            f"{run.checkpoint}: not the checkpoint that was verified; run `quantize verify`, "
+            f"`evaluate` and `report` again"
+        )
+    if read_json(run.report_json).get("artifact") != digest:
+        raise InputError(f"{run.report_json}: older than the verification; run `quantize report`")
+    for task in recipe.evaluation.tasks:
+        path = run.evaluation / "quantized" / f"{task}.conditions.json"
+        scored = read_json(path)["made_with"].get("model") if path.exists() else None
+        if scored not in (digest, None):  # a served model has a name, no fingerprint
+            raise InputError(
+                f"{path}: another checkpoint was scored; run `quantize evaluate` and `report` again"
+            )
+    if run.fidelity_json.exists() and (faults := read_json(run.fidelity_json).get("faults")):
+        raise GateError(f"{run.fidelity_json}: {faults[0]}")
+
+
+def _check_verdict(run: RunDir, request: Request) -> Override | None:
+    verdict = read_json(run.report_json)["verdict"]
+    outcome, reason = verdict["outcome"], verdict["reason"]
+    if outcome == "PASS":
+        return None
+    if outcome == "INCONCLUSIVE" and request.allow_inconclusive:
+        return Override("--allow inconclusive", outcome, reason)
+    if request.no_gate:
+        return Override("--no-gate", outcome, reason)
+    message = f"{run.report_json}: the verdict is {outcome} ({reason}); nothing is published"
+    if outcome == "FAIL":
+        raise GateError(f"{message}; --no-gate overrules it, and the model card will say so")
+    option = "--allow inconclusive" if outcome == "INCONCLUSIVE" else "--no-gate"
+    raise UndecidedError(f"{message}; {option} overrules it, and the model card will say so")
+
+
+def look(hub: Hub, release: Release, request: Request) -> Plan:
+    """Compare a release with what is on the Hub; write nothing.
+
+    Raises:
+        InputError: the tag exists and stands for other files.
+    """
+    account = hub.account()
+    there = hub.look()
+    # A pull request is measured against main: when main holds everything, none is needed.
+    revision = MAIN if request.to == PULL_REQUEST else request.to
+    remote: dict[str, RepoFile] = {}
+    if there is not None:
+        start = revision if revision in there.branches else MAIN
+        remote = hub.files(start) if start in there.branches else {}
+    plan = _difference(account, there, revision, release, remote)
+    if there and request.tag in there.tags:
+        standing = there.tags[request.tag]
+        if not plan.is_done or standing != there.branches.get(revision):
+            raise InputError(
+                f"{request.repo}: tag {request.tag} exists and stands for another commit "
+                f"({standing[:12]}); choose another name"
+            )
+    return plan
+
+
+def _difference(
+    account: str,
+    there: Repository | None,
+    revision: str,
+    release: Release,
+    remote: dict[str, RepoFile],
+) -> Plan:
+    new_weights = [file for file in release.weights if not file.is_at(remote.get(file.path))]
+    new_card = [file for file in release.card if not file.is_at(remote.get(file.path))]
+    ours = {file.path for file in (*release.weights, *release.card)}
+    deleted = [path for path in remote if path not in ours and _is_one_of(path, WEIGHTS + RELEASE)]
+    if new_weights:  # the card there describes other weights: it must not stand beside these
+        deleted += [path for path in remote if path in ours and _is_one_of(path, RELEASE)]
+        new_card = release.card
+    return Plan(account, there, revision, new_weights, new_card, sorted(deleted))
+
+
+def _is_one_of(path: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(path, pattern) for pattern in patterns)
+
+
+def preview(plan: Plan, release: Release, request: Request) -> Table:
+    """Return what would be uploaded, to where, seen by whom, under which account."""
+    seen = "new" if plan.there is None else "exists"
+    seen += ", PUBLIC" if plan.there and not plan.there.private else ", private"
+    seen += "; public at the very end" if request.public else ""
+    target = "a pull request to main" if request.to == PULL_REQUEST else f"branch {request.to}"
+    tag = f", tag {request.tag}" if request.tag else ""
+    verdict = "gate passed"
+    if release.override:
+        verdict = f"{release.override.outcome}, overruled with {release.override.option}"
+    table = Table(
+        title=f"{release.name} -> {request.repo} ({seen}), {target}{tag}",
+        caption=f"as {plan.account}; {verdict}",
+    )
+    for column in ("file", "bytes", "what happens"):
+        table.add_column(column, justify="right" if column == "bytes" else "left")
+    new = {file.path for file in (*plan.new_weights, *plan.new_card)}
+    for file in (*release.weights, *release.card):
+        fate = "upload" if file.path in new else "there already"
+        table.add_row(file.path, f"{file.size:,}", fate)
+    for path in plan.deleted:
+        if path not in new:
+            table.add_row(path, "", "remove: not of this release")
+    return table
+
+
+def publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Plan) -> str:
+    """Do what the plan says and return the address of the result.
+
+    Raises:
+        GateError: the Hub holds other bytes than we sent. ResourceError: no access, no network, or
+            somebody else committed meanwhile. After any of them the same call goes on.
+    """
+    is_request = request.to == PULL_REQUEST
+    if plan.is_done and is_request:
+        say(f"push: {request.repo} holds this release already; no pull request is needed")
+        return _finish(hub, run, release, request, plan, MAIN, hub.head(MAIN))
+    if plan.there is None:
+        hub.create()
+    revision, number = plan.revision, 0
+    if is_request:
+        number = hub.pull_request(*_request_texts(release, request), plan.account)
+        revision = f"refs/pr/{number}"
+    elif revision != MAIN and not (plan.there and revision in plan.there.branches):
+        hub.create_branch(revision)
+    # On main or a branch the parent is the commit that the preview was made from.
+    seen = plan.there.branches.get(revision) if plan.there else None
+    parent = seen or hub.head(revision)
+    commit = _upload(hub, release, revision, parent)
+    if is_request:
+        hub.open_draft(number)
+    return _finish(hub, run, release, request, plan, revision, commit)
+
+
+def _request_texts(release: Release, request: Request) -> tuple[str, str]:
+    """Return title and description; the title names the run, so that a resumed push finds it."""
+    description = f"{len(release.weights)} files and a model card from run `{release.name}`."
+    if release.override:
+        description += f" The gate was overruled: `{release.override.option}`."
+    return f"Quantized checkpoint {release.name}", description
+
+
+def _upload(hub: Hub, release: Release, revision: str, parent: str) -> str:
+    """Commit the weights, check them, then commit the card; skip what is there. Return the commit."""
+    step = _difference("", None, revision, release, hub.files(parent))
+    if step.new_weights or step.deleted:
+        size = sum(file.size for file in step.new_weights)
+        say(f"push: {len(step.new_weights)} files, {size:,} bytes, to {revision}")
+        message = f"Weights of {release.name}"
+        parent = hub.commit(revision, parent, step.new_weights, step.deleted, message)
+    hub.verify(parent, release.weights)
+    say(f"push: checksums of {len(release.weights)} files agree at {parent[:12]}")
+    new_card = _difference("", None, revision, release, hub.files(parent)).new_card
+    if new_card:
+        parent = hub.commit(revision, parent, new_card, [], f"Model card of {release.name}")
+    hub.verify(parent, [*release.weights, *release.card])
+    return parent
+
+
+def _finish(
+    hub: Hub,
+    run: RunDir,
+    release: Release,
+    request: Request,
+    plan: Plan,
+    revision: str,
+    commit: str,
+) -> str:
+    """Tag, make public, record; return the address."""
+    if request.tag and not (plan.there and request.tag in plan.there.tags):
+        hub.tag(request.tag, commit)
+    if request.public and (plan.there is None or plan.there.private):
+        hub.make_public()
+    record = {
+        "request": asdict(request),
+        "account": plan.account,
+        "revision": revision,
+        "commit": commit,
+        "override": asdict(release.override) if release.override else None,
+        "files": {file.path: file.sha256 for file in (*release.weights, *release.card)},
+    }
+    write_json(run.path / PUBLICATION, record)
+    address = f"{hub.api.endpoint}/{request.repo}"
+    if revision.startswith("refs/pr/"):
+        return f"{address}/discussions/{revision.rsplit('/', 1)[1]}"
+    return f"{address}/tree/{request.tag or revision}"
