@@ -7,13 +7,21 @@ import errno
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantize import __version__
 from quantize.errors import QuantizeError
 
+if TYPE_CHECKING:
+    from quantize.recipe import ActivationMode
+
 RUN_FOLDER = click.argument("run", type=click.Path(path_type=Path))
+NOISE_FLOOR = click.option(
+    "--noise-floor", is_flag=True,
+    help="Score BF16 once more with another seed: what no quantization at all looks like.",
+)  # fmt: skip
 STAGE_NAMES = ("plan", "calibrate", "convert", "verify", "fidelity", "evaluate", "report")
 EXIT_CODES = """\b
 Exit codes:
@@ -75,6 +83,7 @@ def _model_options(command: click.decorators.FC) -> click.decorators.FC:
 )  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=2), help="Score only the first N problems a task.")
 @click.option("--until", type=click.Choice(STAGE_NAMES), default="report", help="Stop after it.")
+@NOISE_FLOOR
 @click.option("--resume", is_flag=True, help="Continue this run, or show it when it is complete.")
 def run(
     recipe: str,
@@ -83,12 +92,21 @@ def run(
     out: Path,
     limit: int | None,
     until: str,
+    noise_floor: bool,
     resume: bool,
 ) -> int:
     """Do everything: plan, calibrate, convert, verify, replay, evaluate, report, gate."""
     from quantize.pipeline import advance, start
 
-    found = start(recipe, model, out, resume=resume, revision=revision, limit=limit)
+    found = start(
+        recipe,
+        model,
+        out,
+        resume=resume,
+        revision=revision,
+        limit=limit,
+        noise_floor=noise_floor,
+    )
     return advance(found, until)
 
 
@@ -166,14 +184,116 @@ _add_stage("fidelity", "Replay recorded trajectories: distance of the quantized 
     "--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Folder with TASK.jsonl files, in place of data sets on the Hub.",
 )  # fmt: skip
-def evaluate(run: Path, modes: tuple[str, ...], data_dir: Path | None) -> None:
-    """Score BF16 and quantized with the same prompts and seeds: what is not scored yet."""
+@NOISE_FLOOR
+@click.option("--server", help="URL of an OpenAI-compatible server with the quantized model.")
+@click.option("--base-server", help="URL of one with the BF16 model.")
+@click.option(
+    "--in-flight", type=click.IntRange(min=1), default=8, show_default=True,
+    help="Requests to a server at once.",
+)  # fmt: skip
+def evaluate(run: Path, modes: tuple[str, ...], **options: Any) -> None:
+    """Score BF16 and quantized with the same prompts and seeds: what is not scored yet.
+
+    \b
+    On several GPUs, with the scores of one:
+      torchrun --nproc-per-node 8 -m quantize evaluate RUN
+    """
     from quantize.pipeline import evaluate_more, open_run
 
-    evaluate_more(open_run(run), modes, data_dir)
+    evaluate_more(open_run(run), modes=modes, **options)
 
 
 _add_stage("report", "Write the report of a run, and its verdict.")
+
+
+@cli.command()
+@click.argument("checkpoint")
+@click.argument("prompt")
+@click.option("--thinking", is_flag=True, help="Let the model think before it answers.")
+@click.option("--seed", default=0, show_default=True, help="Of the sampling noise.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Rounded up to whole canvases.")
+@click.option(
+    "--activations", type=click.Choice(["none", "per_expert", "per_layer"]), default="none",
+    show_default=True, help="How a quantized model's activations are rounded.",
+)  # fmt: skip
+@click.option(
+    "--plain", is_flag=True, help="Draw no canvas; so it is, too, where stderr is a pipe."
+)
+def generate(
+    checkpoint: str,
+    prompt: str,
+    thinking: bool,
+    seed: int,
+    max_new_tokens: int | None,
+    activations: "ActivationMode",
+    plain: bool,
+) -> None:
+    """Answer one prompt and show the canvas denoise: quantize generate CHECKPOINT "prompt".
+
+    CHECKPOINT is a folder or a Hub id, BF16 or quantized; `bundled` is the model that ships. The
+    answer goes to stdout.
+    """
+    from quantize.checkpoint import resolve
+    from quantize.pipeline import best_device
+    from quantize.watch import watch
+
+    answer = watch(
+        resolve(None if checkpoint == "bundled" else checkpoint),
+        prompt,
+        thinking=thinking,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        activations=activations,
+        plain=plain or not sys.stderr.isatty(),
+        device=best_device(),
+    )
+    click.echo(answer)
+
+
+@cli.command()
+@RUN_FOLDER
+@click.option("--repo", required=True, metavar="ORG/NAME", help="Created, private, if it is new.")
+@click.option(
+    "--to", default="pr", show_default=True, metavar="pr|main|BRANCH",
+    help="A pull request, main, or a branch.",
+)  # fmt: skip
+@click.option("--tag", help="Tag the release, as the last step (not with a pull request).")
+@click.option("--public", is_flag=True, help="Make the repository public, once all is verified.")
+@click.option(
+    "--allow", type=click.Choice(["inconclusive"]),
+    help="Publish although the gate could not decide; the model card says so.",
+)  # fmt: skip
+@click.option(
+    "--no-gate", is_flag=True, help="Publish whatever the verdict; the model card says so."
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be uploaded, write nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask (for CI).")
+def push(
+    run: Path,
+    repo: str,
+    to: str,
+    tag: str | None,
+    public: bool,
+    allow: str | None,
+    no_gate: bool,
+    dry_run: bool,
+    yes: bool,
+) -> int:
+    """Publish a run whose gate passed to the Hugging Face Hub, with a model card made from it.
+
+    The token comes from HF_TOKEN or from `hf auth login`. Interrupted? The same command goes on.
+    """
+    from quantize.publish import Request
+    from quantize.publish import push as push_run
+    from quantize.run_dir import RunDir
+
+    def confirm() -> bool:
+        if not (yes or sys.stdin.isatty()):
+            raise click.UsageError("nobody to ask here: add --yes, or --dry-run to look only")
+        return yes or click.confirm("Upload this?", err=True)
+
+    request = Request(repo, to, tag, public, allow == "inconclusive", no_gate)
+    return push_run(RunDir(run), request, dry_run=dry_run, confirm=confirm)
 
 
 def main() -> None:

@@ -9,14 +9,16 @@ With `activations` the model also rounds what flows into every quantized Linear,
 would: see `quantize.simulate`.
 """
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
 from quantize.checkpoint import FIX, Checkpoint
-from quantize.errors import InputError
+from quantize.errors import InputError, ResourceError
 from quantize.experts import fuse_experts
 from quantize.layout import (
     TensorSpec,
@@ -49,9 +51,11 @@ def load(
 
     Raises:
         InputError: a missing, unexpected, misshapen or non-finite tensor; file and key are named.
+        ResourceError: the model is larger than the free memory of `device`.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
+    check_memory(checkpoint, dtype, device)
     weights = read_dequantized(checkpoint)
     plain = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
     loaded: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(
@@ -101,6 +105,24 @@ def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
                 f"calls for {spec.dtype} {list(spec.shape)}; {FIX}"
             )
     return wanted
+
+
+def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:
+    """Check that the dequantized weights fit where they go; a lower bound of what loading takes.
+
+    Raises:
+        ResourceError: says how much is needed and how much is free.
+    """
+    parameters = sum(prod(spec.shape) for spec in bf16_layout(checkpoint.config).values())
+    needed = parameters * dtype.itemsize
+    free = psutil.virtual_memory().available
+    if device != "cpu":
+        free, _ = torch.cuda.mem_get_info(device)
+    if needed > free:
+        raise ResourceError(
+            f"{checkpoint.folder}: {needed / 1e9:.1f} GB of weights as {str(dtype)[6:]}, and {device} "
+            f"has {free / 1e9:.1f} GB free; use a machine with more memory"
+        )
 
 
 def read_dequantized(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
