@@ -5,6 +5,7 @@ without a Blackwell GPU. On a CPU everything runs in float32 (the BF16 model too
 values), on a GPU in BF16.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from quantize.load import load
 from quantize.recipe import ActivationMode
 from quantize.runtime import Sampler, StepRecord, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.model import canvas_length
+from quantize.runtime.model import canvas_length, decode_canvas, encode_prompts
 
 RECORDED_CANVASES = 2
 
@@ -66,6 +67,22 @@ class Answerer:
                 self.folder, activations=self.activations, dtype=self.dtype, device=self.device
             )
         return self._model
+
+    @property
+    def canvas_length(self) -> int:
+        """Tokens of one canvas."""
+        return canvas_length(self.model)
+
+    def seconds_per_step(self, batch_size: int) -> float:
+        """Time one denoising step of a batch of canvases, the second of two."""
+        prefix = encode_prompts(self.model, [self.tokenizer.encode("0")] * batch_size)
+        canvas = torch.zeros(batch_size, self.canvas_length, dtype=torch.long, device=self.device)
+        seconds = 0.0
+        for _ in range(2):
+            started = time.perf_counter()
+            decode_canvas(self.model, prefix, canvas, None).sum().item()  # waits for a GPU
+            seconds = time.perf_counter() - started
+        return seconds
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
         """Answer batches, one after the other."""

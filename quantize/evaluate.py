@@ -11,6 +11,10 @@ Either model may sit behind an OpenAI-compatible server instead of in this proce
 a side when its conditions file names the model and settings of this run; finished samples of an
 unfinished task are kept beside it. BF16 scores do not depend on the recipe, so runs share their
 samples in `.bf16/` beside the runs, under a hash of everything they depend on.
+
+Under `torchrun --nproc-per-node N` the processes share each task's batches, one GPU each where there
+are GPUs (recovery.samples.Share); every batch is what one process would have made of it, so the scores
+are the same. The first process writes what they have found.
 """
 
 import hashlib
@@ -18,18 +22,20 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from recovery.samples import Batch, Finished, SampleStore
+import torch
+from recovery.samples import Batch, Finished, SampleStore, Share
 from recovery.scoring import (
     Scoring,
-    count_documents,
     first_requests,
     is_private,
     known_tasks,
     local_data,
     score,
+    size,
 )
 from recovery.server import Server, ServerError
 
@@ -82,6 +88,18 @@ class Side:
     seed: int
 
 
+@dataclass(frozen=True)
+class Job:
+    """One task on one side that is not scored yet, and how many samples it takes."""
+
+    side: Side
+    task: str
+    data_file: Path | None
+    made_with: dict[str, Any]
+    samples: int
+    token_limit: int
+
+
 def evaluate(
     run: RunDir,
     source: Path,
@@ -107,15 +125,17 @@ def evaluate(
         noise_floor: whether BF16 is scored once more, with another seed.
         data_dir: folder with <task>.jsonl or .csv files in place of data sets on the Hub.
         server: URL of a server with the quantized model.
-        base_server: URL of a server with the BF16 model.
+        base_server: URL of a server with the BF16 model; both are served, or neither.
         in_flight: requests at once to a server.
         device: where the models run that are not served.
 
     Raises:
-        InputError: an unknown task. ResourceError: a data set or a server that cannot be had.
+        InputError: an unknown task, or one server of two.
+        ResourceError: a data set or a server that cannot be had.
     """
+    if (server is None) != (base_server is None):
+        raise InputError("--server and --base-server go together: both models are served alike")
     data = {task: data_file(task, data_dir) for task in known(settings.tasks)}
-    _announce(settings, data)
     sampler = Sampler.from_checkpoint(source)
 
     def model(folder: Path, identity: str, mode: ActivationMode, url: str | None) -> Backend:
@@ -123,18 +143,34 @@ def evaluate(
             return ServedModel(url, in_flight)
         return Answerer(folder, identity, mode, sampler, device)
 
+    share = _join()
     try:
         base = model(source, digest, "none", base_server)
-        quantized = fingerprint(Checkpoint.open(run.checkpoint))
-        _score_side(run, Side(BF16, base, settings.seed), settings, data)
+        sides = [Side(BF16, base, settings.seed)]
         if noise_floor:
-            _score_side(run, Side(BF16_AGAIN, base, settings.seed + 1), settings, data)
+            sides.append(Side(BF16_AGAIN, base, settings.seed + 1))
+        quantized = fingerprint(Checkpoint.open(run.checkpoint))
         for name, mode in quantized_sides(settings.activations, modes):
             backend = model(run.checkpoint, quantized, mode, server)
-            _score_side(run, Side(name, backend, settings.seed), settings, data)
+            sides.append(Side(name, backend, settings.seed))
+        jobs = _jobs(run, sides, settings, data)
+        _announce(jobs, settings.batch_size, sampler, share)
+        for job in jobs:
+            _score(run, job, settings, share)
     except ServerError as error:
         raise ResourceError(str(error)) from error
-    write_json(run.evaluation / "done.json", {"tasks": settings.tasks})
+    if share.rank == 0:
+        write_json(run.evaluation / "done.json", {"tasks": settings.tasks})
+
+
+def _join() -> Share:
+    """Return this process' share of the work: all of it, unless torchrun started several."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Share()
+    distributed: Any = torch.distributed
+    # gloo on GPUs too: only barriers pass. A process may wait for the slowest as long as it takes.
+    distributed.init_process_group("gloo", timeout=timedelta(days=30))
+    return Share(distributed.get_rank(), distributed.get_world_size(), distributed.barrier)
 
 
 def known(tasks: list[str]) -> list[str]:
@@ -173,61 +209,85 @@ def data_file(task: str, data_dir: Path | None) -> Path | None:
     return found
 
 
-def _announce(settings: Evaluation, data: dict[str, Path | None]) -> None:
-    """Load every data set before any model, and say how much there is to do.
+def _jobs(
+    run: RunDir, sides: Sequence[Side], settings: Evaluation, data: dict[str, Path | None]
+) -> list[Job]:
+    """Load every data set before any model; return what is not scored yet, side by side.
 
     Raises:
         ResourceError: a data set cannot be had or read.
     """
-    for task, file in data.items():
-        try:
-            documents = count_documents(task, file)
-        except ValueError as error:
-            raise ResourceError(str(error)) from error
-        asked = min(documents, settings.limit.get(task, documents))
-        repeats = settings.repeats.get(task, 1)
-        say(f"{task}: {asked} questions x {repeats} repeats = {asked * repeats} samples a model")
+    jobs: list[Job] = []
+    try:
+        sizes = {task: size(task, file) for task, file in data.items()}
+    except ValueError as error:
+        raise ResourceError(str(error)) from error
+    for side in sides:
+        for task, (documents, token_limit) in sizes.items():
+            repeats = settings.repeats.get(task, 1)
+            made_with = side.backend.made_with | {
+                "task": task,
+                "data": _digest(data[task]),
+                "limit": settings.limit.get(task),
+                "repeats": repeats,
+                "seed": side.seed,
+                "batch_size": settings.batch_size,
+            }
+            samples = repeats * min(documents, settings.limit.get(task, documents))
+            if not _is_done(run.evaluation / side.name, task, made_with):
+                jobs.append(Job(side, task, data[task], made_with, samples, token_limit))
+    return jobs
 
 
-def _score_side(
-    run: RunDir, side: Side, settings: Evaluation, data: dict[str, Path | None]
-) -> None:
-    for task in settings.tasks:
-        made_with = side.backend.made_with | {
-            "task": task,
-            "data": _digest(data[task]),
-            "limit": settings.limit.get(task),
-            "repeats": settings.repeats.get(task, 1),
-            "seed": side.seed,
-            "batch_size": settings.batch_size,
-        }
-        if _is_done(run.evaluation / side.name, task, made_with):
-            continue
-        kept = _store_path(run, side, task, made_with)
-        try:
-            store = SampleStore(kept, made_with)
-        except ValueError as error:
-            raise InputError(str(error)) from error
-        scoring = score(
-            task,
-            store,
-            side.backend,
-            data_file=data[task],
-            limit=settings.limit.get(task),
-            repeats=settings.repeats.get(task, 1),
-            seed=side.seed,
-            batch_size=settings.batch_size,
-            sampler=side.backend.sampler_settings,
-            progress=lambda finished, total, task=task: _track(finished, total, task, side.name),
+def _announce(jobs: Sequence[Job], batch_size: int, sampler: Sampler, share: Share) -> None:
+    """Say how much there is to do: samples, and the most tokens and hours they can take."""
+    tokens, seconds = 0, 0.0
+    for job in jobs:
+        say(
+            f"{job.task}, {job.side.name}: {job.samples} samples of at most {job.token_limit} tokens"
         )
-        if isinstance(side.backend, Answerer) and not is_private(task):
-            limit = min(RECORDED, settings.limit.get(task, RECORDED))
-            asked = first_requests(task, data_file=data[task], limit=limit, seed=side.seed)
-            recorded = side.backend.record(asked)
-            write_json(run.evaluation / side.name / f"{task}.canvases.json", recorded)
-        _write(run.evaluation / side.name, scoring)
-        if side.name != BF16:
-            kept.unlink(missing_ok=True)
+        tokens += job.samples * job.token_limit
+        if isinstance(model := job.side.backend, Answerer):
+            batches = -(-job.samples // batch_size)
+            canvases = -(-job.token_limit // model.canvas_length)
+            steps = batches * canvases * sampler.max_denoising_steps
+            seconds += steps * model.seconds_per_step(min(batch_size, job.samples))
+    if jobs:
+        hours = f" and {seconds / share.processes / 3600:.1f} hours" if seconds else ""
+        say(
+            f"at most {tokens:,} tokens{hours}, were no answer to end before its limit and no canvas "
+            f"before its last step"
+        )
+
+
+def _score(run: RunDir, job: Job, settings: Evaluation, share: Share) -> None:
+    side, task = job.side, job.task
+    try:
+        store = SampleStore(_store_path(run, side, task, job.made_with), job.made_with, share)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    scoring = score(
+        task,
+        store,
+        side.backend,
+        data_file=job.data_file,
+        limit=settings.limit.get(task),
+        repeats=settings.repeats.get(task, 1),
+        seed=side.seed,
+        batch_size=settings.batch_size,
+        sampler=side.backend.sampler_settings,
+        progress=lambda finished, total: _track(finished, total, task, side.name),
+    )
+    if share.rank > 0:
+        return
+    if isinstance(side.backend, Answerer) and not is_private(task):
+        limit = min(RECORDED, settings.limit.get(task, RECORDED))
+        asked = first_requests(task, data_file=job.data_file, limit=limit, seed=side.seed)
+        recorded = side.backend.record(asked)
+        write_json(run.evaluation / side.name / f"{task}.canvases.json", recorded)
+    _write(run.evaluation / side.name, scoring)
+    if side.name != BF16:
+        store.remove()
 
 
 def _track(finished: Iterator[Finished], total: int, task: str, side: str) -> Iterable[Finished]:

@@ -9,19 +9,24 @@ the prefix itself. So a step's distance is that step's alone: no sampling noise,
     top-1   share of positions with equal argmax
     Jaccard |A and B| / |A or B| of the positions the entropy bound accepts
     commit  share of equal argmax at the last step of a canvas: tokens that would be committed
+    routing share of the top-k experts that both routers choose, by layer
+
+A second replay, of the gated mode alone, lets the quantized model condition itself on its own logits:
+errors then add up over the steps of a canvas, as they do while serving.
 
 Intervals: percentile bootstrap over trajectories (positions and steps of one sample are not
-independent), fixed seed. Left out: a replay with the quantized model's own self-conditioning.
+independent), fixed seed. The gate: a mean KL above the recipe's `gate.max_kl_nats` of its mode is a
+fault, and ends a run before anything is scored.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.load import load
@@ -53,6 +58,7 @@ class StepDistance:
         agrees: whether the argmax is the same.
         entropy: BF16's, in nats.
         jaccard: of the accepted positions.
+        routing: [layers] share of equal experts among a position's top k, mean over positions.
     """
 
     trajectory: int
@@ -63,6 +69,7 @@ class StepDistance:
     agrees: Tensor
     entropy: Tensor
     jaccard: float
+    routing: Tensor
 
 
 def fidelity(
@@ -71,30 +78,50 @@ def fidelity(
     calibration: Path,
     out: Path,
     *,
-    activations: Sequence[ActivationMode],
+    activations: ActivationMode,
+    limits: Mapping[ActivationMode, float],
     device: str = "cpu",
 ) -> None:
     """Replay held-out trajectories through BF16 and the quantized model; write fidelity.json.
+
+    Weights alone are replayed first: wiring faults stand out there most.
 
     Args:
         source: folder of the BF16 checkpoint.
         checkpoint: folder of the quantized one.
         calibration: folder with recorded trajectories; where there is none, fresh ones are made.
         out: the file to write.
-        activations: how activations are simulated; one result each.
+        activations: how activations are rounded while serving.
+        limits: largest mean KL in nats by activation mode; a mode without one is not judged.
         device: where the models run.
     """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     reference = load(source, dtype=dtype, device=device)
     trajectories, sampler = held_out_trajectories(reference, source, calibration)
-    models = [
-        load(checkpoint, activations=mode, dtype=dtype, device=device) for mode in activations
-    ]
+    modes: list[ActivationMode] = list(dict.fromkeys(("none", activations)))
+    models = [load(checkpoint, activations=mode, dtype=dtype, device=device) for mode in modes]
     replayed = replay(reference, models, trajectories, sampler)
-    results = {
-        mode: summarize(distances) for mode, distances in zip(activations, replayed, strict=True)
+    results = {mode: summarize(each) for mode, each in zip(modes, replayed, strict=True)}
+    (own,) = replay(reference, models[-1:], trajectories, sampler, own_conditioning=True)
+    content = {
+        "trajectories": len(trajectories),
+        "max_kl_nats": dict(limits),
+        "faults": find_faults(results, limits),
+        "activations": results,
+        "own_conditioning": {"activations": activations} | summarize(own),
     }
-    write_json(out, {"trajectories": len(trajectories), "activations": results})
+    write_json(out, content)
+
+
+def find_faults(
+    results: Mapping[str, Mapping[str, Any]], limits: Mapping[ActivationMode, float]
+) -> list[str]:
+    """Return one sentence for every mode whose mean KL exceeds its limit."""
+    return [
+        f"KL from BF16 is {kl:.4g} nats (activations {mode}), above max_kl_nats {limit:g}"
+        for mode, limit in limits.items()
+        if mode in results and not (kl := results[mode]["kl_nats"]["mean"]) <= limit
+    ]
 
 
 def held_out_trajectories(
@@ -116,6 +143,7 @@ def replay(
     sampler: Sampler,
     *,
     batch_size: int = 16,
+    own_conditioning: bool = False,
 ) -> list[list[StepDistance]]:
     """Replay `trajectories` of `reference` through `models`, teacher-forced; one result a model.
 
@@ -125,11 +153,16 @@ def replay(
         trajectories: what to replay.
         sampler: the settings they were recorded with.
         batch_size: trajectories at once.
+        own_conditioning: whether a model reads its own logits of the step before, not BF16's.
     """
     distances: list[list[StepDistance]] = [[] for _ in models]
-    for start in track(range(0, len(trajectories), batch_size), "replaying"):
+    title = "replaying, own self-conditioning" if own_conditioning else "replaying"
+    for start in track(range(0, len(trajectories), batch_size), title):
         rows = list(range(start, min(start + batch_size, len(trajectories))))
-        for index, distance in _replay_batch((reference, *models), trajectories, rows, sampler):
+        replayed = _replay_batch(
+            (reference, *models), trajectories, rows, sampler, own_conditioning
+        )
+        for index, distance in replayed:
             distances[index].append(distance)
     return distances
 
@@ -139,13 +172,16 @@ def _replay_batch(
     trajectories: Sequence[Trajectory],
     rows: list[int],
     sampler: Sampler,
+    own_conditioning: bool,
 ) -> Iterator[tuple[int, StepDistance]]:
     """Yield (index of the compared model, distance); `models[0]` is the reference."""
     prompts = [trajectories[row].prompt.ids for row in rows]
     prefixes = [encode_prompts(each, prompts) for each in models]
     canvas = 0
     while rows:
-        yield from _replay_canvas(models, prefixes, trajectories, rows, canvas, sampler)
+        yield from _replay_canvas(
+            models, prefixes, trajectories, rows, canvas, sampler, own_conditioning
+        )
         canvas += 1
         keep = [i for i, row in enumerate(rows) if len(trajectories[row].steps) > canvas]
         rows = [rows[i] for i in keep]
@@ -166,8 +202,9 @@ def _replay_canvas(
     rows: list[int],
     canvas: int,
     sampler: Sampler,
+    own_conditioning: bool,
 ) -> Iterator[tuple[int, StepDistance]]:
-    conditioning: Tensor | None = None
+    conditioning: list[Tensor | None] = [None] * len(models)
     steps = {row: trajectories[row].steps[canvas] for row in rows}
     for step in range(1, max(len(ids) for ids in steps.values()) + 1):
         keep = [i for i, row in enumerate(rows) if len(steps[row]) >= step]
@@ -175,24 +212,50 @@ def _replay_canvas(
             index = torch.tensor(keep, device=models[0].device)
             rows = [rows[i] for i in keep]
             prefixes = [prefix.select(index) for prefix in prefixes]
-            conditioning = None if conditioning is None else conditioning[index]
+            conditioning = [None if each is None else each[index] for each in conditioning]
         read = torch.stack([steps[row][step - 1] for row in rows]).to(models[0].device)
         temperature = sampler.temperature(step).to(read.device)
-        logits = (
-            decode_canvas(each, prefix, read, conditioning) / temperature
-            for each, prefix in zip(models, prefixes, strict=True)
-        )
-        ours = next(logits)
-        for compared, theirs in enumerate(logits):
-            measured = _distance(ours, theirs, sampler)
-            for i, row in enumerate(rows):
-                kl, agrees, entropy, jaccard = (each[i].cpu() for each in measured)
+        ours, our_experts = _decode(models[0], prefixes[0], read, conditioning[0], temperature)
+        for i in range(1, len(models)):
+            theirs, experts = _decode(models[i], prefixes[i], read, conditioning[i], temperature)
+            measured = (*_distance(ours, theirs, sampler), _overlap(our_experts, experts))
+            for at, row in enumerate(rows):
+                kl, agrees, entropy, jaccard, routing = (each[at].cpu() for each in measured)
                 last = step == len(steps[row])
-                distance = StepDistance(
-                    row, canvas, step, last, kl, agrees, entropy, jaccard.item()
+                yield (
+                    i - 1,
+                    StepDistance(
+                        row, canvas, step, last, kl, agrees, entropy, jaccard.item(), routing
+                    ),
                 )
-                yield compared, distance
-        conditioning = ours
+            conditioning[i] = theirs if own_conditioning else ours
+        conditioning[0] = ours
+
+
+def _decode(
+    model: DiffusionGemmaForBlockDiffusion,
+    prefix: Prefix,
+    canvas: Tensor,
+    conditioning: Tensor | None,
+    temperature: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return temperature-divided logits [B, L, V] and the chosen experts [B, layers, L, k]."""
+    chosen: list[Tensor] = []
+
+    def note(_: nn.Module, __: object, output: tuple[Tensor, ...]) -> None:
+        chosen.append(output[-1].view(*canvas.shape, -1))
+
+    layers = cast(Sequence[nn.Module], model.model.decoder.layers)
+    hooks = [layer.get_submodule("router").register_forward_hook(note) for layer in layers]
+    logits = decode_canvas(model, prefix, canvas, conditioning) / temperature
+    for hook in hooks:
+        hook.remove()
+    return logits, torch.stack(chosen, dim=1)
+
+
+def _overlap(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return the share of equal experts by layer, [B, layers], of choices [B, layers, L, k]."""
+    return (ours[..., None] == theirs[..., None, :]).any(-1).float().mean((-1, -2))
 
 
 def _distance(ours: Tensor, theirs: Tensor, sampler: Sampler) -> tuple[Tensor, ...]:
@@ -218,6 +281,9 @@ def summarize(distances: Sequence[StepDistance]) -> dict[str, Any]:
         "top1_agreement": _with_interval(distances, lambda d: d.agrees.double().mean().item()),
         "acceptance_jaccard": _with_interval(distances, lambda d: d.jaccard),
         "commit_agreement": _with_interval(last, lambda d: d.agrees.double().mean().item()),
+        "routing_overlap": [
+            _digits(share) for share in torch.stack([d.routing for d in distances]).mean(0).tolist()
+        ],
         "by_step": [
             {
                 "step": step,

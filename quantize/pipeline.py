@@ -8,6 +8,7 @@ files of the run folder. The manifest records versions, hardware, seconds and pe
 nothing that must be equal between two runs depends on it.
 """
 
+import os
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ class Run:
     source: Checkpoint
     targets: list[Target]
     is_bundled: bool
+    noise_floor: bool = False
 
     def record(self, stage: str, facts: dict[str, Any]) -> None:
         """Add facts about a stage to the manifest."""
@@ -55,12 +57,16 @@ def start(
     resume: bool,
     revision: str | None = None,
     limit: int | None = None,
+    noise_floor: bool = False,
 ) -> Run:
     """Resolve recipe and model, name the run folder, plan, and show the plan.
 
     Raises:
-        InputError: the run exists and `resume` is off, or recipe or model are wrong.
+        InputError: the run exists and `resume` is off, recipe or model are wrong, or torchrun
+            started several processes.
     """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise InputError("`quantize run` is one process; torchrun is for `quantize evaluate RUN`")
     recipe = load_recipe(recipe_name)
     source = Checkpoint.open(resolve(model, revision))
     if source.is_quantized:
@@ -76,7 +82,7 @@ def start(
         raise InputError(
             f"{folder.path}: this run exists; --resume continues or shows it, --out starts elsewhere"
         )
-    run = Run(folder, recipe, source, plan(source, recipe, folder), is_bundled)
+    run = Run(folder, recipe, source, plan(source, recipe, folder), is_bundled, noise_floor)
     if not folder.manifest_json.exists():
         write_json(folder.manifest_json, new_manifest(source, digest, recipe.name, model))
     console.print(plan_table(run.targets, f"{recipe.name}: {source.folder.name} -> {folder.path}"))
@@ -118,7 +124,7 @@ def advance(run: Run, until: str = STAGES[-1]) -> int:
     0 done and gate passed, 4 inconclusive or not comparable.
 
     Raises:
-        GateError: verification or the gate failed (exit code 1).
+        GateError: verification, fidelity or the gate failed (exit code 1).
     """
     code = 0
     for stage in STAGES[1 : STAGES.index(until) + 1]:  # `start` has planned already
@@ -194,17 +200,21 @@ def _fidelity(run: Run) -> None:
         run.folder.checkpoint,
         run.folder.calibration,
         run.folder.fidelity_json,
-        activations=["none", run.recipe.evaluation.activations],
+        activations=run.recipe.evaluation.activations,
+        limits=run.recipe.gate.max_kl_nats,
         device=best_device(),
     )
 
 
 def _evaluate(run: Run) -> None:
-    evaluate_more(run, (), None)
+    evaluate_more(run, noise_floor=run.noise_floor)
 
 
-def evaluate_more(run: Run, modes: Sequence[str], data_dir: Path | None) -> None:
-    """Score what is not scored yet, activation modes besides the recipe's included."""
+def evaluate_more(run: Run, *, modes: Sequence[str] = (), **options: Any) -> None:
+    """Score what is not scored yet, activation modes besides the recipe's included.
+
+    `options` are those of `evaluate.evaluate`: noise_floor, data_dir, server, base_server, in_flight.
+    """
     from quantize.evaluate import evaluate
 
     digest = read_json(run.folder.manifest_json)["source"]["fingerprint"]
@@ -214,8 +224,8 @@ def evaluate_more(run: Run, modes: Sequence[str], data_dir: Path | None) -> None
         digest,
         run.recipe.evaluation,
         modes=[mode for mode in ACTIVATION_MODES if mode in modes],
-        data_dir=data_dir,
         device=best_device(),
+        **options,
     )
 
 
@@ -239,7 +249,7 @@ def _exit_code(run: Run, stage: str) -> int:
     """Return the code that a finished stage ends with: 0, or 4 for a verdict that is neither.
 
     Raises:
-        GateError: verification or the gate failed.
+        GateError: verification, fidelity or the gate failed.
     """
     if stage == "verify":
         result = read_json(run.folder.verification_json)
@@ -247,6 +257,8 @@ def _exit_code(run: Run, stage: str) -> int:
         if not result["passed"]:
             path = run.folder.verification_json
             raise GateError(f"{path}: {faults[0] if faults else 'a check looked at nothing'}")
+    if stage == "fidelity" and (faults := read_json(run.folder.fidelity_json)["faults"]):
+        raise GateError(f"{run.folder.fidelity_json}: {faults[0]}")
     if stage == "report":
         verdict = read_json(run.folder.report_json)["verdict"]
         console.print(Markdown(run.folder.report_md.read_text("utf-8").split("\n## Size")[0]))
@@ -258,7 +270,7 @@ def _exit_code(run: Run, stage: str) -> int:
 
 
 def best_device() -> str:
-    """Return cuda when there is a GPU, else cpu."""
+    """Return the GPU, this process' own under torchrun, or cpu where there is none."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"

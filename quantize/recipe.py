@@ -89,9 +89,14 @@ class Evaluation(Section):
 
 
 class Gate(Section):
-    """The release gate: allowed loss of accuracy in percentage points per task, and confidence."""
+    """The release gate.
+
+    `margin_pp`: allowed loss of accuracy in percentage points per task. `max_kl_nats`: largest mean
+    KL from BF16 on replayed trajectories per activation mode; a mode without one is not judged.
+    """
 
     margin_pp: dict[str, float]
+    max_kl_nats: dict[ActivationMode, float] = {}
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
 
 

@@ -147,8 +147,8 @@ def test_bootstrap_interval_covers_the_mean_of_its_trajectories() -> None:
     assert 180 <= hits <= 198
     one = torch.ones(2)
     distances = [
-        StepDistance(0, 0, 1, False, one, one > 0, one, 1.0),
-        StepDistance(0, 0, 2, True, 3 * one, one > 0, one, 1.0),
-        StepDistance(7, 0, 1, True, 5 * one, one > 0, one, 1.0),
+        StepDistance(0, 0, 1, False, one, one > 0, one, 1.0, one),
+        StepDistance(0, 0, 2, True, 3 * one, one > 0, one, 1.0, one),
+        StepDistance(7, 0, 1, True, 5 * one, one > 0, one, 1.0, one),
     ]
     assert by_trajectory(distances, lambda d: d.kl.mean().item()) == {0: 2.0, 7: 5.0}

@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 from recovery.answers import final_choice, integer
 from recovery.model import cut
 from recovery.samples import Batch, Completion, Finished, Request, SampleStore
-from recovery.scoring import Scoring, count_documents, first_requests, known_tasks, score
+from recovery.scoring import Scoring, first_requests, known_tasks, score, size
 
 GSM8K = Path(__file__).parent / "data" / "gsm8k_sample.jsonl"
 Answer = Callable[[Request], str]
@@ -222,8 +222,8 @@ def test_unknown_tasks_and_empty_data_sets_are_errors(tmp_path: Path) -> None:
         run("gsm9k", tmp_path, GSM8K, lambda _: "")
     empty = write_jsonl(tmp_path / "empty.jsonl", [])
     with pytest.raises(ValueError, match=r"empty\.jsonl cannot be read"):
-        count_documents("word_problems", empty)
-    assert count_documents("gsm8k", GSM8K) == 24
+        size("word_problems", empty)
+    assert size("gsm8k", GSM8K) == (24, 1024)
 
 
 # --- the other tasks ----------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_errors_of_a_private_data_set_do_not_quote_it(tmp_path: Path) -> None:
     broken = tmp_path / "gpqa_diamond.csv"
     broken.write_text(f"Question\n{MARKER}\n")
     with pytest.raises(ValueError, match="cannot be read") as error:
-        count_documents("gpqa_diamond", broken)
+        size("gpqa_diamond", broken)
     assert MARKER not in str(error.value)
 
 

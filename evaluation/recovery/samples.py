@@ -7,6 +7,10 @@ and one fsync. After a kill the last line may be torn and is cut off, so at most
 runs again. Batches are formed from the full list of samples, whatever is done already: a resumed run
 feeds the model the same batches as an unbroken one and ends with the same bytes.
 
+Several processes share the batches of one task: process r of n takes every n-th batch of the full list
+and writes a file of its own beside the first one's. Whoever opens a store reads all of them, so a
+resumed run may have any number of processes, and each ends with all samples.
+
 A sample is known by its key: prompt, seed, token limit and thinking. Prompts are kept as hashes only.
 """
 
@@ -60,6 +64,15 @@ Generate = Callable[[Sequence[Batch]], Iterator[Finished]]
 Progress = Callable[[Iterator[Finished], int], Iterable[Finished]]
 
 
+@dataclass(frozen=True)
+class Share:
+    """One process among those that run together; `wait` returns when all of them have called it."""
+
+    rank: int = 0
+    processes: int = 1
+    wait: Callable[[], None] = lambda: None
+
+
 def sample_seed(run_seed: int, document: str, repeat: int) -> int:
     """Return the seed of a sample: the same for BF16 and quantized, in any order and process."""
     digest = hashlib.sha256(f"{run_seed}:{document}:{repeat}".encode()).digest()
@@ -72,18 +85,27 @@ class SampleStore:
     Args:
         path: the file; made when the first batch is finished.
         made_with: what the samples depend on besides their requests.
+        share: this process among those that share the batches.
 
     Raises:
         ValueError: the file holds samples made with something else, or is no such file.
     """
 
-    def __init__(self, path: Path, made_with: Mapping[str, Any]) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, made_with: Mapping[str, Any], share: Share | None = None
+    ) -> None:
+        self.first = path
+        self.share = share or Share()
+        self.path = path.with_name(f"{path.name}.{self.share.rank}") if self.share.rank else path
         self.made_with = dict(made_with)
         self._header = json.dumps({"made_with": self.made_with}, sort_keys=True) + "\n"
         self.done: dict[str, Completion] = {}
-        if path.exists():
-            self._read()
+        self._read_all()
+
+    def remove(self) -> None:
+        """Remove the files of all processes."""
+        for file in self._files():
+            file.unlink()
 
     def complete(
         self,
@@ -93,7 +115,9 @@ class SampleStore:
         progress: Progress,
         keep: Callable[[str], str] = str,
     ) -> None:
-        """Generate what is missing, batch by batch, the longest prompts first.
+        """Generate what is missing of this process' share, batch by batch, longest prompts first.
+
+        Then wait for the other processes and read what they have made.
 
         Args:
             requests: all samples of the task, finished ones included.
@@ -107,12 +131,16 @@ class SampleStore:
         """
         ordered = sorted(set(requests), key=lambda r: (-len(r.prompt), r.key))
         batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
-        missing = [b for b in batches if any(request.key not in self.done for request in b)]
+        mine = batches[self.share.rank :: self.share.processes]
+        missing = [b for b in mine if any(request.key not in self.done for request in b)]
         if missing:
             for batch, completions in progress(generate(missing), len(missing)):
                 if len(completions) != len(batch):
                     raise ValueError(f"{len(batch)} requests and {len(completions)} completions")
                 self._append(batch, [replace(each, text=keep(each.text)) for each in completions])
+        self.share.wait()
+        self._read_all()
+        self.share.wait()  # nobody removes a file that another still reads
         if unanswered := sum(request.key not in self.done for request in ordered):
             raise ValueError(f"{unanswered} of {len(ordered)} requests were not answered")
 
@@ -127,15 +155,25 @@ class SampleStore:
             os.fsync(file.fileno())
         self.done |= finished
 
-    def _read(self) -> None:
-        """Read the whole lines; a torn last line is cut off, so that appending goes on."""
-        header, *lines = self.path.read_bytes().splitlines(keepends=True) or [b""]
+    def _files(self) -> list[Path]:
+        """Return the existing files: the first process', then `<name>.<rank>` of the others."""
+        others = self.first.parent.glob(f"{self.first.name}.*")
+        return [file for file in (self.first, *sorted(others)) if file.exists()]
+
+    def _read_all(self) -> None:
+        for file in self._files():
+            whole = self._read(file)
+            if file == self.path:  # appending goes on here; the others' may be growing
+                os.truncate(file, whole)
+
+    def _read(self, path: Path) -> int:
+        """Read the whole lines of a file, not a torn last one; return the bytes that were read."""
+        header, *lines = path.read_bytes().splitlines(keepends=True) or [b""]
         if not header.endswith(b"\n"):
-            os.truncate(self.path, 0)
-            return
+            return 0
         if header.decode() != self._header:
             raise ValueError(
-                f"{self.path}: its samples were made with {header.decode().strip()[:200]}, "
+                f"{path}: its samples were made with {header.decode().strip()[:200]}, "
                 f"not with {self._header.strip()[:200]}; remove the file to start over"
             )
         whole = len(header)
@@ -146,4 +184,4 @@ class SampleStore:
                 key = row.pop("key")
                 self.done[key] = Completion(**row)
             whole += len(line)
-        os.truncate(self.path, whole)
+        return whole

@@ -180,8 +180,8 @@ def first_requests(
         return [model.requests[key] for key in sorted(model.requests)]
 
 
-def count_documents(task: str, data_file: Path | None) -> int:
-    """Load a task's data set, and say how many documents it has.
+def size(task: str, data_file: Path | None) -> tuple[int, int]:
+    """Load a task's data set; return its number of documents and the token limit of an answer.
 
     Raises:
         ValueError: it cannot be had or read; the message says what to do.
@@ -189,7 +189,9 @@ def count_documents(task: str, data_file: Path | None) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             loaded: Any = _manager(task, data_file, Path(folder)).load([task])
-            return len(list(loaded["tasks"][task].eval_docs))
+            found = loaded["tasks"][task]
+            limit = int(found.config.generation_kwargs["max_gen_toks"])
+            return len(list(found.eval_docs)), limit
     except Exception as error:  # datasets and its readers raise a dozen unrelated types
         what = " ".join(str(error).split())[:200] if not is_private(task) else ""
         raise ValueError(
