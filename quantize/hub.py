@@ -32,7 +32,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import logging
+from huggingface_hub.utils import disable_progress_bars, logging
 
 from quantize.errors import GateError, InputError, QuantizeError, ResourceError
 from quantize.progress import say, track
@@ -100,6 +100,7 @@ class Hub:
     def __init__(self, repo: str, api: HfApi | None = None) -> None:
         self.repo = repo
         self.api = api or HfApi()
+        disable_progress_bars()  # the bar over all files is ours
         logging.set_verbosity_error()  # its warnings print the addresses of uploads, which are signed
 
     def account(self) -> str:
