@@ -32,6 +32,7 @@ def all_charts(content: dict[str, Any]) -> dict[str, str]:
     plots = {"recovery": recovery(content["tasks"]), "published": published()}
     if content["fidelity"]:
         plots["kl"] = kl_by_step(content["fidelity"])
+        plots["routing"] = routing_by_layer(content["fidelity"])
     if content["layers"]:
         plots["error"] = error_by_layer(content["layers"])
         plots["size"] = size_by_layer(content["layers"])
@@ -96,6 +97,15 @@ def kl_by_step(fidelity: dict[str, Any]) -> str:
         for mode, result in fidelity["activations"].items()
     }
     return _lines(lines, "denoising step", "KL from BF16, nats")
+
+
+def routing_by_layer(fidelity: dict[str, Any]) -> str:
+    """Plot the share of experts that the routers of both models choose, one line a mode."""
+    lines = {
+        mode: [(i, 100 * share) for i, share in enumerate(result["routing_overlap"])]
+        for mode, result in fidelity["activations"].items()
+    }
+    return _lines(lines, "layer", "equal experts, %")
 
 
 def error_by_layer(layers: Sequence[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ In a terminal a rich bar; elsewhere (CI, a pipe) one line when the loop starts a
 so that a log stays readable.
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
@@ -21,7 +22,8 @@ from rich.progress import (
 
 T = TypeVar("T")
 
-console = Console(stderr=True)
+# Of the processes that torchrun starts, the first speaks.
+console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
 
 
 def say(message: str) -> None:

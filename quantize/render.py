@@ -18,6 +18,12 @@ BUNDLED_NOTE = (
     "This is the small model that ships with quantize, trained on word problems. It is not Google's "
     "26B checkpoint, and nothing here is a claim about that one."
 )
+FIDELITY = {  # key in fidelity.json -> what it is called
+    "kl_nats": "KL, nats",
+    "top1_agreement": "top-1 agreement",
+    "acceptance_jaccard": "acceptance, Jaccard",
+    "commit_agreement": "commit agreement",
+}
 OUTCOME_TAGS = {"FAIL": "failure", "INCONCLUSIVE": "skipped", "NOT COMPARABLE": "error"}
 
 
@@ -27,17 +33,24 @@ def html(content: dict[str, Any]) -> str:
     text = files("quantize").joinpath("templates", "report.html.jinja").read_text("utf-8")
     plots = {name: Markup(svg) for name, svg in charts.all_charts(content).items()}
     return environment.from_string(text).render(
-        report=content, plots=plots, note=BUNDLED_NOTE, published=charts.PUBLISHED
+        report=content,
+        plots=plots,
+        note=BUNDLED_NOTE,
+        fidelity_columns=FIDELITY,
+        fidelity_rows=fidelity_rows(content["fidelity"]) if content["fidelity"] else [],
     )
 
 
 def junit(content: dict[str, Any]) -> str:
-    """Return junit.xml: one test case for verification, one for each gated task and the verdict."""
+    """Return junit.xml: one test case for each static check, for fidelity and for the gate."""
     verdict = content["verdict"]
     cases = [
         (f"verification: {check['name']}", "PASS" if check["passed"] else "FAIL", check["faults"])
         for check in content["verification"]["checks"]
     ]
+    if content["fidelity"]:
+        faults = content["fidelity"]["faults"]
+        cases.append(("fidelity", "FAIL" if faults else "PASS", faults))
     cases.append(("gate", verdict["outcome"], [verdict["reason"]]))
     counted = {
         tag: sum(OUTCOME_TAGS.get(c[1]) == tag for c in cases) for tag in OUTCOME_TAGS.values()
@@ -67,6 +80,7 @@ def markdown(content: dict[str, Any]) -> str:
         BUNDLED_NOTE if content["model"]["bundled"] else f"Model: {content['model']['model']}",
         "## Recovery",
         _recovery_table(content["tasks"]),
+        *_noise_floor_section(content["noise_floor"]),
         "## Size",
         _size_line(content["sizes"]),
         "## Error of the weights",
@@ -102,6 +116,13 @@ def markdown(content: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _noise_floor_section(tasks: list[dict[str, Any]]) -> list[str]:
+    if not tasks:
+        return []
+    table = _recovery_table([task | {"activations": "BF16, other seed"} for task in tasks])
+    return ["## Noise floor: BF16 against itself, other seed in the place of quantized", table]
+
+
 def _recovery_table(tasks: list[dict[str, Any]]) -> str:
     columns = ("task", "activations", "n x k", "BF16", "quantized", "difference, pp", "recovery, %",
                "lost / won", "tokens per forward")  # fmt: skip
@@ -122,8 +143,7 @@ def _recovery_table(tasks: list[dict[str, Any]]) -> str:
                 if t["recovery"] is None
                 else f"{t['recovery']:.1f} {_interval(t['recovery_interval'], '.1f')}",
                 "-" if t["lost"] is None else f"{t['lost']} / {t['won']}",
-                f"{t['bf16_counts']['tokens_per_forward']:.2f} / "
-                f"{t['quantized_counts']['tokens_per_forward']:.2f}",
+                _both(t, "tokens_per_forward"),
             )
         )
     return _table(columns, rows)
@@ -159,15 +179,24 @@ def _fidelity_section(fidelity: dict[str, Any] | None) -> list[str]:
 
 def _fidelity_table(fidelity: dict[str, Any]) -> str:
     rows = [
-        (
-            mode,
-            _with_interval(result["kl_nats"], ".4f"),
-            _with_interval(result["top1_agreement"], ".4f"),
-            _with_interval(result["commit_agreement"], ".4f"),
-        )
-        for mode, result in fidelity["activations"].items()
+        (name, *(_with_interval(result[key], ".4f") for key in FIDELITY), limit)
+        for name, result, limit in fidelity_rows(fidelity)
     ]
-    return _table(("activations", "KL, nats", "top-1 agreement", "commit agreement"), rows)
+    return _table(("activations", *FIDELITY.values(), "KL limit"), rows)
+
+
+def fidelity_rows(fidelity: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
+    """Return (name, summary, KL limit) of each replay."""
+    limits = fidelity["max_kl_nats"]
+    rows = [(m, r, str(limits.get(m, "-"))) for m, r in fidelity["activations"].items()]
+    own = fidelity["own_conditioning"]
+    return [*rows, (f"{own['activations']}, own self-conditioning", own, "-")]
+
+
+def _both(task: dict[str, Any], count: str) -> str:
+    """Return a count of both sides; a server does not tell its denoising steps."""
+    values = (task[side][count] for side in ("bf16_counts", "quantized_counts"))
+    return " / ".join("-" if value is None else f"{value:.2f}" for value in values)
 
 
 def _with_interval(entry: dict[str, Any], spec: str) -> str:

@@ -23,24 +23,22 @@ report.md and report.html are rendered from it, junit.xml for CI systems; where 
 names a file, report.md is appended to it.
 """
 
-import json
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from recovery.gate import Verdict, judge, not_comparable
-from recovery.scoring import Row, Scoring
-from recovery.statistics import Comparison, compare
+from recovery.gate import Verdict, judge
+from recovery.statistics import Comparison
 
 from quantize.errors import InputError
 from quantize.recipe import ActivationMode, Recipe
 from quantize.render import html, junit, markdown
 from quantize.run_dir import RunDir, read_json, write_json, write_text
+from quantize.scores import pair, read_scoring
 from quantize.targets import Target, module_class, sum_bytes
 
 DECODER_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
@@ -67,7 +65,8 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
             tasks.append({"task": task, "activations": mode, "gated": side == "quantized"} | entry)
             if side == "quantized" and comparison is not None:
                 comparisons[task] = comparison
-    verdict = _verdict(verification, tasks, comparisons)
+    fidelity = read_json(run.fidelity_json) if run.fidelity_json.exists() else None
+    verdict = _verdict(verification, fidelity, tasks, comparisons)
     content = {
         "format": 1,
         "model": manifest["source"],
@@ -81,7 +80,7 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
         "error": _errors(verification["relative_error"]),
         "verification": {key: verification[key] for key in ("passed", "checks")},
         "coverage": _coverage(run),
-        "fidelity": read_json(run.fidelity_json) if run.fidelity_json.exists() else None,
+        "fidelity": fidelity,
         "canvases": _canvases(run, recipe.evaluation.tasks),
         "versions": manifest["versions"],
         "hardware": manifest["hardware"],
@@ -120,31 +119,13 @@ def _entry(
     """Compare two sides on one task, for the report and for the gate."""
     if task not in recipe.gate.margin_pp:
         raise InputError(f"recipe {recipe.name}: gate.margin_pp has no margin for task {task!r}")
-    base = read_scoring(run.evaluation / base_side, task)
-    other = read_scoring(run.evaluation / side, task)
-    ignored = ("seed", "seeds") if other_seed else ()
-    differs = not_comparable(
-        _without(base.conditions, ignored), _without(other.conditions, ignored)
+    return pair(
+        read_scoring(run.evaluation / base_side, task),
+        read_scoring(run.evaluation / side, task),
+        margin_pp=recipe.gate.margin_pp[task],
+        confidence=recipe.gate.confidence,
+        other_seed=other_seed,
     )
-    comparison = None
-    if differs is None:
-        comparison = compare(
-            base.by_question(),
-            other.by_question(),
-            margin_pp=recipe.gate.margin_pp[task],
-            confidence=recipe.gate.confidence,
-        )
-    entry = {
-        "not_comparable": differs.reason if differs else None,
-        **(asdict(comparison) if comparison else {"margin_pp": recipe.gate.margin_pp[task]}),
-        "bf16_counts": counts(base.rows),
-        "quantized_counts": counts(other.rows),
-    }
-    return entry, comparison
-
-
-def _without(conditions: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, Any]:
-    return {key: value for key, value in conditions.items() if key not in ignored}
 
 
 def _noise_floor(run: RunDir, recipe: Recipe) -> list[dict[str, Any]]:
@@ -159,38 +140,9 @@ def _noise_floor(run: RunDir, recipe: Recipe) -> list[dict[str, Any]]:
     ]
 
 
-def read_scoring(folder: Path, task: str) -> Scoring:
-    """Read a scoring that evaluate wrote.
-
-    Raises:
-        InputError: it is not there.
-    """
-    path, about = folder / f"{task}.jsonl", folder / f"{task}.conditions.json"
-    if not path.exists() or not about.exists():
-        raise InputError(f"{path}: missing or unfinished; run `quantize evaluate` first")
-    rows = [Row(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
-    conditions = read_json(about)
-    return Scoring(task, rows, conditions["compared"], conditions["made_with"])
-
-
-def counts(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what is counted besides the score; steps are None when a server does not tell them."""
-    steps = [step for row in rows for step in row.denoising_steps]
-    tokens = sum(row.tokens for row in rows)
-    return {
-        "samples": len(rows),
-        "no_answer": sum(not row.answered for row in rows),
-        "truncated": sum(row.truncated for row in rows),
-        "tokens_per_sample": round(tokens / len(rows), 4),
-        "tokens_per_forward": round(tokens / sum(steps), 4) if steps else None,
-        "steps_per_canvas": round(mean(steps), 4) if steps else None,
-        "canvases_per_sample": round(len(steps) / len(rows), 4) if steps else None,
-        "canvases_by_steps": {str(s): n for s, n in sorted(Counter(steps).items())},
-    }
-
-
 def _verdict(
     verification: Mapping[str, Any],
+    fidelity: Mapping[str, Any] | None,
     tasks: Sequence[Mapping[str, Any]],
     comparisons: Mapping[str, Comparison],
 ) -> Verdict:
@@ -198,6 +150,8 @@ def _verdict(
         faults = [fault for check in verification["checks"] for fault in check["faults"]]
         reason = faults[0] if faults else "a check looked at nothing"
         return Verdict("FAIL", f"static verification: {reason}")
+    if fidelity and fidelity["faults"]:
+        return Verdict("FAIL", f"fidelity: {fidelity['faults'][0]}")
     for entry in tasks:
         if entry["gated"] and entry["not_comparable"]:
             return Verdict("NOT COMPARABLE", f"{entry['task']}: {entry['not_comparable']}")

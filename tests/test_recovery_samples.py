@@ -1,10 +1,12 @@
 """Finished samples: torn files, kills, foreign stores, and what a resumed run asks the model."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from recovery.samples import Batch, Completion, Finished, Request, SampleStore, sample_seed
+from recovery.samples import Batch, Completion, Finished, Request, SampleStore, Share, sample_seed
 
 REQUESTS = [Request("x" * (i % 5 + 1) + str(i), i, 64) for i in range(10)]
 MADE_WITH = {"model": "a", "sampler": {"t": 1}}
@@ -77,6 +79,34 @@ def test_what_is_not_kept_is_not_written(tmp_path: Path) -> None:
     store = complete(tmp_path / "store", Model(), keep=lambda text: text[-1])
     assert {c.text for c in store.done.values()} == set("0123456789")
     assert "é" not in (tmp_path / "store").read_text("utf-8")
+
+
+def complete_together(path: Path, processes: int) -> list[tuple[Model, SampleStore]]:
+    """Complete with several stores at once, as processes under torchrun do."""
+    barrier = threading.Barrier(processes, timeout=60)
+
+    def work(rank: int) -> tuple[Model, SampleStore]:
+        store, model = SampleStore(path, MADE_WITH, Share(rank, processes, barrier.wait)), Model()
+        store.complete(REQUESTS, model, 3, lambda finished, total: finished)
+        return model, store
+
+    with ThreadPoolExecutor(processes) as pool:
+        return list(pool.map(work, range(processes)))
+
+
+def test_processes_share_the_batches_of_one(tmp_path: Path) -> None:
+    alone = Model()
+    expected = complete(tmp_path / "alone", alone).done
+    together = complete_together(tmp_path / "together", 3)
+    assert [model.asked for model, _ in together] == [alone.asked[rank::3] for rank in range(3)]
+    assert all(store.done == expected for _, store in together)
+    for model, _ in complete_together(tmp_path / "together", 2):  # a resumed run has fewer
+        assert model.asked == []
+    resumed = Model()
+    store = complete(tmp_path / "together", resumed)
+    assert (resumed.asked, store.done) == ([], expected)
+    store.remove()
+    assert [file.name for file in tmp_path.iterdir()] == ["alone"]
 
 
 def test_missing_answers_are_an_error(tmp_path: Path) -> None:

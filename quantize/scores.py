@@ -1,0 +1,83 @@
+"""Scorings that evaluate wrote: read, counted, and paired with another, for report and compare."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from recovery.gate import not_comparable
+from recovery.scoring import Row, Scoring
+from recovery.statistics import Comparison, compare
+
+from quantize.errors import InputError
+from quantize.run_dir import read_json
+
+
+def pair(
+    base: Scoring,
+    other: Scoring,
+    *,
+    margin_pp: float,
+    confidence: float,
+    other_seed: bool = False,
+) -> tuple[dict[str, Any], Comparison | None]:
+    """Compare two scorings of a task, as an entry of report.json and as figures for the gate.
+
+    Args:
+        base: what `bf16_counts` describes.
+        other: what `quantized_counts` describes.
+        margin_pp: allowed loss.
+        confidence: of the intervals.
+        other_seed: whether the two may have different seeds (the noise floor).
+    """
+    ignored = {"seed", "seeds"} if other_seed else set[str]()
+    ours, theirs = (
+        {key: value for key, value in side.conditions.items() if key not in ignored}
+        for side in (base, other)
+    )
+    differs = not_comparable(ours, theirs)
+    comparison = None
+    if differs is None:
+        comparison = compare(
+            base.by_question(), other.by_question(), margin_pp=margin_pp, confidence=confidence
+        )
+    entry = {
+        "not_comparable": differs.reason if differs else None,
+        **(asdict(comparison) if comparison else {"margin_pp": margin_pp}),
+        "bf16_counts": counts(base.rows),
+        "quantized_counts": counts(other.rows),
+    }
+    return entry, comparison
+
+
+def read_scoring(folder: Path, task: str) -> Scoring:
+    """Read a scoring that evaluate wrote.
+
+    Raises:
+        InputError: it is not there.
+    """
+    path, about = folder / f"{task}.jsonl", folder / f"{task}.conditions.json"
+    if not path.exists() or not about.exists():
+        raise InputError(f"{path}: missing or unfinished; run `quantize evaluate` first")
+    rows = [Row(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    conditions = read_json(about)
+    return Scoring(task, rows, conditions["compared"], conditions["made_with"])
+
+
+def counts(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what is counted besides the score; steps are None when a server does not tell them."""
+    steps = [step for row in rows for step in row.denoising_steps]
+    tokens = sum(row.tokens for row in rows)
+    return {
+        "samples": len(rows),
+        "no_answer": sum(not row.answered for row in rows),
+        "truncated": sum(row.truncated for row in rows),
+        "tokens_per_sample": round(tokens / len(rows), 4),
+        "tokens_per_forward": round(tokens / sum(steps), 4) if steps else None,
+        "steps_per_canvas": round(mean(steps), 4) if steps else None,
+        "canvases_per_sample": round(len(steps) / len(rows), 4) if steps else None,
+        "canvases_by_steps": {str(s): n for s, n in sorted(Counter(steps).items())},
+    }
