@@ -1,5 +1,4 @@
-"""Time every kernel at the real model's shapes on this GPU and print one table: `python
-kernels/benchmark.py`.
+"""Time every kernel at the real model's shapes on this GPU: `python kernels/benchmark.py`.
 
 Random data; weights rotate through buffers larger than the L2; each figure is the median of CUDA graph
 replays. `bytes` counts what must be read and written once: the weights of every expert hit,
@@ -7,13 +6,13 @@ tokens, results. `share` is bytes / time over the copy bandwidth measured first.
 torch on the same operands:
 
     experts         `torch._grouped_mm` in bf16, the two bare products, no activation and no combine
-    linear fp8      `torch._scaled_mm`, per-token and per-channel scales; both sides get quantized
-    tokens linear nvfp4    bf16 `torch.mm` (cuBLAS)
+    linear, fp8     `torch._scaled_mm`, scales per token and channel; both sides get quantized tokens
+    linear, nvfp4   bf16 `torch.mm` (cuBLAS)
     lm_head, soft   bf16 `torch.mm` alone, without softcap or softmax
 
 `error` is relative Frobenius against float64 of the dequantized operands, on a few tokens.
-`target` is what the project asks; `floor` rows state the larger of reading the bytes and computing
-at the measured rate.
+`floor` is the larger of moving the bytes and computing, at the rates measured first. `target` is
+what the project asks, and `met` whether the row reaches it.
 """
 
 # M, N and K are the field's names, not constants; torch keeps its scaled and grouped products private.

@@ -23,6 +23,7 @@ saves one pass over the result.
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
 
 import torch
 import triton
@@ -54,16 +55,17 @@ def multiply(tokens, weights, acc, SWAP: tl.constexpr):
 @triton.jit
 def store_rows(
     result, y, x_scale, w_scale, row_weight, slot, real, expert, n, tile, N,
-    TOPK: tl.constexpr, SCALED: tl.constexpr, GELU_MUL: tl.constexpr, WEIGHTED: tl.constexpr,
+    COUNT: tl.constexpr, BN: tl.constexpr, TOPK: tl.constexpr, SCALED: tl.constexpr,
+    GELU_MUL: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Scale, activate, weight and store result f32 [BN, rows] as rows of y."""
+    """Scale, activate, weight and store result f32 [BN, COUNT] as rows of y."""
     if SCALED:
         result *= tl.load(w_scale + expert * N + n % N)[:, None]
         result *= tl.load(x_scale + slot // TOPK, mask=real, other=0.0)[None, :]
     width = N
-    columns: tl.constexpr = n.shape[0] // 2 if GELU_MUL else n.shape[0]
+    columns: tl.constexpr = BN // 2 if GELU_MUL else BN
     if GELU_MUL:
-        gate, up = split_gate_up(result, n.shape[0], slot.shape[0])
+        gate, up = split_gate_up(result, BN, COUNT)
         result = gelu_mul_tile(gate, up)
         width = N // 2
     if WEIGHTED:
@@ -133,13 +135,13 @@ def matmul_kernel(
     result = (acc if SWAP else acc.T).to(tl.float32)
     store_rows(
         result, y, x_scale, w_scale, row_weight, slot, real, expert, n, tile, N,
-        TOPK, SCALED, GELU_MUL, WEIGHTED,
+        BM, BN, TOPK, SCALED, GELU_MUL, WEIGHTED,
     )  # fmt: skip
     if MORE:
         result = (acc_more if SWAP else acc_more.T).to(tl.float32)
         store_rows(
             result, y, x_scale, w_scale, row_weight, slot_more, real_more, expert, n, tile, N,
-            TOPK, SCALED, GELU_MUL, WEIGHTED,
+            MORE, BN, TOPK, SCALED, GELU_MUL, WEIGHTED,
         )  # fmt: skip
 
 

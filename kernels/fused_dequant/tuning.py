@@ -1,8 +1,8 @@
 """Launch configurations: a table per device, made by `python -m fused_dequant.tune`, shipped as JSON.
 
     tuning/NVIDIA_H200.json
-    {"device": ..., "triton": ..., "kernels": {"linear/fp8/4096x2816": {"256": {"BM": ...}, "1024":
-    ...}}}
+    {"device": ..., "triton": ...,
+     "kernels": {"linear/fp8/4096x2816": {"256": {"BM": ...}, "1024": ...}, ...}}
 
 A key is verb/scheme/NxK; below it, buckets of M (tokens). A call takes the smallest bucket that
 holds its M, or the largest there is. Nothing is tuned while serving: a device or shape that the
