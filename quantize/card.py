@@ -25,12 +25,13 @@ from quantize.errors import InputError
 from quantize.recipe import Recipe
 from quantize.run_dir import RunDir, read_json
 
-# Task -> (data set, name of the task in it). A task with thinking on has the same data set.
+# Task -> (data set on the Hub, name of the task in it): gpqa_diamond is the Hub's own name, the others
+# are lm-eval's. A task with thinking on has the same data set.
 DATASETS = {
-    "aime25": ("math-ai/aime25", "default"),
+    "aime25": ("math-ai/aime25", "aime25"),
     "gpqa_diamond": ("Idavidrein/gpqa", "gpqa_diamond"),
-    "gsm8k": ("openai/gsm8k", "main"),
-    "svamp": ("ChilleD/SVAMP", "default"),
+    "gsm8k": ("openai/gsm8k", "gsm8k"),
+    "svamp": ("ChilleD/SVAMP", "svamp"),
 }
 THINKING = "_thinking"
 # What the base model's own card says, for a copy of it that came without its card.

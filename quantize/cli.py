@@ -65,7 +65,8 @@ def _model_options(command: click.decorators.FC) -> click.decorators.FC:
     for option in (
         click.option("--revision", help="Revision of a Hub model: branch, tag or commit."),
         click.option(
-            "--model", help="Checkpoint folder or Hub id; without it, the small bundled model."
+            "--model",
+            help="Checkpoint folder or Hub id (ORG/NAME@REVISION); else the bundled model.",
         ),
         click.option(
             "--recipe", "recipe", default="nvfp4", show_default=True, help="Name or YAML file."
@@ -139,19 +140,20 @@ def recipes(name: str | None) -> None:
 
 
 @cli.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, file_okay=False))
-def inspect(checkpoint: Path) -> int:
+@click.argument("checkpoint")
+def inspect(checkpoint: str) -> int:
     """Show what is in a checkpoint, quantized or not, and what is wrong. Reads headers only.
 
-    Exits 1 when something is wrong.
+    CHECKPOINT is a folder or a Hub id. Exits 1 when something is wrong.
     """
     from rich.console import Console
 
+    from quantize.checkpoint import resolve
     from quantize.inspect import inspect as inspect_checkpoint
     from quantize.inspect import inspection_table
     from quantize.progress import say
 
-    found = inspect_checkpoint(checkpoint)
+    found = inspect_checkpoint(resolve(checkpoint))
     Console().print(inspection_table(found))
     for problem in found.problems:
         say(f"problem: {problem}")
