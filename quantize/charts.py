@@ -100,12 +100,12 @@ def kl_by_step(fidelity: dict[str, Any]) -> str:
 
 
 def routing_by_layer(fidelity: dict[str, Any]) -> str:
-    """Plot the share of experts that the routers of both models choose, one line a mode."""
+    """Plot the share of chosen experts that BF16's router does not choose, one line a mode."""
     lines = {
-        mode: [(i, 100 * share) for i, share in enumerate(result["routing_overlap"])]
+        mode: [(i, 100 - 100 * share) for i, share in enumerate(result["routing_overlap"])]
         for mode, result in fidelity["activations"].items()
     }
-    return _lines(lines, "layer", "equal experts, %")
+    return _lines(lines, "layer", "other experts than BF16's, %")
 
 
 def error_by_layer(layers: Sequence[dict[str, Any]]) -> str:

@@ -278,7 +278,7 @@ def _score(run: RunDir, job: Job, settings: Evaluation, share: Share) -> None:
         sampler=side.backend.sampler_settings,
         progress=lambda finished, total: _track(finished, total, task, side.name),
     )
-    if share.rank > 0:
+    if scoring is None:
         return
     if isinstance(side.backend, Answerer) and not is_private(task):
         limit = min(RECORDED, settings.limit.get(task, RECORDED))

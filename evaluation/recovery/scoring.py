@@ -115,8 +115,8 @@ def score(
     batch_size: int,
     sampler: Mapping[str, Any],
     progress: Progress,
-) -> Scoring:
-    """Score `task`.
+) -> Scoring | None:
+    """Score `task`; of processes that share the work the first does, the others return None.
 
     Args:
         task: one of `known_tasks()`.
@@ -150,8 +150,12 @@ def score(
         )
         for model.repeat in range(repeats):
             results = _evaluate(model, task, manager, limit)
+            if results is None or store.share.rank > 0:
+                continue
             rows += _rows(results["samples"][task], model)
             conditions = _conditions(task, results, limit, repeats, seed, sampler, rows)
+    if store.share.rank > 0:
+        return None
     if not rows:
         raise ValueError(f"task {task!r} has no documents")
     rows.sort(key=lambda row: (row.doc_id, row.repeat))
@@ -237,10 +241,11 @@ def _manager(task: str, data_file: Path | None, folder: Path) -> TaskManager:
 
 def _evaluate(
     model: BlockDiffusionLM, task: str, manager: TaskManager, limit: int | None
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
+    """Return lm-eval's results; it has none in a process that torchrun started as other than 0."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     evaluate: Any = simple_evaluate  # its decorator hides the signature from type checkers
-    results: dict[str, Any] = evaluate(
+    results: dict[str, Any] | None = evaluate(
         model=model,
         tasks=[task],
         task_manager=manager,
