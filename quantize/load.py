@@ -10,6 +10,8 @@ would: see `quantize.simulate`.
 """
 
 from math import prod
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from quantize.layout import (
     schemes_by_module,
 )
 from quantize.recipe import ActivationMode, Scheme
-from quantize.schemes import dequantize_weight
+from quantize.schemes import all_finite, dequantize_weight
 from quantize.simulate import simulate_activations
 from quantize.targets import DROPPED, linear_modules
 
@@ -56,14 +58,14 @@ def load(
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
     check_memory(checkpoint, dtype, device)
-    weights = read_dequantized(checkpoint)
     plain = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
     loaded: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(
         None,
         config=DiffusionGemmaConfig(**plain),
-        state_dict=weights,
+        state_dict=lazy_weights(checkpoint),
         output_loading_info=True,
         dtype=dtype,
+        device_map={"": device},
     )
     model, keys = loaded
     for kind, names in keys.items():
@@ -71,7 +73,7 @@ def load(
             raise InputError(
                 f"{folder}: transformers reports {kind}: {sorted(map(str, names))[:3]}"
             )
-    model = model.to(device).eval()
+    model.eval()
     if activations != "none" and checkpoint.is_quantized:
         simulate_activations(model, read_input_schemes(checkpoint), activations)
     return model
@@ -125,11 +127,24 @@ def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Non
         )
 
 
-def read_dequantized(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Read all tensors under their BF16 names, quantized ones dequantized and experts fused."""
+class _Lazy:
+    """A tensor of the BF16 layout that is read when transformers slices it, on a thread of its own.
+
+    So what the host holds is a few tensors, and the model goes to its device as it is read.
+    """
+
+    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
+        self._read = read
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return self._read()
+
+
+def lazy_weights(checkpoint: Checkpoint) -> dict[str, _Lazy]:
+    """Return all tensors under their BF16 names, quantized ones dequantized and experts fused."""
     schemes = schemes_by_module(checkpoint.config)
     return {
-        name: read_weight(checkpoint, name, spec.shape, schemes)
+        name: _Lazy(partial(read_weight, checkpoint, name, spec.shape, schemes))
         for name, spec in bf16_layout(checkpoint.config).items()
     }
 
@@ -142,11 +157,11 @@ def read_weight(
     if not modules:
         return _read_finite(checkpoint, name)
     out, inputs = linear_shape(shape, tuple(modules))
-    parts = [_read_module(checkpoint, module, schemes[module], out, inputs) for module in modules]
+    parts = [read_module(checkpoint, module, schemes[module], out, inputs) for module in modules]
     return parts[0] if len(shape) == 2 else fuse_experts(parts, shape)
 
 
-def _read_module(
+def read_module(
     checkpoint: Checkpoint, module: str, scheme: Scheme, out: int, inputs: int
 ) -> torch.Tensor:
     """Read and dequantize one quantized Linear: [out, inputs] BF16."""
@@ -160,7 +175,7 @@ def _read_module(
 def _read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Read a tensor; NaN, infinity or a global scale that is not above 0 is an error."""
     tensor = checkpoint.read(name)
-    if tensor.is_floating_point() and not tensor.float().isfinite().all():
+    if not all_finite(tensor):
         raise InputError(
             f"{checkpoint.tensors[name].file}: tensor {name!r} holds NaN or infinity; {FIX}"
         )

@@ -23,7 +23,7 @@ from quantize.errors import InputError
 from quantize.experts import split_experts
 from quantize.layout import TensorSpec, scheme_tensors
 from quantize.recipe import Observer, Scheme
-from quantize.schemes import global_scale, is_nvfp4, observe, quantize_weight
+from quantize.schemes import all_finite, global_scale, is_nvfp4, observe, quantize_weight
 from quantize.shards import Piece
 from quantize.targets import Target, linear_shape
 
@@ -82,7 +82,7 @@ class Quantizer:
 
     def _copy(self, info: TensorInfo, start: int, stop: int) -> torch.Tensor:
         rows = self.source.read_rows(info.name, start, stop)
-        if not _all_finite(rows):
+        if not all_finite(rows):
             raise _not_finite(info, f"in rows {start} to {stop - 1}")
         return rows.flatten().view(torch.uint8)
 
@@ -169,13 +169,6 @@ def _runs(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
 def _bad(ranges: torch.Tensor) -> list[int]:
     """Return the indices in dimension 0 under which a range is NaN or infinite."""
     return (~ranges.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
-
-
-def _all_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite: for BF16 by its bits, which is faster than isfinite."""
-    if tensor.dtype == torch.bfloat16:
-        return bool((tensor.view(torch.int16) & 0x7F80).amax() < 0x7F80)
-    return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
 
 
 def _not_finite(info: TensorInfo, where: str) -> InputError:

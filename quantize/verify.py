@@ -1,7 +1,7 @@
 """Static verification: is the artifact what the plan said, and close to what it was made from?
 
-Every check counts what it looked at; a check that looked at nothing fails. Weights are read tensor by
-tensor, so memory stays at a few tensors of the source.
+Every check counts what it looked at; a check that looked at nothing fails. Weights are read in parts
+of about 16 MB, by one thread a core, so memory stays at a few parts whatever the size of the model.
 
   layout        every name, dtype and shape is what config.json calls for
   counts        quantized modules and bytes equal the plan's; nothing that must stay BF16 has a scale
@@ -9,12 +9,16 @@ tensor, so memory stays at a few tensors of the source.
                 `model.encoder.language_model.` both as `model.` (`layer_scalar` has one each)
   kept          BF16 tensors equal the source bit for bit
   scales        finite; above 0 but for the block scales of all-zero blocks
-  experts       no expert is all zero
+  experts       no expert has a projection that is all zero
   error         |W - W'| / |W| of every source tensor within the recipe's limit
   decompression our dequantized weights equal compressed-tensors' own, bit for bit
 """
 
-from collections import Counter
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,7 +29,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from quantize.checkpoint import Checkpoint
 from quantize.errors import InputError
 from quantize.layout import ConfigSchemes, scheme_tensors
-from quantize.load import check_layout, read_weight
+from quantize.load import check_layout, read_module
 from quantize.manifest import fingerprint
 from quantize.progress import track
 from quantize.recipe import Recipe, Scheme
@@ -34,6 +38,7 @@ from quantize.targets import QUANTIZABLE, Target, linear_shape, module_class
 
 # Modules of one source tensor whose decompression is compared, spread evenly over it.
 DECOMPRESSED_PER_TENSOR = 16
+PART_BYTES = 1 << 24
 FAULTS_KEPT = 10
 CHECKS = (
     "layout",
@@ -65,6 +70,11 @@ class Check:
         self.looked_at += 1
         if not ok and len(self.faults) < FAULTS_KEPT:
             self.faults.append(fault)
+
+    def add(self, other: "Check") -> None:
+        """Count what another one looked at and found."""
+        self.looked_at += other.looked_at
+        self.faults = (self.faults + other.faults)[:FAULTS_KEPT]
 
 
 @dataclass(frozen=True)
@@ -104,24 +114,10 @@ def verify(
     if _check_layout(artifact, found.checks["layout"]):
         _check_counts(artifact, targets, found.checks["counts"])
         _check_owner(artifact, found.checks["one owner"])
-        decompressor = Decompressor(artifact)
-        for target in track(targets, "verify"):
-            if target.scheme is None:
-                same = _same_bits(source.read(target.name), artifact.read(target.name))
-                found.checks["kept"].expect(same, f"{target.name} differs from the source")
-            else:
-                limit = recipe.verification.max_relative_error[target.scheme]
-                _check_weights(decompressor, source, target, target.scheme, limit, found)
+        _check_weights(artifact, source, targets, recipe, found)
     # The fingerprint ties this file to these bytes: a checkpoint written again is not verified by it.
     write_json(run.verification_json, {"artifact": fingerprint(artifact)} | found.as_json())
     return found
-
-
-def relative_error(weight: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the Frobenius norm of the difference over that of `weight`; 0 when both are zero."""
-    norm = weight.float().norm().item()
-    distance = (weight.float() - other.float()).norm().item()
-    return distance / norm if norm else (0.0 if distance == 0 else float("inf"))
 
 
 class Decompressor:
@@ -177,48 +173,100 @@ def _check_owner(artifact: Checkpoint, check: Check) -> None:
 
 
 def _check_weights(
-    decompressor: Decompressor,
+    artifact: Checkpoint,
     source: Checkpoint,
-    target: Target,
-    scheme: Scheme,
-    limit: float,
+    targets: list[Target],
+    recipe: Recipe,
     found: Verification,
 ) -> None:
-    """Check scales, values and decompression of one quantized source tensor."""
-    checks, artifact = found.checks, decompressor.artifact
-    try:
-        mine = read_weight(
-            artifact, target.name, target.shape, dict.fromkeys(target.modules, scheme)
-        )
-    except InputError as error:  # a NaN or infinite tensor, named by the reader
-        checks["scales"].expect(False, str(error))
-        return
-    for module in target.modules:
-        scale = artifact.read(f"{module}.weight_scale").float()
-        zero_allowed = scheme in ("NVFP4", "NVFP4A16")  # the scale of an all-zero block of 16
-        good = bool((scale >= 0 if zero_allowed else scale > 0).all()) and bool((scale > 0).any())
-        checks["scales"].expect(good, f"{module}.weight_scale is not above 0 throughout")
-    if target.module_class == "experts":
-        for expert, largest in enumerate(mine.abs().amax(dim=(1, 2)).tolist()):
-            checks["experts"].expect(largest > 0, f"{target.name}: expert {expert} is all zero")
-    error = found.relative_error[target.name] = relative_error(source.read(target.name), mine)
-    checks["error"].expect(
-        error <= limit, f"{target.name}: relative error {error:.4f} is over the recipe's {limit}"
-    )
-    _check_decompression(decompressor, target, scheme, mine, checks["decompression"])
+    """Check the values of every tensor, part by part on all cores."""
+    decompressor = Decompressor(artifact)
+    tasks = [(target, *rows) for target in targets for rows in _runs(target)]
+    cores = len(os.sched_getaffinity(0))
+    distance: dict[str, float] = defaultdict(float)
+    norm: dict[str, float] = defaultdict(float)
+    with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        parts = pool.map(lambda task: _check_part(decompressor, source, *task), tasks)
+        for (target, _, _), part in track(zip(tasks, parts, strict=True), "verify", len(tasks)):
+            for name, check in part.checks.items():
+                found.checks[name].add(check)
+            distance[target.name] += part.distance
+            norm[target.name] += part.norm
+    for target in targets:
+        if target.scheme is not None:
+            error = _relative_error(distance[target.name], norm[target.name])
+            limit = recipe.verification.max_relative_error[target.scheme]
+            found.relative_error[target.name] = error
+            found.checks["error"].expect(
+                error <= limit,
+                f"{target.name}: relative error {error:.4f} is over the recipe's {limit}",
+            )
 
 
-def _check_decompression(
-    decompressor: Decompressor, target: Target, scheme: Scheme, mine: torch.Tensor, check: Check
-) -> None:
-    """Compare our weight of `target` with what compressed-tensors reads, module by module."""
+def _relative_error(distance: float, norm: float) -> float:
+    """Return the root of two sums of squares' quotient; 0 when both are zero."""
+    return math.sqrt(distance / norm) if norm else (0.0 if distance == 0 else math.inf)
+
+
+def _runs(target: Target) -> Iterator[tuple[int, int]]:
+    """Split fused experts, or rows of a kept tensor, into (start, stop); a Linear stays whole."""
+    rows = target.shape[0]
+    splits = target.scheme is None or len(target.shape) == 3
+    step = max(1, rows * PART_BYTES // target.bytes_before) if splits else rows
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+@dataclass
+class _Part:
+    """What a part of one tensor showed: checks, and sums of squares of W - W' and of W."""
+
+    checks: dict[str, Check] = field(default_factory=lambda: {name: Check(name) for name in CHECKS})
+    distance: float = 0.0
+    norm: float = 0.0
+
+
+def _check_part(
+    decompressor: Decompressor, source: Checkpoint, target: Target, start: int, stop: int
+) -> _Part:
+    """Check rows (experts) start:stop of one source tensor."""
+    part, artifact = _Part(), decompressor.artifact
+    rows = source.read_rows(target.name, start, stop)
+    if target.scheme is None:
+        same = _same_bits(rows, artifact.read_rows(target.name, start, stop))
+        part.checks["kept"].expect(same, f"{target.name} differs from the source")
+        return part
     out, inputs = linear_shape(target.shape, target.modules)
-    modules = mine.reshape(len(target.modules), out, inputs)  # gate and up rows follow each other
     stride = max(1, len(target.modules) // DECOMPRESSED_PER_TENSOR)
-    for i in range(0, len(target.modules), stride):
-        theirs = decompressor.weight(target.modules[i], scheme, out, inputs)
-        same = _same_bits(theirs, modules[i])
-        check.expect(same, f"{target.modules[i]}: compressed-tensors decompresses other weights")
+    first = start * len(target.modules) // target.shape[0]
+    for i, weight in enumerate(rows.view(-1, out, inputs), first):
+        module = target.modules[i]
+        try:
+            mine = read_module(artifact, module, target.scheme, out, inputs)
+        except InputError as error:  # a NaN or infinite tensor, named by the reader
+            part.checks["scales"].expect(False, str(error))
+            continue
+        part.distance += _sum_of_squares(weight.float() - mine.float())
+        part.norm += _sum_of_squares(weight.float())
+        _check_scales(artifact, module, target.scheme, part.checks["scales"])
+        if target.module_class == "experts":
+            part.checks["experts"].expect(bool(mine.any()), f"{module} is all zero")
+        if i % stride == 0:
+            same = _same_bits(decompressor.weight(module, target.scheme, out, inputs), mine)
+            fault = f"{module}: compressed-tensors decompresses other weights"
+            part.checks["decompression"].expect(same, fault)
+    return part
+
+
+def _check_scales(artifact: Checkpoint, module: str, scheme: Scheme, check: Check) -> None:
+    scale = artifact.read(f"{module}.weight_scale").float()
+    zero_allowed = scheme in ("NVFP4", "NVFP4A16")  # the scale of an all-zero block of 16
+    good = bool((scale >= 0 if zero_allowed else scale > 0).all()) and bool((scale > 0).any())
+    check.expect(good, f"{module}.weight_scale is not above 0 throughout")
+
+
+def _sum_of_squares(x: torch.Tensor) -> float:
+    return x.norm().item() ** 2
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
