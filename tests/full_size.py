@@ -72,6 +72,11 @@ class Peak:
             watcher.join()
 
 
+def shipped(name: str) -> Recipe:
+    """Load a recipe of this checkout: the project need not be installed."""
+    return load_recipe(str(Path(__file__).parents[1] / "recipes" / f"{name}.yaml"))
+
+
 def write(folder: Path, layers: int, vocabulary: int) -> Facts:
     """Write the synthetic BF16 checkpoint."""
     from quantize.synthetic import synthetic_config, write_synthetic
@@ -90,7 +95,7 @@ def convert(folder: Path, name: str) -> Facts:
     """Convert with a shipped recipe."""
     from quantize.convert import convert as convert_checkpoint
 
-    source, recipe = Checkpoint.open(folder / "bf16"), load_recipe(name)
+    source, recipe = Checkpoint.open(folder / "bf16"), shipped(name)
     targets = plan_targets(source.tensors, recipe.quantization)
     done = convert_checkpoint(source, targets, folder / name, recipe=recipe)
     return {
@@ -106,7 +111,7 @@ def verify(folder: Path, name: str) -> Facts:
     """Run every static check on an artifact."""
     from quantize.verify import verify as verify_checkpoint
 
-    source, recipe = Checkpoint.open(folder / "bf16"), load_recipe(name)
+    source, recipe = Checkpoint.open(folder / "bf16"), shipped(name)
     targets = plan_targets(source.tensors, recipe.quantization)
     run = RunDir(folder / f"{name}-run")
     run.path.mkdir(exist_ok=True)
@@ -178,7 +183,7 @@ def calibration_recipe(prompts_file: Path, prompts: int) -> Recipe:
         batch_size=16,
         min_tokens_per_expert=64,
     )
-    return load_recipe("nvfp4").model_copy(update={"calibration": settings})
+    return shipped("nvfp4").model_copy(update={"calibration": settings})
 
 
 def measured(work: Callable[[], Facts]) -> Facts:
