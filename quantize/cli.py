@@ -308,8 +308,8 @@ def push(
 
     The token comes from HF_TOKEN or from `hf auth login`. Interrupted? The same command goes on.
     """
-    from quantize.publish import Request
     from quantize.publish import push as push_run
+    from quantize.release import Request
     from quantize.run_dir import RunDir
 
     def confirm() -> bool:

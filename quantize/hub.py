@@ -1,48 +1,40 @@
 """One model repository on the Hugging Face Hub, with the guarantees that publishing needs.
 
-Built on `huggingface_hub.HfApi`, which uploads (by Xet, or by LFS in parts), retries uploads, and
-leaves four things to its caller. They are here:
+Built on `huggingface_hub.HfApi`, which uploads (by Xet, or by LFS in parts) and retries that. What it
+leaves to its caller is here and in `hub_calls`:
 
-  retries      `HfApi` retries neither a commit nor most small requests. All of ours are repeated on
-               408, 429, 5xx and broken connections, with the wait that Retry-After asks for.
   lost answers a commit names its parent, so the Hub takes it once. When the answer is lost, the head
                of the branch tells whether it was taken: it then holds our files.
   checksums    the Hub's tree lists the sha256 of each large file and the git blob id of each small one.
-  errors       every failure becomes one line with the exit code that fits it; the token is cut out of
-               whatever text the Hub sent.
 
 Nothing here decides what is published, or in which order: `publish` does.
 """
 
 import hashlib
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars, logging
 
-from quantize.errors import GateError, InputError, QuantizeError, ResourceError
-from quantize.progress import say, track
+from quantize.errors import GateError
+from quantize.hub_calls import (
+    NOT_FOUND,
+    STALE_PARENT,
+    explained,
+    is_transient,
+    patiently,
+    status_of,
+)
+from quantize.progress import track
 
 T = TypeVar("T")
 
-TRIES = 5
-FIRST_WAIT = 1.0  # seconds; doubled after each try
-TRANSIENT = {408, 429, 500, 502, 503, 504}
-BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, STALE_PARENT = 400, 401, 403, 404, 412
 BLOCK = 1 << 22
 
 
@@ -97,9 +89,9 @@ class Repository:
 class Hub:
     """One repository, under the account of the token in the environment or of the Hub's login."""
 
-    def __init__(self, repo: str, api: HfApi | None = None) -> None:
+    def __init__(self, repo: str) -> None:
         self.repo = repo
-        self.api = api or HfApi()
+        self.api = HfApi()
         disable_progress_bars()  # the bar over all files is ours
         logging.set_verbosity_error()  # its warnings print the addresses of uploads, which are signed
 
@@ -109,9 +101,8 @@ class Hub:
 
     def look(self) -> Repository | None:
         """Return what is there, or None when there is no such repository (or it is hidden from us)."""
-        try:
-            info = self._call("look", lambda: self._unless_missing(self.api.model_info))
-        except _MissingError:
+        info = self._call("look", self._info)
+        if info is None:
             return None
         refs = self._call("refs", lambda: self.api.list_repo_refs(self.repo))
         return Repository(
@@ -121,12 +112,12 @@ class Hub:
             branches={ref.name: ref.target_commit for ref in refs.branches},
         )
 
-    def _unless_missing(self, ask: Callable[[str], T]) -> T:
+    def _info(self) -> ModelInfo | None:
         try:
-            return ask(self.repo)
+            return self.api.model_info(self.repo)
         except RepositoryNotFoundError as error:
-            if error.response.status_code == NOT_FOUND:
-                raise _MissingError from error
+            if status_of(error) == NOT_FOUND:
+                return None
             raise
 
     def head(self, revision: str) -> str:
@@ -219,7 +210,7 @@ class Hub:
         for addition in track(
             additions, "upload"
         ):  # one by one: a shard is large, and shows progress
-            with self._explained(f"upload {addition.path_in_repo}"):
+            with explained(f"{self.repo}: cannot upload {addition.path_in_repo}"):
                 self.api.preupload_lfs_files(
                     self.repo, [addition], revision=revision, free_memory=False
                 )
@@ -232,7 +223,7 @@ class Hub:
                     commit_message=message,
                 ).oid  # fmt: skip
             except (HfHubHTTPError, httpx.TransportError) as error:
-                if _is_transient(error) or _status(error) == STALE_PARENT:
+                if is_transient(error) or status_of(error) == STALE_PARENT:
                     taken = self.head(revision)
                     if taken != parent and not self.differing(taken, files, deleted):
                         return taken  # it was our commit, and only the answer was lost
@@ -266,96 +257,10 @@ class Hub:
             )
 
     def _call(self, doing: str, call: Callable[[], T]) -> T:
-        """Call the Hub, again after a while when it is busy; explain what goes wrong."""
-        wait = FIRST_WAIT
-        for tries_left in reversed(range(TRIES)):
-            try:
-                with self._explained(doing, transient_passes=tries_left > 0):
-                    return call()
-            except (HfHubHTTPError, httpx.TransportError) as error:
-                pause = _asked_wait(error) or wait
-                say(f"push: the Hub is busy ({doing}); again in {pause:.0f} s")
-                time.sleep(pause)
-                wait *= 2
-        raise AssertionError("the last try returns or raises")
-
-    @contextmanager
-    def _explained(self, doing: str, *, transient_passes: bool = False) -> Generator[None]:
-        try:
-            yield
-        except (QuantizeError, _MissingError):
-            raise
-        except (HfHubHTTPError, httpx.HTTPError, RuntimeError, ValueError) as error:
-            if transient_passes and _is_transient(error):
-                raise
-            raise self._explain(error, doing) from None
-        except (LocalTokenNotFoundError, OfflineModeIsEnabled) as error:
-            raise self._explain(error, doing) from None
-
-    def _explain(self, error: BaseException, doing: str) -> QuantizeError:
-        """Turn a failure into one line; no cause is chained, for its text is not ours to vouch for."""
-        while not isinstance(error, OSError | httpx.HTTPError) and error.__cause__ is not None:
-            error = error.__cause__  # an upload's worker wraps what stopped it
-        where = f"{self.repo}: cannot {doing}"
-        status = _status(error)
-        if isinstance(error, OfflineModeIsEnabled):
-            return ResourceError(f"{where}: HF_HUB_OFFLINE is set; unset it to reach the Hub")
-        if isinstance(error, LocalTokenNotFoundError):
-            return ResourceError(f"{where}: no token; set HF_TOKEN or run `hf auth login`")
-        if status == STALE_PARENT:
-            return ResourceError(
-                f"{where}: somebody else committed there in the meantime; nothing of theirs was "
-                f"overwritten and no model card was written; look at their commit, then push again"
-            )
-        if status == UNAUTHORIZED:
-            return ResourceError(
-                f"{where}: the Hub does not accept the token (401); set HF_TOKEN to one that is valid"
-            )
-        if status == FORBIDDEN:
-            return ResourceError(
-                f"{where}: this token may not do that (403); it needs write access to {self.repo}"
-            )
-        if isinstance(error, RevisionNotFoundError):
-            return InputError(f"{where}: no such revision (404)")
-        if status == NOT_FOUND:
-            return InputError(
-                f"{where}: not found (404); check the organisation and the name, and that the token "
-                f"can see them"
-            )
-        text = self._without_token(" ".join(str(error).split())) or type(error).__name__
-        if status in (None, BAD_REQUEST) and isinstance(error, ValueError):
-            return InputError(f"{where}: {text}")
-        return ResourceError(f"{where}: {text[:300]}; what is uploaded stays; push again to go on")
-
-    def _without_token(self, text: str) -> str:
-        tokens = (get_token(), self.api.token)
-        for token in tokens:
-            if isinstance(token, str) and token:
-                text = text.replace(token, "(token)")
-        return text
-
-
-class _MissingError(Exception):
-    """There is no such repository."""
+        return patiently(f"{self.repo}: cannot {doing}", call)
 
 
 def _addition(file: File) -> CommitOperationAdd:
     addition = CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=file.content)
     addition.upload_info.sha256 = bytes.fromhex(file.sha256)  # else the file is read once more
     return addition
-
-
-def _status(error: BaseException) -> int | None:
-    response = getattr(error, "response", None)
-    return response.status_code if isinstance(response, httpx.Response) else None
-
-
-def _is_transient(error: BaseException) -> bool:
-    return isinstance(error, httpx.TransportError) or _status(error) in TRANSIENT
-
-
-def _asked_wait(error: HfHubHTTPError | httpx.TransportError) -> float | None:
-    """Return the seconds of a Retry-After header."""
-    response = getattr(error, "response", None)
-    asked = response.headers.get("Retry-After") if isinstance(response, httpx.Response) else None
-    return float(asked) if asked is not None and asked.isdigit() else None

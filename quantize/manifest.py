@@ -86,3 +86,12 @@ def fingerprint(checkpoint: Checkpoint) -> str:
                 file.seek(position)
                 digest.update(file.read(SAMPLE))
     return digest.hexdigest()
+
+
+def checksums(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return shard name -> sha256 of all its bytes, as the Hub lists it."""
+    found: dict[str, str] = {}
+    for shard in checkpoint.shards:
+        with shard.open("rb") as file:
+            found[shard.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found

@@ -30,7 +30,7 @@ from quantize.checkpoint import Checkpoint
 from quantize.errors import InputError
 from quantize.layout import ConfigSchemes, scheme_tensors
 from quantize.load import check_layout, read_module
-from quantize.manifest import fingerprint
+from quantize.manifest import checksums, fingerprint
 from quantize.progress import track
 from quantize.recipe import Recipe, Scheme
 from quantize.run_dir import RunDir, write_json
@@ -115,8 +115,9 @@ def verify(
         _check_counts(artifact, targets, found.checks["counts"])
         _check_owner(artifact, found.checks["one owner"])
         _check_weights(artifact, source, targets, recipe, found)
-    # The fingerprint ties this file to these bytes: a checkpoint written again is not verified by it.
-    write_json(run.verification_json, {"artifact": fingerprint(artifact)} | found.as_json())
+    # Ties this file to these bytes: a checkpoint that is written again, or rots, is not verified by it.
+    identity = {"artifact": fingerprint(artifact), "sha256": checksums(artifact)}
+    write_json(run.verification_json, {**identity, **found.as_json()})
     return found
 
 

@@ -25,6 +25,7 @@ import yaml
 
 LARGE = 100_000  # bytes from which a file is large; *.safetensors always are
 EMPTY_ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
+SIGNATURE = "?X-Amz-Signature=SignedByTheStore"
 DATE = "2026-01-01T00:00:00.000Z"
 
 
@@ -341,14 +342,14 @@ class Handler(BaseHTTPRequestHandler):
     def _actions(self, oid: str, size: int) -> dict[str, Any]:
         if oid in self.hub.large:
             return {"oid": oid, "size": size}
-        upload: dict[str, Any] = {"href": f"{self.hub.url}/store/whole/{oid}"}
+        upload: dict[str, Any] = {"href": f"{self.hub.url}/store/whole/{oid}{SIGNATURE}"}
         if step := self.hub.part_bytes:
             upload = {
                 "href": f"{self.hub.url}/store/complete/{oid}",
                 "header": {"chunk_size": step},
             }
             for part in range(1, -(-size // step) + 1):
-                upload["header"][str(part)] = f"{self.hub.url}/store/part/{oid}/{part}"
+                upload["header"][str(part)] = f"{self.hub.url}/store/part/{oid}/{part}{SIGNATURE}"
         verify = {"href": f"{self.hub.url}/api/verify"}
         return {"oid": oid, "size": size, "actions": {"upload": upload, "verify": verify}}
 

@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from quantize.checkpoint import Checkpoint
-from quantize.manifest import fingerprint
+from quantize.manifest import checksums, fingerprint
 from quantize.recipe import load_recipe
 from quantize.run_dir import RunDir, write_json, write_text
 
@@ -35,8 +35,10 @@ def finished_run(folder: Path, *, outcome: str = "PASS", shards: int = 3) -> Run
     hardware = {"cpu": "a CPU", "cores": 2, "memory_bytes": 1, "gpus": []}
     manifest = {"recipe": "nvfp4", "source": {**about, "fingerprint": "ab" * 32, "bytes": 1}}
     write_json(run.manifest_json, {**manifest, "versions": versions, "stages": {}})
-    digest = fingerprint(Checkpoint.open(run.checkpoint))
-    write_json(run.verification_json, {"artifact": digest, "passed": True, "checks": []})
+    artifact = Checkpoint.open(run.checkpoint)
+    digest = fingerprint(artifact)
+    verification = {"artifact": digest, "sha256": checksums(artifact), "passed": True, "checks": []}
+    write_json(run.verification_json, verification)
     for task in recipe.evaluation.tasks:
         path = run.evaluation / "quantized" / f"{task}.conditions.json"
         write_json(path, {"compared": {}, "made_with": {"model": digest}})

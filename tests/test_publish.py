@@ -297,6 +297,22 @@ def test_an_unverified_or_another_checkpoint_is_refused(
     assert not hub.requests
 
 
+def test_a_shard_that_rots_where_the_fingerprint_does_not_look(
+    hub: FakeHub, run: RunDir, push: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over 2 GB the fingerprint samples; the sha256 of the verification sees every byte."""
+    digest = read_json(run.verification_json)["artifact"]
+    monkeypatch.setattr("quantize.release.fingerprint", lambda _: digest)
+    shard = run.checkpoint / "model-00002-of-00003.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    done = push("--no-gate")
+    assert done.code == 1
+    assert shard.name in done.error
+    assert not hub.requests
+
+
 def test_a_fidelity_fault_is_refused(hub: FakeHub, run: RunDir, push: Any) -> None:
     write_json(run.fidelity_json, {"faults": ["KL is over the limit"]})
     done = push()
@@ -341,6 +357,7 @@ def test_a_hub_that_stays_busy_ends_the_push_and_the_same_command_goes_on(
     assert done.code == 3
     assert "503" in done.error
     assert "push again" in done.error
+    assert "SignedByTheStore" not in done.err
     assert_no_half_release(hub)
     assert len(hub.large) == 2
     hub.faults.clear()

@@ -1,0 +1,127 @@
+"""Calls to the Hub: repeated while it is busy, and one clear line when they fail.
+
+`HfApi` retries uploads, and neither commits nor most small requests. Calls made through `patiently` are
+repeated on 408, 429, 5xx and broken connections, after the time that Retry-After asks for, else after
+1, 2, 4 and 8 seconds. What still fails becomes one of our errors, with the exit code that fits. Neither
+the token nor the query of an address, where stores put their signatures, gets into a message.
+"""
+
+import re
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import httpx
+from huggingface_hub import get_token
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RevisionNotFoundError,
+)
+
+from quantize.errors import InputError, QuantizeError, ResourceError
+from quantize.progress import say
+
+T = TypeVar("T")
+
+WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds between tries, unless the Hub names a time
+TRANSIENT = {408, 429, 500, 502, 503, 504}
+BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, STALE_PARENT = 400, 401, 403, 404, 412
+QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
+LONGEST = 300  # characters of the Hub's own text in a message
+
+
+def patiently(where: str, call: Callable[[], T]) -> T:
+    """Call the Hub, again after a while when it is busy. `where` begins every error message."""
+    for wait in WAITS:
+        try:
+            with explained(where, except_transient=True):
+                return call()
+        except (HfHubHTTPError, httpx.TransportError) as error:
+            pause = _asked_wait(error) or wait
+            say(f"{where} now: {_short(error)}; again in {pause:.0f} s")
+            time.sleep(pause)
+    with explained(where):
+        return call()
+
+
+@contextmanager
+def explained(where: str, *, except_transient: bool = False) -> Generator[None]:
+    """Turn what goes wrong inside into one of our errors; no cause is chained, its text is not ours."""
+    try:
+        yield
+    except QuantizeError:
+        raise
+    except (
+        httpx.HTTPError,
+        RuntimeError,
+        ValueError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+    ) as error:
+        if except_transient and is_transient(error):
+            raise
+        raise _explain(where, _root(error)) from None
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return what stopped an upload: its worker wraps it in a RuntimeError."""
+    while isinstance(error, RuntimeError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _explain(where: str, error: BaseException) -> QuantizeError:
+    status = status_of(error)
+    if isinstance(error, OfflineModeIsEnabled):
+        return ResourceError(f"{where}: HF_HUB_OFFLINE is set; unset it to reach the Hub")
+    if isinstance(error, LocalTokenNotFoundError):
+        return ResourceError(f"{where}: no token; set HF_TOKEN or run `hf auth login`")
+    if status == STALE_PARENT:
+        return ResourceError(
+            f"{where}: somebody else committed there in the meantime; nothing of theirs was "
+            f"overwritten and no model card was written; look at their commit, then push again"
+        )
+    if status == UNAUTHORIZED:
+        return ResourceError(
+            f"{where}: the Hub does not accept the token (401); set HF_TOKEN to one that is valid"
+        )
+    if status == FORBIDDEN:
+        return ResourceError(f"{where}: this token may not do that (403); it needs write access")
+    if isinstance(error, RevisionNotFoundError):
+        return InputError(f"{where}: no such revision (404)")
+    if status == NOT_FOUND:
+        return InputError(
+            f"{where}: not found (404); check organisation and name, and that the token can see them"
+        )
+    if status in (None, BAD_REQUEST) and isinstance(error, ValueError):
+        return InputError(f"{where}: {_short(error)}")
+    return ResourceError(f"{where}: {_short(error)}; what is uploaded stays; push again to go on")
+
+
+def _short(error: BaseException) -> str:
+    """Return the error's text on one line, without the token and without signatures."""
+    text = QUERY.sub(r"\1", " ".join(str(error).split()))
+    if token := get_token():
+        text = text.replace(token, "(token)")
+    return text[:LONGEST] or type(error).__name__
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status that an error stands for, if any."""
+    response = getattr(error, "response", None)
+    return response.status_code if isinstance(response, httpx.Response) else None
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same call may succeed a little later."""
+    return isinstance(error, httpx.TransportError) or status_of(error) in TRANSIENT
+
+
+def _asked_wait(error: BaseException) -> float | None:
+    """Return the seconds of a Retry-After header."""
+    response = getattr(error, "response", None)
+    asked = response.headers.get("Retry-After") if isinstance(response, httpx.Response) else None
+    return float(asked) if asked is not None and asked.isdigit() else None
