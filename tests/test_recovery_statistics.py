@@ -218,7 +218,7 @@ def test_every_condition_that_differs_makes_scores_incomparable(key: str) -> Non
 def test_where_conditions_part_is_named() -> None:
     verdict = not_comparable(CONDITIONS, CONDITIONS | {"documents": ["a", "x"]})
     assert verdict is not None
-    assert verdict.reason == "documents differ: entry 1 is 'b' for BF16, 'x' for quantized"
+    assert verdict.reason == "documents differ: entry 1 is 'b' against 'x'"
 
 
 def test_unpaired_scores_are_refused() -> None:

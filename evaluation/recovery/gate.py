@@ -116,14 +116,14 @@ def _unequal(base: Any, quantized: Any) -> str:
     """Say where two values part; of long lists only the first odd entry."""
     if isinstance(base, list) and isinstance(quantized, list):
         if len(base) != len(quantized):
-            return f"{len(base)} for BF16, {len(quantized)} for quantized"
+            return f"{len(base)} against {len(quantized)}"
         pairs = list(zip(base, quantized, strict=True))
         index = next(i for i, (a, b) in enumerate(pairs) if a != b)
         return f"entry {index} is {_unequal(*pairs[index])}"
     if isinstance(base, dict) and isinstance(quantized, dict):
         key = next(k for k in sorted({*base, *quantized}) if base.get(k) != quantized.get(k))
         return f"{key} is {_unequal(base.get(key), quantized.get(key))}"
-    return f"{_short(base)} for BF16, {_short(quantized)} for quantized"
+    return f"{_short(base)} against {_short(quantized)}"
 
 
 def _short(value: Any) -> str:
