@@ -97,6 +97,7 @@ def card(run: RunDir, recipe: Recipe, repo: str, override: Override | None) -> s
         schemes=list(recipe.quantization.targets_by_scheme()),
         recipe_yaml=recipe.to_yaml().strip(),
         source=manifest["source"],
+        commit=manifest["source"].get("commit"),  # None: the base model came from a folder
         groups=_groups(run.targets_csv),
         override=override,
         serving=serving(),

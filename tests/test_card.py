@@ -18,8 +18,8 @@ from huggingface_hub.repocard import metadata_load
 from quantize.card import Override, card, docker_command, eval_results, serve_command, serving
 from quantize.cli import cli
 from quantize.errors import InputError
-from quantize.recipe import Recipe, parse_recipe
-from quantize.run_dir import RunDir, read_json, write_json
+from quantize.recipe import Recipe, load_recipe, parse_recipe
+from quantize.run_dir import RunDir, read_json, write_json, write_text
 
 REPO = "org/diffusiongemma-NVFP4"
 
@@ -155,6 +155,29 @@ def test_the_bundled_model_is_not_passed_off_as_googles(run: RunDir) -> None:
     text = card_of(run)
     assert "not Google's" in text
     assert "base_model" not in ModelCard(text).data.to_dict()
+
+
+def test_a_run_with_gaps_says_what_is_missing(run: RunDir) -> None:
+    """No calibration, no replay, no noise floor, a task that cannot be compared, one without bounds."""
+    fp8 = load_recipe("fp8_dynamic")
+    _, second, third = read_json(run.report_json)["tasks"]
+    lost = {"task": "aime25", "activations": "none", "gated": True, "margin_pp": 3.0}
+    gap = {"recovery": None, "difference_interval": {"low": None, "high": None}}
+    tasks = [{**lost, "not_comparable": "seeds differ"}, {**second, **gap}, third]
+    edit(run.report_json, tasks=tasks, fidelity=None, noise_floor=[])
+    write_text(run.recipe_yaml, fp8.to_yaml())
+    (run.checkpoint / "NOTICE").unlink()
+    (run.checkpoint / "LICENSE").unlink()
+    text = card_of(run)
+    assert "not comparable: seeds differ" in text
+    assert "-0.70 (no interval) | - |" in text
+    assert "noise floor (BF16 against itself with a second seed) was not measured" in text
+    assert "No calibration data" in text
+    assert "## Fidelity" not in text
+    assert "attribution" not in text
+    assert {"fp8_dynamic", "llm-compressor"} & set(ModelCard(text).data.tags or []) == {
+        "fp8_dynamic"
+    }
 
 
 def test_an_override_is_shown(run: RunDir) -> None:
