@@ -33,8 +33,7 @@ from quantize.calibrate import (
     calibrated_modules,
     check_scales,
     fall_back,
-    observe_input_scales,
-    share_towers,
+    input_scales,
 )
 from quantize.checkpoint import Checkpoint
 from quantize.convert import convert
@@ -45,6 +44,7 @@ from quantize.recipe import ActivationMode, Calibration, load_recipe
 from quantize.run_dir import read_json, write_json
 from quantize.runtime import Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.inputs import Ranges, watch_inputs
 from quantize.runtime.model import canvas_length, decode_canvas, encode_prompts, text_config
 from quantize.runtime.noise import CounterNoise
 from quantize.runtime.statistics import Coverage
@@ -138,17 +138,11 @@ RUN: dict[str, Callable[[Model, int, int], None]] = {
 def calibrate_arm(arm: str, seed: int, budget: int) -> dict[str, Any]:
     """Return scales by module, tokens seen, and the experts that fell back."""
     model = load(CHECKPOINT)
-    config: Any = model.config
-    config._name_or_path = str(CHECKPOINT)
-    share_towers(model)
-    coverage = Coverage(model)
-
-    def loop() -> None:
-        with coverage.counting():
-            RUN[arm](model, seed, budget)
-
-    observed = observe_input_scales(model, RECIPE.quantization, MODULES, loop)
-    scales, fallbacks = fall_back(observed, coverage.tokens, MIN_TOKENS)
+    experts: int = text_config(model).num_experts
+    ranges, coverage = Ranges(experts), Coverage(experts)
+    with watch_inputs(model, ranges.see, coverage.see):
+        RUN[arm](model, seed, budget)
+    scales, fallbacks = fall_back(input_scales(ranges, MODULES), coverage.tokens, MIN_TOKENS)
     check_scales(scales)
     first = next(iter(coverage.tokens.values()))
     return {

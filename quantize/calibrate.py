@@ -6,37 +6,22 @@ denoising loop it runs: the causal encoder reads clean text, the decoder reads c
 at first, with self-conditioning after the first step. So the real loop runs here, encoder passes,
 every step, every canvas, and the model's own sampler and stopping.
 
-llm-compressor's oneshot observes, through a calibration pipeline of ours: its `basic` pipeline shows
-the decoder one random canvas only, and its `sequential` one never finishes the encoder (uninitialised
-scales, no error). Before that
-  * the decoder's experts become one Linear each, and the encoder uses the same module objects, so an
-    observer sees what vLLM's single backbone sees: prompt, committed and canvas tokens merged;
-  * the encoder is moved behind the decoder in its parent, so that modules have their on-disk names
-    (`model.decoder.*`) and the recipe's targets and ignore match them as they are.
-Experts see only the tokens routed to them. An expert with fewer than `min_tokens_per_expert` takes
-the largest amax of its layer, and is listed.
+`quantize.runtime.inputs` shows every input, of both towers under one name, as vLLM's single backbone
+sees them; experts see only the tokens routed to them. An expert with fewer than
+`min_tokens_per_expert` takes the largest amax of its layer, and is listed.
 
-Dtype: on a CPU BF16-valued weights run in float32, and so do the scales. On a GPU the model runs in
-BF16, and llm-compressor then computes 2688 / amax in BF16 before it stores it as FP32 (relative
-rounding 2^-9).
+Why not llm-compressor's oneshot, which the tests compare with: its `basic` pipeline shows the decoder
+one random canvas only, its `sequential` one never finishes the encoder (uninitialised scales, no
+error), and it runs each expert as a Linear of its own, 11,520 calls a forward pass of the 26B model.
+The scales are the same: FP32 quotients of the same maxima (oneshot divides in BF16 on a GPU).
 """
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
-from llmcompressor import oneshot
-from llmcompressor.core import LifecycleCallbacks
-from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
-from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.pipelines.registry import CalibrationPipeline
-from llmcompressor.utils.helpers import DisableQuantization
-from loguru import logger
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers import DiffusionGemmaForBlockDiffusion
+from torch import Tensor
 
 from quantize.checkpoint import Checkpoint
 from quantize.errors import InputError, QuantizeError
@@ -44,10 +29,12 @@ from quantize.load import load
 from quantize.prompts import load_prompts
 from quantize.recipe import Quantization, Recipe
 from quantize.run_dir import folder_when_complete, write_json
+from quantize.runtime.inputs import Ranges, watch_inputs
 from quantize.runtime.model import text_config
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.statistics import Coverage, StepStatistics
-from quantize.runtime.trajectory import Trajectory, record_all, save_trajectories
+from quantize.runtime.trajectory import record_all, save_trajectories
+from quantize.schemes import E2M1_MAX, FP8_MAX
 from quantize.targets import plan_targets
 
 HELD_OUT_PROMPTS = 16  # recorded for replay, not observed
@@ -78,8 +65,20 @@ def calibrate(source: Path, recipe: Recipe, out: Path, *, device: str = "cpu") -
     sampler = Sampler.from_checkpoint(source)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = load(source, dtype=dtype, device=device)
-    config: Any = model.config
-    config._name_or_path = str(source)  # oneshot looks the configuration up there
+    experts: int = text_config(model).num_experts
+    ranges, coverage, statistics = Ranges(experts), Coverage(experts), StepStatistics(model)
+    with (
+        statistics.collecting(),
+        watch_inputs(model, ranges.see, coverage.see, statistics.see),
+    ):
+        trajectories = record_all(
+            model,
+            prompts[: settings.prompts],
+            settings,
+            sampler,
+            title="calibrating",
+            on_step=statistics.on_step,
+        )
     held_out = record_all(
         model,
         prompts,
@@ -88,24 +87,7 @@ def calibrate(source: Path, recipe: Recipe, out: Path, *, device: str = "cpu") -
         first=settings.prompts,
         title="recording held-out prompts",
     )
-    share_towers(model)
-    coverage, statistics = Coverage(model), StepStatistics(model)
-    trajectories: list[Trajectory] = []
-
-    def loop() -> None:
-        with coverage.counting(), statistics.collecting():
-            trajectories.extend(
-                record_all(
-                    model,
-                    prompts[: settings.prompts],
-                    settings,
-                    sampler,
-                    title="calibrating",
-                    on_step=statistics.on_step,
-                )
-            )
-
-    scales = observe_input_scales(model, recipe.quantization, modules, loop)
+    scales = input_scales(ranges, modules)
     scales, fallbacks = fall_back(scales, coverage.tokens, settings.min_tokens_per_expert)
     check_scales(scales)
     with folder_when_complete(out) as folder:
@@ -128,105 +110,11 @@ def calibrated_modules(source: Path, quantization: Quantization) -> list[str]:
     return modules
 
 
-def share_towers(model: DiffusionGemmaForBlockDiffusion) -> None:
-    """Give every expert its own Linears, and the encoder the decoder's modules."""
-    parent: Any = model.model
-    for ours, theirs in zip(
-        parent.decoder.layers, parent.encoder.language_model.layers, strict=True
-    ):
-        linear_experts = LinearExperts2D.get_linear_experts_cls(type(ours.experts))
-        experts = linear_experts.from_experts_module(ours.experts, text_config(model))
-        ours.experts = experts.to(model.dtype)
-        for name in ("experts", "mlp", "router"):
-            setattr(theirs, name, getattr(ours, name))
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            setattr(theirs.self_attn, name, getattr(ours.self_attn, name))
-    # A shared module has the name under which it is found first: the decoder's.
-    parent._modules["encoder"] = parent._modules.pop("encoder")
-
-
-@CalibrationPipeline.register("denoise")
-class DenoisePipeline(CalibrationPipeline):
-    """llm-compressor's hook for a calibration of one's own: observes while `loop` runs."""
-
-    loop: ClassVar[Callable[[], None]]
-
-    @staticmethod
-    def __call__(model: nn.Module, dataloader: Any, dataset_args: Any) -> None:
-        """Run the loop with observers on and quantization off."""
-        LifecycleCallbacks.calibration_start()
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(DisableQuantization(model))
-            DenoisePipeline.loop()
-        LifecycleCallbacks.sequential_epoch_end(list(model.modules()))
-        LifecycleCallbacks.calibration_end()
-
-
-def observe_input_scales(
-    model: DiffusionGemmaForBlockDiffusion,
-    quantization: Quantization,
-    modules: list[str],
-    loop: Callable[[], None],
-) -> dict[str, Tensor]:
-    """Run `loop` under llm-compressor's observers; return module -> input_global_scale [1] FP32.
-
-    Args:
-        model: as `share_towers` leaves it. Its Linears quantize their inputs afterwards.
-        quantization: the recipe's section; its NVFP4 part is used.
-        modules: the modules that must be observed, no more and no less.
-        loop: runs the model.
-
-    Raises:
-        QuantizeError: llm-compressor's choice of modules is not `modules`.
-    """
-    modifier = QuantizationModifier(
-        scheme={"NVFP4": quantization.targets_by_scheme()["NVFP4"]},
-        ignore=quantization.ignore,
-        # Inputs: the extremes of all batches. Its default, a moving average, forgets outliers.
-        input_observer="static_minmax",
-        weight_observer="memoryless_minmax",  # unused: convert quantizes the weights
-    )
-    DenoisePipeline.loop = loop
-    with _quiet():
-        oneshot(
-            model=model,
-            processor=_NO_PROCESSOR,
-            recipe=modifier,
-            pipeline="denoise",
-            moe_calibrate_all_experts=False,  # experts see the tokens routed to them
-        )
-    found = {
-        name.removesuffix(f".{INPUT_SCALE}"): scale.detach().float().reshape(1).clone()
-        for name, scale in model.named_parameters()
-        if name.endswith(f".{INPUT_SCALE}")
-    }
-    if found.keys() != set(modules):
-        odd = sorted(found.keys() ^ set(modules))
-        raise QuantizeError(
-            f"calibration observed {len(found)} modules and the plan has {len(modules)}; the first "
-            f"difference is {odd[0]}"
-        )
-    return {module: found[module] for module in modules}
-
-
-class _NoProcessor:
-    """Keeps oneshot from looking for a processor: prompts are tokenized here."""
-
-
-_NO_PROCESSOR: Any = _NoProcessor()
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Silence llm-compressor's log: what it warns of (a module without statistics) is checked here."""
-    for library in ("llmcompressor", "compressed_tensors"):
-        logger.disable(library)
-    try:
-        yield
-    finally:
-        for library in ("llmcompressor", "compressed_tensors"):
-            logger.enable(library)
+def input_scales(ranges: Ranges, modules: list[str]) -> dict[str, Tensor]:
+    """Return module -> input_global_scale [1] FP32; infinity where nothing entered a module."""
+    amax = torch.tensor([ranges.amax(module) for module in modules], dtype=torch.float32)
+    scales = (FP8_MAX * E2M1_MAX) / amax
+    return {module: scale.clone() for module, scale in zip(modules, scales.split(1), strict=True)}
 
 
 def fall_back(

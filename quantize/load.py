@@ -9,9 +9,9 @@ With `activations` the model also rounds what flows into every quantized Linear,
 would: see `quantize.simulate`.
 """
 
-from math import prod
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 

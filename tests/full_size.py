@@ -128,14 +128,17 @@ def load(folder: Path, name: str) -> Facts:
     import torch
 
     from quantize.load import load as load_checkpoint
+    from quantize.runtime.inputs import watch_inputs
+    from quantize.runtime.model import text_config
     from quantize.runtime.statistics import Coverage
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     started = time.perf_counter()
     model = load_checkpoint(folder / name, dtype=torch.bfloat16, device=device)
-    seconds, coverage = time.perf_counter() - started, Coverage(model)
+    seconds = time.perf_counter() - started
+    coverage = Coverage(text_config(model).num_experts)
     ids = torch.arange(200, 200 + 256, device=device)[None]
-    with torch.no_grad(), coverage.counting():
+    with torch.no_grad(), watch_inputs(model, coverage.see):
         logits = model(input_ids=ids, decoder_input_ids=ids).logits
     counts = torch.tensor(list(coverage.tokens.values())).double()
     return {

@@ -3,22 +3,25 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from oneshot import oneshot_scales
 from safetensors.torch import load_file
 from tiny import CANVAS, EXPERTS, LAYERS, VOCAB
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from quantize.calibrate import calibrate, calibrated_modules, check_scales, fall_back, share_towers
+from quantize.calibrate import calibrate, calibrated_modules, check_scales, fall_back, input_scales
 from quantize.errors import InputError, QuantizeError, ResourceError
 from quantize.load import load
 from quantize.prompts import load_prompts
 from quantize.recipe import Calibration, Quantization, Recipe, load_recipe
 from quantize.run_dir import read_json
 from quantize.runtime import Sampler, generate
+from quantize.runtime.inputs import Ranges, watch_inputs
 from quantize.runtime.trajectory import load_trajectories
 
 NVFP4_MODULES = LAYERS * EXPERTS * 3 + LAYERS * 7 - 1  # the full-attention layer has no v_proj
@@ -278,16 +281,48 @@ def test_modules_that_share_an_input_share_a_scale() -> None:
         check_scales(good | {"a.up_proj": torch.tensor([3.0])})
 
 
-def test_sharing_the_towers_changes_no_logit(source: Path) -> None:
+def test_scales_are_those_of_llm_compressors_oneshot(source: Path) -> None:
+    quantization = load_recipe("nvfp4").quantization
+    modules = calibrated_modules(source, quantization)
+    prompts = [[2, *range(110 + 7 * i, 130 + 9 * i), 100] for i in range(6)]
+
+    def denoise(model: Any) -> None:
+        sampler = Sampler.from_checkpoint(source)
+        generate(model, prompts, range(6), max_new_tokens=2 * CANVAS, sampler=sampler)
+
+    model, ranges = load(source), Ranges(EXPERTS)
+    with watch_inputs(model, ranges.see):
+        denoise(model)
+    ours = input_scales(ranges, modules)
+    theirs = oneshot_scales(source, quantization, denoise)
+    assert ours.keys() == theirs.keys()
+    # The same maxima; the experts' products are summed in another order.
+    for module, scale in ours.items():
+        torch.testing.assert_close(scale, theirs[module], rtol=2e-6, atol=0)
+
+
+def test_watching_changes_no_logit_and_leaves_no_trace(source: Path) -> None:
     model = load(source)
     ids, canvas = torch.arange(120, 150)[None], torch.arange(200, 200 + CANVAS)[None]
+    seen: set[str] = set()
     with torch.no_grad():
         before = model(input_ids=ids, decoder_input_ids=canvas).logits
-        share_towers(model)
+        with watch_inputs(model, lambda name, rows, experts: seen.add(name)):
+            watched = model(input_ids=ids, decoder_input_ids=canvas).logits
+        assert len(seen) == LAYERS * 9 - 1  # q, k, v, o, gate, up, down, two of the experts
+        seen.clear()
         after = model(input_ids=ids, decoder_input_ids=canvas).logits
-    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    assert not any(name.startswith("model.encoder.language_model") for name in names)
+    assert torch.equal(before, watched)
+    assert torch.equal(before, after)
+    assert not seen
+    assert all("_apply_gate" not in vars(layer.experts) for layer in model.model.decoder.layers)
+
+
+def test_experts_that_do_not_run_grouped_are_refused(source: Path) -> None:
+    model = load(source)
+    model.config.get_text_config()._experts_implementation = "eager"
+    with pytest.raises(InputError, match="grouped_mm"), watch_inputs(model):
+        pass
 
 
 def test_prompts_alternate_and_end_with_the_user(source: Path) -> None:

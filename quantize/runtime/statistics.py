@@ -1,7 +1,6 @@
 """What flows through a model while it denoises: tokens per expert, and activations by step.
 
-Both watch the decoder's modules. They see the encoder too when it shares them (see calibrate), and
-real tokens only, since the runtime computes no padding.
+Both are observers for `watch_inputs`: they see encoder and decoder, and real tokens only.
 """
 
 from collections.abc import Generator, Mapping
@@ -10,60 +9,41 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.recipe import Calibration
 from quantize.runtime.sampler import StepRecord
 
-# One of each group of Linears that read the same input: (suffix of its name, name of the input).
-INPUTS = (
-    ("self_attn.q_proj", "attention.qkv"),
-    ("self_attn.o_proj", "attention.o"),
-    ("mlp.gate_proj", "mlp.gate_up"),
-    ("mlp.down_proj", "mlp.down"),
-    ("gate_proj", "experts.gate_up"),
-    ("down_proj", "experts.down"),
-)
+# One of each group of Linears that read the same input: end of its name -> name of the input.
+INPUTS = {
+    "self_attn.q_proj": "attention.qkv",
+    "self_attn.o_proj": "attention.o",
+    "mlp.gate_proj": "mlp.gate_up",
+    "mlp.down_proj": "mlp.down",
+    "experts.gate_up_proj": "experts.gate_up",
+    "experts.down_proj": "experts.down",
+}
 
 
 class Coverage:
-    """Counts the tokens routed to every expert.
+    """Counts the tokens routed to every expert."""
 
-    `tokens` maps `model.decoder.layers.N.experts` to one count an expert.
-    """
-
-    def __init__(self, model: DiffusionGemmaForBlockDiffusion) -> None:
-        self._routers: dict[str, nn.Module] = {
-            f"model.decoder.layers.{index}.experts": layer.get_submodule("router")
-            for index, layer in enumerate(model.model.decoder.layers)
-        }
-        experts: int = model.config.get_text_config().num_experts
-        self._counts = {name: torch.zeros(experts, dtype=torch.long) for name in self._routers}
+    def __init__(self, experts: int) -> None:
+        self._experts = experts
+        self._counts: dict[str, Tensor] = {}
 
     @property
     def tokens(self) -> dict[str, list[int]]:
-        """Tokens per expert by layer."""
+        """One count an expert by layer, `model.decoder.layers.N.experts`."""
         return {name: counts.tolist() for name, counts in self._counts.items()}
 
-    @contextmanager
-    def counting(self) -> Generator[None]:
-        """Count while the block runs."""
-        hooks = [
-            router.register_forward_hook(self._hook(name)) for name, router in self._routers.items()
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _hook(self, name: str) -> Any:
-        def count(_: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-            chosen = output[2].flatten().cpu()
-            self._counts[name] += chosen.bincount(minlength=len(self._counts[name]))
-
-        return count
+    def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
+        """Observe one input."""
+        layer, _, projection = name.rpartition(".")
+        if experts is not None and projection == "gate_up_proj":
+            found = experts.flatten().bincount(minlength=self._experts)
+            self._counts[layer] = self._counts.get(layer, 0) + found
 
     def summary(self, settings: Calibration, fallbacks: list[str]) -> dict[str, Any]:
         """Return what coverage.json holds."""
@@ -107,34 +87,23 @@ class StepStatistics:
 
     def __init__(self, model: DiffusionGemmaForBlockDiffusion) -> None:
         self._encoder = model.model.encoder
-        self._watched: list[tuple[nn.Module, str]] = []
-        for name, module in model.model.decoder.named_modules():
-            kind = next((kind for suffix, kind in INPUTS if name.endswith(suffix)), None)
-            if name.startswith("layers.") and kind is not None:
-                self._watched.append((module, kind))
         self._pending: list[tuple[str, Tensor, Tensor, int]] = []
         self._steps: dict[int, _Step] = {}
 
     @contextmanager
     def collecting(self) -> Generator[None]:
-        """Collect while the block runs; pass `on_step` to the generation inside it."""
-        hooks = [
-            module.register_forward_pre_hook(self._hook(kind)) for module, kind in self._watched
-        ]
-        hooks.append(self._encoder.register_forward_hook(lambda *_: self._flush(0)))
-        try:
+        """Book while the block runs; pass `see` to `watch_inputs` and `on_step` to the generation."""
+        with self._encoder.register_forward_hook(lambda *_: self._flush(0)):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
-    def _hook(self, kind: str) -> Any:
-        def measure(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if args[0].numel():
-                x = args[0].abs()
-                self._pending.append((kind, x.amax(), x.sum(dtype=torch.float64), x.numel()))
-
-        return measure
+    def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
+        """Observe one input; an expert's counts once for every expert that reads it."""
+        kind = INPUTS.get(".".join(name.rsplit(".", 2)[1:]))
+        if kind is not None:
+            times = 1 if experts is None else experts.shape[1]
+            x = rows.abs()
+            total = x.sum(dtype=torch.float64) * times
+            self._pending.append((kind, x.amax(), total, x.numel() * times))
 
     def _flush(self, step: int) -> _Step:
         """Book everything measured since the last call under `step`."""
