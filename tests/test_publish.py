@@ -15,8 +15,9 @@ from fake_hub import FakeHub, Fault
 from finished_run import finished_run, write_checkpoint
 
 from quantize import cli
-from quantize.checkpoint import hub_commit, resolve
+from quantize.checkpoint import Checkpoint, hub_commit, resolve
 from quantize.errors import InputError
+from quantize.manifest import new_manifest
 from quantize.run_dir import RunDir, read_json, write_json
 
 TOKEN = "hf_PlantedTokenThatNobodyMaySee"
@@ -24,6 +25,8 @@ REPO = "org/model"
 WEIGHTS, CARD = "Weights of nvfp4-0123abc", "Model card of nvfp4-0123abc"
 RESULTS = [f".eval_results/{task}.yaml" for task in ("aime25", "gpqa_diamond", "gsm8k")]
 constants = huggingface_hub.constants
+# The client hands httpx its files the old way.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
 @pytest.fixture
@@ -196,6 +199,8 @@ def test_a_download_is_byte_equal_and_knows_its_commit(
     assert hub_commit(folder) == hub.repos[REPO].tags["v1"]
     for name, content in local_files(run).items():
         assert (folder / name).read_bytes() == content
+    manifest = new_manifest(Checkpoint.open(folder), "digest", "nvfp4", f"{REPO}@v1")
+    assert manifest["source"]["commit"] == hub.repos[REPO].tags["v1"]
     hub.put(REPO, "main", "config.json", b"{}")
     assert hub_commit(resolve(f"{REPO}@v1")) == hub.repos[REPO].tags["v1"]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -204,6 +209,11 @@ def test_a_download_is_byte_equal_and_knows_its_commit(
     assert len(hub.requests) == asked
     with pytest.raises(InputError, match="ORG/NAME@revision"):
         resolve(f"{REPO}@")
+    with pytest.raises(InputError, match="give one"):
+        resolve(f"{REPO}@v1", "v2")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(InputError, match="no such model or revision 'v2'"):
+        resolve(f"{REPO}@v2")
 
 
 def test_other_weights_take_the_old_card_and_left_over_shards_away_first(
@@ -409,13 +419,16 @@ def test_somebody_elses_commit_in_between_is_refused_then_kept(
     assert_released(hub, run)
 
 
-def test_a_change_between_preview_and_upload_is_refused(
-    hub: FakeHub, run: RunDir, push: Any
+@pytest.mark.parametrize("moment", ["GET .*/tree/main", "preupload"])
+def test_a_change_after_the_look_is_refused(
+    moment: str, hub: FakeHub, run: RunDir, push: Any
 ) -> None:
+    """The parent is the commit that the preview was made from, not whatever is there later."""
     hub.create(REPO)
-    change = Fault("preupload", before=lambda: hub.put(REPO, "main", "a.txt", b"x") and None)
-    hub.faults.append(change)
-    assert push("--to", "main").code == 3
+    hub.faults.append(Fault(moment, before=lambda: hub.put(REPO, "main", "a.txt", b"x") and None))
+    done = push("--to", "main")
+    assert done.code == 3
+    assert "somebody else committed" in done.error
     assert_no_half_release(hub)
 
 
