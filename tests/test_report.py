@@ -218,6 +218,18 @@ def test_hostile_tokens_stay_text(full: RunDir) -> None:
     assert [len(side["steps"]) for side in problem["sides"].values()] == [2, 2]
 
 
+def test_hostile_faults_stay_text(run: RunDir, targets: list[Target]) -> None:
+    fault = {"name": "layout", "looked_at": 7, "passed": False, "faults": [HOSTILE]}
+    verification = read_json(run.verification_json) | {"passed": False, "checks": [fault]}
+    write_json(run.verification_json, verification)
+    assert verdict_of(run, targets).reason == f"static verification: {HOSTILE}"
+    page = Page(run.report_html.read_text("utf-8"))
+    assert page.text.count(HOSTILE) == 2  # the verdict, and the table of checks
+    failure = ElementTree.parse(run.junit_xml).getroot().find("testcase/failure")
+    assert failure is not None
+    assert str(failure.get("message")).split() == HOSTILE.split()
+
+
 def test_markdown_has_a_row_for_every_task_and_no_step_counts_of_servers(full: RunDir) -> None:
     text = full.report_md.read_text("utf-8")
     for task in TASKS:
