@@ -33,29 +33,28 @@ RELEASE = (README, ".eval_results/*.yaml")
 
 
 @dataclass(frozen=True)
+class Changes:
+    """What has to change at one commit on the Hub until it holds a release."""
+
+    weights: list[File]
+    card: list[File]
+    deleted: list[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.weights or self.card or self.deleted)
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What a push would change, given what is on the Hub."""
+    """What a push would do: as whom, on top of what, on which branch."""
 
     account: str
     there: Repository | None
     revision: str
-    new_weights: list[File]
-    new_card: list[File]
-    deleted: list[str]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every file is there already."""
-        return not (self.new_weights or self.new_card or self.deleted)
+    changes: Changes
 
 
-def push(
-    run: RunDir,
-    request: Request,
-    *,
-    dry_run: bool,
-    confirm: Callable[[], bool],
-) -> int:
+def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], bool]) -> int:
     """Check, show, ask, publish: what `quantize push` does. Return the exit code.
 
     Args:
@@ -72,8 +71,7 @@ def push(
         say("push: dry run; nothing was written")
         return 0
     if not confirm():
-        say("push: nothing was written")
-        return 0
+        raise InputError("push: not confirmed; nothing was written")
     say(f"push: done, {publish(hub, run, release, request, plan)}")
     return 0
 
@@ -92,32 +90,31 @@ def look(hub: Hub, release: Release, request: Request) -> Plan:
     if there is not None:
         start = revision if revision in there.branches else MAIN
         remote = hub.files(start) if start in there.branches else {}
-    plan = _difference(account, there, revision, release, remote)
+    changes = find_changes(release, remote)
     if there and request.tag in there.tags:
         standing = there.tags[request.tag]
-        if not plan.is_done or standing != there.branches.get(revision):
+        if changes or standing != there.branches.get(revision):
             raise InputError(
                 f"{request.repo}: tag {request.tag} exists and stands for another commit "
                 f"({standing[:12]}); choose another name"
             )
-    return plan
+    return Plan(account, there, revision, changes)
 
 
-def _difference(
-    account: str,
-    there: Repository | None,
-    revision: str,
-    release: Release,
-    remote: dict[str, RepoFile],
-) -> Plan:
-    new_weights = [file for file in release.weights if not file.is_at(remote.get(file.path))]
-    new_card = [file for file in release.card if not file.is_at(remote.get(file.path))]
+def find_changes(release: Release, remote: dict[str, RepoFile]) -> Changes:
+    """Compare a release with the files at one commit; checksums decide.
+
+    Weights that are not of this release are deleted: loaders may take them. So is a card that stands
+    beside other weights than those it describes; the new one follows in a commit of its own.
+    """
+    weights = [file for file in release.weights if not file.is_at(remote.get(file.path))]
+    card = [file for file in release.card if not file.is_at(remote.get(file.path))]
     ours = {file.path for file in (*release.weights, *release.card)}
     deleted = [path for path in remote if path not in ours and _is_one_of(path, WEIGHTS + RELEASE)]
-    if new_weights:  # the card there describes other weights: it must not stand beside these
+    if weights:
         deleted += [path for path in remote if path in ours and _is_one_of(path, RELEASE)]
-        new_card = release.card
-    return Plan(account, there, revision, new_weights, new_card, sorted(deleted))
+        card = release.card
+    return Changes(weights, card, sorted(deleted))
 
 
 def _is_one_of(path: str, patterns: tuple[str, ...]) -> bool:
@@ -140,11 +137,11 @@ def preview(plan: Plan, release: Release, request: Request) -> Table:
     )
     for column in ("file", "bytes", "what happens"):
         table.add_column(column, justify="right" if column == "bytes" else "left")
-    new = {file.path for file in (*plan.new_weights, *plan.new_card)}
+    new = {file.path for file in (*plan.changes.weights, *plan.changes.card)}
     for file in (*release.weights, *release.card):
         fate = "upload" if file.path in new else "there already"
         table.add_row(file.path, f"{file.size:,}", fate)
-    for path in plan.deleted:
+    for path in plan.changes.deleted:
         if path not in new:
             table.add_row(path, "", "remove: not of this release")
     return table
@@ -158,7 +155,7 @@ def publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Pla
             somebody else committed meanwhile. After any of them the same call goes on.
     """
     is_request = request.to == PULL_REQUEST
-    if plan.is_done and is_request:
+    if is_request and not plan.changes:
         say(f"push: {request.repo} holds this release already; no pull request is needed")
         return _finish(hub, run, release, request, plan, MAIN, hub.head(MAIN))
     if plan.there is None:
@@ -188,17 +185,16 @@ def _request_texts(release: Release, request: Request) -> tuple[str, str]:
 
 def _upload(hub: Hub, release: Release, revision: str, parent: str) -> str:
     """Commit the weights, check them, then commit the card; skip what is there. Return the commit."""
-    step = _difference("", None, revision, release, hub.files(parent))
-    if step.new_weights or step.deleted:
-        size = sum(file.size for file in step.new_weights)
-        say(f"push: {len(step.new_weights)} files, {size:,} bytes, to {revision}")
+    changes = find_changes(release, hub.files(parent))
+    if changes.weights or changes.deleted:
+        size = sum(file.size for file in changes.weights)
+        say(f"push: {len(changes.weights)} files, {size:,} bytes, to {revision}")
         message = f"Weights of {release.name}"
-        parent = hub.commit(revision, parent, step.new_weights, step.deleted, message)
+        parent = hub.commit(revision, parent, changes.weights, changes.deleted, message)
     hub.verify(parent, release.weights)
     say(f"push: checksums of {len(release.weights)} files agree at {parent[:12]}")
-    new_card = _difference("", None, revision, release, hub.files(parent)).new_card
-    if new_card:
-        parent = hub.commit(revision, parent, new_card, [], f"Model card of {release.name}")
+    if card := find_changes(release, hub.files(parent)).card:
+        parent = hub.commit(revision, parent, card, [], f"Model card of {release.name}")
     hub.verify(parent, [*release.weights, *release.card])
     return parent
 

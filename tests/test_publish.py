@@ -251,6 +251,16 @@ def test_without_a_terminal_nothing_is_uploaded_unasked(hub: FakeHub, push: Any)
     assert not hub.repos
 
 
+def test_who_says_no_is_heard(hub: FakeHub, push: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    asked: list[str] = []
+    monkeypatch.setattr("click.confirm", lambda text, **_: bool(asked.append(text)))
+    done = push(yes=False)
+    assert done.code == 2
+    assert asked == ["Upload this?"]
+    assert not hub.repos
+
+
 # The gate
 
 
@@ -436,7 +446,7 @@ def test_a_change_after_the_look_is_refused(
     ("set_up", "code", "words"),
     [
         ({"token": "another"}, 3, ("401", "HF_TOKEN")),
-        ({"may_write": False}, 3, ("403", "write access")),
+        ({"may_write": False}, 3, ("403", "this token may not")),
     ],
 )
 def test_a_token_without_access(
@@ -463,7 +473,7 @@ def test_no_token(hub: FakeHub, push: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("HF_TOKEN")
     done = push()
     assert done.code == 3
-    assert "hf auth login" in done.error
+    assert "no token; set HF_TOKEN or run `hf auth login`" in done.error
     assert not hub.requests
 
 
@@ -478,7 +488,7 @@ def test_offline(hub: FakeHub, push: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     done = push()
     assert done.code == 3
-    assert "HF_HUB_OFFLINE" in done.error
+    assert "HF_HUB_OFFLINE is set; unset it" in done.error
     assert not hub.requests
 
 
