@@ -38,7 +38,8 @@ def all_charts(content: dict[str, Any]) -> dict[str, str]:
         plots["size"] = size_by_layer(content["layers"])
     if content["coverage"]:
         plots["coverage"] = coverage(content["coverage"])
-    if steps := [t for t in content["tasks"] if t["quantized_counts"]["steps_per_canvas"]]:
+    counts = ("bf16_counts", "quantized_counts")  # a server does not tell its steps
+    if steps := [t for t in content["tasks"] if all(t[c]["steps_per_canvas"] for c in counts)]:
         plots["steps"] = step_inflation(steps)
     return plots
 
