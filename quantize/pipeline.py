@@ -21,8 +21,9 @@ from rich.markdown import Markdown
 
 from quantize.checkpoint import Checkpoint, resolve
 from quantize.errors import GateError, InputError
+from quantize.estimate import estimate_table, sizes_table
 from quantize.manifest import fingerprint, new_manifest
-from quantize.plan import plan, plan_from_config, plan_table
+from quantize.plan import plan, plan_table, tensors_of_known
 from quantize.progress import console, say
 from quantize.recipe import ACTIVATION_MODES, Recipe, load_recipe, parse_recipe
 from quantize.run_dir import RunDir, read_json, write_json
@@ -92,12 +93,16 @@ def start(
 def show_plan(recipe_name: str, model: str | None, revision: str | None) -> None:
     """Print what a recipe would do to a model; from the config alone where that is enough."""
     recipe = load_recipe(recipe_name)
-    targets = plan_from_config(model, recipe) if model and revision is None else None
-    if targets is None:
-        targets = plan_targets(
-            Checkpoint.open(resolve(model, revision)).tensors, recipe.quantization
-        )
-    Console().print(plan_table(targets, f"{recipe.name}: {model or 'the bundled model'}"))
+    tensors = tensors_of_known(model) if model and revision is None else None
+    if tensors is None:
+        tensors = Checkpoint.open(resolve(model, revision)).tensors
+    if model is None:
+        recipe = recipe.for_bundled_model()
+    targets = plan_targets(tensors, recipe.quantization)
+    screen = Console()
+    screen.print(plan_table(targets, f"{recipe.name}: {model or 'the bundled model'}"))
+    if model is not None:  # the rates are those of the real layer shapes
+        screen.print(estimate_table(targets, recipe), sizes_table(tensors))
 
 
 def open_run(path: Path) -> Run:

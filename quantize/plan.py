@@ -48,8 +48,8 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, run: RunDir) -> list[Target]:
     return targets
 
 
-def plan_from_config(model: str, recipe: Recipe) -> list[Target] | None:
-    """Plan from a config.json, or from a published model's config that ships with quantize.
+def tensors_of_known(model: str) -> dict[str, TensorInfo] | None:
+    """Return the tensors of a config.json, or of a published model whose config ships with quantize.
 
     Returns None when `model` is neither; the weights then have to be found.
     """
@@ -57,7 +57,7 @@ def plan_from_config(model: str, recipe: Recipe) -> list[Target] | None:
         config: dict[str, Any] | None = read_json_object(Path(model))
     else:
         config = None if Path(model).is_dir() else known_config(model)
-    return plan_targets(tensors_from_config(config), recipe.quantization) if config else None
+    return tensors_from_config(config) if config else None
 
 
 def tensors_from_config(config: dict[str, Any]) -> dict[str, TensorInfo]:
