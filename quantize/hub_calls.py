@@ -54,13 +54,7 @@ def explained(where: str, *, except_transient: bool = False) -> Generator[None]:
         yield
     except QuantizeError:
         raise
-    except (
-        httpx.HTTPError,
-        RuntimeError,
-        ValueError,
-        LocalTokenNotFoundError,
-        OfflineModeIsEnabled,
-    ) as error:
+    except (httpx.HTTPError, OSError, RuntimeError, ValueError) as error:
         if except_transient and is_transient(error):
             raise
         raise _explain(where, _root(error)) from None

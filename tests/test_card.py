@@ -12,7 +12,7 @@ import yaml
 from click.testing import CliRunner
 from fake_hub import FakeHub
 from finished_run import BASE, COMMIT, finished_run
-from huggingface_hub import ModelCard, parse_eval_result_entries
+from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 from huggingface_hub.repocard import metadata_load
 
 from quantize.card import Override, card, docker_command, eval_results, serve_command, serving
@@ -71,7 +71,7 @@ def test_the_hubs_own_validation_of_the_card(run: RunDir, monkeypatch: pytest.Mo
     loaded = ModelCard(card_of(run), ignore_metadata_errors=False)
     assert loaded.data.base_model == BASE
     with FakeHub("hf_x") as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         session = huggingface_hub.get_session()
         send = session.post
         moved = lambda url, **more: send(url.replace("https://huggingface.co", hub.url), **more)  # noqa: E731

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 from fake_hub import FakeHub, Fault
 from finished_run import finished_run, write_checkpoint
+from huggingface_hub import constants
 
 from quantize import cli
 from quantize.checkpoint import Checkpoint, hub_commit, resolve
@@ -24,7 +24,6 @@ TOKEN = "hf_PlantedTokenThatNobodyMaySee"
 REPO = "org/model"
 WEIGHTS, CARD = "Weights of nvfp4-0123abc", "Model card of nvfp4-0123abc"
 RESULTS = [f".eval_results/{task}.yaml" for task in ("aime25", "gpqa_diamond", "gsm8k")]
-constants = huggingface_hub.constants
 # The client hands httpx its files the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
@@ -459,6 +458,21 @@ def test_a_token_without_access(
     for word in words:
         assert word in done.error
     assert not hub.repos
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_xet_refuses_the_token(
+    status: int, hub: FakeHub, push: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """hf_xet raises errors of its own kinds; they too end in one line."""
+    pytest.importorskip("hf_xet")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    hub.xet_folder = tmp_path
+    hub.faults.append(Fault("xet-write-token", status=status, times=99))
+    done = push("--to", "main")
+    assert done.code == 3
+    assert str(status) in done.error
+    assert_no_half_release(hub)
 
 
 def test_a_token_that_loses_its_rights_half_way(hub: FakeHub, run: RunDir, push: Any) -> None:
