@@ -59,7 +59,8 @@ def test_a_model_is_seldom_declared_different_from_itself(
 ) -> None:
     table = np.array(list(scores.values()))
     assert table.shape[1] == REPEATS
-    assert ((table.mean(1) > 0) & (table.mean(1) < 1)).mean() > 0.1  # there is noise to deal
+    noisy = int(((table.mean(1) > 0) & (table.mean(1) < 1)).sum())
+    assert noisy >= 5  # else there is nothing to deal
     generator = np.random.default_rng(0)
     different = failed = 0
     for _ in range(COMPARISONS):
@@ -76,8 +77,9 @@ def test_a_model_is_seldom_declared_different_from_itself(
         different += not low <= 0 <= high
         failed += judge_task(TASK, found).outcome == "FAIL"
     print(
-        f"{len(table)} questions, k={repeats}: {different} of {COMPARISONS} A/A comparisons declared "
-        f"different, {failed} failed a margin of {MARGIN_PP} pp"
+        f"{len(table)} questions, {noisy} of them noisy, k={repeats}: "
+        f"{different} of {COMPARISONS} A/A comparisons declared different, "
+        f"{failed} failed a margin of {MARGIN_PP} pp"
     )
     # 5 % is stated; a share that is truly 5 % exceeds this count one time in a thousand.
     assert different <= stats.binom.ppf(0.999, COMPARISONS, 0.05)

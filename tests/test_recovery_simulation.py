@@ -97,6 +97,7 @@ def test_coverage_and_error_rates_in_short(bench: Bench, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("bench", BENCHES, ids=lambda b: f"n{b.questions}k{b.repeats}")
 def test_coverage_and_error_rates(bench: Bench) -> None:
     check(bench, [0.0, bench.margin_pp, 3 * bench.margin_pp], 2000, 0.0)
