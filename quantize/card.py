@@ -129,8 +129,6 @@ def front_matter(run: RunDir, recipe: Recipe, manifest: dict[str, Any], base: st
     """Return the YAML head of the card, without its dashes."""
     schemes = [scheme.lower() for scheme in recipe.quantization.targets_by_scheme()]
     tags = [*schemes, "diffusion_gemma", "compressed-tensors", "vllm", "diffusiongemma-quantize"]
-    if recipe.needs_calibration:
-        tags.append("llm-compressor")  # its observers found the input scales
     source = source_card(Path(manifest["source"]["folder"]))
     licence = {key: source[key] for key in LICENCE_KEYS if key in source}
     licence = licence or KNOWN_LICENCES.get(base or "", {})

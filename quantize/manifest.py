@@ -13,7 +13,6 @@ PACKAGES = (
     "diffusiongemma-quantize",
     "torch",
     "transformers",
-    "llmcompressor",
     "compressed-tensors",
     "safetensors",
     "lm-eval",
