@@ -6,7 +6,7 @@ from rich.console import Console
 from quantize.estimate import (
     ASSUMED_ANSWER_TOKENS,
     HASH_BYTES_A_SECOND,
-    calibration_passes,
+    calibration_steps,
     convert_seconds,
     estimate_table,
     evaluation_answers,
@@ -43,15 +43,21 @@ def test_time_falls_with_cores_until_one_thread_has_to_hash_it_all(
 
 def test_what_the_recipe_asks_for_is_counted(nvfp4: tuple[list[Target], Recipe]) -> None:
     _, recipe = nvfp4
-    assert calibration_passes(recipe) == 256 // 8 * 2 * 48
-    assert calibration_passes(load_recipe("fp8_dynamic")) == 0
+    assert calibration_steps(recipe) == 256 * 2 * 48
+    assert calibration_steps(load_recipe("fp8_dynamic")) == 0
     assert evaluation_answers(recipe) == 30 * 64 + 198 * 32 + 1319
     assert evaluation_answers(recipe.limited_to(10)) == 10 * 64 + 10 * 32 + 10
 
 
 def test_every_figure_says_where_it_is_from(nvfp4: tuple[list[Target], Recipe]) -> None:
     text = text_of(estimate_table(*nvfp4))
-    for word in ("51.6 GB + 16.5 GB", "3,072 passes", "9,575", f"{ASSUMED_ANSWER_TOKENS:,}"):
+    for word in (
+        "51.6 GB + 16.5 GB",
+        "24,576 steps",
+        "10 min",
+        "9,575",
+        f"{ASSUMED_ANSWER_TOKENS:,}",
+    ):
         assert word in text
     assert "calibrate  " not in text_of(estimate_table(nvfp4[0], load_recipe("nvfp4a16"))).replace(
         "GPU memory, calibrate", ""
