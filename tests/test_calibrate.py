@@ -296,9 +296,10 @@ def test_scales_are_those_of_llm_compressors_oneshot(source: Path) -> None:
     ours = input_scales(ranges, modules)
     theirs = oneshot_scales(source, quantization, denoise)
     assert ours.keys() == theirs.keys()
-    # The same maxima; the experts' products are summed in another order.
+    # The same maxima, of FP32 sums in another order: up to 1.3e-5 apart after all the passes. An input
+    # that is missed, the encoder's say, moves scales by percents.
     for module, scale in ours.items():
-        torch.testing.assert_close(scale, theirs[module], rtol=2e-6, atol=0)
+        torch.testing.assert_close(scale, theirs[module], rtol=1e-4, atol=0)
 
 
 def test_watching_changes_no_logit_and_leaves_no_trace(source: Path) -> None:
