@@ -61,7 +61,7 @@ def serve_command(repo: str, canvas: int) -> str:
 def docker_command(repo: str, canvas: int) -> str:
     """Return the same in a container; a private repository needs HF_TOKEN in the environment."""
     start = "docker run --gpus all --ipc=host -p 8000:8000 -e HF_TOKEN"
-    cache = "-v ~/.cache/huggingface:/root/.cache/huggingface"
+    cache = "-e HF_HOME=/models -v ~/.cache/huggingface:/models"
     return " \\\n  ".join([start, cache, f"{serving()['image']} {repo}", *_flags(canvas)])
 
 
