@@ -227,8 +227,9 @@ def vocabulary_rows(limits: Ceilings) -> Iterator[Row]:
                   head_time, error, "<= 1.25 x floor", time <= 1.25 * floor)  # fmt: skip
         del values, expected
     logits = cases.random_tokens(M, VOCABULARY, "cuda", seed=3) * 5
-    run = partial(fd.soft_embedding, logits, table.data[0], 1 / 0.6)
-    expected = reference.soft_embedding(logits[few], table.data[0], 1 / 0.6, torch.float64)
+    sharpness = torch.full((M,), 1 / 0.6, device="cuda")
+    run = partial(fd.soft_embedding, logits, table.data[0], sharpness)
+    expected = reference.soft_embedding(logits[few], table.data[0], sharpness[few], torch.float64)
     error = reference.relative_error(run()[few], expected)
     floor = limits.floor(table.bytes, flop, "bf16")
     time, other = measure([run]), measure([lambda: logits @ table.data[0]])

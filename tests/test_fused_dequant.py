@@ -28,6 +28,7 @@ def test_every_kernel_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider"]
     command += ["-W", "ignore::RuntimeWarning", "tests/test_fused_dequant_kernels.py"]
+    command += ["tests/test_fused_dequant_attention.py"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
@@ -195,7 +196,7 @@ def test_opcheck() -> None:
     norm = torch.ones(64, dtype=torch.bfloat16)
     torch.library.opcheck(ops.quantize_rows.default, (x, norm, 1e-6, "rms_norm", "int8"))
     embedding = cases.random_tokens(64, 16, "cpu")
-    torch.library.opcheck(ops.soft_embedding.default, (x, embedding, 1.5))
+    torch.library.opcheck(ops.soft_embedding.default, (x, embedding, torch.full((len(x),), 1.5)))
 
 
 def test_errors_name_what_is_wrong() -> None:

@@ -230,8 +230,9 @@ def test_lm_head_and_soft_embedding() -> None:
         assert_close(launch().lm_head(x, embedding, 30.0), expected, TOLERANCE[scheme])
     table = cases.random_weight("bf16", 1, vocabulary, hidden, DEVICE).data[0]
     logits = (cases.random_tokens(tokens, vocabulary, DEVICE, seed=3) * 5).contiguous()
-    expected = reference.soft_embedding(logits, table, 1 / 0.6, torch.float64)
-    assert_close(launch().soft_embedding(logits, table, 1 / 0.6), expected, 4e-3)
+    sharpness = torch.linspace(1, 2.5, tokens, device=DEVICE)
+    expected = reference.soft_embedding(logits, table, sharpness, torch.float64)
+    assert_close(launch().soft_embedding(logits, table, sharpness), expected, 4e-3)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="CUDA graphs need a GPU")

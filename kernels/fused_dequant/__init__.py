@@ -11,6 +11,8 @@ needed.
 
 from fused_dequant import formats, reference, weights
 from fused_dequant.ops import (
+    attend,
+    attention_heads,
     experts,
     linear,
     linear_quantized,
@@ -23,6 +25,8 @@ from fused_dequant.weights import Weight
 
 __all__ = [
     "Weight",
+    "attend",
+    "attention_heads",
     "experts",
     "formats",
     "linear",

@@ -15,6 +15,7 @@ torch's caching allocator and sized by shapes, so the sequence can be captured i
 import torch
 
 from fused_dequant import (
+    attention,
     matmul,
     nvfp4,
     nvfp4_blackwell,
@@ -141,12 +142,27 @@ def head(
 
 
 def soft_embedding(
-    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: float
+    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: torch.Tensor
 ) -> torch.Tensor:
     """See `ops.soft_embedding`."""
     V, H = embedding.shape
     config = tuning.choose("soft_embedding", "bf16", len(logits), H, V, logits.device)
     return vocabulary.soft_embedding(logits, embedding, inverse_temperature, config)
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+) -> torch.Tensor:
+    """See `ops.attend`."""
+    rows, q_heads, D = q.shape
+    processors = vocabulary.processors(q.device)
+    config = attention.configure(rows, len(slots), q_heads, keys.shape[2], D, processors)
+    return attention.attend(q, keys, values, slots, first, last, config)
 
 
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -6,6 +6,8 @@
     linear_quantized(q, scale, weight)                  x @ w.T of activations already quantized
     lm_head(x, weight, softcap)                         bf16 logits
     soft_embedding(logits, embedding, 1 / T)            softmax(logits / T) @ embedding
+    attention_heads(qkv, ...)                           norms and rope; keys and values to the cache
+    attend(q, keys, values, ...)                        attention over cached positions
 
 On CUDA the Triton kernels run, elsewhere `reference` in float32, rounded to bf16 at the same
 places. Each op has a fake kernel, so `torch.compile` and `opcheck` see shapes without running
@@ -130,16 +132,69 @@ def lm_head(x: torch.Tensor, weight: Weight, softcap: float) -> torch.Tensor:
 
 
 def soft_embedding(
-    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: float
+    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: torch.Tensor | float
 ) -> torch.Tensor:
     """Logits bf16 or f32 [M, V], embedding bf16 [V, H] -> softmax(logits * inverse_temperature) @
     embedding.
+
+    A tensor f32 [M] holds a temperature a row, which a CUDA graph may find changed at each replay.
     """
+    if not isinstance(inverse_temperature, torch.Tensor):
+        inverse_temperature = torch.full((len(logits),), inverse_temperature, device=logits.device)
     if logits.shape[1] != len(embedding):
         raise ValueError(
             f"logits {tuple(logits.shape)} and embedding {tuple(embedding.shape)}: V differs"
         )
     return soft_embedding_op(logits, embedding, inverse_temperature)
+
+
+def attention_heads(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_heads: int,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Normalise and rotate the heads of qkv; return q bf16 [M, q_heads, D], store k and v.
+
+    qkv bf16 [M, (q_heads + 2 kv_heads) * D], or without the v heads where v is the raw k; weights
+    [D]; cos and sin [M, D / 2]; slots int32 [B], M = B * n; positions int32 [M]; keys and values bf16
+    [slots, capacity, kv_heads, D], written at positions % capacity.
+    """
+    _, capacity, kv_heads, D = keys.shape
+    if qkv.shape[1] not in ((q_heads + kv_heads) * D, (q_heads + 2 * kv_heads) * D):
+        raise ValueError(f"qkv {tuple(qkv.shape)} does not fit {q_heads} + {kv_heads} heads of {D}")
+    if capacity % 128 or len(qkv) % len(slots):
+        raise ValueError(f"capacity {capacity} is not a multiple of 128, or M not one of the slots")
+    return attention_heads_op(
+        qkv, q_weight, k_weight, cos, sin, slots, positions, keys, values, q_heads, eps
+    )
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+) -> torch.Tensor:
+    """softmax(q @ K.T) @ V over positions first[m] .. last[m]: bf16 [M, q_heads, D].
+
+    q bf16 [M, q_heads, D]; first, last int32 [M], inclusive; the rest as in `attention_heads`. A row
+    with first > last gets zeros.
+    """
+    if keys.shape[1] % 128 or len(q) % len(slots):
+        raise ValueError(
+            f"capacity {keys.shape[1]} is not a multiple of 128, or M not one of slots"
+        )
+    return attend_op(q, keys, values, slots, first, last)
 
 
 @torch.library.custom_op("fused_dequant::linear", mutates_args=(), device_types="cuda")
@@ -342,7 +397,7 @@ def _(
 
 @torch.library.custom_op("fused_dequant::soft_embedding", mutates_args=(), device_types="cuda")
 def soft_embedding_op(
-    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: float
+    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: torch.Tensor
 ) -> torch.Tensor:
     """CUDA implementation of `soft_embedding`."""
     from fused_dequant import launch
@@ -351,13 +406,120 @@ def soft_embedding_op(
 
 
 @soft_embedding_op.register_kernel("cpu")
-def _(logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: float) -> torch.Tensor:
+def _(
+    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: torch.Tensor
+) -> torch.Tensor:
     return reference.soft_embedding(logits, embedding, inverse_temperature).to(torch.bfloat16)
 
 
 @soft_embedding_op.register_fake
-def _(logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: float) -> torch.Tensor:
+def _(
+    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: torch.Tensor
+) -> torch.Tensor:
     return embedding.new_empty(len(logits), embedding.shape[1])
+
+
+@torch.library.custom_op(
+    "fused_dequant::attention_heads", mutates_args=("keys", "values"), device_types="cuda"
+)
+def attention_heads_op(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_heads: int,
+    eps: float,
+) -> torch.Tensor:
+    """CUDA implementation of `attention_heads`."""
+    from fused_dequant import attention
+
+    return attention.heads(
+        qkv.contiguous(), q_weight, k_weight, cos, sin, slots, positions, keys, values, q_heads, eps
+    )
+
+
+@attention_heads_op.register_kernel("cpu")
+def _(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_heads: int,
+    eps: float,
+) -> torch.Tensor:
+    q, k, v = reference.attention_heads(
+        qkv, q_weight, k_weight, cos, sin, q_heads, keys.shape[2], eps
+    )
+    place = slots.repeat_interleave(len(qkv) // len(slots)).long()
+    keys[place, positions.long() % keys.shape[1]] = k.to(keys.dtype)
+    values[place, positions.long() % keys.shape[1]] = v.to(values.dtype)
+    return q.to(qkv.dtype)
+
+
+@attention_heads_op.register_fake
+def _(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_heads: int,
+    eps: float,
+) -> torch.Tensor:
+    return qkv.new_empty(len(qkv), q_heads, keys.shape[3])
+
+
+@torch.library.custom_op("fused_dequant::attend", mutates_args=(), device_types="cuda")
+def attend_op(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+) -> torch.Tensor:
+    """CUDA implementation of `attend`."""
+    from fused_dequant import launch
+
+    return launch.attend(q.contiguous(), keys, values, slots, first, last)
+
+
+@attend_op.register_kernel("cpu")
+def _(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+) -> torch.Tensor:
+    return reference.attend(q.float(), keys, values, slots, first, last).to(q.dtype)
+
+
+@attend_op.register_fake
+def _(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+) -> torch.Tensor:
+    return torch.empty_like(q)
 
 
 def _round_activation(x: torch.Tensor, scheme: str, input_scale: OptionalTensor) -> torch.Tensor:

@@ -68,11 +68,71 @@ def lm_head(
 def soft_embedding(
     logits: torch.Tensor,
     embedding: torch.Tensor,
-    inverse_temperature: float,
+    inverse_temperature: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Logits [M, V], embedding [V, H] -> softmax(logits * inverse_temperature) @ embedding [M, H]."""
-    return torch.softmax(logits.to(dtype) * inverse_temperature, -1) @ embedding.to(dtype)
+    """Logits [M, V], embedding [V, H], inverse_temperature [M] -> softmax(logits / T) @ embedding [M,
+    H].
+    """
+    scaled = logits.to(dtype) * inverse_temperature.to(dtype)[:, None]
+    return torch.softmax(scaled, -1) @ embedding.to(dtype)
+
+
+def attention_heads(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_heads: int,
+    kv_heads: int,
+    eps: float,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Norms and rope of `ops.attention_heads`: q [M, q_heads, D], k and v [M, kv_heads, D].
+
+    The norms' results are rounded to the dtype of qkv, as the model does between norm and rope.
+    """
+    parts = qkv.to(dtype).unflatten(1, (-1, len(q_weight)))
+    k_raw = parts[:, q_heads : q_heads + kv_heads]
+    v_raw = parts[:, q_heads + kv_heads :] if parts.shape[1] > q_heads + kv_heads else k_raw
+
+    def normed(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return rms_norm(x, weight, eps).to(qkv.dtype).to(dtype)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        low, high = x.chunk(2, -1)
+        c, s = cos.to(dtype)[:, None], sin.to(dtype)[:, None]
+        return torch.cat([low * c - high * s, high * c + low * s], -1)
+
+    q, k = normed(parts[:, :q_heads], q_weight), normed(k_raw, k_weight)
+    return rotated(q), rotated(k), normed(v_raw, None)
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of `ops.attend` in the dtype of q, one sequence at a time."""
+    n, capacity, group = len(q) // len(slots), keys.shape[1], q.shape[1] // keys.shape[2]
+    out = torch.zeros_like(q)
+    for b, slot in enumerate(slots.tolist()):
+        rows = slice(b * n, (b + 1) * n)
+        low, high = first[rows], last[rows]
+        position = torch.arange(int(low.min()), int(high.max()) + 1, device=q.device)
+        k, v = (
+            cache[slot, position % capacity].to(q.dtype).repeat_interleave(group, 1)
+            for cache in (keys, values)
+        )
+        seen = (position >= low[:, None]) & (position <= high[:, None])
+        score = torch.einsum("mhd,phd->hmp", q[rows], k).masked_fill(~seen, float("-inf"))
+        probability = torch.nan_to_num(torch.softmax(score, -1))  # a row that sees nothing
+        out[rows] = torch.einsum("hmp,phd->mhd", probability, v)
+    return out
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

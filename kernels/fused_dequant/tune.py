@@ -198,7 +198,8 @@ def _blocks(product: Product, device: str) -> dict[int, routing.Routing]:
 def call(product: Product, o: Operands, config: Config) -> torch.Tensor:
     """Launch one product as `launch` does, with a given configuration."""
     if product.verb == "soft_embedding":
-        return vocabulary.soft_embedding(o.x, o.weight.data[0], 1.5, config)
+        sharpness = torch.full((len(o.x),), 1.5, device=o.x.device)
+        return vocabulary.soft_embedding(o.x, o.weight.data[0], sharpness, config)
     if o.blocks:
         blocks = o.blocks[tuning.block_rows(config)]
         return launch.grouped(o.x, o.x_scale, o.weight, blocks, config, o.row_weight)

@@ -90,7 +90,7 @@ def lm_head(
     y = torch.empty(M, V, dtype=torch.bfloat16, device=x.device)
     BM, BN, BK = config["BM"], config["BN"], config["BK"]
     tiles = triton.cdiv(M, BM) * triton.cdiv(V, BN)
-    programs = min(tiles, _processors(x.device))
+    programs = min(tiles, processors(x.device))
     lm_head_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [BM, BK]), TensorDescriptor.from_tensor(w, [BN, BK]),
         TensorDescriptor.from_tensor(y, [BM, BN // 2]),
@@ -100,7 +100,8 @@ def lm_head(
     return y
 
 
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 4 where kernels are interpreted."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -125,10 +126,11 @@ def exponential_kernel(
         value = tl.load(logits + row + start + k, mask=k < last - start, other=float("-inf"))
         running = tl.maximum(running, value.to(tl.float32))
     top = tl.max(running)
+    sharpness = tl.load(inverse_temperature + m)
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(first, last, BLOCK):
         value = tl.load(logits + row + start + k, mask=k < last - start, other=float("-inf"))
-        value = tl.exp((value.to(tl.float32) - top) * inverse_temperature).to(tl.bfloat16)
+        value = tl.exp((value.to(tl.float32) - top) * sharpness).to(tl.bfloat16)
         sums += value.to(tl.float32)
         tl.store(p + row + start + k, value, mask=k < last - start)
     tl.store(largest + split * M + m, top)
@@ -181,11 +183,12 @@ def reduce_kernel(
     range_ = tl.arange(0, RANGES)
     tops = tl.load(largest + range_ * M + m, mask=range_ < SPLITS, other=float("-inf"))
     top = tl.max(tops)
+    sharpness = tl.load(inverse_temperature + m)
     sums = tl.load(total + range_ * M + m, mask=range_ < SPLITS, other=0.0)
-    norm = tl.sum(tl.exp((tops - top) * inverse_temperature) * sums)
+    norm = tl.sum(tl.exp((tops - top) * sharpness) * sums)
     acc = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
-        weight = tl.exp((tl.load(largest + split * M + m) - top) * inverse_temperature) / norm
+        weight = tl.exp((tl.load(largest + split * M + m) - top) * sharpness) / norm
         values = tl.load(partial + (split * M + m) * H + column, mask=column < H, other=0.0)
         acc += weight * values
     tl.store(out + m * H + column, acc.to(out.dtype.element_ty), mask=column < H)
@@ -194,10 +197,10 @@ def reduce_kernel(
 def soft_embedding(
     logits: torch.Tensor,
     embedding: torch.Tensor,
-    inverse_temperature: float,
+    inverse_temperature: torch.Tensor,
     config: dict[str, int],
 ) -> torch.Tensor:
-    """Logits bf16 or f32 [M, V], embedding bf16 [V, H] -> bf16 [M, H]; see the module's docstring."""
+    """Logits bf16 or f32 [M, V], embedding bf16 [V, H], 1 / T f32 [M] -> bf16 [M, H]."""
     (M, V), H = logits.shape, embedding.shape[1]
     config = dict(config)
     length = triton.cdiv(triton.cdiv(V, config.pop("SPLITS")), config["BK"]) * config["BK"]

@@ -1,0 +1,259 @@
+"""Attention of a canvas or a prefill chunk over cached keys.
+
+    heads    q = rope(rms_norm(q) * w_q)   k = rope(rms_norm(k) * w_k)   v = rms_norm(v)
+             k and v go into the cache, q into a tensor of its own
+    attend   out[m] = softmax(q[m] @ K.T) @ V over the positions first[m] .. last[m]; no scale (1.0)
+
+One kernel serves every mask of the model, because each row sees one run of positions: causal prefill
+(0 .. p), sliding (p - 1023 .. p), an image (through its block's end), a canvas (everything, its own 256
+tokens included, or the last 1,023 before it).
+
+Cache: keys and values bf16 [slots, capacity, kv_heads, D]; position p of a sequence lies at
+p % capacity, so sliding layers need a ring of window + chunk positions only. `capacity` is a multiple
+of 128, hence no block of positions wraps around.
+
+A program holds the query heads that share a key head: BQ queries x group rows against blocks of BN
+positions, online softmax in float32, probabilities bf16 for the second product. Where that gives fewer
+programs than the GPU has processors, positions are split, and a second kernel combines the parts:
+sum_s w_s * out_s / sum_s w_s * total_s with w_s = exp(max_s - max). Which positions a program reads is
+known to the device alone: a CUDA graph replays with other lengths.
+"""
+
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+
+import torch
+import triton
+import triton.language as tl
+
+CAPACITY_MULTIPLE = 128
+_LOG2E = tl.constexpr(1.4426950408889634)
+_FAR = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def normed(x, weight, offset, inside, eps, D: tl.constexpr, WEIGHTED: tl.constexpr):
+    """Halves (low, high) [D / 2] of one head at x + offset, RMS-normalised and rounded to bf16."""
+    half: tl.constexpr = D // 2
+    d = tl.arange(0, half)
+    low = tl.load(x + offset + d, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(x + offset + half + d, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt((tl.sum(low * low) + tl.sum(high * high)) / D + eps)
+    low, high = low * scale, high * scale
+    if WEIGHTED:
+        low *= tl.load(weight + d).to(tl.float32)
+        high *= tl.load(weight + half + d).to(tl.float32)
+    return low.to(tl.bfloat16), high.to(tl.bfloat16)
+
+
+@triton.jit
+def heads_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    slots,
+    positions,
+    q,
+    keys,
+    values,
+    n,
+    capacity,
+    eps,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    SHARED: tl.constexpr,  # no v_proj: v is the raw k
+):
+    """Program (m, head): query heads, then key heads, then value heads of row m."""
+    m = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    half: tl.constexpr = D // 2
+    width: tl.constexpr = (Q_HEADS + KV_HEADS * (1 if SHARED else 2)) * D
+    d = tl.arange(0, half)
+    slot = tl.load(slots + m // n).to(tl.int64)
+    place = slot * capacity + tl.load(positions + m) % capacity
+    if head >= Q_HEADS + KV_HEADS:
+        h = head - Q_HEADS - KV_HEADS
+        source = h + Q_HEADS if SHARED else head
+        low, high = normed(qkv, q_weight, m * width + source * D, True, eps, D, False)
+        to = values + (place * KV_HEADS + h) * D + d
+    else:
+        is_query = head < Q_HEADS
+        weight = q_weight if is_query else k_weight
+        a, b = normed(qkv, weight, m * width + head * D, True, eps, D, True)
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        c = tl.load(cos + m * half + d).to(tl.float32)
+        s = tl.load(sin + m * half + d).to(tl.float32)
+        low, high = (a * c - b * s).to(tl.bfloat16), (b * c + a * s).to(tl.bfloat16)
+        h = head - Q_HEADS
+        to = q + (m * Q_HEADS + head) * D + d
+        if not is_query:
+            to = keys + (place * KV_HEADS + h) * D + d
+    tl.store(to, low)
+    tl.store(to + half, high)
+
+
+@triton.jit
+def attend_kernel(
+    q,
+    keys,
+    values,
+    slots,
+    first,
+    last,
+    out,
+    largest,
+    total,
+    rows,
+    n,
+    capacity,
+    splits,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BQ: tl.constexpr,
+    BN: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Program (block of BQ queries, batch row x key head, split); `rows` = batch * n."""
+    b, h = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
+    split = tl.program_id(2)
+    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    r = tl.arange(0, BQ * GROUP)
+    d = tl.arange(0, D)
+    query = tl.program_id(0) * BQ + r // GROUP
+    inside = query < n
+    row = b * n + query
+    low = tl.load(first + row, mask=inside, other=_FAR)
+    high = tl.load(last + row, mask=inside, other=-1)
+    begin, end = tl.min(low) // BN * BN, tl.max(high) + 1
+    share = tl.cdiv(tl.cdiv(end - begin, BN), splits) * BN
+    begin += split * share
+    end = tl.minimum(end, begin + share)
+    place = (row.to(tl.int64) * Q_HEADS + h * GROUP + r % GROUP)[:, None] * D + d[None, :]
+    queries = tl.load(q + place, mask=inside[:, None], other=0.0)
+    base = tl.load(slots + b).to(tl.int64) * capacity
+    top = tl.full((BQ * GROUP,), float("-inf"), tl.float32)
+    sums = tl.zeros((BQ * GROUP,), tl.float32)
+    acc = tl.zeros((BQ * GROUP, D), tl.float32)
+    j = tl.arange(0, BN)
+    for start in range(begin, end, BN):
+        position = start + j
+        cell = ((base + start % capacity + j) * KV_HEADS + h)[:, None] * D + d[None, :]
+        there = (position < end)[:, None]
+        k = tl.load(keys + cell, mask=there, other=0.0)
+        score = tl.dot(queries, k.T) * _LOG2E
+        seen = (position[None, :] >= low[:, None]) & (position[None, :] <= high[:, None])
+        score = tl.where(seen & (position < end)[None, :], score, float("-inf"))
+        new = tl.maximum(top, tl.max(score, 1))
+        shift = tl.where(new == float("-inf"), 0.0, new)  # a row that sees nothing in this block
+        p = tl.exp2(score - shift[:, None])
+        decay = tl.exp2(top - shift)
+        sums = sums * decay + tl.sum(p, 1)
+        v = tl.load(values + cell, mask=there, other=0.0)
+        acc = tl.dot(p.to(tl.bfloat16), v, acc * decay[:, None])
+        top = new
+    if SPLIT:
+        line = (split * rows + row).to(tl.int64) * Q_HEADS + h * GROUP + r % GROUP
+        tl.store(largest + line, top, mask=inside)
+        tl.store(total + line, sums, mask=inside)
+        tl.store(out + line[:, None] * D + d[None, :], acc, mask=inside[:, None])
+    else:
+        acc /= tl.where(sums > 0.0, sums, 1.0)[:, None]
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def combine_kernel(partial, largest, total, out, lines, SPLITS: tl.constexpr, D: tl.constexpr):
+    """Program: one line (row x query head); maxima are of base-2 scores."""
+    line = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, D)
+    top = tl.load(largest + line)
+    for split in tl.static_range(1, SPLITS):
+        top = tl.maximum(top, tl.load(largest + split * lines + line))
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    norm = 0.0
+    acc = tl.zeros((D,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        weight = tl.exp2(tl.load(largest + split * lines + line) - shift)
+        norm += weight * tl.load(total + split * lines + line)
+        acc += weight * tl.load(partial + (split * lines + line) * D + d)
+    norm = tl.where(norm > 0.0, norm, 1.0)
+    tl.store(out + line * D + d, (acc / norm).to(out.dtype.element_ty))
+
+
+def heads(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_heads: int,
+    eps: float,
+) -> torch.Tensor:
+    """See `ops.attention_heads`."""
+    rows, width = qkv.shape
+    _, capacity, kv_heads, D = keys.shape
+    q = torch.empty(rows, q_heads, D, dtype=qkv.dtype, device=qkv.device)
+    heads_kernel[(rows, q_heads + 2 * kv_heads)](
+        qkv, q_weight, k_weight, cos, sin, slots, positions, q, keys, values,
+        rows // len(slots), capacity, eps,
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, SHARED=width == (q_heads + kv_heads) * D,
+        num_warps=max(1, D // 256),
+    )  # fmt: skip
+    return q
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    config: dict[str, int],
+) -> torch.Tensor:
+    """See `ops.attend`; config holds BQ, BN, SPLITS and launch options."""
+    rows, q_heads, D = q.shape
+    _, capacity, kv_heads, _ = keys.shape
+    n = rows // len(slots)
+    options = dict(config)
+    BQ, splits = options["BQ"], options.pop("SPLITS")
+    out = torch.empty_like(q)
+    partial, largest, total = out, out, out
+    if splits > 1:
+        partial = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+        largest, total = torch.empty(2, splits, rows, q_heads, dtype=torch.float32, device=q.device)
+    attend_kernel[(triton.cdiv(n, BQ), len(slots) * kv_heads, splits)](
+        q, keys, values, slots, first, last, partial, largest, total, rows, n, capacity, splits,
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, SPLIT=splits > 1, **options,
+    )  # fmt: skip
+    if splits > 1:
+        combine_kernel[(rows * q_heads,)](
+            partial, largest, total, out, rows * q_heads, SPLITS=splits, D=D, num_warps=1
+        )
+    return out
+
+
+def configure(
+    rows: int, batch: int, q_heads: int, kv_heads: int, D: int, processors: int
+) -> dict[str, int]:
+    """Choose BQ, BN, splits: 64 rows a program, splits while processors would idle."""
+    group = q_heads // kv_heads
+    BQ = max(1, 64 // group)
+    programs = triton.cdiv(rows // batch, BQ) * batch * kv_heads
+    splits = max(1, min(8, processors // programs))
+    wide = D > 256
+    return {
+        "BQ": BQ, "BN": 32 if wide else 64, "SPLITS": splits,
+        "num_warps": 8 if wide else 4, "num_stages": 2,
+    }  # fmt: skip

@@ -1,0 +1,116 @@
+"""The attention kernels against float64, on an NVIDIA GPU or in Triton's interpreter.
+
+`test_fused_dequant.py` runs this file a second time with the interpreter on, as it does the kernels'.
+"""
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from tests.kernels_support import interpreter
+
+    interpreter.install()
+
+from fused_dequant import reference  # noqa: E402
+from fused_dequant.reference import relative_error  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not INTERPRETED and not torch.cuda.is_available(), reason="no GPU, not interpreting"
+    ),
+]
+DEVICE = "cpu" if INTERPRETED else "cuda"
+TOLERANCE = 5e-3  # probabilities and results rounded to bf16
+
+# q heads, key heads, head dim, capacity, prefix lengths of the batch, new tokens a sequence
+SMALL = [(4, 2, 16, 128, (5,), 16), (4, 1, 32, 256, (0, 140), 17), (2, 2, 16, 128, (200,), 16)]
+REAL = [(16, 8, 256, 2048, (1024, 7, 3000, 0), 256), (16, 2, 512, 2048, (1024, 300), 256)]
+SHAPES = SMALL if INTERPRETED else SMALL + REAL
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(DEVICE)
+
+
+def visible(
+    prefix: tuple[int, ...], n: int, kind: str, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and last position that each row sees."""
+    start = torch.tensor(prefix)[:, None]
+    position = start + torch.arange(n)
+    if kind == "canvas":
+        first, last = (start - window + 1).clamp(min=0).expand(-1, n), (start + n - 1).expand(-1, n)
+    else:
+        first, last = (position - window + 1).clamp(min=0), position
+    return tuple(t.flatten().int().to(DEVICE) for t in (first, last))
+
+
+@pytest.mark.parametrize("kind", ["canvas", "causal"])
+@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "D", "capacity", "prefix", "n"), SHAPES)
+def test_attend(q_heads, kv_heads, D, capacity, prefix, n, splits, kind) -> None:
+    """Rings that have wrapped, sequences of other lengths in other slots, split and whole."""
+    from fused_dequant import attention, launch
+
+    batch = len(prefix)
+    slots = torch.arange(batch, dtype=torch.int32).flip(0).to(DEVICE)
+    q = random(batch * n, q_heads, D) * 0.3
+    keys, values = (random(batch + 1, capacity, kv_heads, D, seed=s) for s in (1, 2))
+    first, last = visible(prefix, n, kind, window=min(1024, capacity - n))
+    expected = reference.attend(q.double(), keys, values, slots, first, last)
+    if splits is None:
+        out = launch.attend(q, keys, values, slots, first, last)
+    else:
+        config = attention.configure(len(q), batch, q_heads, kv_heads, D, 1) | {"SPLITS": splits}
+        out = attention.attend(q, keys, values, slots, first, last, config)
+    assert relative_error(out.cpu(), expected.cpu()) <= TOLERANCE
+
+
+def test_stale_cells_and_blind_rows() -> None:
+    """NaN outside first..last never shows, and a row that sees nothing is zero."""
+    from fused_dequant import launch
+
+    q, keys, values = random(4, 2, 16), random(1, 128, 1, 16, seed=1), random(1, 128, 1, 16, seed=2)
+    first, last = (torch.tensor(v, dtype=torch.int32).to(DEVICE) for v in ([3] * 4, [9, 9, 9, 2]))
+    slots = torch.zeros(1, dtype=torch.int32).to(DEVICE)
+    clean = launch.attend(q, keys, values, slots, first, last)
+    keys[:, 10:] = values[:, 10:] = float("nan")
+    assert torch.equal(launch.attend(q, keys, values, slots, first, last), clean)
+    assert clean[:3].abs().sum() > 0
+    assert not clean[3].any()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "D", "capacity", "prefix", "n"), SHAPES)
+def test_heads(q_heads, kv_heads, D, capacity, prefix, n, shared) -> None:
+    """Norms, rope and the cells that keys and values go to; all other cells stay as they were."""
+    from fused_dequant import attention
+
+    batch = len(prefix)
+    rows = batch * n
+    qkv = random(rows, (q_heads + kv_heads * (1 if shared else 2)) * D) * 3
+    q_weight, k_weight = random(D, seed=3), random(D, seed=4)
+    position = (torch.tensor(prefix)[:, None] + torch.arange(n)).flatten().int().to(DEVICE)
+    angle = position[:, None] * torch.logspace(0, -3, D // 2, device=DEVICE)
+    cos, sin = angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)
+    slots = torch.arange(1, batch + 1, dtype=torch.int32).to(DEVICE)
+    keys, values = (torch.full((batch + 2, capacity, kv_heads, D), 7.0) for _ in range(2))
+    keys, values = keys.to(DEVICE, torch.bfloat16), values.to(DEVICE, torch.bfloat16)
+    q = attention.heads(
+        qkv, q_weight, k_weight, cos, sin, slots, position, keys, values, q_heads, 1e-6
+    )
+    wanted = reference.attention_heads(
+        qkv, q_weight, k_weight, cos, sin, q_heads, kv_heads, 1e-6, torch.float64
+    )
+    at = slots.repeat_interleave(n).long(), position.long() % capacity
+    for name, actual, expected in zip("qkv", (q, keys[at], values[at]), wanted, strict=True):
+        assert relative_error(actual.cpu(), expected.cpu()) <= TOLERANCE, name
+    untouched = torch.ones(batch + 2, capacity, dtype=torch.bool, device=DEVICE)
+    untouched[at] = False
+    assert (keys[untouched] == 7).all()
+    assert (values[untouched] == 7).all()
