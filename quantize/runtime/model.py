@@ -92,11 +92,13 @@ def encode_prompts(
         nothing = Prefix(cache, torch.zeros(len(rows), dtype=torch.long, device=model.device), 0)
         tokens = torch.tensor([list(prompts[row]) for row in rows], device=model.device)
         parts.append((rows, encode_tokens(model, nothing, tokens)))
-    return parts[0][1] if len(parts) == 1 else _merge(parts)
+    return merge(parts)
 
 
-def _merge(parts: list[tuple[list[int], Prefix]]) -> Prefix:
-    """Join prefixes of different lengths, left-padded with zeros; rows go where their index says."""
+def merge(parts: Sequence[tuple[Sequence[int], Prefix]]) -> Prefix:
+    """Join prefixes of any lengths, left-padded with zeros; rows go where their index says."""
+    if len(parts) == 1:
+        return parts[0][1]
     longest = max((part for _, part in parts), key=lambda part: part.columns)
     merged = longest.select(longest.lengths.new_zeros(sum(len(rows) for rows, _ in parts)))
     for rows, part in parts:
@@ -106,7 +108,7 @@ def _merge(parts: list[tuple[list[int], Prefix]]) -> Prefix:
     return merged
 
 
-def _place(to: Any, layer: Any, rows: list[int]) -> None:
+def _place(to: Any, layer: Any, rows: Sequence[int]) -> None:
     """Write a layer's keys and values into `rows` of `to`, at the right end."""
     start = to.keys.shape[-2] - layer.keys.shape[-2]
     for target, source in ((to.keys, layer.keys), (to.values, layer.values)):

@@ -41,18 +41,18 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1)
 
 
-def uniforms(seeds: Tensor, canvas: int, step: int, length: int) -> Tensor:
+def uniforms(seeds: Tensor, canvas: int | Tensor, step: int, length: int) -> Tensor:
     """Return the noise of one denoising step: [B, length, 2] float32 in [0, 1).
 
     Args:
         seeds: [B] int64, one seed a sample.
-        canvas: index of the canvas, from 0.
+        canvas: index of the canvas, from 0; [B, 1] when the samples are at different ones.
         step: denoising step, from 1; 0 is the initial canvas.
         length: canvas length.
     """
     position = torch.arange(length, device=seeds.device)[None, :]
     zero = torch.zeros_like(position)
-    counter = (position, zero + step, zero + canvas, zero)
+    counter = (position, zero + step, zero + canvas, zero)  # [1 or B, length] each
     key = (seeds[:, None] & MASK32, (seeds[:, None] >> 32) & MASK32)
     words = philox(counter, key)[..., :2]
     return (words >> 8).to(torch.float32) * 2.0**-24  # 24 bits: exact in float32, never 1
@@ -76,23 +76,33 @@ def sample_by_inverse_cdf(probabilities: Tensor, u: Tensor) -> Tensor:
 
 
 class CounterNoise:
-    """Addressed noise: `rows` are indices into `seeds`."""
+    """Addressed noise: `rows` are indices into `seeds`.
+
+    Args:
+        seeds: [B] int64.
+        first: [B] canvases that each sample has behind it, when it did not begin with this batch;
+            a canvas' index is counted from there.
+    """
 
     rows_may_leave = True
 
-    def __init__(self, seeds: Tensor) -> None:
+    def __init__(self, seeds: Tensor, first: Tensor | None = None) -> None:
         self.seeds = seeds
+        self.first = torch.zeros_like(seeds) if first is None else first
+
+    def _uniforms(self, canvas: int, step: int, rows: Tensor, length: int) -> Tensor:
+        return uniforms(self.seeds[rows], self.first[rows, None] + canvas, step, length)
 
     def initial_canvas(self, canvas: int, rows: Tensor, length: int, vocab: int) -> Tensor:
         """Return uniformly random tokens [B, length]."""
-        return (uniforms(self.seeds[rows], canvas, 0, length)[..., 1] * vocab).long()
+        return (self._uniforms(canvas, 0, rows, length)[..., 1] * vocab).long()
 
     def draw(
         self, probabilities: Tensor, canvas: int, step: int, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return (tokens sampled from `probabilities` [B, L, V], replacement tokens), both [B, L]."""
         _, length, vocab = probabilities.shape
-        u = uniforms(self.seeds[rows], canvas, step, length)
+        u = self._uniforms(canvas, step, rows, length)
         return sample_by_inverse_cdf(probabilities, u[..., 0].contiguous()), (
             u[..., 1] * vocab
         ).long()

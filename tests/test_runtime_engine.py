@@ -1,0 +1,107 @@
+"""The engine: samples that join late, leave early and differ in settings are what they are alone."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from quantize.bundled import CHECKPOINT, HELDOUT
+from quantize.errors import InputError
+from quantize.load import load
+from quantize.runtime import Sample, Sampler, generate
+from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.engine import ModelEngine
+
+SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
+CAREFUL = replace(SAMPLER, max_denoising_steps=12, entropy_bound=0.02)
+
+
+@pytest.fixture(scope="module")
+def model() -> DiffusionGemmaForBlockDiffusion:
+    return load(CHECKPOINT)
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Prompts of different lengths, all with thinking: answers of several canvases."""
+    tokenizer = load_tokenizer(CHECKPOINT)
+    rows = [json.loads(line) for line in HELDOUT.read_text("utf-8").splitlines()[:count]]
+    return [
+        encode_chat(tokenizer, [{"role": "user", "content": row["question"]}], thinking=True)
+        for row in rows
+    ]
+
+
+def test_samples_that_join_late_are_those_of_generate(
+    model: DiffusionGemmaForBlockDiffusion,
+) -> None:
+    asked = prompts(6)
+    samplers = [SAMPLER, SAMPLER, CAREFUL, SAMPLER, CAREFUL, SAMPLER]
+    alone = [
+        generate(model, [prompt], [seed], max_new_tokens=192, sampler=sampler)[0]
+        for seed, (prompt, sampler) in enumerate(zip(asked, samplers, strict=True))
+    ]
+    assert max(sample.canvases for sample in alone) > 1  # the cache grew
+    engine = ModelEngine(model, 3)
+    waiting, running, together = list(range(6)), dict[int, int](), [Sample() for _ in asked]
+    mixed = False
+    while waiting or running:
+        free = next((slot for slot in range(3) if slot not in running), None)
+        if waiting and free is not None:  # one a canvas: all join at different ages
+            index = running[free] = waiting.pop(0)
+            engine.admit(free, asked[index], index, samplers[index])
+        slots = sorted(running, reverse=True)
+        mixed |= len({together[running[slot]].canvases for slot in slots}) > 1
+        for slot, canvas in zip(slots, engine.denoise(slots), strict=True):
+            sample = together[running[slot]]
+            sample.commit(canvas.tokens, canvas.steps, samplers[running[slot]])
+            if sample.finish == "eos" or sample.canvases == 3:
+                engine.release(slot)
+                del running[slot]
+    assert mixed
+    assert together == alone
+
+
+def test_drafts_are_shown_for_every_step_and_change_nothing(
+    model: DiffusionGemmaForBlockDiffusion,
+) -> None:
+    engine = ModelEngine(model, 2)
+    seen: dict[int, list[tuple[int, list[int], list[bool]]]] = {0: [], 1: []}
+    asked = prompts(2)
+
+    def note(slot: int, step: int, tokens: list[int], accepted: list[bool]) -> None:
+        seen[slot].append((step, tokens, accepted))
+
+    for slot in (0, 1):
+        engine.admit(slot, asked[slot], 5, SAMPLER)
+    canvases = engine.denoise([1, 0], note)
+    for slot, canvas in zip([1, 0], canvases, strict=True):
+        assert [step for step, _, _ in seen[slot]] == list(range(1, canvas.steps + 1))
+        assert seen[slot][-1][1] == canvas.tokens
+        assert any(seen[slot][0][2])
+        assert not all(seen[slot][0][2])
+
+
+def test_a_slot_is_used_again_once_it_is_released(model: DiffusionGemmaForBlockDiffusion) -> None:
+    engine = ModelEngine(model, 1)
+    (asked,) = prompts(1)
+    engine.admit(0, asked, 1, SAMPLER)
+    first = engine.denoise([0])
+    with pytest.raises(InputError, match="slot 0 of 1 is not free"):
+        engine.admit(0, asked, 1, SAMPLER)
+    engine.release(0)
+    engine.release(0)
+    engine.admit(0, asked, 1, SAMPLER)
+    assert engine.denoise([0]) == first
+    with pytest.raises(InputError, match="slot 1 of 1 is not free"):
+        engine.admit(1, asked, 1, SAMPLER)
+
+
+@pytest.mark.parametrize("prompt", [[], [5, 100_000], [2, 1023]])
+def test_a_prompt_that_the_model_cannot_take(
+    model: DiffusionGemmaForBlockDiffusion, prompt: list[int]
+) -> None:
+    engine = ModelEngine(model, 1)
+    with pytest.raises(InputError, match="prompt 0"):
+        engine.admit(0, prompt, 1, SAMPLER)
+    engine.admit(0, [2, 105], 1, SAMPLER)  # the slot is still free
