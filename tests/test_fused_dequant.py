@@ -28,7 +28,7 @@ def test_every_kernel_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider"]
     command += ["-W", "ignore::RuntimeWarning", "tests/test_fused_dequant_kernels.py"]
-    command += ["tests/test_fused_dequant_attention.py"]
+    command += ["tests/test_fused_dequant_attention.py", "tests/test_fused_dequant_residual.py"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)

@@ -11,8 +11,11 @@ needed.
 
 from fused_dequant import formats, reference, weights
 from fused_dequant.ops import (
+    after_attention,
+    after_experts,
     attend,
     attention_heads,
+    choose_experts,
     experts,
     linear,
     linear_quantized,
@@ -25,8 +28,11 @@ from fused_dequant.weights import Weight
 
 __all__ = [
     "Weight",
+    "after_attention",
+    "after_experts",
     "attend",
     "attention_heads",
+    "choose_experts",
     "experts",
     "formats",
     "linear",

@@ -250,7 +250,7 @@ def configure(
     """Choose BQ, BN, splits: 64 rows a program, splits while processors would idle."""
     group = q_heads // kv_heads
     BQ = max(1, 64 // group)
-    programs = triton.cdiv(rows // batch, BQ) * batch * kv_heads
+    programs = -(-(rows // batch) // BQ) * batch * kv_heads
     splits = max(1, min(8, processors // programs))
     wide = D > 256
     return {

@@ -8,6 +8,7 @@
     soft_embedding(logits, embedding, 1 / T)            softmax(logits / T) @ embedding
     attention_heads(qkv, ...)                           norms and rope; keys and values to the cache
     attend(q, keys, values, ...)                        attention over cached positions
+    after_attention, after_experts, choose_experts      norms, residual sums and routing of a layer
 
 On CUDA the Triton kernels run, elsewhere `reference` in float32, rounded to bf16 at the same
 places. Each op has a fake kernel, so `torch.compile` and `opcheck` see shapes without running
@@ -195,6 +196,67 @@ def attend(
             f"capacity {keys.shape[1]} is not a multiple of 128, or M not one of slots"
         )
     return attend_op(q, keys, values, slots, first, last)
+
+
+Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Activation = tuple[torch.Tensor, OptionalTensor]  # bf16 and None, or 8-bit codes and their scales
+
+
+def after_attention(
+    h: torch.Tensor, o: torch.Tensor, norms: Norms, scheme: str, eps: float = 1e-6
+) -> tuple[torch.Tensor, Activation, torch.Tensor, torch.Tensor]:
+    """Add the attention's output and normalise for what follows.
+
+    h, o bf16 [M, H]; norms [H]: after attention, before the dense MLP, before the experts, the router's
+    scale; `scheme` of the dense MLP. Returns h, the MLP's input, the experts' and the router's.
+    """
+    dtype = _EIGHT_BIT.get(scheme, torch.bfloat16)
+    if not h.is_cuda:
+        h, dense, experts_, router = reference.after_attention(h, o, norms, eps)
+        return h, _as_activation(dense, dtype), experts_, router
+    from fused_dequant import residual
+
+    h, dense, scale, experts_, router = residual.after_attention(h, o, norms, dtype, eps)
+    return h, (dense, scale if scheme in _EIGHT_BIT else None), experts_, router
+
+
+def after_experts(
+    h: torch.Tensor,
+    dense: torch.Tensor,
+    experts: torch.Tensor,
+    norms: Norms,
+    scalar: torch.Tensor,
+    scheme: str,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor, Activation]:
+    """Join the two branches, end the layer, and normalise for the next product.
+
+    All bf16 [M, H]; norms [H]: of the dense branch, of the experts, of their sum, and the next input
+    norm, whose product has `scheme`; scalar [1]. Returns h and the next input.
+    """
+    dtype = _EIGHT_BIT.get(scheme, torch.bfloat16)
+    if not h.is_cuda:
+        h, x = reference.after_experts(h, dense, experts, norms, scalar, eps)
+        return h, _as_activation(x, dtype)
+    from fused_dequant import residual
+
+    h, x, scale = residual.after_experts(h, dense, experts, norms, scalar, dtype, eps)
+    return h, (x, scale if scheme in _EIGHT_BIT else None)
+
+
+def choose_experts(
+    logits: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router logits bf16 [M, E] -> expert ids int32 [M, topk], ascending, and weights f32 [M, topk]."""
+    if not logits.is_cuda:
+        return reference.choose_experts(logits, per_expert_scale, topk)
+    from fused_dequant import residual
+
+    return residual.choose(logits.contiguous(), per_expert_scale, topk)
+
+
+def _as_activation(x: torch.Tensor, dtype: torch.dtype) -> Activation:
+    return (x, None) if dtype == torch.bfloat16 else formats.quantize_rows(x, dtype)
 
 
 @torch.library.custom_op("fused_dequant::linear", mutates_args=(), device_types="cuda")

@@ -135,6 +135,50 @@ def attend(
     return out
 
 
+def after_attention(
+    h: torch.Tensor,
+    o: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return h + norm(o) * w_post, and its norms for dense MLP, experts and router, all bf16 [M, H]."""
+    w_post, w_dense, w_experts, w_router = norms
+    h = h + _norm(o, w_post, eps)
+    router = _norm(h, None, eps) * w_router * h.shape[1] ** -0.5
+    return h, _norm(h, w_dense, eps), _norm(h, w_experts, eps), router
+
+
+def after_experts(
+    h: torch.Tensor,
+    dense: torch.Tensor,
+    experts: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    scalar: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(h + norm(norm(dense) * w_1 + norm(experts) * w_2) * w) * scalar, and norm of it * w_next."""
+    w_1, w_2, w, w_next = norms
+    both = _norm(dense, w_1, eps) + _norm(experts, w_2, eps)
+    h = (h + _norm(both, w, eps)) * scalar
+    return h, _norm(h, w_next, eps)
+
+
+def choose_experts(
+    logits: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [M, E] -> ids int32 [M, topk], ascending, and routing weights f32 [M, topk]."""
+    p = torch.softmax(logits.float(), -1)
+    ids = p.topk(topk, -1).indices.sort(-1).values
+    weights = p.gather(1, ids)
+    scaled = weights / weights.sum(-1, keepdim=True) * per_expert_scale.float()[ids]
+    return ids.int(), scaled
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """RMS norm in float32, in the dtype of x."""
+    return rms_norm(x.float(), weight, eps).to(x.dtype)
+
+
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative Frobenius error |actual - expected| / |expected| in float64."""
     a, e = actual.double(), expected.double()
@@ -147,3 +191,51 @@ def dissimilarity(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """
     a, e = actual.double(), expected.double()
     return float(1 - 2 * (a * e).sum() / (a.square().sum() + e.square().sum()))
+
+
+def uniforms(
+    seeds: torch.Tensor, canvas_index: torch.Tensor, step: torch.Tensor, length: int
+) -> torch.Tensor:
+    """Seeds, canvas_index, step int [B] -> f32 [B, length, 2] in [0, 1): Philox4x32-10.
+
+    Key: the seed, low word first. Counter: (position, step, canvas_index, 0). The first two words
+    of each block, 24 bits of each.
+    """
+    mask = 0xFFFFFFFF
+    c0 = torch.arange(length, device=seeds.device)[None, :].expand(len(seeds), -1)
+    c1, c2 = (t.long()[:, None].expand_as(c0) for t in (step, canvas_index))
+    c3 = torch.zeros_like(c0)
+    k0, k1 = seeds[:, None] & mask, (seeds[:, None] >> 32) & mask
+    for _ in range(10):
+        # The 64-bit product wraps around in int64; shifting and masking recover both halves.
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = ((p1 >> 32) & mask) ^ c1 ^ k0, p1 & mask
+        c2, c3 = ((p0 >> 32) & mask) ^ c3 ^ k1, p0 & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return (torch.stack((c0, c1), -1) >> 8).float() * 2.0**-24
+
+
+def sample(
+    logits: torch.Tensor, temperature: torch.Tensor, u: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [B, L, V], temperature f32 [B], u f32 [B, L, 2] -> (sampled, replacement, argmax, their
+    probability, entropy), each [B, L]; see `denoising.sample`.
+    """
+    scaled = logits.float() / temperature[:, None, None]
+    p = scaled.softmax(-1)
+    cdf = p.cumsum(-1)
+    total = cdf[..., -1:].contiguous()
+    token = torch.searchsorted(cdf, u[..., :1] * total, right=True)
+    # u * total may round up to total; the first index that reaches it has a probability above 0.
+    token = torch.minimum(token, torch.searchsorted(cdf, total)).squeeze(-1)
+    entropy = -(p * scaled.log_softmax(-1)).sum(-1)
+    probability = p.gather(-1, token[..., None]).squeeze(-1)
+    replacement = (u[..., 1] * logits.shape[-1]).long()
+    return token, replacement, scaled.argmax(-1), probability, entropy
+
+
+def accept(entropy: torch.Tensor, bound: float) -> torch.Tensor:
+    """Entropy [B, L] -> bool [B, L]: lowest first, while the sum of all lower ones is <= bound."""
+    ascending, order = entropy.sort(-1, stable=True)
+    lower = ascending.cumsum(-1) - ascending
+    return torch.zeros_like(lower, dtype=torch.bool).scatter(-1, order, lower <= bound)
