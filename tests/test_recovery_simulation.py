@@ -2,11 +2,16 @@
 
 Question i is solved with probability p_i ~ Beta, such that 55 % of p (1 - p) lies between questions
 (evaluation.md's range is 50 to 60 %); the quantized model solves it with p_i (1 - loss / mean p).
-Questions, and both models' answers, are drawn anew in every round.
+Questions, and both models' answers, are drawn anew in every round. Rounds come in blocks with seeds of
+their own, so the result does not depend on how many cores share them.
 """
 
 import math
+import os
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 
 import numpy as np
 import pytest
@@ -14,6 +19,7 @@ from recovery.gate import judge_task
 from recovery.statistics import Comparison, compare
 
 BETWEEN = 0.55
+BLOCK = 50  # rounds
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,19 @@ def draw(bench: Bench, loss_pp: float, generator: np.random.Generator) -> Compar
     return compare(sides[0], sides[1], margin_pp=bench.margin_pp)
 
 
+def draw_block(bench: Bench, loss_pp: float, block: int) -> list[Comparison]:
+    """Rounds number 50 * block and on."""
+    generator = np.random.default_rng([bench.questions, int(loss_pp * 10), block])
+    return [draw(bench, loss_pp, generator) for _ in range(BLOCK)]
+
+
 def rates(bench: Bench, loss_pp: float, rounds: int) -> dict[str, float]:
     """Shares of rounds: intervals that cover the truth, and verdicts."""
-    generator = np.random.default_rng(int(bench.questions * 1000 + loss_pp * 10))
-    found = [draw(bench, loss_pp, generator) for _ in range(rounds)]
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, mp_context=get_context("fork")) as pool:
+        blocks = pool.map(partial(draw_block, bench, loss_pp), range(rounds // BLOCK))
+        found = [comparison for block in blocks for comparison in block]
+    assert len(found) == rounds
     recovery = 100 * (1 - loss_pp / 100 / bench.accuracy)
     verdicts = [judge_task("t", c).outcome for c in found]
     return {
@@ -101,3 +116,61 @@ def test_coverage_and_error_rates_in_short(bench: Bench, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("bench", BENCHES, ids=lambda b: f"n{b.questions}k{b.repeats}")
 def test_coverage_and_error_rates(bench: Bench) -> None:
     check(bench, [0.0, bench.margin_pp, 3 * bench.margin_pp], 2000, 0.0)
+
+
+SPARSE = [(0.02, 0.0), (0.05, 0.0), (0.1, 0.0), (0.03, 0.01), (0.05, 0.05), (0.0, 0.02)]
+
+
+@pytest.mark.parametrize(("lost", "won"), SPARSE)
+def test_intervals_cover_when_few_questions_differ(
+    lost: float, won: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """96 questions, k = 1, each lost or won with a small probability: 2 to 10 differ.
+
+    So few differences take few values, so coverage cannot be 95 % exactly; it must not be less.
+    """
+    monkeypatch.setattr("recovery.statistics.RESAMPLES", 99)  # of the accuracies alone
+    rounds, questions, generator = 1000, 96, np.random.default_rng([int(1000 * lost), 7])
+    shares = [lost, won, 0.7 - lost]  # and the others are wrong on both sides
+    covered = {"difference": 0, "recovery": 0}
+    passed = failed = 0
+    for _ in range(rounds):
+        kind = np.searchsorted(np.cumsum(shares), generator.random(questions))
+        base, quantized = (np.isin(kind, right).astype(float) for right in ([0, 2], [1, 2]))
+        found = compare(_by_name(base), _by_name(quantized), margin_pp=5)
+        recovery = 100 * (0.7 - lost + won) / 0.7
+        covered["difference"] += _covers(found.difference_interval, 100 * (won - lost))
+        covered["recovery"] += _covers(found.recovery_interval, recovery)
+        verdict = judge_task("t", found).outcome
+        passed, failed = passed + (verdict == "PASS"), failed + (verdict == "FAIL")
+    print(
+        f"lost {lost}, won {won}: covered {covered}, {passed} passed, {failed} failed of {rounds}"
+    )
+    assert min(covered.values()) >= (0.95 - _three_sigma(0.95, rounds)) * rounds
+    wrong = passed if lost - won >= 0.05 else failed
+    assert wrong <= (0.05 + _three_sigma(0.05, rounds)) * rounds
+
+
+@pytest.mark.parametrize("varying", [4, 5, 7, 12])
+def test_a_model_is_not_declared_different_by_a_few_questions(
+    varying: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """96 questions of which few vary, right in 4 of 8 repeats, dealt to two sides of 4 or of 1."""
+    monkeypatch.setattr("recovery.statistics.RESAMPLES", 99)
+    rounds, generator = 500, np.random.default_rng(varying)
+    table = np.repeat([[1.0] * 8], 96, axis=0)
+    table[:varying, :4] = 0
+    for repeats in (1, 4):
+        different = 0
+        for _ in range(rounds):
+            dealt = generator.permuted(table, axis=1)
+            sides = (dealt[:, :repeats], dealt[:, repeats : 2 * repeats])
+            found = compare(*(_by_name(side) for side in sides), margin_pp=2)
+            different += not _covers(found.difference_interval, 0)
+        print(f"{varying} vary, k={repeats}: {different} of {rounds} declared different")
+        assert different <= (0.05 + _three_sigma(0.05, rounds)) * rounds
+
+
+def _by_name(values: np.ndarray) -> dict[str, list[float]]:
+    """Scores [questions] or [questions, k] as `compare` takes them."""
+    return {str(i): np.atleast_1d(row).tolist() for i, row in enumerate(values)}

@@ -4,18 +4,34 @@ Question i has k scores on each side, taken with the same noise. Its difference 
 - mean_k(base) is one observation: repeats of a question are not independent questions, so everything
 is clustered by question.
 
-  difference  mean of d_i, in percentage points. From 40 questions on, percentile bootstrap over
-              questions (fixed seed); below, Student's t with n - 1 degrees of freedom.
+  difference  mean of d_i, in percentage points. Percentile bootstrap over questions (fixed seed);
+              below 40 questions Student's t with n - 1 degrees of freedom; sparse, see below.
   p-values    of "the loss is at least the margin" and "at most the margin", one-sided, from the same
               distribution as the bounds of the difference: a bound is beyond the margin if and only
               if its p-value is at most 1 - confidence. (Bootstrap: bounds are order statistics,
               p = (resamples beyond + 1) / (resamples + 1).)
-  recovery    100 * mean(quantized) / mean(base). Bootstrap likewise; below 40 questions Fieller's
-              interval for a ratio of paired means.
+  recovery    100 * mean(quantized) / mean(base). Bootstrap likewise; else Fieller's interval for a
+              ratio of paired means.
   flips       questions right on one side and wrong on the other, when k = 1, and the exact McNemar
               test on them (binomial, two-sided).
 
-Sources: arXiv 2411.00640 (clustered errors of evaluations), Fieller 1954, McNemar 1947.
+Sparse: fewer than 40 questions differ, and fewer than half. The variance then rests on those few
+alone, however many questions were asked, and where none happened to go one way the interval is too
+narrow, or has no width at all. So two questions are added, one lost and one won by the root mean square
+of the differences seen (by one sample, 1/k, if none was), and t is used on n + 2. With k = 1 that is
+Bonett and Price's interval for a difference of paired proportions. Coverage of a stated 95 %, 20,000
+rounds of 96 questions, k = 1, in %:
+
+  questions      bootstrap's      Student's t,    two more
+  lost   won     normal limit     n - 1           questions
+  2 %    0           85.0             85.2          100.0
+  5 %    0           85.7             86.2           95.4
+  10 %   0           91.4             92.1           96.3
+  3 %    1 %         92.2             93.9           99.5
+  5 %    5 %         95.5             95.9           97.8
+
+Sources: arXiv 2411.00640 (clustered errors of evaluations), Fieller 1954, McNemar 1947, Bonett and
+Price 2012 (J. Educ. Behav. Stat. 37:479).
 Left out: unpaired tests, which need several times the questions for the same power; bias-corrected
 bootstraps, because the plain one covers as stated (tests/test_recovery_simulation.py).
 """
@@ -23,13 +39,14 @@ bootstraps, because the plain one covers as stated (tests/test_recovery_simulati
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
 RESAMPLES = 9_999  # one less than a round number: (count + 1) / 10,000 hits 0.05 exactly
-SMALL_SAMPLE = 40  # below it the bootstrap's intervals are too narrow
+SMALL_SAMPLE = 40  # below so many questions, or questions that differ, bootstraps are too narrow
 SEED = 20260610
 ROUNDING_PP = 1e-9  # a loss of the margin is "at least" and "at most" it, whatever its last bit
 
@@ -43,6 +60,18 @@ class Interval:
 
     low: float | None
     high: float | None
+
+
+class Pairs(NamedTuple):
+    """Mean score of each question, 0..1, on both sides."""
+
+    base: Floats
+    quantized: Floats
+
+    @property
+    def difference(self) -> Floats:
+        """Quantized - base, in percentage points."""
+        return 100 * (self.quantized - self.base)
 
 
 @dataclass(frozen=True)
@@ -105,9 +134,12 @@ def compare(
     x = np.array([np.mean(base[name]) for name in names], dtype=np.float64)
     y = np.array([np.mean(quantized[name]) for name in names], dtype=np.float64)
     difference = 100 * (y - x)
-    small = len(names) < SMALL_SAMPLE
-    means = None if small else resampled_means(x, y)  # [resamples, 2]
-    at_least, at_most = _margin_p_values(difference, means, margin_pp, repeats)
+    means = None if len(names) < SMALL_SAMPLE else resampled_means(x, y)  # [resamples, 2]
+    pairs, pair_means = Pairs(x, y), means
+    if is_sparse(x, y):
+        pairs, pair_means = with_two_more(x, y, 1 / repeats), None
+    at_least, at_most = _margin_p_values(pairs, pair_means, margin_pp)
+    unseen = unseen_loss_p(len(names) * repeats, margin_pp)
     lost, won = _flips(x, y) if repeats == 1 else (None, None)
     return Comparison(
         questions=len(names),
@@ -117,14 +149,14 @@ def compare(
         quantized=float(y.mean()),
         quantized_interval=_mean_interval(y, means, 1, confidence),
         difference_pp=float(difference.mean()),
-        difference_interval=_difference(difference, means, (1 + confidence) / 2),
-        difference_bounds=_difference(difference, means, confidence),
+        difference_interval=_difference(pairs, pair_means, (1 + confidence) / 2),
+        difference_bounds=_difference(pairs, pair_means, confidence),
         deviation_pp=float(difference.std(ddof=1)),
         margin_pp=margin_pp,
-        p_at_least_margin=at_least,
+        p_at_least_margin=max(at_least, unseen),
         p_at_most_margin=at_most,
         recovery=float(100 * y.mean() / x.mean()) if x.mean() > 0 else None,
-        recovery_interval=_recovery(x, y, means, (1 + confidence) / 2),
+        recovery_interval=_recovery(pairs, pair_means, (1 + confidence) / 2),
         lost=lost,
         won=won,
         mcnemar_p=None if lost is None or won is None else mcnemar(lost, won),
@@ -206,17 +238,36 @@ def _quantiles(values: Floats, level: float) -> Interval:
     return Interval(float(ordered[outside - 1]), float(ordered[-outside]))
 
 
-def _margin_p_values(
-    difference: Floats, means: Floats | None, margin_pp: float, repeats: int
-) -> tuple[float, float]:
+def is_sparse(x: Floats, y: Floats) -> bool:
+    """Return whether so few questions differ that two are added: under 40, and under half."""
+    differ = int(_differ(x, y).sum())
+    return differ < SMALL_SAMPLE and 2 * differ < len(x)
+
+
+def _differ(x: Floats, y: Floats) -> NDArray[np.bool_]:
+    return 100 * np.abs(y - x) > ROUNDING_PP
+
+
+def with_two_more(x: Floats, y: Floats, least: float) -> Pairs:
+    """Return the pairs with a question more that is lost and one more that is won.
+
+    On the base's side both have its mean, so that the recovery's denominator stays. They differ by
+    the root mean square of the differences that are not 0, by `least` where there is none.
+    """
+    seen = (y - x)[_differ(x, y)]
+    size = math.sqrt(float((seen**2).mean())) if len(seen) else least
+    both = np.full(2, x.mean())
+    return Pairs(np.append(x, both), np.append(y, both + np.array([-size, size])))
+
+
+def _margin_p_values(pairs: Pairs, means: Floats | None, margin_pp: float) -> tuple[float, float]:
     """Return the p-values of "the loss is at least" and "at most the margin"."""
     if means is None:
-        at_least, at_most = _t_tails(difference, -margin_pp)
-    else:
-        drawn = 100 * (means[:, 1] - means[:, 0])
-        at_least = (int((drawn <= -margin_pp + ROUNDING_PP).sum()) + 1) / (RESAMPLES + 1)
-        at_most = (int((drawn >= -margin_pp - ROUNDING_PP).sum()) + 1) / (RESAMPLES + 1)
-    return max(at_least, unseen_loss_p(len(difference) * repeats, margin_pp)), at_most
+        return _t_tails(pairs.difference, -margin_pp)
+    drawn = 100 * (means[:, 1] - means[:, 0])
+    at_least = (int((drawn <= -margin_pp + ROUNDING_PP).sum()) + 1) / (RESAMPLES + 1)
+    at_most = (int((drawn >= -margin_pp - ROUNDING_PP).sum()) + 1) / (RESAMPLES + 1)
+    return at_least, at_most
 
 
 def _t_tails(difference: Floats, value: float) -> tuple[float, float]:
@@ -229,11 +280,11 @@ def _t_tails(difference: Floats, value: float) -> tuple[float, float]:
     return float(stats.t.sf(t, freedom)), float(stats.t.cdf(t, freedom))
 
 
-def _difference(difference: Floats, means: Floats | None, level: float) -> Interval:
+def _difference(pairs: Pairs, means: Floats | None, level: float) -> Interval:
     """Return the `1 - level` and `level` bounds of the mean difference in pp."""
     if means is not None:
         return _quantiles(100 * (means[:, 1] - means[:, 0]), level)
-    return Interval(*_t_limits(difference, level))
+    return Interval(*_t_limits(pairs.difference, level))
 
 
 def _t_limits(values: Floats, level: float) -> tuple[float, float]:
@@ -251,12 +302,12 @@ def _mean_interval(
     return Interval(max(0.0, low), min(1.0, high))
 
 
-def _recovery(x: Floats, y: Floats, means: Floats | None, level: float) -> Interval:
-    if means is not None:
-        if (means[:, 0] <= 0).any():
-            return Interval(None, None)
-        return _quantiles(100 * means[:, 1] / means[:, 0], level)
-    return fieller(x, y, level)
+def _recovery(pairs: Pairs, means: Floats | None, level: float) -> Interval:
+    if means is None:
+        return fieller(*pairs, level)
+    if (means[:, 0] <= 0).any():
+        return Interval(None, None)
+    return _quantiles(100 * means[:, 1] / means[:, 0], level)
 
 
 def fieller(x: Floats, y: Floats, level: float) -> Interval:
