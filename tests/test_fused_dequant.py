@@ -28,6 +28,7 @@ def test_every_kernel_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider"]
     command += ["-W", "ignore::RuntimeWarning", "tests/test_fused_dequant_kernels.py"]
+    command += ["tests/test_fused_dequant_denoising.py"]
     command += ["tests/test_fused_dequant_attention.py", "tests/test_fused_dequant_residual.py"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -193,6 +194,19 @@ def test_opcheck() -> None:
         if scheme != "bf16":
             q, scale = fd.quantize_rows(x, scheme)
             check(ops.linear_quantized.default, q, scale, w.data, w.scale, scheme)
+    state = fd.denoising.CanvasState.begin(torch.randint(0, 64, (1, 5)), torch.tensor([3]), 1)
+    schedule = torch.tensor([0.8, 0.6])
+    known = (state.seeds, state.canvas_index, state.step, schedule)
+    torch.library.opcheck(ops.sample.default, (x[None], *known))
+    draw = fd.denoising.sample(x[None], state, schedule)
+    torch.library.opcheck(
+        ops.accept.default,
+        (
+            draw.sampled, draw.replacement, draw.argmax, draw.entropy, schedule, state.canvas,
+            state.argmax, state.history, state.accepted, state.step, state.finished,
+            state.inverse_temperature, 0.1, 0.005,
+        ),
+    )  # fmt: skip
     norm = torch.ones(64, dtype=torch.bfloat16)
     torch.library.opcheck(ops.quantize_rows.default, (x, norm, 1e-6, "rms_norm", "int8"))
     embedding = cases.random_tokens(64, 16, "cpu")

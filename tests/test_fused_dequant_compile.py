@@ -15,6 +15,7 @@ from fused_dequant import (
     nvfp4_hopper,
     quantize,
     routing,
+    sampling,
     vocabulary,
 )
 
@@ -270,6 +271,25 @@ def test_quick_cases_exist() -> None:
     assert known >= QUICK
 
 
+COUNTS = dict.fromkeys(("L", "V", "N", "ranges", "B"), "i32")
+SAMPLER_POINTERS = (
+    {"logits": "*bf16", "seeds": "*i64", "canvas_index": "*i64", "step": "*i32", "finished": "*i1"}
+    | dict.fromkeys(("schedule", "tops", "sums", "moments", "probability", "entropy"), "*fp32")
+    | dict.fromkeys(("sampled", "replacement", "argmax", "new_argmax", "canvas", "history"), "*i64")
+    | {"places": "*i32", "accepted": "*i1", "inverse_temperature": "*fp32"}
+    | {"bound": "fp32", "confidence": "fp32"}
+)
+SAMPLER = [
+    (sampling.statistics_kernel, SAMPLER_POINTERS | COUNTS, {"RANGE": 8192}),
+    (sampling.draw_kernel, SAMPLER_POINTERS | COUNTS, {"RANGE": 8192, "RANGES": 32}),
+    (
+        sampling.accept_kernel,
+        SAMPLER_POINTERS | COUNTS,
+        {"STABILITY": 1, "POSITIONS": 256, "COLUMNS": 32},
+    ),
+]
+
+
 @pytest.mark.parametrize(
     "target",
     [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(120, marks=pytest.mark.slow)],
@@ -303,4 +323,5 @@ def test_elementwise_kernels(target: int) -> None:
         reports.append(
             compile_for(target, quantize.quantize_rows_kernel, rows, constants, num_warps=8)
         )
+    reports += [compile_for(target, *case, num_warps=8) for case in SAMPLER]
     assert all(report.spills == 0 and report.stack == 0 for report in reports)

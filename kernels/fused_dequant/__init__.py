@@ -9,7 +9,7 @@ runs as Triton or Gluon kernels, elsewhere as plain torch (`reference`). Only to
 needed.
 """
 
-from fused_dequant import formats, reference, weights
+from fused_dequant import denoising, formats, reference, weights
 from fused_dequant.ops import (
     after_attention,
     after_experts,
@@ -33,6 +33,7 @@ __all__ = [
     "attend",
     "attention_heads",
     "choose_experts",
+    "denoising",
     "experts",
     "formats",
     "linear",

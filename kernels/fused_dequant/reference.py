@@ -236,6 +236,6 @@ def sample(
 
 def accept(entropy: torch.Tensor, bound: float) -> torch.Tensor:
     """Entropy [B, L] -> bool [B, L]: lowest first, while the sum of all lower ones is <= bound."""
-    ascending, order = entropy.sort(-1, stable=True)
+    ascending, order = entropy.sort(dim=-1, stable=True)
     lower = ascending.cumsum(-1) - ascending
     return torch.zeros_like(lower, dtype=torch.bool).scatter(-1, order, lower <= bound)

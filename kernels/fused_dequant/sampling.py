@@ -1,0 +1,265 @@
+"""The entropy-bound sampler on the GPU: one read of the logits, nothing asked of the host.
+
+    l = logits / T,   T = schedule[step - 1] of the sequence
+    y ~ softmax(l) by inverse CDF,   a = argmax(l),   H = entropy(l) in nats          a position
+    accept the positions of lowest H while the sum of all lower entropies is <= bound  a canvas
+    next canvas = y where accepted, else a token drawn uniformly
+    finished when a did not change over `history` steps and mean(H) < confidence
+
+Three launches a step, whatever the batch:
+
+    1. `statistics_kernel`  a row in ranges of RANGE tokens: max, argmax, sum(e), sum(e x) of each, with
+                            e = exp(x) and x = (logit - the range's max) / T
+    2. `draw_kernel`        a row: combines its ranges, finds the range in which the cumulative
+                            distribution passes u, and reads that range again for the token
+    3. `accept_kernel`      a sequence: acceptance, the next canvas, the stop, the next step's number
+
+H = log(sum e) - sum(e x) / sum(e), so the distribution itself is never written: 134 MB read for a
+canvas of 256 bf16 positions over 262,144 tokens.
+
+Random numbers have addresses: Philox4x32-10 with the sequence's seed as key and (position, step,
+canvas, 0) as counter; word 0 draws y, word 1 the uniform token, 24 bits each. The step is a number
+in device memory that `accept_kernel` raises, so one CUDA graph replays every step, and sequences of
+one batch may be at different steps. Sequences that are finished or past the last step are left.
+
+Ties of the maximum go to the lowest token, ties of entropy to the lower position. A NaN logit makes the
+entropy NaN: the position is not accepted and its sequence does not finish; tokens stay in range.
+"""
+
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e38)  # finite: the difference of two of them is 0 and not NaN
+RANGE = 8192
+
+
+@triton.jit
+def scaled_difference(logits, top, temperature):
+    """(logits - top) / T in units of log 2; at the bound, and so for -inf, exp2 of it is 0."""
+    return tl.maximum((logits - top) * (LOG2_E / temperature), -200.0)
+
+
+@triton.jit
+def temperature_of(schedule, step, b, N):
+    """The temperature of sequence b's step; past the last step, the last step's."""
+    return tl.load(schedule + tl.minimum(tl.load(step + b), N) - 1)
+
+
+@triton.jit
+def statistics_kernel(
+    logits, schedule, step, tops, places, sums, moments, L, V, N, ranges, RANGE: tl.constexpr
+):
+    """Program (row, range) writes the four numbers of one range; arrays are [rows, ranges]."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    token = part * RANGE + tl.arange(0, RANGE)
+    values = tl.load(logits + row.to(tl.int64) * V + token, mask=token < V, other=float("-inf"))
+    values = values.to(tl.float32)
+    top = tl.maximum(tl.max(values), LOWEST)
+    place = tl.min(tl.where(values == top, token, V - 1))
+    x = scaled_difference(values, top, temperature_of(schedule, step, row // L, N))
+    # NaN survives `maximum` nowhere: put it back, so that it reaches the entropy.
+    x = tl.where(values == values, x, values)
+    e = tl.exp2(x)
+    at = row * ranges + part
+    tl.store(tops + at, top)
+    tl.store(places + at, place)
+    tl.store(sums + at, tl.sum(e))
+    tl.store(moments + at, tl.sum(e * x) / LOG2_E)
+
+
+@triton.jit
+def uniform(word):
+    """The upper 24 bits of a 32-bit word as a float32 in [0, 1)."""
+    return (word >> 8).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def draw_kernel(
+    logits,
+    schedule,
+    seeds,
+    canvas_index,
+    step,
+    tops,
+    places,
+    sums,
+    moments,
+    sampled,
+    replacement,
+    argmax,
+    probability,
+    entropy,
+    L,
+    V,
+    N,
+    ranges,
+    RANGES: tl.constexpr,  # `ranges` rounded up to a power of two
+    RANGE: tl.constexpr,
+):
+    """Program `row` combines the ranges of its row and draws."""
+    row = tl.program_id(0)
+    b, position = row // L, row % L
+    temperature = temperature_of(schedule, step, b, N)
+    zero = position * 0
+    counter = tl.load(step + b), tl.load(canvas_index + b).to(tl.int32)
+    word0, word1, _, _ = tl.philox(tl.load(seeds + b), position, counter[0], counter[1], zero)
+
+    part = tl.arange(0, RANGES)
+    exists = part < ranges
+    top_of = tl.load(tops + row * ranges + part, mask=exists, other=LOWEST)
+    place_of = tl.load(places + row * ranges + part, mask=exists, other=V - 1)
+    sum_of = tl.load(sums + row * ranges + part, mask=exists, other=0.0)
+    moment_of = tl.load(moments + row * ranges + part, mask=exists, other=0.0)
+    top = tl.max(top_of)
+    shift = scaled_difference(top_of, top, temperature)
+    mass = tl.where(exists, tl.exp2(shift) * sum_of, 0.0)
+    total = tl.sum(mass)
+    moment = tl.sum(tl.exp2(shift) * (moment_of + shift / LOG2_E * sum_of))
+    tl.store(argmax + row, tl.min(tl.where(top_of == top, place_of, V - 1)).to(tl.int64))
+    h = tl.log(total) - moment / total
+    tl.store(entropy + row, tl.where(h < 0.0, 0.0, h))  # `maximum` would lose a NaN
+
+    target = uniform(word0) * total
+    passed = tl.cumsum(mass, 0)
+    # Rounding may leave no range whose cumulative mass exceeds the target: the last with any.
+    chosen = tl.min(tl.where((passed > target) & (mass > 0.0), part, RANGES))
+    chosen = tl.where(chosen < RANGES, chosen, tl.max(tl.where(mass > 0.0, part, 0)))
+    before = tl.sum(tl.where(part < chosen, mass, 0.0))
+    token = chosen * RANGE + tl.arange(0, RANGE)
+    values = tl.load(logits + row.to(tl.int64) * V + token, mask=token < V, other=float("-inf"))
+    e = tl.exp2(scaled_difference(values.to(tl.float32), top, temperature))
+    e = tl.where(token < V, e, 0.0)
+    passed = tl.cumsum(e, 0) + before
+    drawn = tl.min(tl.where((passed > target) & (e > 0.0), token, V))
+    drawn = tl.where(drawn < V, drawn, tl.max(tl.where(e > 0.0, token, 0)))
+    tl.store(sampled + row, drawn.to(tl.int64))
+    tl.store(probability + row, tl.sum(tl.where(token == drawn, e, 0.0)) / total)
+    tl.store(replacement + row, (uniform(word1) * V).to(tl.int64))
+
+
+def sample(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    canvas_index: torch.Tensor,
+    step: torch.Tensor,
+    schedule: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `denoising.sample`; logits contiguous [B, L, V]."""
+    B, L, V = logits.shape
+    ranges = triton.cdiv(V, RANGE)
+    width = min(RANGE, triton.next_power_of_2(V))
+    floats = torch.empty(3, B * L, ranges, dtype=torch.float32, device=logits.device)
+    places = torch.empty(B * L, ranges, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(3, B, L, dtype=torch.int64, device=logits.device)
+    results = torch.empty(2, B, L, dtype=torch.float32, device=logits.device)
+    top, total, moment = floats
+    statistics_kernel[(B * L, ranges)](
+        logits, schedule, step, top, places, total, moment, L, V, len(schedule), ranges,
+        RANGE=width, num_warps=8,
+    )  # fmt: skip
+    draw_kernel[(B * L,)](
+        logits, schedule, seeds, canvas_index, step, top, places, total, moment,
+        *tokens, *results, L, V, len(schedule), ranges,
+        RANGES=triton.next_power_of_2(ranges), RANGE=width, num_warps=8,
+    )  # fmt: skip
+    sampled, replacement, argmax = tokens
+    probability, entropy = results
+    return sampled, replacement, argmax, probability, entropy
+
+
+@triton.jit
+def accept_kernel(
+    sampled,
+    replacement,
+    new_argmax,
+    entropy,
+    schedule,
+    canvas,
+    argmax,
+    history,
+    accepted,
+    step,
+    finished,
+    inverse_temperature,
+    bound,
+    confidence,
+    B,
+    L,
+    N,
+    STABILITY: tl.constexpr,
+    POSITIONS: tl.constexpr,  # L rounded up to a power of two
+    COLUMNS: tl.constexpr,
+):
+    """Program b decides for sequence b; see `denoising.accept`."""
+    b = tl.program_id(0)
+    now = tl.load(step + b)
+    if (tl.load(finished + b) != 0) | (now > N):
+        return
+    position = tl.arange(0, POSITIONS)
+    at = b * L + position
+    inside = position < L
+    own = tl.load(entropy + at, mask=inside, other=float("inf"))
+    lower = tl.zeros((POSITIONS,), tl.float32)
+    for start in range(0, L, COLUMNS):
+        other = start + tl.arange(0, COLUMNS)
+        theirs = tl.load(entropy + b * L + other, mask=other < L, other=float("inf"))
+        first = (theirs[None, :] < own[:, None]) | (
+            (theirs[None, :] == own[:, None]) & (other[None, :] < position[:, None])
+        )
+        lower += tl.sum(tl.where(first & (other < L)[None, :], theirs[None, :], 0.0), 1)
+    taken = (lower <= bound) & (own == own)  # NaN is lower than nothing
+    tokens = tl.load(sampled + at, mask=inside, other=0)
+    renewed = tl.load(replacement + at, mask=inside, other=0)
+    tl.store(canvas + at, tl.where(taken, tokens, renewed), mask=inside)
+    tl.store(accepted + at, taken, mask=inside)
+
+    best = tl.load(new_argmax + at, mask=inside, other=0)
+    same = tl.full((POSITIONS,), 1, tl.int32)
+    for past in tl.static_range(STABILITY):
+        seen = tl.load(history + past * B * L + at, mask=inside, other=0)
+        same = tl.where(seen == best, same, 0)
+        if past > 0:
+            tl.store(history + (past - 1) * B * L + at, seen, mask=inside)
+    if STABILITY > 0:
+        tl.store(history + (STABILITY - 1) * B * L + at, best, mask=inside)
+    tl.store(argmax + at, best, mask=inside)
+    mean = tl.sum(tl.where(inside, own, 0.0)) / L
+    stop = (tl.min(same) == 1) & (mean < confidence)
+    sharpness = tl.zeros((POSITIONS,), tl.float32) + 1.0 / tl.load(schedule + now - 1)
+    tl.store(inverse_temperature + at, sharpness, mask=inside)
+    tl.debug_barrier()  # every thread has read `finished` and `step`
+    tl.store(finished + b, stop)
+    tl.store(step + b, now + 1)
+
+
+def accept(
+    sampled: torch.Tensor,
+    replacement: torch.Tensor,
+    new_argmax: torch.Tensor,
+    entropy: torch.Tensor,
+    schedule: torch.Tensor,
+    canvas: torch.Tensor,
+    argmax: torch.Tensor,
+    history: torch.Tensor,
+    accepted: torch.Tensor,
+    step: torch.Tensor,
+    finished: torch.Tensor,
+    inverse_temperature: torch.Tensor,
+    bound: float,
+    confidence: float,
+) -> None:
+    """See `denoising.accept`."""
+    B, L = canvas.shape
+    accept_kernel[(B,)](
+        sampled, replacement, new_argmax, entropy, schedule, canvas, argmax, history, accepted,
+        step, finished, inverse_temperature, bound, confidence, B, L, len(schedule),
+        STABILITY=len(history), POSITIONS=triton.next_power_of_2(L), COLUMNS=32, num_warps=8,
+    )  # fmt: skip

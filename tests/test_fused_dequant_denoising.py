@@ -1,0 +1,264 @@
+"""The GPU's sampler against plain numbers and against the runtime's sampler, on a GPU or interpreted.
+
+`test_every_kernel_in_the_interpreter` runs this file in a process of its own with the interpreter on.
+"""
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from tests.kernels_support import interpreter
+
+    interpreter.install()
+
+from fused_dequant import denoising, reference, sampling  # noqa: E402
+
+from quantize.runtime import noise, sampler  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not INTERPRETED and not torch.cuda.is_available(), reason="no GPU, not interpreting"
+    ),
+]
+DEVICE = "cpu" if INTERPRETED else "cuda"
+SETTINGS = sampler.Sampler(
+    max_denoising_steps=12, entropy_bound=2.0, stability_threshold=2, confidence_threshold=0.3
+)
+
+
+def schedule(settings: sampler.Sampler) -> torch.Tensor:
+    steps = range(1, settings.max_denoising_steps + 1)
+    return torch.stack([settings.temperature(step) for step in steps]).to(DEVICE)
+
+
+def begin(B: int, L: int, V: int, stability: int = 1) -> denoising.CanvasState:
+    seeds = torch.tensor([3, -7, 2**62 + 5, 11][:B], device=DEVICE)
+    canvas = torch.randint(0, V, (B, L), device=DEVICE)
+    return denoising.CanvasState.begin(canvas, seeds, stability)
+
+
+def sample(
+    logits: torch.Tensor, state: denoising.CanvasState, temperatures: torch.Tensor
+) -> denoising.Draw:
+    """The kernels, also where the operation would take the CPU's reference."""
+    arguments = (state.seeds, state.canvas_index, state.step, temperatures)
+    return denoising.Draw(*sampling.sample(logits, *arguments))
+
+
+def accept(
+    draw: denoising.Draw,
+    state: denoising.CanvasState,
+    temperatures: torch.Tensor,
+    settings: sampler.Sampler,
+) -> None:
+    sampling.accept(
+        draw.sampled, draw.replacement, draw.argmax, draw.entropy, temperatures, state.canvas,
+        state.argmax, state.history, state.accepted, state.step, state.finished,
+        state.inverse_temperature, settings.entropy_bound, settings.confidence_threshold,
+    )  # fmt: skip
+
+
+def assert_drawn(
+    logits: torch.Tensor, temperature: torch.Tensor, u: torch.Tensor, draw: denoising.Draw
+) -> None:
+    """The draw against float64: its cumulative interval holds u, up to float32's rounding of a sum."""
+    p = (logits.double() / temperature[:, None, None].double()).softmax(-1)
+    upper = p.cumsum(-1).gather(-1, draw.sampled[..., None]).squeeze(-1)
+    probability = p.gather(-1, draw.sampled[..., None]).squeeze(-1)
+    assert (probability > 0).all()
+    assert (u[..., 0] <= upper + 2e-6).all()
+    assert (u[..., 0] >= upper - probability - 2e-6).all()
+    torch.testing.assert_close(draw.probability.double(), probability, rtol=1e-4, atol=1e-9)
+    entropy = torch.special.entr(p).sum(-1)
+    torch.testing.assert_close(draw.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("B", "L", "V"), [(2, 5, 300), (1, 3, 20000)] + ([] if INTERPRETED else [(2, 256, 262144)])
+)
+def test_draws_are_those_of_the_distribution(dtype: torch.dtype, B: int, L: int, V: int) -> None:
+    """Positions from flat to one-hot, and one whose mass is all in the last tokens."""
+    temperatures = schedule(SETTINGS)
+    state = begin(B, L, V)
+    state.step.copy_(torch.tensor([4, 9, 1, 1][:B]))
+    state.canvas_index.fill_(2)
+    logits = (
+        torch.randn(B, L, V, device=DEVICE) * torch.linspace(0.01, 15, L, device=DEVICE)[:, None]
+    )
+    logits[0, 1, : V - 3] = -float("inf")
+    logits[0, 2, V - 1] = 30
+    logits = logits.to(dtype)
+    draw = sample(logits, state, temperatures)
+    u = torch.cat(
+        [noise.uniforms(state.seeds[b : b + 1], 2, int(state.step[b]), L) for b in range(B)]
+    )
+    assert_drawn(logits, temperatures[state.step.long() - 1], u, draw)
+    assert torch.equal(draw.argmax, logits.float().argmax(-1))
+    assert torch.equal(draw.replacement, (u[..., 1] * V).long())
+    assert (draw.sampled[0, 1] >= V - 3).all()
+
+
+def test_noise_has_the_bits_of_the_runtime() -> None:
+    """A flat distribution over 2^18 tokens shows 18 bits of word 0; V = 2^20 shows 20 of word 1."""
+    state = begin(4, 8, 2**12)
+    state.step.copy_(torch.tensor([1, 2, 3, 48]))
+    state.canvas_index.copy_(torch.tensor([0, 1, 1000, 7]))
+    for b in range(4):
+        index, step = int(state.canvas_index[b]), int(state.step[b])
+        expected = noise.uniforms(state.seeds[b : b + 1], index, step, 8)
+        ours = reference.uniforms(state.seeds, state.canvas_index, state.step, 8)[b : b + 1]
+        assert torch.equal(ours, expected)
+    logits = torch.zeros(4, 8, 2**12, device=DEVICE)
+    draw = sample(logits, state, torch.ones(48, device=DEVICE))
+    u = reference.uniforms(state.seeds, state.canvas_index, state.step, 8)
+    assert torch.equal(draw.sampled, (u[..., 0] * 2**12).long())
+    assert torch.equal(draw.replacement, (u[..., 1] * 2**12).long())
+
+
+def test_the_operations_on_a_cpu_give_what_the_kernels_give() -> None:
+    """`denoising.sample` and `accept` take `reference` on a CPU; same state after each of 3 steps."""
+    temperatures, first = schedule(SETTINGS), begin(2, 6, 100, 2)
+    states = [
+        denoising.CanvasState(**{k: v.to(d).clone() for k, v in vars(first).items()})
+        for d in (DEVICE, "cpu")
+    ]
+    for step in range(3):
+        logits = torch.randn(2, 6, 100, device=DEVICE) * 8
+        accept(sample(logits, states[0], temperatures), states[0], temperatures, SETTINGS)
+        draw = denoising.sample(logits.cpu(), states[1], temperatures.cpu())
+        denoising.accept(
+            draw, states[1], temperatures.cpu(), entropy_bound=SETTINGS.entropy_bound,
+            confidence_threshold=SETTINGS.confidence_threshold,
+        )  # fmt: skip
+        for name, expected in vars(states[1]).items():
+            ours = getattr(states[0], name).cpu()
+            torch.testing.assert_close(
+                ours, expected, msg=lambda m, n=name, s=step: f"{n} {s}: {m}"
+            )
+    assert states[1].accepted.any()
+    with pytest.raises(ValueError, match=r"do not fit a canvas \(2, 6\)"):
+        denoising.sample(logits.cpu()[:, :5], states[1], temperatures.cpu())
+
+
+def test_ties_and_damage() -> None:
+    temperatures = schedule(SETTINGS)
+    state = begin(1, 4, 20000)
+    logits = torch.randn(1, 4, 20000, device=DEVICE)
+    logits[0, 0, [7, 9000, 19999]] = 25.0
+    logits[0, 1, 12345] = float("nan")
+    logits[0, 2] = float("nan")
+    draw = sample(logits, state, temperatures)
+    assert draw.argmax[0, 0] == 7
+    assert draw.entropy[0].isnan().tolist() == [False, True, True, False]
+    for tokens in (draw.sampled, draw.argmax, draw.replacement):
+        assert ((tokens >= 0) & (tokens < 20000)).all()
+    accept(draw, state, temperatures, SETTINGS)
+    assert not state.accepted[0, 1:3].any()
+    assert not state.finished.any()
+
+
+@pytest.mark.parametrize("stability", [0, 2] if INTERPRETED else [0, 1, 2])
+def test_a_whole_canvas_follows_the_runtime(stability: int) -> None:
+    """All steps of three sequences, one of which stops early: states and sets of `denoise_step`."""
+    settings = sampler.Sampler(
+        max_denoising_steps=5, entropy_bound=4.0, stability_threshold=stability,
+        confidence_threshold=1e-3,
+    )  # fmt: skip
+    B, L, V = 3, 10 if INTERPRETED else 24, 200
+    temperatures, state = schedule(settings), begin(B, L, V, stability)
+    initial = state.canvas.clone()
+    rows = [
+        sampler.CanvasState.begin(initial[b : b + 1], torch.tensor([b]), settings) for b in range(B)
+    ]
+    draws = noise.CounterNoise(state.seeds)
+    base = torch.randn(B, L, V, device=DEVICE) * torch.linspace(1, 40, L, device=DEVICE)[:, None]
+    base[1].scatter_(-1, base[1].argmax(-1, keepdim=True), 300.0)  # certain from the start
+    base[2, 5:9] = base[2, 5:9].roll(3, -1)
+    accepted_somewhere = 0
+    for step in range(1, settings.max_denoising_steps + 1):
+        logits = base.clone()
+        if step <= 2:
+            logits[2] = logits[2].roll(step, -1)  # the third sequence is not stable at first
+        accept(sample(logits, state, temperatures), state, temperatures, settings)
+        for b in range(B):
+            if rows[b].finished.any():
+                continue
+            rows[b], record = sampler.denoise_step(
+                rows[b], logits[b : b + 1], 0, step, settings, draws
+            )
+            assert torch.equal(state.accepted[b], record.accepted[0]), (step, b)
+            assert torch.equal(state.canvas[b], rows[b].canvas[0]), (step, b)
+            expected = 1 / settings.temperature(step).expand(L)
+            torch.testing.assert_close(state.inverse_temperature[b].cpu(), expected)
+            accepted_somewhere += int(record.accepted.sum())
+        for b in range(B):
+            assert torch.equal(state.argmax[b], rows[b].argmax[0])
+            assert torch.equal(state.history[:, b], rows[b].history[:, 0])
+            assert bool(state.finished[b]) == bool(rows[b].finished[0])
+    assert 0 < accepted_somewhere < 5 * B * L
+    assert state.finished.tolist()[:2] == [False, True]
+    assert state.step.tolist()[:2] == [6, 2 + stability]
+
+
+def test_a_sequence_past_its_last_step_is_left() -> None:
+    temperatures, state = schedule(SETTINGS), begin(2, 6, 50, 1)
+    state.step.copy_(torch.tensor([13, 12]))
+    before = {name: getattr(state, name).clone() for name in ("canvas", "argmax", "history")}
+    logits = torch.randn(2, 6, 50, device=DEVICE)
+    accept(sample(logits, state, temperatures), state, temperatures, SETTINGS)
+    for name, old in before.items():
+        new = getattr(state, name)
+        rows = (new[:, 0], old[:, 0]) if name == "history" else (new[0], old[0])
+        assert torch.equal(*rows), name
+    assert state.step.tolist() == [13, 13]
+    assert not torch.equal(state.canvas[1], before["canvas"][1])
+
+
+def test_frequencies_on_fixed_logits() -> None:
+    """Chi-square of draws over steps and positions; 8 tokens, some in the last range."""
+    V = 300 if INTERPRETED else 262144
+    tokens = torch.linspace(0, V - 1, 8, device=DEVICE).long()
+    row = torch.full((V,), -float("inf"), device=DEVICE)
+    row[tokens] = torch.linspace(-0.7, 0.7, 8, device=DEVICE)
+    B, L, steps = 4, 10 if INTERPRETED else 256, 6 if INTERPRETED else 12
+    temperatures, state = schedule(SETTINGS), begin(B, L, V)
+    temperatures.fill_(0.7)
+    expected = (row[tokens].double() / 0.7).softmax(-1).cpu() * B * L * steps
+    counts = torch.zeros(V, dtype=torch.long)
+    for step in range(1, steps + 1):
+        state.step.fill_(step)
+        draw = sample(row.expand(B, L, V).contiguous(), state, temperatures)
+        counts += torch.bincount(draw.sampled.flatten().cpu(), minlength=V)
+    assert counts.sum() == B * L * steps
+    seen = counts[tokens.cpu()].double()
+    assert seen.sum() == B * L * steps
+    assert float(((seen - expected) ** 2 / expected).sum()) < 24.3  # 99.9 % of chi-square with 7
+
+
+@pytest.mark.skipif(INTERPRETED, reason="CUDA graphs need a GPU")
+def test_one_graph_replays_every_step() -> None:
+    temperatures = schedule(SETTINGS)
+    logits = (torch.randn(2, 256, 4096, device=DEVICE) * 20).to(torch.bfloat16)
+    states = [begin(2, 256, 4096, 2) for _ in range(2)]
+    for name in ("canvas", "argmax"):
+        getattr(states[1], name).copy_(getattr(states[0], name))
+
+    def step(state: denoising.CanvasState) -> None:
+        draw = denoising.sample(logits, state, temperatures)
+        denoising.accept(draw, state, temperatures, entropy_bound=2.0, confidence_threshold=1e-6)
+
+    step(begin(2, 256, 4096, 2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(states[1])
+    for number in range(1, 5):
+        step(states[0])
+        graph.replay()
+        assert states[1].step.tolist() == [number + 1] * 2
+        assert torch.equal(states[0].canvas, states[1].canvas)
+        assert torch.equal(states[0].accepted, states[1].accepted)
