@@ -1,8 +1,8 @@
 """A checkpoint that answers evaluation's requests in this process.
 
 Weights are dequantized and activations rounded as asked, so the accuracy of W4A4 can be scored
-without a Blackwell GPU. On a CPU everything runs in float32 (the BF16 model too: its weights are BF16
-values), on a GPU in BF16.
+without a Blackwell GPU. The recipe says in which dtype both models compute; else float32 on a CPU (the
+BF16 model too: its weights are BF16 values) and BF16 on a GPU.
 """
 
 import time
@@ -33,6 +33,7 @@ class Answerer:
         activations: how activations are rounded.
         sampler: of both models that are compared.
         device: where the model runs.
+        dtype: name of the dtype it computes in, None for the device's own.
     """
 
     def __init__(
@@ -42,8 +43,11 @@ class Answerer:
         activations: ActivationMode,
         sampler: Sampler,
         device: str,
+        dtype: str | None = None,
     ) -> None:
-        self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        self.dtype: torch.dtype = getattr(
+            torch, dtype or ("float32" if device == "cpu" else "bfloat16")
+        )
         self.folder = folder
         self.activations: ActivationMode = activations
         self.device = device
@@ -54,7 +58,8 @@ class Answerer:
             "model": digest,
             "activations": activations,
             "device": device if device == "cpu" else torch.cuda.get_device_name(device),
-            "threads": torch.get_num_threads(),
+            # Sums of another order are other float32 numbers; a GPU's do not depend on the CPU.
+            "threads": torch.get_num_threads() if device == "cpu" else None,
             "torch": torch.__version__,
         }
         self._model: DiffusionGemmaForBlockDiffusion | None = None

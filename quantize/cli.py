@@ -187,6 +187,10 @@ _add_stage("fidelity", "Replay recorded trajectories: distance of the quantized 
     help="Folder with TASK.jsonl files, in place of data sets on the Hub.",
 )  # fmt: skip
 @NOISE_FLOOR
+@click.option(
+    "--batch-size", type=click.IntRange(min=1),
+    help="Problems at once, in place of the recipe's number.",
+)  # fmt: skip
 @click.option("--server", help="URL of an OpenAI-compatible server with the quantized model.")
 @click.option("--base-server", help="URL of one with the BF16 model.")
 @click.option(
@@ -273,6 +277,92 @@ def generate(
         device=best_device(),
     )
     click.echo(answer)
+
+
+@cli.command()
+@click.argument("checkpoint")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Elsewhere a key is required.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
+@click.option("--model-name", help="What clients ask for; else the name of the folder.")
+@click.option(
+    "--max-num-seqs", type=click.IntRange(1, 64), default=4, show_default=True,
+    help="Samples that are denoised together.",
+)  # fmt: skip
+@click.option(
+    "--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
+    help="Samples that may wait; more get 429 and Retry-After.",
+)  # fmt: skip
+@click.option("--max-prompt-tokens", type=click.IntRange(min=1), help="Else what the model takes.")
+@click.option(
+    "--max-body-bytes", type=click.IntRange(min=1), default=1 << 20, show_default=True,
+    help="Largest request body.",
+)  # fmt: skip
+@click.option(
+    "--request-timeout", type=click.FloatRange(min=0, min_open=True), default=600.0,
+    show_default=True, help="Seconds a request may take, waiting included.",
+)  # fmt: skip
+@click.option(
+    "--shutdown-grace", type=click.FloatRange(min=0), default=30.0, show_default=True,
+    help="Seconds that running requests get after SIGTERM.",
+)  # fmt: skip
+@click.option(
+    "--activations", type=click.Choice(["none", "per_expert", "per_layer"]), default="none",
+    show_default=True, help="How a quantized model's activations are rounded.",
+)  # fmt: skip
+@click.option(
+    "--log-prompts", is_flag=True, help="Log prompts and answers; off, neither is logged."
+)
+def serve(
+    checkpoint: str, model_name: str | None, activations: "ActivationMode", **settings: Any
+) -> None:
+    """Serve a checkpoint as an OpenAI-compatible endpoint: quantize serve CHECKPOINT.
+
+    CHECKPOINT is a folder or a Hub id, BF16 or quantized; `bundled` is the model that ships. Needs
+    the extra: pip install 'diffusiongemma-quantize[serve]'.
+
+    \b
+      quantize serve bundled                 then open http://127.0.0.1:8000/
+      curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{"model": "bundled", "messages": [{"role": "user", "content": "What is 3 + 4?"}]}'
+
+    \b
+    Also /v1/completions, /v1/models, /health, /metrics (Prometheus), /openapi.json.
+    Honoured: max_tokens, stop, seed, n, stream with stream_options.include_usage,
+      chat_template_kwargs.enable_thinking (thoughts come back as reasoning_content),
+      and the sampler's num_inference_steps, entropy_bound, t_min, t_max,
+      confidence_threshold, stability_threshold.
+    Anything else is refused with 400 and its name: temperature, say, other than 1.
+    A stream sends finished canvases; stream_options.include_drafts shows them denoise.
+
+    Clients must send the key in the environment variable QUANTIZE_API_KEY, when there is one.
+    Choice j of a request with a seed has the noise of seed + j, whatever else is served meanwhile.
+    SIGTERM lets running requests finish and refuses those that wait.
+    """
+    from quantize.checkpoint import resolve
+    from quantize.errors import ResourceError
+    from quantize.pipeline import best_device
+
+    try:
+        from quantize.serve.options import KEY_VARIABLE, Options
+        from quantize.serve.server import serve as serve_checkpoint
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "uvicorn", "prometheus_client", "starlette"):
+            raise
+        raise ResourceError(
+            f"serve needs {error.name}: pip install 'diffusiongemma-quantize[serve]'"
+        ) from error
+    folder = resolve(None if checkpoint == "bundled" else checkpoint)
+    name = model_name or _served_name(checkpoint, folder)
+    options = Options(name, api_key=os.environ.get(KEY_VARIABLE), **settings)
+    serve_checkpoint(folder, options, activations=activations, device=best_device())
+
+
+def _served_name(checkpoint: str, folder: Path) -> str:
+    """Name a model after its Hub id or folder; every run's folder is called checkpoint."""
+    if not Path(checkpoint).is_dir():
+        return checkpoint
+    path = folder.resolve()
+    return path.parent.name if path.name == "checkpoint" else path.name
 
 
 @cli.command()

@@ -141,7 +141,7 @@ def evaluate(
     def model(folder: Path, identity: str, mode: ActivationMode, url: str | None) -> Backend:
         if url is not None:
             return ServedModel(url, in_flight)
-        return Answerer(folder, identity, mode, sampler, device)
+        return Answerer(folder, identity, mode, sampler, device, settings.dtype)
 
     share = _join()
     try:
@@ -168,6 +168,8 @@ def _join() -> Share:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Share()
     distributed: Any = torch.distributed
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # gloo on GPUs too: only barriers pass. A process may wait for the slowest as long as it takes.
     distributed.init_process_group("gloo", timeout=timedelta(days=30))
     return Share(distributed.get_rank(), distributed.get_world_size(), distributed.barrier)

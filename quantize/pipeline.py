@@ -215,19 +215,25 @@ def _evaluate(run: Run) -> None:
     evaluate_more(run, noise_floor=run.noise_floor)
 
 
-def evaluate_more(run: Run, *, modes: Sequence[str] = (), **options: Any) -> None:
+def evaluate_more(
+    run: Run, *, modes: Sequence[str] = (), batch_size: int | None = None, **options: Any
+) -> None:
     """Score what is not scored yet, activation modes besides the recipe's included.
 
-    `options` are those of `evaluate.evaluate`: noise_floor, data_dir, server, base_server, in_flight.
+    `batch_size` overrules the recipe's. `options` are those of `evaluate.evaluate`: noise_floor,
+    data_dir, server, base_server, in_flight.
     """
     from quantize.evaluate import evaluate
 
+    settings = run.recipe.evaluation
+    if batch_size is not None:
+        settings = settings.model_copy(update={"batch_size": batch_size})
     digest = read_json(run.folder.manifest_json)["source"]["fingerprint"]
     evaluate(
         run.folder,
         run.source.folder,
         digest,
-        run.recipe.evaluation,
+        settings,
         modes=[mode for mode in ACTIVATION_MODES if mode in modes],
         device=best_device(),
         **options,

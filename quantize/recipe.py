@@ -78,7 +78,10 @@ class Verification(Section):
 
 
 class Evaluation(Section):
-    """What is scored, how often, and from which seed."""
+    """What is scored, how often, and from which seed.
+
+    `dtype` is that of both models' arithmetic, None for float32 on a CPU and BF16 on a GPU.
+    """
 
     tasks: list[str] = Field(min_length=1)
     limit: dict[str, int] = {}
@@ -86,6 +89,7 @@ class Evaluation(Section):
     seed: int = 0
     batch_size: int = Field(default=64, gt=0)
     activations: ActivationMode = "per_layer"
+    dtype: Literal["float32", "bfloat16"] | None = None
 
 
 class Gate(Section):
