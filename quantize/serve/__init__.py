@@ -1,0 +1,11 @@
+"""An OpenAI-compatible server on the denoising runtime: `quantize serve CHECKPOINT`.
+
+    HTTP (guard: host, key, body size) -> app: a request, validated -> jobs, one a choice
+      -> scheduler: one thread that owns the model; jobs get a slot at canvas boundaries, all slots
+         denoise one canvas together, finished canvases go back as text that never changes
+      -> exchange: the events of a request's jobs -> one JSON answer, or server-sent events
+
+Diffusion commits a canvas at a time (256 tokens of the real model), so that is the unit of streaming,
+of batching and of cancelling. What OpenAI's protocol has and block diffusion cannot do (temperature,
+top_p, penalties, log-probabilities, tools) is refused by name, never ignored.
+"""

@@ -1,0 +1,107 @@
+"""Finished choices and pieces of them, in the shapes of OpenAI's protocol.
+
+Extra fields: `reasoning_content` beside `content`; in `usage` the decoder forwards of all canvases
+(`denoising_steps`) and `tokens_per_forward`; `seed` of each choice, so that it can be made again;
+and, for streams that ask for drafts, chunks without choices that hold a `draft`.
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quantize.serve.scheduler import Draft, Job
+from quantize.serve.text import Delta, Text
+
+Kind = Literal["chat", "text"]
+NAMES = {"chat": "chat.completion", "text": "text_completion"}
+PREFIXES = {"chat": "chatcmpl", "text": "cmpl"}
+
+
+@dataclass
+class Shape:
+    """Makes the answers of one request.
+
+    Attributes:
+        kind: chat, or plain completion.
+        model: its name.
+        include_usage: whether a stream ends with the usage.
+    """
+
+    kind: Kind
+    model: str
+    include_usage: bool = False
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, jobs: Sequence[Job], usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request that does not stream."""
+        choices = [self._choice(index, job) for index, job in enumerate(jobs)]
+        return self._frame(NAMES[self.kind]) | {"choices": choices, "usage": usage}
+
+    def _choice(self, index: int, job: Job) -> dict[str, Any]:
+        answer = job.answer
+        text: dict[str, Any] = {"text": answer.content}
+        if self.kind == "chat":
+            message = {"role": "assistant", "content": answer.content, "refusal": None}
+            text = {"message": message | {"reasoning_content": answer.reasoning or None}}
+        return self._ending(index, answer.finish) | text | {"seed": job.seed}
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """Return the chunk that opens a choice of a chat."""
+        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
+
+    def chunk(self, index: int, delta: Delta, job: Job) -> dict[str, Any]:
+        """Return what a canvas added."""
+        text: dict[str, Any] = {"text": delta.content}
+        if self.kind == "chat":
+            pieces = {"reasoning_content": delta.reasoning, "content": delta.content}
+            text = {"delta": {name: piece for name, piece in pieces.items() if piece}}
+        if delta.finish:
+            text["seed"] = job.seed
+        return self._chunk(index, text, delta.finish)
+
+    def draft(self, index: int, draft: Draft, text: Text) -> dict[str, Any]:
+        """Return a canvas in the middle of denoising; clients that ignore it lose nothing."""
+        shown = {
+            "index": index,
+            "canvas": draft.canvas,
+            "step": draft.step,
+            "tokens": [text.piece(token) for token in draft.tokens],
+            "accepted": draft.accepted,
+        }
+        return self._stream([]) | {"draft": shown}
+
+    def ending(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the last chunk of a stream that includes usage."""
+        return self._stream([]) | {"usage": usage}
+
+    def _chunk(self, index: int, text: dict[str, Any], finish: str | None) -> dict[str, Any]:
+        return self._stream([self._ending(index, finish) | text])
+
+    def _stream(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        name = "chat.completion.chunk" if self.kind == "chat" else NAMES["text"]
+        usage = {"usage": None} if self.include_usage else {}
+        return self._frame(name) | {"choices": choices} | usage
+
+    def _ending(self, index: int, finish: str | None) -> dict[str, Any]:
+        return {"index": index, "finish_reason": finish, "logprobs": None}
+
+    def _frame(self, name: str) -> dict[str, Any]:
+        frame = {"id": f"{PREFIXES[self.kind]}-{self.id}", "object": name}
+        return frame | {"created": self.created, "model": self.model}
+
+
+def usage(prompt_tokens: int, jobs: Sequence[Job]) -> dict[str, Any]:
+    """Return what the request cost; a prompt counts once, however many choices it has."""
+    tokens = sum(job.answer.tokens for job in jobs)
+    steps = sum(job.answer.sample.denoising_steps for job in jobs)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": tokens,
+        "total_tokens": prompt_tokens + tokens,
+        "canvases": sum(job.answer.sample.canvases for job in jobs),
+        "denoising_steps": steps,
+        "tokens_per_forward": round(tokens / steps, 3),
+    }

@@ -1,0 +1,290 @@
+"""The routes: a validated request becomes jobs, and their events an answer or a stream."""
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+
+from quantize import __version__
+from quantize.errors import InputError
+from quantize.runtime import Sampler
+from quantize.serve.answers import Shape, usage
+from quantize.serve.exchange import Exchange
+from quantize.serve.failures import RequestError, from_validation
+from quantize.serve.guard import Guard
+from quantize.serve.metrics import Metrics
+from quantize.serve.options import Options
+from quantize.serve.protocol import ChatRequest, CompletionRequest
+from quantize.serve.scheduler import Draft, Job, Scheduler
+from quantize.serve.text import Answer, Text
+
+STATIC = Path(__file__).parent / "static"
+INT64 = 2**63
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """Answers requests with one model.
+
+    Args:
+        scheduler: runs jobs.
+        text: the model's tokenizer.
+        sampler: the model's settings, which a request may change for itself.
+        options: limits.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, text: Text, sampler: Sampler, options: Options
+    ) -> None:
+        self.scheduler = scheduler
+        self.text = text
+        self.sampler = sampler
+        self.options = options
+        engine = scheduler.engine
+        self.max_length = min(engine.max_length, sampler.max_length or engine.max_length)
+        self.max_prompt = min(options.max_prompt_tokens or self.max_length, self.max_length - 1)
+        # Long prompts must not stall the event loop, and one thread keeps the tokenizer to itself.
+        self.encoder = ThreadPoolExecutor(1, "encoder")
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Answer a chat."""
+        turns = [message.turn for message in body.messages]
+        thinking = body.chat_template_kwargs.enable_thinking
+        prompt = await self._encode(lambda: self.text.encode_chat(turns, thinking=thinking))
+        return await self._answer(body, [prompt], request)
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """Answer a plain completion."""
+        encode = self.text.encode
+        prompts = [
+            await self._encode(lambda p=p: encode(p)) if isinstance(p, str) else p
+            for p in body.prompts
+        ]
+        return await self._answer(body, prompts, request)
+
+    async def _encode(self, encode: Any) -> list[int]:
+        return await asyncio.get_running_loop().run_in_executor(self.encoder, encode)
+
+    async def _answer(
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompts: Sequence[Sequence[int]],
+        request: Request,
+    ) -> Response:
+        self._check(body, prompts)
+        exchange = Exchange(self.scheduler, request, self.options.request_timeout)
+        exchange.submit(self._jobs(body, prompts, exchange))
+        shape = Shape("chat" if isinstance(body, ChatRequest) else "text", self.options.model_name)
+        prompt_tokens = sum(map(len, prompts))
+        if body.stream:
+            return await self._stream(body, exchange, shape, prompt_tokens)
+        async for _ in exchange.events():
+            pass
+        self._log(prompts, exchange.jobs)
+        return JSONResponse(shape.whole(exchange.jobs, usage(prompt_tokens, exchange.jobs)))
+
+    def _check(
+        self, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        if body.model != self.options.model_name:
+            known = self.options.model_name
+            message = f"model {body.model[:100]!r} is not served here; there is {known!r}"
+            raise RequestError(404, message, param="model", code="model_not_found")
+        for prompt in prompts:
+            if len(prompt) > self.max_prompt:
+                raise RequestError(
+                    400,
+                    f"the prompt has {len(prompt)} tokens; at most {self.max_prompt} are taken",
+                    param="messages" if isinstance(body, ChatRequest) else "prompt",
+                    code="context_length_exceeded",
+                )
+
+    def _jobs(
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompts: Sequence[Sequence[int]],
+        exchange: Exchange,
+    ) -> list[Job]:
+        """Return one job a choice: choice j of a request with a seed has the noise of seed + j."""
+        sampler = body.sampler(self.sampler)
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        split = self.text.split if isinstance(body, ChatRequest) else self.text.whole
+        drafts = body.stream_options is not None and body.stream_options.include_drafts
+        jobs: list[Job] = []
+        for prompt in prompts:
+            limit = min(body.token_limit or sampler.max_new_tokens, self.max_length - len(prompt))
+            canvases = -(-limit // self.scheduler.engine.canvas_length)
+            for choice in range(body.n):
+                answer = Answer(split, sampler, limit, canvases, body.stops)
+                noise = (seed + choice + INT64) % (2 * INT64) - INT64
+                emit = _emitter(exchange, len(jobs))
+                jobs.append(Job(prompt, noise, sampler, answer, emit, drafts))
+        return jobs
+
+    async def _stream(
+        self,
+        body: ChatRequest | CompletionRequest,
+        exchange: Exchange,
+        shape: Shape,
+        prompt_tokens: int,
+    ) -> Response:
+        """Return a stream, once the first event is there: a refusal before it has its own status."""
+        shape.include_usage = body.stream_options is not None and body.stream_options.include_usage
+        events = exchange.events()
+        first = await anext(events)
+
+        async def chunks() -> AsyncIterator[dict[str, Any]]:
+            if shape.kind == "chat":
+                for index in range(len(exchange.jobs)):
+                    yield shape.opening(index)
+            async for index, event in _chain(first, events):
+                if isinstance(event, Draft):
+                    yield shape.draft(index, event, self.text)
+                else:
+                    yield shape.chunk(index, event, exchange.jobs[index])
+            if shape.include_usage:
+                yield shape.ending(usage(prompt_tokens, exchange.jobs))
+
+        async def lines() -> AsyncIterator[str]:
+            try:
+                async for chunk in chunks():
+                    yield _line(chunk)
+                yield "data: [DONE]\n\n"
+                self._log([job.prompt for job in exchange.jobs], exchange.jobs)
+            except RequestError as refusal:
+                yield _line(refusal.body)
+            finally:
+                exchange.close()
+
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(lines(), headers=headers, media_type="text/event-stream")
+
+    def _log(self, prompts: Sequence[Sequence[int]], jobs: Sequence[Job]) -> None:
+        if self.options.log_prompts:
+            asked = [self.text.tokenizer.decode(list(prompt)) for prompt in prompts]
+            log.info("%s", json.dumps([asked, [job.answer.content for job in jobs]]))
+
+
+def _emitter(exchange: Exchange, index: int) -> Any:
+    return lambda event: exchange.post(index, event)
+
+
+async def _chain(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    yield first
+    async for event in rest:
+        yield event
+
+
+def _line(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
+def create_app(service: Service, metrics: Metrics) -> Guard:
+    """Return the application: routes behind their guard."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        service.scheduler.start()
+        yield
+        service.scheduler.stop()
+        service.encoder.shutdown()
+
+    app = FastAPI(
+        title="quantize serve",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    _add_answers(app, service)
+    _add_pages(app, service, metrics)
+    _add_failures(app)
+    return Guard(app, service.options, metrics)
+
+
+def _add_answers(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", response_class=JSONResponse)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Answer a chat; with `stream` as server-sent events, a delta a finished canvas."""
+        return await service.chat(body, request)
+
+    @app.post("/v1/completions", response_class=JSONResponse)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        """Continue text or tokens, without a chat template."""
+        return await service.complete(body, request)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """List the one model."""
+        model = {"id": service.options.model_name, "object": "model", "created": 0}
+        entry = model | {"owned_by": "quantize", "max_model_len": service.max_length}
+        return {"object": "list", "data": [entry]}
+
+
+def _add_pages(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Say whether new requests have a chance, and how many run and wait."""
+        running, waiting = service.scheduler.load
+        healthy, needs_key = service.scheduler.healthy, service.options.api_key is not None
+        state = {"status": "ok" if healthy else "unavailable"}
+        return JSONResponse(
+            state | {"running": running, "waiting": waiting, "key_required": needs_key},
+            200 if healthy else 503,
+        )
+
+    @app.get("/metrics")
+    async def metrics_page() -> Response:
+        """Counters in Prometheus' text format."""
+        return Response(metrics.page(), media_type="text/plain; version=0.0.4")
+
+    for path, name in (
+        ("/", "index.html"),
+        ("/page.js", "page.js"),
+        ("/page.css", "page.css"),
+        ("/icon.svg", "icon.svg"),
+    ):
+        app.add_api_route(
+            path, lambda name=name: FileResponse(STATIC / name), include_in_schema=False
+        )
+
+
+def _add_failures(app: FastAPI) -> None:
+    async def refused(_: Request, error: Exception) -> Response:
+        return error.response if isinstance(error, RequestError) else _unexpected(error)
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        errors = error.errors() if isinstance(error, RequestValidationError) else []
+        return from_validation(errors).response if errors else _unexpected(error)
+
+    async def bad_input(_: Request, error: Exception) -> Response:
+        return RequestError(400, str(error), code="invalid_value").response
+
+    async def no_route(_: Request, error: Exception) -> Response:
+        if not isinstance(error, HTTPException):
+            return _unexpected(error)
+        refusal = RequestError(error.status_code, str(error.detail))
+        refusal.headers |= dict(error.headers or {})
+        return refusal.response
+
+    app.add_exception_handler(RequestError, refused)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(InputError, bad_input)
+    app.add_exception_handler(HTTPException, no_route)
+    app.add_exception_handler(Exception, lambda _, error: _unexpected(error))
+
+
+def _unexpected(error: Exception) -> Response:
+    log.error("unexpected %s", type(error).__name__)
+    return RequestError(500, "an error of the server; see its log", code="internal_error").response

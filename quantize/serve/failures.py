@@ -1,0 +1,68 @@
+"""Refusals, in the shape that OpenAI's clients read: {"error": {message, type, param, code}}."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class RequestError(Exception):
+    """A request that ends with an HTTP status and a reason.
+
+    Args:
+        status: HTTP status.
+        message: one line.
+        param: the parameter that is to blame.
+        code: a word for programs.
+        retry_after: seconds after which another attempt makes sense.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What the client reads."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": str(self), "type": TYPES.get(self.status, kind)}
+        return {"error": error | {"param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> Response:
+        """The whole answer. ASCII: a message may quote a name that has no UTF-8."""
+        return Response(json.dumps(self.body), self.status, self.headers, "application/json")
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
+    """Return the refusal of a body that pydantic found fault with; the first fault is named."""
+    first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
+    where = [str(part) for part in first["loc"] if part != "body"]
+    param = ".".join(where) or None
+    if first["type"] == "extra_forbidden":
+        message = f"{param}: this server does not know this parameter, or cannot honour it"
+        return RequestError(400, message, param=param, code="unknown_parameter")
+    reason = str(first["msg"]).removeprefix("Value error, ")
+    if param is None:
+        reason = f"the body must be JSON, sent as Content-Type: application/json ({reason})"
+        return RequestError(400, reason, code="invalid_body")
+    return RequestError(400, f"{param}: {reason}", param=param, code="invalid_value")

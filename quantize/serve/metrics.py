@@ -1,0 +1,54 @@
+"""What the server counts, for Prometheus (GET /metrics)."""
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from quantize.serve.text import Answer
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+class Metrics:
+    """Counters of one server, in a registry of its own."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "quantize_requests", "Answered requests.", ["path", "status"], registry=registry
+        )
+        self.seconds = Histogram(
+            "quantize_request_seconds", "Time from request to the end of its answer.",
+            ["path"], registry=registry, buckets=SECONDS,
+        )  # fmt: skip
+        self.running = Gauge("quantize_running", "Samples in a slot.", registry=registry)
+        self.waiting = Gauge("quantize_waiting", "Samples in the queue.", registry=registry)
+        self.failures = Counter("quantize_failures", "Failures of the engine.", registry=registry)
+        self.tokens = Counter("quantize_tokens", "Tokens of finished samples.", registry=registry)
+        self.canvases = Counter("quantize_canvases", "Canvases denoised.", registry=registry)
+        self.steps = Counter(
+            "quantize_denoising_steps", "Denoising steps, summed over samples.", registry=registry
+        )
+        self.batch = Histogram(
+            "quantize_batch_size", "Samples that denoised a canvas together.",
+            registry=registry, buckets=(1, 2, 4, 8, 16),
+        )  # fmt: skip
+        self.canvas_seconds = Histogram(
+            "quantize_canvas_seconds", "Time to denoise a batch of canvases.",
+            registry=registry, buckets=SECONDS,
+        )  # fmt: skip
+
+    def canvas(self, seconds: float, steps: Sequence[int]) -> None:
+        """Count a batch of canvases."""
+        self.canvas_seconds.observe(seconds)
+        self.batch.observe(len(steps))
+        self.canvases.inc(len(steps))
+        self.steps.inc(sum(steps))
+
+    def finished(self, answer: Answer) -> None:
+        """Count a sample that came to its end."""
+        self.tokens.inc(answer.tokens)
+
+    def page(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,60 @@
+"""What a server may be told on its command line."""
+
+import ipaddress
+from dataclasses import dataclass
+
+from quantize.errors import InputError
+
+KEY_VARIABLE = "QUANTIZE_API_KEY"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of one server.
+
+    Attributes:
+        model_name: the name clients ask for.
+        host, port: where it listens; port 0 takes a free one.
+        api_key: what clients must send as a bearer token; None for no key.
+        max_num_seqs: samples that are denoised at once.
+        max_queue: samples that may wait for a slot; more are answered 429.
+        max_prompt_tokens: longest prompt, None for what the model takes.
+        max_body_bytes: largest request body.
+        request_timeout: seconds that a request may take, waiting included.
+        shutdown_grace: seconds that running requests get after SIGTERM.
+        log_prompts: whether prompts and answers are logged.
+
+    Raises:
+        InputError: other machines could reach it and there is no key; or an empty key.
+    """
+
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    max_num_seqs: int = 4
+    max_queue: int = 64
+    max_prompt_tokens: int | None = None
+    max_body_bytes: int = 1 << 20
+    request_timeout: float = 600.0
+    shutdown_grace: float = 30.0
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+            raise InputError(f"{KEY_VARIABLE} is set, but is empty or not ASCII; set or unset it")
+        if self.api_key is None and not self.is_local:
+            raise InputError(
+                f"--host {self.host} can be reached from other machines: put an API key into the "
+                f"environment variable {KEY_VARIABLE}, or bind 127.0.0.1"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False

@@ -1,0 +1,222 @@
+"""The bodies of requests: OpenAI's fields that block diffusion can honour, and its own controls.
+
+Whatever is not listed is refused by name. A field that is null counts as not given (clients send back
+whole messages with nulls). Neutral values of what cannot be honoured (temperature 1, top_p 1,
+penalties of 0) ask for nothing and pass.
+
+Diffusion controls are extra fields (`extra_body` in OpenAI's client), named as in generation_config:
+
+    num_inference_steps    denoising steps of a canvas at most (max_denoising_steps there)
+    entropy_bound          nats; how much uncertainty a step may accept
+    t_min, t_max           temperature at the last and at the first step
+    confidence_threshold   nats; mean entropy below which a stable canvas is finished
+    stability_threshold    steps over which it must not change
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from quantize.errors import InputError
+from quantize.runtime import Sampler
+
+MAX_STOPS, MAX_CHOICES, MAX_STEPS, MAX_STABILITY = 16, 16, 256, 16
+INT64 = 2**63
+
+
+def _only(neutral: float, instead: str) -> Callable[[float | None], float | None]:
+    def check(value: float | None) -> float | None:
+        if value is not None and value != neutral:
+            raise ValueError(f"only {neutral:g} can be honoured; {instead}")
+        return value
+
+    return check
+
+
+Temperature = AfterValidator(_only(1, "set t_min and t_max, the range it falls over"))
+TopP = AfterValidator(_only(1, "set entropy_bound, how much uncertainty a step may accept"))
+Penalty = AfterValidator(_only(0, "block diffusion has no penalties"))
+Positive = Field(gt=0, le=1000, allow_inf_nan=False)
+
+
+class _Strict(BaseModel):
+    """A body in which unknown fields are errors and nulls are absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return (
+            {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+        )
+
+
+class StreamOptions(_Strict):
+    """What a stream carries besides text; `include_drafts` shows the canvas while it denoises."""
+
+    include_usage: bool = False
+    include_drafts: bool = False
+
+
+class _Generation(_Strict):
+    """What chats and plain completions have in common."""
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
+    stop: str | list[str] = Field(default_factory=list[str])
+    seed: int | None = Field(None, ge=-INT64, le=INT64 - 1)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Accepted and neither used nor logged.")
+
+    num_inference_steps: int | None = Field(None, ge=1, le=MAX_STEPS)
+    entropy_bound: Annotated[float, Positive] | None = None
+    t_min: float | None = Field(None, ge=0, le=10, allow_inf_nan=False)
+    t_max: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
+    confidence_threshold: Annotated[float, Positive] | None = None
+    stability_threshold: int | None = Field(None, ge=0, le=MAX_STABILITY)
+
+    temperature: Annotated[float | None, Temperature] = None
+    top_p: Annotated[float | None, TopP] = None
+    frequency_penalty: Annotated[float | None, Penalty] = None
+    presence_penalty: Annotated[float | None, Penalty] = None
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: str | list[str]) -> list[str]:
+        stops = [value] if isinstance(value, str) else value
+        if len(stops) > MAX_STOPS or "" in stops:
+            raise ValueError(f"at most {MAX_STOPS} strings, none of them empty")
+        return stops
+
+    @model_validator(mode="after")
+    def _options_of_streams(self) -> "_Generation":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream true")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of one choice."""
+        return self.max_tokens
+
+    def sampler(self, base: Sampler) -> Sampler:
+        """Return `base` with the controls of this request.
+
+        Raises:
+            InputError: they contradict each other.
+        """
+        given = {
+            "max_denoising_steps": self.num_inference_steps,
+            "entropy_bound": self.entropy_bound,
+            "t_min": self.t_min,
+            "t_max": self.t_max,
+            "confidence_threshold": self.confidence_threshold,
+            "stability_threshold": self.stability_threshold,
+        }
+        try:
+            return replace(base, **{k: v for k, v in given.items() if v is not None})
+        except InputError as error:
+            raise InputError(str(error).removeprefix("generation config: ")) from error
+
+
+class TextPart(_Strict):
+    """Text of a message in parts."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One turn. Thoughts that a client sends back are not read: the template leaves them out."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    reasoning_content: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_only(cls, value: Any) -> Any:
+        parts: list[Any] = value if isinstance(value, list) else []
+        if any(isinstance(part, dict) and "image" in str(part.get("type")) for part in parts):
+            raise ValueError("images are not supported: this server reads text only")
+        return value
+
+    @model_validator(mode="after")
+    def _thoughts_are_the_models(self) -> "Message":
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise ValueError("reasoning_content: only in messages of the assistant")
+        return self
+
+    @property
+    def turn(self) -> dict[str, str]:
+        """What the chat template reads; OpenAI's developer is this model's system."""
+        role = "system" if self.role == "developer" else self.role
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": role, "content": text}
+
+
+class TemplateOptions(_Strict):
+    """What the chat template can be told."""
+
+    enable_thinking: bool = False
+
+
+class ResponseFormat(_Strict):
+    """Plain text is the only one."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(_Generation):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
+    chat_template_kwargs: TemplateOptions = Field(default_factory=TemplateOptions)
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> "ChatRequest":
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens: give it or max_completion_tokens, not both")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of one choice, thoughts included."""
+        return self.max_tokens or self.max_completion_tokens
+
+
+class CompletionRequest(_Generation):
+    """POST /v1/completions: no chat template, thinking is not told apart."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+
+    @field_validator("prompt")
+    @classmethod
+    def _not_empty(cls, value: Any) -> Any:
+        if not value or [] in value or len(as_prompts(value)) > MAX_CHOICES:
+            raise ValueError(f"must hold text or tokens, and at most {MAX_CHOICES} prompts")
+        return value
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or as token ids."""
+        return as_prompts(self.prompt)
+
+
+def as_prompts(prompt: Any) -> list[str | list[int]]:
+    """Return one prompt or several as a list."""
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    return list(prompt) if several else [prompt]

@@ -1,0 +1,234 @@
+"""One thread that owns the model: jobs wait, get a slot at a canvas boundary, and leave at one.
+
+    while there is work:
+        forget cancelled jobs -> admit waiting ones to free slots -> denoise one canvas for all slots
+        -> hand out what it added -> release the slots of jobs that are finished
+
+An answer's text is made here too, not on the event loop: a stop string must free its slot before the
+next canvas begins. Everything a job has to say goes through its `emit`, which is called on this
+thread. A failure of the engine fails the jobs that it was working on, nothing else.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quantize.errors import InputError
+from quantize.runtime import Sampler
+from quantize.runtime.engine import Engine
+from quantize.serve.failures import RequestError
+from quantize.serve.metrics import Metrics
+from quantize.serve.text import Answer, Delta
+
+LONGEST_RETRY = 60
+BROKEN_AFTER = 3  # failures of the engine in a row
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A canvas in the middle of denoising."""
+
+    canvas: int
+    step: int
+    tokens: list[int]
+    accepted: list[bool]
+
+
+Event = Delta | Draft | RequestError
+
+
+@dataclass(eq=False)
+class Job:
+    """One sample.
+
+    Attributes:
+        prompt: token ids.
+        seed: of its noise.
+        sampler: settings of its denoising.
+        answer: what becomes of it; read it after the last event only.
+        emit: gets its events, on the scheduler's thread; a `RequestError` or a finish is the last.
+        drafts: whether it wants to see every denoising step.
+    """
+
+    prompt: Sequence[int]
+    seed: int
+    sampler: Sampler
+    answer: Answer
+    emit: Callable[[Event], None]
+    drafts: bool = False
+    cancelled: bool = False
+    started: float = 0.0
+
+
+class Scheduler:
+    """Runs jobs on an engine.
+
+    Args:
+        engine: used by this thread only.
+        max_queue: jobs that may wait.
+        metrics: counts what happens.
+    """
+
+    def __init__(self, engine: Engine, *, max_queue: int, metrics: Metrics) -> None:
+        self.engine = engine
+        self.max_queue = max_queue
+        self.metrics = metrics
+        self._waiting: deque[Job] = deque()
+        self._running: dict[int, Job] = {}
+        self._changed = threading.Condition()
+        self._draining = self._stopped = False
+        self._seconds = 1.0  # a job's time in its slot, running mean
+        self._failures = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether new jobs have a chance."""
+        alive = self._thread.is_alive() and not self._draining
+        return alive and self._failures < BROKEN_AFTER
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Jobs that run and jobs that wait."""
+        return len(self._running), len(self._waiting)
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue the jobs of a request, all or none.
+
+        Raises:
+            RequestError: 503 while it shuts down; 429 when the queue is full; 400 for more jobs than it
+                could ever hold.
+        """
+        if len(jobs) > self.max_queue:
+            raise RequestError(400, f"n: {len(jobs)} choices, and the queue holds {self.max_queue}")
+        with self._changed:
+            if self._draining:
+                raise shutting_down()
+            if len(self._waiting) + len(jobs) > self.max_queue:
+                wait = 1 + int(self._seconds * len(self._waiting) / self.engine.capacity)
+                raise RequestError(
+                    429,
+                    f"the queue is full: {len(self._waiting)} of {self.max_queue} are waiting",
+                    code="queue_full",
+                    retry_after=min(wait, LONGEST_RETRY),
+                )
+            self._waiting.extend(jobs)
+            self._changed.notify()
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Let jobs end without another word: waiting ones now, running ones after their canvas."""
+        with self._changed:
+            for job in jobs:
+                job.cancelled = True
+                if job in self._waiting:
+                    self._waiting.remove(job)
+
+    def drain(self) -> None:
+        """Take no more jobs and refuse those that wait; running ones go on."""
+        with self._changed:
+            self._draining = True
+            refused, self._waiting = self._waiting, deque()
+            self._changed.notify()
+        for job in refused:
+            job.emit(shutting_down())
+
+    def stop(self) -> None:
+        """Drain, end running jobs after their canvas, and wait for the thread."""
+        self.drain()
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._wait():
+            self._leave([slot for slot, job in self._running.items() if job.cancelled])
+            self._admit()
+            if self._running:
+                self._step()
+            self.metrics.running.set(len(self._running))
+            self.metrics.waiting.set(len(self._waiting))
+        for slot in list(self._running):
+            self._running[slot].emit(shutting_down())
+            self._leave([slot])
+
+    def _wait(self) -> bool:
+        """Return when there is something to do: False when that is to stop."""
+        with self._changed:
+            while not (self._waiting or self._running or self._stopped):
+                self._changed.wait()
+            return not self._stopped
+
+    def _admit(self) -> None:
+        for slot in range(self.engine.capacity):
+            if slot in self._running:
+                continue
+            with self._changed:
+                job = self._waiting.popleft() if self._waiting else None
+            if job is None:
+                return
+            job.started = time.monotonic()
+            try:
+                self.engine.admit(slot, job.prompt, job.seed, job.sampler)
+            except InputError as error:
+                job.emit(RequestError(400, str(error), param="messages", code="invalid_prompt"))
+            except Exception:
+                self._fail([job])
+                self.engine.release(slot)
+            else:
+                self._running[slot] = job
+
+    def _step(self) -> None:
+        slots = sorted(self._running)
+        watched = any(self._running[slot].drafts for slot in slots)
+        started = time.monotonic()
+        try:
+            canvases = self.engine.denoise(slots, self._show if watched else None)
+        except Exception:  # a server outlives a batch: out of memory, a kernel's fault
+            self._fail([self._running[slot] for slot in slots])
+            self._leave(slots)
+            return
+        self._failures = 0
+        self.metrics.canvas(time.monotonic() - started, [canvas.steps for canvas in canvases])
+        for slot, canvas in zip(slots, canvases, strict=True):
+            job = self._running[slot]
+            delta = job.answer.add(canvas)
+            if delta.finish:
+                self._leave([slot])
+                self._seconds += 0.1 * (time.monotonic() - job.started - self._seconds)
+                self.metrics.finished(job.answer)
+            if not job.cancelled:
+                job.emit(delta)
+
+    def _show(self, slot: int, step: int, tokens: list[int], accepted: list[bool]) -> None:
+        job = self._running[slot]
+        if job.drafts and not job.cancelled:
+            job.emit(Draft(job.answer.sample.canvases, step, tokens, accepted))
+
+    def _leave(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.engine.release(slot)
+            del self._running[slot]
+
+    def _fail(self, jobs: Sequence[Job]) -> None:
+        self._failures += 1
+        self.metrics.failures.inc()
+        log.exception("the engine failed; %d samples are lost", len(jobs))
+        for job in jobs:
+            job.emit(
+                RequestError(500, "the engine failed; see the server's log", code="engine_failed")
+            )
+
+
+def shutting_down() -> RequestError:
+    """Return what a request hears that the shutdown leaves no time for."""
+    return RequestError(503, "the server is shutting down", code="shutting_down", retry_after=10)

@@ -1,0 +1,93 @@
+"""Start and stop: load the model, listen, and on SIGTERM finish what runs and refuse the rest."""
+
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from socket import socket
+from types import FrameType
+
+import torch
+import uvicorn
+
+from quantize.load import load
+from quantize.progress import say
+from quantize.recipe import ActivationMode
+from quantize.runtime import Sampler
+from quantize.runtime.chat import load_tokenizer
+from quantize.runtime.engine import Engine, ModelEngine
+from quantize.serve.app import Service, create_app
+from quantize.serve.metrics import Metrics
+from quantize.serve.options import KEY_VARIABLE, Options
+from quantize.serve.scheduler import Scheduler
+from quantize.serve.text import Text
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with a shutdown that speaks to the scheduler first."""
+
+    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, options: Options) -> None:
+        super().__init__(config)
+        self.scheduler = scheduler
+        self.options = options
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        """Listen, and say where."""
+        await super().startup(sockets)
+        for server in self.servers:
+            host, port = server.sockets[0].getsockname()[:2]
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            key = f"with the key of {KEY_VARIABLE}" if self.options.api_key else "without a key"
+            say(f"serving {self.options.model_name} at {url} {key}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Refuse what waits; give what runs its time, then end it with an answer too."""
+        if not self.should_exit:
+            # Not on this thread: it may hold the very lock that draining takes.
+            threading.Thread(target=self.scheduler.drain).start()
+            timer = threading.Timer(self.options.shutdown_grace, self.scheduler.stop)
+            timer.daemon = True
+            timer.start()
+        super().handle_exit(sig, frame)
+
+
+def open_engine(
+    checkpoint: Path, capacity: int, activations: ActivationMode, device: str
+) -> Engine:
+    """Load a checkpoint as an engine."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return ModelEngine(
+        load(checkpoint, activations=activations, dtype=dtype, device=device), capacity
+    )
+
+
+def serve(checkpoint: Path, options: Options, *, activations: ActivationMode, device: str) -> None:
+    """Serve a checkpoint until SIGINT or SIGTERM.
+
+    Raises:
+        InputError: a checkpoint that cannot be loaded.
+        ResourceError: it does not fit.
+    """
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    text = Text(load_tokenizer(checkpoint))
+    sampler = Sampler.from_checkpoint(checkpoint)
+    say(f"loading {checkpoint}")
+    engine = open_engine(checkpoint, options.max_num_seqs, activations, device)
+    metrics = Metrics()
+    scheduler = Scheduler(engine, max_queue=options.max_queue, metrics=metrics)
+    service = Service(scheduler, text, sampler, options)
+    config = uvicorn.Config(
+        create_app(service, metrics),
+        host=options.host,
+        port=options.port,
+        access_log=False,  # the guard logs, without addresses or queries
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=int(options.shutdown_grace) + 5,
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # uvicorn raises it again when all is done
+    Server(config, scheduler, options).run()

@@ -1,0 +1,141 @@
+"""Tokens to text that never changes: thoughts apart, stop strings, whole characters.
+
+A canvas is final when it is committed, but text is not always: its last bytes may be half a
+character, its last characters the beginning of a stop string. Both wait for the next canvas.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+from quantize.errors import InputError
+from quantize.runtime import Sample, Sampler
+from quantize.runtime.chat import Message, encode_chat
+from quantize.runtime.engine import Canvas
+
+OPEN, CLOSE, HEADER = "<|channel>", "<channel|>", "thought\n"
+HALF_CHARACTER = "\ufffd"
+
+Split = Callable[[Sequence[int]], tuple[str, str]]
+
+
+class Text:
+    """A tokenizer as the server uses it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._open, self._close = tokenizer.convert_tokens_to_ids([OPEN, CLOSE])
+        self.piece = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
+
+    def encode_chat(self, messages: Sequence[Message], *, thinking: bool) -> list[int]:
+        """Return the ids of a chat that ends where the model's turn begins.
+
+        Raises:
+            InputError: the chat template refuses it.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            return encode_chat(self.tokenizer, messages, thinking=thinking)
+        except TemplateError as error:
+            raise InputError(f"messages: the chat template refuses them: {error}") from error
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return the ids of plain text, with what the tokenizer puts before it."""
+        return list(self.tokenizer.encode(prompt))
+
+    def split(self, tokens: Sequence[int]) -> tuple[str, str]:
+        """Return (thoughts, answer): what the model wrote in its thinking channel, and the rest."""
+        thoughts: list[int] = []
+        answer: list[int] = []
+        into = answer
+        for token in tokens:
+            if token == self._open:
+                into = thoughts
+            elif token == self._close:
+                into = answer
+            else:
+                into.append(token)
+        thought = self._decode(thoughts)
+        return "" if HEADER.startswith(thought) else thought.removeprefix(HEADER), self._decode(
+            answer
+        )
+
+    def whole(self, tokens: Sequence[int]) -> tuple[str, str]:
+        """Return no thoughts and all text."""
+        return "", self._decode(tokens)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a canvas added to an answer; `finish` when it was the last."""
+
+    reasoning: str
+    content: str
+    finish: Literal["stop", "length"] | None
+
+
+@dataclass
+class Answer:
+    """One choice as it grows.
+
+    Attributes:
+        split: tokens to (thoughts, answer).
+        sampler: knows EOS and padding.
+        max_tokens: most tokens of the answer.
+        max_canvases: canvases that they can take.
+        stops: strings that end the answer, and are not part of it; thoughts may hold them.
+    """
+
+    split: Split
+    sampler: Sampler
+    max_tokens: int
+    max_canvases: int
+    stops: Sequence[str] = ()
+    sample: Sample = field(default_factory=Sample)
+    reasoning: str = ""
+    content: str = ""
+    finish: Literal["stop", "length"] | None = None
+
+    def add(self, canvas: Canvas) -> Delta:
+        """Commit a canvas and return the text that is certain now and was not before."""
+        self.sample.commit(canvas.tokens, canvas.steps, self.sampler)
+        reasoning, content = self.split(self.sample.tokens[: self.max_tokens])
+        content, stopped = cut(content, self.stops)
+        self.finish = self._finish(stopped)
+        if self.finish is None:
+            reasoning = reasoning.rstrip(HALF_CHARACTER)
+            content = content.rstrip(HALF_CHARACTER)
+            content = content[: len(content) - held(content, self.stops)]
+        delta = Delta(reasoning[len(self.reasoning) :], content[len(self.content) :], self.finish)
+        self.reasoning += delta.reasoning
+        self.content += delta.content
+        return delta
+
+    def _finish(self, stopped: bool) -> Literal["stop", "length"] | None:
+        ended = self.sample.finish == "eos" and len(self.sample.tokens) <= self.max_tokens
+        if stopped or ended:
+            return "stop"
+        over = len(self.sample.tokens) >= self.max_tokens
+        return "length" if over or self.sample.canvases >= self.max_canvases else None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer, EOS included as tokens per forward counts it."""
+        return min(self.sample.new_tokens, self.max_tokens)
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Return the text before the first stop string, and whether there was one."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return (text[: min(found)], True) if found else (text, False)
+
+
+def held(text: str, stops: Sequence[str]) -> int:
+    """Return how many of the last characters may turn out to begin a stop string."""
+    lengths = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+    return max(lengths, default=0)
