@@ -23,7 +23,7 @@ known to the device alone: a CUDA graph replays with other lengths.
 # numbers for `constexpr`.
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 import torch
 import triton

@@ -123,10 +123,12 @@ def grouped(
     )  # fmt: skip
 
 
-def lm_head(x: torch.Tensor, weight: Weight, softcap: float) -> torch.Tensor:
+def lm_head(
+    x: torch.Tensor, weight: Weight, softcap: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """See `ops.lm_head`."""
     config = tuning.choose("lm_head", weight.scheme, len(x), *weight.shape[1:], x.device)
-    return head(*_quantize(x, weight), weight, softcap, config)
+    return head(*_quantize(x, weight), weight, softcap, config, out)
 
 
 def head(
@@ -135,10 +137,11 @@ def head(
     weight: Weight,
     softcap: float,
     config: tuning.Config,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """lm_head with activations as `_quantize` returns them."""
     w_scale = None if weight.scale is None else weight.scale[0]
-    return vocabulary.lm_head(x, weight.data[0], x_scale, w_scale, softcap, config)
+    return vocabulary.lm_head(x, weight.data[0], x_scale, w_scale, softcap, config, out)
 
 
 def soft_embedding(

@@ -124,12 +124,24 @@ def quantize_rows(
     return quantize_rows_op(x, norm_weight, eps, fuse, scheme)
 
 
-def lm_head(x: torch.Tensor, weight: Weight, softcap: float) -> torch.Tensor:
-    """X bf16 [M, H], weight bf16 or fp8 [1, V, H] -> softcap * tanh(x @ w.T / softcap), bf16 [M, V]."""
+def lm_head(
+    x: torch.Tensor, weight: Weight, softcap: float, out: OptionalTensor = None
+) -> torch.Tensor:
+    """X bf16 [M, H], weight bf16 or fp8 [1, V, H] -> softcap * tanh(x @ w.T / softcap), bf16 [M, V].
+
+    `out` receives the logits: 134 MB that a captured step then does not have to copy.
+    """
     _check_width(x, weight)
     if weight.scheme not in ("bf16", "fp8", "int8"):
         raise ValueError(f"lm_head takes bf16, fp8 or int8 weights, not {weight.scheme}")
-    return lm_head_op(x, weight.data, weight.scale, weight.scheme, softcap)
+    if out is None:
+        return lm_head_op(x, weight.data, weight.scale, weight.scheme, softcap)
+    if not x.is_cuda:
+        return out.copy_(lm_head_op(x, weight.data, weight.scale, weight.scheme, softcap))
+    from fused_dequant import launch
+
+    require(weight.scheme, x.device)
+    return launch.lm_head(x.contiguous(), weight, softcap, out)
 
 
 def soft_embedding(

@@ -81,13 +81,14 @@ def lm_head(
     w_scale: torch.Tensor | None,
     cap: float,
     config: dict[str, int],
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """X [M, H], w [V, H], both bf16 or both 8-bit with scales f32 [M] and [V] -> bf16 [M, V].
 
     Rows must be multiples of 16 bytes: V % 8 == 0 and H % 8 == 0 (16 for 8-bit).
     """
     (M, H), V = x.shape, len(w)
-    y = torch.empty(M, V, dtype=torch.bfloat16, device=x.device)
+    y = torch.empty(M, V, dtype=torch.bfloat16, device=x.device) if out is None else out
     BM, BN, BK = config["BM"], config["BN"], config["BK"]
     tiles = triton.cdiv(M, BM) * triton.cdiv(V, BN)
     programs = min(tiles, processors(x.device))

@@ -1,0 +1,280 @@
+"""DiffusionGemma's text stack on the fused kernels: encoder and decoder over one cache.
+
+Both run the same layers. The encoder is causal and its keys and values stay; the decoder denoises a
+canvas behind them, and writes the canvas' keys and values into the cells that follow, where the next
+pass overwrites them. What a row sees is a run of positions (`fused_dequant.attention`):
+
+    encoder, full      0 .. p                     encoder, sliding   p - window + 1 .. p
+    decoder, full      0 .. context + L - 1       decoder, sliding   context - window + 1 .. the same
+
+Nothing here asks the host for a number that is on the device, so a pass of fixed shape is one CUDA
+graph. Activations are bf16 and rounded where transformers' bf16 model rounds; the logits are too, after
+their softcap, where transformers keeps float32.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fused_dequant import (
+    Weight,
+    after_attention,
+    after_experts,
+    attend,
+    attention_heads,
+    choose_experts,
+    experts,
+    linear,
+    linear_quantized,
+    lm_head,
+    quantize_rows,
+    reference,
+    soft_embedding,
+)
+from torch import Tensor
+
+from quantize.runtime.packed import LayerWeights, Rows, TextWeights
+
+EIGHT_BIT = ("fp8", "int8")
+CELLS = 128  # the kernels want capacities in multiples of this
+Activation = tuple[Tensor, Tensor | None]  # bf16 and None, or 8-bit codes and a scale a token
+
+
+def _rounded_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of every layer: bf16 [slots, capacity, key heads, head dim].
+
+    Full layers hold `max_context` positions, sliding ones a ring of a window and a chunk.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(
+        cls, config: Any, slots: int, max_context: int, chunk: int, device: torch.device
+    ) -> "Cache":
+        """Allocate zeros for `slots` sequences, to which at most `chunk` tokens are added at once."""
+        text = config.text_config
+        full = _rounded_up(max_context, CELLS)
+        ring = min(full, _rounded_up(text.sliding_window - 1 + chunk, CELLS))
+        layers = [
+            torch.zeros(
+                2, slots, ring if kind == "sliding_attention" else full,
+                text.per_layer_config[i].num_key_value_heads, text.per_layer_config[i].head_dim,
+                dtype=torch.bfloat16, device=device,
+            )
+            for i, kind in enumerate(text.layer_types)
+        ]  # fmt: skip
+        return cls(tuple(kv[0] for kv in layers), tuple(kv[1] for kv in layers))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all cells."""
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the rows of one pass stand: B sequences of n rows each, flattened.
+
+    slots int32 [B]; positions int32 [B * n]; first and last by kind of layer, int32 [B * n].
+    """
+
+    slots: Tensor
+    positions: Tensor
+    sliding: tuple[Tensor, Tensor]
+    full: tuple[Tensor, Tensor]
+
+
+class FusedModel:
+    """The text stack over one cache.
+
+    Args:
+        weights: of `load_packed` or `random_weights`.
+        cache: of `Cache.allocate`.
+    """
+
+    def __init__(self, weights: TextWeights, cache: Cache) -> None:
+        self.weights, self.cache = weights, cache
+        text = weights.config.text_config
+        self.window: int = text.sliding_window
+        self.eps: float = text.rms_norm_eps
+        self.softcap: float = text.final_logit_softcapping
+        self.topk: int = text.top_k_experts
+        self.heads: int = text.num_attention_heads
+        self.frequencies = _rope_frequencies(text, weights.device)
+        # bf16(sqrt(H)), as transformers multiplies embeddings
+        self.embed_scale = torch.tensor(text.hidden_size**0.5, dtype=torch.bfloat16).item()
+
+    def encode(self, tokens: Tensor, slots: Tensor, start: Tensor) -> None:
+        """Append tokens [B, n] to the sequences in `slots` [B], from position `start` [B] on."""
+        h = self._embed(tokens.flatten())
+        rows = self._encoder_rows(slots, start, tokens.shape[1])
+        self._layers(h, rows, decoder=False)
+
+    def decode(
+        self, canvas: Tensor, slots: Tensor, context: Tensor, signal: Tensor | None, out: Tensor
+    ) -> None:
+        """Write the soft-capped logits of a canvas into `out`.
+
+        Args:
+            canvas: [B, L] token ids.
+            slots: int32 [B].
+            context: int32 [B], positions encoded before the canvas.
+            signal: bf16 [B * L, H] soft embedding of the step before, None at the first step.
+            out: bf16 [B * L, V].
+        """
+        h = self._condition(self._embed(canvas.flatten()), signal)
+        h = self._layers(h, self._decoder_rows(slots, context, canvas.shape[1]), decoder=True)
+        lm_head(h, self.weights.head, self.softcap, out=out)
+
+    def soft_embedding(self, logits: Tensor, inverse_temperature: Tensor) -> Tensor:
+        """Return softmax(logits / T) @ embedding, scaled as embeddings are: bf16 [M, H]."""
+        return (
+            soft_embedding(logits, self.weights.embedding, inverse_temperature) * self.embed_scale
+        )
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weights.embedding) * self.embed_scale
+
+    def _condition(self, h: Tensor, signal: Tensor | None) -> Tensor:
+        """Add the self-conditioning signal and normalise; the norm applies without a signal too."""
+        if signal is not None:
+            own = self.weights.self_conditioning
+            x = self._norm(signal, own.pre_norm)
+            h = h + linear(_gelu_mul(linear(x, own.gate_up)), own.down)
+        return self._norm(h, None)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return reference.rms_norm(x.float(), weight, self.eps).to(x.dtype)
+
+    def _layers(self, h: Tensor, rows: Placement, *, decoder: bool) -> Tensor:
+        """Run the layers; return the decoder's normalised output. The encoder stops at the last
+        layer's keys and values: nothing reads what comes after them.
+        """
+        layers = self.weights.layers
+        angles = {s: self._cos_sin(rows.positions, s) for s in {layer.sliding for layer in layers}}
+        x = _activation(self._norm(h, layers[0].norms["input"]), _scheme(layers[0].qkv))
+        for index, layer in enumerate(layers):
+            last = index + 1 == len(layers)
+            q = self._heads(index, layer, x, rows, angles[layer.sliding])
+            if last and not decoder:
+                break
+            h, x = self._rest(index, layer, h, q, rows, decoder=decoder)
+        return x[0]
+
+    def _heads(
+        self,
+        index: int,
+        layer: LayerWeights,
+        x: Activation,
+        rows: Placement,
+        angles: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        qkv = _product(x, layer.qkv)
+        return attention_heads(
+            qkv, layer.q_norm, layer.k_norm, *angles, rows.slots, rows.positions,
+            self.cache.keys[index], self.cache.values[index], self.heads, self.eps,
+        )  # fmt: skip
+
+    def _rest(
+        self,
+        index: int,
+        layer: LayerWeights,
+        h: Tensor,
+        q: Tensor,
+        rows: Placement,
+        *,
+        decoder: bool,
+    ) -> tuple[Tensor, Activation]:
+        """Attend, then the dense and the routed branch; return h and the next layer's input."""
+        visible = rows.sliding if layer.sliding else rows.full
+        keys, values = self.cache.keys[index], self.cache.values[index]
+        o = linear(attend(q, keys, values, rows.slots, *visible).flatten(1), layer.o)
+        n = layer.norms
+        before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
+        h, x, x_experts, x_router = after_attention(h, o, before, _scheme(layer.gate_up), self.eps)
+        dense = _down(_product(x, layer.gate_up), layer.down)
+        ids, routing = choose_experts(
+            F.linear(x_router, layer.router), layer.per_expert_scale, self.topk
+        )
+        routed = experts(x_experts, ids, routing, layer.experts_gate_up, layer.experts_down)
+        norm, scheme = self._next(index)
+        after = (n["post_dense"], n["post_experts"], n["post"], norm)
+        scalar = layer.decoder_scalar if decoder else layer.encoder_scalar
+        return after_experts(h, dense, routed, after, scalar, scheme, self.eps)
+
+    def _next(self, index: int) -> tuple[Tensor, str]:
+        """Return the norm and the scheme of what follows a layer: the next, or the final norm."""
+        layers = self.weights.layers
+        if index + 1 == len(layers):
+            return self.weights.norm, "bf16"
+        return layers[index + 1].norms["input"], _scheme(layers[index + 1].qkv)
+
+    def _cos_sin(self, positions: Tensor, sliding: bool) -> tuple[Tensor, Tensor]:
+        angle = positions[:, None].float() * self.frequencies[sliding]
+        return angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)
+
+    def _encoder_rows(self, slots: Tensor, start: Tensor, n: int) -> Placement:
+        steps = torch.arange(n, dtype=torch.int32, device=slots.device)
+        positions = (start[:, None] + steps).flatten()
+        first = (positions - self.window + 1).clamp(min=0)
+        return Placement(
+            slots, positions, (first, positions), (torch.zeros_like(positions), positions)
+        )
+
+    def _decoder_rows(self, slots: Tensor, context: Tensor, length: int) -> Placement:
+        steps = torch.arange(length, dtype=torch.int32, device=slots.device)
+        positions = (context[:, None] + steps).flatten()
+        first = (context - self.window + 1).clamp(min=0).repeat_interleave(length)
+        last = (context + (length - 1)).repeat_interleave(length)
+        return Placement(slots, positions, (first, last), (torch.zeros_like(positions), last))
+
+
+def _rope_frequencies(text: Any, device: torch.device) -> dict[bool, Tensor]:
+    """Inverse frequencies [D / 2] of sliding (True) and full layers, as transformers makes them."""
+    from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
+        DiffusionGemmaTextRotaryEmbedding,
+    )
+
+    rotary: Any = DiffusionGemmaTextRotaryEmbedding(text)
+    kinds = {kind: kind == "sliding_attention" for kind in set(text.layer_types)}
+    return {
+        sliding: getattr(rotary, f"{kind}_inv_freq").float().to(device)
+        for kind, sliding in kinds.items()
+    }
+
+
+def _scheme(rows: Sequence[Weight]) -> str:
+    """Return the scheme that an input shared by several weights is quantized with, or bf16."""
+    schemes = {weight.scheme for weight in rows}
+    return next(iter(schemes)) if len(schemes) == 1 and schemes <= set(EIGHT_BIT) else "bf16"
+
+
+def _activation(x: Tensor, scheme: str) -> Activation:
+    return quantize_rows(x, scheme) if scheme in EIGHT_BIT else (x, None)
+
+
+def _product(x: Activation, rows: Rows) -> Tensor:
+    """Multiply by one matrix, or by several side by side: bf16 [M, sum of N]."""
+    codes, scale = x
+    parts = [linear(codes, w) if scale is None else linear_quantized(codes, scale, w) for w in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, rounded to bf16 after each as transformers does."""
+    return reference.gelu_mul(*gate_up.chunk(2, -1))
+
+
+def _down(gate_up: Tensor, down: Weight) -> Tensor:
+    if down.scheme in EIGHT_BIT:
+        return linear_quantized(*quantize_rows(gate_up, down.scheme, fuse="gelu_mul"), down)
+    return linear(_gelu_mul(gate_up), down)

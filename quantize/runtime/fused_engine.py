@@ -1,0 +1,333 @@
+"""The `Engine` on the fused kernels: slots of one cache, each denoising step one CUDA graph.
+
+A canvas of B sequences is one replay of the first step's graph (no self-conditioning yet) and then one
+replay of the next step's for every further step:
+
+    soft embedding of the last logits -> decoder -> lm_head -> sample -> accept
+
+All that changes between replays is in device memory: canvas, step, temperature, slots, context. Graphs
+are captured on first use for a bucket of sequences (1, 2, 4, 8, ...) and a sampler's settings; a batch
+between two buckets repeats its first sequence, which writes the same values to the same cells. The host
+learns that all have stopped from a flag that travels one step behind, so it never waits for a step
+before it starts the next; sequences that have stopped are left as they are meanwhile.
+
+Prompts are encoded one by one in chunks; what a batch committed is encoded together, again as a graph.
+On a CPU the same calls run without graphs, on the kernels' torch references.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from fused_dequant import denoising, reference
+from torch import Tensor
+
+from quantize.errors import InputError, ResourceError
+from quantize.runtime.engine import Canvas, OnDraft
+from quantize.runtime.fused import Cache, FusedModel
+from quantize.runtime.packed import TextWeights
+from quantize.runtime.sampler import Sampler
+
+CHUNK = 1024  # prompt tokens of one encoder pass
+CAPTURED = 8  # (bucket, settings) whose graphs are kept
+
+
+@dataclass
+class _Sequence:
+    """What a slot holds: positions encoded, and the canvas that is not encoded yet."""
+
+    seed: int
+    sampler: Sampler
+    context: int = 0
+    canvases: int = 0
+    unencoded: list[int] = field(default_factory=list)
+
+
+class FusedEngine:
+    """Denoise canvases of up to `capacity` sequences on the fused kernels.
+
+    Args:
+        weights: of `load_packed` or `random_weights`.
+        capacity: slots; a power of two wastes nothing.
+        max_context: positions a sequence may take, prompt and answer; None for 8,192 or the model's
+            limit, whichever is less. Full layers' keys are allocated for all of them.
+        graphs: replay CUDA graphs; False runs every step kernel by kernel.
+
+    Raises:
+        ResourceError: the cache does not fit beside the weights.
+    """
+
+    def __init__(
+        self,
+        weights: TextWeights,
+        *,
+        capacity: int = 4,
+        max_context: int | None = None,
+        graphs: bool = True,
+    ) -> None:
+        config = weights.config
+        limit: int = config.text_config.max_position_embeddings
+        if max_context is not None and not 0 < max_context <= limit:
+            raise InputError(f"max_context {max_context}: this model takes 1 to {limit} positions")
+        self.capacity = capacity
+        self.canvas_length: int = config.canvas_length
+        self.max_length = min(max_context or 8192, limit)
+        self.device = weights.device
+        self._chunk = max(CHUNK, self.canvas_length)
+        self._vocabulary: int = config.text_config.vocab_size
+        self._reserved: int | None = config.image_token_id
+        try:
+            cache = Cache.allocate(config, capacity, self.max_length, self._chunk, self.device)
+            bucket = _bucket(capacity)
+            self._logits = torch.empty(
+                bucket * self.canvas_length, self._vocabulary,
+                dtype=torch.bfloat16, device=self.device,
+            )  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                f"no GPU memory for {capacity} sequences of {self.max_length} positions beside "
+                f"{weights.nbytes / 1e9:.1f} GB of weights; lower the context or the batch"
+            ) from error
+        self.model = FusedModel(weights, cache)
+        self._graphs = graphs and self.device.type == "cuda"
+        self._slots: dict[int, _Sequence] = {}
+        self._steps: OrderedDict[tuple[int, Sampler], _Step] = OrderedDict()
+        self._commits: dict[int, _Commit] = {}
+
+    def admit(self, slot: int, prompt: Sequence[int], seed: int, sampler: Sampler) -> None:
+        """Encode a prompt into a free slot.
+
+        Raises:
+            InputError: an empty prompt, one with tokens outside the vocabulary or an image, or one
+                behind which no canvas fits; or the slot is taken or does not exist.
+        """
+        if slot in self._slots or not 0 <= slot < self.capacity:
+            raise InputError(f"slot {slot} of {self.capacity} is not free")
+        self._check(prompt)
+        tokens = torch.tensor([list(prompt)], device=self.device)
+        at = self._integers([slot])
+        for start in range(0, len(prompt), self._chunk):
+            self.model.encode(tokens[:, start : start + self._chunk], at, self._integers([start]))
+        self._slots[slot] = _Sequence(seed, _denoising(sampler), len(prompt))
+
+    def denoise(self, slots: Sequence[int], on_draft: OnDraft | None = None) -> list[Canvas]:
+        """Denoise the next canvas of each slot, those of equal settings as one batch."""
+        for slot in slots:
+            sequence = self._slots[slot]
+            if sequence.context + len(sequence.unencoded) + self.canvas_length > self.max_length:
+                raise InputError(f"slot {slot}: no canvas fits within {self.max_length} positions")
+        self._encode_last(slots)
+        groups: dict[Sampler, list[int]] = {}
+        for slot in slots:
+            groups.setdefault(self._slots[slot].sampler, []).append(slot)
+        done: dict[int, Canvas] = {}
+        for sampler, group in groups.items():
+            done |= self._denoise(group, sampler, on_draft)
+        return [done[slot] for slot in slots]
+
+    def release(self, slot: int) -> None:
+        """Free a slot; one that is free already stays so."""
+        self._slots.pop(slot, None)
+
+    def _check(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise InputError("the prompt is empty")
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            raise InputError(f"the prompt has a token outside the vocabulary of {self._vocabulary}")
+        if self._reserved in prompt:
+            raise InputError("the prompt has an image placeholder; images are not read here")
+        if len(prompt) + self.canvas_length > self.max_length:
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens: no canvas of {self.canvas_length} fits behind "
+                f"it within {self.max_length} positions"
+            )
+
+    def _integers(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=self.device)
+
+    def _encode_last(self, slots: Sequence[int]) -> None:
+        """Encode the canvas that each slot finished last, all of them in one pass."""
+        behind = [slot for slot in slots if self._slots[slot].unencoded]
+        if not behind:
+            return
+        rows = _padded(behind)
+        sequences = [self._slots[slot] for slot in rows]
+        commit = self._commits.get(len(rows))
+        if commit is None:
+            commit = self._commits[len(rows)] = _Commit(self.model, len(rows), self.canvas_length)
+        tokens = torch.tensor([s.unencoded for s in sequences], device=self.device)
+        commit.tokens.copy_(tokens)
+        commit.slots.copy_(self._integers(rows))
+        commit.start.copy_(self._integers([s.context for s in sequences]))
+        commit.run(self._graphs)
+        for slot in behind:
+            sequence = self._slots[slot]
+            sequence.context += self.canvas_length
+            sequence.unencoded = []
+
+    def _denoise(
+        self, slots: list[int], sampler: Sampler, on_draft: OnDraft | None
+    ) -> dict[int, Canvas]:
+        rows = _padded(slots)
+        sequences = [self._slots[slot] for slot in rows]
+        step = self._step(len(rows), sampler)
+        seeds = torch.tensor([s.seed for s in sequences], dtype=torch.int64, device=self.device)
+        canvases = torch.tensor([s.canvases for s in sequences], device=self.device)
+        step.begin(
+            self._integers(rows), self._integers([s.context for s in sequences]), seeds, canvases
+        )
+        show = None if on_draft is None else lambda n: _show(step.state, slots, n, on_draft)
+        step.run(self._graphs, show)
+        tokens, steps = step.state.argmax.tolist(), (step.state.step - 1).tolist()
+        for slot, committed in zip(slots, tokens, strict=False):
+            sequence = self._slots[slot]
+            sequence.canvases += 1
+            sequence.unencoded = committed
+        found = zip(slots, tokens, steps, strict=False)
+        return {slot: Canvas(committed, count) for slot, committed, count in found}
+
+    def _step(self, rows: int, sampler: Sampler) -> "_Step":
+        key = (rows, sampler)
+        if key not in self._steps:
+            self._steps[key] = _Step(self.model, rows, sampler, self._logits)
+            if len(self._steps) > CAPTURED:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(key)
+        return self._steps[key]
+
+
+def _denoising(sampler: Sampler) -> Sampler:
+    """The settings that a canvas depends on, the rest as the defaults: equal ones share a graph."""
+    return replace(sampler, max_new_tokens=1, max_length=None, eos_token_ids=(), pad_token_id=None)
+
+
+def _bucket(rows: int) -> int:
+    """The next power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
+def _padded(slots: Sequence[int]) -> list[int]:
+    """Repeat the first slot up to the bucket."""
+    return [*slots, *[slots[0]] * (_bucket(len(slots)) - len(slots))]
+
+
+def _captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Run once, so that every kernel is compiled, and capture."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+class _Commit:
+    """The encoder's pass over a canvas of `rows` sequences."""
+
+    def __init__(self, model: FusedModel, rows: int, length: int) -> None:
+        device = model.weights.device
+        self.tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        self.slots, self.start = torch.zeros(2, rows, dtype=torch.int32, device=device)
+        self._model = model
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self, graphs: bool) -> None:
+        """Encode; the inputs are set already, so capturing does nothing that is not wanted."""
+        if not graphs:
+            self._encode()
+            return
+        if self._graph is None:
+            self._graph = _captured(self._encode)
+        self._graph.replay()
+
+    def _encode(self) -> None:
+        self._model.encode(self.tokens, self.slots, self.start)
+
+
+class _Step:
+    """The denoising steps of `rows` sequences under one sampler."""
+
+    def __init__(self, model: FusedModel, rows: int, sampler: Sampler, logits: Tensor) -> None:
+        device, length = model.weights.device, model.weights.config.canvas_length
+        self._model, self._sampler = model, sampler
+        self._logits = logits[: rows * length]
+        self._slots, self._context = torch.zeros(2, rows, dtype=torch.int32, device=device)
+        steps = range(1, sampler.max_denoising_steps + 1)
+        self._schedule = torch.stack([sampler.temperature(step) for step in steps]).to(device)
+        canvas = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.state = denoising.CanvasState.begin(canvas, seeds, sampler.stability_threshold)
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        pinned = device.type == "cuda"
+        self._flags = [torch.zeros(rows, dtype=torch.bool, pin_memory=pinned) for _ in range(2)]
+
+    def begin(self, slots: Tensor, context: Tensor, seeds: Tensor, canvases: Tensor) -> None:
+        """Set the state before the first step: canvases of noise, addressed by seed and index."""
+        rows, length = self.state.canvas.shape
+        first = torch.zeros(rows, dtype=torch.int32, device=seeds.device)
+        noise = reference.uniforms(seeds, canvases, first, length)[..., 1]
+        vocabulary = self._logits.shape[1]
+        fresh = denoising.CanvasState.begin(
+            (noise * vocabulary).long(), seeds, self._sampler.stability_threshold
+        )
+        for name, tensor in vars(fresh).items():
+            getattr(self.state, name).copy_(tensor)
+        self.state.canvas_index.copy_(canvases)
+        self._slots.copy_(slots)
+        self._context.copy_(context)
+
+    def run(self, graphs: bool, show: Callable[[int], None] | None) -> None:
+        """Take steps until all sequences have stopped, or the last step is taken."""
+        arrived: list[torch.cuda.Event] = []
+        for step in range(1, self._sampler.max_denoising_steps + 1):
+            self._take(step == 1, graphs)
+            if show is not None:
+                show(step)
+            if not self._flags[0].is_pinned():
+                if bool(self.state.finished.all()):
+                    return
+                continue
+            if step > 1:  # whether all had stopped by the step before this one
+                arrived[-1].synchronize()
+                if bool(self._flags[(step - 1) % 2].all()):
+                    return
+            self._flags[step % 2].copy_(self.state.finished, non_blocking=True)
+            arrived.append(torch.cuda.Event())
+            arrived[-1].record()
+
+    def _take(self, first: bool, graphs: bool) -> None:
+        if not graphs:
+            self._compute(first)
+            return
+        if first not in self._graphs:
+            before = {name: tensor.clone() for name, tensor in vars(self.state).items()}
+            logits = None if first else self._logits.clone()
+            self._graphs[first] = _captured(lambda: self._compute(first))
+            for name, tensor in before.items():
+                getattr(self.state, name).copy_(tensor)
+            if logits is not None:
+                self._logits.copy_(logits)
+        self._graphs[first].replay()
+
+    def _compute(self, first: bool) -> None:
+        state, sampler = self.state, self._sampler
+        signal = None
+        if not first:
+            signal = self._model.soft_embedding(self._logits, state.inverse_temperature.flatten())
+        self._model.decode(state.canvas, self._slots, self._context, signal, self._logits)
+        logits = self._logits.view(*state.canvas.shape, -1)
+        denoising.accept(
+            denoising.sample(logits, state, self._schedule), state, self._schedule,
+            entropy_bound=sampler.entropy_bound,
+            confidence_threshold=sampler.confidence_threshold,
+        )  # fmt: skip
+
+
+def _show(state: denoising.CanvasState, slots: Sequence[int], step: int, on_draft: OnDraft) -> None:
+    for row, slot in enumerate(slots):
+        if int(state.step[row]) == step + 1:  # it took this step
+            on_draft(slot, step, state.argmax[row].tolist(), state.accepted[row].tolist())
