@@ -222,7 +222,7 @@ CASES = [
             "cap": "fp32",
         }
         | dict.fromkeys(("M", "V", "H", "programs"), "i32"),
-        tile(SCALED=False, BM=64, BN=128, BK=64),
+        tile(SCALED=False, HARDWARE=True, BM=64, BN=128, BK=64),
         HALF,
         {"num_warps": 8, "num_stages": 3},
     ),

@@ -32,9 +32,19 @@ def gelu_mul(gate, up):
 
 
 @triton.jit
-def softcap(x, cap):
-    """Cap * tanh(x / cap). The division by cap is of numbers, not of the tile: one a thread."""
-    return cap * (1.0 - 2.0 / (tl.exp(x * (2.0 / cap)) + 1.0))
+def tanh(x, HARDWARE: tl.constexpr):
+    """1 - 2 / (exp(2x) + 1) has no overflow.
+
+    HARDWARE: one instruction instead of an exponential and a division, with a relative error of at
+    most 2^-11 (PTX manual), a quarter of bf16's spacing; inline assembly is not interpreted.
+    """
+    if HARDWARE:
+        y = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+    return y
 
 
 @triton.jit

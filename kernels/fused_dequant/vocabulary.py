@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_dequant.tiles import softcap
+from fused_dequant.tiles import tanh
 
 
 @triton.jit
@@ -53,6 +53,7 @@ def lm_head_kernel(
     cap,
     programs,
     SCALED: tl.constexpr,
+    HARDWARE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -64,14 +65,16 @@ def lm_head_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(0, H, BK):
             acc = tl.dot(x.load([m, k]), w.load([n, k]).T, acc)
-        if SCALED:
+        if SCALED:  # loaded before the products they would take 66 registers and spill
             row, column = m + tl.arange(0, BM), n + tl.arange(0, BN)
-            acc *= tl.load(x_scale + row, mask=row < M, other=0.0)[:, None]
+            acc *= tl.load(x_scale + row, mask=row < M, other=0.0)[:, None] / cap
             acc *= tl.load(w_scale + column, mask=column < V, other=0.0)[None, :]
+        else:
+            acc *= 1.0 / cap
         # Two halves: the staging buffer of the store takes half the shared memory.
         left, right = tl.split(acc.reshape(BM, 2, BN // 2).permute(0, 2, 1))
-        y.store([m, n], softcap(left, cap).to(tl.bfloat16))
-        y.store([m, n + BN // 2], softcap(right, cap).to(tl.bfloat16))
+        y.store([m, n], (cap * tanh(left, HARDWARE)).to(tl.bfloat16))
+        y.store([m, n + BN // 2], (cap * tanh(right, HARDWARE)).to(tl.bfloat16))
 
 
 def lm_head(
@@ -96,7 +99,8 @@ def lm_head(
         TensorDescriptor.from_tensor(x, [BM, BK]), TensorDescriptor.from_tensor(w, [BN, BK]),
         TensorDescriptor.from_tensor(y, [BM, BN // 2]),
         y if x_scale is None else x_scale, y if w_scale is None else w_scale,
-        M, V, H, cap, programs, SCALED=x_scale is not None, **config,
+        M, V, H, cap, programs, SCALED=x_scale is not None, HARDWARE=x.device.type != "cpu",
+        **config,
     )  # fmt: skip
     return y
 
