@@ -22,6 +22,7 @@ NOISE_FLOOR = click.option(
     "--noise-floor", is_flag=True,
     help="Score BF16 once more with another seed: what no quantization at all looks like.",
 )  # fmt: skip
+REAL_MODEL = "google/diffusiongemma-26B-A4B-it"
 STAGE_NAMES = ("plan", "calibrate", "convert", "verify", "fidelity", "evaluate", "report")
 EXIT_CODES = """\b
 Exit codes:
@@ -363,6 +364,87 @@ def _served_name(checkpoint: str, folder: Path) -> str:
         return checkpoint
     path = folder.resolve()
     return path.parent.name if path.name == "checkpoint" else path.name
+
+
+@cli.command()
+@click.argument("checkpoint", required=False)
+@click.option(
+    "--random-weights", metavar="MIX",
+    help="Random weights of the exact 26B shape instead: bf16, fp8, int8, nvfp4 or nvfp4_fp8.",
+)  # fmt: skip
+@click.option(
+    "--steps", multiple=True, default=("16",), show_default=True, metavar="N|adaptive",
+    help="Denoising steps of a canvas: fixed, or as the checkpoint stops. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--batch", "batches", multiple=True, type=click.IntRange(1, 64), default=(1,),
+    show_default=True, help="Canvases denoised together. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--context", type=click.IntRange(1), default=1024, show_default=True, help="Prompt tokens."
+)
+@click.option(
+    "--canvases", type=click.IntRange(1), default=5, show_default=True,
+    help="Canvases measured for each row; the median counts.",
+)  # fmt: skip
+@click.option(
+    "--lm-head", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True,
+    help="fp8 rounds the output embedding at load, which no accuracy here was measured with.",
+)  # fmt: skip
+@click.option(
+    "--experts-hit", type=click.IntRange(8, 128),
+    help="With random weights: route to so many experts only.",
+)  # fmt: skip
+@click.option(
+    "--hourly-price", type=float, help="Of the machine: adds the cost of a million tokens."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def bench(
+    checkpoint: str | None,
+    random_weights: str | None,
+    steps: tuple[str, ...],
+    batches: tuple[int, ...],
+    context: int,
+    canvases: int,
+    lm_head: str,
+    experts_hit: int | None,
+    hourly_price: float | None,
+    as_json: bool,
+) -> None:
+    """Measure how fast a checkpoint denoises on this GPU, and how far from the floor.
+
+    CHECKPOINT is a folder or a Hub id; leave it out with --random-weights. Shows ms per forward and
+    per canvas, tokens/s, time to the first canvas, memory, and where a step's time goes.
+
+    
+      quantize bench outputs/nvfp4-3f2a91c/checkpoint --steps 10 --steps adaptive --batch 1 --batch 4
+      quantize bench --random-weights nvfp4 --batch 1 --batch 4
+    """
+    from rich.console import Console
+
+    from quantize.bench import bench as measure
+    from quantize.bench import tables, to_json
+    from quantize.checkpoint import known_config, resolve
+
+    if (checkpoint is None) == (random_weights is None):
+        raise click.UsageError("name a CHECKPOINT, or a mix of --random-weights")
+    result = measure(
+        None if checkpoint is None else resolve(None if checkpoint == "bundled" else checkpoint),
+        random=random_weights,
+        config=known_config(REAL_MODEL),
+        steps=steps,
+        batches=sorted(set(batches)),
+        context=context,
+        canvases=canvases,
+        lm_head=lm_head,
+        experts_hit=experts_hit,
+        hourly_price=hourly_price,
+    )
+    if as_json:
+        click.echo(to_json(result))
+        return
+    for table in tables(result):
+        Console().print(table)
 
 
 @cli.command()

@@ -8,8 +8,9 @@ pass overwrites them. What a row sees is a run of positions (`fused_dequant.atte
     decoder, full      0 .. context + L - 1       decoder, sliding   context - window + 1 .. the same
 
 Nothing here asks the host for a number that is on the device, so a pass of fixed shape is one CUDA
-graph. Activations are bf16 and rounded where transformers' bf16 model rounds; the logits are too, after
-their softcap, where transformers keeps float32.
+graph. `part` names what belongs together, for a profile's breakdown. Activations are bf16 and rounded
+where transformers' bf16 model rounds; the logits are too, after their softcap, where transformers keeps
+float32.
 """
 
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from fused_dequant import (
     soft_embedding,
 )
 from torch import Tensor
+from torch.profiler import record_function as part
 
 from quantize.runtime.packed import LayerWeights, Rows, TextWeights
 
@@ -99,10 +101,14 @@ class FusedModel:
     Args:
         weights: of `load_packed` or `random_weights`.
         cache: of `Cache.allocate`.
+
+    Attributes:
+        routed: None, or a list to which every pass adds the expert ids [M, topk] of each layer.
     """
 
     def __init__(self, weights: TextWeights, cache: Cache) -> None:
         self.weights, self.cache = weights, cache
+        self.routed: list[Tensor] | None = None
         text = weights.config.text_config
         self.window: int = text.sliding_window
         self.eps: float = text.rms_norm_eps
@@ -133,7 +139,8 @@ class FusedModel:
         """
         h = self._condition(self._embed(canvas.flatten()), signal)
         h = self._layers(h, self._decoder_rows(slots, context, canvas.shape[1]), decoder=True)
-        lm_head(h, self.weights.head, self.softcap, out=out)
+        with part("vocabulary"):
+            lm_head(h, self.weights.head, self.softcap, out=out)
 
     def soft_embedding(self, logits: Tensor, inverse_temperature: Tensor) -> Tensor:
         """Return softmax(logits / T) @ embedding, scaled as embeddings are: bf16 [M, H]."""
@@ -178,11 +185,13 @@ class FusedModel:
         rows: Placement,
         angles: tuple[Tensor, Tensor],
     ) -> Tensor:
-        qkv = _product(x, layer.qkv)
-        return attention_heads(
-            qkv, layer.q_norm, layer.k_norm, *angles, rows.slots, rows.positions,
-            self.cache.keys[index], self.cache.values[index], self.heads, self.eps,
-        )  # fmt: skip
+        with part("dense"):
+            qkv = _product(x, layer.qkv)
+        with part("attention"):
+            return attention_heads(
+                qkv, layer.q_norm, layer.k_norm, *angles, rows.slots, rows.positions,
+                self.cache.keys[index], self.cache.values[index], self.heads, self.eps,
+            )  # fmt: skip
 
     def _rest(
         self,
@@ -197,15 +206,21 @@ class FusedModel:
         """Attend, then the dense and the routed branch; return h and the next layer's input."""
         visible = rows.sliding if layer.sliding else rows.full
         keys, values = self.cache.keys[index], self.cache.values[index]
-        o = linear(attend(q, keys, values, rows.slots, *visible).flatten(1), layer.o)
+        with part("attention"):
+            o = attend(q, keys, values, rows.slots, *visible).flatten(1)
+        with part("dense"):
+            o = linear(o, layer.o)
         n = layer.norms
         before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
         h, x, x_experts, x_router = after_attention(h, o, before, _scheme(layer.gate_up), self.eps)
-        dense = _down(_product(x, layer.gate_up), layer.down)
-        ids, routing = choose_experts(
-            F.linear(x_router, layer.router), layer.per_expert_scale, self.topk
-        )
-        routed = experts(x_experts, ids, routing, layer.experts_gate_up, layer.experts_down)
+        with part("dense"):
+            dense = _down(_product(x, layer.gate_up), layer.down)
+        scores = F.linear(x_router, layer.router)
+        ids, routing = choose_experts(scores, layer.per_expert_scale, self.topk)
+        if self.routed is not None:
+            self.routed.append(ids)
+        with part("experts"):
+            routed = experts(x_experts, ids, routing, layer.experts_gate_up, layer.experts_down)
         norm, scheme = self._next(index)
         after = (n["post_dense"], n["post_experts"], n["post"], norm)
         scalar = layer.decoder_scalar if decoder else layer.encoder_scalar

@@ -18,10 +18,14 @@ On a CPU the same calls run without graphs, on the kernels' torch references.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from fused_dequant import denoising, reference
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.profiler import record_function as part
 
 from quantize.errors import InputError, ResourceError
 from quantize.runtime.engine import Canvas, OnDraft
@@ -30,6 +34,7 @@ from quantize.runtime.packed import TextWeights
 from quantize.runtime.sampler import Sampler
 
 CHUNK = 1024  # prompt tokens of one encoder pass
+PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
 CAPTURED = 8  # (bucket, settings) whose graphs are kept
 
 
@@ -130,6 +135,30 @@ class FusedEngine:
         """Free a slot; one that is free already stays so."""
         self._slots.pop(slot, None)
 
+    def profile_step(self, slots: Sequence[int]) -> dict[str, float]:
+        """Run two steps of the next canvas and return the second's GPU milliseconds by part.
+
+        Parts are those that `FusedModel` and the sampler name, and "rest". The canvas is thrown away.
+        """
+        self._encode_last(slots)
+        rows = _padded(slots)
+        step = self._step(len(rows), self._slots[slots[0]].sampler)
+        self._begin(step, rows)
+        step.compute(True)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+            step.compute(False)
+            torch.cuda.synchronize()
+        parts = dict.fromkeys(PARTS, 0.0)
+        total = 0.0
+        events: Any = record.events()
+        for event in events:
+            if event.device_type == DeviceType.CPU and event.name in parts:
+                parts[event.name] += event.device_time_total / 1e3
+            elif event.device_type == DeviceType.CUDA and event.name not in parts:
+                total += event.self_device_time_total / 1e3
+        return parts | {"rest": total - sum(parts.values())}
+
     def _check(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise InputError("the prompt is empty")
@@ -170,13 +199,8 @@ class FusedEngine:
         self, slots: list[int], sampler: Sampler, on_draft: OnDraft | None
     ) -> dict[int, Canvas]:
         rows = _padded(slots)
-        sequences = [self._slots[slot] for slot in rows]
         step = self._step(len(rows), sampler)
-        seeds = torch.tensor([s.seed for s in sequences], dtype=torch.int64, device=self.device)
-        canvases = torch.tensor([s.canvases for s in sequences], device=self.device)
-        step.begin(
-            self._integers(rows), self._integers([s.context for s in sequences]), seeds, canvases
-        )
+        self._begin(step, rows)
         show = None if on_draft is None else lambda n: _show(step.state, slots, n, on_draft)
         step.run(self._graphs, show)
         tokens, steps = step.state.argmax.tolist(), (step.state.step - 1).tolist()
@@ -186,6 +210,13 @@ class FusedEngine:
             sequence.unencoded = committed
         found = zip(slots, tokens, steps, strict=False)
         return {slot: Canvas(committed, count) for slot, committed, count in found}
+
+    def _begin(self, step: "_Step", rows: list[int]) -> None:
+        sequences = [self._slots[slot] for slot in rows]
+        seeds = torch.tensor([s.seed for s in sequences], dtype=torch.int64, device=self.device)
+        canvases = torch.tensor([s.canvases for s in sequences], device=self.device)
+        context = self._integers([s.context for s in sequences])
+        step.begin(self._integers(rows), context, seeds, canvases)
 
     def _step(self, rows: int, sampler: Sampler) -> "_Step":
         key = (rows, sampler)
@@ -301,30 +332,32 @@ class _Step:
 
     def _take(self, first: bool, graphs: bool) -> None:
         if not graphs:
-            self._compute(first)
+            self.compute(first)
             return
         if first not in self._graphs:
             before = {name: tensor.clone() for name, tensor in vars(self.state).items()}
             logits = None if first else self._logits.clone()
-            self._graphs[first] = _captured(lambda: self._compute(first))
+            self._graphs[first] = _captured(lambda: self.compute(first))
             for name, tensor in before.items():
                 getattr(self.state, name).copy_(tensor)
             if logits is not None:
                 self._logits.copy_(logits)
         self._graphs[first].replay()
 
-    def _compute(self, first: bool) -> None:
+    def compute(self, first: bool) -> None:
+        """Take one step, kernel by kernel."""
         state, sampler = self.state, self._sampler
         signal = None
         if not first:
             signal = self._model.soft_embedding(self._logits, state.inverse_temperature.flatten())
         self._model.decode(state.canvas, self._slots, self._context, signal, self._logits)
         logits = self._logits.view(*state.canvas.shape, -1)
-        denoising.accept(
-            denoising.sample(logits, state, self._schedule), state, self._schedule,
-            entropy_bound=sampler.entropy_bound,
-            confidence_threshold=sampler.confidence_threshold,
-        )  # fmt: skip
+        with part("sampler"):
+            denoising.accept(
+                denoising.sample(logits, state, self._schedule), state, self._schedule,
+                entropy_bound=sampler.entropy_bound,
+                confidence_threshold=sampler.confidence_threshold,
+            )  # fmt: skip
 
 
 def _show(state: denoising.CanvasState, slots: Sequence[int], step: int, on_draft: OnDraft) -> None:

@@ -1,0 +1,288 @@
+"""How fast a checkpoint denoises on this GPU, and how far that is from the floor: `quantize bench`.
+
+A row is one batch size with one number of steps. "Fixed" steps never stop early: their canvases cost
+the same whatever the model says, so random weights measure as real ones do; "adaptive" stops as the
+checkpoint's own generation config says. One forward is one denoising step or the encoder's pass over a
+committed canvas: N steps make N + 1 forwards a canvas. Times are of whole canvases, host work included.
+
+    ms a canvas, ms a forward, tokens/s   over `canvases` canvases of a running batch
+    first canvas                          a prompt of `context` tokens encoded and its canvas denoised
+    x floor                               time of a step over the least its bytes and FLOP allow
+    parts                                 GPU time of one step's kernels by what they do, from a profile
+
+Random weights have the model's exact shapes and routing, and nothing to say.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from quantize.errors import InputError, ResourceError
+from quantize.progress import say, track
+from quantize.runtime import Sampler
+from quantize.runtime.cost import Rates, decoder_floor, measure_rates
+from quantize.runtime.fused_engine import PARTS, FusedEngine
+from quantize.runtime.packed import TextWeights, load_packed
+from quantize.runtime.random_weights import random_weights
+
+NEVER = 1e-30  # nats: a mean entropy that no canvas is below
+MIXES = {
+    "bf16": ("bf16", "bf16", "bf16"),
+    "fp8": ("fp8", "fp8", "fp8"),
+    "int8": ("int8", "int8", "int8"),
+    "nvfp4": ("nvfp4", "nvfp4", "nvfp4"),
+    "nvfp4_fp8": ("nvfp4", "fp8", "fp8"),
+}  # experts, attention, dense MLP
+
+
+@dataclass(frozen=True)
+class Row:
+    """One batch size and number of steps; times in milliseconds, of medians over canvases.
+
+    `parts` and `floor_parts` are of one denoising step with self-conditioning.
+    """
+
+    batch: int
+    steps: str
+    forwards_a_canvas: float
+    ms_a_canvas: float
+    ms_a_forward: float
+    tokens_a_second: float
+    first_canvas_ms: float
+    floor_ms_a_step: float
+    parts: dict[str, float]
+    floor_parts: dict[str, float]
+    price_a_million_tokens: float | None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All rows, and what they were measured on."""
+
+    model: str
+    device: str
+    torch: str
+    context: int
+    lm_head: str
+    weight_bytes: int
+    peak_bytes: int
+    load_seconds: float
+    experts_hit: list[int]
+    rates: Rates
+    rows: list[Row] = field(default_factory=list[Row])
+
+
+def bench(
+    checkpoint: Path | None,
+    *,
+    random: str | None,
+    config: dict[str, Any] | None,
+    steps: Sequence[str],
+    batches: Sequence[int],
+    context: int,
+    canvases: int,
+    lm_head: str = "bf16",
+    experts_hit: int | None = None,
+    hourly_price: float | None = None,
+) -> Bench:
+    """Measure.
+
+    Args:
+        checkpoint: a folder, or None with `random`.
+        random: a key of MIXES: random weights of `config` in that mix.
+        config: config.json of the random model.
+        steps: numbers of fixed steps, or "adaptive".
+        batches: canvases denoised together.
+        context: tokens of the prompt.
+        canvases: canvases measured for each row, at least 1.
+        lm_head: "bf16" or "fp8".
+        experts_hit: with random weights, route to so many experts only.
+        hourly_price: of the machine, for the cost of a million tokens.
+
+    Raises:
+        ResourceError: no GPU, or too little memory on it.
+        InputError: unknown mixes or steps, or a checkpoint that cannot be loaded.
+    """
+    if not torch.cuda.is_available():
+        raise ResourceError("bench needs an NVIDIA GPU: the kernels' speed on a CPU says nothing")
+    samplers = {name: _sampler(name, checkpoint) for name in steps}
+    device = torch.device("cuda")
+    torch.cuda.reset_peak_memory_stats()
+    started = time.monotonic()
+    if checkpoint is not None:
+        weights = load_packed(
+            checkpoint, "cuda", head=lm_head, on_layer=lambda layers: track(layers, "layers loaded")
+        )
+    else:
+        weights = _random(random, config, lm_head, experts_hit)
+    torch.cuda.synchronize()
+    loaded = time.monotonic() - started
+    say(f"{weights.nbytes / 1e9:.1f} GB of weights after {loaded:.0f} s; measuring the device")
+    room = context + (canvases + 3) * weights.config.canvas_length
+    engine = FusedEngine(weights, capacity=max(batches), max_context=room)
+    prompts = _prompts(weights, context, max(batches))
+    hit = _experts_hit(engine, prompts[0])
+    rates = measure_rates(device)
+    result = Bench(
+        model=str(checkpoint) if checkpoint else f"random weights, {random}",
+        device=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        context=context,
+        lm_head=lm_head,
+        weight_bytes=weights.nbytes,
+        peak_bytes=0,
+        load_seconds=loaded,
+        experts_hit=hit,
+        rates=rates,
+    )
+    for batch in batches:
+        floor = decoder_floor(weights, rates, batch, context, statistics.mean(hit))
+        for name, sampler in samplers.items():
+            say(f"batch {batch}, {name} steps")
+            row = _measure(engine, prompts[:batch], sampler, canvases)
+            result.rows.append(_row(row, batch, name, weights, floor, hourly_price))
+    return replace(result, peak_bytes=torch.cuda.max_memory_allocated())
+
+
+def _sampler(steps: str, checkpoint: Path | None) -> Sampler:
+    own = Sampler.from_checkpoint(checkpoint) if checkpoint else Sampler()
+    if steps == "adaptive":
+        return own
+    if not steps.isdigit() or int(steps) < 1:
+        raise InputError(f"steps {steps!r}: a number above 0, or adaptive")
+    return replace(own, max_denoising_steps=int(steps), confidence_threshold=NEVER)
+
+
+def _random(
+    mix: str | None, config: dict[str, Any] | None, lm_head: str, experts_hit: int | None
+) -> TextWeights:
+    if mix not in MIXES or config is None:
+        raise InputError(f"random weights {mix!r}: one of {', '.join(MIXES)}")
+    kinds = ("experts", "attention", "mlp")
+    schemes: dict[str, str] = dict(zip(kinds, MIXES[mix], strict=True))
+    return random_weights(config, schemes, "cuda", head=lm_head, experts_hit=experts_hit)
+
+
+def _prompts(weights: TextWeights, length: int, count: int) -> list[list[int]]:
+    """Random tokens; none of them reserved, above the control tokens where there is room."""
+    vocabulary = weights.config.text_config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    low, high = vocabulary // 8, vocabulary - 8
+    return torch.randint(low, high, (count, length), generator=generator).tolist()
+
+
+def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:
+    """Return how many experts one denoising step of one canvas reaches, layer by layer."""
+    own = FusedEngine(engine.model.weights, capacity=1, max_context=engine.max_length, graphs=False)
+    own.admit(0, prompt, 0, Sampler(max_denoising_steps=1))
+    own.model.routed = []
+    own.denoise([0])
+    return [int(ids.unique().numel()) for ids in own.model.routed]
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Milliseconds; `forwards` a canvas, the encoder's among them."""
+
+    first_canvas: float
+    canvas: float
+    forwards: float
+    parts: dict[str, float]
+
+
+def _measure(
+    engine: FusedEngine, prompts: list[list[int]], sampler: Sampler, canvases: int
+) -> _Times:
+    slots = list(range(len(prompts)))
+
+    def admit() -> None:
+        for slot in slots:
+            engine.release(slot)
+            engine.admit(slot, prompts[slot], slot, sampler)
+
+    admit()
+    for _ in range(2):  # captures the graphs: the step's, and from the second canvas the encoder's
+        engine.denoise(slots)
+    started = time.perf_counter()
+    admit()
+    engine.denoise(slots)
+    first = time.perf_counter() - started
+    seconds: list[float] = []
+    steps = 0
+    for _ in range(canvases):
+        started = time.perf_counter()
+        done = engine.denoise(slots)
+        seconds.append(time.perf_counter() - started)
+        steps += max(canvas.steps for canvas in done)
+    parts = engine.profile_step(slots)
+    forwards = steps / canvases + 1
+    return _Times(first * 1e3, statistics.median(seconds) * 1e3, forwards, parts)
+
+
+def _row(
+    times: _Times,
+    batch: int,
+    steps: str,
+    weights: TextWeights,
+    floor: dict[str, float],
+    hourly_price: float | None,
+) -> Row:
+    rate = batch * weights.config.canvas_length / times.canvas * 1e3
+    return Row(
+        batch=batch,
+        steps=steps,
+        forwards_a_canvas=times.forwards,
+        ms_a_canvas=times.canvas,
+        ms_a_forward=times.canvas / times.forwards,
+        tokens_a_second=rate,
+        first_canvas_ms=times.first_canvas,
+        floor_ms_a_step=sum(floor.values()) * 1e3,
+        parts=times.parts,
+        floor_parts={name: value * 1e3 for name, value in floor.items()},
+        price_a_million_tokens=None if hourly_price is None else hourly_price / rate / 3600 * 1e6,
+    )
+
+
+def tables(result: Bench) -> list[Table]:
+    """Show a result: speed, then where a step's time goes."""
+    title = (
+        f"{result.model} on {result.device}: {result.weight_bytes / 1e9:.1f} GB of weights, "
+        f"{result.peak_bytes / 1e9:.1f} GB at most, context {result.context}, lm_head "
+        f"{result.lm_head}, loaded in {result.load_seconds:.0f} s"
+    )
+    speed = Table(title=title, title_justify="left")
+    columns = ["batch", "steps", "ms/forward", "ms/canvas", "tokens/s", "first canvas ms", "floor"]
+    for name in (*columns, "x floor", "per million tokens"):
+        speed.add_column(name, justify="right")
+    parts = Table(title="ms of one denoising step, and x floor", title_justify="left")
+    for name in ("batch", "steps", *PARTS, "rest"):
+        parts.add_column(name, justify="right")
+    for row in result.rows:
+        price = row.price_a_million_tokens
+        speed.add_row(
+            str(row.batch), row.steps, f"{row.ms_a_forward:.2f}", f"{row.ms_a_canvas:.1f}",
+            f"{row.tokens_a_second:,.0f}", f"{row.first_canvas_ms:.1f}", f"{row.floor_ms_a_step:.2f}",
+            f"{sum(row.parts.values()) / row.floor_ms_a_step:.2f}",
+            "" if price is None else f"{price:.2f}",
+        )  # fmt: skip
+        cells = [_part(row, name) for name in (*PARTS, "rest")]
+        parts.add_row(str(row.batch), row.steps, *cells)
+    return [speed, parts]
+
+
+def _part(row: Row, name: str) -> str:
+    floor = row.floor_parts.get(name)
+    ratio = f" ({row.parts[name] / floor:.2f})" if floor else ""
+    return f"{row.parts[name]:.2f}{ratio}"
+
+
+def to_json(result: Bench) -> str:
+    """Return the result as JSON text."""
+    return json.dumps(asdict(result), indent=1)
