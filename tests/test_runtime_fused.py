@@ -93,7 +93,7 @@ def test_logits(recipe: str, artifacts: dict[str, Path]) -> None:
         for step, signal in enumerate((None, soft)):
             fused.decode(canvas, integers(2), integers(context), signal, out[step])
         errors += relative(out.unsqueeze(1).unbind(), (first, second))
-    assert (yardstick / len(CONTEXTS) < 0.1).all(), yardstick
+    assert (yardstick / len(CONTEXTS) < 0.2).all(), yardstick
     assert (errors <= 1.5 * yardstick).all(), (errors, yardstick)
 
 
