@@ -262,29 +262,20 @@ def _add_pages(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
 def _add_failures(app: FastAPI) -> None:
     async def refused(_: Request, error: Exception) -> Response:
-        return error.response if isinstance(error, RequestError) else _unexpected(error)
-
-    async def invalid(_: Request, error: Exception) -> Response:
-        errors = error.errors() if isinstance(error, RequestValidationError) else []
-        return from_validation(errors).response if errors else _unexpected(error)
-
-    async def bad_input(_: Request, error: Exception) -> Response:
-        return RequestError(400, str(error), code="invalid_value").response
-
-    async def no_route(_: Request, error: Exception) -> Response:
-        if not isinstance(error, HTTPException):
-            return _unexpected(error)
-        refusal = RequestError(error.status_code, str(error.detail))
-        refusal.headers |= dict(error.headers or {})
+        match error:
+            case RequestError():
+                refusal = error
+            case RequestValidationError():
+                refusal = from_validation(error.errors())
+            case InputError():
+                refusal = RequestError(400, str(error), code="invalid_value")
+            case HTTPException():
+                refusal = RequestError(error.status_code, str(error.detail))
+                refusal.headers |= dict(error.headers or {})
+            case _:
+                message = "an error of the server; see its log"
+                refusal = RequestError(500, message, code="internal_error")
         return refusal.response
 
-    app.add_exception_handler(RequestError, refused)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(InputError, bad_input)
-    app.add_exception_handler(HTTPException, no_route)
-    app.add_exception_handler(Exception, lambda _, error: _unexpected(error))
-
-
-def _unexpected(error: Exception) -> Response:
-    log.error("unexpected %s", type(error).__name__)
-    return RequestError(500, "an error of the server; see its log", code="internal_error").response
+    for kind in (RequestError, RequestValidationError, InputError, HTTPException, Exception):
+        app.add_exception_handler(kind, refused)

@@ -56,12 +56,14 @@ class RequestError(Exception):
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     """Return the refusal of a body that pydantic found fault with; the first fault is named."""
     first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
+    reason = str(first["msg"]).removeprefix("Value error, ")
     where = [str(part) for part in first["loc"] if part != "body"]
     param = ".".join(where) or None
     if first["type"] == "extra_forbidden":
         message = f"{param}: this server does not know this parameter, or cannot honour it"
         return RequestError(400, message, param=param, code="unknown_parameter")
-    reason = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "value_error" and param is None:  # of several fields: it names one itself
+        return RequestError(400, reason, param=reason.partition(":")[0], code="invalid_value")
     if param is None:
         reason = f"the body must be JSON, sent as Content-Type: application/json ({reason})"
         return RequestError(400, reason, code="invalid_body")

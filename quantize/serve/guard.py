@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import logging
 import time
+import traceback
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -61,6 +62,9 @@ class Guard:
             await self.app(scope, await self._limited(scope, receive), out)
         except RequestError as refusal:
             await refusal.response(scope, receive, out)
+        except Exception as error:  # answered already; its message may quote a prompt
+            where = "".join(traceback.format_tb(error.__traceback__))
+            log.error("unexpected %s\n%s", type(error).__name__, where)
         finally:
             self._count(scope, status, time.monotonic() - started)
 

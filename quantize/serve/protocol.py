@@ -35,6 +35,13 @@ def _only(neutral: float, instead: str) -> Callable[[float | None], float | None
     return check
 
 
+def _utf8(text: str) -> str:
+    if not text.isascii():
+        text.encode()  # half a surrogate pair is JSON, but no text; its error is a ValueError
+    return text
+
+
+String = Annotated[str, AfterValidator(_utf8)]
 Temperature = AfterValidator(_only(1, "set t_min and t_max, the range it falls over"))
 TopP = AfterValidator(_only(1, "set entropy_bound, how much uncertainty a step may accept"))
 Penalty = AfterValidator(_only(0, "block diffusion has no penalties"))
@@ -64,9 +71,9 @@ class StreamOptions(_Strict):
 class _Generation(_Strict):
     """What chats and plain completions have in common."""
 
-    model: str
+    model: String
     max_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
-    stop: str | list[str] = Field(default_factory=list[str])
+    stop: String | list[String] = Field(default_factory=list[str])
     seed: int | None = Field(None, ge=-INT64, le=INT64 - 1)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
@@ -133,14 +140,14 @@ class TextPart(_Strict):
     """Text of a message in parts."""
 
     type: Literal["text"]
-    text: str
+    text: String
 
 
 class Message(_Strict):
     """One turn. Thoughts that a client sends back are not read: the template leaves them out."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: String | list[TextPart]
     reasoning_content: str | None = None
 
     @field_validator("content", mode="before")
@@ -201,12 +208,13 @@ class ChatRequest(_Generation):
 class CompletionRequest(_Generation):
     """POST /v1/completions: no chat template, thinking is not told apart."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: String | list[String] | list[int] | list[list[int]]
 
     @field_validator("prompt")
     @classmethod
     def _not_empty(cls, value: Any) -> Any:
-        if not value or [] in value or len(as_prompts(value)) > MAX_CHOICES:
+        prompts = as_prompts(value) if value else []
+        if not 0 < len(prompts) <= MAX_CHOICES or not all(prompts):
             raise ValueError(f"must hold text or tokens, and at most {MAX_CHOICES} prompts")
         return value
 

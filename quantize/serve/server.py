@@ -52,6 +52,22 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+def make_server(engine: Engine, text: Text, sampler: Sampler, options: Options) -> Server:
+    """Put a server together."""
+    metrics = Metrics()
+    scheduler = Scheduler(engine, max_queue=options.max_queue, metrics=metrics)
+    config = uvicorn.Config(
+        create_app(Service(scheduler, text, sampler, options), metrics),
+        host=options.host,
+        port=options.port,
+        access_log=False,  # the guard logs, without addresses or queries
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=int(options.shutdown_grace) + 5,
+    )
+    return Server(config, scheduler, options)
+
+
 def open_engine(
     checkpoint: Path, capacity: int, activations: ActivationMode, device: str
 ) -> Engine:
@@ -76,18 +92,6 @@ def serve(checkpoint: Path, options: Options, *, activations: ActivationMode, de
     sampler = Sampler.from_checkpoint(checkpoint)
     say(f"loading {checkpoint}")
     engine = open_engine(checkpoint, options.max_num_seqs, activations, device)
-    metrics = Metrics()
-    scheduler = Scheduler(engine, max_queue=options.max_queue, metrics=metrics)
-    service = Service(scheduler, text, sampler, options)
-    config = uvicorn.Config(
-        create_app(service, metrics),
-        host=options.host,
-        port=options.port,
-        access_log=False,  # the guard logs, without addresses or queries
-        log_config=None,
-        server_header=False,
-        timeout_graceful_shutdown=int(options.shutdown_grace) + 5,
-    )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # uvicorn raises it again when all is done
-    Server(config, scheduler, options).run()
+    make_server(engine, text, sampler, options).run()

@@ -1,0 +1,514 @@
+"""`quantize serve` through the official OpenAI client and plain HTTP."""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import QUESTION, SAMPLER, Running, ScriptedEngine, in_process, running, text_of
+
+from quantize.errors import InputError
+from quantize.serve.options import Options
+
+
+@pytest.fixture(scope="module")
+def server() -> Generator[Running]:
+    with running() as found:
+        yield found
+
+
+# ------------------------------------------------------------------ the official client
+
+
+def test_a_chat_is_what_the_runtime_answers(server: Running) -> None:
+    reply = server.ask(seed=3, max_tokens=128)
+    sample = in_process(QUESTION, 3)
+    (choice,) = reply.choices
+    assert choice.message.content == text_of(sample)
+    assert "####" in choice.message.content
+    assert (choice.message.role, choice.finish_reason, choice.seed) == ("assistant", "stop", 3)
+    assert reply.usage.completion_tokens == sample.new_tokens
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + sample.new_tokens
+    assert reply.usage.denoising_steps == sample.denoising_steps
+    assert reply.usage.canvases == sample.canvases
+    assert reply.usage.tokens_per_forward == pytest.approx(sample.tokens_per_forward, abs=1e-3)
+
+
+def test_a_stream_is_the_same_text_in_finished_canvases(server: Running) -> None:
+    options: dict[str, Any] = {"seed": 11, "max_tokens": 192}
+    options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": True}}
+    whole = server.ask(**options)
+    stream = server.ask(**options, stream=True, stream_options={"include_usage": True})
+    *chunks, last = list(stream)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert deltas[0].role == "assistant"
+    for field in ("content", "reasoning_content"):
+        text = "".join(getattr(delta, field, None) or "" for delta in deltas)
+        assert text == getattr(whole.choices[0].message, field)
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert last.usage == whole.usage
+
+
+def test_every_canvas_is_sent_when_it_is_finished() -> None:
+    engine = ScriptedEngine(1)
+    with running(engine, max_num_seqs=1) as server:
+        engine.allowed.release()
+        stream = iter(server.ask(max_tokens=24, stream=True))
+        assert next(stream).choices[0].delta.role == "assistant"
+        for number in (1, 2, 3):  # the next canvas is not even allowed yet
+            assert next(stream).choices[0].delta.content.startswith(f"c{number} ")
+            engine.allowed.release()
+        assert list(stream) == []
+
+
+def test_thoughts_come_apart(server: Running) -> None:
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    message = server.ask(seed=5, extra_body=thinking).choices[0].message
+    raw = in_process(QUESTION, 5, thinking=True)
+    thoughts, _, answer = text_of(raw).partition("#### ")
+    assert message.reasoning_content.strip()
+    assert "thought" not in message.reasoning_content
+    assert message.content == f"#### {answer}"
+    assert thoughts == f"thought\n{message.reasoning_content}"
+    plain = server.ask(seed=5).choices[0].message
+    assert plain.reasoning_content is None
+
+
+def test_choices_have_seeds_of_their_own(server: Running) -> None:
+    reply = server.ask(seed=2**63 - 2, n=3)
+    assert [choice.seed for choice in reply.choices] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    for choice in reply.choices:
+        assert choice.message.content == text_of(in_process(QUESTION, choice.seed))
+    assert reply.usage.completion_tokens == sum(
+        in_process(QUESTION, choice.seed).new_tokens for choice in reply.choices
+    )
+
+
+def test_without_a_seed_the_one_that_was_taken_is_told(server: Running) -> None:
+    first, second = (server.ask().choices[0] for _ in range(2))
+    assert first.seed != second.seed
+    assert server.ask(seed=first.seed).choices[0].message == first.message
+
+
+def test_a_sample_with_a_seed_is_the_same_alone_and_under_load(server: Running) -> None:
+    questions = [f"Ann has {i} pens and buys {i + 2} more. How many pens?" for i in range(8)]
+
+    def ask(i: int) -> str:
+        time.sleep(0.01 * (i % 5))  # they come and go at different canvases
+        thinking = {"chat_template_kwargs": {"enable_thinking": bool(i % 2)}}
+        message = server.ask(questions[i], seed=i, extra_body=thinking).choices[0].message
+        return (message.reasoning_content or "") + message.content
+
+    alone = [ask(i) for i in range(8)]
+    before = batch_sizes(server)
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(ask, range(8)))
+    assert together == alone
+    assert len(set(alone)) == 8
+    alone_again, shared = [after - b for after, b in zip(batch_sizes(server), before, strict=True)]
+    assert shared > 2 * alone_again  # they did denoise together
+
+
+def batch_sizes(server: Running) -> tuple[float, float]:
+    """Canvas batches of one sample, and of several."""
+    lines = dict(
+        line.rsplit(" ", 1)
+        for line in server.http.get("/metrics").text.splitlines()
+        if line.startswith("quantize_batch_size")
+    )
+    one = float(lines['quantize_batch_size_bucket{le="1.0"}'])
+    return one, float(lines["quantize_batch_size_count"]) - one
+
+
+@pytest.mark.parametrize(
+    ("control", "value"),
+    [
+        ("num_inference_steps", 3),
+        ("entropy_bound", 1e-6),
+        ("t_max", 3.0),
+        ("t_min", 0.01),
+        ("confidence_threshold", 2.0),
+        ("stability_threshold", 4),
+    ],
+)
+def test_diffusion_controls_reach_the_sampler(server: Running, control: str, value: float) -> None:
+    few = replace(SAMPLER, max_denoising_steps=12)  # so that the temperature falls fast
+    setting = "max_denoising_steps" if control == "num_inference_steps" else control
+    reply = server.ask(
+        seed=7, max_tokens=64, extra_body={"num_inference_steps": 12, control: value}
+    )
+    sample = in_process(QUESTION, 7, max_tokens=64, sampler=replace(few, **{setting: value}))
+    assert reply.choices[0].message.content == text_of(sample)
+    assert reply.usage.denoising_steps == sample.denoising_steps
+    assert sample != in_process(QUESTION, 7, max_tokens=64, sampler=few)
+
+
+def test_a_stop_string_ends_the_answer_before_it(server: Running) -> None:
+    whole = server.ask(seed=3).choices[0].message.content
+    choice = server.ask(seed=3, stop=["nowhere", "####"]).choices[0]
+    assert choice.message.content == whole.partition("####")[0] != whole
+    assert choice.finish_reason == "stop"
+
+
+def test_a_token_limit_holds_to_the_token(server: Running) -> None:
+    reply = server.ask(seed=3, max_completion_tokens=5)
+    assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (5, "length")
+    assert text_of(in_process(QUESTION, 3)).startswith(reply.choices[0].message.content)
+
+
+def test_drafts_are_shown_to_whoever_asks(server: Running) -> None:
+    options = {"include_drafts": True, "include_usage": True}
+    chunks = list(server.ask(seed=3, stream=True, stream_options=options))
+    drafts = [chunk.draft for chunk in chunks if getattr(chunk, "draft", None)]
+    assert len(drafts) == chunks[-1].usage.denoising_steps
+    assert [draft["step"] for draft in drafts] == list(range(1, len(drafts) + 1))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert "".join(drafts[-1]["tokens"]).startswith(text)
+    assert len(drafts[0]["accepted"]) == len(drafts[0]["tokens"]) == 64
+
+
+def test_plain_completions_take_text_and_tokens(server: Running) -> None:
+    prompt = f"<|turn>user\n{QUESTION}<turn|>\n<|turn>model\n<|channel>thought\n<channel|>"
+    ids = [2, *server_tokens(prompt)]
+    create = server.openai.completions.create
+    reply = create(model="bundled", prompt=[ids, ids], seed=3, n=2, max_tokens=128)
+    expected = [text_of(in_process(QUESTION, seed)) for seed in (3, 4)]
+    assert [choice.text for choice in reply.choices] == expected * 2
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == 2 * len(ids)
+    stream = create(model="bundled", prompt=ids, seed=3, max_tokens=128, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == expected[0]
+    assert create(model="bundled", prompt="1 + 1 =", max_tokens=64).choices[0].finish_reason
+
+
+def server_tokens(text: str) -> list[int]:
+    from serving import tokenizer
+
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
+def test_the_model_is_listed(server: Running) -> None:
+    (model,) = server.openai.models.list().data
+    assert (model.id, model.max_model_len) == ("bundled", 4096)  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------ what is refused
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "says"),
+    [
+        ({"temperature": 0.3}, "temperature", "only 1 can be honoured"),
+        ({"temperature": 0}, "temperature", "t_min and t_max"),
+        ({"top_p": 0.9}, "top_p", "entropy_bound"),
+        ({"frequency_penalty": 1}, "frequency_penalty", "only 0"),
+        ({"presence_penalty": -1}, "presence_penalty", "only 0"),
+        ({"logprobs": True}, "logprobs", "cannot honour"),
+        ({"tools": []}, "tools", "cannot honour"),
+        ({"extra_body": {"top_k": 40}}, "top_k", "cannot honour"),
+        ({"extra_body": {"chat_template_kwargs": {"tools": 1}}}, "chat_template_kwargs.tools", "can"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type", "text"),
+        ({"n": 0}, "n", "greater"),
+        ({"n": 100}, "n", "16"),
+        ({"max_tokens": 0}, "max_tokens", "greater"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "not both"),
+        ({"seed": 2**63}, "seed", "less"),
+        ({"stop": [""]}, "stop", "none of them empty"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
+        ({"extra_body": {"t_min": 0.9}}, None, "t_max > t_min"),
+        ({"extra_body": {"num_inference_steps": 10**9}}, "num_inference_steps", "256"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "system"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content", "images are not"),
+        ({"messages": [{"role": "user", "content": "<|image|>"}]}, "messages", "image placeholder"),
+        ({"messages": [{"role": "user", "content": "long " * 5000}]}, "messages", "at most 4095"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_by_name(
+    server: Running, options: dict[str, Any], param: str | None, says: str
+) -> None:
+    asked = {"model": "bundled", "messages": [{"role": "user", "content": "hi"}]} | options
+    with pytest.raises(openai.BadRequestError, match=says) as caught:
+        server.openai.chat.completions.create(**asked)
+    assert caught.value.param == param
+    asked["stream"] = True  # the same, and not a stream that breaks
+    if "stream_options" not in options:
+        with pytest.raises(openai.BadRequestError, match=says):
+            server.openai.chat.completions.create(**asked)
+
+
+def test_another_model_is_not_found(server: Running) -> None:
+    with pytest.raises(openai.NotFoundError, match="model 'gpt-4o' is not served here"):
+        server.openai.chat.completions.create(
+            model="gpt-4o", messages=[{"role": "user", "content": "hi"}]
+        )
+
+
+def test_messages_that_clients_send_back_are_taken(server: Running) -> None:
+    first = server.ask(seed=3).choices[0].message
+    reply = server.openai.chat.completions.create(
+        model="bundled",
+        messages=[
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": QUESTION},
+            {k: v for k, v in first.model_dump().items() if k != "reasoning_content"}
+            | {"reasoning_content": "5+3"},
+            {"role": "user", "content": [{"type": "text", "text": "And 2 more?"}]},
+        ],
+        temperature=1,
+        top_p=1,
+        presence_penalty=0,
+    )
+    assert reply.choices[0].finish_reason in ("stop", "length")
+
+
+HEADERS = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (b"{", HEADERS, 400),
+        (b"[]", HEADERS, 400),
+        (b"", HEADERS, 400),
+        (b"{}", {"Content-Type": "text/plain"}, 400),
+        (b"\xff\xfe", HEADERS, 400),
+        (b"[" * 200_000, HEADERS, 400),
+        (b'{"model": "\\ud800", "messages": [{"role": "user", "content": "x"}]}', HEADERS, 400),
+        (b'{"model": "bundled", "messages": [{"role": "user", "content": "\\ud800"}]}', HEADERS, 400),
+        (b'{"\\ud800": 1}', HEADERS, 400),
+        (b'{"model": "bundled", "messages": [], "t_max": NaN}', HEADERS, 400),
+        (b'{"pad": "' + b"x" * (1 << 20) + b'"}', HEADERS, 413),
+    ],
+)  # fmt: skip
+def test_malformed_bodies(
+    server: Running, body: bytes, headers: dict[str, str], status: int
+) -> None:
+    reply = server.http.post("/v1/chat/completions", content=body, headers=headers)
+    assert reply.status_code == status
+    assert reply.json()["error"]["message"]
+
+
+def test_a_body_without_a_length_is_limited_too(server: Running) -> None:
+    def parts() -> Generator[bytes]:
+        for _ in range(40):
+            yield b"x" * 100_000
+
+    reply = server.http.post("/v1/chat/completions", content=parts(), headers=HEADERS)
+    assert reply.status_code == 413
+    assert reply.json()["error"]["code"] == "body_too_large"
+
+
+def test_no_route_and_wrong_method_have_openais_shape(server: Running) -> None:
+    assert server.http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+    wrong = server.http.get("/v1/chat/completions")
+    assert (wrong.status_code, wrong.json()["error"]["message"]) == (405, "Method Not Allowed")
+
+
+# ------------------------------------------------------------------ who may ask
+
+
+def test_another_name_of_this_machine_gets_nothing(server: Running) -> None:
+    reply = server.http.get("/v1/models", headers={"Host": "rebound.example:80"})
+    assert (reply.status_code, "bundled" in reply.text) == (403, False)
+    port = server.url.rsplit(":", 1)[1]
+    for name in (f"localhost:{port}", f"[::1]:{port}", "127.0.0.1"):
+        assert server.http.get("/v1/models", headers={"Host": name}).status_code == 200
+
+
+def test_the_key_is_asked_for(capfd: pytest.CaptureFixture[str], caplog: Any) -> None:
+    caplog.set_level("DEBUG")
+    with running(ScriptedEngine(), api_key="sesame-1234") as server:
+        assert server.openai.models.list().data
+        wrong = openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame-123", max_retries=0)
+        with wrong, pytest.raises(openai.AuthenticationError):
+            wrong.models.list()
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/v1/nothing"):
+            reply = httpx.get(server.url + path)
+            assert (reply.status_code, reply.headers["WWW-Authenticate"]) == (401, "Bearer")
+        for path in ("/", "/page.js", "/page.css", "/icon.svg", "/health"):
+            assert httpx.get(server.url + path).status_code == 200
+        basic = {"Authorization": "Basic sesame-1234"}
+        assert httpx.get(f"{server.url}/v1/models", headers=basic).status_code == 401
+    assert "sesame" not in caplog.text + "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "example.org"])
+def test_other_machines_need_a_key(host: str) -> None:
+    with pytest.raises(InputError, match="QUANTIZE_API_KEY"):
+        Options("bundled", host=host)
+    assert not Options("bundled", host=host, api_key="x").is_local
+    with pytest.raises(InputError, match="empty"):
+        Options("bundled", api_key=" ")
+
+
+def test_prompts_are_logged_only_when_asked_for(caplog: Any) -> None:
+    caplog.set_level("DEBUG", "quantize.serve")
+    for log_prompts in (False, True):
+        caplog.clear()
+        engine = ScriptedEngine()
+        engine.allowed.release(2)
+        with running(engine, log_prompts=log_prompts) as server:
+            server.ask("Which secret word?", max_tokens=8)
+            list(server.ask("Which secret word?", max_tokens=8, stream=True))
+        assert caplog.text.count("secret word") == (2 if log_prompts else 0)
+        assert caplog.text.count("POST /v1/chat/completions 200") == 2
+
+
+# ------------------------------------------------------------------ queue, time, hanging up
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    engine = ScriptedEngine(1)
+    with running(engine, max_num_seqs=1, max_queue=1) as server, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(server.ask, max_tokens=8)
+        assert engine.entered.acquire(timeout=20)
+        second = pool.submit(server.ask, max_tokens=8)
+        while server.server.scheduler.load != (1, 1):
+            time.sleep(0.01)
+        with pytest.raises(openai.RateLimitError, match="queue is full") as caught:
+            server.ask()
+        assert int(caught.value.response.headers["Retry-After"]) >= 1
+        engine.allowed.release(2)
+        assert first.result(20).choices[0].message.content.startswith("c1 ")
+        assert second.result(20).choices[0].message.content.startswith("c1 ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_frees_its_slot(stream: bool) -> None:
+    engine = ScriptedEngine(1)
+    with running(engine, max_num_seqs=1) as server:
+        impatient = httpx.Client(base_url=server.url, timeout=httpx.Timeout(20, read=0.5))
+        body = {"model": "bundled", "messages": [{"role": "user", "content": "x"}]}
+        body |= {"max_tokens": 800, "stream": stream}
+        if stream:
+            engine.allowed.release()  # one canvas, so that the stream begins
+            with impatient.stream("POST", "/v1/chat/completions", json=body) as reply:
+                assert reply.status_code == 200
+                next(reply.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                impatient.post("/v1/chat/completions", json=body)
+        impatient.close()
+        time.sleep(0.3)  # the server hears of it
+        ask = threading.Thread(target=server.ask, kwargs={"max_tokens": 8})
+        ask.start()
+        engine.allowed.release(4)  # 100 canvases would need 100
+        ask.join(20)
+        assert not ask.is_alive()
+        server.settle()
+        assert len(engine.batches) <= 4
+        assert engine.slots == {}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_may_not_take_for_ever(stream: bool) -> None:
+    engine = ScriptedEngine(1)
+    with running(engine, max_num_seqs=1, request_timeout=0.3) as server:
+        with pytest.raises(
+            openai.InternalServerError, match=r"not finished within 0.3 s"
+        ) as caught:
+            server.ask(stream=stream)
+        assert caught.value.status_code == 504
+        engine.allowed.release(2)
+        server.settle()
+
+
+def test_time_that_runs_out_inside_a_stream_is_told_there() -> None:
+    engine = ScriptedEngine(1)
+    engine.allowed.release()
+    with running(engine, max_num_seqs=1, request_timeout=1) as server:
+        stream = server.ask(stream=True, max_tokens=800)
+        with pytest.raises(openai.APIError, match="not finished within 1 s"):
+            list(stream)
+        engine.allowed.release()
+        server.settle()
+
+
+def test_a_failing_engine_is_a_500_and_no_more() -> None:
+    engine = ScriptedEngine(2)
+    engine.fault = RuntimeError("/secret/path: out of memory")
+    engine.allowed.release(3)
+    with running(engine, max_num_seqs=2) as server:
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="the engine failed") as caught:
+                server.ask(stream=stream)
+            assert "secret" not in caught.value.response.text
+        assert server.http.get("/health").status_code == 200
+        with pytest.raises(openai.InternalServerError):
+            server.ask()
+        assert server.http.get("/health").status_code == 503
+
+
+def test_shutdown_finishes_what_runs_and_refuses_what_waits() -> None:
+    engine = ScriptedEngine(1)
+    with (
+        running(engine, max_num_seqs=1, shutdown_grace=20) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        runs = pool.submit(server.ask, max_tokens=16)
+        assert engine.entered.acquire(timeout=20)
+        waits = pool.submit(server.ask, max_tokens=16)
+        while server.server.scheduler.load != (1, 1):
+            time.sleep(0.01)
+        server.server.handle_exit(signal.SIGTERM, None)
+        with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+            waits.result(20)
+        assert caught.value.status_code == 503
+        assert caught.value.response.headers["Retry-After"]
+        engine.allowed.release(2)
+        assert runs.result(20).choices[0].finish_reason == "length"
+
+
+def test_after_the_grace_of_a_shutdown_what_runs_ends_with_an_error() -> None:
+    engine = ScriptedEngine(1)
+    engine.allowed.release()
+    with running(engine, max_num_seqs=1, shutdown_grace=0.2) as server:
+        stream = iter(server.ask(max_tokens=800, stream=True))
+        next(stream)
+        server.server.handle_exit(signal.SIGTERM, None)
+        time.sleep(0.5)
+        engine.allowed.release()
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+
+
+def test_metrics_add_up(server: Running) -> None:
+    def value(name: str) -> float:
+        lines = server.http.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    asked = 'quantize_requests_total{path="/v1/chat/completions",status="200"}'
+    names = (
+        asked,
+        "quantize_denoising_steps_total",
+        "quantize_tokens_total",
+        "quantize_canvases_total",
+    )
+    before = [value(name) for name in names]
+    usage = server.ask(seed=9, n=2).usage
+    after = [value(name) for name in names]
+    expected = [1, usage.denoising_steps, usage.completion_tokens, usage.canvases]
+    assert [b - a for a, b in zip(before, after, strict=True)] == expected
+    assert value("quantize_running") == value("quantize_waiting") == 0
+
+
+def test_the_page_names_nothing_elsewhere(server: Running) -> None:
+    page = server.http.get("/")
+    assert "default-src 'self'" in page.headers["Content-Security-Policy"]
+    for path in ("/", "/page.js", "/page.css"):
+        text = server.http.get(path).text
+        assert len(text) > 1000
+        assert "://" not in text
+    assert json.dumps(server.http.get("/openapi.json").json()["paths"]).count('"post"') == 2

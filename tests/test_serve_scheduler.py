@@ -1,0 +1,146 @@
+"""The scheduler, on an engine that waits to be told: who joins when, who leaves, who is refused."""
+
+import queue
+from collections.abc import Generator
+
+import pytest
+from serving import SAMPLER, ScriptedEngine, tokenizer
+
+from quantize.serve.failures import RequestError
+from quantize.serve.metrics import Metrics
+from quantize.serve.scheduler import Event, Job, Scheduler
+from quantize.serve.text import Answer, Delta, Text
+
+
+class Case:
+    """A scheduler and the events of its jobs."""
+
+    def __init__(self, max_queue: int = 8) -> None:
+        self.engine = ScriptedEngine(2)
+        self.scheduler = Scheduler(self.engine, max_queue=max_queue, metrics=Metrics())
+        self.scheduler.start()
+
+    def job(self, canvases: int) -> tuple[Job, "queue.Queue[Event]"]:
+        events: queue.Queue[Event] = queue.Queue()
+        answer = Answer(Text(tokenizer()).split, SAMPLER, 8 * canvases, canvases)
+        return Job([2], 0, SAMPLER, answer, events.put), events
+
+    def submit(self, canvases: int) -> tuple[Job, "queue.Queue[Event]"]:
+        job, events = self.job(canvases)
+        self.scheduler.submit([job])
+        return job, events
+
+    def canvas(self) -> None:
+        """Wait until the engine is at a canvas, and let it finish that one."""
+        assert self.engine.entered.acquire(timeout=20)
+        self.engine.allowed.release()
+
+
+@pytest.fixture
+def case() -> Generator[Case]:
+    found = Case()
+    yield found
+    found.engine.allowed.release(100)
+    found.scheduler.stop()
+    assert found.engine.slots == {}
+
+
+def finished(events: "queue.Queue[Event]") -> str:
+    text = ""
+    while True:
+        event = events.get(timeout=20)
+        assert isinstance(event, Delta), event
+        text += event.content
+        if event.finish:
+            return text
+
+
+def test_jobs_join_and_leave_at_canvas_boundaries(case: Case) -> None:
+    _, first = case.submit(3)
+    assert case.engine.entered.acquire(timeout=20)
+    _, second = case.submit(1)  # arrives inside the first canvas of `first`
+    _, third = case.submit(1)  # finds both slots taken
+    case.engine.allowed.release()
+    for _ in range(2):
+        case.canvas()
+    assert finished(first).startswith("c1 ")
+    assert finished(second).startswith("c1 ")
+    assert finished(third).startswith("c1 ")
+    assert case.engine.batches == [[0], [0, 1], [0, 1]]
+
+
+def test_a_full_queue_refuses_all_jobs_of_a_request(case: Case) -> None:
+    case.submit(1)
+    assert case.engine.entered.acquire(timeout=20)
+    case.scheduler.submit([case.job(1)[0] for _ in range(7)])
+    with pytest.raises(RequestError, match="the queue is full: 7 of 8 are waiting") as caught:
+        case.scheduler.submit([case.job(1)[0] for _ in range(2)])
+    assert caught.value.status == 429
+    assert 1 <= int(caught.value.headers["Retry-After"]) <= 60
+    assert case.scheduler.load == (1, 7)
+    with pytest.raises(RequestError, match="9 choices, and the queue holds 8"):
+        case.scheduler.submit([case.job(1)[0] for _ in range(9)])
+
+
+def test_a_cancelled_job_leaves_the_queue_now_and_a_slot_after_its_canvas(case: Case) -> None:
+    running, said = case.submit(100)
+    assert case.engine.entered.acquire(timeout=20)
+    waiting, _ = case.submit(1)
+    case.scheduler.cancel([running, waiting])
+    assert case.scheduler.load == (1, 0)
+    _, later = case.submit(1)
+    case.engine.allowed.release()
+    case.canvas()
+    assert finished(later).startswith("c1 ")
+    assert case.engine.batches == [[0], [0]]
+    assert said.empty()  # not a word after it was cancelled
+
+
+def test_a_failure_fails_its_batch_and_no_one_else(case: Case) -> None:
+    _, events = case.submit(1)
+    assert case.engine.entered.acquire(timeout=20)
+    case.engine.fault = RuntimeError("out of memory")
+    case.engine.allowed.release()
+    failure = events.get(timeout=20)
+    assert isinstance(failure, RequestError)
+    assert failure.status == 500
+    assert "memory" not in str(failure)  # the log has it
+    case.engine.fault = None
+    _, later = case.submit(1)
+    case.canvas()
+    assert finished(later).startswith("c1 ")
+    assert case.scheduler.healthy
+
+
+def test_an_engine_that_keeps_failing_is_not_healthy(case: Case) -> None:
+    case.engine.fault = RuntimeError("sticky")
+    for _ in range(3):
+        assert case.scheduler.healthy
+        _, events = case.submit(1)
+        case.canvas()
+        assert isinstance(events.get(timeout=20), RequestError)
+    assert not case.scheduler.healthy
+
+
+def test_draining_refuses_who_waits_and_finishes_who_runs(case: Case) -> None:
+    _, running = case.submit(1)
+    assert case.engine.entered.acquire(timeout=20)
+    _, waiting = case.submit(1)
+    case.scheduler.drain()
+    refused = waiting.get(timeout=20)
+    assert isinstance(refused, RequestError)
+    assert refused.status == 503
+    with pytest.raises(RequestError, match="shutting down"):
+        case.submit(1)
+    case.engine.allowed.release()
+    assert finished(running).startswith("c1 ")
+
+
+def test_stopping_ends_what_runs_with_an_answer(case: Case) -> None:
+    _, running = case.submit(100)
+    assert case.engine.entered.acquire(timeout=20)
+    case.engine.allowed.release(2)
+    case.scheduler.stop()
+    *_, last = running.queue
+    assert isinstance(last, RequestError)
+    assert last.status == 503
