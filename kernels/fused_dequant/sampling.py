@@ -158,8 +158,9 @@ def sample(
     width = min(RANGE, triton.next_power_of_2(V))
     floats = torch.empty(3, B * L, ranges, dtype=torch.float32, device=logits.device)
     places = torch.empty(B * L, ranges, dtype=torch.int32, device=logits.device)
-    tokens = torch.empty(3, B, L, dtype=torch.int64, device=logits.device)
-    results = torch.empty(2, B, L, dtype=torch.float32, device=logits.device)
+    # Five tensors: what a custom operation returns may not share memory.
+    tokens = [torch.empty(B, L, dtype=torch.int64, device=logits.device) for _ in range(3)]
+    results = [torch.empty(B, L, dtype=torch.float32, device=logits.device) for _ in range(2)]
     top, total, moment = floats
     statistics_kernel[(B * L, ranges)](
         logits, schedule, step, top, places, total, moment, L, V, len(schedule), ranges,
