@@ -293,7 +293,13 @@ def generate(
     "--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
     help="Samples that may wait; more get 429 and Retry-After.",
 )  # fmt: skip
-@click.option("--max-prompt-tokens", type=click.IntRange(min=1), help="Else what the model takes.")
+@click.option(
+    "--max-context", type=click.IntRange(min=1),
+    help="Tokens of prompt and answer; else what the model takes, on a GPU at most 8192.",
+)  # fmt: skip
+@click.option(
+    "--max-prompt-tokens", type=click.IntRange(min=1), help="Else what the context leaves."
+)
 @click.option(
     "--max-body-bytes", type=click.IntRange(min=1), default=1 << 20, show_default=True,
     help="Largest request body.",

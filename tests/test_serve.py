@@ -232,7 +232,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "system"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content", "images are not"),
         ({"messages": [{"role": "user", "content": "<|image|>"}]}, "messages", "image placeholder"),
-        ({"messages": [{"role": "user", "content": "long " * 5000}]}, "messages", "at most 4095"),
+        ({"messages": [{"role": "user", "content": "long " * 5000}]}, "messages", "at most 4032"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(
@@ -512,3 +512,14 @@ def test_the_page_names_nothing_elsewhere(server: Running) -> None:
         assert len(text) > 1000
         assert "://" not in text
     assert json.dumps(server.http.get("/openapi.json").json()["paths"]).count('"post"') == 2
+
+
+def test_an_answer_ends_where_the_context_does() -> None:
+    engine = ScriptedEngine()
+    engine.free = True
+    with running(engine, max_context=100) as server:
+        reply = server.ask("word " * 10, max_tokens=10**6)
+        room = 100 - reply.usage.prompt_tokens
+        assert (reply.usage.canvases, reply.choices[0].finish_reason) == (room // 8, "length")
+        with pytest.raises(openai.BadRequestError, match="at most 92 are taken"):
+            server.ask("word " * 100)

@@ -52,8 +52,10 @@ class Service:
         self.sampler = sampler
         self.options = options
         engine = scheduler.engine
-        self.max_length = min(engine.max_length, sampler.max_length or engine.max_length)
-        self.max_prompt = min(options.max_prompt_tokens or self.max_length, self.max_length - 1)
+        limits = (engine.max_length, sampler.max_length, options.max_context)
+        self.max_length = min(limit for limit in limits if limit is not None)
+        room = self.max_length - engine.canvas_length
+        self.max_prompt = min(options.max_prompt_tokens or room, room)
         # Long prompts must not stall the event loop, and one thread keeps the tokenizer to itself.
         self.encoder = ThreadPoolExecutor(1, "encoder")
 
@@ -123,8 +125,11 @@ class Service:
         drafts = body.stream_options is not None and body.stream_options.include_drafts
         jobs: list[Job] = []
         for prompt in prompts:
-            limit = min(body.token_limit or sampler.max_new_tokens, self.max_length - len(prompt))
-            canvases = -(-limit // self.scheduler.engine.canvas_length)
+            limit, length = (
+                body.token_limit or sampler.max_new_tokens,
+                self.scheduler.engine.canvas_length,
+            )
+            canvases = min(-(-limit // length), (self.max_length - len(prompt)) // length)
             for choice in range(body.n):
                 answer = Answer(split, sampler, limit, canvases, body.stops)
                 noise = (seed + choice + INT64) % (2 * INT64) - INT64

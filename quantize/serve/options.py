@@ -18,7 +18,8 @@ class Options:
         api_key: what clients must send as a bearer token; None for no key.
         max_num_seqs: samples that are denoised at once.
         max_queue: samples that may wait for a slot; more are answered 429.
-        max_prompt_tokens: longest prompt, None for what the model takes.
+        max_context: positions a sample may take, prompt and answer; None for the engine's own limit.
+        max_prompt_tokens: longest prompt, None for what the context leaves.
         max_body_bytes: largest request body.
         request_timeout: seconds that a request may take, waiting included.
         shutdown_grace: seconds that running requests get after SIGTERM.
@@ -34,6 +35,7 @@ class Options:
     api_key: str | None = None
     max_num_seqs: int = 4
     max_queue: int = 64
+    max_context: int | None = None
     max_prompt_tokens: int | None = None
     max_body_bytes: int = 1 << 20
     request_timeout: float = 600.0

@@ -12,11 +12,13 @@ import torch
 import uvicorn
 
 from quantize.load import load
-from quantize.progress import say
+from quantize.progress import say, track
 from quantize.recipe import ActivationMode
 from quantize.runtime import Sampler
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine, ModelEngine
+from quantize.runtime.fused_engine import FusedEngine
+from quantize.runtime.packed import load_packed
 from quantize.serve.app import Service, create_app
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import KEY_VARIABLE, Options
@@ -69,13 +71,18 @@ def make_server(engine: Engine, text: Text, sampler: Sampler, options: Options) 
 
 
 def open_engine(
-    checkpoint: Path, capacity: int, activations: ActivationMode, device: str
+    checkpoint: Path, options: Options, activations: ActivationMode, device: str
 ) -> Engine:
-    """Load a checkpoint as an engine."""
+    """Load a checkpoint: on a GPU into the fused kernels, else, or to simulate, as modules."""
+    if device != "cpu" and activations == "none":
+        return FusedEngine(
+            load_packed(checkpoint, device, on_layer=lambda layers: track(layers, "layers loaded")),
+            capacity=options.max_num_seqs,
+            max_context=options.max_context,
+        )
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    return ModelEngine(
-        load(checkpoint, activations=activations, dtype=dtype, device=device), capacity
-    )
+    model = load(checkpoint, activations=activations, dtype=dtype, device=device)
+    return ModelEngine(model, options.max_num_seqs)
 
 
 def serve(checkpoint: Path, options: Options, *, activations: ActivationMode, device: str) -> None:
@@ -91,7 +98,7 @@ def serve(checkpoint: Path, options: Options, *, activations: ActivationMode, de
     text = Text(load_tokenizer(checkpoint))
     sampler = Sampler.from_checkpoint(checkpoint)
     say(f"loading {checkpoint}")
-    engine = open_engine(checkpoint, options.max_num_seqs, activations, device)
+    engine = open_engine(checkpoint, options, activations, device)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # uvicorn raises it again when all is done
     make_server(engine, text, sampler, options).run()

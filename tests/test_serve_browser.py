@@ -1,0 +1,147 @@
+"""The page in headless Chromium: a chat, its canvas denoising, desktop and phone, light and dark.
+
+Needs `pip install playwright axe-playwright-python` and a Chromium (Debian: `apt install chromium`).
+With SCREENSHOTS=FOLDER it leaves pictures there to look at.
+"""
+
+import os
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import QUESTION, ScriptedEngine, running, text_of
+from serving import in_process as runtime_answer
+
+pytestmark = pytest.mark.slow
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+axe = pytest.importorskip("axe_playwright_python", reason="pip install axe-playwright-python")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+if CHROMIUM is None:
+    pytest.skip("no Chromium on this machine", allow_module_level=True)
+
+# What the canvas showed, one entry a redraw: its text and how many tokens were accepted.
+WATCH = """() => {
+  window.seen = [];
+  const note = () => {
+    const canvas = document.querySelector('.turn.model:last-of-type .canvas');
+    if (canvas?.textContent) seen.push([canvas.textContent, canvas.querySelectorAll('.sure').length]);
+  };
+  new MutationObserver(note).observe(document.getElementById('chat'), {childList: true, subtree: true});
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Generator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+class Page:
+    """A page of the server, and everything it complains about or loads from elsewhere."""
+
+    def __init__(self, browser: Any, url: str, width: int = 1280, scheme: str = "light") -> None:
+        self.context = browser.new_context(
+            viewport={"width": width, "height": 844}, color_scheme=scheme
+        )
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self._elsewhere(request.url, url))
+        self.page.goto(url)
+
+    def _elsewhere(self, wanted: str, url: str) -> None:
+        if not wanted.startswith(f"{url}/"):
+            self.complaints.append(wanted)
+
+    def ask(self, question: str) -> None:
+        self.page.locator("#prompt").fill(question)
+        self.page.locator("#prompt").press("Enter")
+
+    def answered(self) -> str:
+        self.page.wait_for_function("document.getElementById('send').textContent === 'Send'")
+        return self.page.locator(".turn.model .answer").last.inner_text()
+
+    def picture(self, name: str) -> None:
+        if folder := os.environ.get("SCREENSHOTS"):
+            self.page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+def ready(page: Any) -> None:
+    page.wait_for_function("document.getElementById('model').textContent === 'bundled'")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_chat_round_trip(browser: Any, width: int, scheme: str) -> None:
+    with running() as server:
+        view = Page(browser, server.url, width, scheme)
+        ready(view.page)
+        view.page.evaluate(WATCH)
+        view.page.locator("#seed").fill("3")
+        view.ask(QUESTION)
+        view.page.wait_for_function("window.seen.length > 2")
+        view.picture(f"denoising-{width}-{scheme}")
+        assert view.answered() == text_of(runtime_answer(QUESTION, 3))
+        seen = view.page.evaluate("window.seen")
+        assert len({text for text, _ in seen}) > 1  # the canvas moved
+        assert len({count for _, count in seen}) > 1
+        assert "tokens a forward" in view.page.locator(".facts").inner_text()
+        assert view.page.locator(".canvas").inner_text() == ""
+        view.page.locator("#thinking").check()
+        view.ask("And 2 more?")
+        view.answered()
+        assert view.page.locator(".thoughts").last.inner_text().strip()
+        view.picture(f"answered-{width}-{scheme}")
+        assert view.page.evaluate("document.documentElement.scrollWidth") <= width
+        view.page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text("utf-8"))
+        found = view.page.evaluate("axe.run()")
+        assert len(found["passes"]) > 10
+        serious = [v["id"] for v in found["violations"] if v["impact"] in ("serious", "critical")]
+        assert serious == []
+        assert view.complaints == []
+        view.context.close()
+
+
+def test_stop_frees_the_slot_and_errors_are_shown(browser: Any) -> None:
+    engine = ScriptedEngine(1)
+    with running(engine, max_num_seqs=1) as server:
+        view = Page(browser, server.url)
+        ready(view.page)
+        view.ask("something long")
+        assert engine.entered.acquire(timeout=20)
+        view.page.locator("#send").click()
+        view.answered()
+        assert view.page.locator(".facts").inner_text() == "stopped"
+        engine.allowed.release(2)
+        server.settle()
+        engine.fault = RuntimeError("broken")
+        engine.allowed.release()
+        view.ask("again")
+        view.answered()
+        assert view.page.locator(".facts.error").inner_text().startswith("the engine failed")
+        view.picture("error")
+        view.context.close()
+
+
+def test_a_server_with_a_key_asks_for_it(browser: Any) -> None:
+    engine = ScriptedEngine(1)
+    engine.free = True
+    with running(engine, max_num_seqs=1, api_key="sesame") as server:
+        view = Page(browser, server.url, width=390)
+        view.page.wait_for_function(
+            "document.getElementById('model').textContent === 'needs an API key'"
+        )
+        view.page.locator("#key").fill("sesame")
+        view.page.locator("#key").blur()
+        ready(view.page)
+        view.picture("key")
+        view.ask("hello")
+        assert view.answered().startswith("c1 ")
+        assert view.complaints == []
+        view.context.close()
