@@ -9,6 +9,7 @@ torch on the same operands:
     linear, fp8     `torch._scaled_mm`, scales per token and channel; both sides get quantized tokens
     linear, nvfp4   bf16 `torch.mm` (cuBLAS)
     lm_head, soft   bf16 `torch.mm` alone, without softcap or softmax
+    sampler         the same draw in separate torch operations (`reference.sample`)
 
 `error` is relative Frobenius against float64 of the dequantized operands, on a few tokens.
 `floor` is the larger of moving the bytes and computing, at the rates measured first. `target` is
@@ -237,6 +238,35 @@ def vocabulary_rows(limits: Ceilings) -> Iterator[Row]:
               "<= 1.25 x floor", time <= 1.25 * floor)  # fmt: skip
 
 
+def sampler_rows(limits: Ceilings) -> Iterator[Row]:
+    """One step of the sampler: draw and acceptance; the floor is one read of the logits."""
+    for B in (1, 4):
+        logits = cases.random_tokens(256 * B, VOCABULARY, "cuda", seed=3).view(B, 256, -1) * 5
+        canvas = torch.zeros(B, 256, dtype=torch.int64, device="cuda")
+        seeds = torch.arange(B, device="cuda")
+        state = fd.denoising.CanvasState.begin(canvas, seeds, 1)
+        schedule = torch.linspace(0.8, 0.4, 2**14, device="cuda")
+        run = partial(sampler_step, logits, state, schedule)
+        draw = run()
+        u = reference.uniforms(seeds, state.canvas_index, state.step, 256)
+        temperature = schedule[:1].expand(B)
+        expected = reference.sample(logits[:, :4], temperature, u[:, :4])[4]
+        error = reference.relative_error(draw.entropy[:, :4], expected)
+        bytes_ = logits.numel() * 2
+        theirs = measure([partial(reference.sample, logits, temperature, u)])
+        yield Row("sampler", "bf16", 256 * B, measure([run]), bytes_, bytes_ / limits.copy * 1e6,
+                  theirs, error, "", None)  # fmt: skip
+
+
+def sampler_step(
+    logits: torch.Tensor, state: fd.denoising.CanvasState, schedule: torch.Tensor
+) -> fd.denoising.Draw:
+    """Draw and accept, as at the end of a denoising step."""
+    draw = fd.denoising.sample(logits, state, schedule)
+    fd.denoising.accept(draw, state, schedule, entropy_bound=0.1, confidence_threshold=0.005)
+    return draw
+
+
 def line(row: Row, limits: Ceilings) -> str:
     """One Markdown table line."""
     speed = row.bytes / row.microseconds * 1e6
@@ -255,7 +285,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    parser.add_argument("--only", default="", help="experts, linear or vocabulary")
+    parser.add_argument("--only", default="", help="experts, linear, vocabulary or sampler")
     arguments = parser.parse_args()
     limits = ceilings()
     print(
@@ -268,6 +298,7 @@ def main() -> None:
     print("|---|---|" + "---:|" * 10 + "---|---|")
     rows = []
     parts = {"experts": experts_rows, "linear": linear_rows, "vocabulary": vocabulary_rows}
+    parts |= {"sampler": sampler_rows}
     for name, part in parts.items():
         if arguments.only and arguments.only != name:
             continue

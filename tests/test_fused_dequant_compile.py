@@ -42,7 +42,8 @@ FP8 = BF16 | {"x": "*fp8e4nv", "w": "*fp8e4nv"}
 INT8 = BF16 | {"x": "*i8", "w": "*i8"}
 NVFP4 = {"x": "*bf16", "packed": "*u8", "scale": "*u8", "factor": "*fp32"} | POINTERS
 W4A4 = NVFP4 | {"x": "*u8", "x_scale": "*fp8e4nv", "scale": "*fp8e4nv", "input_scale": "*fp32"}
-FRAGMENTS = {"x": "*bf16", "words": "*i32", "scales": "*i32", "factor": "*fp32"} | POINTERS
+FRAGMENTS = {"x": "*bf16", "words": "*i32", "scales": "*i32", "factor": "*fp32"}
+FRAGMENTS |= {"partial": "*fp32", "arrived": "*i32"} | POINTERS
 
 EXPERTS_UP = {"TOPK": 8, "GROUPED": True, "WEIGHTED": False, "EVEN_K": True}
 EXPERTS_DOWN = {"TOPK": 1, "GROUPED": True, "WEIGHTED": True, "EVEN_K": False}
@@ -255,7 +256,10 @@ MATRIX = [
 
 @pytest.mark.parametrize(("case", "target"), MATRIX)
 def test_machine_code(case: Case, target: int) -> None:
-    report = compile_for(target, case.kernel, case.signature, case.constants, **case.options)
+    constants = dict(case.constants)
+    if "CHAINED" in case.kernel.arg_names:
+        constants["CHAINED"] = target >= 90
+    report = compile_for(target, case.kernel, case.signature, constants, **case.options)
     assert report.spills == 0
     assert report.stack == 0
     assert report.shared <= SHARED_LIMIT[target] * 1024
@@ -302,12 +306,16 @@ def test_elementwise_kernels(target: int) -> None:
     route = dict.fromkeys(pointers, "*i32") | {"total": "i32", "K": "i32"}
     route |= {"x": "*bf16", "q": "*i8", "q_scale": "*fp32"}
     sizes = {"E": 128, "EXPERTS": 128, "BLOCK": 32, "PADDING": 32, "CHUNK": 2048}
-    sizes |= {"LARGEST": 127.0, "COLUMNS": 4096}
+    sizes |= {"LARGEST": 127.0, "COLUMNS": 4096, "CHAINED": target >= 90}
     combine = {"y": "*bf16", "ids": "*i32", "out": "*bf16", "H": "i32", "E": "i32"}
     reports = [
         compile_for(target, routing.route_kernel, route, sizes, num_warps=4),
         compile_for(
-            target, routing.combine_kernel, combine, {"TOPK": 8, "BLOCK": 1024}, num_warps=4
+            target,
+            routing.combine_kernel,
+            combine,
+            {"TOPK": 8, "BLOCK": 1024, "CHAINED": target >= 90},
+            num_warps=4,
         ),
     ]
     if target >= 89:
@@ -319,7 +327,7 @@ def test_elementwise_kernels(target: int) -> None:
             "K": "i32",
             "eps": "fp32",
         }
-        constants = {"FUSE": "rms_norm", "LARGEST": 448.0, "BLOCK": 4096}
+        constants = {"FUSE": "rms_norm", "LARGEST": 448.0, "BLOCK": 4096, "CHAINED": target >= 90}
         reports.append(
             compile_for(target, quantize.quantize_rows_kernel, rows, constants, num_warps=8)
         )

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from fused_dequant import tuning
+from fused_dequant.chain import chained, follow
 from fused_dequant.routing import Routing
 from fused_dequant.tiles import block_rows, split_gate_up
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
@@ -89,6 +90,7 @@ def matmul_kernel(
     total,
     N,
     K,
+    CHAINED: tl.constexpr,
     TOPK: tl.constexpr,
     GROUPED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -103,6 +105,7 @@ def matmul_kernel(
     BLOCKS_FIRST: tl.constexpr,
 ):
     """X [rows, K], w [E, N, K], y [rows, N or N/2]; a slot reads row slot // TOPK of x."""
+    follow(CHAINED)
     tile = tl.program_id(1 if BLOCKS_FIRST else 0)
     block = tl.program_id(0 if BLOCKS_FIRST else 1)
     expert = tl.zeros((), tl.int64)
@@ -161,7 +164,7 @@ def matmul(
         x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
         y, y, y, y, M, N, K,
         TOPK=1, GROUPED=False, SCALED=x_scale is not None, GELU_MUL=False, WEIGHTED=False,
-        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True, **config,
+        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True, **chained(x.device), **config,
     )  # fmt: skip
     return y
 
@@ -193,6 +196,7 @@ def grouped_matmul(
         y if row_weight is None else row_weight, total, N, K,
         TOPK=1 if down else routing.topk, GROUPED=True, SCALED=x_scale is not None,
         GELU_MUL=not down, WEIGHTED=down,
-        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=False, **config,
+        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=False, **chained(x.device),
+        **config,
     )  # fmt: skip
     return y

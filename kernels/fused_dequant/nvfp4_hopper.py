@@ -17,8 +17,9 @@ Written in Gluon because the layouts are the algorithm: `gl.convert_layout(...,
 assert_trivial=True)` makes the compiler refuse the kernel if decoded values would have to move
 between threads.
 
-The products of one step are in flight while the next 64 columns are decoded, and are waited for at the
-end of the step: carried over the loop's back edge they make ptxas serialise every one (C7515).
+The products of one step are in flight while the next 64 columns are decoded and the copies of a later
+step are issued, and are waited for at the end of the step: carried over the loop's back edge they
+make ptxas serialise every one (C7515).
 Measured designs, with figures, are in kernels/README.md.
 """
 
@@ -27,10 +28,12 @@ Measured designs, with figures, are in kernels/README.md.
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
+
+from functools import cache
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -39,7 +42,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fused_dequant.chain import chained
 from fused_dequant.formats import _REGISTERS, _SELECT_FIRST, FRAGMENT
 from fused_dequant.routing import Routing
 
@@ -67,6 +72,8 @@ def decode_assembly() -> str:
     return "{ " + "\n".join(lines) + " }"
 
 
+# Triton 3.7 renamed it.
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _DECODE = gl.constexpr(decode_assembly())
 _CONSTRAINTS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")  # two words, the scale word twice
 _BF16 = gl.constexpr((gl.bfloat16,) * 8)
@@ -140,7 +147,7 @@ def slots_of(slots, first, layout: gl.constexpr, COUNT: gl.constexpr, GROUPED: g
 
 @gluon.jit
 def store_rows(
-    acc, y, factor, row_weight, slots, first, tile, total, width,
+    acc, y, gate_factor, up_factor, row_weight, slots, first, tile, total, width,
     COUNT: gl.constexpr, BN: gl.constexpr, GROUPED: gl.constexpr, GELU_MUL: gl.constexpr,
     WEIGHTED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -148,12 +155,12 @@ def store_rows(
     ROWS: gl.constexpr = BN // 2 if GELU_MUL else BN
     if GELU_MUL:
         gate, up = gl.split(acc.reshape([BN // 16, 2, 8, COUNT]).permute([0, 2, 3, 1]))
-        gate *= gl.load(factor)
+        gate *= gate_factor
         z = 0.7978845608028654 * gate * (1.0 + 0.044715 * gate * gate)
-        result = gate * (1.0 - 1.0 / (gl.exp(2.0 * z) + 1.0)) * (up * gl.load(factor + 1))
+        result = gate * (1.0 - 1.0 / (gl.exp(2.0 * z) + 1.0)) * (up * up_factor)
         result = result.reshape([ROWS, COUNT])
     else:
-        result = acc * gl.load(factor)
+        result = acc * gate_factor
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
     result = gl.convert_layout(result.permute([1, 0]), stored)
     slot = slots_of(slots, first, gl.SliceLayout(1, stored), COUNT, GROUPED)
@@ -166,12 +173,40 @@ def store_rows(
 
 
 @gluon.jit
+def add_splits(
+    acc, partial, arrived, mma: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Put down this split's acc; the last program of a tile to arrive adds them all, in order.
+
+    partial f32 [tiles, SPLITS, BN, BM]; arrived int32 [tiles], zero before and after. Nobody waits, so
+    the programs of a tile need not run at the same time.
+    """
+    tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+    partial += tile.to(gl.int64) * (SPLITS * BN * BM)
+    row = gl.arange(0, BN, gl.SliceLayout(1, mma))[:, None]
+    place = row * BM + gl.arange(0, BM, gl.SliceLayout(0, mma))[None, :]
+    gl.store(partial + gl.program_id(2) * (BN * BM) + place, acc)
+    thread_barrier()  # all of this program's stores come before its arrival
+    before = gl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
+    last = before == SPLITS - 1
+    if last:
+        acc = gl.load(partial + place)
+        for split in gl.static_range(1, SPLITS):
+            acc += gl.load(partial + split * (BN * BM) + place)
+        gl.store(arrived + tile, 0)
+    return acc, last
+
+
+@gluon.jit
 def nvfp4_hopper_kernel(
     x,
     words,
     scales,
     factor,
     y,
+    partial,
+    arrived,
     slots,
     block_expert,
     block_count,
@@ -179,6 +214,7 @@ def nvfp4_hopper_kernel(
     total,
     N,
     K,
+    CHAINED: gl.constexpr,
     TOPK: gl.constexpr,
     GROUPED: gl.constexpr,
     GELU_MUL: gl.constexpr,
@@ -195,8 +231,8 @@ def nvfp4_hopper_kernel(
     """X bf16 [rows, K]; words, scales from `to_fragments`; factor f32 [E, 2]; y [slots, N or N/2].
 
     A block is BM + MORE rows (MORE may be 0): two accumulators, so that 96 rows meet weights decoded
-    once and the tensor core does not compute 128. With SPLITS > 1 y is f32 [SPLITS, slots, N]: program
-    (tile, block, s) multiplies the s-th range of K.
+    once and the tensor core does not compute 128. With SPLITS > 1 (MORE = 0) program (tile, block, s)
+    multiplies the s-th range of K; see `add_splits` for partial and arrived.
     """
     ROW_TILES: gl.constexpr = BN // 64
     COLUMN_TILES: gl.constexpr = BK // 64
@@ -213,6 +249,9 @@ def nvfp4_hopper_kernel(
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
+    if CHAINED and GROUPED:
+        gdc_wait()  # the blocks may come from the kernel before
+        gdc_launch_dependents()
     tile = gl.program_id(0)
     block = gl.program_id(1)
     expert = 0
@@ -260,6 +299,13 @@ def nvfp4_hopper_kernel(
         if begin + stage < end:
             copy_step(words_at, words_smem.index(stage), word, 512, begin + stage, K, BK, EVEN_K)
             copy_step(scales_at, scales_smem.index(stage), scale, 64, begin + stage, K, BK, EVEN_K)
+    gate_factor = gl.load(factor + expert * 2)
+    up_factor = gl.load(factor + expert * 2 + 1)
+    if CHAINED and not GROUPED:
+        gdc_wait()  # weights depend on nothing: they are on their way before the tokens exist
+        gdc_launch_dependents()
+    for stage in gl.static_range(STAGES - 1):
+        if begin + stage < end:
             copy_tokens(tokens_at, tokens_smem.index(stage), real, k, begin + stage, K, BK, EVEN_K)
             if MORE:
                 copy_tokens(
@@ -268,15 +314,6 @@ def nvfp4_hopper_kernel(
         async_copy.commit_group()
     for step in range(begin, end):
         async_copy.wait_group(STAGES - 2)
-        ahead = step + STAGES - 1
-        if ahead < end:
-            into = (ahead - begin) % STAGES
-            copy_step(words_at, words_smem.index(into), word, 512, ahead, K, BK, EVEN_K)
-            copy_step(scales_at, scales_smem.index(into), scale, 64, ahead, K, BK, EVEN_K)
-            copy_tokens(tokens_at, tokens_smem.index(into), real, k, ahead, K, BK, EVEN_K)
-            if MORE:
-                copy_tokens(more_at, more_smem.index(into), real_more, k, ahead, K, BK, EVEN_K)
-        async_copy.commit_group()
         current = (step - begin) % STAGES
         packed = words_smem.index(current).reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2])
         scale_words = scales_smem.index(current).reshape([ROW_TILES, COLUMN_TILES, 4, 8, 2])
@@ -298,6 +335,15 @@ def nvfp4_hopper_kernel(
                 tokens = more_smem.index(current).slice(64 * part, 64, dim=1).permute([1, 0])
                 same = gl.convert_layout(weights, operand_more, assert_trivial=True)
                 acc_more = warpgroup_mma(same, tokens, acc_more, is_async=True)
+        ahead = step + STAGES - 1  # copies are addressed and issued under the last products
+        if ahead < end:
+            into = (ahead - begin) % STAGES
+            copy_step(words_at, words_smem.index(into), word, 512, ahead, K, BK, EVEN_K)
+            copy_step(scales_at, scales_smem.index(into), scale, 64, ahead, K, BK, EVEN_K)
+            copy_tokens(tokens_at, tokens_smem.index(into), real, k, ahead, K, BK, EVEN_K)
+            if MORE:
+                copy_tokens(more_at, more_smem.index(into), real_more, k, ahead, K, BK, EVEN_K)
+        async_copy.commit_group()
         if MORE:
             done = warpgroup_mma_wait(0, (acc, acc_more) + kept)  # noqa: RUF005
             acc_more = done[1]
@@ -305,16 +351,18 @@ def nvfp4_hopper_kernel(
             done = warpgroup_mma_wait(0, (acc,) + kept)  # noqa: RUF005
         acc = done[0]
 
+    if SPLITS > 1:
+        acc, last = add_splits(acc, partial, arrived, mma, BM, BN, SPLITS)
+        if not last:
+            return
     width = N // 2 if GELU_MUL else N
-    y += split.to(gl.int64) * total * width
-    factor += expert * 2
     store_rows(
-        acc, y, factor, row_weight, slots, first_row, tile, total, width,
+        acc, y, gate_factor, up_factor, row_weight, slots, first_row, tile, total, width,
         BM, BN, GROUPED, GELU_MUL, WEIGHTED, num_warps,
     )  # fmt: skip
     if MORE:
         store_rows(
-            acc_more, y, factor, row_weight, slots, first_row + BM, tile, total, width,
+            acc_more, y, gate_factor, up_factor, row_weight, slots, first_row + BM, tile, total, width,
             MORE, BN, GROUPED, GELU_MUL, WEIGHTED, num_warps,
         )  # fmt: skip
 
@@ -328,33 +376,36 @@ def nvfp4_hopper(
 ) -> torch.Tensor:
     """X bf16 [M, K], fragments of one weight (E = 1) -> bf16 [M, N].
 
-    With `config["SPLITS"]` > 1 ranges of K are multiplied apart and added, in order, by a second
-    kernel: a dense product has too few tiles to fill the machine.
+    With `config["SPLITS"]` > 1 ranges of K are multiplied apart: a dense product has too few tiles to
+    fill the machine. Such products must not run at the same time on one device: they count arrivals
+    in the same place.
     """
     M, K = x.shape
     N, splits = words.shape[1] * FRAGMENT, config["SPLITS"]
     y = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
-    partial = y if splits == 1 else torch.empty(splits, M, N, device=x.device)
     grid = (N // config["BN"], triton.cdiv(M, config["BM"] + config["MORE"]), splits)
-    nvfp4_hopper_kernel[grid](
-        x, words, scales, factor, partial, y, y, y, y, M, N, K,
-        TOPK=1, GROUPED=False, GELU_MUL=False, WEIGHTED=False, EVEN_K=K % config["BK"] == 0,
-        **config,
-    )  # fmt: skip
+    partial = arrived = y
     if splits > 1:
-        size = y.numel()
-        sum_splits_kernel[(triton.cdiv(size, 2048),)](partial, y, size, SPLITS=splits, BLOCK=2048)
+        tiles = grid[0] * grid[1]
+        size = tiles * splits * config["BN"] * config["BM"]
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        arrived = _arrivals(x.device)
+        if tiles > len(arrived):
+            raise ValueError(f"{tiles} split tiles, at most {len(arrived)}: use SPLITS = 1")
+    nvfp4_hopper_kernel[grid](
+        x, words, scales, factor, y, partial, arrived, y, y, y, y, M, N, K,
+        TOPK=1, GROUPED=False, GELU_MUL=False, WEIGHTED=False, EVEN_K=K % config["BK"] == 0,
+        **chained(x.device), **config,
+    )  # fmt: skip
     return y
 
 
-@triton.jit
-def sum_splits_kernel(partial, y, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Y = sum over the first axis of partial [SPLITS, size], in order."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        acc += tl.load(partial + split * size + at, mask=at < size, other=0.0)
-    tl.store(y + at, acc.to(y.dtype.element_ty), mask=at < size)
+@cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """Counters that every launch leaves at zero, so a CUDA graph needs no launch to clear them."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError("run a split product once before capturing it in a CUDA graph")
+    return torch.zeros(16384, dtype=torch.int32, device=device)
 
 
 def grouped_nvfp4_hopper(
@@ -377,9 +428,9 @@ def grouped_nvfp4_hopper(
     total = len(x) if down else len(x) * routing.topk
     y = torch.empty(total, N if down else N // 2, dtype=torch.bfloat16, device=x.device)
     nvfp4_hopper_kernel[(N // config["BN"], routing.max_blocks)](
-        x, words, scales, factor, y, routing.slots, routing.block_expert, routing.block_count,
+        x, words, scales, factor, y, y, y, routing.slots, routing.block_expert, routing.block_count,
         y if row_weight is None else row_weight, total, N, K,
         TOPK=1 if down else routing.topk, GROUPED=True, GELU_MUL=not down,
-        WEIGHTED=down, EVEN_K=K % config["BK"] == 0, **config,
+        WEIGHTED=down, EVEN_K=K % config["BK"] == 0, **chained(x.device), **config,
     )  # fmt: skip
     return y

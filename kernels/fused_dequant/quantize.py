@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import gelu_mul
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -62,9 +63,11 @@ def quantize_row(
 
 @triton.jit
 def quantize_rows_kernel(
-    x, weight, q, scale, K, eps, FUSE: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, weight, q, scale, K, eps,
+    CHAINED: tl.constexpr, FUSE: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program a row."""
+    follow(CHAINED)
     quantize_row(x, weight, q, scale, tl.program_id(0), K, eps, FUSE, LARGEST, BLOCK)
 
 
@@ -85,7 +88,7 @@ def quantize_rows(
     quantize_rows_kernel[(M,)](
         x, scale if norm_weight is None else norm_weight, q, scale, K, eps,
         FUSE=fuse, LARGEST=LARGEST[dtype], BLOCK=block,
-        num_warps=max(1, min(8, block // 1024)),
+        num_warps=max(1, min(8, block // 1024)), **chained(x.device),
     )  # fmt: skip
     return q, scale
 

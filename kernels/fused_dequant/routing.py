@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_dequant.chain import chained, follow
 from fused_dequant.quantize import LARGEST, quantize_row
 
 
@@ -64,6 +65,7 @@ def route_kernel(
     q,
     q_scale,
     K,
+    CHAINED: tl.constexpr,
     E: tl.constexpr,
     EXPERTS: tl.constexpr,  # E rounded up to a power of two
     BLOCK: tl.constexpr,
@@ -73,6 +75,7 @@ def route_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Program e < E lays out expert e; program E + m quantizes token m, while the others sort."""
+    follow(CHAINED)
     e = tl.program_id(0)
     if e >= E:
         quantize_row(x, x, q, q_scale, e - E, K, 0.0, "none", LARGEST, COLUMNS)
@@ -138,14 +141,17 @@ def _route(
         E=experts, EXPERTS=triton.next_power_of_2(experts), BLOCK=block,
         PADDING=triton.next_power_of_2(block), CHUNK=chunk,
         LARGEST=LARGEST.get(q.dtype, 0.0), COLUMNS=triton.next_power_of_2(x.shape[-1]),
-        num_warps=8 if chunk > 2048 else 4,
+        num_warps=8 if chunk > 2048 else 4, **chained(x.device),
     )  # fmt: skip
     return Routing(slots, block_expert, block_count, block, expert_ids.shape[-1])
 
 
 @triton.jit
-def combine_kernel(y, ids, out, H, E, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(
+    y, ids, out, H, E, CHAINED: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr
+):
     """out[m] = sum over choices of y[m * TOPK + choice], in float32, in order of choice."""
+    follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < H
@@ -163,5 +169,7 @@ def combine(y: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> torch.Te
     width = y.shape[1]
     out = torch.empty(tokens, width, dtype=y.dtype, device=y.device)
     grid = (tokens, triton.cdiv(width, 1024))
-    combine_kernel[grid](y, expert_ids, out, width, experts, TOPK=topk, BLOCK=1024)
+    combine_kernel[grid](
+        y, expert_ids, out, width, experts, TOPK=topk, BLOCK=1024, **chained(y.device)
+    )
     return out

@@ -108,14 +108,10 @@ def _sweep(product: Product) -> Iterator[Config]:
         ):
             yield _config("BM BN BK num_warps num_stages", BM, BN, BK, warps, stages)
     elif product.scheme == "nvfp4_fragments":
-        rows = _hopper_rows(product)
-        splits = {"linear": (1, 2, 3, 4) if product.M < 1024 else (1, 2)}.get(product.verb, (1,))
-        tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
-        depths = (128, 256) if product.verb == "linear" and product.M < 1024 else (64, 128)
-        for (BM, MORE), (BN, warps), BK, split, stages in itertools.product(
-            rows, tiles, depths, splits, (3, 4)
+        for (BM, MORE), (BN, warps), (BK, stages), split in itertools.product(
+            _hopper_rows(product), *_hopper_shapes(product)
         ):
-            if product.N % BN == 0:
+            if product.N % BN == 0 and (split == 1 or not MORE):
                 names = "BM MORE BN BK SPLITS STAGES num_warps"
                 yield _config(names, BM, MORE, BN, BK, split, stages, warps)
     elif product.verb.startswith("experts"):
@@ -144,8 +140,20 @@ def _sweep(product: Product) -> Iterator[Config]:
 
 def _hopper_rows(product: Product) -> tuple[tuple[int, int], ...]:
     if product.verb == "linear":
-        return ((32, 0), (64, 0), (128, 0)) if product.M < 1024 else ((128, 0), (256, 0))
+        return ((64, 0), (64, 32), (128, 0), (256, 0)) if product.M < 1024 else ((128, 0), (256, 0))
     return _expert_rows(product.M)
+
+
+def _hopper_shapes(
+    product: Product,
+) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """(BN, warps), (BK, stages) and splits of K."""
+    if product.verb == "linear" and product.M < 1024:
+        steps = ((64, 4), (64, 6), (128, 3), (128, 4), (256, 3), (256, 4))
+        return ((64, 4), (128, 8)), steps, (1, 2, 3, 4)
+    tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
+    splits = (1, 2) if product.verb == "linear" else (1,)
+    return tiles, tuple(itertools.product((64, 128), (3, 4))), splits
 
 
 def _expert_rows(M: int) -> tuple[tuple[int, int], ...]:

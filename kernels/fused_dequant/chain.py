@@ -1,0 +1,41 @@
+"""Programmatic dependent launch: let the next kernel of a sequence start while this one drains.
+
+Between two kernels of a stream the machine is idle for about a microsecond: the last blocks finish, the
+next kernel is launched and computes its addresses. A chained kernel is launched as soon as every
+block of the kernel before has released it, and waits where it first needs what that kernel wrote.
+
+Two rules keep it safe. In every program, also one that returns at once, a chained kernel waits before
+it reads what any earlier kernel wrote, weights excepted, and before it writes. And it releases the
+next kernel only after it has waited, so whoever starts next knows that everything before its direct
+predecessor is complete. Kernels that are not chained start when the one before is complete, as
+always.
+
+Needs sm_90; elsewhere, and in the interpreter, CHAINED is False and nothing is emitted.
+"""
+
+# Kernels are compiled from their syntax.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@cache
+def chained(device: torch.device) -> dict[str, bool]:
+    """Launch arguments of a kernel that has a parameter CHAINED."""
+    # On "meta" a kernel is compiled for the GPU at hand (`tune`).
+    if device.type == "cpu" or torch.cuda.get_device_capability() < (9, 0):
+        return {"CHAINED": False}
+    return {"CHAINED": True, "launch_pdl": True}
+
+
+@triton.jit
+def follow(CHAINED: tl.constexpr):
+    """Wait for the kernel before, then release the next."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
