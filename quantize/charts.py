@@ -29,7 +29,8 @@ PUBLISHED = {
 
 def all_charts(content: dict[str, Any]) -> dict[str, str]:
     """Return name -> SVG of every plot that report.json has data for."""
-    plots = {"recovery": recovery(content["tasks"]), "published": published()}
+    again = [task | {"activations": None} for task in content["noise_floor"]]
+    plots = {"recovery": recovery([*content["tasks"], *again]), "published": published()}
     if content["fidelity"]:
         plots["kl"] = kl_by_step(content["fidelity"])
         plots["routing"] = routing_by_layer(content["fidelity"])
@@ -45,28 +46,29 @@ def all_charts(content: dict[str, Any]) -> dict[str, str]:
 
 
 def recovery(tasks: Sequence[dict[str, Any]]) -> str:
-    """Plot the recovery of each task and activation mode with its interval."""
+    """Plot the recovery of each task and activation mode with its interval; the noise floor hollow."""
     rows = [
-        (f"{t['task']}, {t['activations']}", t["recovery"], t["recovery_interval"])
+        (t["task"], t["activations"], t["recovery"], t["recovery_interval"])
         for t in tasks
         if not t["not_comparable"] and t["recovery"] is not None
     ]
     ends = [
         end
-        for _, value, interval in rows
+        for _, _, value, interval in rows
         for end in (value, interval["low"], interval["high"], 100)
         if end is not None
     ]
     x = _Scale(min(ends, default=99) - 1, max(ends, default=101) + 1)
     height = 30 + 34 * len(rows)
     body = _x_axis(x, height, "%") + _vertical(x(100), height, "hundred")
-    for i, (label, value, interval) in enumerate(rows):
+    for i, (task, mode, value, interval) in enumerate(rows):
         y = 22 + 34 * i
-        body += _text(0, y - 6, label, "label")
+        line, point = ("interval", "a") if mode else ("interval again", "hollow")
+        body += _text(0, y - 6, f"{task}, {mode or 'BF16 again'}", "label")
         if interval["low"] is not None:
             low, high = x(interval["low"]), x(interval["high"])
-            body += f'<path class="interval" d="M{low:.1f} {y + 6}H{high:.1f}"/>'
-        body += f'<circle class="a" cx="{x(value):.1f}" cy="{y + 6}" r="4.5"/>'
+            body += f'<path class="{line}" d="M{low:.1f} {y + 6}H{high:.1f}"/>'
+        body += f'<circle class="{point}" cx="{x(value):.1f}" cy="{y + 6}" r="4.5"/>'
         body += _text(0, y + 10, _recovery_text(value, interval), "value")
     return _svg(height + 22, "Recovery with its interval, per cent", body)
 
@@ -136,8 +138,8 @@ def size_by_layer(layers: Sequence[dict[str, Any]]) -> str:
             )
         if len(layers) <= 12 or entry["layer"] % 5 == 0:
             body += _text(left + step * 0.4, 164, str(entry["layer"]), "tick middle")
-    body += _text(44, 182, f"{name} by layer: frame BF16, filled quantized", "label")
-    return _svg(190, f"Size by layer in {name}, BF16 and quantized", body)
+    body += _text((44 + WIDTH - RIGHT) / 2, 178, f"layer; {name}", "label middle")
+    return _svg(186, f"Size by layer in {name}, BF16 and quantized", body)
 
 
 def coverage(entry: dict[str, Any]) -> str:

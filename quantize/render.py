@@ -36,9 +36,25 @@ def html(content: dict[str, Any]) -> str:
         report=content,
         plots=plots,
         note=BUNDLED_NOTE,
+        scored_with=scored_with(content["tasks"]),
         fidelity_columns=FIDELITY,
         fidelity_rows=fidelity_rows(content["fidelity"]) if content["fidelity"] else [],
     )
+
+
+def scored_with(tasks: Sequence[dict[str, Any]]) -> list[str]:
+    """Return on what the scores were made, one sentence each way that occurs."""
+    found: dict[str, None] = {}
+    for made in (task["made_with"] for task in tasks):
+        if "served_model" in made:
+            found[f"a server's model {made['served_model']}, seed {made['seed']}"] = None
+        else:
+            dtype = str(made["dtype"]).removeprefix("torch.")
+            found[
+                f"{made['device']}, torch {made['torch']}, {dtype}, "
+                f"batches of {made['batch_size']}, seed {made['seed']}"
+            ] = None
+    return list(found)
 
 
 def junit(content: dict[str, Any]) -> str:
@@ -104,7 +120,8 @@ def markdown(content: dict[str, Any]) -> str:
         "## Made with",
         ", ".join(f"{name} {version}" for name, version in content["versions"].items()),
         f"{content['hardware']['cpu']}, {content['hardware']['cores']} cores; "
-        f"GPUs: {', '.join(content['hardware']['gpus']) or 'none'}",
+        f"GPUs: {', '.join(content['hardware']['gpus']) or 'none'}. "
+        f"Scores: {'; '.join(scored_with(content['tasks']))}.",
         _table(
             ("stage", "seconds", "peak memory, GB"),
             [

@@ -7,7 +7,8 @@ report.json, by key:
   recipe        name and scheme
   verdict       outcome, reason, exit_code
   tasks         one entry a task and activation mode: recovery.statistics.Comparison, the margin,
-                whether it is gated, why it is not comparable (or null), counts of both sides
+                whether it is gated, why it is not comparable (or null), what it was scored with,
+                counts of both sides
   noise_floor   the same, BF16 against BF16 with a second seed
   sizes         bytes of BF16 and of the artifact; quantized modules
   layers        one entry a layer: bytes before and after, relative error of each class of weights

@@ -47,6 +47,7 @@ def pair(
     entry = {
         "not_comparable": differs.reason if differs else None,
         **(asdict(comparison) if comparison else {"margin_pp": margin_pp}),
+        "made_with": other.made_with | {"dtype": other.conditions.get("sampler", {}).get("dtype")},
         "bf16_counts": counts(base.rows),
         "quantized_counts": counts(other.rows),
     }
