@@ -64,7 +64,7 @@ class Page:
         self.page.locator("#prompt").press("Enter")
 
     def answered(self) -> str:
-        self.page.wait_for_function("document.getElementById('send').textContent === 'Send'")
+        self.page.wait_for_function("() => document.getElementById('send').textContent === 'Send'")
         return self.page.locator(".turn.model .answer").last.inner_text()
 
     def picture(self, name: str) -> None:
@@ -73,7 +73,7 @@ class Page:
 
 
 def ready(page: Any) -> None:
-    page.wait_for_function("document.getElementById('model').textContent === 'bundled'")
+    page.wait_for_function("() => document.getElementById('model').textContent === 'bundled'")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -85,7 +85,7 @@ def test_a_chat_round_trip(browser: Any, width: int, scheme: str) -> None:
         view.page.evaluate(WATCH)
         view.page.locator("#seed").fill("3")
         view.ask(QUESTION)
-        view.page.wait_for_function("window.seen.length > 2")
+        view.page.wait_for_function("() => window.seen.length > 2")
         view.picture(f"denoising-{width}-{scheme}")
         assert view.answered() == text_of(runtime_answer(QUESTION, 3))
         seen = view.page.evaluate("window.seen")
@@ -94,7 +94,9 @@ def test_a_chat_round_trip(browser: Any, width: int, scheme: str) -> None:
         assert "tokens a forward" in view.page.locator(".facts").inner_text()
         assert view.page.locator(".canvas").inner_text() == ""
         view.page.locator("#thinking").check()
-        view.ask("And 2 more?")
+        view.page.locator("#seed").fill("5")
+        view.page.locator("#clear").click()
+        view.ask(QUESTION)
         view.answered()
         assert view.page.locator(".thoughts").last.inner_text().strip()
         view.picture(f"answered-{width}-{scheme}")
@@ -135,7 +137,7 @@ def test_a_server_with_a_key_asks_for_it(browser: Any) -> None:
     with running(engine, max_num_seqs=1, api_key="sesame") as server:
         view = Page(browser, server.url, width=390)
         view.page.wait_for_function(
-            "document.getElementById('model').textContent === 'needs an API key'"
+            "() => document.getElementById('model').textContent === 'needs an API key'"
         )
         view.page.locator("#key").fill("sesame")
         view.page.locator("#key").blur()

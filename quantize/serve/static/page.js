@@ -71,7 +71,8 @@ function draw(canvas, facts, draft) {
     ...draft.tokens.map((token, at) => {
       const span = document.createElement("span");
       span.className = draft.accepted[at] ? "sure" : "guess";
-      span.textContent = token;
+      span.textContent = /^<\S+>$/.test(token) ? "·" : token; // a control token: most of a canvas' end
+      span.title = token;
       return span;
     }),
   );
