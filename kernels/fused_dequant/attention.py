@@ -10,7 +10,8 @@ tokens included, or the last 1,023 before it).
 
 Cache: keys and values bf16 [slots, capacity, kv_heads, D]; position p of a sequence lies at
 p % capacity, so sliding layers need a ring of window + chunk positions only. `capacity` is a multiple
-of 128, hence no block of positions wraps around.
+of 128, hence no block of positions wraps around. Values that no row sees must be finite: they are
+multiplied by a probability of 0.
 
 A program holds the query heads that share a key head: BQ queries x group rows against blocks of BN
 positions, online softmax in float32, probabilities bf16 for the second product. Where that gives fewer
@@ -28,6 +29,9 @@ known to the device alone: a CUDA graph replays with other lengths.
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fused_dequant.chain import chained, follow
 
 CAPACITY_MULTIPLE = 128
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -35,18 +39,27 @@ _FAR = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def normed(x, weight, offset, inside, eps, D: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Halves (low, high) [D / 2] of one head at x + offset, RMS-normalised and rounded to bf16."""
+def normed(x, weight, offset, eps, HEADS: tl.constexpr, D: tl.constexpr, WEIGHTED: tl.constexpr):
+    """Halves (low, high) [HEADS, D / 2] of heads at x + offset, RMS-normalised and rounded to bf16."""
     half: tl.constexpr = D // 2
-    d = tl.arange(0, half)
-    low = tl.load(x + offset + d, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(x + offset + half + d, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt((tl.sum(low * low) + tl.sum(high * high)) / D + eps)
+    d = tl.arange(0, half)[None, :]
+    at = x + offset + tl.arange(0, HEADS)[:, None] * D + d
+    low, high = tl.load(at).to(tl.float32), tl.load(at + half).to(tl.float32)
+    scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
     low, high = low * scale, high * scale
     if WEIGHTED:
         low *= tl.load(weight + d).to(tl.float32)
         high *= tl.load(weight + half + d).to(tl.float32)
     return low.to(tl.bfloat16), high.to(tl.bfloat16)
+
+
+@triton.jit
+def rotated(low, high, cos, sin, m, D: tl.constexpr):
+    """Rope on halves [HEADS, D / 2], rounded to bf16."""
+    at = m * (D // 2) + tl.arange(0, D // 2)[None, :]
+    c, s = tl.load(cos + at).to(tl.float32), tl.load(sin + at).to(tl.float32)
+    a, b = low.to(tl.float32), high.to(tl.float32)
+    return (a * c - b * s).to(tl.bfloat16), (b * c + a * s).to(tl.bfloat16)
 
 
 @triton.jit
@@ -68,34 +81,35 @@ def heads_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     SHARED: tl.constexpr,  # no v_proj: v is the raw k
+    CHAINED: tl.constexpr,
 ):
-    """Program (m, head): query heads, then key heads, then value heads of row m."""
+    """Program (m, kind): the query, key or value heads of row m."""
+    follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    kind = tl.program_id(1)
     half: tl.constexpr = D // 2
     width: tl.constexpr = (Q_HEADS + KV_HEADS * (1 if SHARED else 2)) * D
-    d = tl.arange(0, half)
-    slot = tl.load(slots + m // n).to(tl.int64)
-    place = slot * capacity + tl.load(positions + m) % capacity
-    if head >= Q_HEADS + KV_HEADS:
-        h = head - Q_HEADS - KV_HEADS
-        source = h + Q_HEADS if SHARED else head
-        low, high = normed(qkv, q_weight, m * width + source * D, True, eps, D, False)
-        to = values + (place * KV_HEADS + h) * D + d
+    d = tl.arange(0, half)[None, :]
+    if kind == 0:
+        low, high = normed(qkv, q_weight, m * width, eps, Q_HEADS, D, True)
+        low, high = rotated(low, high, cos, sin, m, D)
+        to = q + m * Q_HEADS * D + tl.arange(0, Q_HEADS)[:, None] * D + d
+        tl.store(to, low)
+        tl.store(to + half, high)
     else:
-        is_query = head < Q_HEADS
-        weight = q_weight if is_query else k_weight
-        a, b = normed(qkv, weight, m * width + head * D, True, eps, D, True)
-        a, b = a.to(tl.float32), b.to(tl.float32)
-        c = tl.load(cos + m * half + d).to(tl.float32)
-        s = tl.load(sin + m * half + d).to(tl.float32)
-        low, high = (a * c - b * s).to(tl.bfloat16), (b * c + a * s).to(tl.bfloat16)
-        h = head - Q_HEADS
-        to = q + (m * Q_HEADS + head) * D + d
-        if not is_query:
-            to = keys + (place * KV_HEADS + h) * D + d
-    tl.store(to, low)
-    tl.store(to + half, high)
+        slot = tl.load(slots + m // n).to(tl.int64)
+        cell = (slot * capacity + tl.load(positions + m) % capacity) * KV_HEADS * D
+        cell += tl.arange(0, KV_HEADS)[:, None] * D + d
+        if kind == 1:
+            low, high = normed(qkv, k_weight, m * width + Q_HEADS * D, eps, KV_HEADS, D, True)
+            low, high = rotated(low, high, cos, sin, m, D)
+            tl.store(keys + cell, low)
+            tl.store(keys + cell + half, high)
+        else:
+            source: tl.constexpr = (Q_HEADS if SHARED else Q_HEADS + KV_HEADS) * D
+            low, high = normed(qkv, q_weight, m * width + source, eps, KV_HEADS, D, False)
+            tl.store(values + cell, low)
+            tl.store(values + cell + half, high)
 
 
 @triton.jit
@@ -113,6 +127,7 @@ def attend_kernel(
     n,
     capacity,
     splits,
+    CHAINED: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -120,7 +135,11 @@ def attend_kernel(
     BN: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (block of BQ queries, batch row x key head, split); `rows` = batch * n."""
+    """Program (block of BQ queries, batch row x key head, split); `rows` = batch * n.
+
+    Descriptors of keys and values [slots * capacity, kv_heads * D], boxes [BN, D].
+    """
+    follow(CHAINED)
     b, h = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     split = tl.program_id(2)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
@@ -132,31 +151,31 @@ def attend_kernel(
     low = tl.load(first + row, mask=inside, other=_FAR)
     high = tl.load(last + row, mask=inside, other=-1)
     begin, end = tl.min(low) // BN * BN, tl.max(high) + 1
+    # From `clear` up to `blurred` every row sees every position: no mask there.
+    clear, blurred = tl.max(tl.where(inside, low, 0)), tl.min(tl.where(inside, high, _FAR)) + 1
     share = tl.cdiv(tl.cdiv(end - begin, BN), splits) * BN
     begin += split * share
     end = tl.minimum(end, begin + share)
     place = (row.to(tl.int64) * Q_HEADS + h * GROUP + r % GROUP)[:, None] * D + d[None, :]
     queries = tl.load(q + place, mask=inside[:, None], other=0.0)
-    base = tl.load(slots + b).to(tl.int64) * capacity
+    base = tl.load(slots + b) * capacity
     top = tl.full((BQ * GROUP,), float("-inf"), tl.float32)
     sums = tl.zeros((BQ * GROUP,), tl.float32)
     acc = tl.zeros((BQ * GROUP, D), tl.float32)
     j = tl.arange(0, BN)
     for start in range(begin, end, BN):
-        position = start + j
-        cell = ((base + start % capacity + j) * KV_HEADS + h)[:, None] * D + d[None, :]
-        there = (position < end)[:, None]
-        k = tl.load(keys + cell, mask=there, other=0.0)
-        score = tl.dot(queries, k.T) * _LOG2E
-        seen = (position[None, :] >= low[:, None]) & (position[None, :] <= high[:, None])
-        score = tl.where(seen & (position < end)[None, :], score, float("-inf"))
+        cell = base + start % capacity
+        score = tl.dot(queries, keys.load([cell, h * D]).T) * _LOG2E
+        if (start < clear) | (start + BN > tl.minimum(blurred, end)):
+            position = (start + j)[None, :]
+            seen = (position >= low[:, None]) & (position <= high[:, None]) & (position < end)
+            score = tl.where(seen, score, float("-inf"))
         new = tl.maximum(top, tl.max(score, 1))
         shift = tl.where(new == float("-inf"), 0.0, new)  # a row that sees nothing in this block
         p = tl.exp2(score - shift[:, None])
         decay = tl.exp2(top - shift)
         sums = sums * decay + tl.sum(p, 1)
-        v = tl.load(values + cell, mask=there, other=0.0)
-        acc = tl.dot(p.to(tl.bfloat16), v, acc * decay[:, None])
+        acc = tl.dot(p.to(tl.bfloat16), values.load([cell, h * D]), acc * decay[:, None])
         top = new
     if SPLIT:
         line = (split * rows + row).to(tl.int64) * Q_HEADS + h * GROUP + r % GROUP
@@ -169,8 +188,18 @@ def attend_kernel(
 
 
 @triton.jit
-def combine_kernel(partial, largest, total, out, lines, SPLITS: tl.constexpr, D: tl.constexpr):
+def combine_kernel(
+    partial,
+    largest,
+    total,
+    out,
+    lines,
+    SPLITS: tl.constexpr,
+    D: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """Program: one line (row x query head); maxima are of base-2 scores."""
+    follow(CHAINED)
     line = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, D)
     top = tl.load(largest + line)
@@ -204,11 +233,11 @@ def heads(
     rows, width = qkv.shape
     _, capacity, kv_heads, D = keys.shape
     q = torch.empty(rows, q_heads, D, dtype=qkv.dtype, device=qkv.device)
-    heads_kernel[(rows, q_heads + 2 * kv_heads)](
+    heads_kernel[(rows, 3)](
         qkv, q_weight, k_weight, cos, sin, slots, positions, q, keys, values,
         rows // len(slots), capacity, eps,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, SHARED=width == (q_heads + kv_heads) * D,
-        num_warps=max(1, D // 256),
+        num_warps=4, **chained(qkv.device),
     )  # fmt: skip
     return q
 
@@ -224,9 +253,13 @@ def attend(
 ) -> torch.Tensor:
     """See `ops.attend`; config holds BQ, BN, SPLITS and launch options."""
     rows, q_heads, D = q.shape
-    _, capacity, kv_heads, _ = keys.shape
+    count, capacity, kv_heads, _ = keys.shape
     n = rows // len(slots)
     options = dict(config)
+    cells = [
+        TensorDescriptor.from_tensor(t.view(count * capacity, kv_heads * D), [config["BN"], D])
+        for t in (keys, values)
+    ]
     BQ, splits = options["BQ"], options.pop("SPLITS")
     out = torch.empty_like(q)
     partial, largest, total = out, out, out
@@ -234,13 +267,15 @@ def attend(
         partial = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
         largest, total = torch.empty(2, splits, rows, q_heads, dtype=torch.float32, device=q.device)
     attend_kernel[(triton.cdiv(n, BQ), len(slots) * kv_heads, splits)](
-        q, keys, values, slots, first, last, partial, largest, total, rows, n, capacity, splits,
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, SPLIT=splits > 1, **options,
+        q, *cells, slots, first, last, partial, largest, total, rows, n, capacity, splits,
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, SPLIT=splits > 1, **chained(q.device),
+        **options,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(rows * q_heads,)](
-            partial, largest, total, out, rows * q_heads, SPLITS=splits, D=D, num_warps=1
-        )
+            partial, largest, total, out, rows * q_heads,
+            SPLITS=splits, D=D, num_warps=1, **chained(q.device),
+        )  # fmt: skip
     return out
 
 
@@ -255,5 +290,5 @@ def configure(
     wide = D > 256
     return {
         "BQ": BQ, "BN": 32 if wide else 64, "SPLITS": splits,
-        "num_warps": 8 if wide else 4, "num_stages": 2,
+        "num_warps": 8 if wide else 4, "num_stages": 2 if wide else 3,
     }  # fmt: skip

@@ -14,6 +14,7 @@ float32.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,11 @@ class Cache:
         ]  # fmt: skip
         return cls(tuple(kv[0] for kv in layers), tuple(kv[1] for kv in layers))
 
+    def clear(self, slot: int) -> None:
+        """Forget a slot's values: no NaN of a broken sequence may meet a probability of 0."""
+        for values in self.values:
+            values[slot].zero_()
+
     @property
     def nbytes(self) -> int:
         """Bytes of all cells."""
@@ -109,6 +115,8 @@ class FusedModel:
     def __init__(self, weights: TextWeights, cache: Cache) -> None:
         self.weights, self.cache = weights, cache
         self.routed: list[Tensor] | None = None
+        on_gpu = weights.device.type == "cuda"
+        self._side = torch.cuda.Stream(weights.device) if on_gpu else None
         text = weights.config.text_config
         self.window: int = text.sliding_window
         self.eps: float = text.rms_norm_eps
@@ -213,7 +221,7 @@ class FusedModel:
         n = layer.norms
         before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
         h, x, x_experts, x_router = after_attention(h, o, before, _scheme(layer.gate_up), self.eps)
-        with part("dense"):
+        with self._beside(), part("dense"):
             dense = _down(_product(x, layer.gate_up), layer.down)
         scores = F.linear(x_router, layer.router)
         ids, routing = choose_experts(scores, layer.per_expert_scale, self.topk)
@@ -221,10 +229,26 @@ class FusedModel:
             self.routed.append(ids)
         with part("experts"):
             routed = experts(x_experts, ids, routing, layer.experts_gate_up, layer.experts_down)
+        self._join()
         norm, scheme = self._next(index)
         after = (n["post_dense"], n["post_experts"], n["post"], norm)
         scalar = layer.decoder_scalar if decoder else layer.encoder_scalar
         return after_experts(h, dense, routed, after, scalar, scheme, self.eps)
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """Run a branch on a stream of its own until `_join`: small kernels beside small kernels.
+
+        Memory is safe: what the branch allocates is used by the main stream before the next branch
+        starts, and what the main stream lends it is held until after `_join`.
+        """
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
+
+    def _join(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
 
     def _next(self, index: int) -> tuple[Tensor, str]:
         """Return the norm and the scheme of what follows a layer: the next, or the final norm."""

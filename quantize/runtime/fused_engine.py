@@ -110,6 +110,7 @@ class FusedEngine:
         if slot in self._slots or not 0 <= slot < self.capacity:
             raise InputError(f"slot {slot} of {self.capacity} is not free")
         self._check(prompt)
+        self.model.cache.clear(slot)
         tokens = torch.tensor([list(prompt)], device=self.device)
         at = self._integers([slot])
         for start in range(0, len(prompt), self._chunk):

@@ -1,4 +1,9 @@
-"""Random weights of a config's exact shapes, made on the device: for speed and memory alone."""
+"""Random weights of a config's exact shapes, made on the device: for speed and memory alone.
+
+Linears of K inputs have a standard deviation of 1/sqrt(K), the router's logits one of 1. Random
+attention gives all tokens nearly the same output; it enters with a tenth of the other branches' weight,
+or the tokens would become alike layer by layer and meet in a dozen experts.
+"""
 
 from typing import Any
 
@@ -60,7 +65,7 @@ def random_weights(
         scheme = schemes["experts"]
         return LayerWeights(
             sliding=sliding,
-            norms={key: ones(H) for key in NORMS},
+            norms={key: ones(H) * (0.1 if key == "post_attention" else 1) for key in NORMS},
             qkv=(dense("attention", (heads + kv * (2 if sliding else 1)) * D, H),),
             q_norm=ones(D) * D**-0.5,  # scores of size 1: attention has no other scale
             k_norm=ones(D),
