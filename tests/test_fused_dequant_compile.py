@@ -283,14 +283,10 @@ SAMPLER_POINTERS = (
     | {"places": "*i32", "accepted": "*i1", "inverse_temperature": "*fp32"}
     | {"bound": "fp32", "confidence": "fp32"}
 )
-SAMPLER = [
-    (sampling.statistics_kernel, SAMPLER_POINTERS | COUNTS, {"RANGE": 8192}),
-    (sampling.draw_kernel, SAMPLER_POINTERS | COUNTS, {"RANGE": 8192, "RANGES": 32}),
-    (
-        sampling.accept_kernel,
-        SAMPLER_POINTERS | COUNTS,
-        {"STABILITY": 1, "POSITIONS": 256, "COLUMNS": 32},
-    ),
+SAMPLER = [  # kernel, constants, warps
+    (sampling.statistics_kernel, {"RANGE": 4096, "EVEN": True}, 4),
+    (sampling.draw_kernel, {"RANGE": 4096, "RANGES": 64}, 4),
+    (sampling.accept_kernel, {"STABILITY": 1, "POSITIONS": 256, "COLUMNS": 32}, 16),
 ]
 
 
@@ -331,5 +327,8 @@ def test_elementwise_kernels(target: int) -> None:
         reports.append(
             compile_for(target, quantize.quantize_rows_kernel, rows, constants, num_warps=8)
         )
-    reports += [compile_for(target, *case, num_warps=8) for case in SAMPLER]
+    chained = {"CHAINED": target >= 90}
+    for kernel, constants, warps in SAMPLER:
+        signature = SAMPLER_POINTERS | COUNTS
+        reports.append(compile_for(target, kernel, signature, constants | chained, num_warps=warps))
     assert all(report.spills == 0 and report.stack == 0 for report in reports)

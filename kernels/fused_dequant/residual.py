@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_dequant.chain import chained, follow
 from fused_dequant.quantize import LARGEST
 
 
@@ -78,10 +79,12 @@ def after_attention_kernel(
     H,
     eps,
     root,
+    CHAINED: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program a row; BLOCK >= H is a power of two."""
+    follow(CHAINED)
     m = tl.program_id(0)
     k = tl.arange(0, BLOCK)
     inside = k < H
@@ -113,10 +116,12 @@ def after_experts_kernel(
     x_scale,
     H,
     eps,
+    CHAINED: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program a row; BLOCK >= H is a power of two."""
+    follow(CHAINED)
     m = tl.program_id(0)
     k = tl.arange(0, BLOCK)
     inside = k < H
@@ -134,9 +139,17 @@ def after_experts_kernel(
 
 @triton.jit
 def choose_kernel(
-    logits, per_expert_scale, ids, weights, E, TOPK: tl.constexpr, EXPERTS: tl.constexpr
+    logits,
+    per_expert_scale,
+    ids,
+    weights,
+    E,
+    CHAINED: tl.constexpr,
+    TOPK: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):
     """One program a row: TOPK rounds of the largest that is left, the lowest index first on a tie."""
+    follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
     score = tl.load(logits + m * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
@@ -173,6 +186,7 @@ def after_attention(
     after_attention_kernel[(M,)](
         h, o, *norms, h_out, x_dense, scale, x_experts, x_router, H, eps, H**-0.5,
         LARGEST=LARGEST.get(dtype, 0.0), BLOCK=triton.next_power_of_2(H), num_warps=8,
+        **chained(h.device),
     )  # fmt: skip
     return h_out, x_dense, scale, x_experts, x_router
 
@@ -195,6 +209,7 @@ def after_experts(
     after_experts_kernel[(M,)](
         h, dense, experts, w_1, w_2, w, scalar, w_next, h_out, x, scale, H, eps,
         LARGEST=LARGEST.get(dtype, 0.0), BLOCK=triton.next_power_of_2(H), num_warps=8,
+        **chained(h.device),
     )  # fmt: skip
     return h_out, x, scale
 
@@ -208,6 +223,6 @@ def choose(
     weights = torch.empty(M, topk, dtype=torch.float32, device=logits.device)
     choose_kernel[(M,)](
         logits, per_expert_scale, ids, weights, E,
-        TOPK=topk, EXPERTS=triton.next_power_of_2(E), num_warps=1,
+        TOPK=topk, EXPERTS=triton.next_power_of_2(E), num_warps=1, **chained(logits.device),
     )  # fmt: skip
     return ids, weights
