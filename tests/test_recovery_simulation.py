@@ -151,24 +151,28 @@ def test_intervals_cover_when_few_questions_differ(
     assert wrong <= (0.05 + _three_sigma(0.05, rounds)) * rounds
 
 
-@pytest.mark.parametrize("varying", [4, 5, 7, 12])
+VARYING = [[2, 3, 3, 7, 7], [1, 1, 1, 3, 3, 4, 5, 5, 5, 6, 6, 7]]
+
+
+@pytest.mark.parametrize("right", VARYING, ids=lambda right: f"{len(right)} vary")
 def test_a_model_is_not_declared_different_by_a_few_questions(
-    varying: int, monkeypatch: pytest.MonkeyPatch
+    right: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """96 questions of which few vary, right in 4 of 8 repeats, dealt to two sides of 4 or of 1."""
-    monkeypatch.setattr("recovery.statistics.RESAMPLES", 99)
-    rounds, generator = 500, np.random.default_rng(varying)
-    table = np.repeat([[1.0] * 8], 96, axis=0)
-    table[:varying, :4] = 0
-    for repeats in (1, 4):
-        different = 0
-        for _ in range(rounds):
-            dealt = generator.permuted(table, axis=1)
-            sides = (dealt[:, :repeats], dealt[:, repeats : 2 * repeats])
-            found = compare(*(_by_name(side) for side in sides), margin_pp=2)
-            different += not _covers(found.difference_interval, 0)
-        print(f"{varying} vary, k={repeats}: {different} of {rounds} declared different")
-        assert different <= (0.05 + _three_sigma(0.05, rounds)) * rounds
+    """96 questions, few of them right in some of 8 repeats only, dealt to two sides of 4.
+
+    On the first table the bootstrap declares 9 % different, for a stated 5 %.
+    """
+    monkeypatch.setattr("recovery.statistics.RESAMPLES", 199)
+    rounds, generator, different = 1000, np.random.default_rng(0), 0
+    table = np.ones((96, 8))
+    for question, times in enumerate(right):
+        table[question, times:] = 0
+    for _ in range(rounds):
+        dealt = generator.permuted(table, axis=1)
+        found = compare(_by_name(dealt[:, :4]), _by_name(dealt[:, 4:]), margin_pp=2)
+        different += not _covers(found.difference_interval, 0)
+    print(f"{len(right)} vary: {different} of {rounds} declared different")
+    assert different <= (0.05 + _three_sigma(0.05, rounds)) * rounds
 
 
 def _by_name(values: np.ndarray) -> dict[str, list[float]]:

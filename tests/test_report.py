@@ -205,6 +205,8 @@ def test_the_page_is_whole_and_refers_to_nothing_outside(full: RunDir) -> None:
     for task in TASKS:
         assert f"{task} (gated)" in page.text
     assert page.text.count("BF16, other seed") == len(TASKS)
+    assert f"recovery, {TASKS[0]}" in page.text
+    assert "Scores: a server's model quantized, seed 0" in page.text
     assert "nan" not in page.text.lower().split()
 
 

@@ -68,8 +68,16 @@ def test_the_report_in_a_browser(
 
 
 def check_viewer(page: Any) -> None:
-    """The viewer plays from the first step to the last, and then stops."""
+    """The viewer plays from the first step to the last, and then stops; both show one canvas."""
     assert page.locator("#problem option").count() == 8
+    for problem in range(8):
+        page.locator("#problem").select_option(str(problem))
+        for step in range(int(page.locator("#step").get_attribute("max")) + 1):
+            page.locator("#step").fill(str(step))
+            shown = [page.locator(f"#result-{side}").inner_text() for side in ("bf16", "quantized")]
+            canvases = {text.partition(",")[0] for text in shown}
+            assert len(canvases) == 1 or any("done after" in text for text in shown)
+    page.locator("#problem").select_option("0")
     last = int(page.locator("#step").get_attribute("max"))
     first_canvas = page.locator("#bf16").inner_text()
     page.locator("#play").click()
