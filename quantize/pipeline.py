@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markdown import Markdown
 
 from quantize.checkpoint import Checkpoint, resolve
 from quantize.errors import GateError, InputError
@@ -271,9 +270,12 @@ def _exit_code(run: Run, stage: str) -> int:
     if stage == "fidelity" and (faults := read_json(run.folder.fidelity_json)["faults"]):
         raise GateError(f"{run.folder.fidelity_json}: {faults[0]}")
     if stage == "report":
-        verdict = read_json(run.folder.report_json)["verdict"]
-        console.print(Markdown(run.folder.report_md.read_text("utf-8").split("\n## Size")[0]))
-        say(f"report: {run.folder.report_md}")
+        from quantize.render import summary
+
+        content = read_json(run.folder.report_json)
+        verdict = content["verdict"]
+        console.print(summary(content))
+        say(f"report: {run.folder.report_html}")
         if verdict["outcome"] == "FAIL":
             raise GateError(verdict["reason"])
         return verdict["exit_code"]

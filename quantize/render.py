@@ -1,4 +1,4 @@
-"""What report.json looks like to people and to CI: Markdown, one HTML page, JUnit XML.
+"""What report.json looks like to people and to CI: terminal, Markdown, one HTML page, JUnit XML.
 
 The page is one file without a script, style, font or image from elsewhere. Plots are SVG made here
 (`charts`); the template's only script plays the recorded denoising steps.
@@ -11,6 +11,10 @@ from xml.etree import ElementTree
 
 from jinja2 import Environment
 from markupsafe import Markup
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from quantize import charts
 
@@ -40,6 +44,34 @@ def html(content: dict[str, Any]) -> str:
         fidelity_columns=FIDELITY,
         fidelity_rows=fidelity_rows(content["fidelity"]) if content["fidelity"] else [],
     )
+
+
+def summary(content: dict[str, Any]) -> Group:
+    """Return the verdict and the scores for a terminal, 80 columns wide or more."""
+    verdict, model = content["verdict"], content["model"]
+    colour = {"PASS": "green", "FAIL": "red"}.get(verdict["outcome"], "yellow")
+    head = Text.assemble((verdict["outcome"], f"bold {colour}"), f"  {content['recipe']['name']}\n")
+    head.append(f"{verdict['reason']}\n")
+    head.append(BUNDLED_NOTE if model["bundled"] else f"Model: {model['model']}", "dim")
+    table = Table("", box=SIMPLE_HEAD, padding=(0, 1))
+    for column in ("BF16", "quantized", "difference, pp", "recovery, %"):
+        table.add_column(column, justify="right", no_wrap=True)
+    again = [task | {"activations": "BF16 again"} for task in content["noise_floor"]]
+    for t in [*content["tasks"], *again]:
+        name = Text(f"{t['task']}, {t['activations']}", "bold" if t.get("gated") else "")
+        if t["not_comparable"]:
+            table.add_row(name, "", "", "not comparable", "")
+            continue
+        table.add_row(
+            name,
+            f"{t['base']:.3f}",
+            f"{t['quantized']:.3f}",
+            f"{t['difference_pp']:+.2f} {_interval(t['difference_interval'], '+.2f')}",
+            "-"
+            if t["recovery"] is None
+            else f"{t['recovery']:.1f} {_interval(t['recovery_interval'], '.1f')}",
+        )
+    return Group(head, table)
 
 
 def scored_with(tasks: Sequence[dict[str, Any]]) -> list[str]:
