@@ -130,9 +130,12 @@ class Answer:
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return the text before the first stop string, and whether there was one."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return (text[: min(found)], True) if found else (text, False)
+    """Return the text before the stop string that is complete first, and whether there was one.
+
+    Not before the one that begins first: that could depend on where a canvas ends.
+    """
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    return (text[: min(found)[1]], True) if found else (text, False)
 
 
 def held(text: str, stops: Sequence[str]) -> int:
