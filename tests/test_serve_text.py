@@ -82,6 +82,11 @@ def test_the_last_canvas_shows_everything() -> None:
     assert (deltas, answer.finish) == (["123", "45\n"], "length")
 
 
+def test_the_stop_string_that_is_complete_first_counts() -> None:
+    assert cut("xab##", ["ab##", "b"]) == ("xa", True)
+    assert cut("xab##", ["b", "ab"]) == ("x", True)
+
+
 @given(
     st.text("ab#\n", max_size=40), st.lists(st.text("ab#\n", min_size=1, max_size=4), max_size=3)
 )
