@@ -7,6 +7,7 @@ canvas. Noise is addressed by (seed, canvas, step, position) and each slot's pre
 own, so a sample does not depend on who shares its canvases, or on when they came.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,7 +16,7 @@ import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
-from quantize.runtime.generate import denoise_canvas
+from quantize.runtime.generate import Sample, denoise_canvas
 from quantize.runtime.model import (
     Prefix,
     canvas_length,
@@ -163,6 +164,41 @@ class ModelEngine:
         if sequence.unencoded:
             tokens = torch.tensor([sequence.unencoded], device=self.model.device)
             sequence.prefix = encode_tokens(self.model, sequence.prefix, tokens)
+
+
+def complete(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampler: Sampler,
+    on_draft: OnDraft | None = None,
+) -> list[Sample]:
+    """Answer any number of prompts, as many at once as the engine has slots.
+
+    What `generate` does, on any engine: the same arguments, the same samples.
+
+    Raises:
+        InputError: a prompt that the engine cannot take.
+    """
+    samples = [Sample() for _ in prompts]
+    waiting, running = deque(range(len(prompts))), dict[int, int]()
+    while waiting or running:
+        for slot in range(engine.capacity):
+            if waiting and slot not in running:
+                running[slot] = index = waiting.popleft()
+                engine.admit(slot, prompts[index], seeds[index], sampler)
+        slots = sorted(running)
+        for slot, canvas in zip(slots, engine.denoise(slots, on_draft), strict=True):
+            index = running[slot]
+            samples[index].commit(canvas.tokens, canvas.steps, sampler)
+            room = min(max_new_tokens, engine.max_length - len(prompts[index]))
+            budget = -(-room // engine.canvas_length)
+            if samples[index].finish == "eos" or samples[index].canvases >= budget:
+                engine.release(slot)
+                del running[slot]
+    return samples
 
 
 def _show(record: StepRecord, slots: list[int], on_draft: OnDraft) -> None:
