@@ -52,8 +52,8 @@ def summary(content: dict[str, Any]) -> Group:
     colour = {"PASS": "green", "FAIL": "red"}.get(verdict["outcome"], "yellow")
     head = Text.assemble((verdict["outcome"], f"bold {colour}"), f"  {content['recipe']['name']}\n")
     head.append(f"{verdict['reason']}\n")
-    head.append(BUNDLED_NOTE if model["bundled"] else f"Model: {model['model']}", "dim")
-    table = Table("", box=SIMPLE_HEAD, padding=(0, 1))
+    head.append(f"{BUNDLED_NOTE if model['bundled'] else model['model']}\n", "dim")
+    table = Table("", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in ("BF16", "quantized", "difference, pp", "recovery, %"):
         table.add_column(column, justify="right", no_wrap=True)
     again = [task | {"activations": "BF16 again"} for task in content["noise_floor"]]
