@@ -12,7 +12,7 @@ difference and its 95 % t-interval are printed below the table.
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,9 +31,10 @@ NEVER = 1e-30
 BATCH = 32
 
 
-def right(samples: Sequence[Sample], numbers: Sequence[str], decode: object) -> list[bool]:
+def right(
+    samples: Sequence[Sample], numbers: Sequence[str], decode: Callable[[list[int]], str]
+) -> list[bool]:
     """Whether each sample ends in the right number."""
-    assert callable(decode)
     texts = [decode(sample.tokens) for sample in samples]
     return [
         "####" in text and text.rsplit("####", 1)[1].strip().replace(",", "") == number

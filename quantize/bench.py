@@ -114,6 +114,8 @@ def bench(
         raise ResourceError("bench needs an NVIDIA GPU: the kernels' speed on a CPU says nothing")
     samplers = {name: _sampler(name, checkpoint) for name in steps}
     device = torch.device("cuda")
+    rates = measure_rates(device)
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     started = time.monotonic()
     if checkpoint is not None:
@@ -124,12 +126,14 @@ def bench(
         weights = _random(random, config, lm_head, experts_hit)
     torch.cuda.synchronize()
     loaded = time.monotonic() - started
-    say(f"{weights.nbytes / 1e9:.1f} GB of weights after {loaded:.0f} s; measuring the device")
+    say(f"{weights.nbytes / 1e9:.1f} GB of weights after {loaded:.0f} s")
     room = context + (canvases + 3) * weights.config.canvas_length
     engine = FusedEngine(weights, capacity=max(batches), max_context=room)
     prompts = _prompts(weights, context, max(batches))
     hit = _experts_hit(engine, prompts[0])
-    rates = measure_rates(device)
+    if checkpoint is None:  # making random numbers took memory that loading would not
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     result = Bench(
         model=str(checkpoint) if checkpoint else f"random weights, {random}",
         device=torch.cuda.get_device_name(),
