@@ -151,7 +151,7 @@ class FusedEngine:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
             step.compute(False)
             torch.cuda.synchronize()
-        parts = dict.fromkeys((*PARTS, "rest"), 0.0)
+        parts: dict[str, float] = dict.fromkeys((*PARTS, "rest"), 0.0)
         events: Any = record.events()
         for event in events:
             if event.device_type == DeviceType.CPU and event.name in PARTS:
