@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 from fused_dequant import (
+    attention,
     matmul,
     nvfp4,
     nvfp4_blackwell,
     nvfp4_hopper,
     quantize,
+    residual,
     routing,
     sampling,
     vocabulary,
@@ -283,6 +285,29 @@ SAMPLER_POINTERS = (
     | {"places": "*i32", "accepted": "*i1", "inverse_temperature": "*fp32"}
     | {"bound": "fp32", "confidence": "fp32"}
 )
+HEADS = dict.fromkeys(("qkv", "q_weight", "k_weight", "cos", "sin", "q", "keys", "values"), "*bf16")
+HEADS |= {"slots": "*i32", "positions": "*i32", "n": "i32", "capacity": "i32", "eps": "fp32"}
+LAYER = dict.fromkeys(("h", "o", "w_post", "w_dense", "w_experts", "w_router", "h_out"), "*bf16")
+LAYER |= dict.fromkeys(("x_experts", "x_router", "dense", "experts", "w_1", "w_2", "w"), "*bf16")
+LAYER |= {"scalar": "*bf16", "w_next": "*bf16", "x_dense": "*i8", "x": "*i8", "H": "i32"}
+LAYER |= {"dense_scale": "*fp32", "x_scale": "*fp32", "eps": "fp32", "root": "fp32"}
+CHOOSE = {
+    "logits": "*bf16",
+    "per_expert_scale": "*bf16",
+    "ids": "*i32",
+    "weights": "*fp32",
+    "E": "i32",
+}
+ROW = {"LARGEST": 127.0, "BLOCK": 4096}
+BETWEEN = [  # kernel, signature, constants, warps
+    *(
+        (attention.heads_kernel, HEADS, {"Q_HEADS": 16, "KV_HEADS": k, "D": d, "SHARED": k == 2}, 4)
+        for k, d in ((8, 256), (2, 512))
+    ),
+    (residual.after_attention_kernel, LAYER, ROW, 8),
+    (residual.after_experts_kernel, LAYER, ROW, 8),
+    (residual.choose_kernel, CHOOSE, {"TOPK": 8, "EXPERTS": 128}, 1),
+]
 SAMPLER = [  # kernel, constants, warps
     (sampling.statistics_kernel, {"RANGE": 4096, "EVEN": True}, 4),
     (sampling.draw_kernel, {"RANGE": 4096, "RANGES": 64}, 4),
@@ -328,7 +353,7 @@ def test_elementwise_kernels(target: int) -> None:
             compile_for(target, quantize.quantize_rows_kernel, rows, constants, num_warps=8)
         )
     chained = {"CHAINED": target >= 90}
-    for kernel, constants, warps in SAMPLER:
-        signature = SAMPLER_POINTERS | COUNTS
+    sampler = [(k, SAMPLER_POINTERS | COUNTS, c, warps) for k, c, warps in SAMPLER]
+    for kernel, signature, constants, warps in BETWEEN + sampler:
         reports.append(compile_for(target, kernel, signature, constants | chained, num_warps=warps))
     assert all(report.spills == 0 and report.stack == 0 for report in reports)

@@ -91,11 +91,12 @@ def heads_kernel(
     width: tl.constexpr = (Q_HEADS + KV_HEADS * (1 if SHARED else 2)) * D
     d = tl.arange(0, half)[None, :]
     if kind == 0:
-        low, high = normed(qkv, q_weight, m * width, eps, Q_HEADS, D, True)
-        low, high = rotated(low, high, cos, sin, m, D)
+        # Names of its own: a name that both branches set must have one shape.
+        q_low, q_high = normed(qkv, q_weight, m * width, eps, Q_HEADS, D, True)
+        q_low, q_high = rotated(q_low, q_high, cos, sin, m, D)
         to = q + m * Q_HEADS * D + tl.arange(0, Q_HEADS)[:, None] * D + d
-        tl.store(to, low)
-        tl.store(to + half, high)
+        tl.store(to, q_low)
+        tl.store(to + half, q_high)
     else:
         slot = tl.load(slots + m // n).to(tl.int64)
         cell = (slot * capacity + tl.load(positions + m) % capacity) * KV_HEADS * D

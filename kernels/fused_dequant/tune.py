@@ -149,7 +149,7 @@ def _hopper_shapes(
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...], tuple[int, ...]]:
     """(BN, warps), (BK, stages) and splits of K."""
     if product.verb == "linear" and product.M < 1024:
-        steps = ((64, 4), (64, 6), (128, 3), (128, 4), (256, 3), (256, 4))
+        steps = ((64, 6), (128, 3), (128, 4), (128, 6), (256, 3), (256, 4))
         return ((64, 4), (128, 8)), steps, (1, 2, 3, 4)
     tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
     splits = (1, 2) if product.verb == "linear" else (1,)
