@@ -104,7 +104,7 @@ def convert(
     pieces = Quantizer(source, recipe.quantization.observer, scales).plan(targets)
     shards = plan_shards(pieces, max_shard_bytes)
     identity = json.dumps([before, recipe.quantization.observer, sorted(scales.items())])
-    with folder_when_complete(out) as folder:
+    with folder_when_complete(out, keep_partial=True) as folder:
         hashes = write_shards(shards, folder, identity)
         _carry_files(source.folder, folder)
         write_json(folder / "config.json", quantized_config(source.config, targets, recipe))

@@ -89,7 +89,7 @@ def write_synthetic(
         raise InputError(f"{out}: exists already; name another folder or remove it")
     layout = bf16_layout(config)
     pieces = [_piece(name, spec, seed) for name, spec in layout.items()]
-    with folder_when_complete(out) as folder:
+    with folder_when_complete(out, keep_partial=True) as folder:
         write_shards(plan_shards(pieces, max_shard_bytes), folder, f"{seed}", what="synthetic")
         write_json(folder / "config.json", config)
         write_json(folder / "generation_config.json", GENERATION)

@@ -12,6 +12,7 @@ medians of wall and CPU seconds, GB of BF16 input a second and the most anonymou
 input is not counted), with the machine's load average: on a busy machine trust the CPU seconds.
 """
 
+import importlib
 import json
 import os
 import shutil
@@ -31,6 +32,10 @@ import torch
 
 # Each function imports what it needs and returns the work to be measured.
 Work = Callable[[], object]
+IMPORTED_BY_CONVERT = (
+    "compressed_tensors.quantization",
+    "transformers.models.gemma4.modeling_gemma4",
+)
 
 
 def ours(source: Path, out: Path, recipe_name: str) -> Work:
@@ -40,6 +45,8 @@ def ours(source: Path, out: Path, recipe_name: str) -> Work:
     from quantize.recipe import load_recipe
     from quantize.targets import plan_targets
 
+    for module in IMPORTED_BY_CONVERT:
+        importlib.import_module(module)
     recipe = load_recipe(recipe_name)
     checkpoint = Checkpoint.open(source)
     targets = plan_targets(checkpoint.tensors, recipe.quantization)

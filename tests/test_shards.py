@@ -181,6 +181,28 @@ def test_few_blocks_exist_at_a_time(tmp_path: Path):
     assert most <= 2 * 3 + 1
 
 
+def test_syncs_on_the_way_and_tells_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recorder, synced = Recorder(8), 0
+
+    def sync(path: Path) -> None:
+        nonlocal synced
+        synced += 1
+        if synced == 3:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(quantize.shards, "WRITE_BLOCK", 300)
+    monkeypatch.setattr(quantize.shards, "SYNC_BYTES", 2 * LENGTH)
+    monkeypatch.setattr(quantize.shards, "sync_file", sync)
+    shards = plan_shards(recorder.pieces, 5e9)
+    with pytest.raises(ResourceError, match=r"cannot be written .*Input/output error"):
+        write_shards(shards, tmp_path, "x")
+    assert not state_path(tmp_path).exists()
+    write_shards(shards, tmp_path, "x")
+    assert synced == 3 + 5  # after 2, 4, 6 and 8 blocks, and when the shard is finished
+    tensors = load_file(tmp_path / shards[0].name)
+    assert [tensors[f"t{i:02}"].tolist() for i in range(8)] == [[i] * LENGTH for i in range(8)]
+
+
 class FullDisk:
     """Makes the n-th write of a shard fail as a full disk does."""
 
@@ -208,8 +230,11 @@ def test_full_disk_in_the_middle_is_explained_and_resumed(
             run(tiny_checkpoint, out, recipe, max_shard_bytes=100_000)
     assert caught.value.exit_code == 3
     assert not out.exists()
-    assert json.loads(state_path(tmp_path / "out.partial").read_text())["finished"]
+    finished = json.loads(state_path(tmp_path / "out.partial").read_text())["finished"]
+    assert finished
+    times = {name: (tmp_path / "out.partial" / name).stat().st_mtime_ns for name in finished}
     run(tiny_checkpoint, out, recipe, max_shard_bytes=100_000)
+    assert times == {name: (out / name).stat().st_mtime_ns for name in finished}
     run(tiny_checkpoint, tmp_path / "whole", recipe, max_shard_bytes=100_000)
     assert contents(out) == contents(tmp_path / "whole")
 
