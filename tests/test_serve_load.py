@@ -171,7 +171,7 @@ class Load:
 
 @pytest.mark.parametrize(
     ("count", "connections", "questions"),
-    [(80, 8, 10), pytest.param(2000, 16, 60, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])],
+    [(40, 8, 6), pytest.param(2000, 16, 60, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])],
 )
 def test_load(count: int, connections: int, questions: int) -> None:
     requests = known(questions)

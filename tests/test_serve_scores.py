@@ -16,7 +16,7 @@ from quantize.runtime import generate
 from quantize.runtime.chat import encode_chat
 
 IN_FLIGHT = 8
-COUNTS = [12, pytest.param(200, marks=pytest.mark.slow)]
+COUNTS = [5, pytest.param(200, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
