@@ -2,19 +2,23 @@
 
 import json
 import signal
+import sys
 import threading
 import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from click.testing import CliRunner
 from serving import QUESTION, SAMPLER, Running, ScriptedEngine, in_process, running, text_of
 
-from quantize.errors import InputError
+from quantize.cli import _served_name, cli
+from quantize.errors import InputError, ResourceError
 from quantize.serve.options import Options
 
 
@@ -523,3 +527,30 @@ def test_an_answer_ends_where_the_context_does() -> None:
         assert (reply.usage.canvases, reply.choices[0].finish_reason) == (room // 8, "length")
         with pytest.raises(openai.BadRequestError, match="at most 92 are taken"):
             server.ask("word " * 100)
+
+
+def test_without_the_extra_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    for name in ("quantize.serve.app", "quantize.serve.server"):
+        monkeypatch.delitem(sys.modules, name)
+    done = CliRunner().invoke(cli, ["serve", "bundled"])
+    assert isinstance(done.exception, ResourceError)
+    assert (
+        str(done.exception) == "serve needs fastapi: pip install 'diffusiongemma-quantize[serve]'"
+    )
+
+
+def test_a_command_line_that_would_be_unsafe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUANTIZE_API_KEY", raising=False)
+    done = CliRunner().invoke(cli, ["serve", "bundled", "--host", "0.0.0.0"])
+    assert isinstance(done.exception, InputError)
+    assert "QUANTIZE_API_KEY" in str(done.exception)
+
+
+def test_a_served_model_is_named_after_its_run_or_id(tmp_path: Path) -> None:
+    for folder, name in (("nvfp4-0123/checkpoint", "nvfp4-0123"), ("gemma", "gemma")):
+        (tmp_path / folder).mkdir(parents=True)
+        assert _served_name(str(tmp_path / folder), tmp_path / folder) == name
+    assert _served_name("org/model@main", tmp_path / "snapshots" / "abc") == "org/model@main"
