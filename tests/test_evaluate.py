@@ -8,12 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from quantize.answerer import Answerer
+from quantize.bundled import CHECKPOINT
+from quantize.checkpoint import Checkpoint
 from quantize.errors import InputError
 from quantize.evaluate import evaluate, quantized_sides
-from quantize.recipe import Evaluation, shipped_recipes
-from quantize.run_dir import RunDir
+from quantize.pipeline import Run, evaluate_more
+from quantize.recipe import Evaluation, load_recipe, shipped_recipes
+from quantize.run_dir import RunDir, write_json
+from quantize.runtime import Sampler
 
 PROBLEMS, BATCH = 20, 4
 
@@ -32,6 +38,33 @@ def test_both_models_are_served_or_neither(one: str, tmp_path: Path) -> None:
     served = {one: "http://127.0.0.1:9"}
     with pytest.raises(InputError, match="go together"):
         evaluate(RunDir(tmp_path), tmp_path, "", settings, **served)
+
+
+@pytest.mark.parametrize(("asked", "got"), [(None, "float32"), ("bfloat16", "bfloat16")])
+def test_dtype_is_the_recipes_else_the_devices_and_a_condition(asked: str | None, got: str) -> None:
+    sampler = Sampler.from_checkpoint(CHECKPOINT)
+    model = Answerer(CHECKPOINT, "", "none", sampler, "cpu", asked)
+    assert model.sampler_settings["dtype"] == f"torch.{got}"
+    assert next(model.model.parameters()).dtype == getattr(torch, got)
+
+
+def test_a_batch_size_for_the_machine_overrules_the_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def note(
+        run: object, source: object, digest: object, settings: Evaluation, **_: object
+    ) -> None:
+        seen.append(settings.batch_size)
+
+    monkeypatch.setattr("quantize.evaluate.evaluate", note)
+    recipe = load_recipe("fp8_dynamic").for_bundled_model()
+    found = Run(RunDir(tmp_path), recipe, Checkpoint.open(CHECKPOINT), [], is_bundled=True)
+    write_json(found.folder.manifest_json, {"source": {"fingerprint": ""}})
+    evaluate_more(found, batch_size=500)
+    evaluate_more(found)
+    assert seen == [500, recipe.evaluation.batch_size]
 
 
 def run(command: Sequence[str]) -> str:
