@@ -14,9 +14,13 @@ Why not llm-compressor's oneshot, which the tests compare with: its `basic` pipe
 one random canvas only, its `sequential` one never finishes the encoder (uninitialised scales, no
 error), and it runs each expert as a Linear of its own, 11,520 calls a forward pass of the 26B model.
 The scales are the same: FP32 quotients of the same maxima (oneshot divides in BF16 on a GPU).
+
+Under `torchrun --nproc-per-node N` the processes share the batches, one GPU each. Every batch is what
+one process would have made of it and maxima are pooled exactly: the files are those of one process.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,14 +30,15 @@ from torch import Tensor
 from quantize.checkpoint import Checkpoint
 from quantize.errors import InputError, QuantizeError
 from quantize.load import load
+from quantize.processes import Processes, joined
 from quantize.prompts import load_prompts
-from quantize.recipe import Quantization, Recipe
+from quantize.recipe import Calibration, Quantization, Recipe
 from quantize.run_dir import folder_when_complete, write_json
 from quantize.runtime.inputs import Ranges, watch_inputs
 from quantize.runtime.model import text_config
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.statistics import Coverage, StepStatistics
-from quantize.runtime.trajectory import record_all, save_trajectories
+from quantize.runtime.trajectory import Trajectory, record_all, save_trajectories
 from quantize.schemes import E2M1_MAX, FP8_MAX
 from quantize.targets import plan_targets
 
@@ -61,6 +66,33 @@ def calibrate(source: Path, recipe: Recipe, out: Path, *, device: str = "cpu") -
     if settings is None:
         raise InputError(f"recipe {recipe.name}: NVFP4 needs a `calibration` section")
     modules = calibrated_modules(source, recipe.quantization)
+    with joined() as processes:
+        seen = _denoise(source, settings, device, processes)
+    scales = input_scales(seen.ranges, modules)
+    scales, fallbacks = fall_back(scales, seen.coverage.tokens, settings.min_tokens_per_expert)
+    check_scales(scales)
+    if processes.rank > 0:
+        return
+    with folder_when_complete(out) as folder:
+        save_file({f"{m}.{INPUT_SCALE}": s for m, s in scales.items()}, folder / SCALES)
+        write_json(folder / "coverage.json", seen.coverage.summary(settings, fallbacks))
+        write_json(folder / "statistics.json", seen.statistics.summary())
+        save_trajectories(folder, seen.trajectories, seen.sampler)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What all processes saw while the model denoised."""
+
+    ranges: Ranges
+    coverage: Coverage
+    statistics: StepStatistics
+    trajectories: list[Trajectory]
+    sampler: Sampler
+
+
+def _denoise(source: Path, settings: Calibration, device: str, processes: Processes) -> _Seen:
+    """Run the loop on the observed prompts, then, unobserved, on the held-out ones."""
     prompts = load_prompts(source, settings, settings.prompts + HELD_OUT_PROMPTS)
     sampler = Sampler.from_checkpoint(source)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -77,6 +109,7 @@ def calibrate(source: Path, recipe: Recipe, out: Path, *, device: str = "cpu") -
             settings,
             sampler,
             title="calibrating",
+            processes=processes,
             on_step=statistics.on_step,
         )
     held_out = record_all(
@@ -86,15 +119,11 @@ def calibrate(source: Path, recipe: Recipe, out: Path, *, device: str = "cpu") -
         sampler,
         first=settings.prompts,
         title="recording held-out prompts",
+        processes=processes,
     )
-    scales = input_scales(ranges, modules)
-    scales, fallbacks = fall_back(scales, coverage.tokens, settings.min_tokens_per_expert)
-    check_scales(scales)
-    with folder_when_complete(out) as folder:
-        save_file({f"{m}.{INPUT_SCALE}": s for m, s in scales.items()}, folder / SCALES)
-        write_json(folder / "coverage.json", coverage.summary(settings, fallbacks))
-        write_json(folder / "statistics.json", statistics.summary())
-        save_trajectories(folder, [*trajectories, *held_out], sampler)
+    for observer in (ranges, coverage, statistics):
+        observer.pool(processes)
+    return _Seen(ranges, coverage, statistics, [*trajectories, *held_out], sampler)
 
 
 def calibrated_modules(source: Path, quantization: Quantization) -> list[str]:

@@ -170,7 +170,12 @@ def _add_stage(name: str, summary: str) -> None:
         return run_stage(open_run(run), name, again=True)
 
 
-_add_stage("calibrate", "Calibrate a run again: denoise on prompts, record input scales.")
+_add_stage(
+    "calibrate",
+    "Calibrate a run again: denoise on prompts, record input scales.\n\n\b\n"
+    "On several GPUs, with the files of one:\n"
+    "  torchrun --nproc-per-node 8 -m quantize calibrate RUN",
+)
 _add_stage("convert", "Write the quantized checkpoint of a run again.")
 _add_stage("verify", "Check the quantized checkpoint of a run statically.")
 _add_stage("fidelity", "Replay recorded trajectories: distance of the quantized model from BF16.")

@@ -43,7 +43,9 @@ class Run:
     noise_floor: bool = False
 
     def record(self, stage: str, facts: dict[str, Any]) -> None:
-        """Add facts about a stage to the manifest."""
+        """Add facts about a stage to the manifest; of several processes the first one does."""
+        if os.environ.get("RANK", "0") != "0":
+            return
         manifest = read_json(self.folder.manifest_json)
         manifest["stages"].setdefault(stage, {}).update(facts)
         write_json(self.folder.manifest_json, manifest)
@@ -66,7 +68,10 @@ def start(
             started several processes.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise InputError("`quantize run` is one process; torchrun is for `quantize evaluate RUN`")
+        raise InputError(
+            "`quantize run` is one process; torchrun is for `quantize calibrate RUN` and "
+            "`quantize evaluate RUN`"
+        )
     recipe = load_recipe(recipe_name)
     source = Checkpoint.open(resolve(model, revision))
     if source.is_quantized:

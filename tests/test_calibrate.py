@@ -1,12 +1,16 @@
 """Calibration on a tiny random model: scales against plain hooks, fallback, files."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from oneshot import oneshot_scales
 from safetensors.torch import load_file
 from tiny import CANVAS, EXPERTS, LAYERS, VOCAB
@@ -367,3 +371,40 @@ def test_bad_data_sets_end_with_a_clear_line(
     settings = Calibration(datasets=[name], prompts=5, canvases=1, thinking=0)
     with pytest.raises(error, match=message):
         load_prompts(source, settings, 5)
+
+
+TORCHRUN = """
+import sys
+from pathlib import Path
+from quantize.calibrate import calibrate
+from quantize.recipe import parse_recipe
+source, recipe, out = map(Path, sys.argv[1:])
+calibrate(source, parse_recipe(recipe.read_text(), str(recipe)), out)
+"""
+
+
+def test_two_processes_give_the_files_of_one(source: Path, tmp_path: Path) -> None:
+    """Three observed batches and four held-out ones; sums in one order: one thread each."""
+    recipe = recipe_for(source, prompts=12, canvases=1, batch_size=4)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    (tmp_path / "calibrate.py").write_text(TORCHRUN)
+    arguments = [tmp_path / "calibrate.py", source, tmp_path / "recipe.yaml", tmp_path / "two"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, *map(str, arguments)],
+        capture_output=True, text=True, check=False, timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        calibrate(source, recipe, tmp_path / "one")
+    finally:
+        torch.set_num_threads(threads)
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert len(files) == 5
+    for name in files:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), (
+            name
+        )

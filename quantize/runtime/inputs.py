@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
+from quantize.processes import Processes
 
 # (name, rows, experts of the rows or None)
 Observer = Callable[[str, Tensor, Tensor | None], None]
@@ -114,8 +115,19 @@ class Ranges:
             each = largest.repeat_interleave(experts.shape[1])
             found = largest.new_zeros(self._experts)
             found = found.scatter_reduce(0, experts.flatten(), each, "amax")
+        self._keep(name, found)
+
+    def _keep(self, name: str, found: Tensor) -> None:
         before = self._amax.get(name)
-        self._amax[name] = found if before is None else torch.maximum(before, found)
+        self._amax[name] = (
+            found if before is None else torch.maximum(before, found.to(before.device))
+        )
+
+    def pool(self, processes: Processes) -> None:
+        """Add what the other processes have seen: maxima of maxima, so nothing is rounded."""
+        for amax in processes.others({name: found.cpu() for name, found in self._amax.items()}):
+            for name, found in amax.items():
+                self._keep(name, found)
 
     def amax(self, module: str) -> float:
         """Return the largest |x| of a module by its on-disk name; 0 when nothing entered it."""

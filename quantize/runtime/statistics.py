@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
+from quantize.processes import Processes
 from quantize.recipe import Calibration
 from quantize.runtime.sampler import StepRecord
 
@@ -42,8 +43,17 @@ class Coverage:
         """Observe one input."""
         layer, _, projection = name.rpartition(".")
         if experts is not None and projection == "gate_up_proj":
-            found = experts.flatten().bincount(minlength=self._experts)
-            self._counts[layer] = self._counts.get(layer, 0) + found
+            self._add(layer, experts.flatten().bincount(minlength=self._experts))
+
+    def _add(self, layer: str, found: Tensor) -> None:
+        before = self._counts.get(layer)
+        self._counts[layer] = found if before is None else before + found.to(before.device)
+
+    def pool(self, processes: Processes) -> None:
+        """Add what the other processes have counted."""
+        for counts in processes.others({name: found.cpu() for name, found in self._counts.items()}):
+            for layer, found in counts.items():
+                self._add(layer, found)
 
     def summary(self, settings: Calibration, fallbacks: list[str]) -> dict[str, Any]:
         """Return what coverage.json holds."""
@@ -80,6 +90,14 @@ class _Step:
     accepted: float = 0.0
     entropy: float = 0.0
     finished: int = 0
+
+    def add(self, other: "_Step") -> None:
+        for kind, seen in other.inputs.items():
+            self.inputs.setdefault(kind, _Magnitude()).add(seen.amax, seen.total, seen.count)
+        self.rows += other.rows
+        self.accepted += other.accepted
+        self.entropy += other.entropy
+        self.finished += other.finished
 
 
 class StepStatistics:
@@ -120,6 +138,12 @@ class StepStatistics:
         entry.accepted += record.accepted.float().mean(-1).sum().item()
         entry.entropy += record.mean_entropy.sum().item()
         entry.finished += int(record.finished.sum())
+
+    def pool(self, processes: Processes) -> None:
+        """Add what the other processes have booked."""
+        for steps in processes.others(self._steps):
+            for number, step in steps.items():
+                self._steps.setdefault(number, _Step()).add(step)
 
     def summary(self) -> Mapping[str, Any]:
         """Return what statistics.json holds."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
+from quantize.processes import ALONE, Processes
 from quantize.progress import track
 from quantize.recipe import Calibration
 from quantize.run_dir import read_json, write_json
@@ -108,15 +109,17 @@ def record_all(
     sampler: Sampler,
     *,
     title: str,
+    processes: Processes = ALONE,
     first: int = 0,
     on_step: OnStep | None = None,
 ) -> list[Trajectory]:
     """Record `prompts` from index `first` on, in batches; a prompt's seed follows from its index.
 
-    With `first` above 0 these are the held-out prompts behind the observed ones.
+    With `first` above 0 these are the held-out prompts behind the observed ones. `processes` share
+    the batches, each as one process would make it, and all return all trajectories in prompt order.
     """
     trajectories: list[Trajectory] = []
-    for start in track(range(first, len(prompts), settings.batch_size), title):
+    for start in track(processes.mine(range(first, len(prompts), settings.batch_size)), title):
         batch = prompts[start : start + settings.batch_size]
         trajectories += record(
             model,
@@ -127,7 +130,9 @@ def record_all(
             held_out=first > 0,
             on_step=on_step,
         )
-    return trajectories
+    for theirs in processes.others(trajectories):
+        trajectories += theirs
+    return sorted(trajectories, key=lambda trajectory: trajectory.seed)
 
 
 def save_trajectories(folder: Path, trajectories: Sequence[Trajectory], sampler: Sampler) -> None:
