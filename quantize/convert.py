@@ -25,8 +25,7 @@ from typing import Any
 
 from quantize.checkpoint import Checkpoint, read_header
 from quantize.errors import InputError
-from quantize.layout import TensorSpec
-from quantize.load import check_layout
+from quantize.layout import TensorSpec, check_layout
 from quantize.pieces import Quantizer
 from quantize.recipe import Recipe, Scheme
 from quantize.run_dir import folder_when_complete, write_json

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from quantize.checkpoint import INDEX, Checkpoint, TensorInfo, read_json_object
 from quantize.errors import InputError
-from quantize.load import check_layout
+from quantize.layout import check_layout
 from quantize.targets import DROPPED, QUANTIZABLE, linear_modules, module_class
 
 SUFFIX = re.compile(

@@ -11,7 +11,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from quantize.checkpoint import DTYPES, FIX
+from quantize.checkpoint import DTYPES, FIX, Checkpoint
 from quantize.errors import InputError
 from quantize.recipe import Scheme
 from quantize.targets import DROPPED, linear_modules, linear_shape, matches
@@ -90,6 +90,36 @@ def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
             if scheme is not None:
                 layout |= scheme_tensors(module, scheme, out, inputs)
     return layout
+
+
+def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
+    """Compare names, dtypes and shapes with what config.json calls for; return that layout.
+
+    Raises:
+        InputError: names the first difference, and how many there are of its kind.
+    """
+    layout = quantized_layout if checkpoint.is_quantized else bf16_layout
+    wanted = layout(checkpoint.config)
+    found = checkpoint.tensors
+    if not checkpoint.is_quantized:
+        found = {name: info for name, info in found.items() if not DROPPED.fullmatch(name)}
+    if missing := sorted(wanted.keys() - found.keys()):
+        raise InputError(
+            f"{checkpoint.folder}: tensor {missing[0]!r} is missing ({len(missing)} in all); {FIX}"
+        )
+    if extra := sorted(found.keys() - wanted.keys()):
+        raise InputError(
+            f"{found[extra[0]].file}: unexpected tensor {extra[0]!r} ({len(extra)} in all): "
+            f"config.json calls for no such tensor; {FIX}"
+        )
+    for name, spec in wanted.items():
+        info = found[name]
+        if (info.dtype, info.shape) != (spec.dtype, spec.shape):
+            raise InputError(
+                f"{info.file}: tensor {name!r} is {info.dtype} {list(info.shape)} and config.json "
+                f"calls for {spec.dtype} {list(spec.shape)}; {FIX}"
+            )
+    return wanted
 
 
 def scheme_tensors(

@@ -23,17 +23,16 @@ from quantize.checkpoint import FIX, Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.experts import fuse_experts
 from quantize.layout import (
-    TensorSpec,
     bf16_layout,
+    check_layout,
     linear_shape,
-    quantized_layout,
     scheme_tensors,
     schemes_by_module,
 )
 from quantize.recipe import ActivationMode, Scheme
 from quantize.schemes import all_finite, dequantize_weight
 from quantize.simulate import simulate_activations
-from quantize.targets import DROPPED, linear_modules
+from quantize.targets import linear_modules
 
 
 def load(
@@ -77,36 +76,6 @@ def load(
     if activations != "none" and checkpoint.is_quantized:
         simulate_activations(model, read_input_schemes(checkpoint), activations)
     return model
-
-
-def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
-    """Compare names, dtypes and shapes with what config.json calls for; return that layout.
-
-    Raises:
-        InputError: names the first difference, and how many there are of its kind.
-    """
-    layout = quantized_layout if checkpoint.is_quantized else bf16_layout
-    wanted = layout(checkpoint.config)
-    found = checkpoint.tensors
-    if not checkpoint.is_quantized:
-        found = {name: info for name, info in found.items() if not DROPPED.fullmatch(name)}
-    if missing := sorted(wanted.keys() - found.keys()):
-        raise InputError(
-            f"{checkpoint.folder}: tensor {missing[0]!r} is missing ({len(missing)} in all); {FIX}"
-        )
-    if extra := sorted(found.keys() - wanted.keys()):
-        raise InputError(
-            f"{found[extra[0]].file}: unexpected tensor {extra[0]!r} ({len(extra)} in all): "
-            f"config.json calls for no such tensor; {FIX}"
-        )
-    for name, spec in wanted.items():
-        info = found[name]
-        if (info.dtype, info.shape) != (spec.dtype, spec.shape):
-            raise InputError(
-                f"{info.file}: tensor {name!r} is {info.dtype} {list(info.shape)} and config.json "
-                f"calls for {spec.dtype} {list(spec.shape)}; {FIX}"
-            )
-    return wanted
 
 
 def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:

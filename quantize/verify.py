@@ -28,8 +28,8 @@ from compressed_tensors.quantization import QuantizationConfig
 
 from quantize.checkpoint import Checkpoint
 from quantize.errors import InputError
-from quantize.layout import ConfigSchemes, scheme_tensors
-from quantize.load import check_layout, read_module
+from quantize.layout import ConfigSchemes, check_layout, scheme_tensors
+from quantize.load import read_module
 from quantize.manifest import checksums, fingerprint
 from quantize.progress import track
 from quantize.recipe import Recipe, Scheme

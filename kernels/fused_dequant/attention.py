@@ -34,6 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fused_dequant.chain import chained, follow
 
 CAPACITY_MULTIPLE = 128
+COMBINED = 8  # lines a program of `combine_kernel`
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FAR = tl.constexpr(1 << 30)
 
@@ -195,26 +196,31 @@ def combine_kernel(
     total,
     out,
     lines,
+    CHAINED: tl.constexpr,
     SPLITS: tl.constexpr,
     D: tl.constexpr,
-    CHAINED: tl.constexpr,
+    LINES: tl.constexpr,
 ):
-    """Program: one line (row x query head); maxima are of base-2 scores."""
+    """Program: LINES lines (row x query head); maxima are of base-2 scores."""
     follow(CHAINED)
-    line = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, D)
-    top = tl.load(largest + line)
-    for split in tl.static_range(1, SPLITS):
-        top = tl.maximum(top, tl.load(largest + split * lines + line))
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    norm = 0.0
-    acc = tl.zeros((D,), tl.float32)
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    inside = line < lines
+    at = line[:, None] * D + tl.arange(0, D)[None, :]
+    top = tl.full((LINES,), float("-inf"), tl.float32)
     for split in tl.static_range(SPLITS):
-        weight = tl.exp2(tl.load(largest + split * lines + line) - shift)
-        norm += weight * tl.load(total + split * lines + line)
-        acc += weight * tl.load(partial + (split * lines + line) * D + d)
-    norm = tl.where(norm > 0.0, norm, 1.0)
-    tl.store(out + line * D + d, (acc / norm).to(out.dtype.element_ty))
+        own = tl.load(largest + split * lines + line, mask=inside, other=float("-inf"))
+        top = tl.maximum(top, own)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    norm = tl.zeros((LINES,), tl.float32)
+    acc = tl.zeros((LINES, D), tl.float32)
+    for split in tl.static_range(SPLITS):
+        own = tl.load(largest + split * lines + line, mask=inside, other=float("-inf"))
+        weight = tl.exp2(own - shift)
+        norm += weight * tl.load(total + split * lines + line, mask=inside, other=0.0)
+        part = tl.load(partial + split * lines * D + at, mask=inside[:, None], other=0.0)
+        acc += weight[:, None] * part
+    acc /= tl.where(norm > 0.0, norm, 1.0)[:, None]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 def heads(
@@ -273,9 +279,10 @@ def attend(
         **options,
     )  # fmt: skip
     if splits > 1:
-        combine_kernel[(rows * q_heads,)](
-            partial, largest, total, out, rows * q_heads,
-            SPLITS=splits, D=D, num_warps=1, **chained(q.device),
+        lines = rows * q_heads
+        combine_kernel[(triton.cdiv(lines, COMBINED),)](
+            partial, largest, total, out, lines,
+            SPLITS=splits, D=D, LINES=COMBINED, num_warps=4, **chained(q.device),
         )  # fmt: skip
     return out
 

@@ -11,6 +11,7 @@ table does not know gets `default`, safe and untuned, and says so once.
 
 import json
 import logging
+import re
 from functools import cache
 from pathlib import Path
 
@@ -47,9 +48,12 @@ def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device)
 
 @cache
 def lookup(verb: str, scheme: str, M: int, N: int, K: int, device_name: str) -> Config:
-    """The table's entry, or `default`."""
+    """The table's entry, that of the same scheme and K with the nearest N, or `default`."""
     key = f"{verb}/{scheme}/{N}x{K}"
-    buckets = table(device_name).get(key) if device_name != "cpu" else None
+    known = table(device_name) if device_name != "cpu" else {}
+    alike = re.compile(rf"{verb}/{scheme}/(\d+)x{K}")
+    near = {abs(int(m[1]) - N): name for name in known if (m := alike.fullmatch(name))}
+    buckets = known[near[min(near)]] if near else None
     if not buckets:
         if device_name != "cpu":
             _log.warning("%s: %s is not in the tuning table, using a default", device_name, key)

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from quantize.checkpoint import FIX, Checkpoint
 from quantize.errors import InputError, ResourceError
-from quantize.layout import ConfigSchemes
-from quantize.load import check_layout
+from quantize.layout import ConfigSchemes, check_layout
 from quantize.recipe import Scheme
 from quantize.schemes import all_finite
 from quantize.targets import DROPPED
