@@ -41,6 +41,7 @@ from torch.profiler import record_function as part
 from quantize.runtime.packed import LayerWeights, Rows, TextWeights
 
 EIGHT_BIT = ("fp8", "int8")
+BESIDE = True  # whether the dense branch has a stream of its own
 CELLS = 128  # the kernels want capacities in multiples of this
 Activation = tuple[Tensor, Tensor | None]  # bf16 and None, or 8-bit codes and a scale a token
 
@@ -115,7 +116,7 @@ class FusedModel:
     def __init__(self, weights: TextWeights, cache: Cache) -> None:
         self.weights, self.cache = weights, cache
         self.routed: list[Tensor] | None = None
-        on_gpu = weights.device.type == "cuda"
+        on_gpu = weights.device.type == "cuda" and BESIDE
         self._side = torch.cuda.Stream(weights.device) if on_gpu else None
         text = weights.config.text_config
         self.window: int = text.sliding_window

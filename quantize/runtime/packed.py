@@ -165,6 +165,17 @@ def head_weight(embedding: Tensor, head: str) -> Weight:
     return weights.bf16(embedding)
 
 
+def in_memory_of_its_own(weight: Weight) -> Weight:
+    """Copy a large weight out of whatever freed block it was built in.
+
+    On an H200 an FP8 layer's experts took 225 us inside a larger block and 210 us in one of their own.
+    """
+    if weight.data.is_cuda:
+        torch.cuda.empty_cache()
+        return weight.clone()
+    return weight
+
+
 def _check_device(
     checkpoint: Checkpoint, schemes: ConfigSchemes | None, device: torch.device
 ) -> None:
@@ -313,8 +324,8 @@ def _layer(reader: _Reader, config: Any, index: int) -> LayerWeights:
         router=reader.plain(f"{layer}router.proj.weight"),
         router_scale=reader.plain(f"{layer}router.scale"),
         per_expert_scale=reader.plain(f"{layer}router.per_expert_scale"),
-        experts_gate_up=gate_up,
-        experts_down=down,
+        experts_gate_up=in_memory_of_its_own(gate_up),
+        experts_down=in_memory_of_its_own(down),
         encoder_scalar=reader.plain(f"model.encoder.language_model.layers.{index}.layer_scalar"),
         decoder_scalar=reader.plain(f"{layer}layer_scalar"),
     )

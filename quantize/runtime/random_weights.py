@@ -18,6 +18,7 @@ from quantize.runtime.packed import (
     SelfConditioning,
     TextWeights,
     head_weight,
+    in_memory_of_its_own,
     model_config,
 )
 
@@ -47,6 +48,10 @@ def random_weights(
     def dense(kind: str, rows: int, columns: int) -> Weight:
         return random_weight(schemes[kind], 1, rows, columns, device, seed=next(seeds))
 
+    def routed(rows: int, columns: int) -> Weight:
+        made = random_weight(schemes["experts"], E, rows, columns, device, seed=next(seeds))
+        return in_memory_of_its_own(made)
+
     def ones(*shape: int) -> Tensor:
         return torch.ones(shape, dtype=torch.bfloat16, device=device)
 
@@ -62,7 +67,6 @@ def random_weights(
         router = plain(E, H) * H**0.5
         if experts_hit is not None:
             router[experts_hit:] = 0  # the top 8 of many random scores are above 0
-        scheme = schemes["experts"]
         return LayerWeights(
             sliding=sliding,
             norms={key: ones(H) * (0.1 if key == "post_attention" else 1) for key in NORMS},
@@ -75,8 +79,8 @@ def random_weights(
             router=router,
             router_scale=ones(H),
             per_expert_scale=ones(E),
-            experts_gate_up=random_weight(scheme, E, 2 * inner, H, device, seed=next(seeds)),
-            experts_down=random_weight(scheme, E, H, inner, device, seed=next(seeds)),
+            experts_gate_up=routed(2 * inner, H),
+            experts_down=routed(H, inner),
             encoder_scalar=ones(1) * 0.2,
             decoder_scalar=ones(1) * 0.2,
         )
