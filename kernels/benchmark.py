@@ -124,22 +124,37 @@ def experts_rows(limits: Ceilings) -> Iterator[Row]:
         # Weights in memory of their own, as a loader's are: inside a larger freed block the same
         # FP8 call took 225 us instead of 210.
         torch.cuda.empty_cache()
-        gate_up = cases.random_weight(scheme, EXPERTS, 2 * INNER, HIDDEN, "cuda")
-        down = cases.random_weight(scheme, EXPERTS, HIDDEN, INNER, "cuda", seed=5)
-        for (M, used), (ids, routing_weights) in routings.items():
-            x = cases.random_tokens(M, HIDDEN, "cuda")
-            run = partial(fd.experts, x, ids, routing_weights, gate_up, down)
-            error = experts_error(run(), x, ids, routing_weights, gate_up, down)
-            hit = ids.unique().numel()
-            bytes_ = (gate_up.bytes + down.bytes) * hit // EXPERTS + 4 * M * HIDDEN
-            flop = 6.0 * M * TOPK * HIDDEN * INNER
-            time = measure([run])
-            limit = EXPERTS_TARGET.get((scheme, M, used))
-            yield Row(
-                f"experts, {hit} of {EXPERTS} hit", scheme, M, time, bytes_,
-                limits.floor(bytes_, flop, scheme), torch_time[M, used], error,
-                f"<= {limit} us" if limit else "", time <= limit if limit else None,
-            )  # fmt: skip
+        yield from scheme_rows(scheme, routings, torch_time, limits)
+
+
+def scheme_rows(
+    scheme: str,
+    routings: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]],
+    torch_time: dict[tuple[int, int], float],
+    limits: Ceilings,
+) -> Iterator[Row]:
+    """One format's rows; times first, then the errors, whose float64 weights take gigabytes."""
+    gate_up = cases.random_weight(scheme, EXPERTS, 2 * INNER, HIDDEN, "cuda")
+    down = cases.random_weight(scheme, EXPERTS, HIDDEN, INNER, "cuda", seed=5)
+    runs = {
+        (M, used): partial(
+            fd.experts, cases.random_tokens(M, HIDDEN, "cuda"), ids, routing_weights, gate_up, down
+        )
+        for (M, used), (ids, routing_weights) in routings.items()
+    }
+    times = {key: measure([run]) for key, run in runs.items()}
+    for (M, used), run in runs.items():
+        x, ids, routing_weights, *_ = run.args
+        error = experts_error(run(), x, ids, routing_weights, gate_up, down)
+        hit = ids.unique().numel()
+        bytes_ = (gate_up.bytes + down.bytes) * hit // EXPERTS + 4 * M * HIDDEN
+        flop = 6.0 * M * TOPK * HIDDEN * INNER
+        time, limit = times[M, used], EXPERTS_TARGET.get((scheme, M, used))
+        yield Row(
+            f"experts, {hit} of {EXPERTS} hit", scheme, M, time, bytes_,
+            limits.floor(bytes_, flop, scheme), torch_time[M, used], error,
+            f"<= {limit} us" if limit else "", time <= limit if limit else None,
+        )  # fmt: skip
 
 
 def experts_error(

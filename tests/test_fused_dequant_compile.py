@@ -198,6 +198,16 @@ CASES = [
         {90: 4.5},
     ),
     Case(
+        "nvfp4 fragments dense, 96 rows",
+        nvfp4_hopper.nvfp4_hopper_kernel,
+        FRAGMENTS,
+        DENSE
+        | {"GELU_MUL": False, "num_warps": 4}
+        | tile(BM=64, MORE=32, BN=64, BK=128, SPLITS=1, STAGES=4),
+        {90: "HGMMA"},
+        {"num_warps": 4},
+    ),
+    Case(
         "nvfp4 w4a4 dense",
         nvfp4_blackwell.nvfp4_w4a4_kernel,
         W4A4,
@@ -245,7 +255,8 @@ CASES = [
 QUICK = {
     ("fp8 experts up", 89), ("fp8 experts up", 90), ("fp8 experts down", 90),
     ("fp8 experts up, 80 rows", 90),
-    ("nvfp4 fragments up", 90), ("nvfp4 fragments down", 90), ("nvfp4 experts up", 80),
+    ("nvfp4 fragments up", 90), ("nvfp4 fragments down", 90),
+    ("nvfp4 fragments dense, 96 rows", 90), ("nvfp4 experts up", 80),
     ("nvfp4 w4a4 dense", 100), ("nvfp4 w4a4 dense", 120), ("int8 dense", 80),
     ("lm_head", 90), ("soft embedding", 90), ("bf16 experts up", 100),
 }  # fmt: skip

@@ -273,6 +273,19 @@ def test_fragments_equal_the_plain_loop() -> None:
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs sm_90")
+@pytest.mark.parametrize(
+    ("BM", "MORE", "BN", "warps"), [(64, 32, 64, 4), (128, 0, 64, 4), (64, 0, 128, 8)]
+)
+def test_dense_tiles_of_fragments(BM: int, MORE: int, BN: int, warps: int) -> None:
+    weight = cases.random_weight("nvfp4", 1, 2816, 2112, "cuda")
+    x = cases.random_tokens(200, 2112, "cuda")
+    config = {"BM": BM, "MORE": MORE, "BN": BN, "BK": 128, "SPLITS": 1, "STAGES": 3}
+    y = launch().dense(x, None, weight, config | {"num_warps": warps})
+    expected = x.double() @ weights.dequantize(weight, torch.float64)[0].T
+    assert_close(y, expected, TOLERANCE["nvfp4"])
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs sm_90")
 @pytest.mark.parametrize("splits", [2, 3, 4])
 def test_splits_of_k_are_added_in_order(splits: int) -> None:
     """Against float64; 50 replays equal bit for bit, whichever split of a tile arrives last."""

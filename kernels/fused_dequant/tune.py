@@ -140,7 +140,7 @@ def _sweep(product: Product) -> Iterator[Config]:
 
 def _hopper_rows(product: Product) -> tuple[tuple[int, int], ...]:
     if product.verb == "linear":
-        return ((64, 0), (64, 32), (128, 0), (256, 0)) if product.M < 1024 else ((128, 0), (256, 0))
+        return ((64, 0), (64, 32), (128, 0)) if product.M < 1024 else ((128, 0), (256, 0))
     return _expert_rows(product.M)
 
 
@@ -150,7 +150,7 @@ def _hopper_shapes(
     """(BN, warps), (BK, stages) and splits of K."""
     if product.verb == "linear" and product.M < 1024:
         steps = ((64, 6), (128, 3), (128, 4), (128, 6), (256, 3), (256, 4))
-        return ((64, 4), (128, 8)), steps, (1, 2, 3, 4)
+        return ((64, 4), (128, 8)), steps, (1, 2, 3)
     tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
     splits = (1, 2) if product.verb == "linear" else (1,)
     return tiles, tuple(itertools.product((64, 128), (3, 4))), splits
