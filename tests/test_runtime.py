@@ -9,7 +9,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler, StepRecord, generate
-from quantize.runtime.model import decode_canvas, encode_prompts, encode_tokens
+from quantize.runtime.model import Images, decode_canvas, encode_prompts, encode_tokens
 
 # A stop threshold that random weights reach now and then (their mean entropy is 3.8 to 5.5 nats), and
 # no demand for stability: rows stop at different steps.
@@ -33,7 +33,11 @@ def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 def transformers_generate(
-    model: DiffusionGemmaForBlockDiffusion, prompts: list[list[int]], canvases: int, s: Sampler
+    model: DiffusionGemmaForBlockDiffusion,
+    prompts: list[list[int]],
+    canvases: int,
+    s: Sampler,
+    **images: torch.Tensor,
 ) -> tuple[list[list[int]], list[float]]:
     from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
         EntropyBoundSamplerConfig,
@@ -50,6 +54,7 @@ def transformers_generate(
         confidence_threshold=s.confidence_threshold,
         eos_token_id=list(s.eos_token_ids) or None,
         pad_token_id=s.pad_token_id,
+        **images,
     )
     new = output.sequences[:, len(prompts[0]) :].tolist()
     return new, output.tokens_per_forward.tolist()
@@ -103,6 +108,60 @@ def test_finished_rows_go_on_drawing_as_in_transformers(
             assert flat(sample) == expected[row][: len(flat(sample))]
         finished_before_others += len({sample.canvases for sample in got}) > 1
     assert finished_before_others > 0
+
+
+def prompt_with_images(
+    model: DiffusionGemmaForBlockDiffusion, before: int, after: int
+) -> list[int]:
+    """Text, two images of four soft tokens each, text."""
+    config = model.config
+    image = [config.boi_token_id, *[config.image_token_id] * 4, config.eoi_token_id]
+    first, last = random_prompts([before, after])
+    return [*first, *image, *image, *last]
+
+
+def two_images(seed: int = 0) -> Images:
+    """4 x 4 patches of 48 values each; the tower pools 2 x 2 of them to a token."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy")
+    positions = torch.stack([x.flatten(), y.flatten()], -1).expand(2, -1, -1)
+    return Images(torch.rand(2, 16, 48, generator=generator, dtype=torch.float64), positions)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 6), (10, 40)])  # the window is 32
+def test_images_give_the_tokens_of_transformers(
+    model: DiffusionGemmaForBlockDiffusion, before: int, after: int
+) -> None:
+    prompt = prompt_with_images(model, before, after)
+    answers: list[list[int]] = []
+    for seed in range(2):
+        images = two_images(seed)
+        torch.manual_seed(7)
+        is_image = torch.tensor([prompt]) == model.config.image_token_id
+        expected, _ = transformers_generate(
+            model, [prompt], 2, STOPPING, pixel_values=images.pixels,
+            image_position_ids=images.positions, mm_token_type_ids=is_image.long(),
+        )  # fmt: skip
+        torch.manual_seed(7)
+        got = generate(
+            model, [prompt], [0], max_new_tokens=2 * CANVAS, sampler=STOPPING,
+            noise="reference", images=[images],
+        )  # fmt: skip
+        assert flat(got[0]) == expected[0][: len(flat(got[0]))]
+        answers.append(flat(got[0]))
+    assert answers[0] != answers[1]  # the images are seen
+
+
+def test_images_and_placeholders_must_fit(model: DiffusionGemmaForBlockDiffusion) -> None:
+    prompt, images = prompt_with_images(model, 3, 3), two_images()
+    arguments = {"max_new_tokens": CANVAS, "sampler": STOPPING}
+    for tokens, given, message in (
+        ([5, 6], images, "images and no placeholder"),
+        (prompt, None, "an image placeholder and no image"),
+        ([*prompt[:-7], 5], images, "do not fit"),
+    ):
+        with pytest.raises(InputError, match=message):
+            generate(model, [tokens], [0], images=[given], **arguments)
 
 
 def test_default_sampler_gives_the_tokens_of_transformers(

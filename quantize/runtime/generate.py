@@ -19,6 +19,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
 from quantize.runtime.model import (
+    Images,
     Prefix,
     canvas_length,
     decode_canvas,
@@ -87,6 +88,7 @@ def generate(
     sampler: Sampler,
     on_step: OnStep | None = None,
     noise: Literal["counter", "reference"] = "counter",
+    images: Sequence[Images | None] | None = None,
 ) -> list[Sample]:
     """Generate one sample for each prompt, as one batch.
 
@@ -99,6 +101,7 @@ def generate(
         on_step: called after every denoising step.
         noise: "counter" (addressed, see `noise.py`) or "reference" (transformers' stream, for parity
             tests; the seeds are then ignored, torch's global generator counts).
+        images: of each prompt, where its image placeholders are.
 
     Raises:
         InputError: no prompts, or prompts that `encode_prompts` refuses or `max_length` leaves no
@@ -111,7 +114,7 @@ def generate(
         else CounterNoise(torch.tensor(seeds, dtype=torch.int64, device=model.device))
     )
     samples = [Sample() for _ in prompts]
-    prefix = encode_prompts(model, prompts)
+    prefix = encode_prompts(model, prompts, images)
     rows = torch.arange(len(prompts), device=model.device)
     for canvas in range(max(canvases)):
         argmax, steps = denoise_canvas(model, prefix, rows, canvas, sampler, stream, on_step)

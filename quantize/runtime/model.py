@@ -27,6 +27,19 @@ from quantize.errors import InputError
 Masks = dict[str, Tensor | None]
 
 
+@dataclass(frozen=True)
+class Images:
+    """The images of one prompt, as Gemma 4's image processor makes them.
+
+    Attributes:
+        pixels: [images, patches, patch values] float.
+        positions: [images, patches, 2] int64, x and y of each patch; -1 where a patch is padding.
+    """
+
+    pixels: Tensor
+    positions: Tensor
+
+
 @dataclass
 class Prefix:
     """KV cache of the tokens encoded so far, one left-padded row a sample.
@@ -72,26 +85,31 @@ def canvas_length(model: DiffusionGemmaForBlockDiffusion) -> int:
 
 @torch.no_grad()
 def encode_prompts(
-    model: DiffusionGemmaForBlockDiffusion, prompts: Sequence[Sequence[int]]
+    model: DiffusionGemmaForBlockDiffusion,
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[Images | None] | None = None,
 ) -> Prefix:
     """Encode ragged prompts, those of equal length together: no padding token is ever computed.
 
-    So an observer or a router sees real tokens only, and no time goes into padding.
+    So an observer or a router sees real tokens only, and no time goes into padding. A prompt with
+    images is encoded alone: the model's vision tower fills its image placeholders, and the tokens of
+    one image see each other in both directions.
 
     Raises:
-        InputError: an empty prompt, a token outside the vocabulary, an image placeholder (images are
-            not read here), or an attention implementation other than sdpa.
+        InputError: an empty prompt, a token outside the vocabulary, image placeholders that do not
+            fit the images, or an attention implementation other than sdpa.
     """
-    _check_prompts(model, prompts)
-    by_length: dict[int, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        by_length.setdefault(len(prompt), []).append(row)
+    given = [None] * len(prompts) if images is None else list(images)
+    _check_prompts(model, prompts, given)
+    by_length: dict[tuple[int, int], list[int]] = {}
+    for row, (prompt, own) in enumerate(zip(prompts, given, strict=True)):
+        by_length.setdefault((len(prompt), -1 if own is None else row), []).append(row)
     parts: list[tuple[list[int], Prefix]] = []
     for rows in by_length.values():
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         nothing = Prefix(cache, torch.zeros(len(rows), dtype=torch.long, device=model.device), 0)
         tokens = torch.tensor([list(prompts[row]) for row in rows], device=model.device)
-        parts.append((rows, encode_tokens(model, nothing, tokens)))
+        parts.append((rows, encode_tokens(model, nothing, tokens, given[rows[0]])))
     return merge(parts)
 
 
@@ -117,27 +135,68 @@ def _place(to: Any, layer: Any, rows: Sequence[int]) -> None:
 
 
 @torch.no_grad()
-def encode_tokens(model: DiffusionGemmaForBlockDiffusion, prefix: Prefix, tokens: Tensor) -> Prefix:
-    """Append `tokens` [B, n], a committed canvas say, to `prefix`; its cache is extended in place."""
+def encode_tokens(
+    model: DiffusionGemmaForBlockDiffusion,
+    prefix: Prefix,
+    tokens: Tensor,
+    images: Images | None = None,
+) -> Prefix:
+    """Append `tokens` [B, n], a committed canvas say, to `prefix`; its cache is extended in place.
+
+    With `images`, B is 1 and the tokens hold their placeholders.
+    """
     columns = prefix.columns + tokens.shape[1]
     positions = prefix.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-    model.model.encoder(
-        input_ids=tokens,
-        attention_mask=_encoder_masks(model, prefix, columns),
-        position_ids=positions,
-        past_key_values=prefix.cache,
-    )
+    seen: dict[str, Tensor] = {}
+    blocks = None
+    if images is not None:
+        dtype, device = model.lm_head.weight.dtype, tokens.device
+        seen["pixel_values"] = images.pixels.to(device, dtype)
+        seen["image_position_ids"] = images.positions.to(device)
+        blocks = _image_blocks(model, tokens)
+    try:
+        model.model.encoder(
+            input_ids=tokens,
+            attention_mask=_encoder_masks(model, prefix, columns, blocks),
+            position_ids=positions,
+            past_key_values=prefix.cache,
+            **seen,
+        )
+    except ValueError as error:
+        if images is None:
+            raise
+        raise InputError(f"image placeholders and images do not fit: {error}") from error
     return Prefix(prefix.cache, prefix.lengths + tokens.shape[1], columns)
 
 
-def _encoder_masks(model: DiffusionGemmaForBlockDiffusion, prefix: Prefix, columns: int) -> Masks:
-    """Return causal masks [B, 1, n, keys], true where a query sees a key."""
+def _image_blocks(model: DiffusionGemmaForBlockDiffusion, tokens: Tensor) -> Tensor:
+    """Return which tokens belong to one image, [B, n, n]: runs of its placeholder."""
+    config: Any = model.config
+    is_image = tokens == config.image_token_id
+    starts = is_image & ~torch.nn.functional.pad(is_image, (1, -1))
+    block = torch.where(is_image, starts.cumsum(-1), 0)
+    return (block[:, :, None] == block[:, None, :]) & is_image[:, :, None]
+
+
+def _encoder_masks(
+    model: DiffusionGemmaForBlockDiffusion,
+    prefix: Prefix,
+    columns: int,
+    blocks: Tensor | None = None,
+) -> Masks:
+    """Return causal masks [B, 1, n, keys], true where a query sees a key.
+
+    `blocks` [B, n, n] adds what new tokens see of each other against that order.
+    """
     window: int = text_config(model).sliding_window
     device = prefix.lengths.device
     query = torch.arange(prefix.columns, columns, device=device)[:, None]
     key = torch.arange(columns, device=device)[None, :]
     causal = (key <= query) & (key >= prefix.padding[:, None, None])
     near = causal & (query - key < window)
+    if blocks is not None:
+        wide = torch.nn.functional.pad(blocks, (prefix.columns, 0))
+        causal, near = causal | wide, near | wide
     return {
         "full_attention": causal[:, None],
         "sliding_attention": near[:, None, :, _first_sliding_column(prefix, window) :],
@@ -194,7 +253,9 @@ def _decoder_masks(model: DiffusionGemmaForBlockDiffusion, prefix: Prefix, lengt
 
 
 def _check_prompts(
-    model: DiffusionGemmaForBlockDiffusion, prompts: Sequence[Sequence[int]]
+    model: DiffusionGemmaForBlockDiffusion,
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[Images | None],
 ) -> None:
     config: Any = model.config
     if config._attn_implementation != "sdpa":
@@ -203,10 +264,13 @@ def _check_prompts(
             f"boolean masks for 'sdpa'; load the model with attn_implementation='sdpa'"
         )
     vocab: int = text_config(model).vocab_size
-    for index, prompt in enumerate(prompts):
+    for index, (prompt, own) in enumerate(zip(prompts, images, strict=True)):
         if not prompt:
             raise InputError(f"prompt {index} is empty")
         if min(prompt) < 0 or max(prompt) >= vocab:
             raise InputError(f"prompt {index} has a token outside the vocabulary of {vocab}")
-        if config.image_token_id in prompt:
-            raise InputError(f"prompt {index} has an image placeholder; images are not read here")
+        if (config.image_token_id in prompt) != (own is not None):
+            word = (
+                "an image placeholder and no image" if own is None else "images and no placeholder"
+            )
+            raise InputError(f"prompt {index} has {word}")
