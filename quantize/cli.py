@@ -244,6 +244,14 @@ def compare(run_a: Path, run_b: Path) -> int:
 @cli.command()
 @click.argument("checkpoint")
 @click.argument("prompt")
+@click.option(
+    "--image", "pictures", multiple=True, type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A picture shown before the prompt; repeatable.",
+)  # fmt: skip
+@click.option(
+    "--image-tokens", "soft_tokens", type=int, default=280, show_default=True,
+    help="Most tokens a picture takes: 70, 140, 280, 560 or 1120.",
+)  # fmt: skip
 @click.option("--thinking", is_flag=True, help="Let the model think before it answers.")
 @click.option("--seed", default=0, show_default=True, help="Of the sampling noise.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Rounded up to whole canvases.")
@@ -257,6 +265,8 @@ def compare(run_a: Path, run_b: Path) -> int:
 def generate(
     checkpoint: str,
     prompt: str,
+    pictures: tuple[Path, ...],
+    soft_tokens: int,
     thinking: bool,
     seed: int,
     max_new_tokens: int | None,
@@ -281,6 +291,8 @@ def generate(
         activations=activations,
         plain=plain or not sys.stderr.isatty(),
         device=best_device(),
+        pictures=pictures,
+        soft_tokens=soft_tokens,
     )
     click.echo(answer)
 

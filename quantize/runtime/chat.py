@@ -10,7 +10,7 @@ from typing import Any
 
 from quantize.errors import InputError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]  # content: text, or parts of type text and image
 
 
 def load_tokenizer(folder: Path) -> Any:

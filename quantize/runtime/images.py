@@ -1,0 +1,90 @@
+"""Picture files -> what the vision tower takes, and prompts with room for their tokens.
+
+A picture is resized to at most `soft_tokens` tokens (70, 140, 280, 560 or 1120; the model's default is
+280), keeping its proportions, and cut into patches by Gemma 4's own image processor, its PIL version:
+torchvision is not needed. In the prompt the one placeholder that the chat template writes becomes a
+begin token, a placeholder a soft token, and an end token.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from quantize.errors import InputError
+from quantize.runtime.model import Images
+
+SOFT_TOKENS = (70, 140, 280, 560, 1120)
+MAX_PIXELS = 64_000_000  # a picture larger than this is refused before it is decoded
+
+
+def open_picture(path: Path) -> Image.Image:
+    """Open a picture file.
+
+    Raises:
+        InputError: it cannot be read, is no picture, or has more than MAX_PIXELS.
+    """
+    try:
+        picture = Image.open(path)
+        if picture.width * picture.height > MAX_PIXELS:
+            raise InputError(f"{path}: {picture.width} x {picture.height} pixels are too many")
+        return picture.convert("RGB")
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise InputError(f"{path}: not a picture that can be read ({error})") from error
+
+
+def prepare(
+    pictures: Sequence[Image.Image], config: Any, soft_tokens: int = 280
+) -> tuple[Images, list[int]]:
+    """Return the tower's input and the number of soft tokens of each picture.
+
+    Args:
+        pictures: RGB.
+        config: transformers' configuration of the model.
+        soft_tokens: most tokens a picture may take, one of SOFT_TOKENS.
+
+    Raises:
+        InputError: another number of soft tokens, or a picture of extreme proportions.
+    """
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    if soft_tokens not in SOFT_TOKENS:
+        raise InputError(
+            f"{soft_tokens} tokens a picture: one of {', '.join(map(str, SOFT_TOKENS))}"
+        )
+    vision = config.vision_config
+    processor: Any = Gemma4ImageProcessorPil(
+        patch_size=vision.patch_size,
+        pooling_kernel_size=vision.pooling_kernel_size,
+        max_soft_tokens=soft_tokens,
+    )
+    try:
+        found = processor(list(pictures), return_tensors="pt")
+    except ValueError as error:
+        raise InputError(f"a picture does not fit {soft_tokens} tokens: {error}") from error
+    counts = [int(n) for n in found["num_soft_tokens_per_image"]]
+    return Images(found["pixel_values"], found["image_position_ids"].to(torch.int64)), counts
+
+
+def place(ids: Sequence[int], counts: Sequence[int], config: Any) -> list[int]:
+    """Put begin, placeholders and end where the template wrote one placeholder a picture.
+
+    Raises:
+        InputError: the template wrote another number of placeholders.
+    """
+    image = config.image_token_id
+    if list(ids).count(image) != len(counts):
+        raise InputError(
+            f"the chat template wrote {list(ids).count(image)} image placeholders for "
+            f"{len(counts)} pictures: this checkpoint takes no pictures"
+        )
+    left = iter(counts)
+    placed: list[int] = []
+    for token in ids:
+        if token == image:
+            placed += [config.boi_token_id, *[image] * next(left), config.eoi_token_id]
+        else:
+            placed.append(token)
+    return placed
