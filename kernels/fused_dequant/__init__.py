@@ -4,18 +4,20 @@
     w = weights.eight_bit(weight, weight_scale)       # or weights.nvfp4(...), weights.bf16(...)
     y = linear(x, w)                                  # bf16
 
-`ops` lists the operations, `weights` the schemes and `formats` the number formats. On a GPU each
-runs as Triton or Gluon kernels, elsewhere as plain torch (`reference`). Only torch and triton are
-needed.
+`ops` lists the products, `layer` what stands between them, `denoising` what follows the logits,
+`weights` the schemes and `formats` the number formats. On a GPU each runs as Triton or Gluon kernels,
+elsewhere as plain torch (`reference`). Only torch and triton are needed.
 """
 
 from fused_dequant import denoising, formats, reference, weights
-from fused_dequant.ops import (
+from fused_dequant.layer import (
     after_attention,
     after_experts,
     attend,
     attention_heads,
     choose_experts,
+)
+from fused_dequant.ops import (
     experts,
     linear,
     linear_quantized,

@@ -236,7 +236,7 @@ def heads(
     q_heads: int,
     eps: float,
 ) -> torch.Tensor:
-    """See `ops.attention_heads`."""
+    """See `layer.attention_heads`."""
     rows, width = qkv.shape
     _, capacity, kv_heads, D = keys.shape
     q = torch.empty(rows, q_heads, D, dtype=qkv.dtype, device=qkv.device)
@@ -258,7 +258,7 @@ def attend(
     last: torch.Tensor,
     config: dict[str, int],
 ) -> torch.Tensor:
-    """See `ops.attend`; config holds BQ, BN, SPLITS and launch options."""
+    """See `layer.attend`; config holds BQ, BN, SPLITS and launch options."""
     rows, q_heads, D = q.shape
     count, capacity, kv_heads, _ = keys.shape
     n = rows // len(slots)

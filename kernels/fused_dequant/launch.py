@@ -161,7 +161,7 @@ def attend(
     first: torch.Tensor,
     last: torch.Tensor,
 ) -> torch.Tensor:
-    """See `ops.attend`."""
+    """See `layer.attend`."""
     rows, q_heads, D = q.shape
     processors = vocabulary.processors(q.device)
     config = attention.configure(rows, len(slots), q_heads, keys.shape[2], D, processors)

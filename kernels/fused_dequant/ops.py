@@ -6,9 +6,6 @@
     linear_quantized(q, scale, weight)                  x @ w.T of activations already quantized
     lm_head(x, weight, softcap)                         bf16 logits
     soft_embedding(logits, embedding, 1 / T)            softmax(logits / T) @ embedding
-    attention_heads(qkv, ...)                           norms and rope; keys and values to the cache
-    attend(q, keys, values, ...)                        attention over cached positions
-    after_attention, after_experts, choose_experts      norms, residual sums and routing of a layer
 
 On CUDA the Triton kernels run, elsewhere `reference` in float32, rounded to bf16 at the same
 places. Each op has a fake kernel, so `torch.compile` and `opcheck` see shapes without running
@@ -33,7 +30,7 @@ _NEEDS = {
     "nvfp4_fragments": (9, 0),
     "nvfp4_w4a4": (10, 0),
 }
-_EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 OptionalTensor = torch.Tensor | None
 
@@ -73,7 +70,7 @@ def linear_quantized(q: torch.Tensor, scale: torch.Tensor, weight: Weight) -> to
     N].
     """
     _check_width(q, weight)
-    if weight.scale is None or _EIGHT_BIT.get(weight.scheme) != q.dtype:
+    if weight.scale is None or EIGHT_BIT.get(weight.scheme) != q.dtype:
         raise ValueError(f"activations of {q.dtype} do not fit a weight of scheme {weight.scheme}")
     return linear_quantized_op(q, scale, weight.data, weight.scale, weight.scheme)
 
@@ -119,7 +116,7 @@ def quantize_rows(
         raise ValueError(
             f"fuse={fuse!r} with norm_weight {'given' if norm_weight is not None else 'absent'}"
         )
-    if scheme not in _EIGHT_BIT:
+    if scheme not in EIGHT_BIT:
         raise ValueError(f"activations are quantized to fp8 or int8, not {scheme}")
     return quantize_rows_op(x, norm_weight, eps, fuse, scheme)
 
@@ -159,116 +156,6 @@ def soft_embedding(
             f"logits {tuple(logits.shape)} and embedding {tuple(embedding.shape)}: V differs"
         )
     return soft_embedding_op(logits, embedding, inverse_temperature)
-
-
-def attention_heads(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    q_heads: int,
-    eps: float = 1e-6,
-) -> torch.Tensor:
-    """Normalise and rotate the heads of qkv; return q bf16 [M, q_heads, D], store k and v.
-
-    qkv bf16 [M, (q_heads + 2 kv_heads) * D], or without the v heads where v is the raw k; weights
-    [D]; cos and sin [M, D / 2]; slots int32 [B], M = B * n; positions int32 [M]; keys and values bf16
-    [slots, capacity, kv_heads, D], written at positions % capacity.
-    """
-    _, capacity, kv_heads, D = keys.shape
-    if qkv.shape[1] not in ((q_heads + kv_heads) * D, (q_heads + 2 * kv_heads) * D):
-        raise ValueError(f"qkv {tuple(qkv.shape)} does not fit {q_heads} + {kv_heads} heads of {D}")
-    if capacity % 128 or len(qkv) % len(slots):
-        raise ValueError(f"capacity {capacity} is not a multiple of 128, or M not one of the slots")
-    return attention_heads_op(
-        qkv, q_weight, k_weight, cos, sin, slots, positions, keys, values, q_heads, eps
-    )
-
-
-def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-) -> torch.Tensor:
-    """softmax(q @ K.T) @ V over positions first[m] .. last[m]: bf16 [M, q_heads, D].
-
-    q bf16 [M, q_heads, D]; first, last int32 [M], inclusive; the rest as in `attention_heads`. A row
-    with first > last gets zeros.
-    """
-    if keys.shape[1] % 128 or len(q) % len(slots):
-        raise ValueError(
-            f"capacity {keys.shape[1]} is not a multiple of 128, or M not one of slots"
-        )
-    return attend_op(q, keys, values, slots, first, last)
-
-
-Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-Activation = tuple[torch.Tensor, OptionalTensor]  # bf16 and None, or 8-bit codes and their scales
-
-
-def after_attention(
-    h: torch.Tensor, o: torch.Tensor, norms: Norms, scheme: str, eps: float = 1e-6
-) -> tuple[torch.Tensor, Activation, torch.Tensor, torch.Tensor]:
-    """Add the attention's output and normalise for what follows.
-
-    h, o bf16 [M, H]; norms [H]: after attention, before the dense MLP, before the experts, the router's
-    scale; `scheme` of the dense MLP. Returns h, the MLP's input, the experts' and the router's.
-    """
-    dtype = _EIGHT_BIT.get(scheme, torch.bfloat16)
-    if not h.is_cuda:
-        h, dense, experts_, router = reference.after_attention(h, o, norms, eps)
-        return h, _as_activation(dense, dtype), experts_, router
-    from fused_dequant import residual
-
-    h, dense, scale, experts_, router = residual.after_attention(h, o, norms, dtype, eps)
-    return h, (dense, scale if scheme in _EIGHT_BIT else None), experts_, router
-
-
-def after_experts(
-    h: torch.Tensor,
-    dense: torch.Tensor,
-    experts: torch.Tensor,
-    norms: Norms,
-    scalar: torch.Tensor,
-    scheme: str,
-    eps: float = 1e-6,
-) -> tuple[torch.Tensor, Activation]:
-    """Join the two branches, end the layer, and normalise for the next product.
-
-    All bf16 [M, H]; norms [H]: of the dense branch, of the experts, of their sum, and the next input
-    norm, whose product has `scheme`; scalar [1]. Returns h and the next input.
-    """
-    dtype = _EIGHT_BIT.get(scheme, torch.bfloat16)
-    if not h.is_cuda:
-        h, x = reference.after_experts(h, dense, experts, norms, scalar, eps)
-        return h, _as_activation(x, dtype)
-    from fused_dequant import residual
-
-    h, x, scale = residual.after_experts(h, dense, experts, norms, scalar, dtype, eps)
-    return h, (x, scale if scheme in _EIGHT_BIT else None)
-
-
-def choose_experts(
-    logits: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Router logits bf16 [M, E] -> expert ids int32 [M, topk], ascending, and weights f32 [M, topk]."""
-    if not logits.is_cuda:
-        return reference.choose_experts(logits, per_expert_scale, topk)
-    from fused_dequant import residual
-
-    return residual.choose(logits.contiguous(), per_expert_scale, topk)
-
-
-def _as_activation(x: torch.Tensor, dtype: torch.dtype) -> Activation:
-    return (x, None) if dtype == torch.bfloat16 else formats.quantize_rows(x, dtype)
 
 
 @torch.library.custom_op("fused_dequant::linear", mutates_args=(), device_types="cuda")
@@ -417,7 +304,7 @@ def quantize_rows_op(
 
     require(scheme, x.device)
     return quantize.quantize_rows(
-        x.contiguous(), _EIGHT_BIT[scheme], norm_weight=norm_weight, eps=eps, fuse=fuse
+        x.contiguous(), EIGHT_BIT[scheme], norm_weight=norm_weight, eps=eps, fuse=fuse
     )
 
 
@@ -430,7 +317,7 @@ def _(
         h = reference.rms_norm(h, norm_weight, eps)
     if fuse == "gelu_mul":
         h = reference.gelu_mul(*h.chunk(2, -1))
-    return formats.quantize_rows(h, _EIGHT_BIT[scheme])
+    return formats.quantize_rows(h, EIGHT_BIT[scheme])
 
 
 @quantize_rows_op.register_fake
@@ -438,7 +325,7 @@ def _(
     x: torch.Tensor, norm_weight: OptionalTensor, eps: float, fuse: str, scheme: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     columns = x.shape[1] // 2 if fuse == "gelu_mul" else x.shape[1]
-    q = x.new_empty(len(x), columns, dtype=_EIGHT_BIT[scheme])
+    q = x.new_empty(len(x), columns, dtype=EIGHT_BIT[scheme])
     return q, x.new_empty(len(x), dtype=torch.float32)
 
 
@@ -493,113 +380,10 @@ def _(
     return embedding.new_empty(len(logits), embedding.shape[1])
 
 
-@torch.library.custom_op(
-    "fused_dequant::attention_heads", mutates_args=("keys", "values"), device_types="cuda"
-)
-def attention_heads_op(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    q_heads: int,
-    eps: float,
-) -> torch.Tensor:
-    """CUDA implementation of `attention_heads`."""
-    from fused_dequant import attention
-
-    return attention.heads(
-        qkv.contiguous(), q_weight, k_weight, cos, sin, slots, positions, keys, values, q_heads, eps
-    )
-
-
-@attention_heads_op.register_kernel("cpu")
-def _(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    q_heads: int,
-    eps: float,
-) -> torch.Tensor:
-    q, k, v = reference.attention_heads(
-        qkv, q_weight, k_weight, cos, sin, q_heads, keys.shape[2], eps
-    )
-    place = slots.repeat_interleave(len(qkv) // len(slots)).long()
-    keys[place, positions.long() % keys.shape[1]] = k.to(keys.dtype)
-    values[place, positions.long() % keys.shape[1]] = v.to(values.dtype)
-    return q.to(qkv.dtype)
-
-
-@attention_heads_op.register_fake
-def _(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    q_heads: int,
-    eps: float,
-) -> torch.Tensor:
-    return qkv.new_empty(len(qkv), q_heads, keys.shape[3])
-
-
-@torch.library.custom_op("fused_dequant::attend", mutates_args=(), device_types="cuda")
-def attend_op(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-) -> torch.Tensor:
-    """CUDA implementation of `attend`."""
-    from fused_dequant import launch
-
-    return launch.attend(q.contiguous(), keys, values, slots, first, last)
-
-
-@attend_op.register_kernel("cpu")
-def _(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-) -> torch.Tensor:
-    return reference.attend(q.float(), keys, values, slots, first, last).to(q.dtype)
-
-
-@attend_op.register_fake
-def _(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-) -> torch.Tensor:
-    return torch.empty_like(q)
-
-
 def _round_activation(x: torch.Tensor, scheme: str, input_scale: OptionalTensor) -> torch.Tensor:
     """What the scheme's kernel multiplies with, in float32."""
-    if scheme in _EIGHT_BIT:
-        q, scale = formats.quantize_rows(x, _EIGHT_BIT[scheme])
+    if scheme in EIGHT_BIT:
+        q, scale = formats.quantize_rows(x, EIGHT_BIT[scheme])
         return q.float() * scale[:, None]
     if input_scale is not None:
         return formats.dequantize_nvfp4(*formats.quantize_nvfp4(x, input_scale), input_scale)

@@ -89,7 +89,7 @@ def attention_heads(
     eps: float,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norms and rope of `ops.attention_heads`: q [M, q_heads, D], k and v [M, kv_heads, D].
+    """Norms and rope of `layer.attention_heads`: q [M, q_heads, D], k and v [M, kv_heads, D].
 
     The norms' results are rounded to the dtype of qkv, as the model does between norm and rope.
     """
@@ -117,7 +117,7 @@ def attend(
     first: torch.Tensor,
     last: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of `ops.attend` in the dtype of q, one sequence at a time."""
+    """Attention of `layer.attend` in the dtype of q, one sequence at a time."""
     n, capacity, group = len(q) // len(slots), keys.shape[1], q.shape[1] // keys.shape[2]
     out = torch.zeros_like(q)
     for b, slot in enumerate(slots.tolist()):

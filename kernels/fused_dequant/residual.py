@@ -178,7 +178,7 @@ def after_attention(
     dtype: torch.dtype,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `ops.after_attention`."""
+    """See `layer.after_attention`."""
     M, H = h.shape
     h_out, x_experts, x_router = (torch.empty_like(h) for _ in range(3))
     x_dense = torch.empty(M, H, dtype=dtype, device=h.device)
@@ -200,7 +200,7 @@ def after_experts(
     dtype: torch.dtype,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `ops.after_experts`."""
+    """See `layer.after_experts`."""
     M, H = h.shape
     h_out = torch.empty_like(h)
     x = torch.empty(M, H, dtype=dtype, device=h.device)
@@ -217,7 +217,7 @@ def after_experts(
 def choose(
     logits: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.choose_experts`."""
+    """See `layer.choose_experts`."""
     M, E = logits.shape
     ids = torch.empty(M, topk, dtype=torch.int32, device=logits.device)
     weights = torch.empty(M, topk, dtype=torch.float32, device=logits.device)

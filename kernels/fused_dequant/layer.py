@@ -1,0 +1,138 @@
+"""What stands between the products of a layer: attention over a cache, norms, residual sums, routing.
+
+    attention_heads     norms and rope of q, k, v; keys and values to the cache
+    attend              attention over cached positions
+    after_attention     the residual sum, and the inputs of dense MLP, experts and router
+    choose_experts      the router's scores -> expert ids and routing weights
+    after_experts       both branches joined, and the next layer's input
+
+On CUDA the Triton kernels run (`attention`, `residual`), elsewhere `reference`. They write into caches
+and hand out quantized activations with their scales; unlike the products (`ops`) they are no custom
+operations: torch.compile traces launches of Triton kernels itself.
+"""
+
+import torch
+
+from fused_dequant import formats, reference
+from fused_dequant.ops import EIGHT_BIT, OptionalTensor
+
+Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Activation = tuple[torch.Tensor, OptionalTensor]  # bf16 and None, or 8-bit codes and their scales
+
+
+def attention_heads(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_heads: int,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Normalise and rotate the heads of qkv; return q bf16 [M, q_heads, D], store k and v.
+
+    qkv bf16 [M, (q_heads + 2 kv_heads) * D], or without the v heads where v is the raw k; weights
+    [D]; cos and sin [M, D / 2]; slots int32 [B], M = B * n; positions int32 [M]; keys and values bf16
+    [slots, capacity, kv_heads, D], written at positions % capacity.
+    """
+    _, capacity, kv_heads, D = keys.shape
+    if qkv.shape[1] not in ((q_heads + kv_heads) * D, (q_heads + 2 * kv_heads) * D):
+        raise ValueError(f"qkv {tuple(qkv.shape)} does not fit {q_heads} + {kv_heads} heads of {D}")
+    if capacity % 128 or len(qkv) % len(slots):
+        raise ValueError(f"capacity {capacity} is not a multiple of 128, or M not one of the slots")
+    if qkv.is_cuda:
+        from fused_dequant import attention
+
+        return attention.heads(
+            qkv.contiguous(), q_weight, k_weight, cos, sin, slots, positions, keys, values,
+            q_heads, eps,
+        )  # fmt: skip
+    q, k, v = reference.attention_heads(qkv, q_weight, k_weight, cos, sin, q_heads, kv_heads, eps)
+    place = slots.repeat_interleave(len(qkv) // len(slots)).long(), positions.long() % capacity
+    keys[place], values[place] = k.to(keys.dtype), v.to(values.dtype)
+    return q.to(qkv.dtype)
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+) -> torch.Tensor:
+    """softmax(q @ K.T) @ V over positions first[m] .. last[m]: bf16 [M, q_heads, D].
+
+    q bf16 [M, q_heads, D]; first, last int32 [M], inclusive; the rest as in `attention_heads`. A row
+    with first > last gets zeros.
+    """
+    if keys.shape[1] % 128 or len(q) % len(slots):
+        raise ValueError(
+            f"capacity {keys.shape[1]} is not a multiple of 128, or M not one of slots"
+        )
+    if q.is_cuda:
+        from fused_dequant import launch
+
+        return launch.attend(q.contiguous(), keys, values, slots, first, last)
+    return reference.attend(q.float(), keys, values, slots, first, last).to(q.dtype)
+
+
+def after_attention(
+    h: torch.Tensor, o: torch.Tensor, norms: Norms, scheme: str, eps: float = 1e-6
+) -> tuple[torch.Tensor, Activation, torch.Tensor, torch.Tensor]:
+    """Add the attention's output and normalise for what follows.
+
+    h, o bf16 [M, H]; norms [H]: after attention, before the dense MLP, before the experts, the router's
+    scale; `scheme` of the dense MLP. Returns h, the MLP's input, the experts' and the router's.
+    """
+    dtype = EIGHT_BIT.get(scheme, torch.bfloat16)
+    if not h.is_cuda:
+        h, dense, experts_, router = reference.after_attention(h, o, norms, eps)
+        return h, _as_activation(dense, dtype), experts_, router
+    from fused_dequant import residual
+
+    h, dense, scale, experts_, router = residual.after_attention(h, o, norms, dtype, eps)
+    return h, (dense, scale if scheme in EIGHT_BIT else None), experts_, router
+
+
+def after_experts(
+    h: torch.Tensor,
+    dense: torch.Tensor,
+    experts: torch.Tensor,
+    norms: Norms,
+    scalar: torch.Tensor,
+    scheme: str,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor, Activation]:
+    """Join the two branches, end the layer, and normalise for the next product.
+
+    All bf16 [M, H]; norms [H]: of the dense branch, of the experts, of their sum, and the next input
+    norm, whose product has `scheme`; scalar [1]. Returns h and the next input.
+    """
+    dtype = EIGHT_BIT.get(scheme, torch.bfloat16)
+    if not h.is_cuda:
+        h, x = reference.after_experts(h, dense, experts, norms, scalar, eps)
+        return h, _as_activation(x, dtype)
+    from fused_dequant import residual
+
+    h, x, scale = residual.after_experts(h, dense, experts, norms, scalar, dtype, eps)
+    return h, (x, scale if scheme in EIGHT_BIT else None)
+
+
+def choose_experts(
+    logits: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router logits bf16 [M, E] -> expert ids int32 [M, topk], ascending, and weights f32 [M, topk]."""
+    if not logits.is_cuda:
+        return reference.choose_experts(logits, per_expert_scale, topk)
+    from fused_dequant import residual
+
+    return residual.choose(logits.contiguous(), per_expert_scale, topk)
+
+
+def _as_activation(x: torch.Tensor, dtype: torch.dtype) -> Activation:
+    return (x, None) if dtype == torch.bfloat16 else formats.quantize_rows(x, dtype)
