@@ -8,7 +8,7 @@ own, so a sample does not depend on who shares its canvases, or on when they cam
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -84,6 +84,20 @@ class Engine(Protocol):
         ...
 
 
+def by_sampler(
+    samplers: Mapping[int, Sampler],
+    denoise: Callable[[list[int], Sampler], Mapping[int, Canvas]],
+) -> list[Canvas]:
+    """Denoise slots of equal samplers as one batch; return the canvases in the order of `samplers`."""
+    groups: dict[Sampler, list[int]] = {}
+    for slot, sampler in samplers.items():
+        groups.setdefault(sampler, []).append(slot)
+    done: dict[int, Canvas] = {}
+    for sampler, group in groups.items():
+        done |= denoise(group, sampler)
+    return [done[slot] for slot in samplers]
+
+
 @dataclass
 class _Sequence:
     """What a slot holds: everything encoded, and the canvas that is not encoded yet."""
@@ -124,13 +138,8 @@ class ModelEngine:
 
     def denoise(self, slots: Sequence[int], on_draft: OnDraft | None = None) -> list[Canvas]:
         """Denoise the next canvas of each slot, those of equal samplers as one batch."""
-        groups: dict[Sampler, list[int]] = {}
-        for slot in slots:
-            groups.setdefault(self._slots[slot].sampler, []).append(slot)
-        done: dict[int, Canvas] = {}
-        for sampler, group in groups.items():
-            done |= self._denoise(group, sampler, on_draft)
-        return [done[slot] for slot in slots]
+        samplers = {slot: self._slots[slot].sampler for slot in slots}
+        return by_sampler(samplers, lambda group, own: self._denoise(group, own, on_draft))
 
     def release(self, slot: int) -> None:
         """Free a slot; one that is free already stays so."""

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.profiler import record_function as part
 
 from quantize.errors import InputError, ResourceError
-from quantize.runtime.engine import Canvas, OnDraft
+from quantize.runtime.engine import Canvas, OnDraft, by_sampler
 from quantize.runtime.fused import Cache, FusedModel
 from quantize.runtime.packed import TextWeights
 from quantize.runtime.sampler import Sampler
@@ -125,13 +125,8 @@ class FusedEngine:
             if sequence.context + len(sequence.unencoded) + self.canvas_length > self.max_length:
                 raise InputError(f"slot {slot}: no canvas fits within {self.max_length} positions")
         self._encode_last(slots)
-        groups: dict[Sampler, list[int]] = {}
-        for slot in slots:
-            groups.setdefault(self._slots[slot].sampler, []).append(slot)
-        done: dict[int, Canvas] = {}
-        for sampler, group in groups.items():
-            done |= self._denoise(group, sampler, on_draft)
-        return [done[slot] for slot in slots]
+        samplers = {slot: self._slots[slot].sampler for slot in slots}
+        return by_sampler(samplers, lambda group, own: self._denoise(group, own, on_draft))
 
     def release(self, slot: int) -> None:
         """Free a slot; one that is free already stays so."""
