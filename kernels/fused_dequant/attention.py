@@ -33,7 +33,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_dequant.chain import chained, follow
 
-CAPACITY_MULTIPLE = 128
 COMBINED = 8  # lines a program of `combine_kernel`
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FAR = tl.constexpr(1 << 30)

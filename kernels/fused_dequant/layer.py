@@ -16,6 +16,7 @@ import torch
 from fused_dequant import formats, reference
 from fused_dequant.ops import EIGHT_BIT, OptionalTensor
 
+CELLS = 128  # a cache's capacity is a multiple of this: no block of positions wraps around
 Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Activation = tuple[torch.Tensor, OptionalTensor]  # bf16 and None, or 8-bit codes and their scales
 
@@ -42,8 +43,10 @@ def attention_heads(
     _, capacity, kv_heads, D = keys.shape
     if qkv.shape[1] not in ((q_heads + kv_heads) * D, (q_heads + 2 * kv_heads) * D):
         raise ValueError(f"qkv {tuple(qkv.shape)} does not fit {q_heads} + {kv_heads} heads of {D}")
-    if capacity % 128 or len(qkv) % len(slots):
-        raise ValueError(f"capacity {capacity} is not a multiple of 128, or M not one of the slots")
+    if capacity % CELLS or len(qkv) % len(slots):
+        raise ValueError(
+            f"capacity {capacity} is not a multiple of {CELLS}, or M not one of the slots"
+        )
     if qkv.is_cuda:
         from fused_dequant import attention
 
@@ -70,9 +73,9 @@ def attend(
     q bf16 [M, q_heads, D]; first, last int32 [M], inclusive; the rest as in `attention_heads`. A row
     with first > last gets zeros.
     """
-    if keys.shape[1] % 128 or len(q) % len(slots):
+    if keys.shape[1] % CELLS or len(q) % len(slots):
         raise ValueError(
-            f"capacity {keys.shape[1]} is not a multiple of 128, or M not one of slots"
+            f"capacity {keys.shape[1]} is not a multiple of {CELLS}, or M not one of slots"
         )
     if q.is_cuda:
         from fused_dequant import launch

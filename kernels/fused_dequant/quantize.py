@@ -32,6 +32,22 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 @triton.jit
+def store_quantized(h, q, scale, m, place, inside, LARGEST: tl.constexpr):
+    """Store row h at q + place with 8 bits a value, and its scale at scale + m."""
+    # NaN becomes infinity, so one reduction finds both the scale and the damage.
+    magnitude = tl.where(tl.abs(h) < float("inf"), tl.abs(h), float("inf"))
+    amax = tl.max(magnitude)
+    s = tl.where(amax > 0.0, tl.div_rn(amax, LARGEST), 1.0)
+    v = tl.where(magnitude < float("inf"), h * tl.div_rn(1.0, s), 0.0)
+    v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
+    if q.dtype.element_ty == tl.int8:
+        # Round half to even: adding 1.5 * 2^23 leaves no fraction bits.
+        v = (v + 12582912.0) - 12582912.0
+    tl.store(q + place, v.to(q.dtype.element_ty), mask=inside)
+    tl.store(scale + m, tl.where(amax < float("inf"), s, float("nan")))
+
+
+@triton.jit
 def quantize_row(
     x, weight, q, scale, m, K, eps, FUSE: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -48,17 +64,7 @@ def quantize_row(
     if FUSE == "rms_norm":
         h *= tl.rsqrt(tl.sum(h * h) / K + eps)
         h *= tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
-    # NaN becomes infinity, so one reduction finds both the scale and the damage.
-    magnitude = tl.where(tl.abs(h) < float("inf"), tl.abs(h), float("inf"))
-    amax = tl.max(magnitude)
-    s = tl.where(amax > 0.0, tl.div_rn(amax, LARGEST), 1.0)
-    v = tl.where(magnitude < float("inf"), h * tl.div_rn(1.0, s), 0.0)
-    v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
-    if q.dtype.element_ty == tl.int8:
-        # Round half to even: adding 1.5 * 2^23 leaves no fraction bits.
-        v = (v + 12582912.0) - 12582912.0
-    tl.store(q + m * K + k, v.to(q.dtype.element_ty), mask=inside)
-    tl.store(scale + m, tl.where(amax < float("inf"), s, float("nan")))
+    store_quantized(h, q, scale, m, m * K + k, inside, LARGEST)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from fused_dequant.chain import chained, follow
-from fused_dequant.quantize import LARGEST
+from fused_dequant.quantize import LARGEST, store_quantized
 
 
 @triton.jit
@@ -52,15 +52,7 @@ def store_row(x, y, scale, m, place, inside, LARGEST: tl.constexpr):
     if LARGEST == 0.0:
         tl.store(y + place, x.to(y.dtype.element_ty), mask=inside)
     else:
-        magnitude = tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf"))
-        amax = tl.max(magnitude)
-        s = tl.where(amax > 0.0, tl.div_rn(amax, LARGEST), 1.0)
-        v = tl.where(magnitude < float("inf"), x * tl.div_rn(1.0, s), 0.0)
-        v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
-        if y.dtype.element_ty == tl.int8:
-            v = (v + 12582912.0) - 12582912.0  # half to even: no fraction bits are left
-        tl.store(y + place, v.to(y.dtype.element_ty), mask=inside)
-        tl.store(scale + m, tl.where(amax < float("inf"), s, float("nan")))
+        store_quantized(x, y, scale, m, place, inside, LARGEST)
 
 
 @triton.jit

@@ -35,6 +35,7 @@ from fused_dequant import (
     reference,
     soft_embedding,
 )
+from fused_dequant.layer import CELLS, Activation
 from torch import Tensor
 from torch.profiler import record_function as part
 
@@ -42,8 +43,6 @@ from quantize.runtime.packed import LayerWeights, Rows, TextWeights
 
 EIGHT_BIT = ("fp8", "int8")
 BESIDE = True  # whether the dense branch has a stream of its own
-CELLS = 128  # the kernels want capacities in multiples of this
-Activation = tuple[Tensor, Tensor | None]  # bf16 and None, or 8-bit codes and a scale a token
 
 
 def _rounded_up(n: int, multiple: int) -> int:

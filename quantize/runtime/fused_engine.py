@@ -315,7 +315,7 @@ class _Step:
 
     def run(self, graphs: bool, show: Callable[[int], None] | None) -> None:
         """Take steps until all sequences have stopped, or the last step is taken."""
-        arrived: list[torch.cuda.Event] = []
+        arrived: torch.cuda.Event | None = None
         for step in range(1, self._sampler.max_denoising_steps + 1):
             self._take(step == 1, graphs)
             if show is not None:
@@ -324,13 +324,13 @@ class _Step:
                 if bool(self.state.finished.all()):
                     return
                 continue
-            if step > 1:  # whether all had stopped by the step before this one
-                arrived[-1].synchronize()
+            if arrived is not None:  # whether all had stopped by the step before this one
+                arrived.synchronize()
                 if bool(self._flags[(step - 1) % 2].all()):
                     return
             self._flags[step % 2].copy_(self.state.finished, non_blocking=True)
-            arrived.append(torch.cuda.Event())
-            arrived[-1].record()
+            arrived = torch.cuda.Event()
+            arrived.record()
 
     def _take(self, first: bool, graphs: bool) -> None:
         if not graphs:

@@ -28,7 +28,6 @@ from quantize.schemes import all_finite
 from quantize.targets import DROPPED
 
 READERS = 8
-VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 KERNEL_SCHEME = {
     "FP8_DYNAMIC": "fp8", "INT8_DYNAMIC": "int8", "NVFP4": "nvfp4", "NVFP4A16": "nvfp4",
 }  # fmt: skip

@@ -181,7 +181,7 @@ class Scheduler:
                 self.engine.admit(slot, job.prompt, job.seed, job.sampler)
             except InputError as error:
                 job.emit(RequestError(400, str(error), param="messages", code="invalid_prompt"))
-            except Exception:
+            except Exception:  # logged and answered with a 500; the server outlives it
                 self._fail([job])
                 self.engine.release(slot)
             else:
