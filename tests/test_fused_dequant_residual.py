@@ -60,27 +60,68 @@ def test_after_attention(M: int, H: int, scheme: str) -> None:
         assert relative_error(actual, expected) <= TOLERANCE, name
 
 
-@pytest.mark.parametrize("scheme", DTYPES)
+@pytest.mark.parametrize(("scheme", "choices"), [("bf16", 1), ("fp8", 8), ("int8", 3)])
 @pytest.mark.parametrize(("M", "H"), SHAPES)
-def test_after_experts(M: int, H: int, scheme: str) -> None:
+def test_after_experts(M: int, H: int, scheme: str, choices: int) -> None:
     from fused_dequant import residual
 
-    h, dense, experts = random(M, H) * 2, random(M, H, seed=1), random(M, H, seed=2) * 9
+    h, dense, routed = random(M, H) * 2, random(M, H, seed=1), random(M, choices, H, seed=2) * 9
     norms = tuple(random(H, seed=s) for s in range(3, 7))
     scalar = torch.tensor([0.2041], dtype=torch.bfloat16, device=DEVICE)
-    wanted, x_wanted = reference.after_experts(h, dense, experts, norms, scalar, EPS)
-    out, x, scale = residual.after_experts(h, dense, experts, norms, scalar, DTYPES[scheme], EPS)
+    wanted, x_wanted = reference.after_experts(h, dense, routed, norms, scalar, EPS)
+    out, x, scale = residual.after_experts(h, dense, routed, norms, scalar, DTYPES[scheme], EPS)
     assert relative_error(out, wanted) <= TOLERANCE
     assert_activation(x, scale, x_wanted, scheme)
 
 
-@pytest.mark.parametrize(("M", "experts", "topk"), [(5, 8, 2), (4, 128, 8), (3, 5, 5)])
-def test_choose(M: int, experts: int, topk: int) -> None:
+@pytest.mark.parametrize("scheme", DTYPES)
+@pytest.mark.parametrize(("updated", "normed"), [(False, False), (False, True), (True, True)])
+def test_begin(scheme: str, updated: bool, normed: bool) -> None:
     from fused_dequant import residual
 
-    logits, scale = random(M, experts) * 3, random(experts, seed=1).abs()
-    logits[0, 1] = logits[0, 3] = logits[0].max() + 1  # a tie inside the choice
-    ids, weights = residual.choose(logits, scale, topk)
-    wanted_ids, wanted = reference.choose_experts(logits, scale, topk)
-    assert torch.equal(ids, wanted_ids)
-    assert relative_error(weights, wanted) <= 1e-6
+    embedding, w_next = random(50, 704), random(704, seed=1)
+    tokens = torch.tensor([3, 49, 0, 3, 7], device=DEVICE)
+    update = random(5, 704, seed=2) * 30 if updated else None
+    wanted, x_wanted = reference.begin(tokens, embedding, 26.5, update, w_next, EPS, normed=normed)
+    dtype = DTYPES[scheme]
+    h, x, scale = residual.begin(tokens, embedding, 26.5, update, w_next, dtype, EPS, normed=normed)
+    assert relative_error(h, wanted) <= TOLERANCE
+    assert_activation(x, scale, x_wanted, scheme)
+
+
+@pytest.mark.parametrize(("M", "H"), SHAPES)
+def test_norm_and_activation(M: int, H: int) -> None:
+    from fused_dequant import layer, residual
+
+    x, weight = random(M, 2 * H) * 3, random(2 * H, seed=1)
+    wanted = layer.scaled_norm(x.cpu(), 0.3, weight.cpu(), EPS).to(DEVICE)
+    assert relative_error(residual.scaled_norm(x, 0.3, weight, EPS), wanted) <= TOLERANCE
+    wanted = layer.gelu_mul(x.cpu()).to(DEVICE)
+    assert relative_error(residual.gelu_mul(x), wanted) <= TOLERANCE
+
+
+ROUTERS = [(5, 8, 2, 160), (4, 128, 8, 300), (70, 5, 5, 128)]
+
+
+@pytest.mark.parametrize(
+    ("M", "experts", "topk", "H"), ROUTERS if INTERPRETED else [*ROUTERS, (1024, 128, 8, 2816)]
+)
+def test_choose_experts(M: int, experts: int, topk: int, H: int) -> None:
+    """Whole numbers, whose sums are exact in any order; of equal scores the lowest indices win."""
+    from fused_dequant import router
+
+    x, w = random(M, H).round(), (random(experts, H, seed=1) * 2).round()
+    w[3] = w[1]
+    scale = random(experts, seed=2).abs()
+    scores = (x.double() @ w.double().T).to(torch.bfloat16).float()
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk].sort(-1).values
+    ids, weights = router.choose_experts(x, w, scale, topk)
+    assert torch.equal(ids.long(), best)
+    p = scores.softmax(-1).gather(1, best)
+    expected = p / p.sum(-1, keepdim=True) * scale.float()[best]
+    assert relative_error(weights, expected) <= 1e-6
+    even = torch.ones_like(scale)  # the reference may choose another of two equal scores
+    wanted = reference.choose_experts(x, w, even, topk)[1].sort(-1).values
+    assert (
+        relative_error(router.choose_experts(x, w, even, topk)[1].sort(-1).values, wanted) <= 1e-6
+    )

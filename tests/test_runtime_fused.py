@@ -91,7 +91,8 @@ def test_logits(recipe: str, artifacts: dict[str, Path]) -> None:
         out = torch.empty(2, length, first.shape[-1], dtype=torch.bfloat16)
         soft = fused.soft_embedding(first[0].to(torch.bfloat16), torch.full((length,), 1 / 0.7))
         for step, signal in enumerate((None, soft)):
-            fused.decode(canvas, integers(2), integers(context), signal, out[step])
+            rows = fused.behind(integers(2), integers(context), canvas.shape[1])
+            fused.decode(canvas, rows, signal, out[step])
         errors += relative(out.unsqueeze(1).unbind(), (first, second))
     assert (yardstick / len(CONTEXTS) < 0.2).all(), yardstick
     assert (errors <= 1.5 * yardstick).all(), (errors, yardstick)
@@ -125,7 +126,8 @@ def test_chunks_and_slots_do_not_matter(tiny_checkpoint: Path) -> None:
         fused.encode(prompt[:, start : start + 40], integers(2), integers(start))
     fused.encode(prompt[:, :50], integers(1), integers(0))
     out = torch.empty(3 * length, vocabulary, dtype=torch.bfloat16)
-    fused.decode(canvas.expand(3, -1), integers(0, 2, 1), integers(90, 90, 50), None, out)
+    rows = fused.behind(integers(0, 2, 1), integers(90, 90, 50), canvas.shape[1])
+    fused.decode(canvas.expand(3, -1), rows, None, out)
     whole, pieces, shorter = out.float().unflatten(0, (3, length))
     scale = whole.norm()
     assert (whole - pieces).norm() / scale < 0.05

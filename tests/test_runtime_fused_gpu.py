@@ -112,7 +112,8 @@ def test_logits_of_a_ragged_batch(artifact: tuple[str, Path]) -> None:
     given = exact[:, 0].flatten(0, 1).to(torch.bfloat16)
     soft = fused.soft_embedding(given, torch.full((len(given),), 1 / 0.7, device="cuda"))
     for step, signal in enumerate((None, soft)):
-        fused.decode(canvas, integers(0, 1, 2, 3), integers(*CONTEXTS), signal, out)
+        placed = fused.behind(integers(0, 1, 2, 3), integers(*CONTEXTS), CANVAS)
+        fused.decode(canvas, placed, signal, out)
         for row, actual in enumerate(out.unflatten(0, (4, CANVAS))):
             found = error(actual, exact[row, step])
             allowed = error(wanted[torch.bfloat16][row, step], exact[row, step])

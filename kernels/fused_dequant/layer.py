@@ -1,20 +1,24 @@
 """What stands between the products of a layer: attention over a cache, norms, residual sums, routing.
 
+    begin               embeddings, and the first layer's input
     attention_heads     norms and rope of q, k, v; keys and values to the cache
     attend              attention over cached positions
     after_attention     the residual sum, and the inputs of dense MLP, experts and router
-    choose_experts      the router's scores -> expert ids and routing weights
+    choose_experts      the router: expert ids and routing weights
+    routed_experts      `experts` before a token's choices are added up
     after_experts       both branches joined, and the next layer's input
+    scaled_norm, gelu_mul   those of self-conditioning, and of a dense MLP in bf16
 
-On CUDA the Triton kernels run (`attention`, `residual`), elsewhere `reference`. They write into caches
-and hand out quantized activations with their scales; unlike the products (`ops`) they are no custom
-operations: torch.compile traces launches of Triton kernels itself.
+On CUDA the Triton kernels run (`attention`, `residual`, `router`), elsewhere `reference`. They write into
+caches and hand out quantized activations with their scales; unlike the products (`ops`) they are no
+custom operations: torch.compile traces launches of Triton kernels itself.
 """
 
 import torch
 
 from fused_dequant import formats, reference
-from fused_dequant.ops import EIGHT_BIT, OptionalTensor
+from fused_dequant.ops import EIGHT_BIT, OptionalTensor, experts, require
+from fused_dequant.weights import Weight
 
 CELLS = 128  # a cache's capacity is a multiple of this: no block of positions wraps around
 Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -102,10 +106,30 @@ def after_attention(
     return h, (dense, scale if scheme in EIGHT_BIT else None), experts_, router
 
 
+def routed_experts(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    routing_weights: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+) -> torch.Tensor:
+    """Like `experts`, but bf16 [M, C, H], addends that `after_experts` sums over C.
+
+    C is topk on a GPU, where ids must be in 0 .. E-1; elsewhere 1, the sum.
+    """
+    if not x.is_cuda:
+        return experts(x, expert_ids, routing_weights, gate_up, down)[:, None]
+    from fused_dequant import launch
+
+    require(gate_up.scheme, x.device)
+    rows = launch.routed_experts(x, expert_ids, routing_weights, gate_up, down)
+    return rows.view(*expert_ids.shape, -1)
+
+
 def after_experts(
     h: torch.Tensor,
     dense: torch.Tensor,
-    experts: torch.Tensor,
+    routed: torch.Tensor,
     norms: Norms,
     scalar: torch.Tensor,
     scheme: str,
@@ -113,28 +137,77 @@ def after_experts(
 ) -> tuple[torch.Tensor, Activation]:
     """Join the two branches, end the layer, and normalise for the next product.
 
-    All bf16 [M, H]; norms [H]: of the dense branch, of the experts, of their sum, and the next input
-    norm, whose product has `scheme`; scalar [1]. Returns h and the next input.
+    h, dense bf16 [M, H]; routed bf16 [M, C, H] of `routed_experts`; norms [H]: of the dense branch, of
+    the experts, of their sum, and the next input norm, whose product has `scheme`; scalar [1]. Returns
+    h and the next input.
     """
     dtype = EIGHT_BIT.get(scheme, torch.bfloat16)
     if not h.is_cuda:
-        h, x = reference.after_experts(h, dense, experts, norms, scalar, eps)
+        h, x = reference.after_experts(h, dense, routed, norms, scalar, eps)
         return h, _as_activation(x, dtype)
     from fused_dequant import residual
 
-    h, x, scale = residual.after_experts(h, dense, experts, norms, scalar, dtype, eps)
+    h, x, scale = residual.after_experts(h, dense, routed, norms, scalar, dtype, eps)
     return h, (x, scale if scheme in EIGHT_BIT else None)
 
 
 def choose_experts(
-    logits: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
+    x: torch.Tensor, router: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Router logits bf16 [M, E] -> expert ids int32 [M, topk], ascending, and weights f32 [M, topk]."""
-    if not logits.is_cuda:
-        return reference.choose_experts(logits, per_expert_scale, topk)
+    """X bf16 [M, H], router bf16 [E, H] -> ids int32, ascending, and weights f32, both [M, topk]."""
+    if not x.is_cuda:
+        return reference.choose_experts(x, router, per_expert_scale, topk)
+    from fused_dequant import router as kernels
+
+    return kernels.choose_experts(x, router, per_expert_scale, topk)
+
+
+def begin(
+    tokens: torch.Tensor,
+    embedding: torch.Tensor,
+    factor: float,
+    update: OptionalTensor,
+    w_next: torch.Tensor,
+    scheme: str,
+    eps: float = 1e-6,
+    *,
+    normed: bool,
+) -> tuple[torch.Tensor, Activation]:
+    """Embed tokens [M] and normalise for the first product; return h bf16 [M, H] and its input.
+
+    h is embedding[token] * factor, plus `update` bf16 [M, H] if given, and then if `normed` divided by
+    its root mean square. `scheme` is the first product's, w_next [H] its norm.
+    """
+    dtype = EIGHT_BIT.get(scheme, torch.bfloat16)
+    if not embedding.is_cuda:
+        h, x = reference.begin(tokens, embedding, factor, update, w_next, eps, normed=normed)
+        return h, _as_activation(x, dtype)
     from fused_dequant import residual
 
-    return residual.choose(logits.contiguous(), per_expert_scale, topk)
+    h, x, scale = residual.begin(
+        tokens, embedding, factor, update, w_next, dtype, eps, normed=normed
+    )
+    return h, (x, scale if scheme in EIGHT_BIT else None)
+
+
+def scaled_norm(
+    x: torch.Tensor, factor: float, weight: torch.Tensor, eps: float = 1e-6
+) -> torch.Tensor:
+    """RMS norm of x * factor, times weight: bf16 [M, H]."""
+    if not x.is_cuda:
+        return reference.rms_norm((x * factor).float(), weight, eps).to(x.dtype)
+    from fused_dequant import residual
+
+    return residual.scaled_norm(x, factor, weight, eps)
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu_tanh(gate) * up of bf16 [M, 2I], gate first; rounded after each, as transformers does."""
+    if not gate_up.is_cuda:
+        return reference.gelu_mul(*gate_up.chunk(2, -1))
+    from fused_dequant import residual
+
+    return residual.gelu_mul(gate_up.contiguous())
 
 
 def _as_activation(x: torch.Tensor, dtype: torch.dtype) -> Activation:

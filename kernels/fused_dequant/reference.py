@@ -151,23 +151,46 @@ def after_attention(
 def after_experts(
     h: torch.Tensor,
     dense: torch.Tensor,
-    experts: torch.Tensor,
+    routed: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     scalar: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(h + norm(norm(dense) * w_1 + norm(experts) * w_2) * w) * scalar, and norm of it * w_next."""
+    """(h + norm(norm(dense) * w_1 + norm(sum of routed) * w_2) * w) * scalar, and norm of it * w_next.
+
+    routed [M, C, H] is summed over C in float32.
+    """
     w_1, w_2, w, w_next = norms
+    experts = routed.float().sum(1).to(h.dtype)
     both = _norm(dense, w_1, eps) + _norm(experts, w_2, eps)
     h = (h + _norm(both, w, eps)) * scalar
     return h, _norm(h, w_next, eps)
 
 
-def choose_experts(
-    logits: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
+def begin(
+    tokens: torch.Tensor,
+    embedding: torch.Tensor,
+    factor: float,
+    update: torch.Tensor | None,
+    w_next: torch.Tensor,
+    eps: float,
+    *,
+    normed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [M, E] -> ids int32 [M, topk], ascending, and routing weights f32 [M, topk]."""
-    p = torch.softmax(logits.float(), -1)
+    """See `layer.begin`; the input is not quantized."""
+    h = torch.nn.functional.embedding(tokens.long(), embedding) * factor
+    if update is not None:
+        h = h + update
+    if normed:
+        h = _norm(h, None, eps)
+    return h, _norm(h, w_next, eps)
+
+
+def choose_experts(
+    x: torch.Tensor, router: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """X [M, H], router [E, H] -> ids int32 [M, topk], ascending, and routing weights f32 [M, topk]."""
+    p = torch.softmax((x @ router.T).float(), -1)
     ids = p.topk(topk, -1).indices.sort(-1).values
     weights = p.gather(1, ids)
     scaled = weights / weights.sum(-1, keepdim=True) * per_expert_scale.float()[ids]

@@ -1,17 +1,20 @@
-"""What stands between the products of a layer: norms, residual sums, routing; a row in one program.
+"""What stands between the products of a layer: norms and residual sums; a row in one program.
 
+    begin             h = embedding[token] * factor (+ update, normed)
+                      x = norm(h) * w_next             (the first layer's input; bf16 or 8 bits)
     after_attention   h += norm(o) * w_post
                       x_dense = norm(h) * w_dense      (bf16, or 8 bits a token with a scale)
                       x_experts = norm(h) * w_experts
                       x_router = norm(h) * w_router * H^-0.5
-    after_experts     h = (h + norm(norm(dense) * w_1 + norm(experts) * w_2) * w) * scalar
+    after_experts     routed = sum over a token's choices of experts
+                      h = (h + norm(norm(dense) * w_1 + norm(routed) * w_2) * w) * scalar
                       x = norm(h) * w_next             (the next layer's input; bf16 or 8 bits)
-    choose            ids, weights of the topk experts: softmax over experts, renormalised over the
-                      chosen, times per_expert_scale
+    scaled_norm       norm(x * factor) * weight
+    gelu_mul          gelu_tanh(gate) * up
 
 norm(x) = x * rsqrt(mean(x^2) + eps) in float32. Every result that transformers' bf16 model holds in a
 tensor is rounded to bf16 here too, so the two differ by the order of sums alone. As separate torch
-operations a layer spends some thirty launches on this, here three.
+operations a layer spends some thirty launches on this, here two.
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
@@ -26,6 +29,7 @@ import triton.language as tl
 
 from fused_dequant.chain import chained, follow
 from fused_dequant.quantize import LARGEST, store_quantized
+from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 
 @triton.jit
@@ -109,6 +113,7 @@ def after_experts_kernel(
     H,
     eps,
     CHAINED: tl.constexpr,
+    CHOICES: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -119,7 +124,11 @@ def after_experts_kernel(
     inside = k < H
     place = m.to(tl.int64) * H + k
     a = norm(tl.load(dense + place, mask=inside, other=0.0).to(tl.float32), H, eps)
-    b = norm(tl.load(experts + place, mask=inside, other=0.0).to(tl.float32), H, eps)
+    routed = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(CHOICES):
+        line = experts + (m.to(tl.int64) * CHOICES + choice) * H + k
+        routed += tl.load(line, mask=inside, other=0.0).to(tl.float32)
+    b = norm(rounded(routed), H, eps)
     both = rounded(weighted(a, w_1, k, inside) + weighted(b, w_2, k, inside))
     row = tl.load(h + place, mask=inside, other=0.0).to(tl.float32)
     row = rounded(row + weighted(norm(both, H, eps), w, k, inside))
@@ -130,37 +139,63 @@ def after_experts_kernel(
 
 
 @triton.jit
-def choose_kernel(
-    logits,
-    per_expert_scale,
-    ids,
-    weights,
-    E,
+def begin_kernel(
+    tokens,
+    embedding,
+    update,
+    w_next,
+    h_out,
+    x,
+    x_scale,
+    H,
+    eps,
+    factor,
     CHAINED: tl.constexpr,
-    TOPK: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    UPDATED: tl.constexpr,
+    NORMED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One program a row: TOPK rounds of the largest that is left, the lowest index first on a tie."""
+    """One program a row; BLOCK >= H is a power of two."""
+    follow(CHAINED)
+    m = tl.program_id(0)
+    k = tl.arange(0, BLOCK)
+    inside = k < H
+    place = m.to(tl.int64) * H + k
+    token = tl.load(tokens + m).to(tl.int64)
+    row = tl.load(embedding + token * H + k, mask=inside, other=0.0).to(tl.float32)
+    row = rounded(row * factor)
+    if UPDATED:
+        row = rounded(row + tl.load(update + place, mask=inside, other=0.0).to(tl.float32))
+    if NORMED:
+        row = rounded(norm(row, H, eps))
+    tl.store(h_out + place, row.to(h_out.dtype.element_ty), mask=inside)
+    next_ = weighted(norm(row, H, eps), w_next, k, inside)
+    store_row(next_, x, x_scale, m, place, inside, LARGEST)
+
+
+@triton.jit
+def scaled_norm_kernel(x, weight, y, H, eps, factor, CHAINED: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a row."""
+    follow(CHAINED)
+    place = tl.program_id(0).to(tl.int64) * H
+    k = tl.arange(0, BLOCK)
+    inside = k < H
+    row = rounded(tl.load(x + place + k, mask=inside, other=0.0).to(tl.float32) * factor)
+    row = weighted(norm(row, H, eps), weight, k, inside)
+    tl.store(y + place + k, row.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gelu_mul_kernel(gate_up, y, K, CHAINED: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (m, i): columns i * BLOCK of row m."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, EXPERTS)
-    score = tl.load(logits + m * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
-    p = tl.exp(score - tl.max(score))
-    left = tl.where(e < E, p, -1.0)
-    chosen = tl.zeros((EXPERTS,), tl.float32)
-    total = 0.0
-    for _ in tl.static_range(TOPK):
-        best = tl.argmax(left, 0, tie_break_left=True)
-        hit = e == best
-        total += tl.max(left)
-        chosen = tl.where(hit, 1.0, chosen)
-        left = tl.where(hit, -1.0, left)
-    # Slots of a token are its chosen experts in order of index: a sum in another order, that is all.
-    taken = chosen > 0.0
-    rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    scale = tl.load(per_expert_scale + e, mask=taken, other=0.0).to(tl.float32)
-    tl.store(ids + m * TOPK + rank, e, mask=taken)
-    tl.store(weights + m * TOPK + rank, p / total * scale, mask=taken)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + m * 2 * K + k, mask=k < K, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + m * 2 * K + K + k, mask=k < K, other=0.0).to(tl.float32)
+    active = rounded(gelu_mul_tile(gate, 1.0))
+    tl.store(y + m * K + k, (active * up).to(y.dtype.element_ty), mask=k < K)
 
 
 def after_attention(
@@ -200,21 +235,53 @@ def after_experts(
     w_1, w_2, w, w_next = norms
     after_experts_kernel[(M,)](
         h, dense, experts, w_1, w_2, w, scalar, w_next, h_out, x, scale, H, eps,
-        LARGEST=LARGEST.get(dtype, 0.0), BLOCK=triton.next_power_of_2(H), num_warps=8,
-        **chained(h.device),
+        CHOICES=experts.shape[1], LARGEST=LARGEST.get(dtype, 0.0),
+        BLOCK=triton.next_power_of_2(H), num_warps=8, **chained(h.device),
     )  # fmt: skip
     return h_out, x, scale
 
 
-def choose(
-    logits: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `layer.choose_experts`."""
-    M, E = logits.shape
-    ids = torch.empty(M, topk, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(M, topk, dtype=torch.float32, device=logits.device)
-    choose_kernel[(M,)](
-        logits, per_expert_scale, ids, weights, E,
-        TOPK=topk, EXPERTS=triton.next_power_of_2(E), num_warps=1, **chained(logits.device),
+def begin(
+    tokens: torch.Tensor,
+    embedding: torch.Tensor,
+    factor: float,
+    update: torch.Tensor | None,
+    w_next: torch.Tensor,
+    dtype: torch.dtype,
+    eps: float,
+    *,
+    normed: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `layer.begin`."""
+    M, H = len(tokens), embedding.shape[1]
+    h_out = torch.empty(M, H, dtype=embedding.dtype, device=embedding.device)
+    x = torch.empty(M, H, dtype=dtype, device=embedding.device)
+    scale = torch.empty(M, dtype=torch.float32, device=embedding.device)
+    begin_kernel[(M,)](
+        tokens, embedding, h_out if update is None else update, w_next, h_out, x, scale,
+        H, eps, factor, UPDATED=update is not None, NORMED=normed,
+        LARGEST=LARGEST.get(dtype, 0.0), BLOCK=triton.next_power_of_2(H), num_warps=8,
+        **chained(embedding.device),
     )  # fmt: skip
-    return ids, weights
+    return h_out, x, scale
+
+
+def scaled_norm(x: torch.Tensor, factor: float, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `layer.scaled_norm`."""
+    M, H = x.shape
+    y = torch.empty_like(x)
+    scaled_norm_kernel[(M,)](
+        x, weight, y, H, eps, factor, BLOCK=triton.next_power_of_2(H), num_warps=8,
+        **chained(x.device),
+    )  # fmt: skip
+    return y
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `layer.gelu_mul`."""
+    M, K = len(gate_up), gate_up.shape[1] // 2
+    y = torch.empty(M, K, dtype=gate_up.dtype, device=gate_up.device)
+    gelu_mul_kernel[(M, triton.cdiv(K, 1024))](
+        gate_up, y, K, BLOCK=1024, num_warps=4, **chained(y.device)
+    )
+    return y

@@ -19,20 +19,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from fused_dequant import (
     Weight,
     after_attention,
     after_experts,
     attend,
     attention_heads,
+    begin,
     choose_experts,
-    experts,
+    gelu_mul,
     linear,
     linear_quantized,
     lm_head,
     quantize_rows,
-    reference,
+    routed_experts,
+    scaled_norm,
     soft_embedding,
 )
 from fused_dequant.layer import CELLS, Activation
@@ -92,13 +93,23 @@ class Cache:
 class Placement:
     """Where the rows of one pass stand: B sequences of n rows each, flattened.
 
-    slots int32 [B]; positions int32 [B * n]; first and last by kind of layer, int32 [B * n].
+    slots int32 [B]; positions int32 [B * n]. By kind of layer (True: sliding): `visible`, the first and
+    last position a row sees, int32 [B * n]; `angles`, cos and sin of its position, bf16 [B * n, D / 2].
     """
 
     slots: Tensor
     positions: Tensor
-    sliding: tuple[Tensor, Tensor]
-    full: tuple[Tensor, Tensor]
+    visible: dict[bool, tuple[Tensor, Tensor]]
+    angles: dict[bool, tuple[Tensor, Tensor]]
+
+    def copy_(self, other: "Placement") -> None:
+        """Take the values of one of the same shape."""
+        for own, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            own.copy_(theirs)
+
+    def _tensors(self) -> list[Tensor]:
+        pairs = [pair for kinds in (self.visible, self.angles) for pair in kinds.values()]
+        return [self.slots, self.positions, *(tensor for pair in pairs for tensor in pair)]
 
 
 class FusedModel:
@@ -129,75 +140,61 @@ class FusedModel:
 
     def encode(self, tokens: Tensor, slots: Tensor, start: Tensor) -> None:
         """Append tokens [B, n] to the sequences in `slots` [B], from position `start` [B] on."""
-        h = self._embed(tokens.flatten())
         rows = self._encoder_rows(slots, start, tokens.shape[1])
-        self._layers(h, rows, decoder=False)
+        self._layers(*self._begin(tokens, None, decoder=False), rows, decoder=False)
 
-    def decode(
-        self, canvas: Tensor, slots: Tensor, context: Tensor, signal: Tensor | None, out: Tensor
-    ) -> None:
+    def decode(self, canvas: Tensor, rows: Placement, signal: Tensor | None, out: Tensor) -> None:
         """Write the soft-capped logits of a canvas into `out`.
 
         Args:
             canvas: [B, L] token ids.
-            slots: int32 [B].
-            context: int32 [B], positions encoded before the canvas.
+            rows: of `behind`.
             signal: bf16 [B * L, H] soft embedding of the step before, None at the first step.
             out: bf16 [B * L, V].
         """
-        h = self._condition(self._embed(canvas.flatten()), signal)
-        h = self._layers(h, self._decoder_rows(slots, context, canvas.shape[1]), decoder=True)
+        update = None
+        if signal is not None:
+            own = self.weights.self_conditioning
+            x = scaled_norm(signal, self.embed_scale, own.pre_norm, self.eps)
+            update = linear(gelu_mul(linear(x, own.gate_up)), own.down)
+        h = self._layers(*self._begin(canvas, update, decoder=True), rows, decoder=True)
         with part("vocabulary"):
             lm_head(h, self.weights.head, self.softcap, out=out)
 
     def soft_embedding(self, logits: Tensor, inverse_temperature: Tensor) -> Tensor:
-        """Return softmax(logits / T) @ embedding, scaled as embeddings are: bf16 [M, H]."""
-        return (
-            soft_embedding(logits, self.weights.embedding, inverse_temperature) * self.embed_scale
-        )
+        """Return softmax(logits / T) @ embedding, not yet scaled as embeddings are: bf16 [M, H]."""
+        return soft_embedding(logits, self.weights.embedding, inverse_temperature)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weights.embedding) * self.embed_scale
+    def _begin(
+        self, tokens: Tensor, update: Tensor | None, *, decoder: bool
+    ) -> tuple[Tensor, Activation]:
+        """Embed; the decoder adds the self-conditioning and normalises, with an update or without."""
+        first = self.weights.layers[0]
+        return begin(
+            tokens.flatten(), self.weights.embedding, self.embed_scale, update,
+            first.norms["input"], _scheme(first.qkv), self.eps, normed=decoder,
+        )  # fmt: skip
 
-    def _condition(self, h: Tensor, signal: Tensor | None) -> Tensor:
-        """Add the self-conditioning signal and normalise; the norm applies without a signal too."""
-        if signal is not None:
-            own = self.weights.self_conditioning
-            x = self._norm(signal, own.pre_norm)
-            h = h + linear(_gelu_mul(linear(x, own.gate_up)), own.down)
-        return self._norm(h, None)
-
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return reference.rms_norm(x.float(), weight, self.eps).to(x.dtype)
-
-    def _layers(self, h: Tensor, rows: Placement, *, decoder: bool) -> Tensor:
+    def _layers(self, h: Tensor, x: Activation, rows: Placement, *, decoder: bool) -> Tensor:
         """Run the layers; return the decoder's normalised output. The encoder stops at the last
         layer's keys and values: nothing reads what comes after them.
         """
         layers = self.weights.layers
-        angles = {s: self._cos_sin(rows.positions, s) for s in {layer.sliding for layer in layers}}
-        x = _activation(self._norm(h, layers[0].norms["input"]), _scheme(layers[0].qkv))
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
-            q = self._heads(index, layer, x, rows, angles[layer.sliding])
+            q = self._heads(index, layer, x, rows)
             if last and not decoder:
                 break
             h, x = self._rest(index, layer, h, q, rows, decoder=decoder)
         return x[0]
 
-    def _heads(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x: Activation,
-        rows: Placement,
-        angles: tuple[Tensor, Tensor],
-    ) -> Tensor:
+    def _heads(self, index: int, layer: LayerWeights, x: Activation, rows: Placement) -> Tensor:
         with part("dense"):
             qkv = _product(x, layer.qkv)
         with part("attention"):
             return attention_heads(
-                qkv, layer.q_norm, layer.k_norm, *angles, rows.slots, rows.positions,
+                qkv, layer.q_norm, layer.k_norm, *rows.angles[layer.sliding],
+                rows.slots, rows.positions,
                 self.cache.keys[index], self.cache.values[index], self.heads, self.eps,
             )  # fmt: skip
 
@@ -212,7 +209,7 @@ class FusedModel:
         decoder: bool,
     ) -> tuple[Tensor, Activation]:
         """Attend, then the dense and the routed branch; return h and the next layer's input."""
-        visible = rows.sliding if layer.sliding else rows.full
+        visible = rows.visible[layer.sliding]
         keys, values = self.cache.keys[index], self.cache.values[index]
         with part("attention"):
             o = attend(q, keys, values, rows.slots, *visible).flatten(1)
@@ -223,12 +220,13 @@ class FusedModel:
         h, x, x_experts, x_router = after_attention(h, o, before, _scheme(layer.gate_up), self.eps)
         with self._beside(), part("dense"):
             dense = _down(_product(x, layer.gate_up), layer.down)
-        scores = F.linear(x_router, layer.router)
-        ids, routing = choose_experts(scores, layer.per_expert_scale, self.topk)
+        ids, routing = choose_experts(x_router, layer.router, layer.per_expert_scale, self.topk)
         if self.routed is not None:
             self.routed.append(ids)
         with part("experts"):
-            routed = experts(x_experts, ids, routing, layer.experts_gate_up, layer.experts_down)
+            routed = routed_experts(
+                x_experts, ids, routing, layer.experts_gate_up, layer.experts_down
+            )
         self._join()
         norm, scheme = self._next(index)
         after = (n["post_dense"], n["post_experts"], n["post"], norm)
@@ -257,24 +255,31 @@ class FusedModel:
             return self.weights.norm, "bf16"
         return layers[index + 1].norms["input"], _scheme(layers[index + 1].qkv)
 
-    def _cos_sin(self, positions: Tensor, sliding: bool) -> tuple[Tensor, Tensor]:
-        angle = positions[:, None].float() * self.frequencies[sliding]
-        return angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)
-
-    def _encoder_rows(self, slots: Tensor, start: Tensor, n: int) -> Placement:
-        steps = torch.arange(n, dtype=torch.int32, device=slots.device)
-        positions = (start[:, None] + steps).flatten()
-        first = (positions - self.window + 1).clamp(min=0)
-        return Placement(
-            slots, positions, (first, positions), (torch.zeros_like(positions), positions)
-        )
-
-    def _decoder_rows(self, slots: Tensor, context: Tensor, length: int) -> Placement:
-        steps = torch.arange(length, dtype=torch.int32, device=slots.device)
-        positions = (context[:, None] + steps).flatten()
+    def behind(self, slots: Tensor, context: Tensor, length: int) -> Placement:
+        """Where canvases of `length` stand, behind `context` int32 [B] encoded positions."""
+        positions = _run(context, length)
         first = (context - self.window + 1).clamp(min=0).repeat_interleave(length)
         last = (context + (length - 1)).repeat_interleave(length)
-        return Placement(slots, positions, (first, last), (torch.zeros_like(positions), last))
+        return self._placed(slots, positions, first, last)
+
+    def _encoder_rows(self, slots: Tensor, start: Tensor, n: int) -> Placement:
+        positions = _run(start, n)
+        first = (positions - self.window + 1).clamp(min=0)
+        return self._placed(slots, positions, first, positions)
+
+    def _placed(self, slots: Tensor, positions: Tensor, first: Tensor, last: Tensor) -> Placement:
+        visible = {True: (first, last), False: (torch.zeros_like(last), last)}
+        angle = {kind: positions[:, None].float() * f for kind, f in self.frequencies.items()}
+        angles = {
+            kind: (a.cos().to(torch.bfloat16), a.sin().to(torch.bfloat16))
+            for kind, a in angle.items()
+        }
+        return Placement(slots, positions, visible, angles)
+
+
+def _run(start: Tensor, n: int) -> Tensor:
+    """Positions start[b] .. start[b] + n - 1 of every sequence b: int32 [B * n]."""
+    return (start[:, None] + torch.arange(n, dtype=torch.int32, device=start.device)).flatten()
 
 
 def _rope_frequencies(text: Any, device: torch.device) -> dict[bool, Tensor]:
@@ -308,12 +313,7 @@ def _product(x: Activation, rows: Rows) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _gelu_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up, rounded to bf16 after each as transformers does."""
-    return reference.gelu_mul(*gate_up.chunk(2, -1))
-
-
 def _down(gate_up: Tensor, down: Weight) -> Tensor:
     if down.scheme in EIGHT_BIT:
         return linear_quantized(*quantize_rows(gate_up, down.scheme, fuse="gelu_mul"), down)
-    return linear(_gelu_mul(gate_up), down)
+    return linear(gelu_mul(gate_up), down)

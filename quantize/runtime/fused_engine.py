@@ -288,7 +288,8 @@ class _Step:
         device, length = model.weights.device, model.weights.config.canvas_length
         self._model, self._sampler = model, sampler
         self._logits = logits[: rows * length]
-        self._slots, self._context = torch.zeros(2, rows, dtype=torch.int32, device=device)
+        nowhere = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._rows = model.behind(nowhere, nowhere, length)
         steps = range(1, sampler.max_denoising_steps + 1)
         self._schedule = torch.stack([sampler.temperature(step) for step in steps]).to(device)
         canvas = torch.zeros(rows, length, dtype=torch.int64, device=device)
@@ -310,8 +311,7 @@ class _Step:
         for name, tensor in vars(fresh).items():
             getattr(self.state, name).copy_(tensor)
         self.state.canvas_index.copy_(canvases)
-        self._slots.copy_(slots)
-        self._context.copy_(context)
+        self._rows.copy_(self._model.behind(slots, context, length))
 
     def run(self, graphs: bool, show: Callable[[int], None] | None) -> None:
         """Take steps until all sequences have stopped, or the last step is taken."""
@@ -352,7 +352,7 @@ class _Step:
         signal = None
         if not first:
             signal = self._model.soft_embedding(self._logits, state.inverse_temperature.flatten())
-        self._model.decode(state.canvas, self._slots, self._context, signal, self._logits)
+        self._model.decode(state.canvas, self._rows, signal, self._logits)
         logits = self._logits.view(*state.canvas.shape, -1)
         with part("sampler"):
             denoising.accept(

@@ -1,0 +1,123 @@
+"""The router: logits of all experts, the best of them, and their weights.
+
+    logits [M, E] = x @ w.T      float32 sums, rounded to bf16 as transformers' linear layer does
+    p = softmax(logits)          over all experts, in float32
+    ids, weights                 the topk largest p, renormalised, times a scale an expert
+
+The product has few outputs (256 x 128 at one canvas) and a long K: one program a tile would leave most
+of the machine idle. K is split, and the choosing kernel, a program a token, adds up the splits: no
+atomics, two launches.
+"""
+
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+
+import torch
+import triton
+import triton.language as tl
+
+from fused_dequant.chain import chained, follow, prefetch
+
+BM, BK = 64, 128
+PROGRAMS = 264  # two a streaming multiprocessor of an H200; more splits only add to the sums' reads
+
+
+@triton.jit
+def logits_kernel(
+    x,
+    w,
+    partial,
+    M,
+    E,
+    K,
+    CHAINED: tl.constexpr,
+    STEPS: tl.constexpr,
+    EXPERTS: tl.constexpr,  # E rounded up to a power of two, at least 16
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Program (i, s): rows i * BM of x, STEPS * BK columns from s on -> partial f32 [splits, M, E]."""
+    split = tl.program_id(1)
+    m, e = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, EXPERTS)
+    k = split * STEPS * BK + tl.arange(0, BK)
+    if CHAINED:
+        line = tl.minimum(split * STEPS * BK + tl.arange(0, 2 * STEPS) * 64, K - 1)
+        prefetch(w + (e % E)[:, None] * K + line[None, :])
+    follow(CHAINED)
+    acc = tl.zeros((BM, EXPERTS), tl.float32)
+    for step in tl.static_range(STEPS):
+        column = k + step * BK
+        inside = (column < K)[None, :]
+        rows = x + m.to(tl.int64)[:, None] * K + column[None, :]
+        a = tl.load(rows, mask=(m < M)[:, None] & inside, other=0.0)
+        b = tl.load(w + e[:, None] * K + column[None, :], mask=(e < E)[:, None] & inside, other=0.0)
+        acc = tl.dot(a, b.T, acc)
+    place = partial + (split * M + m).to(tl.int64)[:, None] * E + e[None, :]
+    tl.store(place, acc, mask=(m < M)[:, None] & (e < E)[None, :])
+
+
+@triton.jit
+def choose_kernel(
+    partial,
+    per_expert_scale,
+    ids,
+    weights,
+    M,
+    E,
+    CHAINED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TOPK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """One program a row: TOPK rounds of the largest that is left, the lowest index first on a tie."""
+    follow(CHAINED)
+    m = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EXPERTS)
+    score = tl.zeros((EXPERTS,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        score += tl.load(partial + (split * M + m) * E + e, mask=e < E, other=float("-inf"))
+    score = score.to(tl.bfloat16).to(tl.float32)
+    p = tl.exp(score - tl.max(score))
+    left = tl.where(e < E, p, -1.0)
+    chosen = tl.zeros((EXPERTS,), tl.float32)
+    total = 0.0
+    for _ in tl.static_range(TOPK):
+        best = tl.argmax(left, 0, tie_break_left=True)
+        hit = e == best
+        total += tl.max(left)
+        chosen = tl.where(hit, 1.0, chosen)
+        left = tl.where(hit, -1.0, left)
+    # Slots of a token are its chosen experts in order of index: a sum in another order, that is all.
+    taken = chosen > 0.0
+    rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    scale = tl.load(per_expert_scale + e, mask=taken, other=0.0).to(tl.float32)
+    tl.store(ids + m * TOPK + rank, e, mask=taken)
+    tl.store(weights + m * TOPK + rank, p / total * scale, mask=taken)
+
+
+def choose_experts(
+    x: torch.Tensor, router: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `layer.choose_experts`."""
+    (M, K), E = x.shape, len(router)
+    blocks, columns = triton.cdiv(M, BM), triton.cdiv(K, BK)
+    steps = triton.next_power_of_2(triton.cdiv(blocks * columns, PROGRAMS))
+    splits = triton.cdiv(columns, steps)
+    experts = max(16, triton.next_power_of_2(E))
+    device = x.device
+    partial = torch.empty(splits, M, E, dtype=torch.float32, device=device)
+    ids = torch.empty(M, topk, dtype=torch.int32, device=device)
+    weights = torch.empty(M, topk, dtype=torch.float32, device=device)
+    logits_kernel[(blocks, splits)](
+        x, router, partial, M, E, K,
+        STEPS=steps, EXPERTS=experts, BM=BM, BK=BK, num_warps=4,
+        **chained(device),
+    )  # fmt: skip
+    choose_kernel[(M,)](
+        partial, per_expert_scale, ids, weights, M, E,
+        SPLITS=splits, TOPK=topk, EXPERTS=experts, num_warps=1, **chained(device),
+    )  # fmt: skip
+    return ids, weights
