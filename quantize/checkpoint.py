@@ -23,6 +23,7 @@ from quantize.errors import InputError, ResourceError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MODELOPT = "hf_quant_config.json"  # where ModelOpt said what is quantized before config.json did
 MODEL_TYPE = "diffusion_gemma"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 CARD_FILES = ("README.md", "LICENSE*", "NOTICE*")  # say under which terms a model may be used
@@ -59,6 +60,19 @@ class TensorInfo:
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What one tensor must be: `dtype` by its safetensors name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -237,6 +251,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{path}: model_type is {config.get('model_type')!r}, not {MODEL_TYPE!r}: this tool "
             f"quantizes DiffusionGemma only"
         )
+    apart = folder / MODELOPT
+    if "quantization_config" not in config and apart.is_file():
+        stated = read_json_object(apart).get("quantization")
+        if not isinstance(stated, dict):
+            raise InputError(f"{apart}: it does not say under 'quantization' what is; {FIX}")
+        config["quantization_config"] = {"quant_method": "modelopt", **stated}
     return config
 
 

@@ -172,8 +172,6 @@ def _format(checkpoint: Checkpoint, modules: list[Module]) -> str:
         return f"compressed-tensors {version}, {stated.get('format')}"
     if isinstance(stated, dict):
         return " ".join(str(stated.get(key, "")) for key in ("quant_method", "quant_algo")).strip()
-    if (checkpoint.folder / "hf_quant_config.json").is_file():
-        return "modelopt (hf_quant_config.json)"
     if any(module.quantized for module in modules):
         return "quantized, and nothing says how"
     fused = any(name.endswith("experts.gate_up_proj") for name in checkpoint.tensors)
@@ -189,8 +187,7 @@ def _problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
     half = [m.name for m in quantized if m.scheme == "incomplete"]
     yield from _summed(half, "lacks tensors of its scheme, or has some of two")
     yield from _expert_problems(checkpoint, modules)
-    stated = "quantization_config" in checkpoint.config
-    stated |= (checkpoint.folder / "hf_quant_config.json").is_file()
+    stated = checkpoint.is_quantized
     if stated != bool(quantized):
         yield f"config.json says {'quantized' if stated else 'nothing'}, {len(quantized)} modules are"
     yield from _layout_problems(checkpoint)
@@ -232,7 +229,7 @@ def _expert_problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[
 def _layout_problems(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield the first difference from what config.json calls for, where we know the format."""
     stated = checkpoint.config.get("quantization_config") or {}
-    if stated and stated.get("quant_method") != "compressed-tensors":
+    if stated and stated.get("quant_method") not in ("compressed-tensors", "modelopt"):
         return
     try:
         check_layout(checkpoint)

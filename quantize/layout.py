@@ -6,32 +6,22 @@ under on-disk names: 1,047 tensors for the 26B model. The quantized layout follo
 tensors of its scheme, experts one Linear each. Plan, load and verify all compare against this.
 """
 
-import math
 import textwrap
-from dataclasses import dataclass
 from typing import Any
 
-from quantize.checkpoint import DTYPES, FIX, Checkpoint
+from quantize.checkpoint import FIX, Checkpoint, TensorSpec
 from quantize.errors import InputError
+from quantize.modelopt import ModelOptSchemes
 from quantize.recipe import Scheme
 from quantize.targets import DROPPED, linear_modules, linear_shape, matches
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_LAYERS = 1000
+SUFFIXES = (
+    "weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_scale_2",
+    "input_global_scale", "input_scale",
+)  # fmt: skip
+TENSOR_SCALES = SUFFIXES[3:]  # one number for a whole tensor, above 0
 SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compressor"
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What one tensor must be: `dtype` by its safetensors name."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
@@ -75,9 +65,12 @@ def _check_depth(config: dict[str, Any]) -> None:
 
 def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
     """Return on-disk name -> spec of the quantized checkpoint that `config` describes."""
-    schemes = ConfigSchemes(config["quantization_config"])
+    schemes = stated_schemes(config)
+    if schemes is None:
+        return bf16_layout(config)
     layout: dict[str, TensorSpec] = {}
-    for name, spec in bf16_layout(config).items():
+    plain = bf16_layout(config)
+    for name, spec in plain.items():
         modules = linear_modules(name, spec.shape)
         by_module: dict[str, Scheme | None] = {m: schemes.of(m) for m in modules}
         if not any(by_module.values()):
@@ -88,7 +81,9 @@ def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
         out, inputs = linear_shape(spec.shape, modules)
         for module, scheme in by_module.items():
             if scheme is not None:
-                layout |= scheme_tensors(module, scheme, out, inputs)
+                layout |= schemes.tensors(module, scheme, out, inputs)
+    if all(name in plain for name in layout):
+        raise InputError("quantization_config: it matches no Linear of this model")
     return layout
 
 
@@ -98,11 +93,11 @@ def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     Raises:
         InputError: names the first difference, and how many there are of its kind.
     """
-    layout = quantized_layout if checkpoint.is_quantized else bf16_layout
-    wanted = layout(checkpoint.config)
+    schemes, wanted = stated_schemes(checkpoint.config), quantized_layout(checkpoint.config)
+    passed_over = DROPPED if schemes is None else schemes.passed_over
     found = checkpoint.tensors
-    if not checkpoint.is_quantized:
-        found = {name: info for name, info in found.items() if not DROPPED.fullmatch(name)}
+    if passed_over is not None:
+        found = {name: info for name, info in found.items() if not passed_over.fullmatch(name)}
     if missing := sorted(wanted.keys() - found.keys()):
         raise InputError(
             f"{checkpoint.folder}: tensor {missing[0]!r} is missing ({len(missing)} in all); {FIX}"
@@ -114,12 +109,24 @@ def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
         )
     for name, spec in wanted.items():
         info = found[name]
-        if (info.dtype, info.shape) != (spec.dtype, spec.shape):
+        if info.shape != spec.shape or info.dtype not in _dtypes(name, spec):
             raise InputError(
                 f"{info.file}: tensor {name!r} is {info.dtype} {list(info.shape)} and config.json "
                 f"calls for {spec.dtype} {list(spec.shape)}; {FIX}"
             )
     return wanted
+
+
+def _dtypes(name: str, spec: TensorSpec) -> tuple[str, ...]:
+    """Return the dtypes a tensor may have: FP32 also for the row scales that we write in BF16."""
+    row_scale = name.endswith(".weight_scale") and spec.dtype == "BF16"
+    return (spec.dtype, "F32") if row_scale else (spec.dtype,)
+
+
+def module_tensors(checkpoint: Checkpoint, module: str) -> list[str]:
+    """Return the names of a quantized Linear's tensors, once `check_layout` found them all there."""
+    names = (f"{module}.{suffix}" for suffix in SUFFIXES)
+    return [name for name in names if name in checkpoint.tensors]
 
 
 def scheme_tensors(
@@ -143,14 +150,33 @@ def scheme_tensors(
     return tensors
 
 
+def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes | None":
+    """Return what config.json says is quantized, None when nothing is.
+
+    Raises:
+        InputError: another tool's quantization, or a scheme that is not read here.
+    """
+    stated = config.get("quantization_config")
+    if stated is None:
+        return None
+    return (
+        ModelOptSchemes(stated)
+        if stated.get("quant_method") == "modelopt"
+        else ConfigSchemes(stated)
+    )
+
+
 class ConfigSchemes:
     """Reads a compressed-tensors quantization_config: which scheme does a module have?"""
+
+    passed_over = None
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
         if quantization_config.get("quant_method") != "compressed-tensors":
             raise InputError(
                 f"quantization_config: quant_method is "
-                f"{quantization_config.get('quant_method')!r}, not 'compressed-tensors'; {SCHEME_FIX}"
+                f"{quantization_config.get('quant_method')!r}, not 'compressed-tensors' or 'modelopt'; "
+                f"{SCHEME_FIX}"
             )
         self.ignore: list[str] = quantization_config.get("ignore") or []
         groups = quantization_config.get("config_groups") or {}
@@ -161,6 +187,15 @@ class ConfigSchemes:
         self.groups: dict[str, tuple[list[str], Scheme]] = {
             name: (group["targets"], _group_scheme(name, group)) for name, group in groups.items()
         }
+
+    @property
+    def used(self) -> set[Scheme]:
+        """The schemes that its modules can have."""
+        return {scheme for _, scheme in self.groups.values()}
+
+    def tensors(self, module: str, scheme: Scheme, out: int, inputs: int) -> dict[str, TensorSpec]:
+        """Return the tensors that a quantized Linear [out, inputs] is on disk."""
+        return scheme_tensors(module, scheme, out, inputs)
 
     def of(self, module: str) -> Scheme | None:
         """Return the scheme of a Linear module, None when it stays BF16."""
@@ -195,9 +230,9 @@ def _group_scheme(name: str, group: dict[str, Any]) -> Scheme:
 
 def schemes_by_module(config: dict[str, Any]) -> dict[str, Scheme]:
     """Return on-disk module name -> scheme of every quantized Linear; {} for a BF16 config."""
-    if "quantization_config" not in config:
+    schemes = stated_schemes(config)
+    if schemes is None:
         return {}
-    schemes = ConfigSchemes(config["quantization_config"])
     return {
         module: scheme
         for name, spec in bf16_layout(config).items()

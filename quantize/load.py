@@ -23,10 +23,10 @@ from quantize.checkpoint import FIX, Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.experts import fuse_experts
 from quantize.layout import (
+    TENSOR_SCALES,
     bf16_layout,
     check_layout,
-    linear_shape,
-    scheme_tensors,
+    module_tensors,
     schemes_by_module,
 )
 from quantize.recipe import ActivationMode, Scheme
@@ -125,18 +125,15 @@ def read_weight(
     modules = [module for module in linear_modules(name, shape) if module in schemes]
     if not modules:
         return _read_finite(checkpoint, name)
-    out, inputs = linear_shape(shape, tuple(modules))
-    parts = [read_module(checkpoint, module, schemes[module], out, inputs) for module in modules]
+    parts = [read_module(checkpoint, module, schemes[module]) for module in modules]
     return parts[0] if len(shape) == 2 else fuse_experts(parts, shape)
 
 
-def read_module(
-    checkpoint: Checkpoint, module: str, scheme: Scheme, out: int, inputs: int
-) -> torch.Tensor:
-    """Read and dequantize one quantized Linear: [out, inputs] BF16."""
+def read_module(checkpoint: Checkpoint, module: str, scheme: Scheme) -> torch.Tensor:
+    """Read and dequantize one quantized Linear of a checked layout: [out, inputs] BF16."""
     tensors = {
         name.removeprefix(f"{module}."): _read_finite(checkpoint, name)
-        for name in scheme_tensors(module, scheme, out, inputs)
+        for name in module_tensors(checkpoint, module)
     }
     return dequantize_weight(scheme, tensors)
 
@@ -148,7 +145,7 @@ def _read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
         raise InputError(
             f"{checkpoint.tensors[name].file}: tensor {name!r} holds NaN or infinity; {FIX}"
         )
-    if name.endswith("global_scale") and not (tensor > 0).all():
+    if name.endswith(TENSOR_SCALES) and not (tensor > 0).all():
         raise InputError(f"{checkpoint.tensors[name].file}: {name!r} is not above 0; {FIX}")
     return tensor
 
@@ -157,7 +154,14 @@ def read_input_schemes(checkpoint: Checkpoint) -> dict[str, tuple[Scheme, float 
     """Return module -> (scheme, input global scale or None) of every quantized Linear."""
     result: dict[str, tuple[Scheme, float | None]] = {}
     for module, scheme in schemes_by_module(checkpoint.config).items():
-        name = f"{module}.input_global_scale"
-        scale = _read_finite(checkpoint, name).item() if scheme == "NVFP4" else None
+        scale = _input_global_scale(checkpoint, module) if scheme == "NVFP4" else None
         result[module] = (scheme, scale)
     return result
+
+
+def _input_global_scale(checkpoint: Checkpoint, module: str) -> float:
+    """Read the calibrated scale of NVFP4 activations; ModelOpt stores its inverse."""
+    inverse = f"{module}.input_scale"
+    if inverse in checkpoint.tensors:
+        return 1 / _read_finite(checkpoint, inverse).item()
+    return _read_finite(checkpoint, f"{module}.input_global_scale").item()

@@ -130,10 +130,16 @@ def dequantize_weight(scheme: Scheme, tensors: Mapping[str, torch.Tensor]) -> to
     """Return the BF16 weights [..., out, in] of a scheme's tensors, by on-disk suffix."""
     if not is_nvfp4(scheme):
         scale = tensors["weight_scale"]
-        return tensors["weight"].to(scale.dtype) * scale
-    values = unpack_e2m1(tensors["weight_packed"]).unflatten(-1, (-1, GROUP))
-    # [..., out, in / 16] over [..., 1, 1]
-    scale = tensors["weight_scale"].float() / tensors["weight_global_scale"].unsqueeze(-1)
+        return (tensors["weight"].to(scale.dtype) * scale).bfloat16()
+    scale = tensors["weight_scale"].float()
+    if "weight_scale_2" in tensors:  # ModelOpt: a small number that multiplies
+        packed, scale = tensors["weight"], scale * tensors["weight_scale_2"]
+    else:  # [..., out, in / 16] over [..., 1, 1]
+        packed, scale = (
+            tensors["weight_packed"],
+            scale / tensors["weight_global_scale"].unsqueeze(-1),
+        )
+    values = unpack_e2m1(packed).unflatten(-1, (-1, GROUP))
     return (values * scale.unsqueeze(-1)).flatten(-2).bfloat16()
 
 

@@ -243,7 +243,7 @@ def _check_part(
     for i, weight in enumerate(rows.view(-1, out, inputs), first):
         module = target.modules[i]
         try:
-            mine = read_module(artifact, module, target.scheme, out, inputs)
+            mine = read_module(artifact, module, target.scheme)
         except InputError as error:  # a NaN or infinite tensor, named by the reader
             part.checks["scales"].expect(False, str(error))
             continue

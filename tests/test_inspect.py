@@ -116,7 +116,8 @@ def as_modelopt(tensors: Tensors) -> Tensors:
 def test_modelopt(tiny_checkpoint: Path, tmp_path: Path):
     run(tiny_checkpoint, tmp_path / "ours", recipe_for({"NVFP4": ["re:.*experts.*"]}))
     folder = edited(tmp_path / "ours", tmp_path / "theirs", as_modelopt)
-    stated = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    kept = ["*.self_attn*", "*.mlp*", "*router*", "*self_conditioning*", "*vision*"]
+    stated = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": kept}
     config(folder, lambda value: value.update(quantization_config=stated))
     found = inspect(folder)
     assert found.format == "modelopt NVFP4"

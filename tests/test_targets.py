@@ -123,7 +123,7 @@ def test_a_foreign_quantization_config_is_refused(tiny_checkpoint: Path) -> None
     config = Checkpoint.open(tiny_checkpoint).config
     assert schemes_by_module(config) == {}
     for bad, message in (
-        ({"quant_method": "modelopt"}, "quant_method is 'modelopt'"),
+        ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "nothing is quantized"),
         (
             {

@@ -2,8 +2,8 @@
 
 Nothing is dequantized: codes and scales go to the device as they are on disk and are only laid out
 anew there, q/k/v and gate/up as one matrix each, gate and up rows of experts interleaved, NVFP4 in
-the fragments of Hopper's tensor cores (`fused_dequant.weights`). What is BF16 on disk stays BF16. A 17
-GB checkpoint takes 17 GB of GPU memory.
+the fragments of Hopper's tensor cores (`fused_dequant.weights`). ModelOpt's names and scales lead to
+the same weights. What is BF16 on disk stays BF16. A 17 GB checkpoint takes 17 GB of GPU memory.
 
 Strict as `quantize.load`: names, dtypes and shapes must be what config.json calls for, and every value
 finite. Input scales of NVFP4 are checked and then left out: below Blackwell its activations are bf16.
@@ -11,7 +11,7 @@ finite. Input scales of NVFP4 are checked and then left out: below Blackwell its
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from torch import Tensor
 
 from quantize.checkpoint import FIX, Checkpoint
 from quantize.errors import InputError, ResourceError
-from quantize.layout import ConfigSchemes, check_layout
+from quantize.layout import TENSOR_SCALES, check_layout, module_tensors, stated_schemes
 from quantize.recipe import Scheme
 from quantize.schemes import all_finite
 from quantize.targets import DROPPED
 
 READERS = 8
+GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
 KERNEL_SCHEME = {
     "FP8_DYNAMIC": "fp8", "INT8_DYNAMIC": "int8", "NVFP4": "nvfp4", "NVFP4A16": "nvfp4",
 }  # fmt: skip
@@ -113,7 +114,7 @@ def load_packed(
     """Load the text stack of a BF16 or quantized checkpoint for the fused kernels.
 
     Args:
-        folder: a checkpoint in Google's BF16 layout or in that of compressed-tensors.
+        folder: a checkpoint in Google's BF16 layout, in that of compressed-tensors or of ModelOpt.
         device: "cuda", "cuda:1", or "cpu" (the kernels' torch references).
         head: "bf16", or "fp8" to also round lm_head, which reads 0.7 GB less each step; not what the
             checkpoint's accuracy was measured with.
@@ -126,7 +127,7 @@ def load_packed(
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
     reader = _Reader(checkpoint, torch.device(device))
-    _check_device(checkpoint, reader.schemes, reader.device)
+    _check_device(checkpoint, reader.device)
     config = model_config(checkpoint.config)
     text = config.text_config
     decoder = "model.decoder."
@@ -175,9 +176,7 @@ def in_memory_of_its_own(weight: Weight) -> Weight:
     return weight
 
 
-def _check_device(
-    checkpoint: Checkpoint, schemes: ConfigSchemes | None, device: torch.device
-) -> None:
+def _check_device(checkpoint: Checkpoint, device: torch.device) -> None:
     """Refuse a device that lacks the memory or the instructions before a byte is read."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ResourceError("no CUDA device here: run on a machine with an NVIDIA GPU")
@@ -192,7 +191,8 @@ def _check_device(
             f"{checkpoint.folder}: {needed / 1e9:.1f} GB of weights, and {device} has "
             f"{free / 1e9:.1f} GB free; use a device with more memory"
         )
-    for _, scheme in schemes.groups.values() if schemes else ():
+    schemes = stated_schemes(checkpoint.config)
+    for scheme in sorted(schemes.used) if schemes else ():
         try:
             require(KERNEL_SCHEME[scheme], device)
         except ValueError as error:
@@ -206,8 +206,7 @@ class _Reader:
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
-        found = checkpoint.config.get("quantization_config")
-        self.schemes = ConfigSchemes(found) if found else None
+        self.schemes = stated_schemes(checkpoint.config)
 
     def plain(self, name: str) -> Tensor:
         """Read one tensor."""
@@ -238,20 +237,20 @@ class _Reader:
         scheme = self.scheme(f"{prefix}.0.gate_proj")
         both = {
             suffix: torch.cat([gate[suffix], up[suffix]], 1)
-            if suffix == "weight_global_scale"
+            if suffix in GLOBAL_SCALES
             else _interleaved(gate[suffix], up[suffix])
             for suffix in gate
         }
         return _weight([both], scheme), _weight([down], scheme)
 
     def _linear(self, module: str) -> dict[str, Tensor]:
-        return {name.removeprefix(f"{module}."): self.plain(name) for name in self._names(module)}
+        found = {name.removeprefix(f"{module}."): self.plain(name) for name in self._names(module)}
+        return _as_kernels_read(found, 2)
 
     def _names(self, module: str) -> list[str]:
         """Return the tensors of a module that a kernel reads."""
-        suffixes = ["weight", "weight_scale", "weight_packed", "weight_global_scale"]
-        names = [f"{module}.{suffix}" for suffix in suffixes]
-        return [name for name in names if name in self.checkpoint.tensors]
+        names = module_tensors(self.checkpoint, module)
+        return [name for name in names if not name.startswith(f"{module}.input_")]
 
     def _stacked(self, modules: Sequence[str]) -> dict[str, Tensor]:
         """Read the same Linear of every expert: suffix -> [E, ...] on the device."""
@@ -260,16 +259,28 @@ class _Reader:
             suffix = first.removeprefix(f"{modules[0]}.")
             parts = self.pool.map(self.checkpoint.read, [f"{m}.{suffix}" for m in modules])
             stacked[suffix] = self._checked(first, torch.stack(tuple(parts)).to(self.device))
-        return stacked
+        return _as_kernels_read(stacked, 3)
 
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
         bad = not all_finite(tensor)
-        if bad or (name.endswith("global_scale") and not bool((tensor > 0).all())):
+        if bad or (name.endswith(TENSOR_SCALES) and not bool((tensor > 0).all())):
             raise InputError(
                 f"{self.checkpoint.tensors[name].file}: {name!r}, or the same tensor of another "
                 f"expert, holds NaN, infinity or a scale that is not above 0; {FIX}"
             )
         return tensor
+
+
+def _as_kernels_read(tensors: dict[str, Tensor], dims: int) -> dict[str, Tensor]:
+    """Give ModelOpt's scales of whole matrices their dimensions: [..., 1], and one a row for FP8."""
+    shaped = dict(tensors)
+    if "weight_scale_2" in tensors:
+        shaped["weight_packed"] = shaped.pop("weight")
+        shaped["weight_scale_2"] = tensors["weight_scale_2"].unsqueeze(-1)
+    elif "weight_scale" in tensors and tensors["weight_scale"].dim() < dims:
+        rows = tensors["weight"].shape[:-1]
+        shaped["weight_scale"] = tensors["weight_scale"][..., None, None].expand(*rows, 1)
+    return shaped
 
 
 def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
@@ -281,7 +292,7 @@ def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
 
 def _joinable(parts: Sequence[dict[str, Tensor]]) -> bool:
     """Whether rows of several Linears make one matrix: NVFP4 needs one global scale."""
-    scales = [part["weight_global_scale"] for part in parts if "weight_global_scale" in part]
+    scales = [part[name] for part in parts for name in GLOBAL_SCALES if name in part]
     return all(torch.equal(scale, scales[0]) for scale in scales)
 
 
@@ -300,8 +311,13 @@ def _weight(parts: Sequence[dict[str, Tensor]], scheme: Scheme | None) -> Weight
         return weights.bf16(rows("weight"))
     if scheme in ("FP8_DYNAMIC", "INT8_DYNAMIC"):
         return weights.eight_bit(rows("weight"), rows("weight_scale"))
-    return weights.nvfp4(
-        rows("weight_packed"), rows("weight_scale"), parts[0]["weight_global_scale"]
+    packed, blocks = rows("weight_packed"), rows("weight_scale")
+    if "weight_scale_2" not in parts[0]:
+        return weights.nvfp4(packed, blocks, parts[0]["weight_global_scale"])
+    small = parts[0]["weight_scale_2"]  # multiplies: 1 / it would be rounded once more
+    factor = 128 * small.reshape(-1, small.shape[-1]).expand(-1, 2)  # of `fused_dequant.weights`
+    return replace(
+        weights.nvfp4(packed, blocks, torch.ones_like(small)), factor=factor.contiguous()
     )
 
 
