@@ -89,7 +89,7 @@ def routed_experts(
     gate_up: Weight,
     down: Weight,
 ) -> torch.Tensor:
-    """All of `experts` but the sum: bf16 [M * topk, H]; rows of an id outside 0..E-1 are not written."""
+    """All of `experts` but the sum: bf16 [M * topk, H]; an id outside 0..E-1 has its row unwritten."""
     count, N, K = gate_up.shape
     up_config = tuning.choose("experts", gate_up.scheme, len(x), N, K, x.device)
     down_config = tuning.choose("experts", down.scheme, len(x), *down.shape[1:], x.device)

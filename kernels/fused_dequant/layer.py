@@ -9,9 +9,9 @@
     after_experts       both branches joined, and the next layer's input
     scaled_norm, gelu_mul   those of self-conditioning, and of a dense MLP in bf16
 
-On CUDA the Triton kernels run (`attention`, `residual`, `router`), elsewhere `reference`. They write into
-caches and hand out quantized activations with their scales; unlike the products (`ops`) they are no
-custom operations: torch.compile traces launches of Triton kernels itself.
+On CUDA the Triton kernels run (`attention`, `residual`, `router`), elsewhere `reference`. They write
+into caches and hand out quantized activations with their scales; unlike the products (`ops`) they are
+no custom operations: torch.compile traces launches of Triton kernels itself.
 """
 
 import torch

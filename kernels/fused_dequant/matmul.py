@@ -161,7 +161,7 @@ def matmul_kernel(
 
 def _lines(w: torch.Tensor) -> int:
     """Cache lines of a row, rounded up to a power of two."""
-    return triton.next_power_of_2(triton.cdiv(w.shape[-1] * w.element_size(), 128))
+    return int(triton.next_power_of_2(triton.cdiv(w.shape[-1] * w.element_size(), 128)))
 
 
 def matmul(

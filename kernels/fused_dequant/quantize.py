@@ -33,48 +33,56 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 @triton.jit
 def store_quantized(h, q, scale, m, place, inside, LARGEST: tl.constexpr):
-    """Store row h at q + place with 8 bits a value, and its scale at scale + m."""
+    """Store rows h [R, BLOCK] at q + place with 8 bits a value, and their scales at scale + m [R]."""
     # NaN becomes infinity, so one reduction finds both the scale and the damage.
     magnitude = tl.where(tl.abs(h) < float("inf"), tl.abs(h), float("inf"))
-    amax = tl.max(magnitude)
+    amax = tl.max(magnitude, 1)
     s = tl.where(amax > 0.0, tl.div_rn(amax, LARGEST), 1.0)
-    v = tl.where(magnitude < float("inf"), h * tl.div_rn(1.0, s), 0.0)
+    v = tl.where(magnitude < float("inf"), h * tl.div_rn(1.0, s)[:, None], 0.0)
     v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
     if q.dtype.element_ty == tl.int8:
         # Round half to even: adding 1.5 * 2^23 leaves no fraction bits.
         v = (v + 12582912.0) - 12582912.0
     tl.store(q + place, v.to(q.dtype.element_ty), mask=inside)
-    tl.store(scale + m, tl.where(amax < float("inf"), s, float("nan")))
+    tl.store(
+        scale + m,
+        tl.where(amax < float("inf"), s, float("nan")),
+        mask=tl.max(inside.to(tl.int32), 1) > 0,
+    )
 
 
 @triton.jit
-def quantize_row(
-    x, weight, q, scale, m, K, eps, FUSE: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Quantize row m; BLOCK >= K is a power of two."""
-    m = m.to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    inside = k < K
+def quantize_some(
+    x, weight, q, scale, first, M, K, eps,
+    FUSE: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Quantize rows `first` to `first` + ROWS - 1, those below M; BLOCK >= K is a power of two."""
+    m = first.to(tl.int64) + tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK)[None, :]
+    inside = (m < M)[:, None] & (k < K)
+    place = m[:, None] * K + k
     if FUSE == "gelu_mul":
-        gate = tl.load(x + m * 2 * K + k, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x + m * 2 * K + K + k, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(x + place + m[:, None] * K, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + place + m[:, None] * K + K, mask=inside, other=0.0).to(tl.float32)
         h = gelu_mul(gate, up)
     else:
-        h = tl.load(x + m * K + k, mask=inside, other=0.0).to(tl.float32)
+        h = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if FUSE == "rms_norm":
-        h *= tl.rsqrt(tl.sum(h * h) / K + eps)
-        h *= tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
-    store_quantized(h, q, scale, m, m * K + k, inside, LARGEST)
+        h *= tl.rsqrt(tl.sum(h * h, 1) / K + eps)[:, None]
+        h *= tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
+    store_quantized(h, q, scale, m, place, inside, LARGEST)
 
 
 @triton.jit
 def quantize_rows_kernel(
-    x, weight, q, scale, K, eps,
-    CHAINED: tl.constexpr, FUSE: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, q, scale, M, K, eps,
+    CHAINED: tl.constexpr, FUSE: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """ROWS rows a program."""
     follow(CHAINED)
-    quantize_row(x, weight, q, scale, tl.program_id(0), K, eps, FUSE, LARGEST, BLOCK)
+    first = tl.program_id(0) * ROWS
+    quantize_some(x, weight, q, scale, first, M, K, eps, FUSE, LARGEST, ROWS, BLOCK)
 
 
 def quantize_rows(
@@ -91,10 +99,12 @@ def quantize_rows(
     q = torch.empty(M, K, dtype=dtype, device=x.device)
     scale = torch.empty(M, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(K)
-    quantize_rows_kernel[(M,)](
-        x, scale if norm_weight is None else norm_weight, q, scale, K, eps,
-        FUSE=fuse, LARGEST=LARGEST[dtype], BLOCK=block,
-        num_warps=max(1, min(8, block // 1024)), **chained(x.device),
+    # Thousands of short rows (the experts' hidden ones) would be as many tiny programs.
+    rows = max(1, 4096 // block) if M >= 1024 else 1
+    quantize_rows_kernel[(triton.cdiv(M, rows),)](
+        x, scale if norm_weight is None else norm_weight, q, scale, M, K, eps,
+        FUSE=fuse, LARGEST=LARGEST[dtype], ROWS=rows, BLOCK=block,
+        num_warps=max(1, min(8, rows * block // 1024)), **chained(x.device),
     )  # fmt: skip
     return q, scale
 

@@ -56,7 +56,8 @@ def store_row(x, y, scale, m, place, inside, LARGEST: tl.constexpr):
     if LARGEST == 0.0:
         tl.store(y + place, x.to(y.dtype.element_ty), mask=inside)
     else:
-        store_quantized(x, y, scale, m, place, inside, LARGEST)
+        one = m + tl.arange(0, 1)
+        store_quantized(x[None, :], y, scale, one, place[None, :], inside[None, :], LARGEST)
 
 
 @triton.jit

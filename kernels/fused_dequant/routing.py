@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from fused_dequant.chain import chained, follow
-from fused_dequant.quantize import LARGEST, quantize_row
+from fused_dequant.quantize import LARGEST, quantize_some
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def route_kernel(
     follow(CHAINED)
     e = tl.program_id(0)
     if e >= E:
-        quantize_row(x, x, q, q_scale, e - E, K, 0.0, "none", LARGEST, COLUMNS)
+        quantize_some(x, x, q, q_scale, e - E, e - E + 1, K, 0.0, "none", LARGEST, 1, COLUMNS)
         return
     expert = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)

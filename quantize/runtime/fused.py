@@ -302,10 +302,6 @@ def _scheme(rows: Sequence[Weight]) -> str:
     return next(iter(schemes)) if len(schemes) == 1 and schemes <= set(EIGHT_BIT) else "bf16"
 
 
-def _activation(x: Tensor, scheme: str) -> Activation:
-    return quantize_rows(x, scheme) if scheme in EIGHT_BIT else (x, None)
-
-
 def _product(x: Activation, rows: Rows) -> Tensor:
     """Multiply by one matrix, or by several side by side: bf16 [M, sum of N]."""
     codes, scale = x
