@@ -7,6 +7,8 @@ pass overwrites them. What a row sees is a run of positions (`fused_dequant.atte
     encoder, full      0 .. p                     encoder, sliding   p - window + 1 .. p
     decoder, full      0 .. context + L - 1       decoder, sliding   context - window + 1 .. the same
 
+A picture's soft tokens see all of their picture as well: still a run.
+
 Nothing here asks the host for a number that is on the device, so a pass of fixed shape is one CUDA
 graph. `part` names what belongs together, for a profile's breakdown. Activations are bf16 and rounded
 where transformers' bf16 model rounds; the logits are too, after their softcap, where transformers keeps
@@ -15,10 +17,11 @@ float32.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from fused_dequant import (
     Weight,
     after_attention,
@@ -107,9 +110,34 @@ class Placement:
         for own, theirs in zip(self._tensors(), other._tensors(), strict=True):
             own.copy_(theirs)
 
+    def widened(self, soft: "SoftTokens") -> "Placement":
+        """Let the soft tokens of a picture see all of it, what comes after them too."""
+        visible: dict[bool, tuple[Tensor, Tensor]] = {}
+        for kind, (first, last) in self.visible.items():
+            begin = torch.minimum(first[soft.rows], soft.first)
+            visible[kind] = (
+                first.index_copy(0, soft.rows, begin),
+                last.index_copy(0, soft.rows, soft.last),
+            )
+        return replace(self, visible=visible)
+
     def _tensors(self) -> list[Tensor]:
         pairs = [pair for kinds in (self.visible, self.angles) for pair in kinds.values()]
         return [self.slots, self.positions, *(tensor for pair in pairs for tensor in pair)]
+
+
+@dataclass(frozen=True)
+class SoftTokens:
+    """What the vision tower made of pictures, for one pass of the encoder over one sequence.
+
+    rows int64 [k] of the pass; embeddings bf16 [k, H]; first and last int32 [k], the positions of each
+    one's whole picture, which must lie within the pass.
+    """
+
+    rows: Tensor
+    embeddings: Tensor
+    first: Tensor
+    last: Tensor
 
 
 class FusedModel:
@@ -138,10 +166,25 @@ class FusedModel:
         # bf16(sqrt(H)), as transformers multiplies embeddings
         self.embed_scale = torch.tensor(text.hidden_size**0.5, dtype=torch.bfloat16).item()
 
-    def encode(self, tokens: Tensor, slots: Tensor, start: Tensor) -> None:
-        """Append tokens [B, n] to the sequences in `slots` [B], from position `start` [B] on."""
+    def encode(
+        self, tokens: Tensor, slots: Tensor, start: Tensor, soft: SoftTokens | None = None
+    ) -> None:
+        """Append tokens [B, n] to the sequences in `slots` [B], from position `start` [B] on.
+
+        `soft` takes the place of some tokens' embeddings; B is 1 then.
+        """
         rows = self._encoder_rows(slots, start, tokens.shape[1])
-        self._layers(*self._begin(tokens, None, decoder=False), rows, decoder=False)
+        if soft is None:
+            self._layers(*self._begin(tokens, None, decoder=False), rows, decoder=False)
+            return
+        h = F.embedding(tokens.flatten(), self.weights.embedding) * self.embed_scale
+        h[soft.rows] = soft.embeddings  # as they are: only tokens' embeddings are scaled
+        first = self.weights.layers[0]
+        each = torch.arange(len(h), device=h.device)
+        inputs = begin(
+            each, h, 1.0, None, first.norms["input"], _scheme(first.qkv), self.eps, normed=False
+        )
+        self._layers(*inputs, rows.widened(soft), decoder=False)
 
     def decode(self, canvas: Tensor, rows: Placement, signal: Tensor | None, out: Tensor) -> None:
         """Write the soft-capped logits of a canvas into `out`.

@@ -24,6 +24,7 @@ from quantize.checkpoint import FIX, Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.layout import TENSOR_SCALES, check_layout, module_tensors, stated_schemes
 from quantize.recipe import Scheme
+from quantize.runtime.tower import Tower
 from quantize.schemes import all_finite
 from quantize.targets import DROPPED
 
@@ -87,6 +88,7 @@ class TextWeights:
     norm: Tensor
     self_conditioning: SelfConditioning
     layers: tuple[LayerWeights, ...]
+    tower: Tower | None = None  # random weights see no pictures
 
     @property
     def device(self) -> torch.device:
@@ -147,6 +149,7 @@ def load_packed(
             reader.rows([f"{conditioning}down_proj"])[0],
         ),
         layers,
+        Tower(checkpoint, config, reader.device),
     )
 
 
