@@ -114,9 +114,6 @@ def matmul_kernel(
     n = tile * BN + tl.arange(0, BN)
     if CHAINED and LINES:
         row = (n % N).to(tl.int64)
-        if GROUPED:  # down: the blocks were sorted before the product before this one
-            used = block < tl.load(block_count)
-            row += tl.where(used, tl.load(block_expert + block), 0).to(tl.int64) * N
         line = tl.minimum(tl.arange(0, LINES) * (1024 // w.dtype.element_ty.primitive_bitwidth), K - 1)
         prefetch(w + row[:, None] * K + line[None, :])
     follow(CHAINED)
@@ -214,6 +211,6 @@ def grouped_matmul(
         TOPK=1 if down else routing.topk, GROUPED=True, SCALED=x_scale is not None,
         GELU_MUL=not down, WEIGHTED=down,
         EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=False,
-        LINES=_lines(w) if down else 0, **chained(x.device), **config,
+        LINES=0, **chained(x.device), **config,
     )  # fmt: skip
     return y

@@ -11,8 +11,8 @@ between two buckets repeats its first sequence, which writes the same values to 
 learns that all have stopped from a flag that travels one step behind, so it never waits for a step
 before it starts the next; sequences that have stopped are left as they are meanwhile.
 
-Prompts are encoded one by one in chunks; what a batch committed is encoded together, again as a graph.
-On a CPU the same calls run without graphs, on the kernels' torch references.
+What a batch committed is encoded together, again as a graph, and prompts that fit into a canvas with it;
+longer ones, and those with pictures, one by one in chunks at their admission. On a CPU the same calls run without graphs, on the kernels' torch references.
 """
 
 from collections import OrderedDict
@@ -30,18 +30,21 @@ from torch.profiler import record_function as part
 from quantize.errors import InputError, ResourceError
 from quantize.runtime.engine import Canvas, OnDraft, by_sampler
 from quantize.runtime.fused import Cache, FusedModel
+from quantize.runtime.model import Images
 from quantize.runtime.packed import TextWeights
+from quantize.runtime.prefill import Span, pictures, pieces, soft_tokens
 from quantize.runtime.sampler import Sampler
 
-CHUNK = 1024  # prompt tokens of one encoder pass
+CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 must fit
 PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
 VOCABULARY_KERNELS = ("lm_head_kernel", "exponential_kernel", "split_k_kernel", "reduce_kernel")
+Pool = Any  # torch's handle of CUDA graphs' memory; None where nothing is captured
 CAPTURED = 8  # (bucket, settings) whose graphs are kept
 
 
 @dataclass
 class _Sequence:
-    """What a slot holds: positions encoded, and the canvas that is not encoded yet."""
+    """What a slot holds: positions encoded, and what is not encoded yet, a short prompt or a canvas."""
 
     seed: int
     sampler: Sampler
@@ -82,7 +85,7 @@ class FusedEngine:
         self.device = weights.device
         self._chunk = max(CHUNK, self.canvas_length)
         self._vocabulary: int = config.text_config.vocab_size
-        self._reserved: int | None = config.image_token_id
+        self._placeholder: int | None = config.image_token_id
         try:
             cache = Cache.allocate(config, capacity, self.max_length, self._chunk, self.device)
             bucket = _bucket(capacity)
@@ -97,26 +100,35 @@ class FusedEngine:
             ) from error
         self.model = FusedModel(weights, cache)
         self._graphs = graphs and self.device.type == "cuda"
+        self._pool: Pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._slots: dict[int, _Sequence] = {}
         self._steps: OrderedDict[tuple[int, Sampler], _Step] = OrderedDict()
         self._commits: dict[int, _Commit] = {}
 
-    def admit(self, slot: int, prompt: Sequence[int], seed: int, sampler: Sampler) -> None:
-        """Encode a prompt into a free slot.
+    def admit(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        seed: int,
+        sampler: Sampler,
+        images: Images | None = None,
+    ) -> None:
+        """Put a prompt into a free slot; one that fits into a canvas is encoded in `denoise`, with others.
 
         Raises:
-            InputError: an empty prompt, one with tokens outside the vocabulary or an image, or one
-                behind which no canvas fits; or the slot is taken or does not exist.
+            InputError: an empty prompt, one with tokens outside the vocabulary, one whose placeholders
+                do not fit its images, or one behind which no canvas fits; or the slot is taken or does
+                not exist.
+            ResourceError: no memory for the vision tower.
         """
         if slot in self._slots or not 0 <= slot < self.capacity:
             raise InputError(f"slot {slot} of {self.capacity} is not free")
-        self._check(prompt)
+        self._check(prompt, images)
         self.model.cache.clear(slot)
-        tokens = torch.tensor([list(prompt)], device=self.device)
-        at = self._integers([slot])
-        for start in range(0, len(prompt), self._chunk):
-            self.model.encode(tokens[:, start : start + self._chunk], at, self._integers([start]))
-        self._slots[slot] = _Sequence(seed, _denoising(sampler), len(prompt))
+        sequence = _Sequence(seed, _denoising(sampler), unencoded=list(prompt))
+        if images is not None or len(prompt) > self.canvas_length:
+            self._encode_long(slot, sequence, images)
+        self._slots[slot] = sequence
 
     def denoise(self, slots: Sequence[int], on_draft: OnDraft | None = None) -> list[Canvas]:
         """Denoise the next canvas of each slot, those of equal settings as one batch."""
@@ -161,13 +173,14 @@ class FusedEngine:
                     parts["rest"] -= event.self_device_time_total / 1e3
         return parts
 
-    def _check(self, prompt: Sequence[int]) -> None:
+    def _check(self, prompt: Sequence[int], images: Images | None) -> None:
         if not prompt:
             raise InputError("the prompt is empty")
         if min(prompt) < 0 or max(prompt) >= self._vocabulary:
             raise InputError(f"the prompt has a token outside the vocabulary of {self._vocabulary}")
-        if self._reserved in prompt:
-            raise InputError("the prompt has an image placeholder; images are not read here")
+        if (self._placeholder in prompt) != (images is not None):
+            words = ("an image placeholder and no image", "images and no placeholder")
+            raise InputError(f"the prompt has {words[images is not None]}")
         if len(prompt) + self.canvas_length > self.max_length:
             raise InputError(
                 f"the prompt has {len(prompt)} tokens: no canvas of {self.canvas_length} fits behind "
@@ -177,8 +190,35 @@ class FusedEngine:
     def _integers(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
+    def _encode_long(self, slot: int, sequence: _Sequence, images: Images | None) -> None:
+        """Encode a prompt of any length, with its pictures, in chunks."""
+        prompt, sequence.unencoded = sequence.unencoded, []
+        seen = pictures(prompt, self._placeholder)
+        chunks = pieces(len(prompt), self._chunk, seen)
+        embeddings = None if images is None else self._soft(images, seen)
+        tokens, at = torch.tensor([prompt], device=self.device), self._integers([slot])
+        for start, end in chunks:
+            soft = None if embeddings is None else soft_tokens((start, end), seen, embeddings)
+            self.model.encode(tokens[:, start:end], at, self._integers([start]), soft)
+        sequence.context = len(prompt)
+
+    def _soft(self, images: Images, seen: list[Span]) -> Tensor:
+        """Return the soft tokens of a prompt's images, [tokens, H]."""
+        tower = self.model.weights.tower
+        if tower is None:
+            raise InputError("these weights have no vision tower: they take no images")
+        embeddings, places = tower(images), sum(behind - first for first, behind in seen)
+        if len(embeddings) != places:
+            raise InputError(
+                f"image placeholders and images do not fit: {places} and {len(embeddings)} tokens"
+            )
+        return embeddings
+
     def _encode_last(self, slots: Sequence[int]) -> None:
-        """Encode the canvas that each slot finished last, all of them in one pass."""
+        """Encode what each slot has left, its last canvas or a short prompt, all of them in one pass.
+
+        A short prompt is filled up to a canvas: the canvas behind it overwrites what comes of that.
+        """
         behind = [slot for slot in slots if self._slots[slot].unencoded]
         if not behind:
             return
@@ -187,14 +227,14 @@ class FusedEngine:
         commit = self._commits.get(len(rows))
         if commit is None:
             commit = self._commits[len(rows)] = _Commit(self.model, len(rows), self.canvas_length)
-        tokens = torch.tensor([s.unencoded for s in sequences], device=self.device)
-        commit.tokens.copy_(tokens)
+        filled = [s.unencoded + [0] * (self.canvas_length - len(s.unencoded)) for s in sequences]
+        commit.tokens.copy_(torch.tensor(filled, device=self.device))
         commit.slots.copy_(self._integers(rows))
         commit.start.copy_(self._integers([s.context for s in sequences]))
         commit.run(self._graphs)
         for slot in behind:
             sequence = self._slots[slot]
-            sequence.context += self.canvas_length
+            sequence.context += len(sequence.unencoded)
             sequence.unencoded = []
 
     def _denoise(
@@ -215,15 +255,13 @@ class FusedEngine:
 
     def _begin(self, step: "_Step", rows: list[int]) -> None:
         sequences = [self._slots[slot] for slot in rows]
-        seeds = torch.tensor([s.seed for s in sequences], dtype=torch.int64, device=self.device)
-        canvases = torch.tensor([s.canvases for s in sequences], device=self.device)
-        context = self._integers([s.context for s in sequences])
-        step.begin(self._integers(rows), context, seeds, canvases)
+        given = [(r, s.context, s.seed, s.canvases) for r, s in zip(rows, sequences, strict=True)]
+        step.begin(given, self._graphs)
 
     def _step(self, rows: int, sampler: Sampler) -> "_Step":
         key = (rows, sampler)
         if key not in self._steps:
-            self._steps[key] = _Step(self.model, rows, sampler, self._logits)
+            self._steps[key] = _Step(self.model, rows, sampler, self._logits, self._pool)
             if len(self._steps) > CAPTURED:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
@@ -245,15 +283,18 @@ def _padded(slots: Sequence[int]) -> list[int]:
     return [*slots, *[slots[0]] * (_bucket(len(slots)) - len(slots))]
 
 
-def _captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Run once, so that every kernel is compiled, and capture."""
+def _captured(work: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
+    """Run once, so that every kernel is compiled, and capture.
+
+    Graphs share a pool of memory: they never run at once, and leave nothing in it that is read later.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         work()
     return graph
 
@@ -261,8 +302,9 @@ def _captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
 class _Commit:
     """The encoder's pass over a canvas of `rows` sequences."""
 
-    def __init__(self, model: FusedModel, rows: int, length: int) -> None:
+    def __init__(self, model: FusedModel, rows: int, length: int, pool: Pool) -> None:
         device = model.weights.device
+        self._pool = pool
         self.tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
         self.slots, self.start = torch.zeros(2, rows, dtype=torch.int32, device=device)
         self._model = model
@@ -274,7 +316,7 @@ class _Commit:
             self._encode()
             return
         if self._graph is None:
-            self._graph = _captured(self._encode)
+            self._graph = _captured(self._encode, self._pool)
         self._graph.replay()
 
     def _encode(self) -> None:
@@ -284,23 +326,40 @@ class _Commit:
 class _Step:
     """The denoising steps of `rows` sequences under one sampler."""
 
-    def __init__(self, model: FusedModel, rows: int, sampler: Sampler, logits: Tensor) -> None:
+    def __init__(
+        self, model: FusedModel, rows: int, sampler: Sampler, logits: Tensor, pool: Pool
+    ) -> None:
         device, length = model.weights.device, model.weights.config.canvas_length
-        self._model, self._sampler = model, sampler
+        self._model, self._sampler, self._pool = model, sampler, pool
         self._logits = logits[: rows * length]
-        nowhere = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._rows = model.behind(nowhere, nowhere, length)
+        # slot, context, seed and canvas index of each sequence
+        self._given = torch.zeros(4, rows, dtype=torch.int64, device=device)
+        slots, context = self._given[:2].int()
+        self._rows = model.behind(slots, context, length)
         steps = range(1, sampler.max_denoising_steps + 1)
         self._schedule = torch.stack([sampler.temperature(step) for step in steps]).to(device)
         canvas = torch.zeros(rows, length, dtype=torch.int64, device=device)
         seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.state = denoising.CanvasState.begin(canvas, seeds, sampler.stability_threshold)
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._start: torch.cuda.CUDAGraph | None = None
         pinned = device.type == "cuda"
         self._flags = [torch.zeros(rows, dtype=torch.bool, pin_memory=pinned) for _ in range(2)]
 
-    def begin(self, slots: Tensor, context: Tensor, seeds: Tensor, canvases: Tensor) -> None:
-        """Set the state before the first step: canvases of noise, addressed by seed and index."""
+    def begin(self, sequences: list[tuple[int, int, int, int]], graphs: bool) -> None:
+        """Set the state before the first step; a sequence is its slot, context, seed, canvas index."""
+        self._given.copy_(torch.tensor(sequences, dtype=torch.int64).T.contiguous())
+        if not graphs:
+            self._set_state()
+            return
+        if self._start is None:  # some two hundred launches for a few numbers
+            self._start = _captured(self._set_state, self._pool)
+        self._start.replay()
+
+    def _set_state(self) -> None:
+        """Canvases of noise, addressed by seed and index."""
+        slots, context = self._given[:2].int()
+        seeds, canvases = self._given[2:]
         rows, length = self.state.canvas.shape
         first = torch.zeros(rows, dtype=torch.int32, device=seeds.device)
         noise = reference.uniforms(seeds, canvases, first, length)[..., 1]
@@ -339,7 +398,7 @@ class _Step:
         if first not in self._graphs:
             before = {name: tensor.clone() for name, tensor in vars(self.state).items()}
             logits = None if first else self._logits.clone()
-            self._graphs[first] = _captured(lambda: self.compute(first))
+            self._graphs[first] = _captured(lambda: self.compute(first), self._pool)
             for name, tensor in before.items():
                 getattr(self.state, name).copy_(tensor)
             if logits is not None:
