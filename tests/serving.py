@@ -15,7 +15,9 @@ from quantize.bundled import CHECKPOINT
 from quantize.load import load
 from quantize.runtime import Sample, Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.engine import Canvas, Engine, ModelEngine, OnDraft
+from quantize.runtime.engine import Canvas, Engine, OnDraft
+from quantize.runtime.model import Images
+from quantize.runtime.model_engine import ModelEngine
 from quantize.serve.options import Options
 from quantize.serve.server import Server, make_server
 from quantize.serve.text import Text
@@ -63,7 +65,10 @@ class ScriptedEngine:
         self.fault: Exception | None = None
         self.free = False  # whether it waits for no one
 
-    def admit(self, slot: int, prompt: Sequence[int], seed: int, sampler: Sampler) -> None:
+    def admit(
+        self, slot: int, prompt: Sequence[int], seed: int, sampler: Sampler,
+        images: Images | None = None,
+    ) -> None:  # fmt: skip
         assert slot not in self.slots
         self.slots[slot] = 0
 

@@ -118,12 +118,11 @@ def test_a_sample_with_a_seed_is_the_same_alone_and_under_load(server: Running) 
         together = list(pool.map(ask, range(6)))
     assert together == alone
     assert len(set(alone)) == 6
-    alone_again, shared = [after - b for after, b in zip(batch_sizes(server), before, strict=True)]
-    assert shared > 2 * alone_again  # they did denoise together
+    assert batch_sizes(server)[1] >= before[1] + 2  # they did denoise together
 
 
 def batch_sizes(server: Running) -> tuple[float, float]:
-    """Canvas batches of one sample, and of several."""
+    """Batches of one sample, and of several."""
     lines = dict(
         line.rsplit(" ", 1)
         for line in server.http.get("/metrics").text.splitlines()

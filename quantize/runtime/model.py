@@ -100,7 +100,7 @@ def encode_prompts(
             fit the images, or an attention implementation other than sdpa.
     """
     given = [None] * len(prompts) if images is None else list(images)
-    _check_prompts(model, prompts, given)
+    check_prompts(model, prompts, given)
     by_length: dict[tuple[int, int], list[int]] = {}
     for row, (prompt, own) in enumerate(zip(prompts, given, strict=True)):
         by_length.setdefault((len(prompt), -1 if own is None else row), []).append(row)
@@ -214,6 +214,7 @@ def decode_canvas(
     prefix: Prefix,
     canvas: Tensor,
     self_conditioning: Tensor | None,
+    conditioned: Tensor | None = None,
 ) -> Tensor:
     """Run the decoder on `canvas` [B, L] behind `prefix`, which is only read.
 
@@ -222,6 +223,7 @@ def decode_canvas(
         prefix: prompt and committed canvases.
         canvas: [B, L] token ids.
         self_conditioning: [B, L, V] temperature-divided logits of the step before, or None.
+        conditioned: [B] bool, rows that have had a step before; None for all.
 
     Returns:
         [B, L, V] float32 logits, soft-capped.
@@ -233,6 +235,7 @@ def decode_canvas(
     return model(
         decoder_input_ids=canvas,
         self_conditioning_logits=self_conditioning,
+        self_conditioning_mask=conditioned,
         decoder_attention_mask=_decoder_masks(model, prefix, length),
         decoder_position_ids=positions,
         past_key_values=prefix.cache,
@@ -252,11 +255,16 @@ def _decoder_masks(model: DiffusionGemmaForBlockDiffusion, prefix: Prefix, lengt
     }
 
 
-def _check_prompts(
+def check_prompts(
     model: DiffusionGemmaForBlockDiffusion,
     prompts: Sequence[Sequence[int]],
     images: Sequence[Images | None],
 ) -> None:
+    """Refuse what `encode_prompts` does, but for images that do not fit their placeholders.
+
+    Raises:
+        InputError: as there.
+    """
     config: Any = model.config
     if config._attn_implementation != "sdpa":
         raise InputError(

@@ -41,13 +41,13 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1)
 
 
-def uniforms(seeds: Tensor, canvas: int | Tensor, step: int, length: int) -> Tensor:
+def uniforms(seeds: Tensor, canvas: int | Tensor, step: int | Tensor, length: int) -> Tensor:
     """Return the noise of one denoising step: [B, length, 2] float32 in [0, 1).
 
     Args:
         seeds: [B] int64, one seed a sample.
         canvas: index of the canvas, from 0; [B, 1] when the samples are at different ones.
-        step: denoising step, from 1; 0 is the initial canvas.
+        step: denoising step, from 1; 0 is the initial canvas; [B, 1] likewise.
         length: canvas length.
     """
     position = torch.arange(length, device=seeds.device)[None, :]
@@ -90,7 +90,8 @@ class CounterNoise:
         self.seeds = seeds
         self.first = torch.zeros_like(seeds) if first is None else first
 
-    def _uniforms(self, canvas: int, step: int, rows: Tensor, length: int) -> Tensor:
+    def _uniforms(self, canvas: int, step: int | Tensor, rows: Tensor, length: int) -> Tensor:
+        step = step[:, None] if isinstance(step, Tensor) else step
         return uniforms(self.seeds[rows], self.first[rows, None] + canvas, step, length)
 
     def initial_canvas(self, canvas: int, rows: Tensor, length: int, vocab: int) -> Tensor:
@@ -98,7 +99,7 @@ class CounterNoise:
         return (self._uniforms(canvas, 0, rows, length)[..., 1] * vocab).long()
 
     def draw(
-        self, probabilities: Tensor, canvas: int, step: int, rows: Tensor
+        self, probabilities: Tensor, canvas: int, step: int | Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return (tokens sampled from `probabilities` [B, L, V], replacement tokens), both [B, L]."""
         _, length, vocab = probabilities.shape
@@ -118,7 +119,7 @@ class ReferenceNoise:
         return torch.randint(0, vocab, (len(rows), length), device=rows.device)
 
     def draw(
-        self, probabilities: Tensor, canvas: int, step: int, rows: Tensor
+        self, probabilities: Tensor, canvas: int, step: int | Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return (tokens sampled from `probabilities` [B, L, V], replacement tokens), both [B, L]."""
         batch, length, vocab = probabilities.shape

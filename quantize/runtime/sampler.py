@@ -14,7 +14,7 @@ Entropy-bound acceptance: arXiv 2505.24857; the algorithm is that of transformer
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,9 +116,9 @@ class Sampler:
             raise InputError(f"{path}: not valid JSON ({error})") from error
         return cls.from_config(config)
 
-    def temperature(self, step: int) -> Tensor:
-        """Return the temperature of `step` (from 1), a float32 scalar as transformers computes it."""
-        remaining = torch.tensor(self.max_denoising_steps - step + 1, dtype=torch.int32)
+    def temperature(self, step: int | Tensor) -> Tensor:
+        """Return the temperature of `step` (from 1), float32 of its shape, as transformers does."""
+        remaining = self.max_denoising_steps - torch.as_tensor(step, dtype=torch.int32) + 1
         return self.t_min + (self.t_max - self.t_min) * (remaining / self.max_denoising_steps)
 
 
@@ -176,6 +176,26 @@ class CanvasState:
         finished = torch.zeros(len(rows), dtype=torch.bool, device=canvas.device)
         return cls(rows, canvas, canvas, history, None, finished)
 
+    @classmethod
+    def join(cls, states: Sequence["CanvasState"]) -> "CanvasState":
+        """Return states of equal settings as one, rows numbered anew; no logits become zeros."""
+        given = [state.self_conditioning for state in states]
+        like = next((logits for logits in given if logits is not None), None)
+        filled = [
+            logits if logits is not None else like.new_zeros(len(state.rows), *like.shape[1:])
+            for logits, state in zip(given, states, strict=True)
+            if like is not None
+        ]
+        canvas = torch.cat([state.canvas for state in states])
+        return cls(
+            torch.arange(len(canvas), device=canvas.device),
+            canvas,
+            torch.cat([state.argmax for state in states]),
+            torch.cat([state.history for state in states], dim=1),
+            torch.cat(filled) if filled else None,
+            torch.cat([state.finished for state in states]),
+        )
+
     def select(self, keep: Tensor) -> "CanvasState":
         """Return the state of the rows `keep` (indices into this state)."""
         conditioning = None if self.self_conditioning is None else self.self_conditioning[keep]
@@ -222,17 +242,37 @@ class StepRecord:
 def denoise_step(
     state: CanvasState, logits: Tensor, canvas: int, step: int, sampler: Sampler, noise: Noise
 ) -> tuple[CanvasState, StepRecord]:
+    """Decide one denoising step, as `decide`, of rows that are all at the same; and record it."""
+    after, accepted, entropy = decide(state, logits, canvas, step, sampler, noise)
+    finished = after.finished & ~state.finished
+    record = StepRecord(
+        canvas, step, state.rows, state.canvas, after.argmax, accepted, entropy, finished
+    )
+    return after, record
+
+
+def decide(
+    state: CanvasState,
+    logits: Tensor,
+    canvas: int,
+    step: int | Tensor,
+    sampler: Sampler,
+    noise: Noise,
+) -> tuple[CanvasState, Tensor, Tensor]:
     """Decide one denoising step.
 
     Args:
         state: the state whose `canvas` the decoder has just read.
         logits: [B, L, V] float32, soft-capped, not divided by the temperature.
         canvas: index of the canvas, from 0.
-        step: denoising step, from 1.
+        step: denoising step, from 1; [B] when each row is at its own.
         sampler: settings.
         noise: where random numbers come from.
+
+    Returns:
+        The state after it, what was accepted [B, L] bool, and the entropy [B, L] in nats.
     """
-    logits = logits / sampler.temperature(step).to(logits.device)
+    logits = logits / sampler.temperature(step).to(logits.device).view(-1, 1, 1)
     probabilities = logits.softmax(-1)
     sampled, replacement = noise.draw(probabilities, canvas, step, state.rows)
     argmax = logits.argmax(-1)
@@ -240,7 +280,6 @@ def denoise_step(
     accepted = accept(entropy, sampler.entropy_bound)
     stable = (state.history == argmax).all(-1).all(0)  # true for an empty history
     finished = stable & (entropy.mean(-1) < sampler.confidence_threshold)
-    record = StepRecord(canvas, step, state.rows, state.canvas, argmax, accepted, entropy, finished)
     after = CanvasState(
         state.rows,
         torch.where(accepted, sampled, replacement),
@@ -249,4 +288,4 @@ def denoise_step(
         logits,
         state.finished | finished,
     )
-    return after, record
+    return after, accepted, entropy

@@ -30,18 +30,18 @@ class Metrics:
             "quantize_denoising_steps", "Denoising steps, summed over samples.", registry=registry
         )
         self.batch = Histogram(
-            "quantize_batch_size", "Samples that denoised a canvas together.",
+            "quantize_batch_size", "Samples that denoised together until one finished a canvas.",
             registry=registry, buckets=(1, 2, 4, 8, 16),
         )  # fmt: skip
         self.canvas_seconds = Histogram(
-            "quantize_canvas_seconds", "Time to denoise a batch of canvases.",
+            "quantize_canvas_seconds", "Time until a batch of samples has finished a canvas.",
             registry=registry, buckets=SECONDS,
         )  # fmt: skip
 
-    def canvas(self, seconds: float, steps: Sequence[int]) -> None:
-        """Count a batch of canvases."""
+    def canvas(self, seconds: float, batch: int, steps: Sequence[int]) -> None:
+        """Count a batch of samples, and the steps of the canvases that it finished."""
         self.canvas_seconds.observe(seconds)
-        self.batch.observe(len(steps))
+        self.batch.observe(batch)
         self.canvases.inc(len(steps))
         self.steps.inc(sum(steps))
 

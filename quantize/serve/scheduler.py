@@ -198,8 +198,9 @@ class Scheduler:
             self._leave(slots)
             return
         self._failures = 0
-        self.metrics.canvas(time.monotonic() - started, [canvas.steps for canvas in canvases])
-        for slot, canvas in zip(slots, canvases, strict=True):
+        finished = [(s, canvas) for s, canvas in zip(slots, canvases, strict=True) if canvas]
+        self.metrics.canvas(time.monotonic() - started, len(slots), [c.steps for _, c in finished])
+        for slot, canvas in finished:
             job = self._running[slot]
             delta = job.answer.add(canvas)
             if delta.finish:

@@ -16,8 +16,9 @@ from quantize.progress import say, track
 from quantize.recipe import ActivationMode
 from quantize.runtime import Sampler
 from quantize.runtime.chat import load_tokenizer
-from quantize.runtime.engine import Engine, ModelEngine
+from quantize.runtime.engine import Engine
 from quantize.runtime.fused_engine import FusedEngine
+from quantize.runtime.model_engine import ModelEngine
 from quantize.runtime.packed import load_packed
 from quantize.serve.app import Service, create_app
 from quantize.serve.metrics import Metrics

@@ -1,0 +1,205 @@
+"""The `Engine` over transformers' modules: what serves on a CPU, and simulated activations anywhere."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from quantize.errors import InputError
+from quantize.runtime.engine import Canvas, OnDraft
+from quantize.runtime.model import (
+    Images,
+    Prefix,
+    canvas_length,
+    check_prompts,
+    decode_canvas,
+    encode_prompts,
+    encode_tokens,
+    merge,
+    text_config,
+)
+from quantize.runtime.noise import CounterNoise
+from quantize.runtime.sampler import CanvasState, Sampler, decide
+
+PARTS = 2  # of a batch, side by side on the cores of a CPU; more were not measured
+
+
+@dataclass
+class _Sequence:
+    """What a slot holds: what is encoded, what is not yet, and the canvas in the middle of its steps.
+
+    `unencoded` is the prompt at first, and the last canvas later.
+    """
+
+    seed: int
+    sampler: Sampler
+    unencoded: list[int]
+    prefix: Prefix | None = None
+    canvases: int = 0
+    state: CanvasState | None = None  # of one row
+    steps: int = 0  # that the canvas has taken
+
+
+class ModelEngine:
+    """The `Engine` over transformers' modules: a cache a slot, padded together for each step.
+
+    Slots share a decoder pass whatever canvas and step each is at; those whose samplers differ take
+    turns. On a CPU a batch is split into two parts, each on a thread of its own: two cores then share
+    the work of two small models, which scales better than sharing that of each product.
+
+    Args:
+        model: as `generate` takes it.
+        capacity: slots.
+    """
+
+    def __init__(self, model: DiffusionGemmaForBlockDiffusion, capacity: int) -> None:
+        self.model = model
+        self.capacity = capacity
+        self.canvas_length = canvas_length(model)
+        self.max_length: int = text_config(model).max_position_embeddings
+        self._slots: dict[int, _Sequence] = {}
+        self._cores = torch.get_num_threads()
+        self._parts = min(PARTS, self._cores) if model.device.type == "cpu" else 1
+        self._pool = ThreadPoolExecutor(self._parts, "denoise")
+
+    def admit(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        seed: int,
+        sampler: Sampler,
+        images: Images | None = None,
+    ) -> None:
+        """Put a prompt into a free slot. One with images is encoded now: only the tower knows whether
+        they fit; others in `denoise`, where slots share the cores.
+
+        Raises:
+            InputError: as `encode_prompts`; or the slot is taken or does not exist.
+        """
+        if slot in self._slots or not 0 <= slot < self.capacity:
+            raise InputError(f"slot {slot} of {self.capacity} is not free")
+        check_prompts(self.model, [prompt], [images])
+        sequence = _Sequence(seed, sampler, list(prompt))
+        if images is not None:
+            sequence.prefix = encode_prompts(self.model, [prompt], [images])
+            sequence.unencoded = []
+        self._slots[slot] = sequence
+
+    def denoise(self, slots: Sequence[int], on_draft: OnDraft | None = None) -> list[Canvas | None]:
+        """Denoise until a canvas of at least one of the slots is finished."""
+        parts = [list(slots[part :: self._parts]) for part in range(min(self._parts, len(slots)))]
+        finished = threading.Event()
+
+        def advance(part: list[int]) -> dict[int, Canvas]:
+            torch.set_num_threads(max(1, self._cores // len(parts)))  # of this thread
+            return self._advance(part, finished, on_draft)
+
+        found: dict[int, Canvas] = {}
+        for canvases in self._pool.map(advance, parts):
+            found |= canvases
+        return [found.get(slot) for slot in slots]
+
+    def release(self, slot: int) -> None:
+        """Free a slot; one that is free already stays so."""
+        self._slots.pop(slot, None)
+
+    def _advance(
+        self, slots: list[int], finished: threading.Event, on_draft: OnDraft | None
+    ) -> dict[int, Canvas]:
+        """Take steps until a canvas is finished, here or in another part."""
+        by_sampler: dict[Sampler, list[int]] = {}
+        for slot in slots:
+            self._begin(self._slots[slot])
+            by_sampler.setdefault(self._slots[slot].sampler, []).append(slot)
+        groups = [
+            _Group(self.model, {slot: self._slots[slot] for slot in group}, on_draft)
+            for group in by_sampler.values()
+        ]
+        over = False
+        while not over and not finished.is_set():
+            steps = [group.step() for group in groups]  # all of them, then see
+            over = any(steps)
+        finished.set()
+        done: dict[int, Canvas] = {}
+        for group in groups:
+            done |= group.end()
+        return done
+
+    def _begin(self, sequence: _Sequence) -> None:
+        """Encode what is not yet, and fill the next canvas with noise."""
+        if sequence.state is not None:
+            return
+        if sequence.prefix is None:
+            sequence.prefix = encode_prompts(self.model, [sequence.unencoded])
+        elif sequence.unencoded:
+            tokens = torch.tensor([sequence.unencoded], device=self.model.device)
+            sequence.prefix = encode_tokens(self.model, sequence.prefix, tokens)
+        sequence.unencoded = []
+        row = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+        vocabulary: int = text_config(self.model).vocab_size
+        noise = _noise([sequence], self.model.device)
+        canvas = noise.initial_canvas(0, row, self.canvas_length, vocabulary)
+        sequence.state, sequence.steps = CanvasState.begin(canvas, row, sequence.sampler), 0
+
+
+class _Group:
+    """Slots of one sampler that take steps together; each is given back at its own step."""
+
+    def __init__(
+        self,
+        model: DiffusionGemmaForBlockDiffusion,
+        sequences: dict[int, _Sequence],
+        on_draft: OnDraft | None,
+    ) -> None:
+        self._model, self._sequences, self._on_draft = model, sequences, on_draft
+        rows = list(sequences.values())
+        self._sampler = rows[0].sampler
+        self._state = CanvasState.join([s.state for s in rows if s.state is not None])
+        parts = [([row], s.prefix) for row, s in enumerate(rows) if s.prefix is not None]
+        self._prefix = merge(parts)
+        self._steps = torch.tensor([s.steps for s in rows], device=model.device)
+        self._noise = _noise(rows, model.device)
+
+    @property
+    def _over(self) -> torch.Tensor:
+        return self._state.finished | (self._steps >= self._sampler.max_denoising_steps)
+
+    def step(self) -> bool:
+        """Take one step; return whether it was the last of a canvas."""
+        state, before = self._state, self._steps > 0
+        conditioned = None if before.all() else before
+        logits = decode_canvas(
+            self._model, self._prefix, state.canvas, state.self_conditioning, conditioned
+        )
+        self._steps = self._steps + 1
+        self._state, accepted, _ = decide(state, logits, 0, self._steps, self._sampler, self._noise)
+        if self._on_draft is not None:
+            columns = (self._steps, self._state.argmax, accepted)
+            found = zip(self._sequences, *(column.tolist() for column in columns), strict=True)
+            for slot, step, tokens, kept in found:
+                self._on_draft(slot, step, tokens, kept)
+        return bool(self._over.any())
+
+    def end(self) -> dict[int, Canvas]:
+        """Give every slot its state back, and return the canvases that are finished."""
+        done: dict[int, Canvas] = {}
+        over, steps = self._over.tolist(), self._steps.tolist()
+        for row, (slot, sequence) in enumerate(self._sequences.items()):
+            sequence.state, sequence.steps = (
+                self._state.select(self._state.rows[row, None]),
+                steps[row],
+            )
+            if over[row]:
+                tokens = sequence.state.argmax[0].tolist()
+                sequence.state, sequence.unencoded = None, tokens
+                sequence.canvases += 1
+                done[slot] = Canvas(tokens, steps[row])
+        return done
+
+
+def _noise(sequences: Sequence[_Sequence], device: torch.device) -> CounterNoise:
+    seeds = torch.tensor([s.seed for s in sequences], dtype=torch.int64, device=device)
+    return CounterNoise(seeds, torch.tensor([s.canvases for s in sequences], device=device))

@@ -1,0 +1,78 @@
+"""Tokens a second over HTTP at batch 1 and 4, bundled model: `python tests/serve_throughput.py`.
+
+Two server processes, `--max-num-seqs 1` and `4`, get the same problems with the same seeds at eight
+connections, in turns, so that a slot never waits for a client; the answers must be the same. Prints
+every round, and the ratio of the medians. The client shares the cores.
+"""
+
+import asyncio
+import json
+import os
+import statistics
+import time
+from argparse import ArgumentParser
+
+import httpx
+from test_serve_load import KEY, process
+
+from quantize.bundled import HELDOUT
+
+BATCHES, CONNECTIONS = (1, 4), 8
+Answers = dict[int, tuple[str, int]]  # of each problem, its text and tokens
+
+
+async def ask(url: str, problems: list[str]) -> tuple[float, Answers]:
+    """Return seconds, and the answers."""
+    answers: Answers = {}
+    waiting = iter(enumerate(problems))
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600) as client:
+
+        async def work() -> None:
+            for seed, problem in waiting:
+                body = {"model": "bundled", "messages": [{"role": "user", "content": problem}]}
+                reply = await client.post("/v1/chat/completions", json=body | {"seed": seed})
+                found = reply.raise_for_status().json()
+                text = found["choices"][0]["message"]["content"]
+                answers[seed] = (text, found["usage"]["completion_tokens"])
+
+        started = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(CONNECTIONS)))
+        return time.perf_counter() - started, answers
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--problems", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    lines = HELDOUT.read_text("utf-8").splitlines()[: given.problems]
+    problems = [json.loads(line)["question"] for line in lines]
+    rates: dict[int, list[float]] = {batch: [] for batch in BATCHES}
+    expected: Answers = {}
+    with process("--max-num-seqs", "1") as one, process("--max-num-seqs", "4") as four:
+        for url, _ in (one, four):
+            asyncio.run(ask(url, problems[:CONNECTIONS]))  # warms up
+        for number in range(given.rounds):
+            for batch, (url, server) in zip(BATCHES, (one, four), strict=True):
+                before = server.cpu_times()
+                seconds, answers = asyncio.run(ask(url, problems))
+                after = server.cpu_times()
+                expected = expected or answers
+                if answers != expected:
+                    raise SystemExit("answers differ between batches")
+                tokens = sum(count for _, count in answers.values())
+                rates[batch].append(tokens / seconds)
+                cpu = sum(after[:2]) - sum(before[:2])
+                print(
+                    f"round {number + 1}, batch {batch}: {tokens} tokens, {seconds:.2f} s, "
+                    f"{tokens / seconds:.0f} tokens/s, {cpu:.2f} CPU s, load {os.getloadavg()[0]:.1f}",
+                    flush=True,
+                )
+    one, four = (statistics.median(rates[batch]) for batch in BATCHES)
+    print(f"medians: {one:.0f} and {four:.0f} tokens/s, {four / one:.2f} times")
+
+
+if __name__ == "__main__":
+    main()
