@@ -188,7 +188,8 @@ def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:
     own.admit(0, prompt, 0, Sampler(max_denoising_steps=1))
     own.model.routed = []
     own.denoise([0])
-    return [int(ids.unique().numel()) for ids in own.model.routed]
+    step = own.model.routed[-len(own.model.weights.layers) :]  # without a short prompt's encoding
+    return [int(ids.unique().numel()) for ids in step]
 
 
 @dataclass(frozen=True)

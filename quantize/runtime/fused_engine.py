@@ -11,8 +11,9 @@ between two buckets repeats its first sequence, which writes the same values to 
 learns that all have stopped from a flag that travels one step behind, so it never waits for a step
 before it starts the next; sequences that have stopped are left as they are meanwhile.
 
-What a batch committed is encoded together, again as a graph, and prompts that fit into a canvas with it;
-longer ones, and those with pictures, one by one in chunks at their admission. On a CPU the same calls run without graphs, on the kernels' torch references.
+What a batch committed is encoded together, again as a graph, and with it new prompts that fit into a
+canvas; longer ones, and those with pictures, are encoded in chunks as they are admitted. On a CPU the
+same calls run without graphs, on the kernels' torch references.
 """
 
 from collections import OrderedDict
@@ -113,7 +114,7 @@ class FusedEngine:
         sampler: Sampler,
         images: Images | None = None,
     ) -> None:
-        """Put a prompt into a free slot; one that fits into a canvas is encoded in `denoise`, with others.
+        """Put a prompt into a free slot; one no longer than a canvas is encoded by `denoise`.
 
         Raises:
             InputError: an empty prompt, one with tokens outside the vocabulary, one whose placeholders
@@ -226,7 +227,8 @@ class FusedEngine:
         sequences = [self._slots[slot] for slot in rows]
         commit = self._commits.get(len(rows))
         if commit is None:
-            commit = self._commits[len(rows)] = _Commit(self.model, len(rows), self.canvas_length)
+            commit = _Commit(self.model, len(rows), self.canvas_length, self._pool)
+            self._commits[len(rows)] = commit
         filled = [s.unencoded + [0] * (self.canvas_length - len(s.unencoded)) for s in sequences]
         commit.tokens.copy_(torch.tensor(filled, device=self.device))
         commit.slots.copy_(self._integers(rows))
