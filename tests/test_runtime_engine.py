@@ -11,6 +11,7 @@ from quantize.errors import InputError
 from quantize.load import load
 from quantize.runtime import Sample, Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.engine import Canvas
 from quantize.runtime.model_engine import ModelEngine
 
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
@@ -76,12 +77,35 @@ def test_drafts_are_shown_for_every_step_and_change_nothing(
 
     for slot in (0, 1):
         engine.admit(slot, asked[slot], 5, SAMPLER)
-    canvases = engine.denoise([1, 0], note)
-    for slot, canvas in zip([1, 0], canvases, strict=True):
+    canvases: dict[int, Canvas] = {}
+    while left := [slot for slot in (1, 0) if slot not in canvases]:
+        found = zip(left, engine.denoise(left, note), strict=True)
+        canvases |= {slot: canvas for slot, canvas in found if canvas}
+    for slot, canvas in canvases.items():
         assert [step for step, _, _ in seen[slot]] == list(range(1, canvas.steps + 1))
         assert seen[slot][-1][1] == canvas.tokens
         assert any(seen[slot][0][2])
         assert not all(seen[slot][0][2])
+
+
+def test_a_canvas_that_takes_longer_goes_on_and_can_be_given_up(
+    model: DiffusionGemmaForBlockDiffusion,
+) -> None:
+    slow = replace(SAMPLER, confidence_threshold=1e-30, max_denoising_steps=30)
+    first, second = prompts(2)
+    engine = ModelEngine(model, 2)
+    engine.admit(0, first, 1, slow)
+    engine.admit(1, second, 2, SAMPLER)
+    waiting, canvas = engine.denoise([0, 1])
+    assert waiting is None
+    assert canvas is not None
+    engine.release(0)  # in the middle of a step
+    engine.admit(0, second, 2, SAMPLER)  # nothing of the first is left
+    engine.release(1)
+    assert engine.denoise([0]) == [canvas]
+    engine.release(0)
+    engine.admit(0, first, 1, slow)
+    assert [found.steps for found in engine.denoise([0]) if found] == [30]
 
 
 def test_a_slot_is_used_again_once_it_is_released(model: DiffusionGemmaForBlockDiffusion) -> None:
