@@ -7,10 +7,12 @@ float32 may be a little more than that model's own, and not a multiple of it.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.bundled import CHECKPOINT, HELDOUT
@@ -23,8 +25,10 @@ from quantize.runtime import Sampler
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.fused import Cache, FusedModel
 from quantize.runtime.fused_engine import FusedEngine
-from quantize.runtime.model import decode_canvas, encode_prompts
+from quantize.runtime.images import place, prepare
+from quantize.runtime.model import Images, decode_canvas, encode_prompts
 from quantize.runtime.packed import load_packed
+from quantize.runtime.prefill import pictures, pieces, soft_tokens
 from quantize.targets import plan_targets
 
 DEVICE = torch.device("cpu")
@@ -132,6 +136,129 @@ def test_chunks_and_slots_do_not_matter(tiny_checkpoint: Path) -> None:
     scale = whole.norm()
     assert (whole - pieces).norm() / scale < 0.05
     assert (whole - shorter).norm() / scale > 0.2
+
+
+def test_a_short_prompt_is_filled_up_and_overwritten(tiny_checkpoint: Path) -> None:
+    """Two prompts below a canvas, encoded in one pass, and each on its own at its length."""
+    weights = load_packed(tiny_checkpoint, "cpu")
+    engine = FusedEngine(weights, capacity=3, max_context=128)
+    prompts = [tokens(1, n, seed=n) for n in (5, 11)]
+    for slot, prompt in enumerate(prompts):
+        engine.admit(slot, prompt[0].tolist(), 0, SAMPLER)
+    canvas = tokens(1, engine.canvas_length, seed=1)
+    joined: list[torch.Tensor] = []
+    engine._encode_last([0, 1])
+    for slot, prompt in enumerate(prompts):
+        joined.append(logits_behind(engine.model, canvas, slot, prompt.shape[1]))
+        engine.model.encode(prompt, integers(2), integers(0))
+        alone = logits_behind(engine.model, canvas, 2, prompt.shape[1])
+        assert (joined[-1] - alone).norm() / alone.norm() < 0.05
+    assert (joined[0] - joined[1]).norm() / joined[0].norm() > 0.2
+
+
+def logits_behind(fused: FusedModel, canvas: torch.Tensor, slot: int, context: int) -> torch.Tensor:
+    """Logits [L, V] of a canvas without self-conditioning, behind what a slot holds."""
+    length = canvas.shape[1]
+    out = torch.empty(length, len(fused.weights.embedding), dtype=torch.bfloat16)
+    fused.decode(canvas, fused.behind(integers(slot), integers(context), length), None, out)
+    return out.float()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chunk", "most"),
+    [
+        ((30, 40), 1152, 70),  # text before, between and behind two pictures, in one pass
+        ((90, 10), 128, 70),  # a pass ends before a picture that the next chunk of 128 would cut
+        ((300, 10), 1152, 560),  # a picture wider than the window
+    ],
+)
+def test_pictures(sizes: tuple[int, int], chunk: int, most: int) -> None:
+    """Mean relative error of logits behind two pictures and different texts."""
+    exact, bf16 = (load(CHECKPOINT, dtype=t) for t in (torch.float32, torch.bfloat16))
+    fused = load_packed(CHECKPOINT, "cpu")
+    drawn = [
+        Image.radial_gradient("L").resize(size).convert("RGB") for size in ((320, 320), (90, 70))
+    ]
+    images, counts = prepare(drawn, exact.config, most)
+    assert (max(counts) > exact.config.text_config.sliding_window) == (most == 560)
+    placeholder = exact.config.image_token_id
+    error, allowed = 0.0, 0.0
+    texts = range(0, 400, 200 if most == 560 else 100)
+    for start in texts:
+        text = real_tokens(start + sum(sizes) + 20 + 64)[0, start:].tolist()
+        words = text[: sizes[0]], text[sizes[0] : sum(sizes)], text[-84:-64]
+        ids = [*words[0], placeholder, *words[1], placeholder, *words[2]]
+        prompt, canvas = place(ids, counts, exact.config), torch.tensor([text[-64:]])
+        engine = FusedEngine(fused, capacity=2, max_context=2048)
+        engine._chunk = chunk
+        engine.admit(1, prompt, 0, SAMPLER, images)
+        found = logits_behind(engine.model, canvas, 1, len(prompt))
+        expected, theirs = (
+            decode_canvas(m, encode_prompts(m, [prompt], [images]), canvas, None)[0].float()
+            for m in (exact, bf16)
+        )
+        error += float((found - expected).norm() / expected.norm()) / len(texts)
+        allowed += float((theirs - expected).norm() / expected.norm()) / len(texts)
+    print(f"error {error:.4f}, transformers' bf16 {allowed:.4f}")
+    assert allowed < 0.2
+    assert error <= 1.5 * allowed, (error, allowed)
+
+
+def test_pictures_and_placeholders_must_fit(tiny_checkpoint: Path) -> None:
+    weights = load_packed(tiny_checkpoint, "cpu")
+    engine = FusedEngine(weights, capacity=1, max_context=256)
+    config = weights.config
+    images, counts = prepare([Image.new("RGB", (40, 40))] * 2, config, 70)
+    prompt = place([5, config.image_token_id, 6, config.image_token_id, 7], counts, config)
+    for given, own, word in (
+        (prompt, None, "placeholder and no image"),
+        ([5, 6], images, "images and no placeholder"),
+        ([*prompt[:-1], config.image_token_id], images, "do not fit"),
+        (prompt, Images(images.pixels[..., :5], images.positions), "patches of 4 x 4"),
+    ):
+        with pytest.raises(InputError, match=word):
+            engine.admit(0, given, 0, SAMPLER, own)
+    engine._chunk = counts[0] - 1
+    with pytest.raises(InputError, match="a picture of more than"):
+        engine.admit(0, prompt, 0, SAMPLER, images)
+    blind = FusedEngine(replace(weights, tower=None), capacity=1, max_context=256)
+    with pytest.raises(InputError, match="no vision tower"):
+        blind.admit(0, prompt, 0, SAMPLER, images)
+    engine._chunk = 128
+    engine.admit(0, prompt, 0, SAMPLER, images)
+    assert engine.denoise([0])[0].steps == 4
+
+
+def test_what_a_picture_sees_is_a_run(tiny_checkpoint: Path) -> None:
+    """A picture of twice the window: its tokens see all of it, others as without it."""
+    fused, picture = fused_model(tiny_checkpoint), range(20, 85)
+    soft = soft_tokens((0, 100), [(20, 85)], torch.zeros(65, 64))
+    assert soft is not None
+    visible = fused._encoder_rows(integers(0), integers(0), 100).widened(soft).visible
+    for sliding, reach in ((True, fused.window), (False, 100)):
+        first, last = visible[sliding]
+        for row in range(100):
+            seen = [
+                key
+                for key in range(100)
+                if row - reach < key <= row or (row in picture and key in picture)
+            ]
+            assert seen == list(range(int(first[row]), int(last[row]) + 1))
+
+
+def test_pieces_cut_no_picture() -> None:
+    prompt = [1, 9, 9, 9, 2, 9, 9, 3, 4, 5, 6]
+    seen = pictures(prompt, 9)
+    assert seen == [(1, 4), (5, 7)]
+    assert pieces(len(prompt), 11, seen) == [(0, 11)]
+    assert pieces(len(prompt), 6, seen) == [(0, 5), (5, 11)]
+    assert pieces(len(prompt), 3, seen) == [(0, 1), (1, 4), (4, 7), (7, 10), (10, 11)]
+    soft = soft_tokens((4, 8), seen, torch.arange(5.0)[:, None])
+    assert soft is not None
+    assert soft.rows.tolist() == [1, 2]
+    assert soft.embeddings.flatten().tolist() == [3, 4]
+    assert (soft.first.tolist(), soft.last.tolist()) == ([5, 5], [6, 6])
+    assert soft_tokens((8, 11), seen, torch.zeros(5, 1)) is None
 
 
 def test_engine_keeps_samples_apart(tiny_checkpoint: Path) -> None:
