@@ -10,8 +10,9 @@ next kernel only after it has waited, so whoever starts next knows that everythi
 predecessor is complete. Kernels that are not chained start when the one before is complete, as
 always.
 
-Weights are the exception that pays: no kernel writes them, so a chained product asks for its own before
-it waits (`prefetch`), and memory, idle while a norm or a softmax runs, fills the L2 with them.
+Weights need no waiting for, and memory is idle while a norm or a softmax runs; yet products that asked
+for their first weights before they waited made a step 3 % slower, and a kernel that fetched weights
+into the L2 beside the attention changed nothing (10.2 ms a forward, FP8, batch 1, either way).
 
 Needs sm_90; elsewhere, and in the interpreter, CHAINED is False and nothing is emitted.
 """
@@ -42,12 +43,3 @@ def follow(CHAINED: tl.constexpr):
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch(pointers):
-    """Bring the cache lines (128 bytes) that pointers lie in to the L2, and wait for nothing."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from fused_dequant import tuning
-from fused_dequant.chain import chained, follow, prefetch
+from fused_dequant.chain import chained, follow
 from fused_dequant.routing import Routing
 from fused_dequant.tiles import block_rows, split_gate_up
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
@@ -103,25 +103,17 @@ def matmul_kernel(
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCKS_FIRST: tl.constexpr,
-    LINES: tl.constexpr,
 ):
-    """X [rows, K], w [E, N, K], y [rows, N or N/2]; a slot reads row slot // TOPK of x.
-
-    LINES: cache lines of a row of w, rounded up to a power of two; 0 fetches nothing in advance.
-    """
+    """X [rows, K], w [E, N, K], y [rows, N or N/2]; a slot reads row slot // TOPK of x."""
+    follow(CHAINED)
     tile = tl.program_id(1 if BLOCKS_FIRST else 0)
     block = tl.program_id(0 if BLOCKS_FIRST else 1)
-    n = tile * BN + tl.arange(0, BN)
-    if CHAINED and LINES:
-        row = (n % N).to(tl.int64)
-        line = tl.minimum(tl.arange(0, LINES) * (1024 // w.dtype.element_ty.primitive_bitwidth), K - 1)
-        prefetch(w + row[:, None] * K + line[None, :])
-    follow(CHAINED)
     expert = tl.zeros((), tl.int64)
     if GROUPED:
         if block >= tl.load(block_count):
             return
         expert = tl.load(block_expert + block).to(tl.int64)
+    n = tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     # Channels past N repeat the first ones: they are computed and not stored, and need no mask.
     weights = w + expert * N * K + (n % N).to(tl.int64)[:, None] * K + k[None, :]
@@ -156,11 +148,6 @@ def matmul_kernel(
         )  # fmt: skip
 
 
-def _lines(w: torch.Tensor) -> int:
-    """Cache lines of a row, rounded up to a power of two."""
-    return int(triton.next_power_of_2(triton.cdiv(w.shape[-1] * w.element_size(), 128)))
-
-
 def matmul(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -177,8 +164,7 @@ def matmul(
         x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
         y, y, y, y, M, N, K,
         TOPK=1, GROUPED=False, SCALED=x_scale is not None, GELU_MUL=False, WEIGHTED=False,
-        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True,
-        LINES=_lines(w), **chained(x.device), **config,
+        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True, **chained(x.device), **config,
     )  # fmt: skip
     return y
 
@@ -210,7 +196,6 @@ def grouped_matmul(
         y if row_weight is None else row_weight, total, N, K,
         TOPK=1 if down else routing.topk, GROUPED=True, SCALED=x_scale is not None,
         GELU_MUL=not down, WEIGHTED=down,
-        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=False,
-        LINES=0, **chained(x.device), **config,
+        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=False, **chained(x.device), **config,
     )  # fmt: skip
     return y

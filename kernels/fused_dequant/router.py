@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_dequant.chain import chained, follow, prefetch
+from fused_dequant.chain import chained, follow
 
 BM, BK = 64, 128
 PROGRAMS = 264  # two a streaming multiprocessor of an H200; more splits only add to the sums' reads
@@ -43,9 +43,6 @@ def logits_kernel(
     split = tl.program_id(1)
     m, e = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, EXPERTS)
     k = split * STEPS * BK + tl.arange(0, BK)
-    if CHAINED:
-        line = tl.minimum(split * STEPS * BK + tl.arange(0, 2 * STEPS) * 64, K - 1)
-        prefetch(w + (e % E)[:, None] * K + line[None, :])
     follow(CHAINED)
     acc = tl.zeros((BM, EXPERTS), tl.float32)
     for step in tl.static_range(STEPS):
