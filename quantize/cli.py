@@ -6,6 +6,7 @@ Heavy imports (torch, transformers) stay inside the commands: `quantize --help` 
 import errno
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -260,7 +261,9 @@ def compare(run_a: Path, run_b: Path) -> int:
     show_default=True, help="How a quantized model's activations are rounded.",
 )  # fmt: skip
 @click.option(
-    "--plain", is_flag=True, help="Draw no canvas; so it is, too, where stderr is a pipe."
+    "--plain",
+    is_flag=True,
+    help="Write finished canvases, draw none; so it is, too, where stderr is a pipe.",
 )
 def generate(
     checkpoint: str,
@@ -276,13 +279,13 @@ def generate(
     """Answer one prompt and show the canvas denoise: quantize generate CHECKPOINT "prompt".
 
     CHECKPOINT is a folder or a Hub id, BF16 or quantized; `bundled` is the model that ships. The
-    answer goes to stdout.
+    answer goes to stdout, thoughts to stderr; with --plain each canvas as it is finished.
     """
     from quantize.checkpoint import resolve
     from quantize.pipeline import best_device
     from quantize.watch import watch
 
-    answer = watch(
+    watch(
         resolve(None if checkpoint == "bundled" else checkpoint),
         prompt,
         thinking=thinking,
@@ -293,8 +296,8 @@ def generate(
         device=best_device(),
         pictures=pictures,
         soft_tokens=soft_tokens,
+        write=partial(click.echo, nl=False),
     )
-    click.echo(answer)
 
 
 @cli.command()
@@ -318,7 +321,7 @@ def generate(
     "--max-prompt-tokens", type=click.IntRange(min=1), help="Else what the context leaves."
 )
 @click.option(
-    "--max-body-bytes", type=click.IntRange(min=1), default=1 << 20, show_default=True,
+    "--max-body-bytes", type=click.IntRange(min=1), default=8 << 20, show_default=True,
     help="Largest request body.",
 )  # fmt: skip
 @click.option(
@@ -352,6 +355,8 @@ def serve(
     \b
     Also /v1/completions, /v1/models, /health, /metrics (Prometheus), /openapi.json.
     Honoured: max_tokens, stop, seed, n, stream with stream_options.include_usage,
+      image_url parts of a user's message (data URLs of PNG, JPEG or WebP; image_tokens, 70
+      to 1120, is the most that one takes; nothing is fetched),
       chat_template_kwargs.enable_thinking (thoughts come back as reasoning_content),
       and the sampler's num_inference_steps, entropy_bound, t_min, t_max,
       confidence_threshold, stability_threshold.
@@ -411,8 +416,8 @@ def _served_name(checkpoint: str, folder: Path) -> str:
     help="Canvases measured for each row; the median counts.",
 )  # fmt: skip
 @click.option(
-    "--lm-head", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True,
-    help="fp8 rounds the output embedding at load, which no accuracy here was measured with.",
+    "--vocabulary", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True,
+    help="fp8 rounds lm_head and the soft embedding at load; no accuracy here was measured with it.",
 )  # fmt: skip
 @click.option(
     "--experts-hit", type=click.IntRange(8, 128),
@@ -429,7 +434,7 @@ def bench(
     batches: tuple[int, ...],
     context: int,
     canvases: int,
-    lm_head: str,
+    vocabulary: str,
     experts_hit: int | None,
     hourly_price: float | None,
     as_json: bool,
@@ -459,7 +464,7 @@ def bench(
         batches=sorted(set(batches)),
         context=context,
         canvases=canvases,
-        lm_head=lm_head,
+        vocabulary=vocabulary,
         experts_hit=experts_hit,
         hourly_price=hourly_price,
     )

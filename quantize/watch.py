@@ -1,29 +1,35 @@
 """Answer one prompt and show its canvas denoise: what `quantize generate` does.
 
 In a terminal every denoising step is drawn over the last one: accepted tokens bright, the others as
-the decoder's best guess so far, dim. The answer goes to stdout, everything else to stderr.
+the decoder's best guess so far, dim. Plainly, text is written as its canvas is committed, but for half
+a character at its end: what has been written never changes. The answer goes to stdout, thoughts and
+everything else to stderr.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL.Image import Image
 from rich.live import Live
 from rich.text import Text
-from transformers import DiffusionGemmaForBlockDiffusion
 
+from quantize.checkpoint import Checkpoint
 from quantize.load import load
 from quantize.progress import console, say, track
 from quantize.recipe import ActivationMode
-from quantize.runtime import Sample, Sampler, StepRecord, generate
-from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.engine import complete
+from quantize.runtime import Sample, Sampler
+from quantize.runtime.chat import HALF_CHARACTER, encode_chat, load_tokenizer, split_thoughts
+from quantize.runtime.engine import Engine, complete
 from quantize.runtime.fused_engine import FusedEngine
+from quantize.runtime.generate import canvas_budgets
 from quantize.runtime.images import open_picture, place, prepare
-from quantize.runtime.packed import load_packed
+from quantize.runtime.model_engine import ModelEngine
+from quantize.runtime.packed import load_packed, model_config
+
+Write = Callable[[str], object]
 
 
 def watch(
@@ -36,9 +42,10 @@ def watch(
     activations: ActivationMode,
     plain: bool,
     device: str,
-    pictures: Sequence[Path] = (),
-    soft_tokens: int = 280,
-) -> str:
+    pictures: Sequence[Path],
+    soft_tokens: int,
+    write: Write,
+) -> None:
     """Generate the answer to a prompt.
 
     Args:
@@ -48,92 +55,108 @@ def watch(
         seed: of the sampling noise; the same seed gives the same answer.
         max_new_tokens: budget, rounded up to whole canvases; None for the checkpoint's own.
         activations: how a quantized model's activations are rounded.
-        plain: draw nothing while it denoises.
+        plain: draw nothing while it denoises, write what is finished instead.
         device: where the model runs.
         pictures: files that the prompt shows before its text.
         soft_tokens: most tokens a picture takes.
-
-    Returns:
-        The answer as the tokenizer writes it, with its thinking channel and without its end.
+        write: takes the answer, without thoughts and special tokens: in pieces, or whole if drawn.
 
     Raises:
         InputError: a checkpoint or picture that cannot be loaded, or a prompt too long for the model.
     """
-    opened = [open_picture(path) for path in pictures]
-    tokenizer = load_tokenizer(checkpoint)
-    sampler = Sampler.from_checkpoint(checkpoint)
-    parts = [{"type": "image"}] * len(opened) + [{"type": "text", "text": prompt}]
-    content = parts if opened else prompt
-    ids = encode_chat(tokenizer, [{"role": "user", "content": content}], thinking=thinking)
-    budget = max_new_tokens or sampler.max_new_tokens
+    tokenizer, sampler = load_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
+    config = model_config(Checkpoint.open(checkpoint).config)
+    ids, images = _encode(tokenizer, config, prompt, pictures, soft_tokens, thinking=thinking)
+    budget, limit = max_new_tokens or sampler.max_new_tokens, _limit(config)
+    (canvases,) = canvas_budgets([ids], budget, sampler, limit, config.canvas_length)
     say(f"loading {checkpoint}")
-    if device != "cpu" and activations == "none" and not opened:
-        answer = _on_kernels(checkpoint, device, ids, seed, budget, sampler)
-    else:
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        model = load(checkpoint, activations=activations, dtype=dtype, device=device)
-        answer = _on_modules(model, ids, opened, soft_tokens, seed, budget, sampler)
+    room = min(len(ids) + canvases * config.canvas_length, limit)
+    engine = _engine(checkpoint, activations, device, room)
+    output = _Output(tokenizer, write, _aside)
+
+    def answer(drawing: "_Drawing | None") -> Sample:
+        return complete(
+            engine, [ids], [seed], max_new_tokens=budget, sampler=sampler, images=[images],
+            on_draft=None if drawing is None else drawing.draw,
+            on_canvas=None if drawing else lambda _, sample: output.add(sample),
+        )[0]  # fmt: skip
+
     started = time.monotonic()
     if plain:
         sample = answer(None)
     else:
         with Live(console=console, transient=True, auto_refresh=False) as live:
-            sample = answer(_Drawing(tokenizer, live).draw)
+            sample = answer(_Drawing(tokenizer, live))
+    output.end(sample)
     say(_summary(sample, time.monotonic() - started))
-    return tokenizer.decode(sample.tokens, skip_special_tokens=False)
 
 
-Draw = Callable[
-    [int, list[int], list[bool]], None
-]  # step, most probable tokens, which are accepted
-Answer = Callable[[Draw | None], Sample]
+def _limit(config: Any) -> int:
+    return config.text_config.max_position_embeddings
 
 
-def _on_kernels(
-    checkpoint: Path, device: str, ids: list[int], seed: int, budget: int, sampler: Sampler
-) -> Answer:
-    """Load into the fused kernels, with room for this one answer."""
-    weights = load_packed(checkpoint, device, on_layer=lambda rows: track(rows, "layers loaded"))
-    length = weights.config.canvas_length
-    room = len(ids) + -(-budget // length) * length
-    limit = weights.config.text_config.max_position_embeddings
-    engine = FusedEngine(weights, capacity=1, max_context=min(room, limit))
-
-    def answer(draw: Draw | None) -> Sample:
-        show = None if draw is None else lambda _slot, step, best, kept: draw(step, best, kept)
-        return complete(
-            engine, [ids], [seed], max_new_tokens=budget, sampler=sampler, on_draft=show
-        )[0]
-
-    return answer
-
-
-def _on_modules(
-    model: DiffusionGemmaForBlockDiffusion,
-    ids: list[int],
-    pictures: Sequence[Image],
+def _encode(
+    tokenizer: Any,
+    config: Any,
+    prompt: str,
+    pictures: Sequence[Path],
     soft_tokens: int,
-    seed: int,
-    budget: int,
-    sampler: Sampler,
-) -> Answer:
-    """Answer on transformers' modules, which take pictures and round activations."""
-    images = None
-    if pictures:
-        images, counts = prepare(pictures, model.config, soft_tokens)
-        ids = place(ids, counts, model.config)
+    *,
+    thinking: bool,
+) -> tuple[list[int], Any]:
+    """Return a chat's ids, with room for its pictures, and the tower's input."""
+    opened = [open_picture(path) for path in pictures]
+    parts = [{"type": "image"}] * len(opened) + [{"type": "text", "text": prompt}]
+    content = parts if opened else prompt
+    ids = encode_chat(tokenizer, [{"role": "user", "content": content}], thinking=thinking)
+    if not opened:
+        return ids, None
+    images, counts = prepare(opened, config, soft_tokens)
+    return place(ids, counts, config), images
 
-    def answer(draw: Draw | None) -> Sample:
-        def show(record: StepRecord) -> None:
-            if draw is not None:
-                draw(record.step, record.argmax[0].tolist(), record.accepted[0].tolist())
 
-        return generate(
-            model, [ids], [seed], max_new_tokens=budget, sampler=sampler,
-            on_step=show, images=[images],
-        )[0]  # fmt: skip
+def _engine(checkpoint: Path, activations: ActivationMode, device: str, room: int) -> Engine:
+    """Load into the fused kernels, or into the modules on a CPU and where activations are rounded."""
+    if device == "cpu" or activations != "none":
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        return ModelEngine(load(checkpoint, activations=activations, dtype=dtype, device=device), 1)
+    weights = load_packed(checkpoint, device, on_layer=lambda rows: track(rows, "layers loaded"))
+    return FusedEngine(weights, capacity=1, max_context=room)
 
-    return answer
+
+def _aside(text: str) -> None:
+    console.print(text, end="", style="dim", highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass
+class _Output:
+    """Writes an answer as it grows: thoughts aside, and nothing that the next canvas may change."""
+
+    tokenizer: Any
+    write: Write
+    aside: Write
+    thoughts: str = ""
+    answer: str = ""
+
+    def add(self, sample: Sample) -> None:
+        """Write what a new canvas made certain."""
+        thoughts, answer = split_thoughts(self.tokenizer, sample.tokens)
+        self._add(thoughts.rstrip(HALF_CHARACTER), answer.rstrip(HALF_CHARACTER))
+
+    def end(self, sample: Sample) -> None:
+        """Write what is left, and end the line."""
+        self._add(*split_thoughts(self.tokenizer, sample.tokens))
+        if self.thoughts and not self.thoughts.endswith("\n"):
+            self.aside("\n")
+        self.write("\n")
+
+    def _add(self, thoughts: str, answer: str) -> None:
+        if new := thoughts[len(self.thoughts) :]:
+            self.aside(new if self.thoughts else f"thoughts: {new}")
+            self.thoughts = thoughts
+        if new := answer[len(self.answer) :]:
+            self.write(new)
+            self.answer = answer
 
 
 class _Drawing:
@@ -144,7 +167,7 @@ class _Drawing:
         self.finished, self.last = "", ""
         self.canvas = 0
 
-    def draw(self, step: int, tokens: list[int], accepted: list[bool]) -> None:
+    def draw(self, _slot: int, step: int, tokens: list[int], accepted: list[bool]) -> None:
         """Draw one denoising step; step 1 begins a canvas."""
         if step == 1:
             self.canvas, self.finished = self.canvas + 1, self.finished + self.last

@@ -1,7 +1,9 @@
 """`quantize generate`: the answer on stdout, the canvas drawn as it denoises."""
 
 import io
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -10,15 +12,21 @@ from rich.console import Console
 from rich.live import Live
 
 from quantize import load as loading
+from quantize import watch as watching
 from quantize.bundled import CHECKPOINT
 from quantize.cli import cli
 from quantize.errors import InputError, ResourceError
 from quantize.load import load
-from quantize.runtime import Sampler, generate
+from quantize.runtime import Sample, Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.images import open_picture, place, prepare
-from quantize.watch import _Drawing, _on_kernels
+from quantize.runtime.packed import load_packed
+from quantize.watch import _Drawing, _Output, watch
 
+SETTINGS: dict[str, Any] = {
+    "thinking": False, "seed": 3, "max_new_tokens": None, "activations": "none", "pictures": (),
+    "soft_tokens": 70,
+}  # fmt: skip
 QUESTION = "Tom has 5 apples and buys 3 more. How many apples does Tom have?"
 
 
@@ -29,7 +37,7 @@ def test_the_answer_is_the_one_of_the_runtime() -> None:
     sampler = Sampler.from_checkpoint(CHECKPOINT)
     ids = encode_chat(tokenizer, [{"role": "user", "content": QUESTION}], thinking=False)
     (sample,) = generate(model, [ids], [3], max_new_tokens=sampler.max_new_tokens, sampler=sampler)
-    assert done.stdout == tokenizer.decode(sample.tokens) + "\n"
+    assert done.stdout == tokenizer.decode(sample.tokens, skip_special_tokens=True) + "\n"
     assert "####" in done.stdout
     assert f"{sample.new_tokens} tokens in {sample.canvases} canvases" in done.stderr
 
@@ -43,22 +51,82 @@ def test_the_drawing_shows_every_token_and_marks_the_accepted() -> None:
     with Live(console=console, auto_refresh=False) as live:
         drawing = _Drawing(tokenizer, live)
         for step in (1, 2, 1, 4):
-            drawing.draw(step, tokens, accepted)
+            drawing.draw(0, step, tokens, accepted)
     text = out.getvalue()
     assert "\x1b[1m apples" in text  # bold: accepted
     assert "\x1b[2m se" in text  # dim: not yet
     assert "apples seven\x1b" in text.rpartition("canvas 2, step 4")[0]  # canvas 1, finished
 
 
-def test_the_fused_kernels_answer_too() -> None:
+def test_the_fused_kernels_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on a GPU, here on the kernels' references: the same question, the right answer."""
-    tokenizer, sampler = load_tokenizer(CHECKPOINT), Sampler.from_checkpoint(CHECKPOINT)
-    ids = encode_chat(tokenizer, [{"role": "user", "content": QUESTION}], thinking=False)
-    drawn: list[int] = []
-    answer = _on_kernels(CHECKPOINT, "cpu", ids, 3, sampler.max_new_tokens, sampler)
-    sample = answer(lambda step, tokens, accepted: drawn.append(step))
-    assert "#### 8" in tokenizer.decode(sample.tokens)
-    assert len(drawn) == sample.denoising_steps > 0
+    weights = partial(load_packed, CHECKPOINT, "cpu")
+    monkeypatch.setattr(watching, "load_packed", lambda *_, **__: weights())
+    written: list[str] = []
+    watch(CHECKPOINT, QUESTION, device="cuda", plain=True, write=written.append, **SETTINGS)
+    assert "#### 8" in "".join(written)
+
+
+def test_pictures_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Image.radial_gradient("L").resize((320, 200)).save(tmp_path / "picture.png")
+    weights = load_packed(CHECKPOINT, "cpu")
+    monkeypatch.setattr(watching, "load_packed", lambda *_, **__: weights)
+    shown = {**SETTINGS, "pictures": [tmp_path / "picture.png"], "max_new_tokens": 64}
+    written: list[str] = []
+    watch(CHECKPOINT, "What is this?", device="cuda", plain=True, write=written.append, **shown)
+    assert weights.tower is not None
+    assert "_modules" in vars(weights.tower)  # the tower was read
+    assert written[-1] == "\n"
+
+
+def test_finished_canvases_are_written_and_never_change() -> None:
+    """Thoughts aside; a character in two halves, on both sides of a canvas' end; EOS."""
+    tokenizer = load_tokenizer(CHECKPOINT)
+    opened, closed = tokenizer.convert_tokens_to_ids(["<|channel>", "<channel|>"])
+    heart = tokenizer.encode("\N{BLACK HEART SUIT}", add_special_tokens=False)
+    assert len(heart) > 1
+    words = partial(tokenizer.encode, add_special_tokens=False)
+    canvases = [
+        [opened, *words("thought\nfirst I add")],
+        [*words(" then"), closed, *words("it is"), *heart[:-1]],
+        [heart[-1], *words(" eight"), 1, 5, 5],
+    ]
+    said: list[str] = []
+    output, sample = (
+        _Output(tokenizer, lambda t: said.append(t), lambda t: said.append(f"({t})")),
+        Sample(),
+    )
+    for canvas in canvases:
+        sample.commit(canvas, 1, Sampler(eos_token_ids=(1,)))
+        output.add(sample)
+        said.append("|")
+    output.end(sample)
+    assert "".join(said) == (
+        "(thoughts: first I add)|( then)it is|\N{BLACK HEART SUIT} eight|(\n)\n"
+    )
+
+
+def test_plain_writes_canvas_by_canvas_and_thoughts_to_stderr() -> None:
+    pieces: list[str] = []
+    settings = {**SETTINGS, "thinking": True}
+    watch(CHECKPOINT, QUESTION, device="cpu", plain=True, write=pieces.append, **settings)
+    done = CliRunner().invoke(cli, ["generate", "bundled", QUESTION, "--seed", "3", "--thinking"])
+    assert done.stdout == "".join(pieces)
+    assert len(pieces) > 1
+    assert "thoughts: " in done.stderr
+    assert "thoughts" not in done.stdout
+    assert "<|channel>" not in done.stdout + done.stderr
+    assert "####" in done.stdout
+
+
+def test_a_prompt_too_long_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watching, "load", lambda *_, **__: pytest.fail("loaded"))
+    limit = load(CHECKPOINT).config.text_config.max_position_embeddings
+    done = CliRunner().invoke(cli, ["generate", "bundled", "seven apples " * limit])
+    assert isinstance(done.exception, InputError)
+    assert f"within max_new_tokens 128 and a total length of {limit}" in str(done.exception)
 
 
 def test_pictures(tmp_path: Path) -> None:

@@ -13,6 +13,10 @@ from quantize.errors import InputError
 Message = Mapping[str, Any]  # content: text, or parts of type text and image
 
 
+OPEN, CLOSE, HEADER = "<|channel>", "<channel|>", "thought\n"
+HALF_CHARACTER = "\ufffd"  # what a decoder makes of the first bytes of one
+
+
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer of a checkpoint folder, from its JSON files alone.
 
@@ -37,3 +41,22 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message], *, thinking: bool) 
         list(messages), add_generation_prompt=True, enable_thinking=thinking, return_dict=True
     )
     return list(encoded["input_ids"])
+
+
+def split_thoughts(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, str]:
+    """Return (thoughts, answer): what the model wrote in its thinking channel, and the rest."""
+    begin, end = tokenizer.convert_tokens_to_ids([OPEN, CLOSE])
+    thoughts: list[int] = []
+    answer: list[int] = []
+    into = answer
+    for token in tokens:
+        if token == begin:
+            into = thoughts
+        elif token == end:
+            into = answer
+        else:
+            into.append(token)
+    thought, text = (
+        tokenizer.decode(part, skip_special_tokens=True) for part in (thoughts, answer)
+    )
+    return "" if HEADER.startswith(thought) else thought.removeprefix(HEADER), text

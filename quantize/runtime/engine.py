@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quantize.runtime.generate import Sample
+from quantize.runtime.generate import Sample, canvas_budgets
 from quantize.runtime.model import Images
 from quantize.runtime.sampler import Sampler
 
 # (slot, step from 1, most probable tokens, which of them are accepted), after every denoising step
 OnDraft = Callable[[int, int, list[int], list[bool]], None]
+# (index of the prompt, its sample so far), after every canvas
+OnCanvas = Callable[[int, Sample], None]
 
 
 @dataclass(frozen=True)
@@ -105,14 +107,18 @@ def complete(
     sampler: Sampler,
     on_draft: OnDraft | None = None,
     images: Sequence[Images | None] | None = None,
+    on_canvas: OnCanvas | None = None,
 ) -> list[Sample]:
     """Answer any number of prompts, as many at once as the engine has slots.
 
     What `generate` does, on any engine: the same arguments, the same samples.
 
     Raises:
-        InputError: a prompt or images that the engine cannot take.
+        InputError: a prompt or images that the engine cannot take, or nothing fits behind a prompt.
     """
+    budgets = canvas_budgets(
+        prompts, max_new_tokens, sampler, engine.max_length, engine.canvas_length
+    )
     given = [None] * len(prompts) if images is None else images
     samples = [Sample() for _ in prompts]
     waiting, running = deque(range(len(prompts))), dict[int, int]()
@@ -127,9 +133,9 @@ def complete(
                 continue
             index = running[slot]
             samples[index].commit(canvas.tokens, canvas.steps, sampler)
-            room = min(max_new_tokens, engine.max_length - len(prompts[index]))
-            budget = -(-room // engine.canvas_length)
-            if samples[index].finish == "eos" or samples[index].canvases >= budget:
+            if on_canvas is not None:
+                on_canvas(index, samples[index])
+            if samples[index].finish == "eos" or samples[index].canvases >= budgets[index]:
                 engine.release(slot)
                 del running[slot]
     return samples

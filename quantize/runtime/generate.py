@@ -107,7 +107,10 @@ def generate(
         InputError: no prompts, or prompts that `encode_prompts` refuses or `max_length` leaves no
             room behind.
     """
-    canvases = _canvas_budgets(model, prompts, seeds, max_new_tokens, sampler)
+    if not prompts or len(seeds) != len(prompts):
+        raise InputError(f"generate: {len(prompts)} prompts and {len(seeds)} seeds")
+    limit = text_config(model).max_position_embeddings
+    canvases = canvas_budgets(prompts, max_new_tokens, sampler, limit, canvas_length(model))
     stream: Noise = (
         ReferenceNoise()
         if noise == "reference"
@@ -186,21 +189,16 @@ def denoise_canvas(
     return committed[rows], steps[rows]
 
 
-def _canvas_budgets(
-    model: DiffusionGemmaForBlockDiffusion,
-    prompts: Sequence[Sequence[int]],
-    seeds: Sequence[int],
-    max_new_tokens: int,
-    sampler: Sampler,
+def canvas_budgets(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, sampler: Sampler, limit: int, length: int
 ) -> list[int]:
-    """Return how many canvases each prompt may take: budget over canvas length, rounded up."""
-    if not prompts or len(seeds) != len(prompts):
-        raise InputError(f"generate: {len(prompts)} prompts and {len(seeds)} seeds")
-    limit: int = text_config(model).max_position_embeddings
-    if sampler.max_length is not None:
-        limit = min(limit, sampler.max_length)
-    length = canvas_length(model)
-    budgets = [-(-min(max_new_tokens, limit - len(p)) // length) for p in prompts]
+    """Return how many canvases of `length` each prompt may take: its budget, rounded up.
+
+    Raises:
+        InputError: nothing fits behind a prompt within `limit` positions or the sampler's max_length.
+    """
+    limit = min(limit, sampler.max_length or limit)
+    budgets = [-(-min(max_new_tokens, limit - len(prompt)) // length) for prompt in prompts]
     for index, budget in enumerate(budgets):
         if budget <= 0:
             raise InputError(

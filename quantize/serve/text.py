@@ -11,11 +11,8 @@ from typing import Any, Literal
 
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler
-from quantize.runtime.chat import Message, encode_chat
+from quantize.runtime.chat import HALF_CHARACTER, Message, encode_chat, split_thoughts
 from quantize.runtime.engine import Canvas
-
-OPEN, CLOSE, HEADER = "<|channel>", "<channel|>", "thought\n"
-HALF_CHARACTER = "\ufffd"
 
 Split = Callable[[Sequence[int]], tuple[str, str]]
 
@@ -25,7 +22,6 @@ class Text:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._open, self._close = tokenizer.convert_tokens_to_ids([OPEN, CLOSE])
         self.piece = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
 
     def encode_chat(self, messages: Sequence[Message], *, thinking: bool) -> list[int]:
@@ -47,20 +43,7 @@ class Text:
 
     def split(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return (thoughts, answer): what the model wrote in its thinking channel, and the rest."""
-        thoughts: list[int] = []
-        answer: list[int] = []
-        into = answer
-        for token in tokens:
-            if token == self._open:
-                into = thoughts
-            elif token == self._close:
-                into = answer
-            else:
-                into.append(token)
-        thought = self._decode(thoughts)
-        return "" if HEADER.startswith(thought) else thought.removeprefix(HEADER), self._decode(
-            answer
-        )
+        return split_thoughts(self.tokenizer, tokens)
 
     def whole(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return no thoughts and all text."""
