@@ -138,20 +138,21 @@ def test_chunks_and_slots_do_not_matter(tiny_checkpoint: Path) -> None:
     assert (whole - shorter).norm() / scale > 0.2
 
 
-def test_a_short_prompt_is_filled_up_and_overwritten(tiny_checkpoint: Path) -> None:
-    """Two prompts below a canvas, encoded in one pass, and each on its own at its length."""
+def test_short_prompts_are_filled_up_and_overwritten(tiny_checkpoint: Path) -> None:
+    """Below and above a canvas of 16, encoded together, and each on its own at its length."""
     weights = load_packed(tiny_checkpoint, "cpu")
-    engine = FusedEngine(weights, capacity=3, max_context=128)
-    prompts = [tokens(1, n, seed=n) for n in (5, 11)]
+    engine = FusedEngine(weights, capacity=5, max_context=128)
+    prompts = [tokens(1, n, seed=n) for n in (5, 11, 30, 100)]
     for slot, prompt in enumerate(prompts):
         engine.admit(slot, prompt[0].tolist(), 0, SAMPLER)
     canvas = tokens(1, engine.canvas_length, seed=1)
+    engine._encode_last(range(4))
+    assert set(engine._commits) == {(2, 16), (2, 128)}
     joined: list[torch.Tensor] = []
-    engine._encode_last([0, 1])
     for slot, prompt in enumerate(prompts):
-        joined.append(logits_behind(engine.model, canvas, slot, prompt.shape[1]))
-        engine.model.encode(prompt, integers(2), integers(0))
-        alone = logits_behind(engine.model, canvas, 2, prompt.shape[1])
+        joined.append(logits_behind(engine.model, canvas, slot, engine._slots[slot].context))
+        engine.model.encode(prompt, integers(4), integers(0))
+        alone = logits_behind(engine.model, canvas, 4, prompt.shape[1])
         assert (joined[-1] - alone).norm() / alone.norm() < 0.05
     assert (joined[0] - joined[1]).norm() / joined[0].norm() > 0.2
 

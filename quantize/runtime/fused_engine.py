@@ -11,8 +11,8 @@ between two buckets repeats its first sequence, which writes the same values to 
 learns that all have stopped from a flag that travels one step behind, so it never waits for a step
 before it starts the next; sequences that have stopped are left as they are meanwhile.
 
-What a batch committed is encoded together, again as a graph, and with it new prompts that fit into a
-canvas; longer ones, and those with pictures, are encoded in chunks as they are admitted. On a CPU the
+What a batch committed is encoded together, again as a graph, and so are new prompts of up to SHORT
+tokens; longer ones, and those with pictures, are encoded in chunks as they are admitted. On a CPU the
 same calls run without graphs, on the kernels' torch references.
 """
 
@@ -37,6 +37,7 @@ from quantize.runtime.prefill import Span, pictures, pieces, soft_tokens
 from quantize.runtime.sampler import Sampler
 
 CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 must fit
+SHORT = 256  # prompts up to here, or to a canvas, are encoded together in a pass of this length
 PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
 VOCABULARY_KERNELS = ("lm_head_kernel", "exponential_kernel", "split_k_kernel", "reduce_kernel")
 Pool = Any  # torch's handle of CUDA graphs' memory; None where nothing is captured
@@ -85,6 +86,7 @@ class FusedEngine:
         self.max_length = min(max_context or 8192, limit)
         self.device = weights.device
         self._chunk = max(CHUNK, self.canvas_length)
+        self._short = min(max(SHORT, self.canvas_length), self.max_length)
         self._vocabulary: int = config.text_config.vocab_size
         self._placeholder: int | None = config.image_token_id
         try:
@@ -104,7 +106,7 @@ class FusedEngine:
         self._pool: Pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._slots: dict[int, _Sequence] = {}
         self._steps: OrderedDict[tuple[int, Sampler], _Step] = OrderedDict()
-        self._commits: dict[int, _Commit] = {}
+        self._commits: dict[tuple[int, int], _Commit] = {}
 
     def admit(
         self,
@@ -114,7 +116,7 @@ class FusedEngine:
         sampler: Sampler,
         images: Images | None = None,
     ) -> None:
-        """Put a prompt into a free slot; one no longer than a canvas is encoded by `denoise`.
+        """Put a prompt into a free slot; a short one is encoded by `denoise`, together with others.
 
         Raises:
             InputError: an empty prompt, one with tokens outside the vocabulary, one whose placeholders
@@ -127,7 +129,7 @@ class FusedEngine:
         self._check(prompt, images)
         self.model.cache.clear(slot)
         sequence = _Sequence(seed, _denoising(sampler), unencoded=list(prompt))
-        if images is not None or len(prompt) > self.canvas_length:
+        if images is not None or len(prompt) > self._short:
             self._encode_long(slot, sequence, images)
         self._slots[slot] = sequence
 
@@ -216,25 +218,32 @@ class FusedEngine:
         return embeddings
 
     def _encode_last(self, slots: Sequence[int]) -> None:
-        """Encode what each slot has left, its last canvas or a short prompt, all of them in one pass.
+        """Encode what the slots have left: last canvases in one pass, short prompts in one.
 
-        A short prompt is filled up to a canvas: the canvas behind it overwrites what comes of that.
+        A short prompt is filled up. What comes of that lies behind the prompt, where no row sees it
+        before it is overwritten.
         """
-        behind = [slot for slot in slots if self._slots[slot].unencoded]
-        if not behind:
-            return
-        rows = _padded(behind)
+        behind: dict[int, list[int]] = {}
+        for slot in slots:
+            if left := len(self._slots[slot].unencoded):
+                fits = left <= self.canvas_length
+                behind.setdefault(self.canvas_length if fits else self._short, []).append(slot)
+        for length, group in behind.items():
+            self._encode_together(group, length)
+
+    def _encode_together(self, slots: list[int], length: int) -> None:
+        rows = _padded(slots)
         sequences = [self._slots[slot] for slot in rows]
-        commit = self._commits.get(len(rows))
+        commit = self._commits.get((len(rows), length))
         if commit is None:
-            commit = _Commit(self.model, len(rows), self.canvas_length, self._pool)
-            self._commits[len(rows)] = commit
-        filled = [s.unencoded + [0] * (self.canvas_length - len(s.unencoded)) for s in sequences]
+            commit = _Commit(self.model, len(rows), length, self._pool)
+            self._commits[len(rows), length] = commit
+        filled = [s.unencoded + [0] * (length - len(s.unencoded)) for s in sequences]
         commit.tokens.copy_(torch.tensor(filled, device=self.device))
         commit.slots.copy_(self._integers(rows))
         commit.start.copy_(self._integers([s.context for s in sequences]))
         commit.run(self._graphs)
-        for slot in behind:
+        for slot in slots:
             sequence = self._slots[slot]
             sequence.context += len(sequence.unencoded)
             sequence.unencoded = []
@@ -302,7 +311,7 @@ def _captured(work: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
 
 
 class _Commit:
-    """The encoder's pass over a canvas of `rows` sequences."""
+    """The encoder's pass over `length` tokens of `rows` sequences."""
 
     def __init__(self, model: FusedModel, rows: int, length: int, pool: Pool) -> None:
         device = model.weights.device
