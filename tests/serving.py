@@ -12,13 +12,16 @@ from openai import OpenAI
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.bundled import CHECKPOINT
+from quantize.checkpoint import Checkpoint
 from quantize.load import load
 from quantize.runtime import Sample, Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Canvas, Engine, OnDraft
 from quantize.runtime.model import Images
 from quantize.runtime.model_engine import ModelEngine
+from quantize.runtime.packed import model_config
 from quantize.serve.options import Options
+from quantize.serve.pictures import Pictures
 from quantize.serve.server import Server, make_server
 from quantize.serve.text import Text
 
@@ -124,7 +127,13 @@ def running(engine: Engine | None = None, **settings: Any) -> Generator[Running]
     """A server on a free port until the block ends."""
     options = Options("bundled", port=0, **settings)
     engine = engine or ModelEngine(model(), options.max_num_seqs)
-    server = make_server(engine, Text(tokenizer()), SAMPLER, options)
+    server = make_server(
+        engine,
+        Text(tokenizer()),
+        Pictures(model_config(Checkpoint.open(CHECKPOINT).config)),
+        SAMPLER,
+        options,
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

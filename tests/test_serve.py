@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 from click.testing import CliRunner
+from pictures import part
 from serving import QUESTION, SAMPLER, Running, ScriptedEngine, in_process, running, text_of
 
 from quantize.cli import _served_name, cli
@@ -24,7 +25,7 @@ from quantize.serve.options import Options
 
 @pytest.fixture(scope="module")
 def server() -> Generator[Running]:
-    with running() as found:
+    with running(max_body_bytes=1 << 20) as found:
         yield found
 
 
@@ -206,8 +207,6 @@ def test_the_model_is_listed(server: Running) -> None:
 
 # ------------------------------------------------------------------ what is refused
 
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
-
 
 @pytest.mark.parametrize(
     ("options", "param", "says"),
@@ -233,7 +232,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw
         ({"extra_body": {"num_inference_steps": 10**9}}, "num_inference_steps", "256"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "system"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content", "images are not"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "messages.0.content.parts.0", "expected tags: 'text', 'image_url'",
+        ),
+        ({"messages": [{"role": "system", "content": [part("x")]}]}, "messages.0", "of the user"),
+        ({"extra_body": {"image_tokens": 100}}, "image_tokens", "70, 140, 280, 560 or 1120"),
         ({"messages": [{"role": "user", "content": "<|image|>"}]}, "messages", "image placeholder"),
         ({"messages": [{"role": "user", "content": "long " * 5000}]}, "messages", "at most 4032"),
     ],

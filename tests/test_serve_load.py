@@ -177,7 +177,7 @@ def test_load(count: int, connections: int, questions: int) -> None:
     requests = known(questions)
     assert len({asked.answer for asked in requests}) > questions / 2
     started = time.monotonic()
-    with process() as (url, server):
+    with process("--max-body-bytes", str(1 << 20)) as (url, server):
         load = Load(url, server, requests)
         asyncio.run(load.run(count, connections))
     print(f"{count} requests in {time.monotonic() - started:.0f} s: {dict(load.counts)}")

@@ -7,32 +7,54 @@ begin token, a placeholder a soft token, and an end token.
 """
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
+from struct import error as StructError
 from typing import Any
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from quantize.errors import InputError
 from quantize.runtime.model import Images
 
 SOFT_TOKENS = (70, 140, 280, 560, 1120)
 MAX_PIXELS = 64_000_000  # a picture larger than this is refused before it is decoded
+# What PIL's decoders raise for broken files, beside OSError.
+DECODER_ERRORS = (
+    OSError, ValueError, SyntaxError, IndexError, KeyError, EOFError, OverflowError, StructError,
+    TypeError, Image.DecompressionBombError,
+)  # fmt: skip
 
 
-def open_picture(path: Path) -> Image.Image:
-    """Open a picture file.
+def open_picture(
+    source: Path | BytesIO,
+    *,
+    formats: tuple[str, ...] | None = None,
+    max_pixels: int = MAX_PIXELS,
+) -> Image.Image:
+    """Decode a picture, upright, as RGB.
+
+    Args:
+        source: a file, or its bytes.
+        formats: those that are read, by PIL's names; None for all it knows.
+        max_pixels: width times height; larger ones are refused before they are decoded.
 
     Raises:
-        InputError: it cannot be read, is no picture, or has more than MAX_PIXELS.
+        InputError: it cannot be read, is no picture, or has too many pixels.
     """
+    name = f"{source}: " if isinstance(source, Path) else ""
     try:
-        picture = Image.open(path)
-        if picture.width * picture.height > MAX_PIXELS:
-            raise InputError(f"{path}: {picture.width} x {picture.height} pixels are too many")
-        return picture.convert("RGB")
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise InputError(f"{path}: not a picture that can be read ({error})") from error
+        picture = Image.open(source, formats=formats)
+        if picture.width * picture.height > max_pixels:
+            size = f"{picture.width} x {picture.height}"
+            raise InputError(f"{name}{size} pixels are too many: at most {max_pixels}")
+        return ImageOps.exif_transpose(picture).convert("RGB")
+    except UnidentifiedImageError as error:
+        known = f" ({', '.join(formats)})" if formats else ""
+        raise InputError(f"{name}not a picture that can be read{known}") from error
+    except DECODER_ERRORS as error:
+        raise InputError(f"{name}not a picture that can be read ({error})") from error
 
 
 def prepare(
@@ -64,6 +86,12 @@ def prepare(
         found = processor(list(pictures), return_tensors="pt")
     except ValueError as error:
         raise InputError(f"a picture does not fit {soft_tokens} tokens: {error}") from error
+    side = int(found["image_position_ids"].max()) + 1
+    if side > vision.position_embedding_size:
+        raise InputError(
+            f"a picture of these proportions is {side} patches long at {soft_tokens} tokens, and this "
+            f"model's vision tower knows {vision.position_embedding_size} positions; ask for fewer"
+        )
     counts = [int(n) for n in found["num_soft_tokens_per_image"]]
     return Images(found["pixel_values"], found["image_position_ids"].to(torch.int64)), counts
 
@@ -77,8 +105,8 @@ def place(ids: Sequence[int], counts: Sequence[int], config: Any) -> list[int]:
     image = config.image_token_id
     if list(ids).count(image) != len(counts):
         raise InputError(
-            f"the chat template wrote {list(ids).count(image)} image placeholders for "
-            f"{len(counts)} pictures: this checkpoint takes no pictures"
+            f"{list(ids).count(image)} image placeholders for {len(counts)} pictures: the text holds "
+            f"one of its own, or this checkpoint's chat template takes no pictures"
         )
     left = iter(counts)
     placed: list[int] = []

@@ -4,11 +4,11 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,18 +18,21 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from quantize import __version__
 from quantize.errors import InputError
 from quantize.runtime import Sampler
+from quantize.runtime.model import Images
 from quantize.serve.answers import Shape, usage
 from quantize.serve.exchange import Exchange
 from quantize.serve.failures import RequestError, from_validation
 from quantize.serve.guard import Guard
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
+from quantize.serve.pictures import Pictures
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 from quantize.serve.scheduler import Draft, Job, Scheduler
 from quantize.serve.text import Answer, Text
 
 STATIC = Path(__file__).parent / "static"
 INT64 = 2**63
+Encoded = TypeVar("Encoded")
 
 log = logging.getLogger(__name__)
 
@@ -40,15 +43,22 @@ class Service:
     Args:
         scheduler: runs jobs.
         text: the model's tokenizer.
+        pictures: reads what its vision tower takes.
         sampler: the model's settings, which a request may change for itself.
         options: limits.
     """
 
     def __init__(
-        self, scheduler: Scheduler, text: Text, sampler: Sampler, options: Options
+        self,
+        scheduler: Scheduler,
+        text: Text,
+        pictures: Pictures,
+        sampler: Sampler,
+        options: Options,
     ) -> None:
         self.scheduler = scheduler
         self.text = text
+        self.pictures = pictures
         self.sampler = sampler
         self.options = options
         engine = scheduler.engine
@@ -63,8 +73,13 @@ class Service:
         """Answer a chat."""
         turns = [message.turn for message in body.messages]
         thinking = body.chat_template_kwargs.enable_thinking
-        prompt = await self._encode(lambda: self.text.encode_chat(turns, thinking=thinking))
-        return await self._answer(body, [prompt], request)
+
+        def encode() -> tuple[list[int], Images | None]:
+            prompt = self.text.encode_chat(turns, thinking=thinking)
+            return self.pictures.put(prompt, body.pictures, body.image_tokens)
+
+        prompt, images = await self._encode(encode)
+        return await self._answer(body, [prompt], request, images)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Answer a plain completion."""
@@ -75,7 +90,7 @@ class Service:
         ]
         return await self._answer(body, prompts, request)
 
-    async def _encode(self, encode: Any) -> list[int]:
+    async def _encode(self, encode: Callable[[], Encoded]) -> Encoded:
         return await asyncio.get_running_loop().run_in_executor(self.encoder, encode)
 
     async def _answer(
@@ -83,10 +98,11 @@ class Service:
         body: ChatRequest | CompletionRequest,
         prompts: Sequence[Sequence[int]],
         request: Request,
+        images: Images | None = None,
     ) -> Response:
         self._check(body, prompts)
         exchange = Exchange(self.scheduler, request, self.options.request_timeout)
-        exchange.submit(self._jobs(body, prompts, exchange))
+        exchange.submit(self._jobs(body, prompts, exchange, images))
         shape = Shape("chat" if isinstance(body, ChatRequest) else "text", self.options.model_name)
         prompt_tokens = sum(map(len, prompts))
         if body.stream:
@@ -117,6 +133,7 @@ class Service:
         body: ChatRequest | CompletionRequest,
         prompts: Sequence[Sequence[int]],
         exchange: Exchange,
+        images: Images | None,
     ) -> list[Job]:
         """Return one job a choice: choice j of a request with a seed has the noise of seed + j."""
         sampler = body.sampler(self.sampler)
@@ -134,7 +151,7 @@ class Service:
                 answer = Answer(split, sampler, limit, canvases, body.stops)
                 noise = (seed + choice + INT64) % (2 * INT64) - INT64
                 emit = _emitter(exchange, len(jobs))
-                jobs.append(Job(prompt, noise, sampler, answer, emit, drafts))
+                jobs.append(Job(prompt, noise, sampler, answer, emit, drafts, images))
         return jobs
 
     async def _stream(

@@ -37,7 +37,7 @@ class Options:
     max_queue: int = 64
     max_context: int | None = None
     max_prompt_tokens: int | None = None
-    max_body_bytes: int = 1 << 20
+    max_body_bytes: int = 8 << 20
     request_timeout: float = 600.0
     shutdown_grace: float = 30.0
     log_prompts: bool = False

@@ -11,13 +11,24 @@ Diffusion controls are extra fields (`extra_body` in OpenAI's client), named as 
     t_min, t_max           temperature at the last and at the first step
     confidence_threshold   nats; mean entropy below which a stable canvas is finished
     stability_threshold    steps over which it must not change
+
+`image_tokens` of a chat is the most tokens that each of its pictures may take.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from quantize.errors import InputError
 from quantize.runtime import Sampler
@@ -143,20 +154,42 @@ class TextPart(_Strict):
     text: String
 
 
+class ImageUrl(_Strict):
+    """A picture as a data URL; what its tokens may be is `image_tokens` of the request."""
+
+    url: String
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(_Strict):
+    """Picture of a message in parts."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def _kind(content: Any) -> str:
+    return "parts" if isinstance(content, list) else "text"
+
+
+Parts = list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+Content = Annotated[
+    Annotated[String, Tag("text")] | Annotated[Parts, Tag("parts")], Discriminator(_kind)
+]  # a fault is then told of the one that was meant
+
+
 class Message(_Strict):
     """One turn. Thoughts that a client sends back are not read: the template leaves them out."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: String | list[TextPart]
+    content: Content
     reasoning_content: str | None = None
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _text_only(cls, value: Any) -> Any:
-        parts: list[Any] = value if isinstance(value, list) else []
-        if any(isinstance(part, dict) and "image" in str(part.get("type")) for part in parts):
-            raise ValueError("images are not supported: this server reads text only")
-        return value
+    @model_validator(mode="after")
+    def _pictures_are_the_users(self) -> "Message":
+        if self.pictures and self.role != "user":
+            raise ValueError("image_url: only in messages of the user")
+        return self
 
     @model_validator(mode="after")
     def _thoughts_are_the_models(self) -> "Message":
@@ -165,12 +198,26 @@ class Message(_Strict):
         return self
 
     @property
-    def turn(self) -> dict[str, str]:
+    def pictures(self) -> list[tuple[int, str]]:
+        """Data URL of each picture, and the part of the message that it is."""
+        parts = [] if isinstance(self.content, str) else self.content
+        return [(n, p.image_url.url) for n, p in enumerate(parts) if isinstance(p, ImagePart)]
+
+    @property
+    def turn(self) -> dict[str, Any]:
         """What the chat template reads; OpenAI's developer is this model's system."""
         role = "system" if self.role == "developer" else self.role
         content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": role, "content": text}
+        if self.pictures:
+            return {"role": role, "content": [_template_part(part) for part in content]}
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content if isinstance(part, TextPart))
+        return {"role": role, "content": content}
+
+
+def _template_part(part: Any) -> dict[str, str]:
+    text = isinstance(part, TextPart)
+    return {"type": "text", "text": part.text} if text else {"type": "image"}
 
 
 class TemplateOptions(_Strict):
@@ -192,12 +239,22 @@ class ChatRequest(_Generation):
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
     chat_template_kwargs: TemplateOptions = Field(default_factory=TemplateOptions)
     response_format: ResponseFormat | None = None
+    image_tokens: Literal[70, 140, 280, 560, 1120] = 280
 
     @model_validator(mode="after")
     def _one_limit(self) -> "ChatRequest":
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens: give it or max_completion_tokens, not both")
         return self
+
+    @property
+    def pictures(self) -> list[tuple[str, str]]:
+        """Of each picture the parameter it came in, and its data URL."""
+        return [
+            (f"messages.{turn}.content.{part}.image_url", url)
+            for turn, message in enumerate(self.messages)
+            for part, url in message.pictures
+        ]
 
     @property
     def token_limit(self) -> int | None:

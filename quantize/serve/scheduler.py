@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from quantize.errors import InputError
 from quantize.runtime import Sampler
 from quantize.runtime.engine import Engine
+from quantize.runtime.model import Images
 from quantize.serve.failures import RequestError
 from quantize.serve.metrics import Metrics
 from quantize.serve.text import Answer, Delta
@@ -53,6 +54,7 @@ class Job:
         answer: what becomes of it; read it after the last event only.
         emit: gets its events, on the scheduler's thread; a `RequestError` or a finish is the last.
         drafts: whether it wants to see every denoising step.
+        images: where the prompt has image placeholders.
     """
 
     prompt: Sequence[int]
@@ -61,6 +63,7 @@ class Job:
     answer: Answer
     emit: Callable[[Event], None]
     drafts: bool = False
+    images: Images | None = None
     cancelled: bool = False
     started: float = 0.0
 
@@ -178,7 +181,7 @@ class Scheduler:
                 return
             job.started = time.monotonic()
             try:
-                self.engine.admit(slot, job.prompt, job.seed, job.sampler)
+                self.engine.admit(slot, job.prompt, job.seed, job.sampler, job.images)
             except InputError as error:
                 job.emit(RequestError(400, str(error), param="messages", code="invalid_prompt"))
             except Exception:  # logged and answered with a 500; the server outlives it

@@ -11,6 +11,7 @@ from types import FrameType
 import torch
 import uvicorn
 
+from quantize.checkpoint import Checkpoint
 from quantize.load import load
 from quantize.progress import say, track
 from quantize.recipe import ActivationMode
@@ -19,10 +20,11 @@ from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine
 from quantize.runtime.fused_engine import FusedEngine
 from quantize.runtime.model_engine import ModelEngine
-from quantize.runtime.packed import load_packed
+from quantize.runtime.packed import load_packed, model_config
 from quantize.serve.app import Service, create_app
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import KEY_VARIABLE, Options
+from quantize.serve.pictures import Pictures
 from quantize.serve.scheduler import Scheduler
 from quantize.serve.text import Text
 
@@ -55,12 +57,14 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def make_server(engine: Engine, text: Text, sampler: Sampler, options: Options) -> Server:
+def make_server(
+    engine: Engine, text: Text, pictures: Pictures, sampler: Sampler, options: Options
+) -> Server:
     """Put a server together."""
     metrics = Metrics()
     scheduler = Scheduler(engine, max_queue=options.max_queue, metrics=metrics)
     config = uvicorn.Config(
-        create_app(Service(scheduler, text, sampler, options), metrics),
+        create_app(Service(scheduler, text, pictures, sampler, options), metrics),
         host=options.host,
         port=options.port,
         access_log=False,  # the guard logs, without addresses or queries
@@ -97,9 +101,10 @@ def serve(checkpoint: Path, options: Options, *, activations: ActivationMode, de
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
     text = Text(load_tokenizer(checkpoint))
+    pictures = Pictures(model_config(Checkpoint.open(checkpoint).config))
     sampler = Sampler.from_checkpoint(checkpoint)
     say(f"loading {checkpoint}")
     engine = open_engine(checkpoint, options, activations, device)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # uvicorn raises it again when all is done
-    make_server(engine, text, sampler, options).run()
+    make_server(engine, text, pictures, sampler, options).run()

@@ -1,0 +1,87 @@
+"""Pictures of a request: data URLs -> what the vision tower takes. Nothing is ever fetched.
+
+A picture is untrusted: only three formats are decoded, its size is read from its header and limited
+before a pixel is, and at most one decoded picture is held at a time.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Any
+
+import torch
+from PIL.Image import Image
+
+from quantize.errors import InputError
+from quantize.runtime.images import open_picture, place, prepare
+from quantize.runtime.model import Images
+from quantize.serve.failures import RequestError
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_PICTURES = 16
+MAX_PIXELS = 16_000_000  # decoded, of one picture: 48 MB
+MAX_BYTES = 4 << 20  # encoded, of one picture
+DATA_URL = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
+
+
+class Pictures:
+    """Reads pictures for one model; `config` is transformers' configuration of it."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def put(
+        self, prompt: list[int], urls: Sequence[tuple[str, str]], soft_tokens: int
+    ) -> tuple[list[int], Images | None]:
+        """Return the prompt with room for the pictures' tokens, and the pictures.
+
+        Args:
+            prompt: token ids, a placeholder a picture.
+            urls: of each picture the parameter it came in and its data URL.
+            soft_tokens: most tokens a picture may take.
+
+        Raises:
+            RequestError: 400, a picture that is refused, or too many.
+            InputError: the chat template wrote no placeholders for them.
+        """
+        if not urls:
+            return prompt, None
+        if len(urls) > MAX_PICTURES:
+            message = f"{len(urls)} pictures; at most {MAX_PICTURES} are taken"
+            raise RequestError(400, message, param="messages", code="too_many_images")
+        found: list[Images] = []
+        counts: list[int] = []
+        for param, url in urls:
+            try:
+                images, count = prepare([read(url)], self.config, soft_tokens)
+            except InputError as error:
+                message = f"{param}: {error}"
+                raise RequestError(400, message, param=param, code="invalid_image") from error
+            found.append(images)
+            counts += count
+        pixels = torch.cat([images.pixels for images in found])
+        positions = torch.cat([images.positions for images in found])
+        return place(prompt, counts, self.config), Images(pixels, positions)
+
+
+def read(url: str) -> Image:
+    """Decode the picture in a data URL.
+
+    Raises:
+        InputError: another kind of URL or format, a broken picture, or one that is too large.
+    """
+    head = DATA_URL.match(url)
+    if head is None:
+        raise InputError(
+            f"{url[:40]!r} is not read: pictures come as data:image/png;base64,... (or jpeg, webp), "
+            f"this server fetches nothing"
+        )
+    try:
+        data = base64.b64decode(url[head.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InputError(f"not valid base64 ({error})") from error
+    if len(data) > MAX_BYTES:
+        raise InputError(f"the picture has {len(data)} bytes; at most {MAX_BYTES} are taken")
+    return open_picture(BytesIO(data), formats=FORMATS, max_pixels=MAX_PIXELS)

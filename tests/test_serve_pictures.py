@@ -1,0 +1,171 @@
+"""Pictures in chats, through the official client: what is read, and what is refused and how."""
+
+import random
+from collections.abc import Generator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pictures import bomb, data_url, encoded, part, picture
+from PIL import Image
+from serving import SAMPLER, Running, ScriptedEngine, model, running, text_of, tokenizer
+
+from quantize.errors import InputError
+from quantize.runtime import Sample, generate
+from quantize.runtime.chat import encode_chat
+from quantize.runtime.images import place, prepare
+from quantize.serve.pictures import MAX_BYTES, MAX_PICTURES, read
+
+QUESTION = {"type": "text", "text": "What is this?"}
+PNG = data_url(encoded(picture()))
+
+
+@pytest.fixture(scope="module")
+def server() -> Generator[Running]:
+    with running() as found:
+        yield found
+
+
+def ask(server: Running, content: list[dict[str, Any]], **options: Any) -> Any:
+    create: Any = server.openai.chat.completions.create
+    messages = [{"role": "user", "content": content}]
+    return create(model="bundled", messages=messages, seed=3, max_tokens=64, **options)
+
+
+def in_process(pictures: list[Image.Image], soft_tokens: int) -> Sample:
+    """What the runtime answers to the same pictures without any server."""
+    content = [{"type": "image"}] * len(pictures) + [QUESTION]
+    ids = encode_chat(tokenizer(), [{"role": "user", "content": content}], thinking=False)
+    images, counts = prepare(pictures, model().config, soft_tokens)
+    (sample,) = generate(
+        model(), [place(ids, counts, model().config)], [3], max_new_tokens=64, sampler=SAMPLER,
+        images=[images],
+    )  # fmt: skip
+    return sample
+
+
+@pytest.mark.parametrize("soft_tokens", [280, 70, 560])
+def test_a_picture_is_what_the_runtime_sees(server: Running, soft_tokens: int) -> None:
+    budget = {} if soft_tokens == 280 else {"extra_body": {"image_tokens": soft_tokens}}
+    reply = ask(server, [part(PNG), QUESTION], **budget)
+    assert reply.choices[0].message.content == text_of(in_process([picture()], soft_tokens))
+    text_only = ask(server, [QUESTION]).usage.prompt_tokens
+    _, (count,) = prepare([picture()], model().config, soft_tokens)
+    assert soft_tokens / 2 < count <= soft_tokens
+    assert reply.usage.prompt_tokens == text_only + count + 2  # between its begin and its end
+
+
+def test_several_pictures_of_all_formats_keep_their_order(server: Running) -> None:
+    shown = [picture(0), picture(1, (64, 96)), picture(2, (50, 50))]
+    kinds = ("png", "jpeg", "webp")
+    lossless = ({}, {"quality": 100, "subsampling": 0}, {"lossless": True})
+    files = [
+        encoded(image, kind, **how) for image, kind, how in zip(shown, kinds, lossless, strict=True)
+    ]
+    urls = [data_url(file, kind) for file, kind in zip(files, kinds, strict=True)]
+    reply = ask(server, [*map(part, urls), QUESTION], extra_body={"image_tokens": 70})
+    decoded = [read(url) for url in urls]
+    assert reply.choices[0].message.content == text_of(in_process(decoded, 70))
+    back = ask(server, [*map(part, urls[::-1]), QUESTION], extra_body={"image_tokens": 70})
+    assert back.choices[0].message.content == text_of(in_process(decoded[::-1], 70))
+
+
+def test_pictures_are_seen_in_streams_and_beside_others(server: Running) -> None:
+    """Two choices, one stream: as alone."""
+    whole = ask(server, [part(PNG), QUESTION], n=2)
+    stream = ask(server, [part(PNG), QUESTION], stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == whole.choices[0].message.content == text_of(in_process([picture()], 280))
+
+
+def test_a_picture_is_turned_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # as phones store what they hold upright
+    turned = read(data_url(encoded(picture(), "JPEG", exif=exif), "jpeg"))
+    assert turned.size == (64, 96)
+
+
+GIF = data_url(encoded(picture(), "GIF"), "gif")
+DISGUISED = data_url(encoded(picture(), "GIF"), "png")
+BROKEN = data_url(encoded(picture())[:200])
+LONG = data_url(encoded(picture(size=(800, 16))))
+THREAD = data_url(encoded(picture(size=(4000, 2))))
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://127.0.0.1:1/x.png", "this server fetches nothing"),
+        ("https://example.org/x.png", "'https://example.org/x.png' is not read"),
+        ("file:///etc/passwd", "'file:///etc/passwd' is not read"),
+        ("/etc/passwd", "is not read"),
+        (GIF, "'data:image/gif;base64,"),
+        (DISGUISED, r"not a picture that can be read \(PNG, JPEG, WEBP\)"),
+        ("data:image/png;base64,%%%", "not valid base64"),
+        ("data:image/png;base64,ä", "not valid base64"),
+        ("data:image/png;base64,", "not a picture"),
+        (BROKEN, "not a picture that can be read"),
+        (data_url(bomb(5000, 4000)), "5000 x 4000 pixels are too many: at most 16000000"),
+        (data_url(bomb(40_000, 40_000)), "decompression bomb"),
+        (LONG, "this model's vision tower knows 64 positions; ask for fewer"),
+        (THREAD, "."),
+        (data_url(bytes(MAX_BYTES + 1)), f"has {MAX_BYTES + 1} bytes; at most {MAX_BYTES}"),
+    ],
+)
+def test_pictures_that_are_refused(server: Running, url: str, says: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=says) as caught:
+        ask(server, [QUESTION, part(PNG), part(url)])
+    assert caught.value.param == "messages.0.content.2.image_url"
+    assert caught.value.code == "invalid_image"
+    assert len(caught.value.message) < 300  # it does not send the picture back
+
+
+def test_the_number_of_pictures_is_limited(server: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"at most {MAX_PICTURES} are taken"):
+        ask(server, [part(PNG)] * (MAX_PICTURES + 1))
+
+
+def test_a_placeholder_in_the_text_is_no_picture(server: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="2 image placeholders for 1 pictures"):
+        ask(server, [part(PNG), {"type": "text", "text": "<|image|>"}])
+
+
+def test_a_picture_counts_against_the_context() -> None:
+    refused = pytest.raises(openai.BadRequestError, match="at most 292 are taken")
+    with running(ScriptedEngine(), max_context=300) as server, refused:
+        ask(server, [part(PNG), part(PNG)])
+
+
+def test_a_template_without_pictures_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer(), "chat_template", "{{ messages[0]['role'] }}")
+    refused = pytest.raises(openai.BadRequestError, match="takes no pictures")
+    with running(ScriptedEngine()) as server, refused:
+        ask(server, [part(PNG), QUESTION])
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
+def test_damaged_files_are_refused_and_never_crash(kind: str) -> None:
+    """Every reading ends in a picture or an InputError."""
+    whole, chance = encoded(picture(), kind), random.Random(0)
+    refused = 0
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(chance.randint(1, 8)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        try:
+            read(data_url(bytes(data[: chance.randint(1, 2 * len(data))]), kind))
+        except InputError:
+            refused += 1
+    assert 50 < refused < 300
+
+
+def test_a_request_of_the_size_limit_is_taken_and_a_larger_one_is_not() -> None:
+    engine = ScriptedEngine()
+    engine.free = True
+    with running(engine) as server:
+        noise = encoded(Image.effect_noise((1500, 1300), 90))
+        assert 1 << 20 < len(noise) < MAX_BYTES
+        assert ask(server, [part(data_url(noise))]).choices[0].finish_reason
+        body = {"messages": "x" * (8 << 20)}
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 413
