@@ -17,9 +17,11 @@ Written in Gluon because the layouts are the algorithm: `gl.convert_layout(...,
 assert_trivial=True)` makes the compiler refuse the kernel if decoded values would have to move
 between threads.
 
-The products of one step are in flight while the next 64 columns are decoded and the copies of a later
-step are issued, and are waited for at the end of the step: carried over the loop's back edge they
-make ptxas serialise every one (C7515).
+The products of one step are in flight while the next 64 columns are decoded, and are waited for at
+the end of the step: carried over the loop's back edge they make ptxas serialise every one (C7515). A
+dense product, which has about one block a processor, therefore runs two sets of warps a block, each on
+half of K: one decodes while the other multiplies. Its tokens come by TMA. The experts' tokens are
+gathered with `cp.async`, which costs a fence every step before `wgmma` may read them.
 Measured designs, with figures, are in kernels/README.md.
 """
 
@@ -30,18 +32,20 @@ Measured designs, with figures, are in kernels/README.md.
 # pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
 # pyright: reportGeneralTypeIssues=false
 
-from functools import cache
-
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fused_dequant.chain import chained
@@ -116,18 +120,25 @@ def decode(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
 
 
 @gluon.jit
-def copy_step(
-    source, target, offset, SIZE: gl.constexpr, step, K, BK: gl.constexpr, EVEN_K: gl.constexpr
-):
-    """Start copying one step's words or scales; fragments past K read as zero, which decodes to
+def copy_weights(
+    words, scales, word, scale, words_smem, scales_smem, place, step, K, BK: gl.constexpr,
+    EVEN_K: gl.constexpr,
+):  # fmt: skip
+    """Start copying one step's words and scales; fragments past K read as zero, which decodes to
     zero.
     """
-    source += step * (BK // 64 * SIZE)
+    words += step * (BK * 8)
+    scales += step * BK
     if EVEN_K:
-        async_copy.async_copy_global_to_shared(target, source)
+        async_copy.async_copy_global_to_shared(words_smem.index(place), words)
+        async_copy.async_copy_global_to_shared(scales_smem.index(place), scales)
     else:
+        left = (K - step * BK) // 64
         async_copy.async_copy_global_to_shared(
-            target, source, mask=offset < (K - step * BK) // 64 * SIZE
+            words_smem.index(place), words, mask=word < left * 512
+        )
+        async_copy.async_copy_global_to_shared(
+            scales_smem.index(place), scales, mask=scale < left * 64
         )
 
 
@@ -172,68 +183,54 @@ def store_rows(
     gl.store(place, result.to(y.dtype.element_ty), mask=mask)
 
 
-@gluon.jit
-def add_splits(
-    acc, partial, arrived, mma: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    SPLITS: gl.constexpr,
-):  # fmt: skip
-    """Put down this split's acc; the last program of a tile to arrive adds them all, in order.
-
-    partial f32 [tiles, SPLITS, BN, BM]; arrived int32 [tiles], zero before and after. Nobody waits, so
-    the programs of a tile need not run at the same time.
-    """
-    tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-    partial += tile.to(gl.int64) * (SPLITS * BN * BM)
-    row = gl.arange(0, BN, gl.SliceLayout(1, mma))[:, None]
-    place = row * BM + gl.arange(0, BM, gl.SliceLayout(0, mma))[None, :]
-    gl.store(partial + gl.program_id(2) * (BN * BM) + place, acc)
-    thread_barrier()  # all of this program's stores come before its arrival
-    before = gl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
-    last = before == SPLITS - 1
-    if last:
-        acc = gl.load(partial + place)
-        for split in gl.static_range(1, SPLITS):
-            acc += gl.load(partial + split * (BN * BM) + place)
-        gl.store(arrived + tile, 0)
-    return acc, last
+@gluon.constexpr_function
+def sum_layout(BN, BM):
+    """Shared f32 [BN, BM] such that neither stores nor loads of an accumulator conflict."""
+    columns, rows = BM.bit_length() - 1, BN.bit_length() - 1
+    bases = [[0, 1], [0, 2], [0, 4]] + [[1 << i, 0] for i in range(rows)]
+    return gl.SharedLinearLayout(bases + [[0, 1 << i] for i in range(3, columns)])
 
 
 @gluon.jit
-def nvfp4_hopper_kernel(
-    x,
-    words,
-    scales,
-    factor,
-    y,
-    partial,
-    arrived,
-    slots,
-    block_expert,
-    block_count,
-    row_weight,
-    total,
-    N,
-    K,
-    CHAINED: gl.constexpr,
-    TOPK: gl.constexpr,
-    GROUPED: gl.constexpr,
-    GELU_MUL: gl.constexpr,
-    WEIGHTED: gl.constexpr,
-    EVEN_K: gl.constexpr,
-    BM: gl.constexpr,
-    MORE: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    SPLITS: gl.constexpr,
-    STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
+def allocate(
+    BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr
 ):
-    """X bf16 [rows, K]; words, scales from `to_fragments`; factor f32 [E, 2]; y [slots, N or N/2].
-
-    A block is BM + MORE rows (MORE may be 0): two accumulators, so that 96 rows meet weights decoded
-    once and the tensor core does not compute 128. With SPLITS > 1 (MORE = 0) program (tile, block, s)
-    multiplies the s-th range of K; see `add_splits` for partial and arrived.
+    """Shared memory of one part: words, scales and tokens of every stage, and what says that tokens
+    fetched by TMA are there.
     """
+    linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, BN // 64, BK * 8], linear)
+    scales = gl.allocate_shared_memory(gl.int32, [STAGES, BN // 64, BK], linear)
+    tokens = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], swizzled)
+    more = tokens
+    if MORE:
+        more = gl.allocate_shared_memory(gl.bfloat16, [STAGES, MORE, BK], swizzled)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+    return words, scales, tokens, more, ready
+
+
+@gluon.jit
+def fetch_tokens(
+    x, x_more, tokens, more, ready, row, column, BM: gl.constexpr, MORE: gl.constexpr,
+    BK: gl.constexpr,
+):  # fmt: skip
+    """Start a TMA copy of a block's tokens; what lies outside x reads as zero."""
+    tma.async_copy_global_to_shared(x, [row, column], ready, tokens)
+    if MORE:
+        tma.async_copy_global_to_shared(x_more, [row + BM, column], ready, more)
+
+
+@gluon.jit
+def multiply(
+    x, x_more, words, scales, slots, total, K, first_tile, first_row, begin, end, smem,
+    CHAINED: gl.constexpr, TOPK: gl.constexpr, GROUPED: gl.constexpr, EVEN_K: gl.constexpr,
+    BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Steps begin .. end of a block: f32 [BN, BM] and [BN, MORE] (or the first again)."""
     ROW_TILES: gl.constexpr = BN // 64
     COLUMN_TILES: gl.constexpr = BK // 64
     WARPGROUPS: gl.constexpr = num_warps // 4
@@ -246,78 +243,96 @@ def nvfp4_hopper_kernel(
     tokens_copy: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0]
     )
-    linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    words_smem, scales_smem, tokens_smem, more_smem, ready = smem
 
-    if CHAINED and GROUPED:
-        gdc_wait()  # the blocks may come from the kernel before
-        gdc_launch_dependents()
-    tile = gl.program_id(0)
-    block = gl.program_id(1)
-    expert = 0
-    if GROUPED:
-        if block >= gl.load(block_count):
-            return
-        expert = gl.load(block_expert + block)
     column_tiles = K // 64
-    first_tile = (gl.to_tensor(expert).to(gl.int64) * (N // 64) + tile * ROW_TILES) * column_tiles
-
     row_tile = gl.arange(0, ROW_TILES, gl.SliceLayout(1, words_copy))
     word = gl.arange(0, COLUMN_TILES * 512, gl.SliceLayout(0, words_copy))[None, :]
     words_at = words + first_tile * 512 + (row_tile * (column_tiles * 512))[:, None] + word
     row_tile = gl.arange(0, ROW_TILES, gl.SliceLayout(1, scales_copy))
     scale = gl.arange(0, COLUMN_TILES * 64, gl.SliceLayout(0, scales_copy))[None, :]
     scales_at = scales + first_tile * 64 + (row_tile * (column_tiles * 64))[:, None] + scale
-    k = gl.arange(0, BK, gl.SliceLayout(0, tokens_copy))[None, :]
-    first_row = block * (BM + MORE)
-    slot = slots_of(slots, first_row, gl.SliceLayout(1, tokens_copy), BM, GROUPED)
-    tokens_at = x + (slot // TOPK).to(gl.int64)[:, None] * K + k
-    real = (slot < total)[:, None] & (k < K)
-
-    words_smem = gl.allocate_shared_memory(
-        gl.int32, [STAGES, ROW_TILES, COLUMN_TILES * 512], linear
-    )
-    scales_smem = gl.allocate_shared_memory(
-        gl.int32, [STAGES, ROW_TILES, COLUMN_TILES * 64], linear
-    )
-    tokens_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], swizzled)
+    if GROUPED:
+        k = gl.arange(0, BK, gl.SliceLayout(0, tokens_copy))[None, :]
+        slot = gl.load(slots + first_row + gl.arange(0, BM, gl.SliceLayout(1, tokens_copy)))
+        tokens_at = x + (slot // TOPK).to(gl.int64)[:, None] * K + k
+        real = (slot < total)[:, None] & (k < K)
     acc = gl.zeros([BN, BM], gl.float32, mma)
+    acc_more = acc
     if MORE:
         mma_more: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, MORE, 16])
         operand_more: gl.constexpr = gl.DotOperandLayout(0, mma_more, 2)
-        slot = slots_of(slots, first_row + BM, gl.SliceLayout(1, tokens_copy), MORE, GROUPED)
-        more_at = x + (slot // TOPK).to(gl.int64)[:, None] * K + k
-        real_more = (slot < total)[:, None] & (k < K)
-        more_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, MORE, BK], swizzled)
         acc_more = gl.zeros([BN, MORE], gl.float32, mma_more)
+        if GROUPED:
+            slot = gl.arange(0, MORE, gl.SliceLayout(1, tokens_copy))
+            slot = gl.load(slots + first_row + BM + slot)
+            more_at = x + (slot // TOPK).to(gl.int64)[:, None] * K + k
+            real_more = (slot < total)[:, None] & (k < K)
 
-    split = gl.program_id(2)
-    length = gl.cdiv(gl.cdiv(K, BK), SPLITS)
-    begin = split * length
-    end = gl.minimum(begin + length, gl.cdiv(K, BK))
     for stage in gl.static_range(STAGES - 1):
         if begin + stage < end:
-            copy_step(words_at, words_smem.index(stage), word, 512, begin + stage, K, BK, EVEN_K)
-            copy_step(scales_at, scales_smem.index(stage), scale, 64, begin + stage, K, BK, EVEN_K)
-    gate_factor = gl.load(factor + expert * 2)
-    up_factor = gl.load(factor + expert * 2 + 1)
+            copy_weights(
+                words_at,
+                scales_at,
+                word,
+                scale,
+                words_smem,
+                scales_smem,
+                stage,
+                begin + stage,
+                K,
+                BK,
+                EVEN_K,
+            )
     if CHAINED and not GROUPED:
         gdc_wait()  # weights depend on nothing: they are on their way before the tokens exist
         gdc_launch_dependents()
     for stage in gl.static_range(STAGES - 1):
-        if begin + stage < end:
-            copy_tokens(tokens_at, tokens_smem.index(stage), real, k, begin + stage, K, BK, EVEN_K)
-            if MORE:
-                copy_tokens(
-                    more_at, more_smem.index(stage), real_more, k, begin + stage, K, BK, EVEN_K
-                )
+        step = begin + stage
+        if step < end:
+            if GROUPED:
+                copy_tokens(tokens_at, tokens_smem.index(stage), real, k, step, K, BK, EVEN_K)
+                if MORE:
+                    copy_tokens(more_at, more_smem.index(stage), real_more, k, step, K, BK, EVEN_K)
+            else:
+                mbarrier.expect(ready.index(stage), 2 * (BM + MORE) * BK)
+                fetch_tokens(
+                    x, x_more, tokens_smem.index(stage), more_smem.index(stage),
+                    ready.index(stage), first_row, step * BK, BM, MORE, BK,
+                )  # fmt: skip
         async_copy.commit_group()
     for step in range(begin, end):
-        async_copy.wait_group(STAGES - 2)
         current = (step - begin) % STAGES
+        ahead = step + STAGES - 1
+        into = (ahead - begin) % STAGES
+        if not GROUPED:
+            mbarrier.expect(ready.index(into), 2 * (BM + MORE) * BK, pred=ahead < end)
+        async_copy.wait_group(STAGES - 2)
+        thread_barrier()  # copies have arrived, and no warp reads the last step's tokens
+        if not GROUPED:
+            if ahead < end:
+                copy_weights(
+                    words_at,
+                    scales_at,
+                    word,
+                    scale,
+                    words_smem,
+                    scales_smem,
+                    into,
+                    ahead,
+                    K,
+                    BK,
+                    EVEN_K,
+                )
+                fetch_tokens(
+                    x, x_more, tokens_smem.index(into), more_smem.index(into),
+                    ready.index(into), first_row, ahead * BK, BM, MORE, BK,
+                )  # fmt: skip
+            mbarrier.wait(ready.index(current), (step - begin) // STAGES & 1)
         packed = words_smem.index(current).reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2])
         scale_words = scales_smem.index(current).reshape([ROW_TILES, COLUMN_TILES, 4, 8, 2])
-        fence_async_shared()  # cp.async wrote the tokens, wgmma reads them through another proxy
+        if GROUPED:
+            fence_async_shared()  # cp.async wrote the tokens, wgmma reads through another proxy
         kept = ()  # operands of products in flight: their registers must not be reused
         for part in gl.static_range(COLUMN_TILES):
             weights = decode(
@@ -335,11 +350,20 @@ def nvfp4_hopper_kernel(
                 tokens = more_smem.index(current).slice(64 * part, 64, dim=1).permute([1, 0])
                 same = gl.convert_layout(weights, operand_more, assert_trivial=True)
                 acc_more = warpgroup_mma(same, tokens, acc_more, is_async=True)
-        ahead = step + STAGES - 1  # copies are addressed and issued under the last products
-        if ahead < end:
-            into = (ahead - begin) % STAGES
-            copy_step(words_at, words_smem.index(into), word, 512, ahead, K, BK, EVEN_K)
-            copy_step(scales_at, scales_smem.index(into), scale, 64, ahead, K, BK, EVEN_K)
+        if GROUPED and ahead < end:  # addressed and issued under the last products
+            copy_weights(
+                words_at,
+                scales_at,
+                word,
+                scale,
+                words_smem,
+                scales_smem,
+                into,
+                ahead,
+                K,
+                BK,
+                EVEN_K,
+            )
             copy_tokens(tokens_at, tokens_smem.index(into), real, k, ahead, K, BK, EVEN_K)
             if MORE:
                 copy_tokens(more_at, more_smem.index(into), real_more, k, ahead, K, BK, EVEN_K)
@@ -350,11 +374,112 @@ def nvfp4_hopper_kernel(
         else:
             done = warpgroup_mma_wait(0, (acc,) + kept)  # noqa: RUF005
         acc = done[0]
+    return acc, acc_more
 
-    if SPLITS > 1:
-        acc, last = add_splits(acc, partial, arrived, mma, BM, BN, SPLITS)
-        if not last:
+
+@gluon.jit
+def multiply_aside(
+    x, x_more, words, scales, slots, total, K, first_tile, first_row, begin, end, smem,
+    CHAINED: gl.constexpr, TOPK: gl.constexpr, GROUPED: gl.constexpr, EVEN_K: gl.constexpr,
+    BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """`multiply` on warps of its own, which leave their sums where their tokens were."""
+    acc, acc_more = multiply(
+        x, x_more, words, scales, slots, total, K, first_tile, first_row, begin, end, smem,
+        CHAINED, TOPK, GROUPED, EVEN_K, BM, MORE, BN, BK, STAGES, num_warps,
+    )  # fmt: skip
+    gl.static_assert(STAGES * BK >= 2 * BN)
+    thread_barrier()  # every warp has read its last tokens
+    smem[2]._reinterpret(gl.float32, [BN, BM], sum_layout(BN, BM)).store(acc)
+    if MORE:
+        smem[3]._reinterpret(gl.float32, [BN, MORE], sum_layout(BN, MORE)).store(acc_more)
+
+
+@gluon.jit
+def nvfp4_hopper_kernel(
+    x,
+    x_more,
+    words,
+    scales,
+    factor,
+    y,
+    slots,
+    block_expert,
+    block_count,
+    row_weight,
+    total,
+    N,
+    K,
+    CHAINED: gl.constexpr,
+    TOPK: gl.constexpr,
+    GROUPED: gl.constexpr,
+    GELU_MUL: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    EVEN_K: gl.constexpr,
+    BM: gl.constexpr,
+    MORE: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """X bf16 [rows, K]; words, scales from `to_fragments`; factor f32 [E, 2]; y [slots, N or N/2].
+
+    A block is BM + MORE rows (MORE may be 0): two accumulators, so that 96 rows meet weights decoded
+    once and the tensor core does not compute 128. With PARTS = 2 a second set of warps multiplies the
+    second half of K.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
+    if CHAINED and GROUPED:
+        gdc_wait()  # the blocks may come from the kernel before
+        gdc_launch_dependents()
+    tile = gl.program_id(0)
+    block = gl.program_id(1)
+    expert = 0
+    if GROUPED:
+        if block >= gl.load(block_count):
             return
+        expert = gl.load(block_expert + block)
+    first_tile = gl.to_tensor(expert).to(gl.int64) * (N // 64) + tile * (BN // 64)
+    first_tile *= K // 64
+    first_row = block * (BM + MORE)
+    gate_factor = gl.load(factor + expert * 2)
+    up_factor = gl.load(factor + expert * 2 + 1)
+    smem = allocate(BM, MORE, BN, BK, STAGES)
+    steps = gl.cdiv(K, BK)
+    if PARTS == 1:
+        thread_barrier()
+        acc, acc_more = multiply(
+            x, x_more, words, scales, slots, total, K, first_tile, first_row, 0, steps, smem,
+            CHAINED, TOPK, GROUPED, EVEN_K, BM, MORE, BN, BK, STAGES, num_warps,
+        )  # fmt: skip
+    else:
+        aside = allocate(BM, MORE, BN, BK, STAGES)
+        middle = (steps + 1) // 2
+        acc, acc_more = gl.warp_specialize(
+            [
+                (multiply, (
+                    x, x_more, words, scales, slots, total, K, first_tile, first_row, 0, middle, smem,
+                    CHAINED, TOPK, GROUPED, EVEN_K, BM, MORE, BN, BK, STAGES, num_warps,
+                )),
+                (multiply_aside, (
+                    x, x_more, words, scales, slots, total, K, first_tile, first_row, middle, steps,
+                    aside, CHAINED, TOPK, GROUPED, EVEN_K, BM, MORE, BN, BK, STAGES, num_warps,
+                )),
+            ],
+            [num_warps],
+            [240 if num_warps == 4 else 128],  # registers a thread
+        )  # fmt: skip
+        acc += aside[2]._reinterpret(gl.float32, [BN, BM], sum_layout(BN, BM)).load(mma)
+        if MORE:
+            mma_more: gl.constexpr = gl.NVMMADistributedLayout(
+                [3, 0], [num_warps, 1], [16, MORE, 16]
+            )
+            acc_more += (
+                aside[3]._reinterpret(gl.float32, [BN, MORE], sum_layout(BN, MORE)).load(mma_more)
+            )
     width = N // 2 if GELU_MUL else N
     store_rows(
         acc, y, gate_factor, up_factor, row_weight, slots, first_row, tile, total, width,
@@ -374,38 +499,22 @@ def nvfp4_hopper(
     factor: torch.Tensor,
     config: dict[str, int],
 ) -> torch.Tensor:
-    """X bf16 [M, K], fragments of one weight (E = 1) -> bf16 [M, N].
-
-    With `config["SPLITS"]` > 1 ranges of K are multiplied apart: a dense product has too few tiles to
-    fill the machine. Such products must not run at the same time on one device: they count arrivals
-    in the same place.
-    """
+    """X bf16 [M, K], fragments of one weight (E = 1) -> bf16 [M, N]."""
     M, K = x.shape
-    N, splits = words.shape[1] * FRAGMENT, config["SPLITS"]
+    N = words.shape[1] * FRAGMENT
     y = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
-    grid = (N // config["BN"], triton.cdiv(M, config["BM"] + config["MORE"]), splits)
-    partial = arrived = y
-    if splits > 1:
-        tiles = grid[0] * grid[1]
-        size = tiles * splits * config["BN"] * config["BM"]
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        arrived = _arrivals(x.device)
-        if tiles > len(arrived):
-            raise ValueError(f"{tiles} split tiles, at most {len(arrived)}: use SPLITS = 1")
+    grid = (N // config["BN"], triton.cdiv(M, config["BM"] + config["MORE"]))
+    tokens = NVMMASharedLayout(128, 16, 2)
+    boxes = [
+        TensorDescriptor.from_tensor(x, [rows, config["BK"]], tokens)
+        for rows in (config["BM"], config["MORE"] or config["BM"])
+    ]
     nvfp4_hopper_kernel[grid](
-        x, words, scales, factor, y, partial, arrived, y, y, y, y, M, N, K,
+        *boxes, words, scales, factor, y, y, y, y, y, M, N, K,
         TOPK=1, GROUPED=False, GELU_MUL=False, WEIGHTED=False, EVEN_K=K % config["BK"] == 0,
         **chained(x.device), **config,
     )  # fmt: skip
     return y
-
-
-@cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """Counters that every launch leaves at zero, so a CUDA graph needs no launch to clear them."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise ValueError("run a split product once before capturing it in a CUDA graph")
-    return torch.zeros(16384, dtype=torch.int32, device=device)
 
 
 def grouped_nvfp4_hopper(
@@ -428,7 +537,7 @@ def grouped_nvfp4_hopper(
     total = len(x) if down else len(x) * routing.topk
     y = torch.empty(total, N if down else N // 2, dtype=torch.bfloat16, device=x.device)
     nvfp4_hopper_kernel[(N // config["BN"], routing.max_blocks)](
-        x, words, scales, factor, y, y, y, routing.slots, routing.block_expert, routing.block_count,
+        x, x, words, scales, factor, y, routing.slots, routing.block_expert, routing.block_count,
         y if row_weight is None else row_weight, total, N, K,
         TOPK=1 if down else routing.topk, GROUPED=True, GELU_MUL=not down,
         WEIGHTED=down, EVEN_K=K % config["BK"] == 0, **chained(x.device), **config,

@@ -39,6 +39,7 @@ BUFFER_BYTES = 200 * 2**20  # several times the L2
 # A thread has 255 registers, and decoded weights and addresses lie beside the accumulators. A sweep
 # that allowed 256 accumulators ended in "illegal instruction"; none within this limit has.
 MAX_ACCUMULATORS = 128
+SHARED = 226 * 2**10  # bytes of shared memory a Hopper block may fill with tiles
 _EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
@@ -66,7 +67,7 @@ def products() -> Iterator[Product]:
         yield Product("experts_up", scheme, M, 2 * cases.INNER, cases.HIDDEN)
         yield Product("experts_down", scheme, M, cases.HIDDEN, cases.INNER)
     for scheme, M, (N, K) in itertools.product(
-        ("fp8", "nvfp4_fragments"), TOKENS[1:], cases.LINEAR_SHAPES
+        ("fp8", "nvfp4_fragments"), TOKENS[1:], (*cases.LINEAR_SHAPES, (9216, 2816))
     ):
         yield Product("linear", scheme, M, N, K)
     for scheme, M in itertools.product(("bf16", "fp8"), TOKENS[1:]):
@@ -108,12 +109,14 @@ def _sweep(product: Product) -> Iterator[Config]:
         ):
             yield _config("BM BN BK num_warps num_stages", BM, BN, BK, warps, stages)
     elif product.scheme == "nvfp4_fragments":
-        for (BM, MORE), (BN, warps), (BK, stages), split in itertools.product(
+        for (BM, MORE), (BN, warps), (BK, stages), parts in itertools.product(
             _hopper_rows(product), *_hopper_shapes(product)
         ):
-            if product.N % BN == 0 and (split == 1 or not MORE):
-                names = "BM MORE BN BK SPLITS STAGES num_warps"
-                yield _config(names, BM, MORE, BN, BK, split, stages, warps)
+            stage = 2 * (BM + MORE) * BK + BN * BK * 9 // 16
+            fits = parts * stages * stage <= SHARED and (parts == 1 or stages * BK >= 2 * BN)
+            if product.N % BN == 0 and fits:
+                names = "BM MORE BN BK PARTS STAGES num_warps"
+                yield _config(names, BM, MORE, BN, BK, parts, stages, warps)
     elif product.verb.startswith("experts"):
         tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
         depths = (64, 128) if product.M == 1024 else (64, 128, 256)
@@ -147,13 +150,12 @@ def _hopper_rows(product: Product) -> tuple[tuple[int, int], ...]:
 def _hopper_shapes(
     product: Product,
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """(BN, warps), (BK, stages) and splits of K."""
-    if product.verb == "linear" and product.M < 1024:
-        steps = ((64, 6), (128, 3), (128, 4), (128, 6), (256, 3), (256, 4))
-        return ((64, 4), (128, 8)), steps, (1, 2, 3)
+    """(BN, warps), (BK, stages) and parts of K."""
+    if product.verb == "linear":
+        steps = ((64, 5), (64, 6), (128, 3), (128, 4), (128, 6), (256, 3))
+        return ((64, 4), (128, 8)), steps, (1, 2)
     tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
-    splits = (1, 2) if product.verb == "linear" else (1,)
-    return tiles, tuple(itertools.product((64, 128), (3, 4))), splits
+    return tiles, tuple(itertools.product((64, 128), (3, 4))), (1,)
 
 
 def _expert_rows(M: int) -> tuple[tuple[int, int], ...]:

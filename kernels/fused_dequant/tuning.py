@@ -78,7 +78,7 @@ def default(verb: str, scheme: str, M: int, N: int, K: int) -> Config:
         BK = 128 if K % 128 == 0 else 64
         BN = 128 if N % 128 == 0 else 64
         sizes = {"BM": max(rows, 32), "MORE": 0, "BN": BN, "BK": BK}
-        return sizes | {"SPLITS": 1, "STAGES": 3, "num_warps": BN // 16}
+        return sizes | {"PARTS": 1, "STAGES": 3, "num_warps": BN // 16}
     if scheme.startswith("nvfp4"):
         return {"BM": rows, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3}
     config = {"BM": rows, "MORE": 0, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
