@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 from fused_dequant import (
     attention,
+    attention_hopper,
     matmul,
     nvfp4,
     nvfp4_blackwell,
     nvfp4_hopper,
     quantize,
     residual,
+    router,
     routing,
     sampling,
     vocabulary,
 )
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from tests.kernels_support.compile_check import SHARED_LIMIT, compile_for
 
@@ -44,9 +47,18 @@ FP8 = BF16 | {"x": "*fp8e4nv", "w": "*fp8e4nv"}
 INT8 = BF16 | {"x": "*i8", "w": "*i8"}
 NVFP4 = {"x": "*bf16", "packed": "*u8", "scale": "*u8", "factor": "*fp32"} | POINTERS
 W4A4 = NVFP4 | {"x": "*u8", "x_scale": "*fp8e4nv", "scale": "*fp8e4nv", "input_scale": "*fp32"}
-FRAGMENTS = {"x": "*bf16", "words": "*i32", "scales": "*i32", "factor": "*fp32"}
-FRAGMENTS |= {"partial": "*fp32", "arrived": "*i32"} | POINTERS
+FRAGMENTS = {"x": "*bf16", "x_more": "*bf16", "words": "*i32", "scales": "*i32", "factor": "*fp32"}
+FRAGMENTS |= POINTERS
 
+
+def box(rows: int, columns: int) -> str:
+    """Type of a TMA descriptor of a Gluon kernel."""
+    return f"tensordesc<bf16[{rows}, {columns}],{NVMMASharedLayout(128, 16, 2)!r}>"
+
+
+ATTEND = {"q": "*bf16", "slots": "*i32", "first": "*i32", "last": "*i32"}
+ATTEND |= dict.fromkeys(("out", "largest", "total"), "*fp32")
+ATTEND |= dict.fromkeys(("rows", "n", "capacity", "splits"), "i32")
 EXPERTS_UP = {"TOPK": 8, "GROUPED": True, "WEIGHTED": False, "EVEN_K": True}
 EXPERTS_DOWN = {"TOPK": 1, "GROUPED": True, "WEIGHTED": True, "EVEN_K": False}
 DENSE = {"TOPK": 1, "GROUPED": False, "WEIGHTED": False, "EVEN_K": True}
@@ -170,7 +182,7 @@ CASES = [
         FRAGMENTS,
         EXPERTS_UP
         | {"GELU_MUL": True, "num_warps": 8}
-        | tile(BM=32, MORE=0, BN=128, BK=128, SPLITS=1, STAGES=4),
+        | tile(BM=32, MORE=0, BN=128, BK=128, PARTS=1, STAGES=4),
         {90: "HGMMA"},
         {"num_warps": 8},
         {90: 3.7},
@@ -181,7 +193,7 @@ CASES = [
         FRAGMENTS,
         EXPERTS_DOWN
         | {"GELU_MUL": False, "num_warps": 8}
-        | tile(BM=32, MORE=0, BN=128, BK=128, SPLITS=1, STAGES=4),
+        | tile(BM=32, MORE=0, BN=128, BK=128, PARTS=1, STAGES=4),
         {90: "HGMMA"},
         {"num_warps": 8},
         {90: 3.9},
@@ -189,23 +201,32 @@ CASES = [
     Case(
         "nvfp4 fragments dense",
         nvfp4_hopper.nvfp4_hopper_kernel,
-        FRAGMENTS,
+        FRAGMENTS | {"x": box(128, 128), "x_more": box(128, 128)},
         DENSE
-        | {"GELU_MUL": False, "num_warps": 8}
-        | tile(BM=128, MORE=0, BN=128, BK=128, SPLITS=3, STAGES=3),
+        | {"GELU_MUL": False, "num_warps": 4}
+        | tile(BM=128, MORE=0, BN=64, BK=128, PARTS=2, STAGES=3),
         {90: "HGMMA"},
-        {"num_warps": 8},
-        {90: 4.5},
+        {"num_warps": 4},
+        {90: 3.9},
     ),
     Case(
         "nvfp4 fragments dense, 96 rows",
         nvfp4_hopper.nvfp4_hopper_kernel,
-        FRAGMENTS,
+        FRAGMENTS | {"x": box(64, 128), "x_more": box(32, 128)},
         DENSE
         | {"GELU_MUL": False, "num_warps": 4}
-        | tile(BM=64, MORE=32, BN=64, BK=128, SPLITS=1, STAGES=4),
+        | tile(BM=64, MORE=32, BN=64, BK=128, PARTS=2, STAGES=3),
         {90: "HGMMA"},
         {"num_warps": 4},
+        {90: 4.6},
+    ),
+    Case(
+        "attention, wide heads",
+        attention_hopper.attend_hopper_kernel,
+        ATTEND | {"keys": box(64, 512), "values": box(64, 512)},
+        {"Q_HEADS": 16, "KV_HEADS": 2, "D": 512, "SPLIT": True, "num_warps": 8},
+        {90: "HGMMA"},
+        {"num_warps": 8},
     ),
     Case(
         "nvfp4 w4a4 dense",
@@ -256,7 +277,7 @@ QUICK = {
     ("fp8 experts up", 89), ("fp8 experts up", 90), ("fp8 experts down", 90),
     ("fp8 experts up, 80 rows", 90),
     ("nvfp4 fragments up", 90), ("nvfp4 fragments down", 90),
-    ("nvfp4 fragments dense, 96 rows", 90), ("nvfp4 experts up", 80),
+    ("nvfp4 fragments dense", 90), ("attention, wide heads", 90), ("nvfp4 experts up", 80),
     ("nvfp4 w4a4 dense", 100), ("nvfp4 w4a4 dense", 120), ("int8 dense", 80),
     ("lm_head", 90), ("soft embedding", 90), ("bf16 experts up", 100),
 }  # fmt: skip
@@ -302,13 +323,10 @@ LAYER = dict.fromkeys(("h", "o", "w_post", "w_dense", "w_experts", "w_router", "
 LAYER |= dict.fromkeys(("x_experts", "x_router", "dense", "experts", "w_1", "w_2", "w"), "*bf16")
 LAYER |= {"scalar": "*bf16", "w_next": "*bf16", "x_dense": "*i8", "x": "*i8", "H": "i32"}
 LAYER |= {"dense_scale": "*fp32", "x_scale": "*fp32", "eps": "fp32", "root": "fp32"}
-CHOOSE = {
-    "logits": "*bf16",
-    "per_expert_scale": "*bf16",
-    "ids": "*i32",
-    "weights": "*fp32",
-    "E": "i32",
-}
+LAYER |= {"tokens": "*i64", "embedding": "*bf16", "update": "*bf16", "factor": "fp32", "y": "*bf16"}
+LAYER |= {"weight": "*bf16", "gate_up": "*bf16", "K": "i32"}
+ROUTER = {"x": "*bf16", "w": "*bf16", "partial": "*fp32", "M": "i32", "E": "i32", "K": "i32"}
+ROUTER |= {"per_expert_scale": "*bf16", "ids": "*i32", "weights": "*fp32"}
 ROW = {"LARGEST": 127.0, "BLOCK": 4096}
 BETWEEN = [  # kernel, signature, constants, warps
     *(
@@ -316,8 +334,12 @@ BETWEEN = [  # kernel, signature, constants, warps
         for k, d in ((8, 256), (2, 512))
     ),
     (residual.after_attention_kernel, LAYER, ROW, 8),
-    (residual.after_experts_kernel, LAYER, ROW, 8),
-    (residual.choose_kernel, CHOOSE, {"TOPK": 8, "EXPERTS": 128}, 1),
+    (residual.after_experts_kernel, LAYER, ROW | {"CHOICES": 8}, 8),
+    (residual.begin_kernel, LAYER, ROW | {"UPDATED": True, "NORMED": True}, 8),
+    (residual.scaled_norm_kernel, LAYER | {"x": "*bf16"}, {"BLOCK": 4096}, 8),
+    (residual.gelu_mul_kernel, LAYER, {"BLOCK": 1024}, 4),
+    (router.logits_kernel, ROUTER, {"STEPS": 2, "EXPERTS": 128, "BM": 64, "BK": 128}, 4),
+    (router.choose_kernel, ROUTER, {"SPLITS": 22, "TOPK": 8, "EXPERTS": 128}, 1),
 ]
 SAMPLER = [  # kernel, constants, warps
     (sampling.statistics_kernel, {"RANGE": 4096, "EVEN": True}, 4),
@@ -356,10 +378,12 @@ def test_elementwise_kernels(target: int) -> None:
             "weight": "*bf16",
             "q": "*fp8e4nv",
             "scale": "*fp32",
+            "M": "i32",
             "K": "i32",
             "eps": "fp32",
         }
-        constants = {"FUSE": "rms_norm", "LARGEST": 448.0, "BLOCK": 4096, "CHAINED": target >= 90}
+        constants = {"FUSE": "rms_norm", "LARGEST": 448.0, "ROWS": 1, "BLOCK": 4096}
+        constants |= {"CHAINED": target >= 90}
         reports.append(
             compile_for(target, quantize.quantize_rows_kernel, rows, constants, num_warps=8)
         )

@@ -29,8 +29,11 @@ known to the device alone: a CUDA graph replays with other lengths.
 import torch
 import triton
 import triton.language as tl
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fused_dequant.attention_hopper import attend_hopper_kernel
 from fused_dequant.chain import chained, follow
 
 COMBINED = 8  # lines a program of `combine_kernel`
@@ -257,22 +260,26 @@ def attend(
     last: torch.Tensor,
     config: dict[str, int],
 ) -> torch.Tensor:
-    """See `layer.attend`; config holds BQ, BN, SPLITS and launch options."""
+    """See `layer.attend`; config as `configure` made it."""
     rows, q_heads, D = q.shape
     count, capacity, kv_heads, _ = keys.shape
     n = rows // len(slots)
     options = dict(config)
-    cells = [
-        TensorDescriptor.from_tensor(t.view(count * capacity, kv_heads * D), [config["BN"], D])
-        for t in (keys, values)
-    ]
-    BQ, splits = options["BQ"], options.pop("SPLITS")
+    splits = options.pop("SPLITS")
+    caches = [t.view(count * capacity, kv_heads * D) for t in (keys, values)]
+    if options.pop("HOPPER", 0):
+        kernel, queries = attend_hopper_kernel, 64 * kv_heads // q_heads
+        layout = NVMMASharedLayout(128, 16, 2)
+        cells = [GluonDescriptor.from_tensor(t, [64, D], layout) for t in caches]
+    else:
+        kernel, queries = attend_kernel, options["BQ"]
+        cells = [TensorDescriptor.from_tensor(t, [options["BN"], D]) for t in caches]
     out = torch.empty_like(q)
     partial, largest, total = out, out, out
     if splits > 1:
         partial = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
         largest, total = torch.empty(2, splits, rows, q_heads, dtype=torch.float32, device=q.device)
-    attend_kernel[(triton.cdiv(n, BQ), len(slots) * kv_heads, splits)](
+    kernel[(triton.cdiv(n, queries), len(slots) * kv_heads, splits)](
         q, *cells, slots, first, last, partial, largest, total, rows, n, capacity, splits,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, SPLIT=splits > 1, **chained(q.device),
         **options,
@@ -287,13 +294,22 @@ def attend(
 
 
 def configure(
-    rows: int, batch: int, q_heads: int, kv_heads: int, D: int, processors: int
+    rows: int,
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    D: int,
+    processors: int,
+    *,
+    hopper: bool = False,
 ) -> dict[str, int]:
-    """Choose BQ, BN, splits: 64 rows a program, splits while processors would idle."""
+    """64 rows a program, positions split while processors would idle; `hopper`: on sm_90."""
     group = q_heads // kv_heads
     BQ = max(1, 64 // group)
     programs = -(-(rows // batch) // BQ) * batch * kv_heads
     splits = max(1, min(8, processors // programs))
+    if hopper and D == 512 and 64 % group == 0:
+        return {"HOPPER": 1, "SPLITS": splits, "num_warps": 8}
     wide = D > 256
     return {
         "BQ": BQ, "BN": 32 if wide else 64, "SPLITS": splits,

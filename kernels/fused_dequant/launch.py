@@ -175,7 +175,10 @@ def attend(
     """See `layer.attend`."""
     rows, q_heads, D = q.shape
     processors = vocabulary.processors(q.device)
-    config = attention.configure(rows, len(slots), q_heads, keys.shape[2], D, processors)
+    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
+    config = attention.configure(
+        rows, len(slots), q_heads, keys.shape[2], D, processors, hopper=hopper
+    )
     return attention.attend(q, keys, values, slots, first, last, config)
 
 
