@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from quantize.checkpoint import Checkpoint, TensorInfo
 from quantize.convert import convert
@@ -20,6 +21,7 @@ from quantize.recipe import load_recipe
 from quantize.runtime import Sampler
 from quantize.runtime.fused import Cache, FusedModel
 from quantize.runtime.fused_engine import FusedEngine
+from quantize.runtime.images import place, prepare
 from quantize.runtime.model import decode_canvas, encode_prompts
 from quantize.runtime.packed import load_packed
 from quantize.synthetic import synthetic_config, write_synthetic
@@ -173,3 +175,53 @@ def test_other_settings_and_early_stop(artifact: tuple[str, Path]) -> None:
     for slot, sampler in enumerate((SAMPLER, quick)):
         engine.admit(slot, tokens(50, seed=slot).tolist(), slot, sampler)
     assert [canvas.steps for canvas in engine.denoise([0, 1])] == [6, 1]
+
+
+@torch.no_grad()
+def test_pictures(artifact: tuple[str, Path]) -> None:
+    """Logits behind two pictures, the first wider than the window; a canvas denoised by the engine."""
+    name, folder = artifact
+    weights = load_packed(folder, "cuda")
+    config = weights.config
+    drawn = [
+        Image.radial_gradient("L").resize(size).convert("RGB") for size in ((640, 640), (300, 90))
+    ]
+    images, counts = prepare(drawn, config, 1120)
+    assert counts[0] > config.text_config.sliding_window
+    text, placeholder = tokens(900, seed=3).tolist(), config.image_token_id
+    ids = [*text[:500], placeholder, *text[500:880], placeholder, *text[880:]]
+    prompt, canvas = place(ids, counts, config), tokens(1, CANVAS, seed=5)
+    wanted: dict[torch.dtype, torch.Tensor] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load(folder, activations=MODES[name], dtype=dtype, device="cuda")
+        prefix = encode_prompts(model, [prompt], [images])
+        wanted[dtype] = decode_canvas(model, prefix, canvas, None)[0].float()
+        del model
+    engine = FusedEngine(weights, capacity=2, max_context=4096)
+    engine.admit(1, prompt, 0, SAMPLER, images)
+    out = torch.empty(CANVAS, VOCABULARY, dtype=torch.bfloat16, device="cuda")
+    placed = engine.model.behind(integers(1), integers(len(prompt)), CANVAS)
+    engine.model.decode(canvas, placed, None, out)
+    exact = wanted[torch.float32]
+    found, allowed = error(out, exact), error(wanted[torch.bfloat16], exact)
+    print(
+        f"{name}, pictures of {counts} tokens: error {found:.4f}, transformers' bf16 {allowed:.4f}"
+    )
+    assert allowed < 0.1
+    assert found <= 1.3 * allowed + 0.005
+    assert engine.denoise([1])[0].steps == SAMPLER.max_denoising_steps
+
+
+def test_short_prompts_together(artifact: tuple[str, Path]) -> None:
+    """Four short prompts in one graph: as kernel by kernel, whoever is in which slot."""
+    weights = load_packed(artifact[1], "cuda")
+    results: list[list[object]] = []
+    for graphs, order in ((True, range(4)), (False, range(4)), (True, (2, 0, 3, 1))):
+        engine = FusedEngine(weights, capacity=4, max_context=1024, graphs=graphs)
+        for slot, which in enumerate(order):
+            prompt = tokens((7, 90, 200, 256)[which], seed=which).tolist()
+            engine.admit(slot, prompt, which, SAMPLER)
+        canvases = engine.denoise(range(4))
+        assert set(engine._commits) == {(4, 256)}
+        results.append([canvases[list(order).index(which)] for which in range(4)])
+    assert results[0] == results[1] == results[2]
