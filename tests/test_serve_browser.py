@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pictures import data_url, encoded, part, picture
 from serving import QUESTION, ScriptedEngine, running, text_of
 from serving import in_process as runtime_answer
 
@@ -106,6 +107,31 @@ def test_a_chat_round_trip(browser: Any, width: int, scheme: str) -> None:
         assert len(found["passes"]) > 10
         serious = [v["id"] for v in found["violations"] if v["impact"] in ("serious", "critical")]
         assert serious == []
+        assert view.complaints == []
+        view.context.close()
+
+
+def test_a_picture_is_sent_with_the_question(browser: Any, tmp_path: Path) -> None:
+    shown = encoded(picture())
+    (tmp_path / "shown.png").write_bytes(shown)
+    with running() as server:
+        view = Page(browser, server.url, width=390)
+        ready(view.page)
+        view.page.locator("#seed").fill("3")
+        view.page.locator("#picture").set_input_files(tmp_path / "shown.png")
+        view.picture("with-picture")
+        view.ask(QUESTION)
+        answer = view.answered()
+        content = [part(data_url(shown)), {"type": "text", "text": QUESTION}]
+        create: Any = server.openai.chat.completions.create
+        reply = create(
+            model="bundled", messages=[{"role": "user", "content": content}], seed=3
+        )  # fmt: skip
+        assert answer == reply.choices[0].message.content
+        assert f"{reply.usage.completion_tokens} tokens" in view.page.locator(".facts").inner_text()
+        assert "[shown.png]" in view.page.locator(".turn.you").inner_text()
+        assert view.page.locator("#picture").evaluate("input => input.files.length") == 0
+        assert view.page.evaluate("document.documentElement.scrollWidth") <= 390
         assert view.complaints == []
         view.context.close()
 

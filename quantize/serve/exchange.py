@@ -83,6 +83,5 @@ class Exchange:
     async def _cancel_when_gone(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             continue
-        self.scheduler.cancel(self.jobs)
         gone = RequestError(499, "the client hung up", code="client_gone")
         self._put(0, gone)

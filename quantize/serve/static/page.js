@@ -127,15 +127,30 @@ function summary(usage, milliseconds) {
   return parts.join(" · ");
 }
 
-$("form").addEventListener("submit", (event) => {
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+$("form").addEventListener("submit", async (event) => {
   event.preventDefault();
   if (running) return running.abort();
   const text = $("prompt").value.trim();
+  const [picture] = $("picture").files;
   if (!text || !model) return;
+  $("prompt").value = $("picture").value = "";
   document.querySelector(".hint")?.remove();
-  element("turn you", $("chat"), text);
-  messages.push({ role: "user", content: text });
-  $("prompt").value = "";
+  element("turn you", $("chat"), picture ? `${text}\n[${picture.name}]` : text);
+  let content = text;
+  if (picture) {
+    const image_url = { url: await dataUrl(picture) };
+    content = [{ type: "image_url", image_url }, { type: "text", text }];
+  }
+  messages.push({ role: "user", content });
   answer();
 });
 $("prompt").addEventListener("keydown", (event) => {
