@@ -416,8 +416,8 @@ def _served_name(checkpoint: str, folder: Path) -> str:
     help="Canvases measured for each row; the median counts.",
 )  # fmt: skip
 @click.option(
-    "--vocabulary", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True,
-    help="fp8 rounds lm_head and the soft embedding at load; no accuracy here was measured with it.",
+    "--lm-head", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True,
+    help="fp8 rounds the output embedding at load, which no accuracy here was measured with.",
 )  # fmt: skip
 @click.option(
     "--experts-hit", type=click.IntRange(8, 128),
@@ -434,7 +434,7 @@ def bench(
     batches: tuple[int, ...],
     context: int,
     canvases: int,
-    vocabulary: str,
+    lm_head: str,
     experts_hit: int | None,
     hourly_price: float | None,
     as_json: bool,
@@ -464,7 +464,7 @@ def bench(
         batches=sorted(set(batches)),
         context=context,
         canvases=canvases,
-        vocabulary=vocabulary,
+        lm_head=lm_head,
         experts_hit=experts_hit,
         hourly_price=hourly_price,
     )
