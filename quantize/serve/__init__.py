@@ -1,8 +1,8 @@
 """An OpenAI-compatible server on the denoising runtime: `quantize serve CHECKPOINT`.
 
     HTTP (guard: host, key, body size) -> app: a request, validated -> jobs, one a choice
-      -> scheduler: one thread that owns the model; jobs get a slot at canvas boundaries, all slots
-         denoise one canvas together, finished canvases go back as text that never changes
+      -> scheduler: one thread that drives the engine; a job gets a slot when one is free, all slots
+         denoise together, each finished canvas goes back as text that never changes
       -> exchange: the events of a request's jobs -> one JSON answer, or server-sent events
 
 Diffusion commits a canvas at a time (256 tokens of the real model), so that is the unit of streaming,

@@ -1,12 +1,12 @@
 """One thread that owns the model: jobs wait, get a slot at a canvas boundary, and leave at one.
 
     while there is work:
-        forget cancelled jobs -> admit waiting ones to free slots -> denoise one canvas for all slots
+        forget cancelled jobs -> admit waiting ones to free slots -> denoise until a canvas is finished
         -> hand out what it added -> release the slots of jobs that are finished
 
 An answer's text is made here too, not on the event loop: a stop string must free its slot before the
 next canvas begins. Everything a job has to say goes through its `emit`, which is called on this
-thread. A failure of the engine fails the jobs that it was working on, nothing else.
+thread; only drafts come on the engine's. A failure of the engine fails the jobs that it was working on, nothing else.
 """
 
 import logging
@@ -52,7 +52,7 @@ class Job:
         seed: of its noise.
         sampler: settings of its denoising.
         answer: what becomes of it; read it after the last event only.
-        emit: gets its events, on the scheduler's thread; a `RequestError` or a finish is the last.
+        emit: gets its events, drafts on any thread; a `RequestError` or a finish is the last.
         drafts: whether it wants to see every denoising step.
         images: where the prompt has image placeholders.
     """
