@@ -9,7 +9,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.errors import InputError
 from quantize.load import load
-from quantize.runtime import Sample, Sampler, generate
+from quantize.runtime import Sample, Sampler, generate, model_engine
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Canvas
 from quantize.runtime.model_engine import ModelEngine
@@ -106,6 +106,27 @@ def test_a_canvas_that_takes_longer_goes_on_and_can_be_given_up(
     engine.release(0)
     engine.admit(0, first, 1, slow)
     assert [found.steps for found in engine.denoise([0]) if found] == [30]
+
+
+def test_a_failure_is_raised_and_the_engine_can_be_used_again(
+    model: DiffusionGemmaForBlockDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    engine = ModelEngine(model, 2)
+    first, second = prompts(2)
+    for fault in (True, False):
+        engine.admit(0, first, 1, SAMPLER)
+        engine.admit(1, second, 2, SAMPLER)
+        with monkeypatch.context() as patch:
+            if fault:
+                patch.setattr(model_engine, "decode_canvas", fail)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    engine.denoise([0, 1])
+                engine.release(0)
+                engine.release(1)
+    assert any(engine.denoise([0, 1]))
 
 
 def test_a_slot_is_used_again_once_it_is_released(model: DiffusionGemmaForBlockDiffusion) -> None:

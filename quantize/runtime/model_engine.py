@@ -127,8 +127,9 @@ class ModelEngine:
         if part.work and slot in part.slots:
             part.stop.set()
             wait([part.work])
-            if part.work.exception() is None:  # else the next `denoise` raises it
+            if part.work.exception() is None:
                 self._finished |= part.take()
+            part.work = None  # had it failed, the slots that stay take the step again
         self._finished.pop(slot, None)
 
     def _set_to_work(self, part: _Part, slots: list[int], on_draft: OnDraft | None) -> None:

@@ -19,6 +19,7 @@ class Options:
         max_num_seqs: samples that are denoised at once.
         max_queue: samples that may wait for a slot; more are answered 429.
         max_context: positions a sample may take, prompt and answer; None for the engine's own limit.
+        batch_invariant: whether a sample has the same tokens whoever is served beside it.
         max_prompt_tokens: longest prompt, None for what the context leaves.
         max_body_bytes: largest request body.
         request_timeout: seconds that a request may take, waiting included.
@@ -36,6 +37,7 @@ class Options:
     max_num_seqs: int = 4
     max_queue: int = 64
     max_context: int | None = None
+    batch_invariant: bool = False
     max_prompt_tokens: int | None = None
     max_body_bytes: int = 8 << 20
     request_timeout: float = 600.0

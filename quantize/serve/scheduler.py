@@ -6,7 +6,8 @@
 
 An answer's text is made here too, not on the event loop: a stop string must free its slot before the
 next canvas begins. Everything a job has to say goes through its `emit`, which is called on this
-thread; only drafts come on the engine's. A failure of the engine fails the jobs that it was working on, nothing else.
+thread, or on the engine's for drafts. A failure of the engine fails the jobs that it was working on,
+nothing else.
 """
 
 import logging

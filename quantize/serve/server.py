@@ -12,6 +12,7 @@ import torch
 import uvicorn
 
 from quantize.checkpoint import Checkpoint
+from quantize.errors import InputError
 from quantize.load import load
 from quantize.progress import say, track
 from quantize.recipe import ActivationMode
@@ -80,12 +81,21 @@ def open_engine(
 ) -> Engine:
     """Load a checkpoint: on a GPU into the fused kernels, else, or to simulate, as modules."""
     if device != "cpu" and activations == "none":
-        return FusedEngine(
+        engine = FusedEngine(
             load_packed(checkpoint, device, on_layer=lambda layers: track(layers, "layers loaded")),
             capacity=options.max_num_seqs,
             max_context=options.max_context,
+            batch_invariant=options.batch_invariant,
         )
+        say("compiling kernels and capturing graphs")
+        engine.warm_up(Sampler.from_checkpoint(checkpoint))
+        return engine
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    if options.batch_invariant and dtype != torch.float32:
+        raise InputError(
+            "--batch-invariant: simulated activations run in bf16, which it does not cover; leave "
+            "out --activations"
+        )
     model = load(checkpoint, activations=activations, dtype=dtype, device=device)
     return ModelEngine(model, options.max_num_seqs)
 
