@@ -318,6 +318,10 @@ def generate(
     help="Tokens of prompt and answer; else what the model takes, on a GPU at most 8192.",
 )  # fmt: skip
 @click.option(
+    "--batch-invariant", is_flag=True,
+    help="On a GPU: a seeded sample has the same text alone and beside others, at a full batch's cost.",
+)  # fmt: skip
+@click.option(
     "--max-prompt-tokens", type=click.IntRange(min=1), help="Else what the context leaves."
 )
 @click.option(
@@ -364,7 +368,8 @@ def serve(
     A stream sends finished canvases; stream_options.include_drafts shows them denoise.
 
     Clients must send the key in the environment variable QUANTIZE_API_KEY, when there is one.
-    Choice j of a request with a seed has the noise of seed + j, whatever else is served meanwhile.
+    Choice j of a request with a seed has the noise of seed + j, whatever else is served meanwhile;
+    on a GPU roundings depend on the batch, unless --batch-invariant.
     SIGTERM lets running requests finish and refuses those that wait.
     """
     from quantize.checkpoint import resolve

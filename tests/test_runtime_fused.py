@@ -279,6 +279,24 @@ def test_engine_keeps_samples_apart(tiny_checkpoint: Path) -> None:
     assert all(canvas.steps == 4 for canvas in together[1])
 
 
+def test_batch_invariant_engine(tiny_checkpoint: Path) -> None:
+    """Every pass has the shape of a full engine: alone, together, and after a warm-up."""
+    weights = load_packed(tiny_checkpoint, "cpu")
+    engine = FusedEngine(weights, capacity=3, max_context=256, batch_invariant=True)
+    engine.warm_up(SAMPLER)
+    prompts = tokens(3, 20).tolist()
+    for slot in range(3):
+        engine.admit(slot, prompts[slot], slot, SAMPLER)
+    together = [engine.denoise(range(3)) for _ in range(2)]
+    for slot in range(3):
+        engine.release(slot)
+        engine.admit(slot, prompts[slot], slot, SAMPLER)
+        alone = [engine.denoise([slot])[0] for _ in range(2)]
+        assert alone == [canvases[slot] for canvases in together]
+    assert {rows for rows, _ in engine._steps} == {4}
+    assert {rows for rows, _ in engine._commits} == {4}
+
+
 def test_engine_refuses(tiny_checkpoint: Path) -> None:
     weights = load_packed(tiny_checkpoint, "cpu")
     engine = FusedEngine(weights, capacity=1, max_context=128)

@@ -166,6 +166,14 @@ def test_alone_and_in_a_batch(artifact: tuple[str, Path]) -> None:
         alone = engine.denoise([slot])[0].tokens
         differing += sum(a != b for a, b in zip(alone, together[slot].tokens, strict=True))
     print(f"{artifact[0]}: {differing / 1024:.4f} of the tokens differ between batch 1 and batch 4")
+    invariant = FusedEngine(weights, capacity=4, max_context=4096, batch_invariant=True)
+    invariant.warm_up(SAMPLER)
+    engine = invariant
+    for slot in range(4):
+        admit(slot)
+    full = engine.denoise(range(4))
+    admit(2)
+    assert engine.denoise([2]) == [full[2]]
 
 
 def test_other_settings_and_early_stop(artifact: tuple[str, Path]) -> None:

@@ -63,6 +63,9 @@ class FusedEngine:
         capacity: slots; a power of two wastes nothing.
         max_context: positions a sequence may take, prompt and answer; None for 8,192 or the model's
             limit, whichever is less. Full layers' keys are allocated for all of them.
+        batch_invariant: run every pass at the shape of a full engine, so that a sample's tokens are the
+            same whoever is denoised beside it. Otherwise a bucket of its size has kernels of its own,
+            which round differently: in bf16 that may tip a token.
         graphs: replay CUDA graphs; False runs every step kernel by kernel.
 
     Raises:
@@ -75,6 +78,7 @@ class FusedEngine:
         *,
         capacity: int = 4,
         max_context: int | None = None,
+        batch_invariant: bool = False,
         graphs: bool = True,
     ) -> None:
         config = weights.config
@@ -89,11 +93,12 @@ class FusedEngine:
         self._short = min(max(SHORT, self.canvas_length), self.max_length)
         self._vocabulary: int = config.text_config.vocab_size
         self._placeholder: int | None = config.image_token_id
+        largest = _bucket(capacity)
+        self._smallest = largest if batch_invariant else 1
         try:
             cache = Cache.allocate(config, capacity, self.max_length, self._chunk, self.device)
-            bucket = _bucket(capacity)
             self._logits = torch.empty(
-                bucket * self.canvas_length, self._vocabulary,
+                largest * self.canvas_length, self._vocabulary,
                 dtype=torch.bfloat16, device=self.device,
             )  # fmt: skip
         except torch.OutOfMemoryError as error:
@@ -147,13 +152,30 @@ class FusedEngine:
         """Free a slot; one that is free already stays so."""
         self._slots.pop(slot, None)
 
+    def warm_up(self, sampler: Sampler) -> None:
+        """Compile the kernels and capture the graphs that `sampler` needs, for every size of batch.
+
+        All slots must be free.
+        """
+        bucket = self._smallest
+        while bucket <= _bucket(self.capacity):
+            slots = range(min(bucket, self.capacity))
+            for slot in slots:
+                self.admit(slot, [1], slot, sampler)
+            # The second canvas encodes what the first committed.
+            for _ in range(min(2, (self.max_length - 1) // self.canvas_length)):
+                self.denoise(slots)
+            for slot in slots:
+                self.release(slot)
+            bucket *= 2
+
     def profile_step(self, slots: Sequence[int]) -> dict[str, float]:
         """Run two steps of the next canvas and return the second's GPU milliseconds by part.
 
         Parts are those that `FusedModel` and the sampler name, and "rest". The canvas is thrown away.
         """
         self._encode_last(slots)
-        rows = _padded(slots)
+        rows = self._padded(slots)
         step = self._step(len(rows), self._slots[slots[0]].sampler)
         self._begin(step, rows)
         step.compute(True)
@@ -175,6 +197,11 @@ class FusedEngine:
                     parts["vocabulary"] += event.self_device_time_total / 1e3
                     parts["rest"] -= event.self_device_time_total / 1e3
         return parts
+
+    def _padded(self, slots: Sequence[int]) -> list[int]:
+        """Repeat the first slot up to the bucket."""
+        bucket = max(self._smallest, _bucket(len(slots)))
+        return [*slots, *[slots[0]] * (bucket - len(slots))]
 
     def _check(self, prompt: Sequence[int], images: Images | None) -> None:
         if not prompt:
@@ -232,7 +259,7 @@ class FusedEngine:
             self._encode_together(group, length)
 
     def _encode_together(self, slots: list[int], length: int) -> None:
-        rows = _padded(slots)
+        rows = self._padded(slots)
         sequences = [self._slots[slot] for slot in rows]
         commit = self._commits.get((len(rows), length))
         if commit is None:
@@ -251,7 +278,7 @@ class FusedEngine:
     def _denoise(
         self, slots: list[int], sampler: Sampler, on_draft: OnDraft | None
     ) -> dict[int, Canvas]:
-        rows = _padded(slots)
+        rows = self._padded(slots)
         step = self._step(len(rows), sampler)
         self._begin(step, rows)
         show = None if on_draft is None else lambda n: _show(step.state, slots, n, on_draft)
@@ -287,11 +314,6 @@ def _denoising(sampler: Sampler) -> Sampler:
 def _bucket(rows: int) -> int:
     """The next power of two."""
     return 1 << (rows - 1).bit_length()
-
-
-def _padded(slots: Sequence[int]) -> list[int]:
-    """Repeat the first slot up to the bucket."""
-    return [*slots, *[slots[0]] * (_bucket(len(slots)) - len(slots))]
 
 
 def _captured(work: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
