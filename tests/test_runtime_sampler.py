@@ -1,6 +1,7 @@
 """Noise and sampler on their own: known answers, distributions, settings."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,18 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     LinearTemperatureScheduleLogitsProcessor,
 )
 
+from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.errors import InputError
+from quantize.load import load
+from quantize.runtime import Sample
+from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.engine import complete
+from quantize.runtime.fused_engine import FusedEngine
+from quantize.runtime.model_engine import ModelEngine
 from quantize.runtime.noise import CounterNoise, philox, sample_by_inverse_cdf, uniforms
-from quantize.runtime.sampler import Sampler, accept, token_entropy
+from quantize.runtime.packed import load_packed
+from quantize.runtime.sampler import WITHOUT_EFFECT, Sampler, accept, token_entropy
+from quantize.synthetic import GENERATION
 
 ONES = 0xFFFFFFFF
 
@@ -143,3 +153,75 @@ def test_every_field_of_transformers_config_is_known() -> None:
     """A field that a later transformers adds must be decided on here."""
     fields = json.loads(DiffusionGemmaGenerationConfig(t_min=0.4).to_json_string(use_diff=False))
     Sampler.from_config(fields)
+
+
+# Every field of the real model's generation_config.json, and of the bundled one's: another value.
+CHANGED: dict[str, Any] = {
+    "max_new_tokens": 512,
+    "max_denoising_steps": 20,
+    "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.2},
+    "t_max": 0.9,
+    "t_min": 0.3,
+    "stability_threshold": 2,
+    "confidence_threshold": 0.01,
+    "eos_token_id": [1],
+    "pad_token_id": None,
+    "bos_token_id": 3,
+    "return_dict_in_generate": False,
+    "transformers_version": "9",
+}
+
+
+def test_every_field_of_the_real_config_changes_the_settings_or_cannot_matter() -> None:
+    bundled = json.loads((CHECKPOINT / "generation_config.json").read_text("utf-8"))
+    assert CHANGED.keys() == GENERATION.keys() | bundled.keys()
+    for field, value in CHANGED.items():
+        config = {**bundled, **GENERATION}
+        same = Sampler.from_config(config) == Sampler.from_config({**config, field: value})
+        assert same == (field in WITHOUT_EFFECT), field
+
+
+@pytest.mark.parametrize("path", ["modules", "kernels"])
+def test_every_setting_reaches_the_canvases(path: str) -> None:
+    """Each setting alone changes what is generated, on both paths."""
+    tokenizer = load_tokenizer(CHECKPOINT)
+    problem = json.loads(HELDOUT.read_text("utf-8").split("\n")[0])
+    chat = [{"role": "user", "content": problem["question"]}]
+    ids = encode_chat(tokenizer, chat, thinking=False)
+    modules, weights = load(CHECKPOINT), load_packed(CHECKPOINT, "cpu")
+
+    def answer(sampler: Sampler) -> tuple[Sample, list[Any]]:
+        """The sample, and every step's draft with what it accepts."""
+        drafts: list[Any] = []
+        fused = path == "kernels"
+        engine = (
+            FusedEngine(weights, capacity=1, max_context=512) if fused else ModelEngine(modules, 1)
+        )
+        budget = sampler.max_new_tokens
+        (sample,) = complete(
+            engine, [ids], [4], max_new_tokens=budget, sampler=sampler,
+            on_draft=lambda *draft: drafts.append(draft),
+        )  # fmt: skip
+        return sample, drafts
+
+    base = Sampler(max_new_tokens=64, max_denoising_steps=4, confidence_threshold=1e-30)
+    usual, drafts = answer(base)
+    assert usual.denoising_steps == 4
+    for changed in (
+        {"max_denoising_steps": 3},
+        {"entropy_bound": 1e-6},
+        {"t_min": 0.01},
+        {"t_max": 3.0},
+        {"max_new_tokens": 65},
+        {"eos_token_ids": (usual.committed[0][3],)},
+    ):
+        found, steps = answer(replace(base, **changed))
+        assert (found.committed, steps) != (usual.committed, drafts), changed
+    short = replace(base, max_new_tokens=65, max_length=len(ids) + 64)
+    assert answer(short)[0].canvases == 1
+    eager = replace(base, confidence_threshold=10.0)
+    for given_settings, count in ((eager, 4), (replace(eager, stability_threshold=0), 1)):
+        assert answer(given_settings)[0].denoising_steps == count
+    assert answer(replace(base, stability_threshold=0))[0].denoising_steps == 4  # not sure enough
+    ended = replace(base, eos_token_ids=(usual.committed[0][3],), pad_token_id=0)
+    assert answer(ended)[0].committed[0][4:] == [0] * 60
