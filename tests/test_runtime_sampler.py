@@ -216,7 +216,7 @@ def test_every_setting_reaches_the_canvases(path: str) -> None:
         {"eos_token_ids": (usual.committed[0][3],)},
     ):
         found, steps = answer(replace(base, **changed))
-        assert (found.committed, steps) != (usual.committed, drafts), changed
+        assert (found.tokens, steps) != (usual.tokens, drafts), changed
     short = replace(base, max_new_tokens=65, max_length=len(ids) + 64)
     assert answer(short)[0].canvases == 1
     eager = replace(base, confidence_threshold=10.0)
