@@ -545,6 +545,15 @@ def test_without_the_extra_the_command_says_what_to_install(
     )
 
 
+def test_what_only_the_kernels_promise_is_refused_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("QUANTIZE_API_KEY", raising=False)
+    done = CliRunner().invoke(cli, ["serve", "bundled", "--batch-invariant"])
+    assert isinstance(done.exception, InputError)
+    assert "needs a GPU" in str(done.exception)
+
+
 def test_a_command_line_that_would_be_unsafe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUANTIZE_API_KEY", raising=False)
     done = CliRunner().invoke(cli, ["serve", "bundled", "--host", "0.0.0.0"])

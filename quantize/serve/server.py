@@ -90,12 +90,11 @@ def open_engine(
         say("compiling kernels and capturing graphs")
         engine.warm_up(Sampler.from_checkpoint(checkpoint))
         return engine
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    if options.batch_invariant and dtype != torch.float32:
+    if options.batch_invariant:
         raise InputError(
-            "--batch-invariant: simulated activations run in bf16, which it does not cover; leave "
-            "out --activations"
+            "--batch-invariant is a property of the kernels: it needs a GPU, and no --activations"
         )
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = load(checkpoint, activations=activations, dtype=dtype, device=device)
     return ModelEngine(model, options.max_num_seqs)
 
