@@ -9,7 +9,7 @@ Strict as `quantize.load`: names, dtypes and shapes must be what config.json cal
 finite. Input scales of NVFP4 are checked and then left out: below Blackwell its activations are bf16.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from quantize.schemes import all_finite
 from quantize.targets import DROPPED
 
 READERS = 8
+OLDEST_GPU = (8, 0)  # compute capability: bf16 tensor cores, which every scheme needs
 GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
 KERNEL_SCHEME = {
     "FP8_DYNAMIC": "fp8", "INT8_DYNAMIC": "int8", "NVFP4": "nvfp4", "NVFP4A16": "nvfp4",
@@ -123,13 +124,15 @@ def load_packed(
         on_layer: wraps the iteration over layers, to show progress.
 
     Raises:
-        InputError: a missing, unexpected, misshapen or non-finite tensor; or a scheme the GPU lacks.
-        ResourceError: it does not fit into the device's memory.
+        InputError: a missing, unexpected, misshapen or non-finite tensor.
+        ResourceError: no GPU, one too old for a scheme, or one with too little memory.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
     reader = _Reader(checkpoint, torch.device(device))
-    _check_device(checkpoint, reader.device)
+    used = reader.schemes.used if reader.schemes else ()
+    check_gpu([head, *(KERNEL_SCHEME[scheme] for scheme in used)], reader.device)
+    _check_memory(checkpoint, reader.device)
     config = model_config(checkpoint.config)
     text = config.text_config
     decoder = "model.decoder."
@@ -179,10 +182,32 @@ def in_memory_of_its_own(weight: Weight) -> Weight:
     return weight
 
 
-def _check_device(checkpoint: Checkpoint, device: torch.device) -> None:
-    """Refuse a device that lacks the memory or the instructions before a byte is read."""
-    if device.type == "cuda" and not torch.cuda.is_available():
+def check_gpu(schemes: Iterable[str], device: torch.device) -> None:
+    """Refuse a device that the kernels of `schemes` do not run on; a CPU runs all, on references.
+
+    Raises:
+        ResourceError: no such GPU, or one too old.
+    """
+    if device.type != "cuda":
+        return
+    if not torch.cuda.is_available():
         raise ResourceError("no CUDA device here: run on a machine with an NVIDIA GPU")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_GPU:
+        has, need = (".".join(map(str, pair)) for pair in (capability, OLDEST_GPU))
+        raise ResourceError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {has} and the kernels need "
+            f"{need} or newer; use such a GPU, or hide this one with CUDA_VISIBLE_DEVICES="
+        )
+    for scheme in sorted(set(schemes)):
+        try:
+            require(scheme, device)
+        except ValueError as error:
+            raise ResourceError(str(error)) from error
+
+
+def _check_memory(checkpoint: Checkpoint, device: torch.device) -> None:
+    """Refuse a device that lacks the memory before a byte is read."""
     needed = sum(
         info.nbytes for name, info in checkpoint.tensors.items() if not DROPPED.fullmatch(name)
     )
@@ -194,12 +219,6 @@ def _check_device(checkpoint: Checkpoint, device: torch.device) -> None:
             f"{checkpoint.folder}: {needed / 1e9:.1f} GB of weights, and {device} has "
             f"{free / 1e9:.1f} GB free; use a device with more memory"
         )
-    schemes = stated_schemes(checkpoint.config)
-    for scheme in sorted(schemes.used) if schemes else ():
-        try:
-            require(KERNEL_SCHEME[scheme], device)
-        except ValueError as error:
-            raise InputError(f"{checkpoint.folder}: {error}") from error
 
 
 class _Reader:

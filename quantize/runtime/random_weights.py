@@ -17,6 +17,7 @@ from quantize.runtime.packed import (
     LayerWeights,
     SelfConditioning,
     TextWeights,
+    check_gpu,
     head_weight,
     in_memory_of_its_own,
     model_config,
@@ -39,7 +40,11 @@ def random_weights(
         device: where they are made.
         head: as in `load_packed`.
         experts_hit: route to the first so many experts only; None spreads routing over all.
+
+    Raises:
+        ResourceError: as `check_gpu`.
     """
+    check_gpu(schemes.values(), torch.device(device))
     whole = model_config(config)
     text = whole.text_config
     H, E = text.hidden_size, text.num_experts

@@ -96,7 +96,12 @@ def open_engine(
         )
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = load(checkpoint, activations=activations, dtype=dtype, device=device)
-    return ModelEngine(model, options.max_num_seqs)
+    modules = ModelEngine(model, options.max_num_seqs)
+    if options.max_context is not None and options.max_context > modules.max_length:
+        raise InputError(
+            f"max_context {options.max_context}: this model takes 1 to {modules.max_length} positions"
+        )
+    return modules
 
 
 def serve(checkpoint: Path, options: Options, *, activations: ActivationMode, device: str) -> None:
