@@ -1,6 +1,7 @@
 """The engine: samples that join late, leave early and differ in settings are what they are alone."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -88,18 +89,28 @@ def test_drafts_are_shown_for_every_step_and_change_nothing(
         assert not all(seen[slot][0][2])
 
 
+@pytest.mark.parametrize("finished", [False, True])
 def test_a_canvas_that_takes_longer_goes_on_and_can_be_given_up(
-    model: DiffusionGemmaForBlockDiffusion,
+    model: DiffusionGemmaForBlockDiffusion, finished: bool
 ) -> None:
+    steps: list[int] = []
+
+    def note(slot: int, step: int, *_: object) -> None:
+        if slot == 0:
+            steps.append(step)
+
     slow = replace(SAMPLER, confidence_threshold=1e-30, max_denoising_steps=30)
     first, second = prompts(2)
     engine = ModelEngine(model, 2)
     engine.admit(0, first, 1, slow)
     engine.admit(1, second, 2, SAMPLER)
-    waiting, canvas = engine.denoise([0, 1])
+    waiting, canvas = engine.denoise([0, 1], note)
     assert waiting is None
     assert canvas is not None
-    engine.release(0)  # in the middle of a step
+    while finished and len(steps) < 30:
+        time.sleep(0.01)
+    engine.release(0)  # in the middle of a step, or with a canvas that no one has asked for yet
+    assert finished == (len(steps) == 30)
     engine.admit(0, second, 2, SAMPLER)  # nothing of the first is left
     engine.release(1)
     assert engine.denoise([0]) == [canvas]
