@@ -53,7 +53,7 @@ def server(checkpoint: str, *options: str) -> Iterator[float]:
 
 def ask(seed: int, canvases: int, length: int, **controls: Any) -> dict[str, Any]:
     """Complete a prompt of its own for each seed."""
-    prompt = f"Question {seed}: " + WORDS * (length // 16)
+    prompt = f"Question {seed}: " + WORDS * (length // 22)
     body = {"model": "served", "prompt": prompt, "seed": seed, "max_tokens": 256 * canvases}
     url = f"http://127.0.0.1:{PORT}/v1/completions"
     return httpx.post(url, json=body | controls, timeout=600).raise_for_status().json()
@@ -77,7 +77,7 @@ def at_full_size(checkpoint: str, length: int) -> dict[str, Any]:
     """Measure everything but the bench."""
     with server(checkpoint) as ready:
         started = time.monotonic()
-        first = ask(0, 1, length)
+        first = ask(0, 1, length, **FIXED)
         facts: dict[str, Any] = {
             "ready_s": ready,
             "first_canvas_s": ready + time.monotonic() - started,
