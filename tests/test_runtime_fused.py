@@ -170,7 +170,8 @@ def logits_behind(fused: FusedModel, canvas: torch.Tensor, slot: int, context: i
     [
         ((30, 40), 1152, 70),  # text before, between and behind two pictures, in one pass
         ((90, 10), 128, 70),  # a pass ends before a picture that the next chunk of 128 would cut
-        ((300, 10), 1152, 560),  # a picture wider than the window
+        # a picture wider than the window
+        pytest.param((300, 10), 1152, 560, marks=pytest.mark.slow),
     ],
 )
 def test_pictures(sizes: tuple[int, int], chunk: int, most: int) -> None:
