@@ -64,7 +64,7 @@ class Agreement:
         self.error += float((found - bf16).norm() / bf16.norm())
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(60, marks=pytest.mark.slow)])
 def test_kernels_in_bf16_agree_with_transformers(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
