@@ -66,6 +66,24 @@ def test_samples_that_join_late_are_those_of_generate(
     assert together == alone
 
 
+def test_a_slot_joins_another_in_the_middle_of_its_canvas(
+    model: DiffusionGemmaForBlockDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_engine, "PARTS", 1)
+    slow = replace(SAMPLER, confidence_threshold=1e-30, max_denoising_steps=16)
+    first, short = prompts(2)
+    engine = ModelEngine(model, 3)
+    engine.admit(0, first, 1, slow)
+    alone = engine.denoise([0])
+    engine.release(0)
+    engine.admit(0, first, 1, slow)
+    engine.admit(1, short, 3, SAMPLER)
+    assert engine.denoise([0, 1])[0] is None  # it is between two steps now
+    engine.admit(2, first, 1, slow)  # has no logits of a step before, its neighbour has
+    assert engine.denoise([0, 2]) == [alone[0], None]
+    assert engine.denoise([2]) == alone
+
+
 def test_drafts_are_shown_for_every_step_and_change_nothing(
     model: DiffusionGemmaForBlockDiffusion,
 ) -> None:
