@@ -327,6 +327,10 @@ LAYER |= {"tokens": "*i64", "embedding": "*bf16", "update": "*bf16", "factor": "
 LAYER |= {"weight": "*bf16", "gate_up": "*bf16", "K": "i32"}
 ROUTER = {"x": "*bf16", "w": "*bf16", "partial": "*fp32", "M": "i32", "E": "i32", "K": "i32"}
 ROUTER |= {"per_expert_scale": "*bf16", "ids": "*i32", "weights": "*fp32"}
+SOFT = dict.fromkeys(("largest", "total", "inverse_temperature", "partial"), "*fp32")
+SOFT |= {"logits": "*bf16", "p": "*bf16", "out": "*bf16"} | dict.fromkeys(
+    ("M", "V", "H", "length"), "i32"
+)
 ROW = {"LARGEST": 127.0, "BLOCK": 4096}
 BETWEEN = [  # kernel, signature, constants, warps
     *(
@@ -338,6 +342,8 @@ BETWEEN = [  # kernel, signature, constants, warps
     (residual.begin_kernel, LAYER, ROW | {"UPDATED": True, "NORMED": True}, 8),
     (residual.scaled_norm_kernel, LAYER | {"x": "*bf16"}, {"BLOCK": 4096}, 8),
     (residual.gelu_mul_kernel, LAYER, {"BLOCK": 1024}, 4),
+    (vocabulary.exponential_kernel, SOFT, {"HEAD": 32768, "TAIL": 16384}, 32),
+    (vocabulary.reduce_kernel, SOFT, {"SPLITS": 6, "RANGES": 8, "BLOCK": 1024}, 4),
     (router.logits_kernel, ROUTER, {"STEPS": 2, "EXPERTS": 128, "BM": 64, "BK": 128}, 4),
     (router.choose_kernel, ROUTER, {"SPLITS": 22, "TOPK": 8, "EXPERTS": 128}, 1),
 ]

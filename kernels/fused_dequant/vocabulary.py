@@ -13,7 +13,7 @@ K = V is 262,144 long and M x H only 22 tiles, so K is split into S ranges to fi
 each with a maximum of its own:
 
     1. `exponential_kernel`  p = exp((l - max_s) / T) as bf16 [M, V], max_s and sum_s(p) [S, M]; a range
-                             of a row is small enough that its second reading comes from L2
+                             of a row stays in the registers of a program
     2. `split_k_kernel`      partial_s f32 [S, M, H] = p[:, range s] @ embedding[range s]
     3. `reduce_kernel`       sum_s w_s * partial_s / sum_s w_s * sum_s(p), w_s = exp((max_s - max) / T)
 
@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import tanh
 
 
@@ -52,6 +53,7 @@ def lm_head_kernel(
     H,
     cap,
     programs,
+    CHAINED: tl.constexpr,
     SCALED: tl.constexpr,
     HARDWARE: tl.constexpr,
     BM: tl.constexpr,
@@ -59,6 +61,7 @@ def lm_head_kernel(
     BK: tl.constexpr,
 ):
     """Descriptors of x [M, H], w [V, H] and y [M, V], boxes [BM, BK], [BN, BK] and [BM, BN/2]."""
+    follow(CHAINED)
     rows = tl.cdiv(M, BM)
     for tile in tl.range(tl.program_id(0), rows * tl.cdiv(V, BN), programs, flatten=True):
         m, n = (tile % rows) * BM, (tile // rows) * BN
@@ -100,7 +103,7 @@ def lm_head(
         TensorDescriptor.from_tensor(y, [BM, BN // 2]),
         y if x_scale is None else x_scale, y if w_scale is None else w_scale,
         M, V, H, cap, programs, SCALED=x_scale is not None, HARDWARE=x.device.type != "cpu",
-        **config,
+        **chained(x.device), **config,
     )  # fmt: skip
     return y
 
@@ -114,32 +117,40 @@ def processors(device: torch.device) -> int:
 
 @triton.jit
 def exponential_kernel(
-    logits, p, largest, total, M, V, length, inverse_temperature, BLOCK: tl.constexpr
+    logits,
+    p,
+    largest,
+    total,
+    M,
+    V,
+    length,
+    inverse_temperature,
+    CHAINED: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    """Program (m, s): range s of row m, columns s * length to (s + 1) * length.
+    """Program (m, s): range s of row m, columns s * length to (s + 1) * length, read once.
 
-    Launched with 32 warps: two programs an SM, whose ranges fit into the L2 together (23 MB at S =
-    6), so that the second pass does not go to memory.
+    A range stays in registers between its maximum and its exponentials, in two pieces, HEAD and TAIL
+    values long: rounded up to one power of two it would spill.
     """
+    follow(CHAINED)
     m, split = tl.program_id(0), tl.program_id(1)
-    row = m.to(tl.int64) * V
     first = split * length
-    last = tl.minimum(first + length, V)
-    k = tl.arange(0, BLOCK)
-    running = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(first, last, BLOCK):
-        value = tl.load(logits + row + start + k, mask=k < last - start, other=float("-inf"))
-        running = tl.maximum(running, value.to(tl.float32))
-    top = tl.max(running)
+    count = tl.minimum(first + length, V) - first
+    place = m.to(tl.int64) * V + first
+    low, high = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
+    left = tl.load(logits + place + low, mask=low < count, other=float("-inf"))
+    right = tl.load(logits + place + high, mask=high < count, other=float("-inf"))
+    top = tl.maximum(tl.max(left).to(tl.float32), tl.max(right).to(tl.float32))
     sharpness = tl.load(inverse_temperature + m)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for start in range(first, last, BLOCK):
-        value = tl.load(logits + row + start + k, mask=k < last - start, other=float("-inf"))
-        value = tl.exp((value.to(tl.float32) - top) * sharpness).to(tl.bfloat16)
-        sums += value.to(tl.float32)
-        tl.store(p + row + start + k, value, mask=k < last - start)
+    left = tl.exp((left.to(tl.float32) - top) * sharpness).to(tl.bfloat16)
+    right = tl.exp((right.to(tl.float32) - top) * sharpness).to(tl.bfloat16)
+    tl.store(p + place + low, left, mask=low < count)
+    tl.store(p + place + high, right, mask=high < count)
     tl.store(largest + split * M + m, top)
-    tl.store(total + split * M + m, tl.sum(sums))
+    sums = tl.sum(left.to(tl.float32)) + tl.sum(right.to(tl.float32))
+    tl.store(total + split * M + m, sums)
 
 
 @triton.jit
@@ -151,6 +162,7 @@ def split_k_kernel(
     V,
     H,
     length,
+    CHAINED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -159,6 +171,7 @@ def split_k_kernel(
 
     Descriptors of p [M, V] and embedding [V, H], boxes [BM, BK] and [BK, BN]: past V they read zeros.
     """
+    follow(CHAINED)
     m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
     split = tl.program_id(2)
     acc = tl.zeros((BM, BN), tl.float32)
@@ -178,11 +191,13 @@ def reduce_kernel(
     M,
     H,
     inverse_temperature,
+    CHAINED: tl.constexpr,
     SPLITS: tl.constexpr,
     RANGES: tl.constexpr,  # SPLITS rounded up to a power of two
     BLOCK: tl.constexpr,
 ):
     """Combine the splits of row m, each weighted by exp((its maximum - the maximum) / T)."""
+    follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     range_ = tl.arange(0, RANGES)
@@ -215,18 +230,20 @@ def soft_embedding(
     largest, total = torch.empty(2, splits, M, dtype=torch.float32, device=device)
     partial = torch.empty(splits, M, H, dtype=torch.float32, device=device)
     out = torch.empty(M, H, dtype=torch.bfloat16, device=device)
+    head = triton.next_power_of_2(length + 1) // 2
     exponential_kernel[(M, splits)](
         logits, p, largest, total, M, V, length, inverse_temperature,
-        BLOCK=min(8192, triton.next_power_of_2(length)), num_warps=32,
+        HEAD=head, TAIL=max(16, triton.next_power_of_2(length - head)),
+        num_warps=max(1, min(32, head // 1024)), **chained(device),
     )  # fmt: skip
     grid = (triton.cdiv(M, config["BM"]), triton.cdiv(H, config["BN"]), splits)
     BM, BN, BK = config["BM"], config["BN"], config["BK"]
     split_k_kernel[grid](
         TensorDescriptor.from_tensor(p, [BM, BK]), TensorDescriptor.from_tensor(embedding, [BK, BN]),
-        partial, M, V, H, length, **config,
+        partial, M, V, H, length, **chained(device), **config,
     )  # fmt: skip
     reduce_kernel[(M, triton.cdiv(H, 1024))](
         partial, largest, total, out, M, H, inverse_temperature,
-        SPLITS=splits, RANGES=triton.next_power_of_2(splits), BLOCK=1024,
+        SPLITS=splits, RANGES=triton.next_power_of_2(splits), BLOCK=1024, **chained(device),
     )  # fmt: skip
     return out
