@@ -155,8 +155,12 @@ class FusedEngine:
     def warm_up(self, sampler: Sampler) -> None:
         """Compile the kernels and capture the graphs that `sampler` needs, for every size of batch.
 
-        All slots must be free.
+        All slots must be free. What encodes long prompts is compiled for two lengths of chunk.
         """
+        length = min(self._chunk + self._chunk // 3 + 1, self.max_length - self.canvas_length)
+        if length > self._short:
+            self.admit(0, [1] * length, 0, sampler)
+            self.release(0)
         bucket = self._smallest
         while bucket <= _bucket(self.capacity):
             slots = range(min(bucket, self.capacity))
