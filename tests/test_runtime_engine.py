@@ -120,6 +120,8 @@ def test_a_canvas_that_takes_longer_goes_on_and_can_be_given_up(
     slow = replace(SAMPLER, confidence_threshold=1e-30, max_denoising_steps=30)
     first, second = prompts(2)
     engine = ModelEngine(model, 2)
+    if finished and len(engine._parts) == 1:
+        pytest.skip("on one core nothing goes on between two calls")
     engine.admit(0, first, 1, slow)
     engine.admit(1, second, 2, SAMPLER)
     waiting, canvas = engine.denoise([0, 1], note)
