@@ -17,22 +17,22 @@ same calls run without graphs, on the kernels' torch references.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from fused_dequant import denoising, reference
+from fused_dequant import denoising
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from torch.profiler import record_function as part
 
 from quantize.errors import InputError, ResourceError
 from quantize.runtime.engine import Canvas, OnDraft, by_sampler
 from quantize.runtime.fused import Cache, FusedModel
 from quantize.runtime.model import Images
 from quantize.runtime.packed import TextWeights
+from quantize.runtime.passes import Commit, Pool, Step
 from quantize.runtime.prefill import Span, pictures, pieces, soft_tokens
 from quantize.runtime.sampler import Sampler
 
@@ -40,7 +40,6 @@ CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 must fit
 SHORT = 256  # prompts up to here, or to a canvas, are encoded together in a pass of this length
 PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
 VOCABULARY_KERNELS = ("lm_head_kernel", "exponential_kernel", "split_k_kernel", "reduce_kernel")
-Pool = Any  # torch's handle of CUDA graphs' memory; None where nothing is captured
 CAPTURED = 8  # (bucket, settings) whose graphs are kept
 
 
@@ -110,8 +109,8 @@ class FusedEngine:
         self._graphs = graphs and self.device.type == "cuda"
         self._pool: Pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._slots: dict[int, _Sequence] = {}
-        self._steps: OrderedDict[tuple[int, Sampler], _Step] = OrderedDict()
-        self._commits: dict[tuple[int, int], _Commit] = {}
+        self._steps: OrderedDict[tuple[int, Sampler], Step] = OrderedDict()
+        self._commits: dict[tuple[int, int], Commit] = {}
 
     def admit(
         self,
@@ -267,7 +266,7 @@ class FusedEngine:
         sequences = [self._slots[slot] for slot in rows]
         commit = self._commits.get((len(rows), length))
         if commit is None:
-            commit = _Commit(self.model, len(rows), length, self._pool)
+            commit = Commit(self.model, len(rows), length, self._pool)
             self._commits[len(rows), length] = commit
         filled = [s.unencoded + [0] * (length - len(s.unencoded)) for s in sequences]
         commit.tokens.copy_(torch.tensor(filled, device=self.device))
@@ -295,15 +294,15 @@ class FusedEngine:
         found = zip(slots, tokens, steps, strict=False)
         return {slot: Canvas(committed, count) for slot, committed, count in found}
 
-    def _begin(self, step: "_Step", rows: list[int]) -> None:
+    def _begin(self, step: Step, rows: list[int]) -> None:
         sequences = [self._slots[slot] for slot in rows]
         given = [(r, s.context, s.seed, s.canvases) for r, s in zip(rows, sequences, strict=True)]
         step.begin(given, self._graphs)
 
-    def _step(self, rows: int, sampler: Sampler) -> "_Step":
+    def _step(self, rows: int, sampler: Sampler) -> Step:
         key = (rows, sampler)
         if key not in self._steps:
-            self._steps[key] = _Step(self.model, rows, sampler, self._logits, self._pool)
+            self._steps[key] = Step(self.model, rows, sampler, self._logits, self._pool)
             if len(self._steps) > CAPTURED:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
@@ -318,144 +317,6 @@ def _denoising(sampler: Sampler) -> Sampler:
 def _bucket(rows: int) -> int:
     """The next power of two."""
     return 1 << (rows - 1).bit_length()
-
-
-def _captured(work: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
-    """Run once, so that every kernel is compiled, and capture.
-
-    Graphs share a pool of memory: they never run at once, and leave nothing in it that is read later.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        work()
-    return graph
-
-
-class _Commit:
-    """The encoder's pass over `length` tokens of `rows` sequences."""
-
-    def __init__(self, model: FusedModel, rows: int, length: int, pool: Pool) -> None:
-        device = model.weights.device
-        self._pool = pool
-        self.tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
-        self.slots, self.start = torch.zeros(2, rows, dtype=torch.int32, device=device)
-        self._model = model
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def run(self, graphs: bool) -> None:
-        """Encode; the inputs are set already, so capturing does nothing that is not wanted."""
-        if not graphs:
-            self._encode()
-            return
-        if self._graph is None:
-            self._graph = _captured(self._encode, self._pool)
-        self._graph.replay()
-
-    def _encode(self) -> None:
-        self._model.encode(self.tokens, self.slots, self.start)
-
-
-class _Step:
-    """The denoising steps of `rows` sequences under one sampler."""
-
-    def __init__(
-        self, model: FusedModel, rows: int, sampler: Sampler, logits: Tensor, pool: Pool
-    ) -> None:
-        device, length = model.weights.device, model.weights.config.canvas_length
-        self._model, self._sampler, self._pool = model, sampler, pool
-        self._logits = logits[: rows * length]
-        # slot, context, seed and canvas index of each sequence
-        self._given = torch.zeros(4, rows, dtype=torch.int64, device=device)
-        slots, context = self._given[:2].int()
-        self._rows = model.behind(slots, context, length)
-        steps = range(1, sampler.max_denoising_steps + 1)
-        self._schedule = torch.stack([sampler.temperature(step) for step in steps]).to(device)
-        canvas = torch.zeros(rows, length, dtype=torch.int64, device=device)
-        seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.state = denoising.CanvasState.begin(canvas, seeds, sampler.stability_threshold)
-        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
-        self._start: torch.cuda.CUDAGraph | None = None
-        pinned = device.type == "cuda"
-        self._flags = [torch.zeros(rows, dtype=torch.bool, pin_memory=pinned) for _ in range(2)]
-
-    def begin(self, sequences: list[tuple[int, int, int, int]], graphs: bool) -> None:
-        """Set the state before the first step; a sequence is its slot, context, seed, canvas index."""
-        self._given.copy_(torch.tensor(sequences, dtype=torch.int64).T.contiguous())
-        if not graphs:
-            self._set_state()
-            return
-        if self._start is None:  # some two hundred launches for a few numbers
-            self._start = _captured(self._set_state, self._pool)
-        self._start.replay()
-
-    def _set_state(self) -> None:
-        """Canvases of noise, addressed by seed and index."""
-        slots, context = self._given[:2].int()
-        seeds, canvases = self._given[2:]
-        rows, length = self.state.canvas.shape
-        first = torch.zeros(rows, dtype=torch.int32, device=seeds.device)
-        noise = reference.uniforms(seeds, canvases, first, length)[..., 1]
-        vocabulary = self._logits.shape[1]
-        fresh = denoising.CanvasState.begin(
-            (noise * vocabulary).long(), seeds, self._sampler.stability_threshold
-        )
-        for name, tensor in vars(fresh).items():
-            getattr(self.state, name).copy_(tensor)
-        self.state.canvas_index.copy_(canvases)
-        self._rows.copy_(self._model.behind(slots, context, length))
-
-    def run(self, graphs: bool, show: Callable[[int], None] | None) -> None:
-        """Take steps until all sequences have stopped, or the last step is taken."""
-        arrived: torch.cuda.Event | None = None
-        for step in range(1, self._sampler.max_denoising_steps + 1):
-            self._take(step == 1, graphs)
-            if show is not None:
-                show(step)
-            if not self._flags[0].is_pinned():
-                if bool(self.state.finished.all()):
-                    return
-                continue
-            if arrived is not None:  # whether all had stopped by the step before this one
-                arrived.synchronize()
-                if bool(self._flags[(step - 1) % 2].all()):
-                    return
-            self._flags[step % 2].copy_(self.state.finished, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-
-    def _take(self, first: bool, graphs: bool) -> None:
-        if not graphs:
-            self.compute(first)
-            return
-        if first not in self._graphs:
-            before = {name: tensor.clone() for name, tensor in vars(self.state).items()}
-            logits = None if first else self._logits.clone()
-            self._graphs[first] = _captured(lambda: self.compute(first), self._pool)
-            for name, tensor in before.items():
-                getattr(self.state, name).copy_(tensor)
-            if logits is not None:
-                self._logits.copy_(logits)
-        self._graphs[first].replay()
-
-    def compute(self, first: bool) -> None:
-        """Take one step, kernel by kernel."""
-        state, sampler = self.state, self._sampler
-        signal = None
-        if not first:
-            signal = self._model.soft_embedding(self._logits, state.inverse_temperature.flatten())
-        self._model.decode(state.canvas, self._rows, signal, self._logits)
-        logits = self._logits.view(*state.canvas.shape, -1)
-        with part("sampler"):
-            denoising.accept(
-                denoising.sample(logits, state, self._schedule), state, self._schedule,
-                entropy_bound=sampler.entropy_bound,
-                confidence_threshold=sampler.confidence_threshold,
-            )  # fmt: skip
 
 
 def _show(state: denoising.CanvasState, slots: Sequence[int], step: int, on_draft: OnDraft) -> None:
