@@ -160,13 +160,14 @@ class FusedEngine:
         if length > self._short:
             self.admit(0, [1] * length, 0, sampler)
             self.release(0)
+        prompt = [1] * (1 if self._short == self.canvas_length else self.canvas_length + 1)
         bucket = self._smallest
         while bucket <= _bucket(self.capacity):
             slots = range(min(bucket, self.capacity))
             for slot in slots:
-                self.admit(slot, [1], slot, sampler)
+                self.admit(slot, prompt, slot, sampler)
             # The second canvas encodes what the first committed.
-            for _ in range(min(2, (self.max_length - 1) // self.canvas_length)):
+            for _ in range(min(2, (self.max_length - len(prompt)) // self.canvas_length)):
                 self.denoise(slots)
             for slot in slots:
                 self.release(slot)
