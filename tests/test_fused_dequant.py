@@ -191,6 +191,10 @@ def test_opcheck() -> None:
             ops.experts.default, x, ids, routing_weights, up.data, up.scale, None, None,
             down.data, down.scale, None, None, scheme,
         )  # fmt: skip
+        check(
+            ops.experts.default, x, ids, routing_weights, up.data, up.scale, None, None,
+            down.data, down.scale, None, None, scheme, False,
+        )  # fmt: skip
         if scheme != "bf16":
             q, scale = fd.quantize_rows(x, scheme)
             check(ops.linear_quantized.default, q, scale, w.data, w.scale, scheme)

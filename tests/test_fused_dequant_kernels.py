@@ -136,6 +136,20 @@ def test_all_tokens_to_one_expert(scheme: str) -> None:
     assert_close(y, expected, EXPERTS_TOLERANCE[scheme])
 
 
+def test_choices_before_their_sum() -> None:
+    """Addend c of a token is what its choice c alone gives."""
+    gate_up = cases.random_weight("bf16", 8, 128, 64, DEVICE)
+    down = cases.random_weight("bf16", 8, 64, 64, DEVICE, seed=5)
+    x = cases.random_tokens(5, 64, DEVICE)
+    ids, routing_weights = cases.random_routing(5, 8, 3, DEVICE)
+    parts = launch().experts(x, ids, routing_weights, gate_up, down, combine=False)
+    assert parts.shape == (5, 3, 64)
+    for choice in range(3):
+        one = slice(choice, choice + 1)
+        alone = ids[:, one].contiguous(), routing_weights[:, one].contiguous()
+        assert_close(parts[:, choice], launch().experts(x, *alone, gate_up, down), 1e-3)
+
+
 def test_routing_sorts_every_slot_once() -> None:
     from fused_dequant import routing
 

@@ -18,7 +18,6 @@ from fused_dequant.layer import (
     begin,
     choose_experts,
     gelu_mul,
-    routed_experts,
     scaled_norm,
 )
 from fused_dequant.ops import (
@@ -28,6 +27,7 @@ from fused_dequant.ops import (
     lm_head,
     quantize_rows,
     require,
+    routed_experts,
     soft_embedding,
 )
 from fused_dequant.weights import Weight

@@ -76,20 +76,10 @@ def experts(
     routing_weights: torch.Tensor,
     gate_up: Weight,
     down: Weight,
+    *,
+    combine: bool = True,
 ) -> torch.Tensor:
-    """See `ops.experts`."""
-    y = routed_experts(x, expert_ids, routing_weights, gate_up, down)
-    return routing.combine(y, expert_ids, gate_up.shape[0])
-
-
-def routed_experts(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    routing_weights: torch.Tensor,
-    gate_up: Weight,
-    down: Weight,
-) -> torch.Tensor:
-    """All of `experts` but the sum: bf16 [M * topk, H]; an id outside 0..E-1 has its row unwritten."""
+    """See `ops.experts`, and `ops.routed_experts` for what is not combined."""
     count, N, K = gate_up.shape
     up_config = tuning.choose("experts", gate_up.scheme, len(x), N, K, x.device)
     down_config = tuning.choose("experts", down.scheme, len(x), *down.shape[1:], x.device)
@@ -102,7 +92,8 @@ def routed_experts(
         x, x_scale = _quantize(x, gate_up)
     row_weight = routing_weights.flatten()
     hidden = grouped(x, x_scale, gate_up, blocks, up_config, None)
-    return grouped(*_quantize(hidden, down), down, blocks, down_config, row_weight)
+    y = grouped(*_quantize(hidden, down), down, blocks, down_config, row_weight)
+    return routing.combine(y, expert_ids, count) if combine else y.view(*expert_ids.shape, -1)
 
 
 def grouped(

@@ -5,7 +5,6 @@
     attend              attention over cached positions
     after_attention     the residual sum, and the inputs of dense MLP, experts and router
     choose_experts      the router: expert ids and routing weights
-    routed_experts      `experts` before a token's choices are added up
     after_experts       both branches joined, and the next layer's input
     scaled_norm, gelu_mul   those of self-conditioning, and of a dense MLP in bf16
 
@@ -17,8 +16,7 @@ no custom operations: torch.compile traces launches of Triton kernels itself.
 import torch
 
 from fused_dequant import formats, reference
-from fused_dequant.ops import EIGHT_BIT, OptionalTensor, experts, require
-from fused_dequant.weights import Weight
+from fused_dequant.ops import EIGHT_BIT, OptionalTensor
 
 CELLS = 128  # a cache's capacity is a multiple of this: no block of positions wraps around
 Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -106,26 +104,6 @@ def after_attention(
     return h, (dense, scale if scheme in EIGHT_BIT else None), experts_, router
 
 
-def routed_experts(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    routing_weights: torch.Tensor,
-    gate_up: Weight,
-    down: Weight,
-) -> torch.Tensor:
-    """Like `experts`, but bf16 [M, C, H], addends that `after_experts` sums over C.
-
-    C is topk on a GPU, where ids must be in 0 .. E-1; elsewhere 1, the sum.
-    """
-    if not x.is_cuda:
-        return experts(x, expert_ids, routing_weights, gate_up, down)[:, None]
-    from fused_dequant import launch
-
-    require(gate_up.scheme, x.device)
-    rows = launch.routed_experts(x, expert_ids, routing_weights, gate_up, down)
-    return rows.view(*expert_ids.shape, -1)
-
-
 def after_experts(
     h: torch.Tensor,
     dense: torch.Tensor,
@@ -137,9 +115,9 @@ def after_experts(
 ) -> tuple[torch.Tensor, Activation]:
     """Join the two branches, end the layer, and normalise for the next product.
 
-    h, dense bf16 [M, H]; routed bf16 [M, C, H] of `routed_experts`; norms [H]: of the dense branch, of
-    the experts, of their sum, and the next input norm, whose product has `scheme`; scalar [1]. Returns
-    h and the next input.
+    h, dense bf16 [M, H]; routed bf16 [M, C, H] of `ops.routed_experts`; norms [H]: of the dense branch,
+    of the experts, of their sum, and the next input norm, whose product has `scheme`; scalar [1].
+    Returns h and the next input.
     """
     dtype = EIGHT_BIT.get(scheme, torch.bfloat16)
     if not h.is_cuda:

@@ -312,18 +312,9 @@ def multiply(
         if not GROUPED:
             if ahead < end:
                 copy_weights(
-                    words_at,
-                    scales_at,
-                    word,
-                    scale,
-                    words_smem,
-                    scales_smem,
-                    into,
-                    ahead,
-                    K,
-                    BK,
-                    EVEN_K,
-                )
+                    words_at, scales_at, word, scale, words_smem, scales_smem,
+                    into, ahead, K, BK, EVEN_K,
+                )  # fmt: skip
                 fetch_tokens(
                     x, x_more, tokens_smem.index(into), more_smem.index(into),
                     ready.index(into), first_row, ahead * BK, BM, MORE, BK,
@@ -352,18 +343,9 @@ def multiply(
                 acc_more = warpgroup_mma(same, tokens, acc_more, is_async=True)
         if GROUPED and ahead < end:  # addressed and issued under the last products
             copy_weights(
-                words_at,
-                scales_at,
-                word,
-                scale,
-                words_smem,
-                scales_smem,
-                into,
-                ahead,
-                K,
-                BK,
-                EVEN_K,
-            )
+                words_at, scales_at, word, scale, words_smem, scales_smem,
+                into, ahead, K, BK, EVEN_K,
+            )  # fmt: skip
             copy_tokens(tokens_at, tokens_smem.index(into), real, k, ahead, K, BK, EVEN_K)
             if MORE:
                 copy_tokens(more_at, more_smem.index(into), real_more, k, ahead, K, BK, EVEN_K)

@@ -2,6 +2,7 @@
 
     linear(x, weight)                                   x @ w.T
     experts(x, ids, routing_weights, gate_up, down)     routed gated experts
+    routed_experts(...)                                 the same before a token's choices are added up
     quantize_rows(x, ...)                               dynamic FP8 or INT8, alone or fused
     linear_quantized(q, scale, weight)                  x @ w.T of activations already quantized
     lm_head(x, weight, softcap)                         bf16 logits
@@ -88,13 +89,38 @@ def experts(
     adds nothing. No host synchronisation: the launch depends on shapes alone and can be captured
     in a CUDA graph.
     """
-    _check_width(x, gate_up)
-    if gate_up.scheme != down.scheme:
-        raise ValueError(f"gate_up is {gate_up.scheme} and down {down.scheme}: one scheme for both")
+    return _experts(x, expert_ids, routing_weights, gate_up, down, combine=True)
+
+
+def routed_experts(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    routing_weights: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+) -> torch.Tensor:
+    """Like `experts`, but bf16 [M, C, H], addends that `layer.after_experts` sums over C.
+
+    C is topk on a GPU, where an id outside 0..E-1 leaves its row unwritten; elsewhere 1, the sum.
+    """
+    return _experts(x, expert_ids, routing_weights, gate_up, down, combine=False)
+
+
+def _experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    up: Weight,
+    down: Weight,
+    *,
+    combine: bool,
+) -> torch.Tensor:
+    _check_width(x, up)
+    if up.scheme != down.scheme:
+        raise ValueError(f"gate_up is {up.scheme} and down {down.scheme}: one scheme for both")
     return experts_op(
-        x, expert_ids, routing_weights,
-        gate_up.data, gate_up.scale, gate_up.factor, gate_up.input_scale,
-        down.data, down.scale, down.factor, down.input_scale, gate_up.scheme,
+        x, ids, weights, up.data, up.scale, up.factor, up.input_scale,
+        down.data, down.scale, down.factor, down.input_scale, up.scheme, combine,
     )  # fmt: skip
 
 
@@ -240,6 +266,7 @@ def experts_op(
     down_factor: OptionalTensor,
     down_input_scale: OptionalTensor,
     scheme: str,
+    combine: bool = True,
 ) -> torch.Tensor:
     """CUDA implementation of `experts`."""
     from fused_dequant import launch
@@ -248,7 +275,7 @@ def experts_op(
     return launch.experts(
         x.contiguous(), expert_ids.contiguous(), routing_weights.float().contiguous(),
         Weight(scheme, gate_up, gate_up_scale, gate_up_factor, gate_up_input_scale),
-        Weight(scheme, down, down_scale, down_factor, down_input_scale),
+        Weight(scheme, down, down_scale, down_factor, down_input_scale), combine=combine,
     )  # fmt: skip
 
 
@@ -266,6 +293,7 @@ def _(
     down_factor: OptionalTensor,
     down_input_scale: OptionalTensor,
     scheme: str,
+    combine: bool = True,
 ) -> torch.Tensor:
     up = Weight(scheme, gate_up, gate_up_scale, gate_up_factor)
     out = Weight(scheme, down, down_scale, down_factor)
@@ -274,7 +302,8 @@ def _(
         x.float(), weights.dequantize(up), weights.dequantize(out), expert_ids, routing_weights,
         activation=lambda tokens: _round_activation(tokens, scheme, next(scales)),
     )  # fmt: skip
-    return y.to(torch.bfloat16)
+    y = y.to(torch.bfloat16)
+    return y if combine else y[:, None]
 
 
 @experts_op.register_fake
@@ -291,8 +320,12 @@ def _(
     down_factor: OptionalTensor,
     down_input_scale: OptionalTensor,
     scheme: str,
+    combine: bool = True,
 ) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=torch.bfloat16)
+    if combine:
+        return x.new_empty(x.shape, dtype=torch.bfloat16)
+    choices = expert_ids.shape[1] if x.is_cuda else 1
+    return x.new_empty(len(x), choices, x.shape[1], dtype=torch.bfloat16)
 
 
 @torch.library.custom_op("fused_dequant::quantize_rows", mutates_args=(), device_types="cuda")

@@ -84,18 +84,12 @@ class Engine(Protocol):
         ...
 
 
-def by_sampler(
-    samplers: Mapping[int, Sampler],
-    denoise: Callable[[list[int], Sampler], Mapping[int, Canvas]],
-) -> list[Canvas]:
-    """Denoise slots of equal samplers as one batch; return the canvases in the order of `samplers`."""
+def by_sampler(samplers: Mapping[int, Sampler]) -> dict[Sampler, list[int]]:
+    """Group slots by their settings, in the order in which they come."""
     groups: dict[Sampler, list[int]] = {}
     for slot, sampler in samplers.items():
         groups.setdefault(sampler, []).append(slot)
-    done: dict[int, Canvas] = {}
-    for sampler, group in groups.items():
-        done |= denoise(group, sampler)
-    return [done[slot] for slot in samplers]
+    return groups
 
 
 def complete(

@@ -145,7 +145,10 @@ class FusedEngine:
                 raise InputError(f"slot {slot}: no canvas fits within {self.max_length} positions")
         self._encode_last(slots)
         samplers = {slot: self._slots[slot].sampler for slot in slots}
-        return by_sampler(samplers, lambda group, own: self._denoise(group, own, on_draft))
+        done: dict[int, Canvas] = {}
+        for sampler, group in by_sampler(samplers).items():
+            done |= self._denoise(group, sampler, on_draft)
+        return [done[slot] for slot in slots]
 
     def release(self, slot: int) -> None:
         """Free a slot; one that is free already stays so."""

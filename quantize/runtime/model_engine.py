@@ -9,7 +9,7 @@ import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
-from quantize.runtime.engine import Canvas, OnDraft
+from quantize.runtime.engine import Canvas, OnDraft, by_sampler
 from quantize.runtime.model import (
     Images,
     Prefix,
@@ -149,13 +149,12 @@ class ModelEngine:
     def _advance(self, part: _Part, on_draft: OnDraft | None) -> dict[int, Canvas]:
         """Take steps until a canvas is finished, or the part is told to stop."""
         torch.set_num_threads(part.cores)  # of this thread
-        by_sampler: dict[Sampler, list[int]] = {}
         for slot in part.slots:
             self._begin(self._slots[slot])
-            by_sampler.setdefault(self._slots[slot].sampler, []).append(slot)
+        samplers = {slot: self._slots[slot].sampler for slot in part.slots}
         groups = [
             _Group(self.model, {slot: self._slots[slot] for slot in group}, on_draft)
-            for group in by_sampler.values()
+            for group in by_sampler(samplers).values()
         ]
         over = False
         while not over and not part.stop.is_set():
