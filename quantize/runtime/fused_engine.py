@@ -39,7 +39,6 @@ from quantize.runtime.sampler import Sampler
 CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 must fit
 SHORT = 256  # prompts up to here, or to a canvas, are encoded together in a pass of this length
 PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
-VOCABULARY_KERNELS = ("lm_head_kernel", "exponential_kernel", "split_k_kernel", "reduce_kernel")
 CAPTURED = 8  # (bucket, settings) whose graphs are kept
 
 
@@ -190,19 +189,15 @@ class FusedEngine:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
             step.compute(False)
             torch.cuda.synchronize()
+        on_gpu: list[Any] = [e for e in record.events() or () if e.device_type == DeviceType.CUDA]
+        named = [
+            event for event in on_gpu if event.name in PARTS
+        ]  # from its first kernel to its last
         parts: dict[str, float] = dict.fromkeys((*PARTS, "rest"), 0.0)
-        events: Any = record.events()
-        for event in events:
-            if event.device_type == DeviceType.CPU and event.name in PARTS:
-                parts[event.name] += event.device_time_total / 1e3
-                parts["rest"] -= event.device_time_total / 1e3
-            elif event.device_type == DeviceType.CUDA and event.name not in PARTS:
-                parts["rest"] += event.self_device_time_total / 1e3
-                if (
-                    event.name in VOCABULARY_KERNELS
-                ):  # launched without a torch operation to own them
-                    parts["vocabulary"] += event.self_device_time_total / 1e3
-                    parts["rest"] -= event.self_device_time_total / 1e3
+        for event in on_gpu:
+            if event.name not in PARTS:
+                owner = next((part.name for part in named if _within(event, part)), "rest")
+                parts[owner] += event.self_device_time_total / 1e3
         return parts
 
     def _padded(self, slots: Sequence[int]) -> list[int]:
@@ -316,6 +311,14 @@ class FusedEngine:
 def _denoising(sampler: Sampler) -> Sampler:
     """The settings that a canvas depends on, the rest as the defaults: equal ones share a graph."""
     return replace(sampler, max_new_tokens=1, max_length=None, eos_token_ids=(), pad_token_id=None)
+
+
+def _within(event: Any, part: Any) -> bool:
+    """Whether a kernel ran on the stream and in the time of what the profiler names a part."""
+    if event.device_resource_id != part.device_resource_id:
+        return False
+    start, end = part.time_range.start, part.time_range.end
+    return start <= event.time_range.start and event.time_range.end <= end
 
 
 def _bucket(rows: int) -> int:
