@@ -141,7 +141,7 @@ def test_replay_equals_eager(artifact: tuple[str, Path]) -> None:
         results.append([engine.denoise(range(4)) for _ in range(3)])
         parts = engine.profile_step(range(4))
     assert results[0] == results[1]
-    print(f"{artifact[0]}: ms a step by part {({k: round(v, 3) for k, v in parts.items()})}")
+    print(f"{artifact[0]}: ms a step", {name: round(ms, 3) for name, ms in parts.items()})
     assert min(parts.values()) > 0
     assert parts["rest"] < 0.3 * sum(parts.values())  # every kernel has found its part
     assert len({tuple(c.tokens) for row in results[0] for c in row}) == 12
