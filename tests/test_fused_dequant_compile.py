@@ -85,7 +85,7 @@ def matmul_case(
     name: str, signature: dict, mode: dict, cores: dict, gelu: bool, **sizes: Any
 ) -> Case:
     constants = mode | {"SCALED": signature is not BF16, "GELU_MUL": gelu}
-    constants |= {"BLOCKS_FIRST": not mode["GROUPED"], "MORE": 0} | sizes
+    constants |= {"BLOCKS_FIRST": not mode["GROUPED"], "MORE": 0, "NARROWER": 0} | sizes
     limit = {90: 1.4} if signature is FP8 and sizes["SWAP"] else {}
     return Case(name, matmul.matmul_kernel, signature, constants, cores, per_weight=limit)
 
@@ -182,7 +182,7 @@ CASES = [
         FRAGMENTS,
         EXPERTS_UP
         | {"GELU_MUL": True, "num_warps": 8}
-        | tile(BM=32, MORE=0, BN=128, BK=128, PARTS=1, STAGES=4),
+        | tile(BM=32, MORE=0, NARROWER=0, BN=128, BK=128, PARTS=1, STAGES=4),
         {90: "HGMMA"},
         {"num_warps": 8},
         {90: 3.7},
@@ -193,7 +193,7 @@ CASES = [
         FRAGMENTS,
         EXPERTS_DOWN
         | {"GELU_MUL": False, "num_warps": 8}
-        | tile(BM=32, MORE=0, BN=128, BK=128, PARTS=1, STAGES=4),
+        | tile(BM=32, MORE=0, NARROWER=0, BN=128, BK=128, PARTS=1, STAGES=4),
         {90: "HGMMA"},
         {"num_warps": 8},
         {90: 3.9},
@@ -204,7 +204,7 @@ CASES = [
         FRAGMENTS | {"x": box(128, 128), "x_more": box(128, 128)},
         DENSE
         | {"GELU_MUL": False, "num_warps": 4}
-        | tile(BM=128, MORE=0, BN=64, BK=128, PARTS=2, STAGES=3),
+        | tile(BM=128, MORE=0, NARROWER=0, BN=64, BK=128, PARTS=2, STAGES=3),
         {90: "HGMMA"},
         {"num_warps": 4},
         {90: 3.9},
@@ -215,7 +215,7 @@ CASES = [
         FRAGMENTS | {"x": box(64, 128), "x_more": box(32, 128)},
         DENSE
         | {"GELU_MUL": False, "num_warps": 4}
-        | tile(BM=64, MORE=32, BN=64, BK=128, PARTS=2, STAGES=3),
+        | tile(BM=64, MORE=32, NARROWER=0, BN=64, BK=128, PARTS=2, STAGES=3),
         {90: "HGMMA"},
         {"num_warps": 4},
         {90: 4.6},

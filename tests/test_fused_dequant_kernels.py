@@ -16,7 +16,7 @@ if INTERPRETED:
 
     interpreter.install()
 
-from fused_dequant import cases, formats, reference, weights  # noqa: E402
+from fused_dequant import cases, formats, reference, tuning, weights  # noqa: E402
 from fused_dequant.reference import dissimilarity, relative_error  # noqa: E402
 
 pytestmark = [
@@ -115,6 +115,34 @@ def test_experts(scheme: str, tokens: int) -> None:
     expected = reference.experts(
         x.double(), *(weights.dequantize(w, torch.float64) for w in (gate_up, down)),
         ids, routing_weights, torch.float64, activation=lambda t: rounded(t.to(x.dtype), scheme),
+    )  # fmt: skip
+    assert_close(y, expected, EXPERTS_TOLERANCE[scheme])
+
+
+UNEVEN = [0, 1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 130]  # tokens of an expert; blocks of 64 rows
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_blocks_are_as_wide_as_their_rows(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 64 rows computed at 64, 48, 32 or 16, each at its first and last number of rows."""
+    if scheme == "nvfp4" and not HOPPER:
+        pytest.skip("only the kernel for sm_90 has narrower blocks of this format")
+    hidden, inner = (64, 32) if INTERPRETED else (2816, 704)
+    gate_up = cases.random_weight(scheme, len(UNEVEN), 2 * inner, hidden, DEVICE)
+    down = cases.random_weight(scheme, len(UNEVEN), hidden, inner, DEVICE, seed=5)
+    config = {"BM": 32, "MORE": 32, "NARROWER": 3, "BN": 64, "BK": 64, "num_warps": 4}
+    config |= {"PARTS": 1, "STAGES": 3} if scheme == "nvfp4" else {"SWAP": 1, "num_stages": 3}
+    chosen: list[str] = []
+    monkeypatch.setattr(tuning, "choose", lambda verb, *_: chosen.append(verb) or config)
+    ids = torch.arange(len(UNEVEN), dtype=torch.int32).repeat_interleave(torch.tensor(UNEVEN))
+    generator = torch.Generator().manual_seed(0)
+    ids = ids[torch.randperm(len(ids), generator=generator)][:, None].to(DEVICE)
+    x, one = cases.random_tokens(len(ids), hidden, DEVICE), torch.ones(len(ids), 1, device=DEVICE)
+    y = launch().experts(x, ids, one, gate_up, down)
+    assert chosen == ["experts", "experts"]
+    expected = reference.experts(
+        x.double(), *(weights.dequantize(w, torch.float64) for w in (gate_up, down)), ids, one,
+        torch.float64, activation=lambda t: rounded(t.to(x.dtype), scheme),
     )  # fmt: skip
     assert_close(y, expected, EXPERTS_TOLERANCE[scheme])
 

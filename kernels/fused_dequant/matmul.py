@@ -12,7 +12,8 @@ the 8-granular one, so 16 tokens an expert still run on FP8 tensor cores with ha
 
 A block is BM + MORE rows (MORE may be 0): two accumulators, so that 80 rows meet weights read once.
 At 1,024 tokens an expert has 64 +- 8 of them: blocks of 64 read half the experts twice, blocks of
-128 compute twice the rows.
+128 compute twice the rows. An expert's block is computed at the narrowest of NARROWER + 1 sizes that
+holds its real rows (`compute_rows`), because no real routing is even.
 
 The epilogue may apply `gelu_mul` to interleaved gate and up rows, or multiply by a routing weight: each
 saves one pass over the result.
@@ -77,48 +78,14 @@ def store_rows(
 
 
 @triton.jit
-def matmul_kernel(
-    x,
-    x_scale,
-    w,
-    w_scale,
-    y,
-    slots,
-    block_expert,
-    block_count,
-    row_weight,
-    total,
-    N,
-    K,
-    CHAINED: tl.constexpr,
-    TOPK: tl.constexpr,
-    GROUPED: tl.constexpr,
-    SCALED: tl.constexpr,
-    GELU_MUL: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SWAP: tl.constexpr,
-    BM: tl.constexpr,
-    MORE: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCKS_FIRST: tl.constexpr,
-):
-    """X [rows, K], w [E, N, K], y [rows, N or N/2]; a slot reads row slot // TOPK of x."""
-    follow(CHAINED)
-    tile = tl.program_id(1 if BLOCKS_FIRST else 0)
-    block = tl.program_id(0 if BLOCKS_FIRST else 1)
-    expert = tl.zeros((), tl.int64)
-    if GROUPED:
-        if block >= tl.load(block_count):
-            return
-        expert = tl.load(block_expert + block).to(tl.int64)
-    n = tile * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    # Channels past N repeat the first ones: they are computed and not stored, and need no mask.
-    weights = w + expert * N * K + (n % N).to(tl.int64)[:, None] * K + k[None, :]
+def compute_block(
+    x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile, first,
+    TOPK: tl.constexpr, GROUPED: tl.constexpr, SCALED: tl.constexpr, GELU_MUL: tl.constexpr,
+    WEIGHTED: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
+    BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """BM + MORE rows from `first` on times channels n [BN]; `weights` points at columns k [BK]."""
     acc_type: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
-    first = block * (BM + MORE)
     slot, real = block_rows(slots, first, total, BM, GROUPED)
     tokens = x + (slot // TOPK).to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), acc_type)
@@ -148,6 +115,85 @@ def matmul_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def compute_rows(
+    x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile, first,
+    TOPK: tl.constexpr, GROUPED: tl.constexpr, SCALED: tl.constexpr, GELU_MUL: tl.constexpr,
+    WEIGHTED: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
+    BM: tl.constexpr, MORE: tl.constexpr, NARROWER: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """`compute_block`, at the narrowest of NARROWER + 1 sizes that holds the block's real rows."""
+    LESS: tl.constexpr = BM if MORE else BM // 2
+    LESS_MORE: tl.constexpr = MORE // 2 if MORE > 16 else 0
+    if NARROWER:
+        if tl.load(slots + first + LESS + LESS_MORE) < total:  # padding is behind the real rows
+            compute_block(
+                x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile,
+                first, TOPK, GROUPED, SCALED, GELU_MUL, WEIGHTED, SWAP, EVEN_K, BM, MORE, BN, BK,
+            )  # fmt: skip
+        else:
+            compute_rows(
+                x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile,
+                first, TOPK, GROUPED, SCALED, GELU_MUL, WEIGHTED, SWAP, EVEN_K,
+                LESS, LESS_MORE, NARROWER - 1, BN, BK,
+            )  # fmt: skip
+    else:
+        compute_block(
+            x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile,
+            first, TOPK, GROUPED, SCALED, GELU_MUL, WEIGHTED, SWAP, EVEN_K, BM, MORE, BN, BK,
+        )  # fmt: skip
+
+
+@triton.jit
+def matmul_kernel(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    y,
+    slots,
+    block_expert,
+    block_count,
+    row_weight,
+    total,
+    N,
+    K,
+    CHAINED: tl.constexpr,
+    TOPK: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SCALED: tl.constexpr,
+    GELU_MUL: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SWAP: tl.constexpr,
+    BM: tl.constexpr,
+    MORE: tl.constexpr,
+    NARROWER: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCKS_FIRST: tl.constexpr,
+):
+    """X [rows, K], w [E, N, K], y [rows, N or N/2]; a slot reads row slot // TOPK of x."""
+    follow(CHAINED)
+    tile = tl.program_id(1 if BLOCKS_FIRST else 0)
+    block = tl.program_id(0 if BLOCKS_FIRST else 1)
+    expert = tl.zeros((), tl.int64)
+    if GROUPED:
+        if block >= tl.load(block_count):
+            return
+        expert = tl.load(block_expert + block).to(tl.int64)
+    n = tile * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    # Channels past N repeat the first ones: they are computed and not stored, and need no mask.
+    weights = w + expert * N * K + (n % N).to(tl.int64)[:, None] * K + k[None, :]
+    compute_rows(
+        x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile,
+        block * (BM + MORE), TOPK, GROUPED, SCALED, GELU_MUL, WEIGHTED, SWAP, EVEN_K,
+        BM, MORE, NARROWER, BN, BK,
+    )  # fmt: skip
+
+
 def matmul(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -164,7 +210,7 @@ def matmul(
         x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
         y, y, y, y, M, N, K,
         TOPK=1, GROUPED=False, SCALED=x_scale is not None, GELU_MUL=False, WEIGHTED=False,
-        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True, **chained(x.device), **config,
+        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True, NARROWER=0, **chained(x.device), **config,
     )  # fmt: skip
     return y
 

@@ -379,6 +379,64 @@ def multiply_aside(
 
 
 @gluon.jit
+def compute_block(
+    x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
+    first_tile, first_row, tile,
+    TOPK: gl.constexpr, GELU_MUL: gl.constexpr, WEIGHTED: gl.constexpr, EVEN_K: gl.constexpr,
+    BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """One tile of a block of an expert's tokens."""
+    smem = allocate(BM, MORE, BN, BK, STAGES)
+    thread_barrier()
+    acc, acc_more = multiply(
+        x, x, words, scales, slots, total, K, first_tile, first_row, 0, gl.cdiv(K, BK), smem,
+        False, TOPK, True, EVEN_K, BM, MORE, BN, BK, STAGES, num_warps,
+    )  # fmt: skip
+    store_rows(
+        acc, y, gate_factor, up_factor, row_weight, slots, first_row, tile, total, width,
+        BM, BN, True, GELU_MUL, WEIGHTED, num_warps,
+    )  # fmt: skip
+    if MORE:
+        store_rows(
+            acc_more, y, gate_factor, up_factor, row_weight, slots, first_row + BM, tile, total, width,
+            MORE, BN, True, GELU_MUL, WEIGHTED, num_warps,
+        )  # fmt: skip
+
+
+@gluon.jit
+def compute_rows(
+    x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
+    first_tile, first_row, tile,
+    TOPK: gl.constexpr, GELU_MUL: gl.constexpr, WEIGHTED: gl.constexpr, EVEN_K: gl.constexpr,
+    BM: gl.constexpr, MORE: gl.constexpr, NARROWER: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """`compute_block`, at the narrowest of NARROWER + 1 sizes that holds the block's real rows."""
+    LESS: gl.constexpr = BM if MORE else BM // 2
+    LESS_MORE: gl.constexpr = MORE // 2 if MORE > 16 else 0
+    if NARROWER:
+        if gl.load(slots + first_row + LESS + LESS_MORE) < total:  # padding is behind the real rows
+            compute_block(
+                x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
+                first_tile, first_row, tile, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
+                BM, MORE, BN, BK, STAGES, num_warps,
+            )  # fmt: skip
+        else:
+            compute_rows(
+                x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
+                first_tile, first_row, tile, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
+                LESS, LESS_MORE, NARROWER - 1, BN, BK, STAGES, num_warps,
+            )  # fmt: skip
+    else:
+        compute_block(
+            x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
+            first_tile, first_row, tile, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
+            BM, MORE, BN, BK, STAGES, num_warps,
+        )  # fmt: skip
+
+
+@gluon.jit
 def nvfp4_hopper_kernel(
     x,
     x_more,
@@ -401,6 +459,7 @@ def nvfp4_hopper_kernel(
     EVEN_K: gl.constexpr,
     BM: gl.constexpr,
     MORE: gl.constexpr,
+    NARROWER: gl.constexpr,
     BN: gl.constexpr,
     BK: gl.constexpr,
     PARTS: gl.constexpr,
@@ -410,8 +469,9 @@ def nvfp4_hopper_kernel(
     """X bf16 [rows, K]; words, scales from `to_fragments`; factor f32 [E, 2]; y [slots, N or N/2].
 
     A block is BM + MORE rows (MORE may be 0): two accumulators, so that 96 rows meet weights decoded
-    once and the tensor core does not compute 128. With PARTS = 2 a second set of warps multiplies the
-    second half of K.
+    once and the tensor core does not compute 128. An expert's block is computed at the narrowest of
+    NARROWER + 1 sizes: with BM = MORE = 32 and NARROWER = 3 at 64, 48, 32 or 16 rows. With PARTS = 2 a
+    second set of warps multiplies the second half of K of a dense product.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
     if CHAINED and GROUPED:
@@ -429,6 +489,14 @@ def nvfp4_hopper_kernel(
     first_row = block * (BM + MORE)
     gate_factor = gl.load(factor + expert * 2)
     up_factor = gl.load(factor + expert * 2 + 1)
+    width = N // 2 if GELU_MUL else N
+    if GROUPED:
+        compute_rows(
+            x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
+            first_tile, first_row, tile, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
+            BM, MORE, NARROWER, BN, BK, STAGES, num_warps,
+        )  # fmt: skip
+        return
     smem = allocate(BM, MORE, BN, BK, STAGES)
     steps = gl.cdiv(K, BK)
     if PARTS == 1:
@@ -462,7 +530,6 @@ def nvfp4_hopper_kernel(
             acc_more += (
                 aside[3]._reinterpret(gl.float32, [BN, MORE], sum_layout(BN, MORE)).load(mma_more)
             )
-    width = N // 2 if GELU_MUL else N
     store_rows(
         acc, y, gate_factor, up_factor, row_weight, slots, first_row, tile, total, width,
         BM, BN, GROUPED, GELU_MUL, WEIGHTED, num_warps,
@@ -494,7 +561,7 @@ def nvfp4_hopper(
     nvfp4_hopper_kernel[grid](
         *boxes, words, scales, factor, y, y, y, y, y, M, N, K,
         TOPK=1, GROUPED=False, GELU_MUL=False, WEIGHTED=False, EVEN_K=K % config["BK"] == 0,
-        **chained(x.device), **config,
+        NARROWER=0, **chained(x.device), **config,
     )  # fmt: skip
     return y
 

@@ -78,9 +78,6 @@ def products() -> Iterator[Product]:
         yield Product("linear", scheme, M, N, K)
 
 
-_MATMUL = "BM MORE BN BK SWAP num_warps num_stages"
-
-
 def _config(names: str, *values: int) -> Config:
     return dict(zip(names.split(), values, strict=True))
 
@@ -109,21 +106,20 @@ def _sweep(product: Product) -> Iterator[Config]:
         ):
             yield _config("BM BN BK num_warps num_stages", BM, BN, BK, warps, stages)
     elif product.scheme == "nvfp4_fragments":
-        for (BM, MORE), (BN, warps), (BK, stages), parts in itertools.product(
+        for rows, (BN, warps), (BK, stages), parts in itertools.product(
             _hopper_rows(product), *_hopper_shapes(product)
         ):
-            stage = 2 * (BM + MORE) * BK + BN * BK * 9 // 16
+            stage = 2 * tuning.block_rows(rows) * BK + BN * BK * 9 // 16
             fits = parts * stages * stage <= SHARED and (parts == 1 or stages * BK >= 2 * BN)
             if product.N % BN == 0 and fits:
-                names = "BM MORE BN BK PARTS STAGES num_warps"
-                yield _config(names, BM, MORE, BN, BK, parts, stages, warps)
+                yield rows | _config("BN BK PARTS STAGES num_warps", BN, BK, parts, stages, warps)
     elif product.verb.startswith("experts"):
         tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
         depths = (64, 128) if product.M == 1024 else (64, 128, 256)
-        for (BM, MORE), (BN, warps), BK, stages in itertools.product(
+        for rows, (BN, warps), BK, stages in itertools.product(
             _expert_rows(product.M), tiles, depths, (2, 3, 4)
         ):
-            yield _config(_MATMUL, BM, MORE, BN, BK, 1, warps, stages)
+            yield rows | _config("BN BK SWAP num_warps num_stages", BN, BK, 1, warps, stages)
     else:
         tiles = (
             (64, 32, 4),
@@ -138,12 +134,14 @@ def _sweep(product: Product) -> Iterator[Config]:
             tiles, (0, 1), (64, 128), (3, 4, 5)
         ):
             if stages < 5 or BM * BN <= 64 * 128:
-                yield _config(_MATMUL, BM, 0, BN, BK, swap, warps, stages)
+                names = "BM MORE BN BK SWAP num_warps num_stages"
+                yield _config(names, BM, 0, BN, BK, swap, warps, stages)
 
 
-def _hopper_rows(product: Product) -> tuple[tuple[int, int], ...]:
+def _hopper_rows(product: Product) -> list[Config]:
     if product.verb == "linear":
-        return ((64, 0), (64, 32), (128, 0)) if product.M < 1024 else ((128, 0), (256, 0))
+        sizes = ((64, 0), (64, 32), (128, 0)) if product.M < 1024 else ((128, 0), (256, 0))
+        return [{"BM": BM, "MORE": MORE} for BM, MORE in sizes]
     return _expert_rows(product.M)
 
 
@@ -158,10 +156,14 @@ def _hopper_shapes(
     return tiles, tuple(itertools.product((64, 128), (3, 4))), (1,)
 
 
-def _expert_rows(M: int) -> tuple[tuple[int, int], ...]:
-    """(BM, MORE) of blocks around the mean number of tokens of an expert, M * 8 / 128."""
-    wide = ((64, 0), (64, 16), (64, 32), (128, 0))
-    return {64: ((16, 0),), 256: ((16, 0), (32, 0)), 1024: wide}[M]
+def _expert_rows(M: int) -> list[Config]:
+    """Blocks around the mean number of tokens of an expert, M * 8 / 128, and the sizes below."""
+    sizes = {
+        64: ((16, 0, 0),),
+        256: ((16, 0, 0), (32, 0, 0), (32, 16, 2), (32, 32, 3)),
+        1024: ((64, 0, 0), (64, 16, 0), (64, 16, 2), (64, 32, 3), (64, 64, 4)),
+    }[M]
+    return [_config("BM MORE NARROWER", *size) for size in sizes]
 
 
 @dataclass(frozen=True)

@@ -74,12 +74,13 @@ def default(verb: str, scheme: str, M: int, N: int, K: int) -> Config:
     if verb == "lm_head":
         return {"BM": 64, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
     rows = 16 if M <= 16 or verb == "experts" else 64
+    narrower = {"NARROWER": 0} if verb == "experts" else {}
     if scheme == "nvfp4_fragments":
         BK = 128 if K % 128 == 0 else 64
         BN = 128 if N % 128 == 0 else 64
         sizes = {"BM": max(rows, 32), "MORE": 0, "BN": BN, "BK": BK}
-        return sizes | {"PARTS": 1, "STAGES": 3, "num_warps": BN // 16}
+        return sizes | narrower | {"PARTS": 1, "STAGES": 3, "num_warps": BN // 16}
     if scheme.startswith("nvfp4"):
         return {"BM": rows, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3}
     config = {"BM": rows, "MORE": 0, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
-    return config | {"SWAP": int(rows < 64)}
+    return config | narrower | {"SWAP": int(rows < 64)}
