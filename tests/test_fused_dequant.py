@@ -287,6 +287,8 @@ def test_candidates_fit_the_registers_and_hold_what_is_shipped() -> None:
         candidates = list(tune.candidates(product))
         assert candidates, product
         for config in candidates:
+            if config.keys() == {"STAGES"}:  # lm_head on Hopper: one tile, checked by compiling it
+                continue
             accumulators = tuning.block_rows(config) * config["BN"] / (32 * config["num_warps"])
             assert accumulators <= tune.MAX_ACCUMULATORS
         if product.verb.startswith("experts"):

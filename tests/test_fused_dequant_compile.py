@@ -21,6 +21,7 @@ from fused_dequant import (
     routing,
     sampling,
     vocabulary,
+    vocabulary_hopper,
 )
 from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -51,9 +52,10 @@ FRAGMENTS = {"x": "*bf16", "x_more": "*bf16", "words": "*i32", "scales": "*i32",
 FRAGMENTS |= POINTERS
 
 
-def box(rows: int, columns: int) -> str:
+def box(rows: int, columns: int, dtype: str = "bf16") -> str:
     """Type of a TMA descriptor of a Gluon kernel."""
-    return f"tensordesc<bf16[{rows}, {columns}],{NVMMASharedLayout(128, 16, 2)!r}>"
+    bits = 16 if dtype == "bf16" else 8
+    return f"tensordesc<{dtype}[{rows}, {columns}],{NVMMASharedLayout(128, bits, 2)!r}>"
 
 
 ATTEND = {"q": "*bf16", "slots": "*i32", "first": "*i32", "last": "*i32"}
@@ -260,6 +262,22 @@ CASES = [
         HALF,
         {"num_warps": 8, "num_stages": 3},
     ),
+    *(
+        Case(
+            f"lm_head {name}, Hopper",
+            vocabulary_hopper.lm_head_hopper_kernel,
+            {"x": box(128, BK, dtype), "w": box(256, BK, dtype), "y": box(64, 64)}
+            | {"x_scale": "*fp32", "w_scale": "*fp32", "cap": "fp32"}
+            | dict.fromkeys(("M", "V", "H", "programs"), "i32"),
+            {"SCALED": name == "fp8", "STAGES": 4},
+            {90: core},
+            {"num_warps": 4},
+        )
+        for name, dtype, BK, core in (
+            ("fp8", "fp8e4nv", 128, "QGMMA"),
+            ("bf16", "bf16", 64, "HGMMA"),
+        )
+    ),
     Case(
         "soft embedding",
         vocabulary.split_k_kernel,
@@ -279,7 +297,7 @@ QUICK = {
     ("nvfp4 fragments up", 90), ("nvfp4 fragments down", 90),
     ("nvfp4 fragments dense", 90), ("attention, wide heads", 90), ("nvfp4 experts up", 80),
     ("nvfp4 w4a4 dense", 100), ("nvfp4 w4a4 dense", 120), ("int8 dense", 80),
-    ("lm_head", 90), ("soft embedding", 90), ("bf16 experts up", 100),
+    ("lm_head", 90), ("lm_head fp8, Hopper", 90), ("soft embedding", 90), ("bf16 experts up", 100),
 }  # fmt: skip
 MATRIX = [
     pytest.param(case, target, id=f"{case.name} sm_{target}",
@@ -327,7 +345,7 @@ LAYER |= {"tokens": "*i64", "embedding": "*bf16", "update": "*bf16", "factor": "
 LAYER |= {"weight": "*bf16", "gate_up": "*bf16", "K": "i32"}
 ROUTER = {"x": "*bf16", "w": "*bf16", "partial": "*fp32", "M": "i32", "E": "i32", "K": "i32"}
 ROUTER |= {"per_expert_scale": "*bf16", "ids": "*i32", "weights": "*fp32"}
-SOFT = dict.fromkeys(("largest", "total", "inverse_temperature", "partial"), "*fp32")
+SOFT = dict.fromkeys(("anchors", "total", "inverse_temperature", "partial"), "*fp32")
 SOFT |= {"logits": "*bf16", "p": "*bf16", "out": "*bf16"} | dict.fromkeys(
     ("M", "V", "H", "length"), "i32"
 )
@@ -342,7 +360,7 @@ BETWEEN = [  # kernel, signature, constants, warps
     (residual.begin_kernel, LAYER, ROW | {"UPDATED": True, "NORMED": True}, 8),
     (residual.scaled_norm_kernel, LAYER | {"x": "*bf16"}, {"BLOCK": 4096}, 8),
     (residual.gelu_mul_kernel, LAYER, {"BLOCK": 1024}, 4),
-    (vocabulary.exponential_kernel, SOFT, {"HEAD": 32768, "TAIL": 16384}, 32),
+    (vocabulary.exponential_kernel, SOFT, {"HARDWARE": True, "EIGHTS": 128}, 2),
     (vocabulary.reduce_kernel, SOFT, {"SPLITS": 6, "RANGES": 8, "BLOCK": 1024}, 4),
     (router.logits_kernel, ROUTER, {"STEPS": 2, "EXPERTS": 128, "BM": 64, "BK": 128}, 4),
     (router.choose_kernel, ROUTER, {"SPLITS": 22, "TOPK": 8, "EXPERTS": 128}, 1),

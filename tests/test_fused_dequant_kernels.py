@@ -277,6 +277,51 @@ def test_lm_head_and_soft_embedding() -> None:
     assert_close(launch().soft_embedding(logits, table, sharpness), expected, 4e-3)
 
 
+def test_soft_embedding_of_logits_far_apart() -> None:
+    """The first logits of a range say little of the others: late peaks, ranges at -inf, a low rest."""
+    V, hidden = 2 * 8 * 1024 + 72, 80
+    table = cases.random_weight("bf16", 1, V, hidden, DEVICE).data[0]
+    logits = cases.random_tokens(5, V, DEVICE, seed=3) * 5
+    logits[0, V - 9] = 4000
+    logits[1, 3000], logits[1, V - 2] = 900, 899.5
+    logits[2, : V // 2 + 5] = -float("inf")
+    logits[3, 4000:] -= 300
+    sharpness = torch.tensor([0.7, 1.0, 1.5, 1.0, 40.0], device=DEVICE)
+    y = launch().soft_embedding(logits, table, sharpness)
+    for row in range(5):
+        expected = reference.soft_embedding(
+            logits[row : row + 1], table, sharpness[row : row + 1], torch.float64
+        )
+        assert_close(y[row : row + 1], expected, 4e-3)
+    assert torch.equal(y[0], table[V - 9])
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs sm_90")
+@pytest.mark.parametrize("scheme", ["bf16", "fp8"])
+@pytest.mark.parametrize(("M", "V"), [(1, 304), (130, 32768 + 8), (1024, 4096)])
+def test_lm_head_on_hopper(scheme: str, M: int, V: int) -> None:
+    """Every element is written; 20 replays equal bit for bit."""
+    from fused_dequant import quantize, vocabulary_hopper
+
+    x = cases.random_tokens(M, 2816, "cuda") * 20
+    weight = cases.random_weight(scheme, 1, V, 2816, "cuda")
+    q, scale = x, None
+    if scheme == "fp8":
+        q, scale = quantize.quantize_rows(x, EIGHT_BIT[scheme])
+    w_scale = None if weight.scale is None else weight.scale[0]
+    y = torch.empty(M, V, dtype=torch.bfloat16, device="cuda")
+    expected = reference.lm_head(
+        rounded(x, scheme), weights.dequantize(weight, torch.float64)[0], 30.0, torch.float64
+    )
+    first = None
+    for _ in range(20):
+        y.fill_(float("nan"))
+        vocabulary_hopper.lm_head(q, weight.data[0], scale, w_scale, 30.0, {"STAGES": 4}, y)
+        first = y.clone() if first is None else first
+        assert torch.equal(y, first)
+    assert_close(y, expected, TOLERANCE[scheme])
+
+
 @pytest.mark.skipif(INTERPRETED, reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_graph_replay_with_another_routing(scheme: str) -> None:

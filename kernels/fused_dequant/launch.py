@@ -25,6 +25,7 @@ from fused_dequant import (
     tuning,
     vocabulary,
 )
+    vocabulary_hopper,
 from fused_dequant.routing import Routing
 from fused_dequant.weights import Weight
 
@@ -143,7 +144,8 @@ def head(
 ) -> torch.Tensor:
     """lm_head with activations as `_quantize` returns them."""
     w_scale = None if weight.scale is None else weight.scale[0]
-    return vocabulary.lm_head(x, weight.data[0], x_scale, w_scale, softcap, config, out)
+    product = vocabulary_hopper.lm_head if "STAGES" in config else vocabulary.lm_head
+    return product(x, weight.data[0], x_scale, w_scale, softcap, config, out)
 
 
 def soft_embedding(

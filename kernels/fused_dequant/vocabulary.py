@@ -6,19 +6,22 @@ descriptors into ordinary loads.
 
 lm_head: persistent programs, one an SM, each looping over tiles so that the loads of the next tile
 run under the epilogue of the last. Logits leave as bf16 [M, V], once: in float32 the 256 x 262,144
-logits of one canvas would be 268 MB a copy.
+logits of one canvas would be 268 MB a copy. `vocabulary_hopper` has a faster one for sm_90.
 
 Soft embedding, softmax(logits / T) @ embedding, the input of self-conditioning:
 K = V is 262,144 long and M x H only 22 tiles, so K is split into S ranges to fill the machine,
-each with a maximum of its own:
+each with an anchor a_s of its own, near its maximum:
 
-    1. `exponential_kernel`  p = exp((l - max_s) / T) as bf16 [M, V], max_s and sum_s(p) [S, M]; a range
-                             of a row stays in the registers of a program
+    1. `exponential_kernel`  p = exp((l - a_s) / T) as bf16 [M, V], a_s and sum_s(p) [S, M]
     2. `split_k_kernel`      partial_s f32 [S, M, H] = p[:, range s] @ embedding[range s]
-    3. `reduce_kernel`       sum_s w_s * partial_s / sum_s w_s * sum_s(p), w_s = exp((max_s - max) / T)
+    3. `reduce_kernel`       sum_s w_s * partial_s / sum_s w_s * sum_s(p), w_s = exp((a_s - max a) / T)
 
-No atomics: two runs are equal bit for bit. p is in [0, 1] and unnormalised, so rounding it to bf16
-costs 2^-9 of itself; the sums are of the rounded values, so the weights of a row add up to 1.
+The anchor need not be the maximum, because bf16 has the exponents of float32: p may be large. It is the
+maximum of a range's first 1,024 logits, so that the logits are read once and no program holds more
+than a few of them.
+
+No atomics: two runs are equal bit for bit. p is unnormalised, so rounding it to bf16 costs 2^-9 of
+itself; the sums are of the rounded values, so the weights of a row add up to 1.
 
 FP8 (lm_head alone): with a per-row scale of the embedding the head is an ordinary FP8 product. The soft
 embedding stays bf16: Hopper's FP8 tensor cores want both operands contiguous along K, here V, which
@@ -39,6 +42,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import tanh
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of them is 0 and not NaN
+# An anchor may be 2^-96 of the most probable token: 262,144 of those times values of 1,000 are 2^124.
+REACH = tl.constexpr(96.0)
 
 
 @triton.jit
@@ -116,40 +124,77 @@ def processors(device: torch.device) -> int:
 
 
 @triton.jit
+def rounded_exponential(x, HARDWARE: tl.constexpr):
+    """2^x as bf16, and that bf16 as float32; zero below 2^-126.
+
+    HARDWARE: two values in 5 instructions. The compiler's own exponential rescales subnormal results,
+    and it converts to bf16 one value at a time, at the rate of the exponentials themselves.
+    """
+    if HARDWARE:
+        p, p_wide = tl.inline_asm_elementwise(
+            "{ .reg .f32 e0, e1; ex2.approx.ftz.f32 e0, $3; ex2.approx.ftz.f32 e1, $4; "
+            "cvt.rn.bf16x2.f32 $0, e1, e0; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000; }",
+            "=r,=r,=r,r,r", [x], dtype=(tl.bfloat16, tl.float32), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        p = tl.where(x < -126.0, 0.0, tl.exp2(x)).to(tl.bfloat16)
+        p_wide = p.to(tl.float32)
+    return p, p_wide
+
+
+@triton.jit
+def range_exponentials(
+    logits, p, count, anchor, sharpness, HARDWARE: tl.constexpr, EIGHTS: tl.constexpr
+):
+    """Store p = 2^((logits - anchor) * sharpness) of `count` columns; its sum and their maximum."""
+    # A thread holds whole rows of 8, 16 bytes: their sums and maxima need no other thread.
+    column = tl.arange(0, EIGHTS)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tops = tl.full((EIGHTS,), LOWEST, tl.float32)
+    sums = tl.zeros((EIGHTS,), tl.float32)
+    for start in range(0, count, 8 * EIGHTS):
+        mask = column < count - start
+        x = tl.load(logits + start + column, mask=mask, other=float("-inf")).to(tl.float32)
+        tops = tl.maximum(tops, tl.max(x, 1))
+        rounded, wide = rounded_exponential((x - anchor) * sharpness, HARDWARE)
+        tl.store(p + start + column, rounded, mask=mask)
+        sums += tl.sum(wide, 1)
+    return tl.sum(sums), tl.max(tops)
+
+
+@triton.jit
 def exponential_kernel(
     logits,
     p,
-    largest,
+    anchors,
     total,
     M,
     V,
     length,
     inverse_temperature,
     CHAINED: tl.constexpr,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    EIGHTS: tl.constexpr,
 ):
-    """Program (m, s): range s of row m, columns s * length to (s + 1) * length, read once.
+    """Program (m, s): range s of row m, columns s * length to (s + 1) * length, 8 * EIGHTS at a time.
 
-    A range stays in registers between its maximum and its exponentials, in two pieces, HEAD and TAIL
-    values long: rounded up to one power of two it would spill.
+    The anchor is the maximum of the first of them, so that the logits are read once. Where the range
+    turns out to hold a token more than 2^REACH times as probable, it is done again from that maximum.
     """
     follow(CHAINED)
     m, split = tl.program_id(0), tl.program_id(1)
     first = split * length
     count = tl.minimum(first + length, V) - first
-    place = m.to(tl.int64) * V + first
-    low, high = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
-    left = tl.load(logits + place + low, mask=low < count, other=float("-inf"))
-    right = tl.load(logits + place + high, mask=high < count, other=float("-inf"))
-    top = tl.maximum(tl.max(left).to(tl.float32), tl.max(right).to(tl.float32))
-    sharpness = tl.load(inverse_temperature + m)
-    left = tl.exp((left.to(tl.float32) - top) * sharpness).to(tl.bfloat16)
-    right = tl.exp((right.to(tl.float32) - top) * sharpness).to(tl.bfloat16)
-    tl.store(p + place + low, left, mask=low < count)
-    tl.store(p + place + high, right, mask=high < count)
-    tl.store(largest + split * M + m, top)
-    sums = tl.sum(left.to(tl.float32)) + tl.sum(right.to(tl.float32))
+    logits += m.to(tl.int64) * V + first
+    p += m.to(tl.int64) * V + first
+    column = tl.arange(0, 8 * EIGHTS)
+    piece = tl.load(logits + column, mask=column < count, other=float("-inf"))
+    anchor = tl.maximum(tl.max(piece.to(tl.float32)), LOWEST)
+    sharpness = tl.load(inverse_temperature + m) * LOG2_E
+    sums, top = range_exponentials(logits, p, count, anchor, sharpness, HARDWARE, EIGHTS)
+    if (top - anchor) * sharpness > REACH:
+        anchor = top
+        sums, top = range_exponentials(logits, p, count, anchor, sharpness, HARDWARE, EIGHTS)
+    tl.store(anchors + split * M + m, anchor)
     tl.store(total + split * M + m, sums)
 
 
@@ -185,7 +230,7 @@ def split_k_kernel(
 @triton.jit
 def reduce_kernel(
     partial,
-    largest,
+    anchors,
     total,
     out,
     M,
@@ -196,22 +241,22 @@ def reduce_kernel(
     RANGES: tl.constexpr,  # SPLITS rounded up to a power of two
     BLOCK: tl.constexpr,
 ):
-    """Combine the splits of row m, each weighted by exp((its maximum - the maximum) / T)."""
+    """Combine the splits of row m, each weighted by exp((its anchor - the highest) / T)."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     range_ = tl.arange(0, RANGES)
-    tops = tl.load(largest + range_ * M + m, mask=range_ < SPLITS, other=float("-inf"))
-    top = tl.max(tops)
+    own = tl.load(anchors + range_ * M + m, mask=range_ < SPLITS, other=LOWEST)
+    highest = tl.max(own)
     sharpness = tl.load(inverse_temperature + m)
     sums = tl.load(total + range_ * M + m, mask=range_ < SPLITS, other=0.0)
-    norm = tl.sum(tl.exp((tops - top) * sharpness) * sums)
+    norm = tl.sum(tl.exp((own - highest) * sharpness) * sums)
     acc = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
-        weight = tl.exp((tl.load(largest + split * M + m) - top) * sharpness) / norm
+        weight = tl.exp((tl.load(anchors + split * M + m) - highest) * sharpness)
         values = tl.load(partial + (split * M + m) * H + column, mask=column < H, other=0.0)
         acc += weight * values
-    tl.store(out + m * H + column, acc.to(out.dtype.element_ty), mask=column < H)
+    tl.store(out + m * H + column, (acc / norm).to(out.dtype.element_ty), mask=column < H)
 
 
 def soft_embedding(
@@ -227,14 +272,12 @@ def soft_embedding(
     splits = triton.cdiv(V, length)
     device = logits.device
     p = torch.empty(M, V, dtype=torch.bfloat16, device=device)
-    largest, total = torch.empty(2, splits, M, dtype=torch.float32, device=device)
+    anchors, total = torch.empty(2, splits, M, dtype=torch.float32, device=device)
     partial = torch.empty(splits, M, H, dtype=torch.float32, device=device)
     out = torch.empty(M, H, dtype=torch.bfloat16, device=device)
-    head = triton.next_power_of_2(length + 1) // 2
     exponential_kernel[(M, splits)](
-        logits, p, largest, total, M, V, length, inverse_temperature,
-        HEAD=head, TAIL=max(16, triton.next_power_of_2(length - head)),
-        num_warps=max(1, min(32, head // 1024)), **chained(device),
+        logits, p, anchors, total, M, V, length, inverse_temperature,
+        HARDWARE=device.type != "cpu", EIGHTS=128, num_warps=2, **chained(device),
     )  # fmt: skip
     grid = (triton.cdiv(M, config["BM"]), triton.cdiv(H, config["BN"]), splits)
     BM, BN, BK = config["BM"], config["BN"], config["BK"]
@@ -243,7 +286,7 @@ def soft_embedding(
         partial, M, V, H, length, **chained(device), **config,
     )  # fmt: skip
     reduce_kernel[(M, triton.cdiv(H, 1024))](
-        partial, largest, total, out, M, H, inverse_temperature,
+        partial, anchors, total, out, M, H, inverse_temperature,
         SPLITS=splits, RANGES=triton.next_power_of_2(splits), BLOCK=1024, **chained(device),
     )  # fmt: skip
     return out
