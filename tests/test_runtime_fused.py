@@ -22,6 +22,7 @@ from quantize.errors import InputError
 from quantize.load import load
 from quantize.recipe import ActivationMode, load_recipe
 from quantize.runtime import Sampler
+from quantize.runtime import passes as passes_of
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.fused import Cache, FusedModel
 from quantize.runtime.fused_engine import FusedEngine
@@ -155,6 +156,31 @@ def test_short_prompts_are_filled_up_and_overwritten(tiny_checkpoint: Path) -> N
         alone = logits_behind(engine.model, canvas, 4, prompt.shape[1])
         assert (joined[-1] - alone).norm() / alone.norm() < 0.05
     assert (joined[0] - joined[1]).norm() / joined[0].norm() > 0.2
+
+
+@pytest.mark.parametrize(("room", "passes"), [(512, 2), (400, 1)])
+def test_long_prompts_are_filled_up_where_there_is_room(
+    tiny_checkpoint: Path, room: int, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 tokens in chunks of 256: the second is filled up to 256 where the cache holds 512."""
+    engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=2, max_context=room)
+    engine._chunk = 256
+    taken: list[int] = []
+    run = passes_of.Commit.run
+    monkeypatch.setattr(
+        passes_of.Commit, "run", lambda self, graphs: (taken.append(1), run(self, graphs))
+    )
+    prompt, canvas = tokens(1, 300), tokens(1, engine.canvas_length, seed=1)
+    engine.admit(1, prompt[0].tolist(), 0, SAMPLER)
+    assert len(taken) == passes
+    assert engine._slots[1].context == 300
+    found = logits_behind(engine.model, canvas, 1, 300)
+    for start in range(0, 300, 100):
+        engine.model.encode(prompt[:, start : start + 100], integers(0), integers(start))
+    exact = logits_behind(engine.model, canvas, 0, 300)
+    assert (found - exact).norm() / exact.norm() < 0.05
+    engine.model.encode(prompt[:, :256], integers(0), integers(0))
+    assert (found - logits_behind(engine.model, canvas, 0, 256)).norm() / exact.norm() > 0.2
 
 
 def logits_behind(fused: FusedModel, canvas: torch.Tensor, slot: int, context: int) -> torch.Tensor:

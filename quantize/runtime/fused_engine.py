@@ -12,8 +12,8 @@ learns that all have stopped from a flag that travels one step behind, so it nev
 before it starts the next; sequences that have stopped are left as they are meanwhile.
 
 What a batch committed is encoded together, again as a graph, and so are new prompts of up to SHORT
-tokens; longer ones, and those with pictures, are encoded in chunks as they are admitted. On a CPU the
-same calls run without graphs, on the kernels' torch references.
+tokens; longer ones are encoded in chunks as they are admitted, each a graph unless it has pictures. On
+a CPU the same calls run without graphs, on the kernels' torch references.
 """
 
 from collections import OrderedDict
@@ -156,11 +156,11 @@ class FusedEngine:
     def warm_up(self, sampler: Sampler) -> None:
         """Compile the kernels and capture the graphs that `sampler` needs, for every size of batch.
 
-        All slots must be free. What encodes long prompts is compiled for two lengths of chunk.
+        All slots must be free. Pictures are left to the first request that has one.
         """
-        length = min(self._chunk + self._chunk // 3 + 1, self.max_length - self.canvas_length)
-        if length > self._short:
-            self.admit(0, [1] * length, 0, sampler)
+        longest = min(self._chunk, self.max_length - self.canvas_length)
+        for length in range(self._short + 1, longest + SHORT, SHORT):
+            self.admit(0, [1] * min(length, longest), 0, sampler)
             self.release(0)
         prompt = [1] * (1 if self._short == self.canvas_length else self.canvas_length + 1)
         bucket = self._smallest
@@ -223,15 +223,23 @@ class FusedEngine:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
     def _encode_long(self, slot: int, sequence: _Sequence, images: Images | None) -> None:
-        """Encode a prompt of any length, with its pictures, in chunks."""
+        """Encode a prompt of any length, with its pictures, in chunks.
+
+        A chunk of text is filled up to a multiple of SHORT, for which there is a graph, where the cache
+        has room behind it: kernel by kernel, launching takes longer than encoding.
+        """
         prompt, sequence.unencoded = sequence.unencoded, []
         seen = pictures(prompt, self._placeholder)
         chunks = pieces(len(prompt), self._chunk, seen)
         embeddings = None if images is None else self._soft(images, seen)
-        tokens, at = torch.tensor([prompt], device=self.device), self._integers([slot])
         for start, end in chunks:
             soft = None if embeddings is None else soft_tokens((start, end), seen, embeddings)
-            self.model.encode(tokens[:, start:end], at, self._integers([start]), soft)
+            length = min(-(-(end - start) // SHORT) * SHORT, self._chunk)
+            if soft is None and start + length <= self.max_length:
+                self._encode([(slot, start, prompt[start:end])], length)
+                continue
+            tokens = torch.tensor([prompt[start:end]], device=self.device)
+            self.model.encode(tokens, self._integers([slot]), self._integers([start]), soft)
         sequence.context = len(prompt)
 
     def _soft(self, images: Images, seen: list[Span]) -> Tensor:
@@ -247,35 +255,37 @@ class FusedEngine:
         return embeddings
 
     def _encode_last(self, slots: Sequence[int]) -> None:
-        """Encode what the slots have left: last canvases in one pass, short prompts in one.
-
-        A short prompt is filled up. What comes of that lies behind the prompt, where no row sees it
-        before it is overwritten.
-        """
+        """Encode what the slots have left: last canvases in one pass, short prompts in one."""
         behind: dict[int, list[int]] = {}
         for slot in slots:
             if left := len(self._slots[slot].unencoded):
                 fits = left <= self.canvas_length
                 behind.setdefault(self.canvas_length if fits else self._short, []).append(slot)
         for length, group in behind.items():
-            self._encode_together(group, length)
+            sequences = [self._slots[slot] for slot in self._padded(group)]
+            rows = zip(self._padded(group), sequences, strict=True)
+            self._encode([(slot, s.context, s.unencoded) for slot, s in rows], length)
+            for slot in group:
+                sequence = self._slots[slot]
+                sequence.context += len(sequence.unencoded)
+                sequence.unencoded = []
 
-    def _encode_together(self, slots: list[int], length: int) -> None:
-        rows = self._padded(slots)
-        sequences = [self._slots[slot] for slot in rows]
+    def _encode(self, rows: list[tuple[int, int, list[int]]], length: int) -> None:
+        """Encode tokens behind a context, one run a slot, as one pass of `length` tokens a row.
+
+        A shorter run is filled up. What comes of that lies behind the run, where no row sees it before
+        it is overwritten.
+        """
         commit = self._commits.get((len(rows), length))
         if commit is None:
             commit = Commit(self.model, len(rows), length, self._pool)
             self._commits[len(rows), length] = commit
-        filled = [s.unencoded + [0] * (length - len(s.unencoded)) for s in sequences]
+        slots, contexts, runs = zip(*rows, strict=True)
+        filled = [run + [0] * (length - len(run)) for run in runs]
         commit.tokens.copy_(torch.tensor(filled, device=self.device))
-        commit.slots.copy_(self._integers(rows))
-        commit.start.copy_(self._integers([s.context for s in sequences]))
+        commit.slots.copy_(self._integers(slots))
+        commit.start.copy_(self._integers(contexts))
         commit.run(self._graphs)
-        for slot in slots:
-            sequence = self._slots[slot]
-            sequence.context += len(sequence.unencoded)
-            sequence.unencoded = []
 
     def _denoise(
         self, slots: list[int], sampler: Sampler, on_draft: OnDraft | None
