@@ -24,8 +24,8 @@ from fused_dequant import (
     routing,
     tuning,
     vocabulary,
-)
     vocabulary_hopper,
+)
 from fused_dequant.routing import Routing
 from fused_dequant.weights import Weight
 
