@@ -188,11 +188,11 @@ def test_opcheck() -> None:
         check(ops.linear.default, x, w.data, w.scale, None, None, scheme)
         check(ops.lm_head.default, x, w.data, w.scale, scheme, 30.0)
         check(
-            ops.experts.default, x, ids, routing_weights, up.data, up.scale, None, None,
+            ops.experts.default, x, None, ids, routing_weights, up.data, up.scale, None, None,
             down.data, down.scale, None, None, scheme,
         )  # fmt: skip
         check(
-            ops.experts.default, x, ids, routing_weights, up.data, up.scale, None, None,
+            ops.experts.default, x, None, ids, routing_weights, up.data, up.scale, None, None,
             down.data, down.scale, None, None, scheme, False,
         )  # fmt: skip
         if scheme != "bf16":

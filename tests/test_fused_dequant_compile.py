@@ -338,9 +338,10 @@ SAMPLER_POINTERS = (
 HEADS = dict.fromkeys(("qkv", "q_weight", "k_weight", "cos", "sin", "q", "keys", "values"), "*bf16")
 HEADS |= {"slots": "*i32", "positions": "*i32", "n": "i32", "capacity": "i32", "eps": "fp32"}
 LAYER = dict.fromkeys(("h", "o", "w_post", "w_dense", "w_experts", "w_router", "h_out"), "*bf16")
-LAYER |= dict.fromkeys(("x_experts", "x_router", "dense", "experts", "w_1", "w_2", "w"), "*bf16")
-LAYER |= {"scalar": "*bf16", "w_next": "*bf16", "x_dense": "*i8", "x": "*i8", "H": "i32"}
-LAYER |= {"dense_scale": "*fp32", "x_scale": "*fp32", "eps": "fp32", "root": "fp32"}
+LAYER |= dict.fromkeys(("x_router", "dense", "experts", "w_1", "w_2", "w"), "*bf16")
+LAYER |= {"scalar": "*bf16", "w_next": "*bf16", "H": "i32", "eps": "fp32", "root": "fp32"}
+LAYER |= dict.fromkeys(("x_dense", "x_experts", "x"), "*i8")
+LAYER |= dict.fromkeys(("dense_scale", "experts_scale", "x_scale"), "*fp32")
 LAYER |= {"tokens": "*i64", "embedding": "*bf16", "update": "*bf16", "factor": "fp32", "y": "*bf16"}
 LAYER |= {"weight": "*bf16", "gate_up": "*bf16", "K": "i32"}
 ROUTER = {"x": "*bf16", "w": "*bf16", "partial": "*fp32", "M": "i32", "E": "i32", "K": "i32"}
@@ -350,20 +351,21 @@ SOFT |= {"logits": "*bf16", "p": "*bf16", "out": "*bf16"} | dict.fromkeys(
     ("M", "V", "H", "length"), "i32"
 )
 ROW = {"LARGEST": 127.0, "BLOCK": 4096}
+BOTH = {"DENSE": 127.0, "EXPERTS": 127.0, "BLOCK": 4096}
 BETWEEN = [  # kernel, signature, constants, warps
     *(
         (attention.heads_kernel, HEADS, {"Q_HEADS": 16, "KV_HEADS": k, "D": d, "SHARED": k == 2}, 4)
         for k, d in ((8, 256), (2, 512))
     ),
-    (residual.after_attention_kernel, LAYER, ROW, 8),
+    (residual.after_attention_kernel, LAYER, BOTH, 16),
     (residual.after_experts_kernel, LAYER, ROW | {"CHOICES": 8}, 8),
     (residual.begin_kernel, LAYER, ROW | {"UPDATED": True, "NORMED": True}, 8),
     (residual.scaled_norm_kernel, LAYER | {"x": "*bf16"}, {"BLOCK": 4096}, 8),
     (residual.gelu_mul_kernel, LAYER, {"BLOCK": 1024}, 4),
     (vocabulary.exponential_kernel, SOFT, {"HARDWARE": True, "EIGHTS": 128}, 2),
     (vocabulary.reduce_kernel, SOFT, {"SPLITS": 6, "RANGES": 8, "BLOCK": 1024}, 4),
-    (router.logits_kernel, ROUTER, {"STEPS": 2, "EXPERTS": 128, "BM": 64, "BK": 128}, 4),
-    (router.choose_kernel, ROUTER, {"SPLITS": 22, "TOPK": 8, "EXPERTS": 128}, 1),
+    (router.logits_kernel, ROUTER, {"STEPS": 2, "EXPERTS": 128, "BM": 64, "BK": 256}, 8),
+    (router.choose_kernel, ROUTER, {"SPLITS": 11, "TOPK": 8, "EXPERTS": 128}, 1),
 ]
 SAMPLER = [  # kernel, constants, warps
     (sampling.statistics_kernel, {"RANGE": 4096, "EVEN": True}, 4),
@@ -381,13 +383,12 @@ def test_elementwise_kernels(target: int) -> None:
     unspilled.
     """
     pointers = ("ids", "slots", "block_expert", "block_count")
-    route = dict.fromkeys(pointers, "*i32") | {"total": "i32", "K": "i32"}
-    route |= {"x": "*bf16", "q": "*i8", "q_scale": "*fp32"}
-    sizes = {"E": 128, "EXPERTS": 128, "BLOCK": 32, "PADDING": 32, "CHUNK": 2048}
-    sizes |= {"LARGEST": 127.0, "COLUMNS": 4096, "CHAINED": target >= 90}
+    route = dict.fromkeys(pointers, "*i32") | {"total": "i32"}
+    sizes = {"E": 128, "EXPERTS": 128, "BLOCK": 32, "PADDING": 32, "CHUNK": 8192}
+    sizes |= {"CHAINED": target >= 90}
     combine = {"y": "*bf16", "ids": "*i32", "out": "*bf16", "H": "i32", "E": "i32"}
     reports = [
-        compile_for(target, routing.route_kernel, route, sizes, num_warps=4),
+        compile_for(target, routing.route_kernel, route, sizes, num_warps=8),
         compile_for(
             target,
             routing.combine_kernel,

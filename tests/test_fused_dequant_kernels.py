@@ -111,7 +111,7 @@ def test_experts(scheme: str, tokens: int) -> None:
         tokens, experts, topk, DEVICE, used=max(topk, experts - 3)
     )
     ids[0, 0] = experts
-    y = launch().experts(x, ids, routing_weights, gate_up, down)
+    y = launch().experts(x, None, ids, routing_weights, gate_up, down)
     expected = reference.experts(
         x.double(), *(weights.dequantize(w, torch.float64) for w in (gate_up, down)),
         ids, routing_weights, torch.float64, activation=lambda t: rounded(t.to(x.dtype), scheme),
@@ -138,7 +138,7 @@ def test_blocks_are_as_wide_as_their_rows(scheme: str, monkeypatch: pytest.Monke
     generator = torch.Generator().manual_seed(0)
     ids = ids[torch.randperm(len(ids), generator=generator)][:, None].to(DEVICE)
     x, one = cases.random_tokens(len(ids), hidden, DEVICE), torch.ones(len(ids), 1, device=DEVICE)
-    y = launch().experts(x, ids, one, gate_up, down)
+    y = launch().experts(x, None, ids, one, gate_up, down)
     assert chosen == ["experts", "experts"]
     expected = reference.experts(
         x.double(), *(weights.dequantize(w, torch.float64) for w in (gate_up, down)), ids, one,
@@ -156,7 +156,7 @@ def test_all_tokens_to_one_expert(scheme: str) -> None:
     x = cases.random_tokens(40, 64, DEVICE)
     ids = torch.full((40, 1), 2, dtype=torch.int32, device=DEVICE)
     one = torch.ones(40, 1, device=DEVICE)
-    y = launch().experts(x, ids, one, gate_up, down)
+    y = launch().experts(x, None, ids, one, gate_up, down)
     expected = reference.experts(
         x.double(), *(weights.dequantize(w, torch.float64) for w in (gate_up, down)), ids, one,
         torch.float64, activation=lambda t: rounded(t.to(x.dtype), scheme),
@@ -170,12 +170,12 @@ def test_choices_before_their_sum() -> None:
     down = cases.random_weight("bf16", 8, 64, 64, DEVICE, seed=5)
     x = cases.random_tokens(5, 64, DEVICE)
     ids, routing_weights = cases.random_routing(5, 8, 3, DEVICE)
-    parts = launch().experts(x, ids, routing_weights, gate_up, down, combine=False)
+    parts = launch().experts(x, None, ids, routing_weights, gate_up, down, combine=False)
     assert parts.shape == (5, 3, 64)
     for choice in range(3):
         one = slice(choice, choice + 1)
         alone = ids[:, one].contiguous(), routing_weights[:, one].contiguous()
-        assert_close(parts[:, choice], launch().experts(x, *alone, gate_up, down), 1e-3)
+        assert_close(parts[:, choice], launch().experts(x, None, *alone, gate_up, down), 1e-3)
 
 
 def test_routing_sorts_every_slot_once() -> None:
@@ -329,17 +329,17 @@ def test_graph_replay_with_another_routing(scheme: str) -> None:
     down = cases.random_weight(scheme, 16, 2816, 704, "cuda", seed=5)
     x = cases.random_tokens(64, 2816, "cuda")
     ids, routing_weights = cases.random_routing(64, 16, 8, "cuda")
-    launch().experts(x, ids, routing_weights, gate_up, down)
+    launch().experts(x, None, ids, routing_weights, gate_up, down)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = launch().experts(x, ids, routing_weights, gate_up, down)
+        y = launch().experts(x, None, ids, routing_weights, gate_up, down)
     x.copy_(cases.random_tokens(64, 2816, "cuda", seed=9))
     ids.copy_(cases.random_routing(64, 16, 8, "cuda", used=8, seed=9)[0])
     graph.replay()
     replayed = y.clone()
     graph.replay()
     assert torch.equal(replayed, y), "two runs on the same input differ"
-    assert torch.equal(replayed, launch().experts(x, ids, routing_weights, gate_up, down))
+    assert torch.equal(replayed, launch().experts(x, None, ids, routing_weights, gate_up, down))
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs sm_90")

@@ -2,7 +2,8 @@
 
 experts, for M tokens and topk choices:
 
-    route                ids -> sorted blocks; fp8, int8: tokens to 8 bits        1 launch
+    route                ids -> sorted blocks                                     1 launch
+    [quantize_rows]      fp8, int8: tokens to 8 bits, unless they come so         1
     gate_up + gelu_mul   [slots, I] bf16, activation in the epilogue              1
     [quantize_rows]      fp8, int8: hidden rows to 8 bits                         1
     down * weight        [slots, H] bf16                                          1
@@ -73,6 +74,7 @@ def _quantize(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, torch.Tens
 
 def experts(
     x: torch.Tensor,
+    x_scale: torch.Tensor | None,
     expert_ids: torch.Tensor,
     routing_weights: torch.Tensor,
     gate_up: Weight,
@@ -84,12 +86,8 @@ def experts(
     count, N, K = gate_up.shape
     up_config = tuning.choose("experts", gate_up.scheme, len(x), N, K, x.device)
     down_config = tuning.choose("experts", down.scheme, len(x), *down.shape[1:], x.device)
-    rows = tuning.block_rows(up_config)
-    if gate_up.scheme in _EIGHT_BIT:
-        dtype = _EIGHT_BIT[gate_up.scheme]
-        blocks, x, x_scale = routing.route_and_quantize(expert_ids, count, rows, x, dtype)
-    else:
-        blocks = routing.route(expert_ids, count, rows)
+    blocks = routing.route(expert_ids, count, tuning.block_rows(up_config))
+    if x_scale is None:
         x, x_scale = _quantize(x, gate_up)
     row_weight = routing_weights.flatten()
     hidden = grouped(x, x_scale, gate_up, blocks, up_config, None)

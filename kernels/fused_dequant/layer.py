@@ -87,21 +87,22 @@ def attend(
 
 
 def after_attention(
-    h: torch.Tensor, o: torch.Tensor, norms: Norms, scheme: str, eps: float = 1e-6
-) -> tuple[torch.Tensor, Activation, torch.Tensor, torch.Tensor]:
+    h: torch.Tensor, o: torch.Tensor, norms: Norms, schemes: tuple[str, str], eps: float = 1e-6
+) -> tuple[torch.Tensor, Activation, Activation, torch.Tensor]:
     """Add the attention's output and normalise for what follows.
 
     h, o bf16 [M, H]; norms [H]: after attention, before the dense MLP, before the experts, the router's
-    scale; `scheme` of the dense MLP. Returns h, the MLP's input, the experts' and the router's.
+    scale; `schemes` of the dense MLP and of the experts. Returns h, the MLP's input, the experts' and
+    the router's.
     """
-    dtype = EIGHT_BIT.get(scheme, torch.bfloat16)
     if not h.is_cuda:
-        h, dense, experts_, router = reference.after_attention(h, o, norms, eps)
-        return h, _as_activation(dense, dtype), experts_, router
+        h, dense, experts, router = reference.after_attention(h, o, norms, eps)
+        return h, _as_activation(dense, schemes[0]), _as_activation(experts, schemes[1]), router
     from fused_dequant import residual
 
-    h, dense, scale, experts_, router = residual.after_attention(h, o, norms, dtype, eps)
-    return h, (dense, scale if scheme in EIGHT_BIT else None), experts_, router
+    dtypes = _dtype(schemes[0]), _dtype(schemes[1])
+    h, dense, experts, router = residual.after_attention(h, o, norms, dtypes, eps)
+    return h, _activation(dense, schemes[0]), _activation(experts, schemes[1]), router
 
 
 def after_experts(
@@ -119,14 +120,13 @@ def after_experts(
     of the experts, of their sum, and the next input norm, whose product has `scheme`; scalar [1].
     Returns h and the next input.
     """
-    dtype = EIGHT_BIT.get(scheme, torch.bfloat16)
     if not h.is_cuda:
         h, x = reference.after_experts(h, dense, routed, norms, scalar, eps)
-        return h, _as_activation(x, dtype)
+        return h, _as_activation(x, scheme)
     from fused_dequant import residual
 
-    h, x, scale = residual.after_experts(h, dense, routed, norms, scalar, dtype, eps)
-    return h, (x, scale if scheme in EIGHT_BIT else None)
+    h, x = residual.after_experts(h, dense, routed, norms, scalar, _dtype(scheme), eps)
+    return h, _activation(x, scheme)
 
 
 def choose_experts(
@@ -156,16 +156,15 @@ def begin(
     h is embedding[token] * factor, plus `update` bf16 [M, H] if given, and then if `normed` divided by
     its root mean square. `scheme` is the first product's, w_next [H] its norm.
     """
-    dtype = EIGHT_BIT.get(scheme, torch.bfloat16)
     if not embedding.is_cuda:
         h, x = reference.begin(tokens, embedding, factor, update, w_next, eps, normed=normed)
-        return h, _as_activation(x, dtype)
+        return h, _as_activation(x, scheme)
     from fused_dequant import residual
 
-    h, x, scale = residual.begin(
-        tokens, embedding, factor, update, w_next, dtype, eps, normed=normed
+    h, x = residual.begin(
+        tokens, embedding, factor, update, w_next, _dtype(scheme), eps, normed=normed
     )
-    return h, (x, scale if scheme in EIGHT_BIT else None)
+    return h, _activation(x, scheme)
 
 
 def scaled_norm(
@@ -188,5 +187,14 @@ def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return residual.gelu_mul(gate_up.contiguous())
 
 
-def _as_activation(x: torch.Tensor, dtype: torch.dtype) -> Activation:
-    return (x, None) if dtype == torch.bfloat16 else formats.quantize_rows(x, dtype)
+def _dtype(scheme: str) -> torch.dtype:
+    return EIGHT_BIT.get(scheme, torch.bfloat16)
+
+
+def _activation(x: tuple[torch.Tensor, torch.Tensor], scheme: str) -> Activation:
+    """Of a kernel's row and its scales, which nothing wrote where the row is bf16."""
+    return x if scheme in EIGHT_BIT else (x[0], None)
+
+
+def _as_activation(x: torch.Tensor, scheme: str) -> Activation:
+    return formats.quantize_rows(x, EIGHT_BIT[scheme]) if scheme in EIGHT_BIT else (x, None)

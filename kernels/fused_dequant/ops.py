@@ -89,11 +89,12 @@ def experts(
     adds nothing. No host synchronisation: the launch depends on shapes alone and can be captured
     in a CUDA graph.
     """
-    return _experts(x, expert_ids, routing_weights, gate_up, down, combine=True)
+    return _experts(x, None, expert_ids, routing_weights, gate_up, down, combine=True)
 
 
 def routed_experts(
     x: torch.Tensor,
+    x_scale: OptionalTensor,
     expert_ids: torch.Tensor,
     routing_weights: torch.Tensor,
     gate_up: Weight,
@@ -101,13 +102,15 @@ def routed_experts(
 ) -> torch.Tensor:
     """Like `experts`, but bf16 [M, C, H], addends that `layer.after_experts` sums over C.
 
+    x may come quantized as the scheme wants it, e4m3 or int8 with its scales f32 [M].
     C is topk on a GPU, where an id outside 0..E-1 leaves its row unwritten; elsewhere 1, the sum.
     """
-    return _experts(x, expert_ids, routing_weights, gate_up, down, combine=False)
+    return _experts(x, x_scale, expert_ids, routing_weights, gate_up, down, combine=False)
 
 
 def _experts(
     x: torch.Tensor,
+    x_scale: OptionalTensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
     up: Weight,
@@ -118,8 +121,10 @@ def _experts(
     _check_width(x, up)
     if up.scheme != down.scheme:
         raise ValueError(f"gate_up is {up.scheme} and down {down.scheme}: one scheme for both")
+    if x_scale is not None and EIGHT_BIT.get(up.scheme) != x.dtype:
+        raise ValueError(f"activations of {x.dtype} do not fit a weight of scheme {up.scheme}")
     return experts_op(
-        x, ids, weights, up.data, up.scale, up.factor, up.input_scale,
+        x, x_scale, ids, weights, up.data, up.scale, up.factor, up.input_scale,
         down.data, down.scale, down.factor, down.input_scale, up.scheme, combine,
     )  # fmt: skip
 
@@ -255,6 +260,7 @@ def _(
 @torch.library.custom_op("fused_dequant::experts", mutates_args=(), device_types="cuda")
 def experts_op(
     x: torch.Tensor,
+    x_scale: OptionalTensor,
     expert_ids: torch.Tensor,
     routing_weights: torch.Tensor,
     gate_up: torch.Tensor,
@@ -273,7 +279,7 @@ def experts_op(
 
     require(scheme, x.device)
     return launch.experts(
-        x.contiguous(), expert_ids.contiguous(), routing_weights.float().contiguous(),
+        x.contiguous(), x_scale, expert_ids.contiguous(), routing_weights.float().contiguous(),
         Weight(scheme, gate_up, gate_up_scale, gate_up_factor, gate_up_input_scale),
         Weight(scheme, down, down_scale, down_factor, down_input_scale), combine=combine,
     )  # fmt: skip
@@ -282,6 +288,7 @@ def experts_op(
 @experts_op.register_kernel("cpu")
 def _(
     x: torch.Tensor,
+    x_scale: OptionalTensor,
     expert_ids: torch.Tensor,
     routing_weights: torch.Tensor,
     gate_up: torch.Tensor,
@@ -299,7 +306,9 @@ def _(
     out = Weight(scheme, down, down_scale, down_factor)
     scales = iter((gate_up_input_scale, down_input_scale) * int(expert_ids.unique().numel()))
     y = reference.experts(
-        x.float(), weights.dequantize(up), weights.dequantize(out), expert_ids, routing_weights,
+        x.float() if x_scale is None else x.float() * x_scale[:, None],
+        weights.dequantize(up), weights.dequantize(out), expert_ids, routing_weights,
+        # What is rounded already stays as it is: its largest value is the format's largest again.
         activation=lambda tokens: _round_activation(tokens, scheme, next(scales)),
     )  # fmt: skip
     y = y.to(torch.bfloat16)
@@ -309,6 +318,7 @@ def _(
 @experts_op.register_fake
 def _(
     x: torch.Tensor,
+    x_scale: OptionalTensor,
     expert_ids: torch.Tensor,
     routing_weights: torch.Tensor,
     gate_up: torch.Tensor,

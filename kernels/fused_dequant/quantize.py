@@ -32,32 +32,38 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 @triton.jit
-def store_quantized(h, q, scale, m, place, inside, LARGEST: tl.constexpr):
-    """Store rows h [R, BLOCK] at q + place with 8 bits a value, and their scales at scale + m [R]."""
-    # NaN becomes infinity, so one reduction finds both the scale and the damage.
-    magnitude = tl.where(tl.abs(h) < float("inf"), tl.abs(h), float("inf"))
-    amax = tl.max(magnitude, 1)
-    s = tl.where(amax > 0.0, tl.div_rn(amax, LARGEST), 1.0)
-    v = tl.where(magnitude < float("inf"), h * tl.div_rn(1.0, s)[:, None], 0.0)
-    v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
-    if q.dtype.element_ty == tl.int8:
-        # Round half to even: adding 1.5 * 2^23 leaves no fraction bits.
-        v = (v + 12582912.0) - 12582912.0
-    tl.store(q + place, v.to(q.dtype.element_ty), mask=inside)
-    tl.store(
-        scale + m,
-        tl.where(amax < float("inf"), s, float("nan")),
-        mask=tl.max(inside.to(tl.int32), 1) > 0,
-    )
+def magnitude(h):
+    """The bits of |h|, ordered as |h| is and NaN above infinity, which a warp reduces at once."""
+    return h.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def quantize_some(
-    x, weight, q, scale, first, M, K, eps,
-    FUSE: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def scale_of(largest, LARGEST: tl.constexpr):
+    """The scale of a row whose largest `magnitude` is `largest`; NaN if that is no finite number."""
+    s = tl.where(largest > 0, tl.div_rn(largest.to(tl.float32, bitcast=True), LARGEST), 1.0)
+    return tl.where(largest < 0x7F800000, s, float("nan"))
+
+
+@triton.jit
+def codes(h, scale, dtype: tl.constexpr, LARGEST: tl.constexpr):
+    """Round h / scale to 8 bits."""
+    v = h * tl.div_rn(1.0, scale)
+    v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)  # of NaN too
+    if dtype == tl.int8:
+        # Round half to even: adding 1.5 * 2^23 leaves no fraction bits.
+        v = (v + 12582912.0) - 12582912.0
+    return v.to(dtype)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x, weight, q, scale, M, K, eps,
+    CHAINED: tl.constexpr, FUSE: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantize rows `first` to `first` + ROWS - 1, those below M; BLOCK >= K is a power of two."""
-    m = first.to(tl.int64) + tl.arange(0, ROWS)
+    """ROWS rows a program; BLOCK >= K is a power of two."""
+    follow(CHAINED)
+    m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK)[None, :]
     inside = (m < M)[:, None] & (k < K)
     place = m[:, None] * K + k
@@ -70,19 +76,9 @@ def quantize_some(
     if FUSE == "rms_norm":
         h *= tl.rsqrt(tl.sum(h * h, 1) / K + eps)[:, None]
         h *= tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
-    store_quantized(h, q, scale, m, place, inside, LARGEST)
-
-
-@triton.jit
-def quantize_rows_kernel(
-    x, weight, q, scale, M, K, eps,
-    CHAINED: tl.constexpr, FUSE: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows a program."""
-    follow(CHAINED)
-    first = tl.program_id(0) * ROWS
-    quantize_some(x, weight, q, scale, first, M, K, eps, FUSE, LARGEST, ROWS, BLOCK)
+    s = scale_of(tl.max(magnitude(h), 1), LARGEST)
+    tl.store(q + place, codes(h, s[:, None], q.dtype.element_ty, LARGEST), mask=inside)
+    tl.store(scale + m, s, mask=m < M)
 
 
 def quantize_rows(
@@ -101,10 +97,11 @@ def quantize_rows(
     block = triton.next_power_of_2(K)
     # Thousands of short rows (the experts' hidden ones) would be as many tiny programs.
     rows = max(1, 4096 // block) if M >= 1024 else 1
+    loaded = rows * block * (width // K)
     quantize_rows_kernel[(triton.cdiv(M, rows),)](
         x, scale if norm_weight is None else norm_weight, q, scale, M, K, eps,
         FUSE=fuse, LARGEST=LARGEST[dtype], ROWS=rows, BLOCK=block,
-        num_warps=max(1, min(8, rows * block // 1024)), **chained(x.device),
+        num_warps=max(1, min(8, loaded // 1024)), **chained(x.device),
     )  # fmt: skip
     return q, scale
 

@@ -13,8 +13,7 @@ min(E, S) + S // block in all for S slots. Kernels are launched for the bound; b
 with another routing.
 
 One program an expert: each counts all ids itself (8 KB from L2 at 2,048 slots) rather than wait for a
-second launch, then writes its own run in slot order. No atomics, so two runs are equal bit for bit. For
-8-bit schemes the tokens are quantized by further programs of the same launch.
+second launch, then writes its own run in slot order. No atomics, so two runs are equal bit for bit.
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
@@ -30,7 +29,6 @@ import triton
 import triton.language as tl
 
 from fused_dequant.chain import chained, follow
-from fused_dequant.quantize import LARGEST, quantize_some
 
 
 @dataclass(frozen=True)
@@ -61,25 +59,16 @@ def route_kernel(
     block_expert,
     block_count,
     total,
-    x,
-    q,
-    q_scale,
-    K,
     CHAINED: tl.constexpr,
     E: tl.constexpr,
     EXPERTS: tl.constexpr,  # E rounded up to a power of two
     BLOCK: tl.constexpr,
     PADDING: tl.constexpr,  # BLOCK likewise
     CHUNK: tl.constexpr,
-    LARGEST: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """Program e < E lays out expert e; program E + m quantizes token m, while the others sort."""
+    """Program e lays out expert e."""
     follow(CHAINED)
     e = tl.program_id(0)
-    if e >= E:
-        quantize_some(x, x, q, q_scale, e - E, e - E + 1, K, 0.0, "none", LARGEST, 1, COLUMNS)
-        return
     expert = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, total, CHUNK):
@@ -88,9 +77,6 @@ def route_kernel(
         counts += tl.histogram(id.to(tl.int32), EXPERTS, mask=(id >= 0) & (id < E))
     blocks = (counts + BLOCK - 1) // BLOCK
     first = tl.sum(tl.where(expert < e, blocks, 0))
-    mine = tl.sum(tl.where(expert == e, blocks, 0))
-    if e == 0:
-        tl.store(block_count, tl.sum(blocks))
     position = first * BLOCK
     for start in range(0, total, CHUNK):
         offset = start + tl.arange(0, CHUNK)
@@ -98,50 +84,29 @@ def route_kernel(
         rank = tl.cumsum(taken.to(tl.int32), 0) - 1
         tl.store(slots + position + rank, offset, mask=taken)
         position += tl.sum(taken.to(tl.int32))
-    end = (first + mine) * BLOCK
+    end = tl.cdiv(position, BLOCK)
     padding = position + tl.arange(0, PADDING)
-    tl.store(slots + padding, total, mask=padding < end)
-    for block in range(first, first + mine):
+    tl.store(slots + padding, total, mask=padding < end * BLOCK)
+    for block in range(first, end):
         tl.store(block_expert + block, e)
+    if e == E - 1:
+        tl.store(block_count, end)
 
 
 def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
     """expert_ids int [M, topk] -> Routing with blocks of `block` rows."""
-    return _route(expert_ids, experts, block, expert_ids, expert_ids, expert_ids, tokens=0)
-
-
-def route_and_quantize(
-    expert_ids: torch.Tensor, experts: int, block: int, x: torch.Tensor, dtype: torch.dtype
-) -> tuple[Routing, torch.Tensor, torch.Tensor]:
-    """`route`, and in the same launch x bf16 [M, K] -> (e4m3 or int8 [M, K], scale f32 [M])."""
-    q = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    return _route(expert_ids, experts, block, x, q, scale, tokens=len(x)), q, scale
-
-
-def _route(
-    expert_ids: torch.Tensor,
-    experts: int,
-    block: int,
-    x: torch.Tensor,
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    *,
-    tokens: int,
-) -> Routing:
     total = expert_ids.numel()
     bound = max_blocks(total, experts, block)
     device = expert_ids.device
     slots = torch.empty(bound * block, dtype=torch.int32, device=device)
     block_expert = torch.empty(bound, dtype=torch.int32, device=device)
     block_count = torch.empty(1, dtype=torch.int32, device=device)
-    chunk = min(4096, triton.next_power_of_2(total))
-    route_kernel[(experts + tokens,)](
-        expert_ids, slots, block_expert, block_count, total, x, q, scale, x.shape[-1],
+    chunk = min(8192, triton.next_power_of_2(total))
+    route_kernel[(experts,)](
+        expert_ids, slots, block_expert, block_count, total,
         E=experts, EXPERTS=triton.next_power_of_2(experts), BLOCK=block,
         PADDING=triton.next_power_of_2(block), CHUNK=chunk,
-        LARGEST=LARGEST.get(q.dtype, 0.0), COLUMNS=triton.next_power_of_2(x.shape[-1]),
-        num_warps=8 if chunk > 2048 else 4, **chained(x.device),
+        num_warps=8 if chunk > 1024 else 4, **chained(device),
     )  # fmt: skip
     return Routing(slots, block_expert, block_count, block, expert_ids.shape[-1])
 

@@ -261,7 +261,8 @@ class FusedModel:
             o = linear(o, layer.o)
         n = layer.norms
         before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
-        h, x, x_experts, x_router = after_attention(h, o, before, _scheme(layer.gate_up), self.eps)
+        schemes = _scheme(layer.gate_up), _scheme((layer.experts_gate_up,))
+        h, x, x_experts, x_router = after_attention(h, o, before, schemes, self.eps)
         with self._beside(), part("dense"):
             dense = _down(_product(x, layer.gate_up), layer.down)
         ids, routing = choose_experts(x_router, layer.router, layer.per_expert_scale, self.topk)
@@ -269,7 +270,7 @@ class FusedModel:
             self.routed.append(ids)
         with part("experts"):
             routed = routed_experts(
-                x_experts, ids, routing, layer.experts_gate_up, layer.experts_down
+                *x_experts, ids, routing, layer.experts_gate_up, layer.experts_down
             )
         self._join()
         norm, scheme = self._next(index)
