@@ -228,6 +228,8 @@ def test_errors_name_what_is_wrong() -> None:
     ids, one = torch.zeros(5, 1, dtype=torch.int32), torch.ones(5, 1)
     with pytest.raises(ValueError, match="one scheme for both"):
         fd.experts(x, ids, one, fp8, down)
+    with pytest.raises(ValueError, match=r"int8 do not fit a weight of scheme fp8"):
+        fd.routed_experts(*fd.quantize_rows(x, "int8"), ids, one, fp8, fp8)
     with pytest.raises(ValueError, match="fuse="):
         fd.quantize_rows(x, "fp8", fuse="rms_norm")
     with pytest.raises(ValueError, match="float8_e4m3fn or int8"):

@@ -164,6 +164,20 @@ def test_all_tokens_to_one_expert(scheme: str) -> None:
     assert_close(y, expected, EXPERTS_TOLERANCE[scheme])
 
 
+@pytest.mark.parametrize("scheme", EIGHT_BIT)
+def test_experts_of_quantized_tokens(scheme: str) -> None:
+    """As a norm's kernel hands them out: the same bits as of bf16 tokens."""
+    from fused_dequant import quantize
+
+    gate_up = cases.random_weight(scheme, 4, 128, 64, DEVICE)
+    down = cases.random_weight(scheme, 4, 64, 64, DEVICE, seed=5)
+    x = cases.random_tokens(9, 64, DEVICE)
+    ids, routing_weights = cases.random_routing(9, 4, 2, DEVICE)
+    quantized = quantize.quantize_rows(x, EIGHT_BIT[scheme])
+    y = launch().experts(*quantized, ids, routing_weights, gate_up, down)
+    assert torch.equal(y, launch().experts(x, None, ids, routing_weights, gate_up, down))
+
+
 def test_choices_before_their_sum() -> None:
     """Addend c of a token is what its choice c alone gives."""
     gate_up = cases.random_weight("bf16", 8, 128, 64, DEVICE)

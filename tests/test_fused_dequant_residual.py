@@ -125,3 +125,14 @@ def test_choose_experts(M: int, experts: int, topk: int, H: int) -> None:
     assert (
         relative_error(router.choose_experts(x, w, even, topk)[1].sort(-1).values, wanted) <= 1e-6
     )
+
+
+def test_a_row_of_nan_has_different_experts() -> None:
+    """Its slots are laid out like others; scores of both signs, and a negative NaN."""
+    from fused_dequant import router
+
+    x, w = random(3, 160), random(24, 160, seed=1)
+    x[1] = torch.full((160,), -torch.nan)
+    ids, weights = router.choose_experts(x, w, torch.ones(24, device=DEVICE), 8)
+    assert all(len(set(row)) == 8 and set(row) <= set(range(24)) for row in ids.tolist())
+    assert weights.isnan().all(1).tolist() == [False, True, False]

@@ -95,7 +95,8 @@ def quantize_rows(
     q = torch.empty(M, K, dtype=dtype, device=x.device)
     scale = torch.empty(M, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(K)
-    # Thousands of short rows (the experts' hidden ones) would be as many tiny programs.
+    # Thousands of short rows (the experts' hidden ones) would be as many tiny programs: 8,192 rows of
+    # 704 take 5.1 us, one a program 10.3.
     rows = max(1, 4096 // block) if M >= 1024 else 1
     loaded = rows * block * (width // K)
     quantize_rows_kernel[(triton.cdiv(M, rows),)](
