@@ -13,6 +13,7 @@ always.
 Weights need no waiting for, and memory is idle while a norm or a softmax runs; yet products that asked
 for their first weights before they waited made a step 3 % slower, and a kernel that fetched weights
 into the L2 beside the attention changed nothing (10.2 ms a forward, FP8, batch 1, either way).
+The kernels between the products (`residual`, `router`) read a few KB of weights, and read them early.
 
 Needs sm_90; elsewhere, and in the interpreter, CHAINED is False and nothing is emitted.
 """
