@@ -15,6 +15,7 @@ if INTERPRETED:
     interpreter.install()
 
 from fused_dequant import reference  # noqa: E402
+from fused_dequant.quantize import quantize_rows  # noqa: E402
 from fused_dequant.reference import relative_error  # noqa: E402
 
 pytestmark = [
@@ -29,9 +30,14 @@ HOPPER = (
 )
 TOLERANCE = 5e-3  # probabilities and results rounded to bf16
 
-# q heads, key heads, head dim, capacity, prefix lengths of the batch, new tokens a sequence
+# q heads, key heads, head dim, capacity, prefix lengths of the batch, new tokens a sequence. Of the
+# real ones one, two and four sequences; a chunk of 100 and one of 17, which fill no block of queries.
 SMALL = [(4, 2, 16, 128, (5,), 16), (4, 1, 32, 256, (0, 140), 17), (2, 2, 16, 128, (200,), 16)]
-REAL = [(16, 8, 256, 2048, (1024, 7, 3000, 0), 256), (16, 2, 512, 2048, (1024, 300), 256)]
+REAL = [
+    (16, 8, 256, 2048, (1024, 7, 3000, 0), 256), (16, 8, 256, 1280, (1024,), 256),
+    (16, 8, 256, 2048, (2047, 63), 100), (16, 8, 256, 1280, (5000,), 17), (16, 4, 256, 384, (64,), 40),
+    (16, 2, 512, 2048, (1024, 300), 256), (16, 2, 512, 2048, (64,), 17),
+]  # fmt: skip
 SHAPES = SMALL if INTERPRETED else SMALL + REAL
 
 
@@ -67,26 +73,67 @@ def test_attend(q_heads, kv_heads, D, capacity, prefix, n, splits, kind) -> None
     first, last = visible(prefix, n, kind, window=min(1024, capacity - n))
     expected = reference.attend(q.double(), keys, values, slots, first, last)
     if splits is None:
-        out = launch.attend(q, keys, values, slots, first, last)
+        parts = launch.attend_parts(q, keys, values, slots, first, last)
     else:
         config = attention.configure(len(q), batch, q_heads, kv_heads, D, 1, hopper=HOPPER)
         config["SPLITS"] = splits
-        out = attention.attend(q, keys, values, slots, first, last, config)
+        parts = attention.attend_parts(q, keys, values, slots, first, last, config)
+        assert parts.splits == splits
+    out = attention.combine(parts)
     assert relative_error(out.cpu(), expected.cpu()) <= TOLERANCE
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        codes, scale = attention.combine_quantized(parts, dtype)
+        wanted, wanted_scale = quantize_rows(out.flatten(1), dtype)
+        assert torch.equal(scale, wanted_scale)
+        assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
 
 
-def test_stale_cells_and_blind_rows() -> None:
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "D"), [(2, 1, 16)] + [(16, 8, 256), (16, 2, 512)] * (not INTERPRETED)
+)
+def test_stale_cells_and_blind_rows(q_heads, kv_heads, D, splits) -> None:
     """What lies outside first..last never shows, and a row that sees nothing is zero."""
-    from fused_dequant import launch
+    from fused_dequant import attention
 
-    q, keys, values = random(4, 2, 16), random(1, 128, 1, 16, seed=1), random(1, 128, 1, 16, seed=2)
+    q = random(4, q_heads, D)
+    keys, values = (random(1, 128, kv_heads, D, seed=seed) for seed in (1, 2))
     first, last = (torch.tensor(v, dtype=torch.int32).to(DEVICE) for v in ([3] * 4, [9, 9, 9, 2]))
     slots = torch.zeros(1, dtype=torch.int32).to(DEVICE)
-    clean = launch.attend(q, keys, values, slots, first, last)
+    config = attention.configure(4, 1, q_heads, kv_heads, D, 1, hopper=HOPPER) | {"SPLITS": splits}
+
+    def attend() -> torch.Tensor:
+        return attention.combine(
+            attention.attend_parts(q, keys, values, slots, first, last, config)
+        )
+
+    clean = attend()
     keys[:, 10:], values[:, 10:] = float("nan"), 1e30
-    assert torch.equal(launch.attend(q, keys, values, slots, first, last), clean)
+    assert torch.equal(attend(), clean)
     assert clean[:3].abs().sum() > 0
     assert not clean[3].any()
+
+
+def test_a_ragged_picture() -> None:
+    """Runs that end and begin inside a block: a picture's tokens see all of it, others their own."""
+    from fused_dequant import attention
+
+    n, heads, D = (40, 2, 16) if INTERPRETED else (40, 8, 256)
+    q = random(n, 2 * heads, D) * 0.3
+    keys, values = (random(1, 256, heads, D, seed=seed) for seed in (1, 2))
+    slots = torch.zeros(1, dtype=torch.int32).to(DEVICE)
+    last = 150 + torch.arange(n, dtype=torch.int32)
+    first = (last - 63).contiguous()
+    last[7:29] = last[28]
+    first, last = first.to(DEVICE), last.to(DEVICE)
+    expected = reference.attend(q.double(), keys, values, slots, first, last)
+    for splits in (1, 4):
+        config = attention.configure(n, 1, 2 * heads, heads, D, 1, hopper=HOPPER) | {
+            "SPLITS": splits
+        }
+        parts = attention.attend_parts(q, keys, values, slots, first, last, config)
+        error = relative_error(attention.combine(parts).cpu(), expected.cpu())
+        assert error <= TOLERANCE, splits
 
 
 @pytest.mark.parametrize("shared", [False, True])

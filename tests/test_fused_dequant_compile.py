@@ -11,6 +11,7 @@ import pytest
 from fused_dequant import (
     attention,
     attention_hopper,
+    attention_wide,
     matmul,
     nvfp4,
     nvfp4_blackwell,
@@ -59,7 +60,7 @@ def box(rows: int, columns: int, dtype: str = "bf16") -> str:
 
 
 ATTEND = {"q": "*bf16", "slots": "*i32", "first": "*i32", "last": "*i32"}
-ATTEND |= dict.fromkeys(("out", "largest", "total"), "*fp32")
+ATTEND |= {"out": "*fp16", "largest": "*fp32", "total": "*fp32"}
 ATTEND |= dict.fromkeys(("rows", "n", "capacity", "splits"), "i32")
 EXPERTS_UP = {"TOPK": 8, "GROUPED": True, "WEIGHTED": False, "EVEN_K": True}
 EXPERTS_DOWN = {"TOPK": 1, "GROUPED": True, "WEIGHTED": True, "EVEN_K": False}
@@ -223,8 +224,16 @@ CASES = [
         {90: 4.6},
     ),
     Case(
-        "attention, wide heads",
+        "attention, Hopper",
         attention_hopper.attend_hopper_kernel,
+        ATTEND | dict.fromkeys(("q", "keys", "values"), box(64, 256)),
+        {"Q_HEADS": 16, "KV_HEADS": 8, "D": 256, "SPLIT": True, "num_warps": 4},
+        {90: "HGMMA"},
+        {"num_warps": 4},
+    ),
+    Case(
+        "attention, wide heads",
+        attention_wide.attend_wide_kernel,
         ATTEND | {"keys": box(64, 512), "values": box(64, 512)},
         {"Q_HEADS": 16, "KV_HEADS": 2, "D": 512, "SPLIT": True, "num_warps": 8},
         {90: "HGMMA"},
@@ -295,7 +304,8 @@ QUICK = {
     ("fp8 experts up", 89), ("fp8 experts up", 90), ("fp8 experts down", 90),
     ("fp8 experts up, 80 rows", 90),
     ("nvfp4 fragments up", 90), ("nvfp4 fragments down", 90),
-    ("nvfp4 fragments dense", 90), ("attention, wide heads", 90), ("nvfp4 experts up", 80),
+    ("nvfp4 fragments dense", 90), ("attention, Hopper", 90), ("attention, wide heads", 90),
+    ("nvfp4 experts up", 80),
     ("nvfp4 w4a4 dense", 100), ("nvfp4 w4a4 dense", 120), ("int8 dense", 80),
     ("lm_head", 90), ("lm_head fp8, Hopper", 90), ("soft embedding", 90), ("bf16 experts up", 100),
 }  # fmt: skip
@@ -337,6 +347,8 @@ SAMPLER_POINTERS = (
 )
 HEADS = dict.fromkeys(("qkv", "q_weight", "k_weight", "cos", "sin", "q", "keys", "values"), "*bf16")
 HEADS |= {"slots": "*i32", "positions": "*i32", "n": "i32", "capacity": "i32", "eps": "fp32"}
+COMBINE = {"parts": "*fp16", "largest": "*fp32", "total": "*fp32", "out": "*i8", "scale": "*fp32"}
+COMBINE |= {"lines": "i32"}
 LAYER = dict.fromkeys(("h", "o", "w_post", "w_dense", "w_experts", "w_router", "h_out"), "*bf16")
 LAYER |= dict.fromkeys(("x_router", "dense", "experts", "w_1", "w_2", "w"), "*bf16")
 LAYER |= {"scalar": "*bf16", "w_next": "*bf16", "H": "i32", "eps": "fp32", "root": "fp32"}
@@ -356,6 +368,13 @@ BETWEEN = [  # kernel, signature, constants, warps
     *(
         (attention.heads_kernel, HEADS, {"Q_HEADS": 16, "KV_HEADS": k, "D": d, "SHARED": k == 2}, 4)
         for k, d in ((8, 256), (2, 512))
+    ),
+    *(
+        (kernel, COMBINE, {"SPLITS": 4, "D": 256} | sizes, 8)
+        for kernel, sizes in (
+            (attention.combine_kernel, {"LINES": 8}),
+            (attention.combine_quantized_kernel, {"HEADS": 16, "LARGEST": 127.0}),
+        )
     ),
     (residual.after_attention_kernel, LAYER, BOTH, 16),
     (residual.after_experts_kernel, LAYER, ROW | {"CHOICES": 8}, 8),

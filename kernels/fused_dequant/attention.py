@@ -16,8 +16,21 @@ multiplied by a probability of 0.
 A program holds the query heads that share a key head: BQ queries x group rows against blocks of BN
 positions, online softmax in float32, probabilities bf16 for the second product. Where that gives fewer
 programs than the GPU has processors, positions are split, and a second kernel combines the parts:
-sum_s w_s * out_s / sum_s w_s * total_s with w_s = exp(max_s - max). Which positions a program reads is
-known to the device alone: a CUDA graph replays with other lengths.
+sum_s w_s * out_s / sum_s w_s with w_s = total_s * exp(max_s - max). Parts are results of their own in
+float16: an eighth of bf16's rounding (error 1.7e-3 against 2.3e-3) and half of float32's bytes, which
+cost 3 us more to write (H200, 4 parts of 256 rows). Which positions a program reads is known to the
+device alone: a CUDA graph replays with other lengths.
+
+Where the next product takes 8-bit rows, the combining kernel quantizes them too: it holds all heads of
+a row. Rounded to bf16 on the way, they are the codes and scales of `quantize.quantize_rows`.
+
+On Hopper heads of 256 and 512 have kernels of their own, `attention_hopper` and `attention_wide`. H200,
+16 query heads, 256 rows behind 1,024 positions, from the projections' rows to the 8 bits of the next
+product's, us, as it was (float32 parts, combined and quantized apart) and as it is:
+
+    batch    heads of 256    heads of 512
+    1        27.6  23.7      48.7  41.1
+    4        68.9  53.9      135.2 129.1
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
@@ -26,6 +39,8 @@ known to the device alone: a CUDA graph replays with other lengths.
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportOptionalMemberAccess=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -33,8 +48,9 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_dequant.attention_hopper import attend_hopper_kernel
+from fused_dequant import attention_hopper, attention_wide
 from fused_dequant.chain import chained, follow
+from fused_dequant.quantize import LARGEST, codes, magnitude, quantize_rows, scale_of
 
 COMBINED = 8  # lines a program of `combine_kernel`
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -160,8 +176,8 @@ def attend_kernel(
     share = tl.cdiv(tl.cdiv(end - begin, BN), splits) * BN
     begin += split * share
     end = tl.minimum(end, begin + share)
-    place = (row.to(tl.int64) * Q_HEADS + h * GROUP + r % GROUP)[:, None] * D + d[None, :]
-    queries = tl.load(q + place, mask=inside[:, None], other=0.0)
+    line = row.to(tl.int64) * Q_HEADS + h * GROUP + r % GROUP
+    queries = tl.load(q + line[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
     base = tl.load(slots + b) * capacity
     top = tl.full((BQ * GROUP,), float("-inf"), tl.float32)
     sums = tl.zeros((BQ * GROUP,), tl.float32)
@@ -181,31 +197,20 @@ def attend_kernel(
         sums = sums * decay + tl.sum(p, 1)
         acc = tl.dot(p.to(tl.bfloat16), values.load([cell, h * D]), acc * decay[:, None])
         top = new
+    line += split.to(tl.int64) * rows * Q_HEADS
     if SPLIT:
-        line = (split * rows + row).to(tl.int64) * Q_HEADS + h * GROUP + r % GROUP
         tl.store(largest + line, top, mask=inside)
         tl.store(total + line, sums, mask=inside)
-        tl.store(out + line[:, None] * D + d[None, :], acc, mask=inside[:, None])
-    else:
-        acc /= tl.where(sums > 0.0, sums, 1.0)[:, None]
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None])
+    acc /= tl.where(sums > 0.0, sums, 1.0)[:, None]
+    to = out + line[:, None] * D + d[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
-def combine_kernel(
-    partial,
-    largest,
-    total,
-    out,
-    lines,
-    CHAINED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    D: tl.constexpr,
-    LINES: tl.constexpr,
+def combined(
+    parts, largest, total, line, lines, SPLITS: tl.constexpr, D: tl.constexpr, LINES: tl.constexpr
 ):
-    """Program: LINES lines (row x query head); maxima are of base-2 scores."""
-    follow(CHAINED)
-    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    """Results [LINES, D] of lines (row x query head), those below `lines`; maxima are base 2."""
     inside = line < lines
     at = line[:, None] * D + tl.arange(0, D)[None, :]
     top = tl.full((LINES,), float("-inf"), tl.float32)
@@ -213,16 +218,47 @@ def combine_kernel(
         own = tl.load(largest + split * lines + line, mask=inside, other=float("-inf"))
         top = tl.maximum(top, own)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    norm = tl.zeros((LINES,), tl.float32)
+    weights = tl.zeros((LINES,), tl.float32)
     acc = tl.zeros((LINES, D), tl.float32)
     for split in tl.static_range(SPLITS):
         own = tl.load(largest + split * lines + line, mask=inside, other=float("-inf"))
-        weight = tl.exp2(own - shift)
-        norm += weight * tl.load(total + split * lines + line, mask=inside, other=0.0)
-        part = tl.load(partial + split * lines * D + at, mask=inside[:, None], other=0.0)
-        acc += weight[:, None] * part
-    acc /= tl.where(norm > 0.0, norm, 1.0)[:, None]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside[:, None])
+        weight = tl.load(total + split * lines + line, mask=inside, other=0.0)
+        weight *= tl.exp2(own - shift)
+        part = tl.load(parts + split * lines * D + at, mask=inside[:, None], other=0.0)
+        weights += weight
+        acc += weight[:, None] * part.to(tl.float32)
+    return acc / tl.where(weights > 0.0, weights, 1.0)[:, None]
+
+
+@triton.jit
+def combine_kernel(
+    parts, largest, total, out, lines,
+    CHAINED: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Program: LINES lines to bf16."""
+    follow(CHAINED)
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    acc = combined(parts, largest, total, line, lines, SPLITS, D, LINES)
+    to = out + line[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=(line < lines)[:, None])
+
+
+@triton.jit
+def combine_quantized_kernel(
+    parts, largest, total, out, scale, lines,
+    CHAINED: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Program: a row, all its heads, to 8 bits."""
+    follow(CHAINED)
+    m = tl.program_id(0).to(tl.int64)
+    line = m * HEADS + tl.arange(0, HEADS)
+    h = combined(parts, largest, total, line, lines, SPLITS, D, HEADS)
+    h = h.to(tl.bfloat16).to(tl.float32)
+    s = scale_of(tl.max(tl.max(magnitude(h), 1), 0), LARGEST)
+    to = out + line[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(to, codes(h, s, out.dtype.element_ty, LARGEST))
+    tl.store(scale + m, s)
 
 
 def heads(
@@ -251,7 +287,24 @@ def heads(
     return q
 
 
-def attend(
+@dataclass(frozen=True)
+class Parts:
+    """Results before they are combined: bf16 [M, q_heads, D] if positions are not split.
+
+    Otherwise f16 [splits, M, q_heads, D], and maxima and sums of exponentials f32 [splits, M, q_heads].
+    """
+
+    results: torch.Tensor
+    largest: torch.Tensor
+    total: torch.Tensor
+
+    @property
+    def splits(self) -> int:
+        """How many parts there are."""
+        return 1 if self.results.dim() == 3 else len(self.results)
+
+
+def attend_parts(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -259,38 +312,66 @@ def attend(
     first: torch.Tensor,
     last: torch.Tensor,
     config: dict[str, int],
-) -> torch.Tensor:
-    """See `layer.attend`; config as `configure` made it."""
+) -> Parts:
+    """Attention over each share of the positions; config as `configure` made it."""
     rows, q_heads, D = q.shape
     count, capacity, kv_heads, _ = keys.shape
     n = rows // len(slots)
     options = dict(config)
-    splits = options.pop("SPLITS")
+    splits, hopper = options.pop("SPLITS"), options.pop("HOPPER", 0)
+    grid = (triton.cdiv(n, options["BQ"]), len(slots) * kv_heads, splits)
     caches = [t.view(count * capacity, kv_heads * D) for t in (keys, values)]
-    if options.pop("HOPPER", 0):
-        kernel, queries = attend_hopper_kernel, 64 * kv_heads // q_heads
+    queries = q
+    if not hopper:
+        kernel = attend_kernel
+        cells = [TensorDescriptor.from_tensor(t, [options["BN"], D]) for t in caches]
+    else:
+        kernel = attention_wide.attend_wide_kernel
         layout = NVMMASharedLayout(128, 16, 2)
         cells = [GluonDescriptor.from_tensor(t, [64, D], layout) for t in caches]
-    else:
-        kernel, queries = attend_kernel, options["BQ"]
-        cells = [TensorDescriptor.from_tensor(t, [options["BN"], D]) for t in caches]
-    out = torch.empty_like(q)
-    partial, largest, total = out, out, out
+        share = options.pop("BQ")
+        if D == 256:
+            kernel = attention_hopper.attend_hopper_kernel
+            queries = GluonDescriptor.from_tensor(q.view(rows, q_heads * D), [share, D], layout)
+    results = largest = total = torch.empty_like(q)
     if splits > 1:
-        partial = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+        results = torch.empty(splits, *q.shape, dtype=torch.float16, device=q.device)
         largest, total = torch.empty(2, splits, rows, q_heads, dtype=torch.float32, device=q.device)
-    kernel[(triton.cdiv(n, queries), len(slots) * kv_heads, splits)](
-        q, *cells, slots, first, last, partial, largest, total, rows, n, capacity, splits,
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, SPLIT=splits > 1, **chained(q.device),
-        **options,
+    kernel[grid](
+        queries, *cells, slots, first, last, results, largest, total, rows, n, capacity, splits,
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, SPLIT=splits > 1, **chained(q.device), **options,
     )  # fmt: skip
-    if splits > 1:
-        lines = rows * q_heads
-        combine_kernel[(triton.cdiv(lines, COMBINED),)](
-            partial, largest, total, out, lines,
-            SPLITS=splits, D=D, LINES=COMBINED, num_warps=4, **chained(q.device),
-        )  # fmt: skip
+    return Parts(results, largest, total)
+
+
+def combine(parts: Parts) -> torch.Tensor:
+    """Join the parts: bf16 [M, q_heads, D]."""
+    if parts.splits == 1:
+        return parts.results
+    rows, q_heads, D = parts.results.shape[1:]
+    lines, device = rows * q_heads, parts.results.device
+    out = torch.empty(rows, q_heads, D, dtype=torch.bfloat16, device=device)
+    combine_kernel[(triton.cdiv(lines, COMBINED),)](
+        parts.results, parts.largest, parts.total, out, lines,
+        SPLITS=parts.splits, D=D, LINES=COMBINED, num_warps=4, **chained(device),
+    )  # fmt: skip
     return out
+
+
+def combine_quantized(parts: Parts, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join the parts, and quantize: dtype [M, q_heads * D] and scales f32 [M]."""
+    if parts.splits == 1:
+        return quantize_rows(parts.results.flatten(1), dtype)
+    rows, q_heads, D = parts.results.shape[1:]
+    device = parts.results.device
+    out = torch.empty(rows, q_heads * D, dtype=dtype, device=device)
+    scale = torch.empty(rows, dtype=torch.float32, device=device)
+    combine_quantized_kernel[(rows,)](
+        parts.results, parts.largest, parts.total, out, scale, rows * q_heads,
+        SPLITS=parts.splits, HEADS=q_heads, D=D, LARGEST=LARGEST[dtype], num_warps=8,
+        **chained(device),
+    )  # fmt: skip
+    return out, scale
 
 
 def configure(
@@ -303,15 +384,16 @@ def configure(
     *,
     hopper: bool = False,
 ) -> dict[str, int]:
-    """64 rows a program, positions split while processors would idle; `hopper`: on sm_90."""
+    """64 rows a program, or 128; positions split while processors would idle. `hopper`: on sm_90."""
     group = q_heads // kv_heads
-    BQ = max(1, 64 // group)
+    # A copy of queries is at least 8 of a head: shared memory repeats its pattern every 8 rows.
+    hopper = hopper and D in (256, 512) and 64 % (8 * group) == 0
+    BQ = max(1, (128 if hopper and D == 256 else 64) // group)
     programs = -(-(rows // batch) // BQ) * batch * kv_heads
-    splits = max(1, min(8, processors // programs))
-    if hopper and D == 512 and 64 % group == 0:
-        return {"HOPPER": 1, "SPLITS": splits, "num_warps": 8}
+    config = {"BQ": BQ, "SPLITS": max(1, min(8, processors // programs))}
+    if hopper:
+        return config | {"HOPPER": 1, "num_warps": 4 if D == 256 else 8}
     wide = D > 256
-    return {
-        "BQ": BQ, "BN": 32 if wide else 64, "SPLITS": splits,
-        "num_warps": 8 if wide else 4, "num_stages": 2 if wide else 3,
+    return config | {
+        "BN": 32 if wide else 64, "num_warps": 8 if wide else 4, "num_stages": 2 if wide else 3,
     }  # fmt: skip

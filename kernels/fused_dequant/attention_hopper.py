@@ -1,16 +1,33 @@
-"""Attention with wide heads (head_dim 512) on Hopper, for `attention.attend`.
+"""Attention with heads of 256 on Hopper, for `attention.attend`.
 
-64 rows x 512 results in float32 fill the registers of two warpgroups, and a tile of 64 positions is
-64 KB, so shared memory holds the queries, one tile of keys and one of values. Tiles small enough for
-the compiler's own pipeline leave the tensor cores idle most of the time. Here a tile is copied (TMA)
-into its place as soon as every warp has read the one before, under the other product; and exponentials
-are computed under the product of the block before:
+What bounds it: a tile of 64 positions, keys and values, is 64 KB. For 64 rows of queries that is 64
+bytes of L2 a cycle at the tensor cores' full rate, twice what the L2 gives, so a program has 128 rows,
+as many as registers hold results for. Products then take 2,048 cycles a tile, and so does shared
+memory, which operands pass through.
 
-    scores of block i + 1, results += p_i @ values_i       both in flight
-    scores arrive: copy keys of i + 2; p_i+1
-    results arrive: copy values of i + 1; results *= decay
+Three sets of warps (`warp_specialize`) meet at barriers in shared memory:
 
-Scores are split between the warpgroups by position, results by column.
+    attend_rows, twice   64 rows each: scores, exponentials, results. Neither waits for the other, so
+                         one multiplies while the other computes exponentials
+    refill               one warp, copies (TMA) tile i + 2 where both have read tile i
+
+Within a set the products of two tiles are in flight at once:
+
+    scores of tile i + 1, results += p_i @ values_i
+    scores arrive: p_i+1            results arrive: results *= decay
+
+H200, 16 query heads over 8, 256 rows over 1,279 positions in 4 parts (batch 4 in brackets, whole), us:
+
+    this                                                     14.6   (38.5)
+    first and last read before the kernel before has ended   14.0   (38.0)    `chain` forbids it
+    so, but scores, then results of each tile                14.8   (38.7)
+    so, but strict turns between the sets                    14.2   (38.2)
+    so, but one set of 8 warps that copies between barriers  16.4   (43.2)
+    so, but 64 rows, 4 warps, two programs a processor       15.7   (47.8)
+    the Triton kernel, 64 rows, 4 warps, in 2 parts          17.3   (53.8)
+    the same, 128 rows, 8 warps                              20.5   (53.2)
+
+A tile costs 1.5 us (716 TFLOP/s over all programs), a program 7 to 8.5 us besides.
 """
 
 # Kernels are compiled from their syntax.
@@ -31,26 +48,38 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fused_dequant.nvfp4_hopper import thread_barrier
 
-ROWS = gl.constexpr(64)
+ROWS = gl.constexpr(128)
 BN = gl.constexpr(64)
+STAGES = gl.constexpr(2)
 _LOG2E = gl.constexpr(1.4426950408889634)
 _FAR = gl.constexpr(1 << 30)
 
 
 @gluon.jit
-def fetch(source, place, ready, base, position, capacity, column, wanted):
-    """Start copying BN positions into `place`, which every warp has read."""
-    mbarrier.expect(ready, source.block_type.nbytes, pred=wanted)
-    thread_barrier()
-    cell = base + position % capacity
-    tma.async_copy_global_to_shared(source, [cell, column], ready, place, pred=wanted)
+def visible_run(first, last, row, asked, n, splits, BN: gl.constexpr):
+    """Positions a program reads, begin .. end - 1, their blocks, and the run that every row sees.
+
+    `asked` are its queries, of which those below n exist; `row` is the first of their sequence. From
+    `clear` up to `blurred` no score needs a mask. An empty run is one block that no row sees.
+    """
+    inside = asked < n
+    low = gl.load(first + row + asked, mask=inside, other=_FAR)
+    high = gl.load(last + row + asked, mask=inside, other=-1)
+    clear = gl.max(gl.where(inside, low, 0), 0)
+    blurred = gl.min(gl.where(inside, high, _FAR), 0) + 1
+    begin, end = gl.min(low, 0) // BN * BN, gl.max(high, 0) + 1
+    share = gl.cdiv(gl.cdiv(end - begin, BN), splits) * BN
+    begin += gl.program_id(2) * share
+    end = gl.minimum(end, begin + share)
+    return begin, end, gl.maximum(gl.cdiv(end - begin, BN), 1), clear, blurred
 
 
 @gluon.jit
 def weigh(score, top, sums, low, high, start, end, clear, blurred):
-    """Scores [ROWS, BN] of positions start .. -> exponentials, decay of what came before, top, sums."""
-    if (start < clear) | (start + BN > gl.minimum(blurred, end)):
-        position = gl.arange(0, BN, gl.SliceLayout(0, score.type.layout))[None, :] + start
+    """Scores of positions start .. -> exponentials, decay of what came before, top, sums."""
+    positions: gl.constexpr = score.shape[1]
+    if (start < clear) | (start + positions > gl.minimum(blurred, end)):
+        position = gl.arange(0, positions, gl.SliceLayout(0, score.type.layout))[None, :] + start
         seen = (position >= low) & (position <= high) & (position < end)
         score = gl.where(seen, score, float("-inf"))
     new = gl.maximum(top, gl.max(score, 1) * _LOG2E)
@@ -58,6 +87,105 @@ def weigh(score, top, sums, low, high, start, end, clear, blurred):
     p = gl.exp2(score * _LOG2E - shift[:, None])
     decay = gl.exp2(top - shift)
     return p, decay, new, sums * decay + gl.sum(p, 1)
+
+
+@gluon.jit
+def copy_tile(source, ring, ready, block, begin, base, capacity, column, wanted):
+    """Start copying a block of positions into its place, which must be free."""
+    stage = block % STAGES
+    mbarrier.expect(ready.index(stage), source.block_type.nbytes, pred=wanted)
+    place, cell = ring.index(stage), base + (begin + block * BN) % capacity
+    tma.async_copy_global_to_shared(source, [cell, column], ready.index(stage), place, pred=wanted)
+
+
+@gluon.jit
+def refill(keys, values, smem, begin, blocks, base, capacity, column):
+    """Copy the tiles that did not fit at first, each when its place is free."""
+    _, held_keys, held_values, _, keys_ready, values_ready, keys_free, values_free = smem
+    for block in range(STAGES, blocks):
+        stage = block % STAGES
+        before = (block // STAGES - 1) & 1
+        mbarrier.wait(keys_free.index(stage), before)
+        copy_tile(keys, held_keys, keys_ready, block, begin, base, capacity, column, True)
+        mbarrier.wait(values_free.index(stage), before)
+        copy_tile(values, held_values, values_ready, block, begin, base, capacity, column, True)
+
+
+@gluon.jit
+def attend_rows(
+    part: gl.constexpr, smem, first, last, out, largest, total, rows, n, row, query, h,
+    begin, end, blocks, clear, blurred,
+    GROUP: gl.constexpr, Q_HEADS: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Rows 64 * part .. of a program's: row r is query r % SHARE, head r // SHARE of the group."""
+    queries, held_keys, held_values, q_ready, keys_ready, values_ready, keys_free, values_free = (
+        smem
+    )
+    SHARE: gl.constexpr = ROWS // GROUP
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    results: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    factor: gl.constexpr = gl.DotOperandLayout(0, results, 2)
+    row_scores: gl.constexpr = gl.SliceLayout(1, scores)
+    row_results: gl.constexpr = gl.SliceLayout(1, results)
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+
+    r = 64 * part + gl.arange(0, 64, row_scores)
+    asked = query + r % SHARE
+    low = gl.load(first + row + asked, mask=asked < n, other=_FAR)[:, None]
+    high = gl.load(last + row + asked, mask=asked < n, other=-1)[:, None]
+    own = queries.slice(64 * part, 64)
+    top = gl.full([64], float("-inf"), gl.float32, row_scores)
+    sums = gl.zeros([64], gl.float32, row_scores)
+    acc = gl.zeros([64, D], gl.float32, results)
+    blank = gl.zeros([64, BN], gl.float32, scores)
+
+    mbarrier.wait(q_ready, 0)
+    mbarrier.wait(keys_ready.index(0), 0)
+    score = warpgroup_mma(own, held_keys.index(0).permute([1, 0]), blank, use_acc=False)
+    mbarrier.arrive(keys_free.index(0), count=1)
+    p, decay, top, sums = weigh(score, top, sums, low, high, begin, end, clear, blurred)
+    p = gl.convert_layout(p.to(gl.bfloat16), factor, assert_trivial=True)
+    mbarrier.wait(keys_ready.index(1), 0, pred=blocks > 1)
+    for block in range(1, blocks):
+        stage = block % STAGES
+        score = warpgroup_mma(
+            own, held_keys.index(stage).permute([1, 0]), blank, use_acc=False, is_async=True
+        )
+        before = (block - 1) % STAGES
+        mbarrier.wait(values_ready.index(before), (block - 1) // STAGES & 1)
+        acc = warpgroup_mma(p, held_values.index(before), acc, is_async=True)
+        score = warpgroup_mma_wait(1, (score,))
+        mbarrier.arrive(keys_free.index(stage), count=1)
+        start = begin + block * BN
+        later, decay, top, sums = weigh(score, top, sums, low, high, start, end, clear, blurred)
+        later = gl.convert_layout(later.to(gl.bfloat16), factor, assert_trivial=True)
+        # Here, not where they are read: the assembler moves the wait for the results before the
+        # exponentials, unless a branch stands between.
+        after = block + 1
+        mbarrier.wait(keys_ready.index(after % STAGES), after // STAGES & 1, pred=after < blocks)
+        acc, p, later = warpgroup_mma_wait(0, (acc, p, later))
+        mbarrier.arrive(values_free.index(before), count=1)
+        acc *= gl.convert_layout(decay, row_results)[:, None]
+        p = later
+    final = blocks - 1
+    mbarrier.wait(values_ready.index(final % STAGES), final // STAGES & 1)
+    acc = warpgroup_mma(p, held_values.index(final % STAGES), acc)
+
+    split_row = gl.program_id(2) * rows + row + query
+    if SPLIT:
+        line = (split_row + r % SHARE).to(gl.int64) * Q_HEADS + h * GROUP + r // SHARE
+        gl.store(largest + line, top, mask=asked < n)
+        gl.store(total + line, sums, mask=asked < n)
+    inverse = 1.0 / gl.where(sums > 0.0, sums, 1.0)
+    acc *= gl.convert_layout(inverse, row_results)[:, None]
+    # Through shared memory, so that a thread stores 16 bytes; 16-bit floats of either kind.
+    own.store(acc.to(out.dtype.element_ty).to(gl.bfloat16, bitcast=True))
+    thread_barrier()
+    r = 64 * part + gl.arange(0, 64, gl.SliceLayout(1, stored))
+    line = (split_row + r % SHARE).to(gl.int64) * Q_HEADS + h * GROUP + r // SHARE
+    to = out + line[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, stored))[None, :]
+    held = own.load(stored).to(out.dtype.element_ty, bitcast=True)
+    gl.store(to, held, mask=(query + r % SHARE < n)[:, None])
 
 
 @gluon.jit
@@ -82,93 +210,66 @@ def attend_hopper_kernel(
     SPLIT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Program (block of queries, batch row x key head, split), as `attention.attend_kernel`."""
+    """Program (block of queries, batch row x key head, split), as `attention.attend_kernel`.
+
+    q too is a descriptor, of [rows, q_heads * D] with boxes [ROWS / group, D].
+    """
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])
-    results: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
-    factor: gl.constexpr = gl.DotOperandLayout(0, results, 2)
-    row_scores: gl.constexpr = gl.SliceLayout(1, scores)
-    row_results: gl.constexpr = gl.SliceLayout(1, results)
-    loaded: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
+    SHARE: gl.constexpr = ROWS // GROUP
     tiles: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     b, h = gl.program_id(1) // KV_HEADS, gl.program_id(1) % KV_HEADS
-    column = h * D
-    query = gl.program_id(0) * (ROWS // GROUP)
+    row, query = b * n, gl.program_id(0) * SHARE
 
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, loaded))
-    asked = query + r // GROUP
-    line = (b * n + asked).to(gl.int64) * Q_HEADS + h * GROUP + r % GROUP
-    d = gl.arange(0, D, gl.SliceLayout(0, loaded))[None, :]
-    held = gl.load(q + line[:, None] * D + d, mask=(asked < n)[:, None], other=0.0)
-    asked = query + gl.arange(0, ROWS, row_scores) // GROUP
-    low = gl.load(first + b * n + asked, mask=asked < n, other=_FAR)
-    high = gl.load(last + b * n + asked, mask=asked < n, other=-1)
-    # From `clear` up to `blurred` every row sees every position: no mask there.
-    clear = gl.max(gl.where(asked < n, low, 0), 0)
-    blurred = gl.min(gl.where(asked < n, high, _FAR), 0) + 1
-    begin, end = gl.min(low, 0) // BN * BN, gl.max(high, 0) + 1
-    share = gl.cdiv(gl.cdiv(end - begin, BN), splits) * BN
-    begin += gl.program_id(2) * share
-    end = gl.minimum(end, begin + share)
-    blocks = gl.maximum(gl.cdiv(end - begin, BN), 1)  # an empty range is one block that none sees
-    low, high = low[:, None], high[:, None]
-    base = gl.load(slots + b) * capacity
-
-    queries = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], tiles, held)
-    held_keys = gl.allocate_shared_memory(gl.bfloat16, [BN, D], tiles)
-    held_values = gl.allocate_shared_memory(gl.bfloat16, [BN, D], tiles)
-    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    keys_ready, values_ready = barriers.index(0), barriers.index(1)
-    mbarrier.init(keys_ready, count=1)
-    mbarrier.init(values_ready, count=1)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], tiles)
+    held_keys = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, D], tiles)
+    held_values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, D], tiles)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    values_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    mbarrier.init(q_ready, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(keys_ready.index(stage), count=1)
+        mbarrier.init(values_ready.index(stage), count=1)
+        mbarrier.init(keys_free.index(stage), count=2)
+        mbarrier.init(values_free.index(stage), count=2)
     fence_async_shared()
     thread_barrier()
-    fetch(keys, held_keys, keys_ready, base, begin, capacity, column, True)
-    fetch(values, held_values, values_ready, base, begin, capacity, column, True)
-
-    top = gl.full([ROWS], float("-inf"), gl.float32, row_scores)
-    sums = gl.zeros([ROWS], gl.float32, row_scores)
-    acc = gl.zeros([ROWS, D], gl.float32, results)
-    blank = gl.zeros([ROWS, BN], gl.float32, scores)
-    mbarrier.wait(keys_ready, 0)
-    score = warpgroup_mma(queries, held_keys.permute([1, 0]), blank, use_acc=False)
-    fetch(keys, held_keys, keys_ready, base, begin + BN, capacity, column, blocks > 1)
-    p, decay, top, sums = weigh(score, top, sums, low, high, begin, end, clear, blurred)
-    p = gl.convert_layout(p.to(gl.bfloat16), factor)
-    for block in range(1, blocks):
-        start = begin + block * BN
-        mbarrier.wait(keys_ready, block & 1)
-        score = warpgroup_mma(
-            queries, held_keys.permute([1, 0]), blank, use_acc=False, is_async=True
+    mbarrier.expect(q_ready, 2 * ROWS * D)
+    for g in gl.static_range(GROUP):  # rows beyond the sequence are another's, and are not stored
+        tma.async_copy_global_to_shared(
+            q, [row + query, (h * GROUP + g) * D], q_ready, queries.slice(g * SHARE, SHARE)
         )
-        mbarrier.wait(values_ready, (block - 1) & 1)
-        acc = warpgroup_mma(p, held_values, acc, is_async=True)
-        score = warpgroup_mma_wait(1, (score,))
-        more = block + 1 < blocks
-        fetch(keys, held_keys, keys_ready, base, start + BN, capacity, column, more)
-        later, decay, top, sums = weigh(score, top, sums, low, high, start, end, clear, blurred)
-        later = gl.convert_layout(later.to(gl.bfloat16), factor)
-        # `later` passes through the wait, or the compiler moves the wait before the exponentials.
-        acc, p, later = warpgroup_mma_wait(0, (acc, p, later))
-        fetch(values, held_values, values_ready, base, start, capacity, column, True)
-        acc *= gl.convert_layout(decay, row_results)[:, None]
-        p = later
-    mbarrier.wait(values_ready, (blocks - 1) & 1)
-    acc = warpgroup_mma(p, held_values, acc)
-
-    r = gl.arange(0, ROWS, row_results)
-    inside = query + r // GROUP < n
-    line = (b * n + query + r // GROUP).to(gl.int64) * Q_HEADS + h * GROUP + r % GROUP
-    d = gl.arange(0, D, gl.SliceLayout(0, results))[None, :]
-    top, sums = gl.convert_layout(top, row_results), gl.convert_layout(sums, row_results)
-    if SPLIT:
-        line += gl.program_id(2).to(gl.int64) * rows * Q_HEADS
-        gl.store(largest + line, top, mask=inside)
-        gl.store(total + line, sums, mask=inside)
-        gl.store(out + line[:, None] * D + d, acc, mask=inside[:, None])
-    else:
-        acc /= gl.where(sums > 0.0, sums, 1.0)[:, None]
-        gl.store(out + line[:, None] * D + d, acc.to(gl.bfloat16), mask=inside[:, None])
+    # Every warp holds all queries: nothing passes between warps.
+    each: gl.constexpr = gl.BlockedLayout([(SHARE + 31) // 32], [32], [num_warps], [0])
+    asked = query + gl.arange(0, SHARE, each)
+    begin, end, blocks, clear, blurred = visible_run(first, last, row, asked, n, splits, BN)
+    base = gl.load(slots + b) * capacity
+    column = h * D
+    for block in gl.static_range(STAGES):
+        wanted = block < blocks
+        copy_tile(keys, held_keys, keys_ready, block, begin, base, capacity, column, wanted)
+        copy_tile(values, held_values, values_ready, block, begin, base, capacity, column, wanted)
+    smem = (
+        queries, held_keys, held_values, q_ready, keys_ready, values_ready, keys_free, values_free,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (attend_rows, (
+                0, smem, first, last, out, largest, total, rows, n, row, query, h,
+                begin, end, blocks, clear, blurred, GROUP, Q_HEADS, D, SPLIT,
+            )),
+            (attend_rows, (
+                1, smem, first, last, out, largest, total, rows, n, row, query, h,
+                begin, end, blocks, clear, blurred, GROUP, Q_HEADS, D, SPLIT,
+            )),
+            (refill, (keys, values, smem, begin, blocks, base, capacity, column)),
+        ],
+        [4, 1],
+        [240, 24],  # registers a thread
+    )  # fmt: skip

@@ -155,14 +155,14 @@ def soft_embedding(
     return vocabulary.soft_embedding(logits, embedding, inverse_temperature, config)
 
 
-def attend(
+def attend_parts(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
     first: torch.Tensor,
     last: torch.Tensor,
-) -> torch.Tensor:
+) -> attention.Parts:
     """See `layer.attend`."""
     rows, q_heads, D = q.shape
     processors = vocabulary.processors(q.device)
@@ -170,7 +170,7 @@ def attend(
     config = attention.configure(
         rows, len(slots), q_heads, keys.shape[2], D, processors, hopper=hopper
     )
-    return attention.attend(q, keys, values, slots, first, last, config)
+    return attention.attend_parts(q, keys, values, slots, first, last, config)
 
 
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:

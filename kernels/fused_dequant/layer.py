@@ -2,7 +2,7 @@
 
     begin               embeddings, and the first layer's input
     attention_heads     norms and rope of q, k, v; keys and values to the cache
-    attend              attention over cached positions
+    attend              attention over cached positions; attend_quantized: to 8 bits
     after_attention     the residual sum, and the inputs of dense MLP, experts and router
     choose_experts      the router: expert ids and routing weights
     after_experts       both branches joined, and the next layer's input
@@ -73,17 +73,49 @@ def attend(
     """softmax(q @ K.T) @ V over positions first[m] .. last[m]: bf16 [M, q_heads, D].
 
     q bf16 [M, q_heads, D]; first, last int32 [M], inclusive; the rest as in `attention_heads`. A row
-    with first > last gets zeros.
+    with first > last gets zeros. Values are below 65,504 (parts of a split are float16).
     """
+    _check_cells(q, keys, slots)
+    if q.is_cuda:
+        from fused_dequant import attention, launch
+
+        return attention.combine(
+            launch.attend_parts(q.contiguous(), keys, values, slots, first, last)
+        )
+    return reference.attend(q.float(), keys, values, slots, first, last).to(q.dtype)
+
+
+def attend_quantized(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    scheme: str,
+) -> Activation:
+    """`attend`, all heads of a row as the input [M, q_heads * D] of a product of `scheme`.
+
+    The same numbers as `attend` and `quantize_rows` one after the other.
+    """
+    if scheme not in EIGHT_BIT:
+        return attend(q, keys, values, slots, first, last).flatten(1), None
+    dtype = EIGHT_BIT[scheme]
+    if not q.is_cuda:
+        rows = attend(q, keys, values, slots, first, last).flatten(1)
+        return formats.quantize_rows(rows, dtype)
+    from fused_dequant import attention, launch
+
+    _check_cells(q, keys, slots)
+    parts = launch.attend_parts(q.contiguous(), keys, values, slots, first, last)
+    return attention.combine_quantized(parts, dtype)
+
+
+def _check_cells(q: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
     if keys.shape[1] % CELLS or len(q) % len(slots):
         raise ValueError(
             f"capacity {keys.shape[1]} is not a multiple of {CELLS}, or M not one of slots"
         )
-    if q.is_cuda:
-        from fused_dequant import launch
-
-        return launch.attend(q.contiguous(), keys, values, slots, first, last)
-    return reference.attend(q.float(), keys, values, slots, first, last).to(q.dtype)
 
 
 def after_attention(

@@ -26,7 +26,7 @@ from fused_dequant import (
     Weight,
     after_attention,
     after_experts,
-    attend,
+    attend_quantized,
     attention_heads,
     begin,
     choose_experts,
@@ -256,9 +256,9 @@ class FusedModel:
         visible = rows.visible[layer.sliding]
         keys, values = self.cache.keys[index], self.cache.values[index]
         with part("attention"):
-            o = attend(q, keys, values, rows.slots, *visible).flatten(1)
+            o = attend_quantized(q, keys, values, rows.slots, *visible, _scheme((layer.o,)))
         with part("dense"):
-            o = linear(o, layer.o)
+            o = _product(o, (layer.o,))
         n = layer.norms
         before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
         schemes = _scheme(layer.gate_up), _scheme((layer.experts_gate_up,))

@@ -1,0 +1,172 @@
+"""Attention with heads of 512 on Hopper, for `attention.attend`.
+
+64 rows x 512 results in float32 fill the registers of two warpgroups, and a tile of 64 positions is
+64 KB, so shared memory holds the queries, one tile of keys and one of values. Tiles small enough for
+the compiler's own pipeline leave the tensor cores idle most of the time. Here a tile is copied (TMA)
+into its place as soon as every warp has read the one before, under the other product; and exponentials
+are computed under the product of the block before:
+
+    scores of block i + 1, results *= decay, results += p_i @ values_i       products in flight
+    scores arrive: copy keys of i + 2; p_i+1, and the decay before it
+    results arrive: copy values of i + 1
+
+Scores are split between the warpgroups by position, results by column. 64 rows use a tile of 128 KB,
+so the L2 bounds the kernel, at 7.9 TB/s.
+
+H200, 16 query heads over 2, 256 rows over 1,280 positions, with `first` and `last` read before the
+kernel before had ended (0.6 us less): 29.5 us in 2 parts, batch 4 105.3 us whole. Decay after the
+results instead of before: 30.0 and 106.1. With the two sets of warps of `attention_hopper`, each with
+all scores of its own: 40.4.
+"""
+
+# Kernels are compiled from their syntax.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fused_dequant.attention_hopper import visible_run, weigh
+from fused_dequant.nvfp4_hopper import thread_barrier
+
+ROWS = gl.constexpr(64)
+BN = gl.constexpr(64)
+_FAR = gl.constexpr(1 << 30)
+
+
+@gluon.jit
+def fetch(source, place, ready, base, position, capacity, column, wanted):
+    """Start copying BN positions into `place`, which every warp has read."""
+    mbarrier.expect(ready, source.block_type.nbytes, pred=wanted)
+    thread_barrier()
+    cell = base + position % capacity
+    tma.async_copy_global_to_shared(source, [cell, column], ready, place, pred=wanted)
+
+
+@gluon.jit
+def attend_wide_kernel(
+    q,
+    keys,
+    values,
+    slots,
+    first,
+    last,
+    out,
+    largest,
+    total,
+    rows,
+    n,
+    capacity,
+    splits,
+    CHAINED: gl.constexpr,
+    Q_HEADS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    D: gl.constexpr,
+    SPLIT: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Program (block of queries, batch row x key head, split), as `attention.attend_kernel`."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    GROUP: gl.constexpr = Q_HEADS // KV_HEADS
+    SHARE: gl.constexpr = ROWS // GROUP
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])
+    results: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
+    factor: gl.constexpr = gl.DotOperandLayout(0, results, 2)
+    row_scores: gl.constexpr = gl.SliceLayout(1, scores)
+    row_results: gl.constexpr = gl.SliceLayout(1, results)
+    loaded: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
+    # Another layout than that of loads, or their addresses live as long as the kernel.
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
+    tiles: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    b, h = gl.program_id(1) // KV_HEADS, gl.program_id(1) % KV_HEADS
+    column = h * D
+    row, query = b * n, gl.program_id(0) * SHARE
+
+    # Every warp holds all queries: nothing passes between warps.
+    each: gl.constexpr = gl.BlockedLayout([(SHARE + 31) // 32], [32], [num_warps], [0])
+    asked = query + gl.arange(0, SHARE, each)
+    begin, end, blocks, clear, blurred = visible_run(first, last, row, asked, n, splits, BN)
+    base = gl.load(slots + b) * capacity
+    asked = query + gl.arange(0, ROWS, row_scores) // GROUP
+    low = gl.load(first + row + asked, mask=asked < n, other=_FAR)[:, None]
+    high = gl.load(last + row + asked, mask=asked < n, other=-1)[:, None]
+    held_keys = gl.allocate_shared_memory(gl.bfloat16, [BN, D], tiles)
+    held_values = gl.allocate_shared_memory(gl.bfloat16, [BN, D], tiles)
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    keys_ready, values_ready = barriers.index(0), barriers.index(1)
+    mbarrier.init(keys_ready, count=1)
+    mbarrier.init(values_ready, count=1)
+    fence_async_shared()
+    thread_barrier()
+    fetch(keys, held_keys, keys_ready, base, begin, capacity, column, True)
+    fetch(values, held_values, values_ready, base, begin, capacity, column, True)
+
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, loaded))
+    line = (row + query + r // GROUP).to(gl.int64) * Q_HEADS + h * GROUP + r % GROUP
+    d = gl.arange(0, D, gl.SliceLayout(0, loaded))[None, :]
+    inside = query + r // GROUP < n
+    held = gl.load(q + line[:, None] * D + d, mask=inside[:, None], other=0.0)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], tiles, held)
+    fence_async_shared()
+    thread_barrier()
+
+    top = gl.full([ROWS], float("-inf"), gl.float32, row_scores)
+    sums = gl.zeros([ROWS], gl.float32, row_scores)
+    acc = gl.zeros([ROWS, D], gl.float32, results)
+    blank = gl.zeros([ROWS, BN], gl.float32, scores)
+    mbarrier.wait(keys_ready, 0)
+    score = warpgroup_mma(queries, held_keys.permute([1, 0]), blank, use_acc=False)
+    fetch(keys, held_keys, keys_ready, base, begin + BN, capacity, column, blocks > 1)
+    p, decay, top, sums = weigh(score, top, sums, low, high, begin, end, clear, blurred)
+    p = gl.convert_layout(p.to(gl.bfloat16), factor)
+    mbarrier.wait(keys_ready, 1, pred=blocks > 1)
+    for block in range(1, blocks):
+        start = begin + block * BN
+        score = warpgroup_mma(
+            queries, held_keys.permute([1, 0]), blank, use_acc=False, is_async=True
+        )
+        acc *= gl.convert_layout(decay, row_results)[:, None]
+        mbarrier.wait(values_ready, (block - 1) & 1)
+        acc = warpgroup_mma(p, held_values, acc, is_async=True)
+        score = warpgroup_mma_wait(1, (score,))
+        more = block + 1 < blocks
+        fetch(keys, held_keys, keys_ready, base, start + BN, capacity, column, more)
+        later, decay, top, sums = weigh(score, top, sums, low, high, start, end, clear, blurred)
+        later = gl.convert_layout(later.to(gl.bfloat16), factor)
+        # Here, for the reason given in `attention_hopper`; `later` passes through the next wait,
+        # or the compiler moves that one.
+        mbarrier.wait(keys_ready, (block + 1) & 1, pred=more)
+        acc, p, later = warpgroup_mma_wait(0, (acc, p, later))
+        fetch(values, held_values, values_ready, base, start, capacity, column, True)
+        p = later
+    acc *= gl.convert_layout(decay, row_results)[:, None]
+    mbarrier.wait(values_ready, (blocks - 1) & 1)
+    acc = warpgroup_mma(p, held_values, acc)
+
+    split_row = gl.program_id(2) * rows + row + query
+    top, sums = gl.convert_layout(top, row_results), gl.convert_layout(sums, row_results)
+    if SPLIT:
+        r = gl.arange(0, ROWS, row_results)
+        line = (split_row + r // GROUP).to(gl.int64) * Q_HEADS + h * GROUP + r % GROUP
+        gl.store(largest + line, top, mask=query + r // GROUP < n)
+        gl.store(total + line, sums, mask=query + r // GROUP < n)
+    acc *= (1.0 / gl.where(sums > 0.0, sums, 1.0))[:, None]
+    # Through shared memory, so that a thread stores 16 bytes; 16-bit floats of either kind.
+    queries.store(acc.to(out.dtype.element_ty).to(gl.bfloat16, bitcast=True))
+    thread_barrier()
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, stored))
+    line = (split_row + r // GROUP).to(gl.int64) * Q_HEADS + h * GROUP + r % GROUP
+    to = out + line[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, stored))[None, :]
+    held = queries.load(stored).to(out.dtype.element_ty, bitcast=True)
+    gl.store(to, held, mask=(query + r // GROUP < n)[:, None])
