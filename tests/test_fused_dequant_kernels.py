@@ -314,7 +314,7 @@ def test_soft_embedding_of_logits_far_apart() -> None:
 @pytest.mark.parametrize("scheme", ["bf16", "fp8"])
 @pytest.mark.parametrize(("M", "V"), [(1, 304), (130, 32768 + 8), (1024, 4096)])
 def test_lm_head_on_hopper(scheme: str, M: int, V: int) -> None:
-    """Every element is written; 20 replays equal bit for bit."""
+    """Every element is written; 20 runs are equal bit for bit."""
     from fused_dequant import quantize, vocabulary_hopper
 
     x = cases.random_tokens(M, 2816, "cuda") * 20
