@@ -31,6 +31,7 @@ from tests.kernels_support.compile_check import SHARED_LIMIT, compile_for
 POINTERS = {
     "slots": "*i32",
     "block_expert": "*i32",
+    "block_rows": "*i32",
     "block_count": "*i32",
     "row_weight": "*fp32",
     "total": "i32",
@@ -401,7 +402,7 @@ def test_elementwise_kernels(target: int) -> None:
     """Routing, combine and quantization have no tensor-core instruction; they must compile
     unspilled.
     """
-    pointers = ("ids", "slots", "block_expert", "block_count")
+    pointers = ("ids", "slots", "block_expert", "block_rows", "block_count")
     route = dict.fromkeys(pointers, "*i32") | {"total": "i32"}
     sizes = {"E": 128, "EXPERTS": 128, "BLOCK": 32, "PADDING": 32, "CHUNK": 8192}
     sizes |= {"CHAINED": target >= 90}

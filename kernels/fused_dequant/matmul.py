@@ -55,15 +55,30 @@ def multiply(tokens, weights, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
+def row_factors(
+    x_scale, row_weight, slot, real, TOPK: tl.constexpr, SCALED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Scales and routing weights of rows, 0 where there is none."""
+    scale = tl.zeros(slot.shape, tl.float32)
+    weight = scale
+    if SCALED:
+        scale = tl.load(x_scale + slot // TOPK, mask=real, other=0.0)
+    if WEIGHTED:
+        weight = tl.load(row_weight + slot, mask=real, other=0.0)
+    return scale, weight
+
+
+@triton.jit
 def store_rows(
-    result, y, x_scale, w_scale, row_weight, slot, real, expert, n, tile, N,
-    COUNT: tl.constexpr, BN: tl.constexpr, TOPK: tl.constexpr, SCALED: tl.constexpr,
-    GELU_MUL: tl.constexpr, WEIGHTED: tl.constexpr,
+    result, y, channel_scale, scale, weight, slot, real, tile, N,
+    COUNT: tl.constexpr, BN: tl.constexpr, SCALED: tl.constexpr, GELU_MUL: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Scale, activate, weight and store result f32 [BN, COUNT] as rows of y."""
     if SCALED:
-        result *= tl.load(w_scale + expert * N + n % N)[:, None]
-        result *= tl.load(x_scale + slot // TOPK, mask=real, other=0.0)[None, :]
+        result *= channel_scale[:, None]
+        result *= scale[None, :]
     width = N
     columns: tl.constexpr = BN // 2 if GELU_MUL else BN
     if GELU_MUL:
@@ -71,7 +86,7 @@ def store_rows(
         result = gelu_mul_tile(gate, up)
         width = N // 2
     if WEIGHTED:
-        result *= tl.load(row_weight + slot, mask=real, other=0.0)[None, :]
+        result *= weight[None, :]
     column = tile * columns + tl.arange(0, columns)
     place = y + slot.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(place, result.T.to(y.dtype.element_ty), mask=real[:, None] & (column[None, :] < width))
@@ -84,14 +99,22 @@ def compute_block(
     WEIGHTED: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """BM + MORE rows from `first` on times channels n [BN]; `weights` points at columns k [BK]."""
+    """BM + MORE rows from `first` on times channels n [BN]; `weights` points at columns k [BK].
+
+    All that the results are multiplied by is asked for before the products and arrives under them.
+    """
     acc_type: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     slot, real = block_rows(slots, first, total, BM, GROUPED)
     tokens = x + (slot // TOPK).to(tl.int64)[:, None] * K + k[None, :]
+    channel_scale = tl.load(w_scale + expert * N + n % N) if SCALED else 0.0
+    scale, weight = row_factors(x_scale, row_weight, slot, real, TOPK, SCALED, WEIGHTED)
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), acc_type)
     if MORE:
         slot_more, real_more = block_rows(slots, first + BM, total, MORE, GROUPED)
         tokens_more = x + (slot_more // TOPK).to(tl.int64)[:, None] * K + k[None, :]
+        scale_more, weight_more = row_factors(
+            x_scale, row_weight, slot_more, real_more, TOPK, SCALED, WEIGHTED
+        )
         acc_more = tl.zeros((BN, MORE) if SWAP else (MORE, BN), acc_type)
     for k0 in range(0, K, BK):
         if EVEN_K:
@@ -104,30 +127,30 @@ def compute_block(
             acc_more = multiply(a, b, acc_more, SWAP)
     result = (acc if SWAP else acc.T).to(tl.float32)
     store_rows(
-        result, y, x_scale, w_scale, row_weight, slot, real, expert, n, tile, N,
-        BM, BN, TOPK, SCALED, GELU_MUL, WEIGHTED,
+        result, y, channel_scale, scale, weight, slot, real, tile, N,
+        BM, BN, SCALED, GELU_MUL, WEIGHTED,
     )  # fmt: skip
     if MORE:
         result = (acc_more if SWAP else acc_more.T).to(tl.float32)
         store_rows(
-            result, y, x_scale, w_scale, row_weight, slot_more, real_more, expert, n, tile, N,
-            MORE, BN, TOPK, SCALED, GELU_MUL, WEIGHTED,
+            result, y, channel_scale, scale_more, weight_more, slot_more, real_more, tile, N,
+            MORE, BN, SCALED, GELU_MUL, WEIGHTED,
         )  # fmt: skip
 
 
 @triton.jit
 def compute_rows(
-    x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile, first,
+    x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile, first, rows,
     TOPK: tl.constexpr, GROUPED: tl.constexpr, SCALED: tl.constexpr, GELU_MUL: tl.constexpr,
     WEIGHTED: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, MORE: tl.constexpr, NARROWER: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """`compute_block`, at the narrowest of NARROWER + 1 sizes that holds the block's real rows."""
+    """`compute_block`, at the narrowest of NARROWER + 1 sizes that holds the block's real `rows`."""
     LESS: tl.constexpr = BM if MORE else BM // 2
     LESS_MORE: tl.constexpr = MORE // 2 if MORE > 16 else 0
     if NARROWER:
-        if tl.load(slots + first + LESS + LESS_MORE) < total:  # padding is behind the real rows
+        if rows > LESS + LESS_MORE:
             compute_block(
                 x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile,
                 first, TOPK, GROUPED, SCALED, GELU_MUL, WEIGHTED, SWAP, EVEN_K, BM, MORE, BN, BK,
@@ -135,7 +158,7 @@ def compute_rows(
         else:
             compute_rows(
                 x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile,
-                first, TOPK, GROUPED, SCALED, GELU_MUL, WEIGHTED, SWAP, EVEN_K,
+                first, rows, TOPK, GROUPED, SCALED, GELU_MUL, WEIGHTED, SWAP, EVEN_K,
                 LESS, LESS_MORE, NARROWER - 1, BN, BK,
             )  # fmt: skip
     else:
@@ -154,6 +177,7 @@ def matmul_kernel(
     y,
     slots,
     block_expert,
+    block_rows,
     block_count,
     row_weight,
     total,
@@ -178,18 +202,21 @@ def matmul_kernel(
     follow(CHAINED)
     tile = tl.program_id(1 if BLOCKS_FIRST else 0)
     block = tl.program_id(0 if BLOCKS_FIRST else 1)
-    expert = tl.zeros((), tl.int64)
+    expert, rows = tl.zeros((), tl.int64), BM + MORE
     if GROUPED:
-        if block >= tl.load(block_count):
-            return
+        # Asked for together: one wait instead of three. Behind the last block there is memory to read.
+        count = tl.load(block_count)
         expert = tl.load(block_expert + block).to(tl.int64)
+        rows = tl.load(block_rows + block)
+        if block >= count:
+            return
     n = tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     # Channels past N repeat the first ones: they are computed and not stored, and need no mask.
     weights = w + expert * N * K + (n % N).to(tl.int64)[:, None] * K + k[None, :]
     compute_rows(
         x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile,
-        block * (BM + MORE), TOPK, GROUPED, SCALED, GELU_MUL, WEIGHTED, SWAP, EVEN_K,
+        block * (BM + MORE), rows, TOPK, GROUPED, SCALED, GELU_MUL, WEIGHTED, SWAP, EVEN_K,
         BM, MORE, NARROWER, BN, BK,
     )  # fmt: skip
 
@@ -208,7 +235,7 @@ def matmul(
     grid = (triton.cdiv(M, tuning.block_rows(config)), triton.cdiv(N, config["BN"]))
     matmul_kernel[grid](
         x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
-        y, y, y, y, M, N, K,
+        y, y, y, y, y, M, N, K,
         TOPK=1, GROUPED=False, SCALED=x_scale is not None, GELU_MUL=False, WEIGHTED=False,
         EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True, NARROWER=0, **chained(x.device), **config,
     )  # fmt: skip
@@ -238,7 +265,7 @@ def grouped_matmul(
     grid = (triton.cdiv(N, config["BN"]), routing.max_blocks)
     matmul_kernel[grid](
         x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
-        routing.slots, routing.block_expert, routing.block_count,
+        routing.slots, routing.block_expert, routing.block_rows, routing.block_count,
         y if row_weight is None else row_weight, total, N, K,
         TOPK=1 if down else routing.topk, GROUPED=True, SCALED=x_scale is not None,
         GELU_MUL=not down, WEIGHTED=down,

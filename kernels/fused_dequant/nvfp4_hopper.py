@@ -149,20 +149,34 @@ def copy_tokens(source, target, real, k, step, K, BK: gl.constexpr, EVEN_K: gl.c
     async_copy.async_copy_global_to_shared(target, source + step * BK, mask=mask)
 
 
+@gluon.constexpr_function
+def stored_layout(num_warps):
+    """Of rows [rows, channels] as they are stored."""
+    return gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+
+
 @gluon.jit
-def slots_of(slots, first, layout: gl.constexpr, COUNT: gl.constexpr, GROUPED: gl.constexpr):
-    """Slots [COUNT] of a block's rows `first`, `first` + 1, ... along one axis of `layout`."""
-    rows = first + gl.arange(0, COUNT, layout)
-    return gl.load(slots + rows) if GROUPED else rows
+def rows_of(
+    slots, row_weight, first, total, COUNT: gl.constexpr, GROUPED: gl.constexpr,
+    WEIGHTED: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Slots [COUNT] of a block's rows `first`, `first` + 1, ... and their routing weights (or 0)."""
+    slot = first + gl.arange(0, COUNT, gl.SliceLayout(1, stored_layout(num_warps)))
+    if GROUPED:
+        slot = gl.load(slots + slot)
+    weight = slot.to(gl.float32) * 0.0
+    if WEIGHTED:
+        weight = gl.load(row_weight + slot, mask=slot < total, other=0.0)
+    return slot, weight
 
 
 @gluon.jit
 def store_rows(
-    acc, y, gate_factor, up_factor, row_weight, slots, first, tile, total, width,
-    COUNT: gl.constexpr, BN: gl.constexpr, GROUPED: gl.constexpr, GELU_MUL: gl.constexpr,
-    WEIGHTED: gl.constexpr, num_warps: gl.constexpr,
+    acc, y, gate_factor, up_factor, slot, weight, tile, total, width,
+    COUNT: gl.constexpr, BN: gl.constexpr, GELU_MUL: gl.constexpr, WEIGHTED: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Scale, activate, weight and store acc [BN, COUNT] as rows of y [.., width]."""
+    """Scale, activate, weight and store acc [BN, COUNT] as rows `slot` of y [.., width]."""
     ROWS: gl.constexpr = BN // 2 if GELU_MUL else BN
     if GELU_MUL:
         gate, up = gl.split(acc.reshape([BN // 16, 2, 8, COUNT]).permute([0, 2, 3, 1]))
@@ -172,12 +186,11 @@ def store_rows(
         result = result.reshape([ROWS, COUNT])
     else:
         result = acc * gate_factor
-    stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    stored: gl.constexpr = stored_layout(num_warps)
     result = gl.convert_layout(result.permute([1, 0]), stored)
-    slot = slots_of(slots, first, gl.SliceLayout(1, stored), COUNT, GROUPED)
     column = (tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, stored)))[None, :]
     if WEIGHTED:
-        result *= gl.load(row_weight + slot, mask=slot < total, other=0.0)[:, None]
+        result *= weight[:, None]
     mask = (slot < total)[:, None] & (column < width)
     place = y + slot.to(gl.int64)[:, None] * width + column
     gl.store(place, result.to(y.dtype.element_ty), mask=mask)
@@ -253,10 +266,7 @@ def multiply(
     scale = gl.arange(0, COLUMN_TILES * 64, gl.SliceLayout(0, scales_copy))[None, :]
     scales_at = scales + first_tile * 64 + (row_tile * (column_tiles * 64))[:, None] + scale
     if GROUPED:
-        k = gl.arange(0, BK, gl.SliceLayout(0, tokens_copy))[None, :]
         slot = gl.load(slots + first_row + gl.arange(0, BM, gl.SliceLayout(1, tokens_copy)))
-        tokens_at = x + (slot // TOPK).to(gl.int64)[:, None] * K + k
-        real = (slot < total)[:, None] & (k < K)
     acc = gl.zeros([BN, BM], gl.float32, mma)
     acc_more = acc
     if MORE:
@@ -264,10 +274,8 @@ def multiply(
         operand_more: gl.constexpr = gl.DotOperandLayout(0, mma_more, 2)
         acc_more = gl.zeros([BN, MORE], gl.float32, mma_more)
         if GROUPED:
-            slot = gl.arange(0, MORE, gl.SliceLayout(1, tokens_copy))
-            slot = gl.load(slots + first_row + BM + slot)
-            more_at = x + (slot // TOPK).to(gl.int64)[:, None] * K + k
-            real_more = (slot < total)[:, None] & (k < K)
+            slot_more = gl.arange(0, MORE, gl.SliceLayout(1, tokens_copy))
+            slot_more = gl.load(slots + first_row + BM + slot_more)
 
     for stage in gl.static_range(STAGES - 1):
         if begin + stage < end:
@@ -284,6 +292,13 @@ def multiply(
                 BK,
                 EVEN_K,
             )
+    if GROUPED:  # addresses wait for the slots: the weights' copies are on their way
+        k = gl.arange(0, BK, gl.SliceLayout(0, tokens_copy))[None, :]
+        tokens_at = x + (slot // TOPK).to(gl.int64)[:, None] * K + k
+        real = (slot < total)[:, None] & (k < K)
+        if MORE:
+            more_at = x + (slot_more // TOPK).to(gl.int64)[:, None] * K + k
+            real_more = (slot_more < total)[:, None] & (k < K)
     if CHAINED and not GROUPED:
         gdc_wait()  # weights depend on nothing: they are on their way before the tokens exist
         gdc_launch_dependents()
@@ -386,7 +401,12 @@ def compute_block(
     BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One tile of a block of an expert's tokens."""
+    """One tile of a block of an expert's tokens. Where results go is asked for before the products."""
+    slot, weight = rows_of(slots, row_weight, first_row, total, BM, True, WEIGHTED, num_warps)
+    if MORE:
+        slot_more, weight_more = rows_of(
+            slots, row_weight, first_row + BM, total, MORE, True, WEIGHTED, num_warps
+        )
     smem = allocate(BM, MORE, BN, BK, STAGES)
     thread_barrier()
     acc, acc_more = multiply(
@@ -394,29 +414,29 @@ def compute_block(
         False, TOPK, True, EVEN_K, BM, MORE, BN, BK, STAGES, num_warps,
     )  # fmt: skip
     store_rows(
-        acc, y, gate_factor, up_factor, row_weight, slots, first_row, tile, total, width,
-        BM, BN, True, GELU_MUL, WEIGHTED, num_warps,
+        acc, y, gate_factor, up_factor, slot, weight, tile, total, width,
+        BM, BN, GELU_MUL, WEIGHTED, num_warps,
     )  # fmt: skip
     if MORE:
         store_rows(
-            acc_more, y, gate_factor, up_factor, row_weight, slots, first_row + BM, tile, total, width,
-            MORE, BN, True, GELU_MUL, WEIGHTED, num_warps,
+            acc_more, y, gate_factor, up_factor, slot_more, weight_more, tile, total, width,
+            MORE, BN, GELU_MUL, WEIGHTED, num_warps,
         )  # fmt: skip
 
 
 @gluon.jit
 def compute_rows(
     x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
-    first_tile, first_row, tile,
+    first_tile, first_row, tile, rows,
     TOPK: gl.constexpr, GELU_MUL: gl.constexpr, WEIGHTED: gl.constexpr, EVEN_K: gl.constexpr,
     BM: gl.constexpr, MORE: gl.constexpr, NARROWER: gl.constexpr, BN: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`compute_block`, at the narrowest of NARROWER + 1 sizes that holds the block's real rows."""
+    """`compute_block`, at the narrowest of NARROWER + 1 sizes that holds the block's real `rows`."""
     LESS: gl.constexpr = BM if MORE else BM // 2
     LESS_MORE: gl.constexpr = MORE // 2 if MORE > 16 else 0
     if NARROWER:
-        if gl.load(slots + first_row + LESS + LESS_MORE) < total:  # padding is behind the real rows
+        if rows > LESS + LESS_MORE:
             compute_block(
                 x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
                 first_tile, first_row, tile, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
@@ -425,7 +445,7 @@ def compute_rows(
         else:
             compute_rows(
                 x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
-                first_tile, first_row, tile, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
+                first_tile, first_row, tile, rows, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
                 LESS, LESS_MORE, NARROWER - 1, BN, BK, STAGES, num_warps,
             )  # fmt: skip
     else:
@@ -446,6 +466,7 @@ def nvfp4_hopper_kernel(
     y,
     slots,
     block_expert,
+    block_rows,
     block_count,
     row_weight,
     total,
@@ -479,11 +500,14 @@ def nvfp4_hopper_kernel(
         gdc_launch_dependents()
     tile = gl.program_id(0)
     block = gl.program_id(1)
-    expert = 0
+    expert, rows = 0, BM + MORE
     if GROUPED:
-        if block >= gl.load(block_count):
-            return
+        # Asked for together: one wait instead of three. Behind the last block there is memory to read.
+        count = gl.load(block_count)
         expert = gl.load(block_expert + block)
+        rows = gl.load(block_rows + block)
+        if block >= count:
+            return
     first_tile = gl.to_tensor(expert).to(gl.int64) * (N // 64) + tile * (BN // 64)
     first_tile *= K // 64
     first_row = block * (BM + MORE)
@@ -493,7 +517,7 @@ def nvfp4_hopper_kernel(
     if GROUPED:
         compute_rows(
             x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
-            first_tile, first_row, tile, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
+            first_tile, first_row, tile, rows, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
             BM, MORE, NARROWER, BN, BK, STAGES, num_warps,
         )  # fmt: skip
         return
@@ -530,14 +554,16 @@ def nvfp4_hopper_kernel(
             acc_more += (
                 aside[3]._reinterpret(gl.float32, [BN, MORE], sum_layout(BN, MORE)).load(mma_more)
             )
+    slot, weight = rows_of(slots, y, first_row, total, BM, False, False, num_warps)
     store_rows(
-        acc, y, gate_factor, up_factor, row_weight, slots, first_row, tile, total, width,
-        BM, BN, GROUPED, GELU_MUL, WEIGHTED, num_warps,
+        acc, y, gate_factor, up_factor, slot, weight, tile, total, width,
+        BM, BN, False, False, num_warps,
     )  # fmt: skip
     if MORE:
+        slot, weight = rows_of(slots, y, first_row + BM, total, MORE, False, False, num_warps)
         store_rows(
-            acc_more, y, gate_factor, up_factor, row_weight, slots, first_row + BM, tile, total, width,
-            MORE, BN, GROUPED, GELU_MUL, WEIGHTED, num_warps,
+            acc_more, y, gate_factor, up_factor, slot, weight, tile, total, width,
+            MORE, BN, False, False, num_warps,
         )  # fmt: skip
 
 
@@ -559,7 +585,7 @@ def nvfp4_hopper(
         for rows in (config["BM"], config["MORE"] or config["BM"])
     ]
     nvfp4_hopper_kernel[grid](
-        *boxes, words, scales, factor, y, y, y, y, y, M, N, K,
+        *boxes, words, scales, factor, y, y, y, y, y, y, M, N, K,
         TOPK=1, GROUPED=False, GELU_MUL=False, WEIGHTED=False, EVEN_K=K % config["BK"] == 0,
         NARROWER=0, **chained(x.device), **config,
     )  # fmt: skip
@@ -586,8 +612,8 @@ def grouped_nvfp4_hopper(
     total = len(x) if down else len(x) * routing.topk
     y = torch.empty(total, N if down else N // 2, dtype=torch.bfloat16, device=x.device)
     nvfp4_hopper_kernel[(N // config["BN"], routing.max_blocks)](
-        x, x, words, scales, factor, y, routing.slots, routing.block_expert, routing.block_count,
-        y if row_weight is None else row_weight, total, N, K,
+        x, x, words, scales, factor, y, routing.slots, routing.block_expert, routing.block_rows,
+        routing.block_count, y if row_weight is None else row_weight, total, N, K,
         TOPK=1 if down else routing.topk, GROUPED=True, GELU_MUL=not down,
         WEIGHTED=down, EVEN_K=K % config["BK"] == 0, **chained(x.device), **config,
     )  # fmt: skip

@@ -5,6 +5,7 @@ multiple of `block` rows:
 
     slots         int32 [max_blocks * block]  slot ids; M * topk marks padding
     block_expert  int32 [max_blocks]          expert of a block
+    block_rows    int32 [max_blocks]          its rows that are slots; padding is behind them
     block_count   int32 [1]                   blocks in use, known to the device alone
 
 `max_blocks` bounds every routing: an expert with c > 0 slots uses ceil(c / block) blocks, hence at most
@@ -38,6 +39,7 @@ class Routing:
 
     slots: torch.Tensor
     block_expert: torch.Tensor
+    block_rows: torch.Tensor
     block_count: torch.Tensor
     block: int
     topk: int
@@ -58,6 +60,7 @@ def route_kernel(
     ids,
     slots,
     block_expert,
+    block_rows,
     block_count,
     total,
     CHAINED: tl.constexpr,
@@ -90,6 +93,7 @@ def route_kernel(
     tl.store(slots + padding, total, mask=padding < end * BLOCK)
     for block in range(first, end):
         tl.store(block_expert + block, e)
+        tl.store(block_rows + block, tl.minimum(position - block * BLOCK, BLOCK))
     if e == E - 1:
         tl.store(block_count, end)
 
@@ -100,16 +104,16 @@ def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
     bound = max_blocks(total, experts, block)
     device = expert_ids.device
     slots = torch.empty(bound * block, dtype=torch.int32, device=device)
-    block_expert = torch.empty(bound, dtype=torch.int32, device=device)
+    block_expert, block_rows = torch.empty(2, bound, dtype=torch.int32, device=device)
     block_count = torch.empty(1, dtype=torch.int32, device=device)
     chunk = min(8192, triton.next_power_of_2(total))
     route_kernel[(experts,)](
-        expert_ids, slots, block_expert, block_count, total,
+        expert_ids, slots, block_expert, block_rows, block_count, total,
         E=experts, EXPERTS=triton.next_power_of_2(experts), BLOCK=block,
         PADDING=triton.next_power_of_2(block), CHUNK=chunk,
         num_warps=8 if chunk > 1024 else 4, **chained(device),
     )  # fmt: skip
-    return Routing(slots, block_expert, block_count, block, expert_ids.shape[-1])
+    return Routing(slots, block_expert, block_rows, block_count, block, expert_ids.shape[-1])
 
 
 @triton.jit

@@ -207,7 +207,7 @@ def _blocks(product: Product, device: str) -> dict[int, routing.Routing]:
         ids, _ = cases.random_routing(product.M, cases.EXPERTS, cases.TOPK, device)
         return {size: routing.route(ids, cases.EXPERTS, size) for size in sizes}
     blank = torch.empty(8192, dtype=torch.int32, device=device)
-    return {size: routing.Routing(blank, blank, blank, size, cases.TOPK) for size in sizes}
+    return {size: routing.Routing(blank, blank, blank, blank, size, cases.TOPK) for size in sizes}
 
 
 def call(product: Product, o: Operands, config: Config) -> torch.Tensor:
