@@ -119,18 +119,21 @@ def test_experts(scheme: str, tokens: int) -> None:
     assert_close(y, expected, EXPERTS_TOLERANCE[scheme])
 
 
-UNEVEN = [0, 1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 130]  # tokens of an expert; blocks of 64 rows
+UNEVEN = [0, 1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 80, 81, 130]  # tokens of an expert
 
 
+@pytest.mark.parametrize(("BM", "MORE", "narrower"), [(32, 32, 3), (64, 16, 4)])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_blocks_are_as_wide_as_their_rows(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 64 rows computed at 64, 48, 32 or 16, each at its first and last number of rows."""
+def test_blocks_are_as_wide_as_their_rows(
+    scheme: str, BM: int, MORE: int, narrower: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks computed at 80, 64, 48, 32 or 16 rows, each at its first and last number of rows."""
     if scheme == "nvfp4" and not HOPPER:
         pytest.skip("only the kernel for sm_90 has narrower blocks of this format")
     hidden, inner = (64, 32) if INTERPRETED else (2816, 704)
     gate_up = cases.random_weight(scheme, len(UNEVEN), 2 * inner, hidden, DEVICE)
     down = cases.random_weight(scheme, len(UNEVEN), hidden, inner, DEVICE, seed=5)
-    config = {"BM": 32, "MORE": 32, "NARROWER": 3, "BN": 64, "BK": 64, "num_warps": 4}
+    config = {"BM": BM, "MORE": MORE, "NARROWER": narrower, "BN": 64, "BK": 64, "num_warps": 4}
     config |= {"PARTS": 1, "STAGES": 3} if scheme == "nvfp4" else {"SWAP": 1, "num_stages": 3}
     chosen: list[str] = []
     monkeypatch.setattr(tuning, "choose", lambda verb, *_: chosen.append(verb) or config)

@@ -44,14 +44,26 @@ def random_tokens(tokens: int, columns: int, device: str, seed: int = 1) -> torc
 
 
 def random_routing(
-    tokens: int, experts: int, topk: int, device: str, *, used: int | None = None, seed: int = 2
+    tokens: int,
+    experts: int,
+    topk: int,
+    device: str,
+    *,
+    used: int | None = None,
+    spread: float = 0.0,
+    seed: int = 2,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distinct experts of each token, uniform over the first `used` (default: all) of them.
+    """Distinct experts of each token among the first `used` (default: all) of them.
+
+    `spread` is the standard deviation of the logarithm of an expert's popularity; 0: all alike.
 
     Returns expert_ids int32 [tokens, topk] and routing weights f32 [tokens, topk] that add up to 1.
     """
     generator = torch.Generator(device).manual_seed(seed)
     scores = torch.rand(tokens, used or experts, generator=generator, device=device)
+    if spread:  # the largest of log-popularity plus Gumbel noise: drawn in proportion to popularity
+        popularity = torch.randn(scores.shape[1], generator=generator, device=device)
+        scores = spread * popularity - torch.log(-torch.log(scores))
     ids = scores.topk(topk, -1).indices.to(torch.int32)
     routing_weights = torch.rand(tokens, topk, generator=generator, device=device) + 0.1
     return ids, routing_weights / routing_weights.sum(-1, keepdim=True)

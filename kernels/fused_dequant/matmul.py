@@ -148,7 +148,7 @@ def compute_rows(
 ):  # fmt: skip
     """`compute_block`, at the narrowest of NARROWER + 1 sizes that holds the block's real `rows`."""
     LESS: tl.constexpr = BM if MORE else BM // 2
-    LESS_MORE: tl.constexpr = MORE // 2 if MORE > 16 else 0
+    LESS_MORE: tl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER:
         if rows > LESS + LESS_MORE:
             compute_block(

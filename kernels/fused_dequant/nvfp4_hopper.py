@@ -434,7 +434,7 @@ def compute_rows(
 ):  # fmt: skip
     """`compute_block`, at the narrowest of NARROWER + 1 sizes that holds the block's real `rows`."""
     LESS: gl.constexpr = BM if MORE else BM // 2
-    LESS_MORE: gl.constexpr = MORE // 2 if MORE > 16 else 0
+    LESS_MORE: gl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER:
         if rows > LESS + LESS_MORE:
             compute_block(
@@ -491,8 +491,8 @@ def nvfp4_hopper_kernel(
 
     A block is BM + MORE rows (MORE may be 0): two accumulators, so that 96 rows meet weights decoded
     once and the tensor core does not compute 128. An expert's block is computed at the narrowest of
-    NARROWER + 1 sizes: with BM = MORE = 32 and NARROWER = 3 at 64, 48, 32 or 16 rows. With PARTS = 2 a
-    second set of warps multiplies the second half of K of a dense product.
+    NARROWER + 1 sizes: with BM = 64, MORE = 16 and NARROWER = 4 at 80, 64, 48, 32 or 16 rows. With
+    PARTS = 2 a second set of warps multiplies the second half of K of a dense product.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
     if CHAINED and GROUPED:

@@ -178,7 +178,7 @@ class FusedEngine:
     def profile_step(self, slots: Sequence[int]) -> dict[str, float]:
         """Return the GPU milliseconds by part of one step of the next canvas, which is thrown away.
 
-        Parts are those that `FusedModel` and the sampler name, and "rest". The step is run twice and the
+        Parts are those `FusedModel` and the sampler name, and "rest". The step is run twice and the
         second run counts: the first comes to a GPU that was idle.
         """
         self._encode_last(slots)
