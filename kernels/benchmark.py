@@ -11,6 +11,7 @@ torch on the same operands:
     lm_head, soft   bf16 `torch.mm` alone, without softcap or softmax
     sampler         the same draw in separate torch operations (`reference.sample`)
 
+Experts "uneven" are routed as a random 26B model routes (`cases.SPREAD`), others evenly.
 `error` is relative Frobenius against float64 of the dequantized operands, on a few tokens.
 `floor` is the larger of moving the bytes and computing, at the rates measured first. `target` is
 what the project asks, and `met` whether the row reaches it.
@@ -31,7 +32,7 @@ import fused_dequant as fd
 import torch
 import triton
 from fused_dequant import cases, launch, reference, weights
-from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, TOPK, VOCABULARY
+from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, SPREAD, TOPK, VOCABULARY
 from fused_dequant.timing import measure
 
 EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -115,9 +116,11 @@ def grouped_mm_time(ids: torch.Tensor) -> float:
 
 def experts_rows(limits: Ceilings) -> Iterator[Row]:
     """Whole expert blocks: routing, both products, activation, routing weights, combine."""
-    layouts = [(256, EXPERTS), (256, 40), (1024, EXPERTS), (64, EXPERTS)]
+    layouts = [(256, EXPERTS, 0.0), (256, EXPERTS, SPREAD[256]), (256, 40, 0.0)]
+    layouts += [(1024, EXPERTS, 0.0), (1024, EXPERTS, SPREAD[1024]), (64, EXPERTS, 0.0)]
     routings = {
-        (M, used): cases.random_routing(M, EXPERTS, TOPK, "cuda", used=used) for M, used in layouts
+        (M, used, spread): cases.random_routing(M, EXPERTS, TOPK, "cuda", used=used, spread=spread)
+        for M, used, spread in layouts
     }
     torch_time = {key: grouped_mm_time(ids) for key, (ids, _) in routings.items()}
     for scheme in ("bf16", "fp8", "int8", "nvfp4"):
@@ -129,30 +132,31 @@ def experts_rows(limits: Ceilings) -> Iterator[Row]:
 
 def scheme_rows(
     scheme: str,
-    routings: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]],
-    torch_time: dict[tuple[int, int], float],
+    routings: dict[tuple[int, int, float], tuple[torch.Tensor, torch.Tensor]],
+    torch_time: dict[tuple[int, int, float], float],
     limits: Ceilings,
 ) -> Iterator[Row]:
     """One format's rows; times first, then the errors, whose float64 weights take gigabytes."""
     gate_up = cases.random_weight(scheme, EXPERTS, 2 * INNER, HIDDEN, "cuda")
     down = cases.random_weight(scheme, EXPERTS, HIDDEN, INNER, "cuda", seed=5)
     runs = {
-        (M, used): partial(
-            fd.experts, cases.random_tokens(M, HIDDEN, "cuda"), ids, routing_weights, gate_up, down
+        key: partial(
+            fd.experts, cases.random_tokens(key[0], HIDDEN, "cuda"), *routing, gate_up, down
         )
-        for (M, used), (ids, routing_weights) in routings.items()
+        for key, routing in routings.items()
     }
     times = {key: measure([run]) for key, run in runs.items()}
-    for (M, used), run in runs.items():
+    for (M, used, spread), run in runs.items():
         x, ids, routing_weights, *_ = run.args
         error = experts_error(run(), x, ids, routing_weights, gate_up, down)
         hit = ids.unique().numel()
         bytes_ = (gate_up.bytes + down.bytes) * hit // EXPERTS + 4 * M * HIDDEN
         flop = 6.0 * M * TOPK * HIDDEN * INNER
-        time, limit = times[M, used], EXPERTS_TARGET.get((scheme, M, used))
+        time = times[M, used, spread]
+        limit = None if spread else EXPERTS_TARGET.get((scheme, M, used))
         yield Row(
-            f"experts, {hit} of {EXPERTS} hit", scheme, M, time, bytes_,
-            limits.floor(bytes_, flop, scheme), torch_time[M, used], error,
+            f"experts, {hit} of {EXPERTS} hit{', uneven' if spread else ''}", scheme, M, time, bytes_,
+            limits.floor(bytes_, flop, scheme), torch_time[M, used, spread], error,
             f"<= {limit} us" if limit else "", time <= limit if limit else None,
         )  # fmt: skip
 

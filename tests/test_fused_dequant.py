@@ -274,12 +274,12 @@ def test_tuning_tables_are_complete() -> None:
 @pytest.mark.parametrize(("tokens", "fullest"), [(256, 94), (1024, 187)])
 def test_tuning_routes_as_unevenly_as_a_model(tokens: int, fullest: int) -> None:
     """Mean over 30 layers of the tokens of the fullest expert, against a random 26B model's."""
-    found = {0.0: 0.0, tune.SPREAD[tokens]: 0.0}
+    found = {0.0: 0.0, cases.SPREAD[tokens]: 0.0}
     for spread in found:
         for seed in range(30):
             ids, _ = cases.random_routing(tokens, 128, 8, "cpu", spread=spread, seed=seed)
             found[spread] += float(ids.flatten().long().bincount(minlength=128).max()) / 30
-    assert found[tune.SPREAD[tokens]] == pytest.approx(fullest, rel=0.1)
+    assert found[cases.SPREAD[tokens]] == pytest.approx(fullest, rel=0.1)
     assert found[0.0] < 0.6 * fullest
 
 

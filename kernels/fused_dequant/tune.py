@@ -35,9 +35,6 @@ from fused_dequant.tuning import Config
 from fused_dequant.weights import Weight
 
 TOKENS = (64, 256, 1024)
-# The fullest of 128 experts gets 94 of the 2,048 choices of a canvas and 187 of the 8,192 of four in a
-# random 26B model (means over its layers): popularities spread so much give that, by simulation.
-SPREAD = {64: 0.9, 256: 0.9, 1024: 0.5}
 BUFFER_BYTES = 200 * 2**20  # several times the L2
 # A thread has 255 registers, and decoded weights and addresses lie beside the accumulators. A sweep
 # that allowed 256 accumulators ended in "illegal instruction"; none within this limit has.
@@ -208,7 +205,7 @@ def _blocks(product: Product, device: str) -> dict[int, routing.Routing]:
     sizes = {tuning.block_rows(config) for config in candidates(product)}
     if device != "meta":
         ids, _ = cases.random_routing(
-            product.M, cases.EXPERTS, cases.TOPK, device, spread=SPREAD[product.M]
+            product.M, cases.EXPERTS, cases.TOPK, device, spread=cases.SPREAD[product.M]
         )
         return {size: routing.route(ids, cases.EXPERTS, size) for size in sizes}
     blank = torch.empty(8192, dtype=torch.int32, device=device)
