@@ -198,9 +198,13 @@ class FusedEngine:
             key=lambda event: event.time_range.start,
         )
         parts: dict[str, float] = dict.fromkeys((*PARTS, "rest"), 0.0)
+        ended: dict[int, float] = {}  # by stream
         for event in kernels[len(kernels) // 2 :]:
             owner = next((part.name for part in named if _within(event, part)), "rest")
-            parts[owner] += event.self_device_time_total / 1e3
+            # A chained kernel starts to wait while the one before it runs: that time is not its own.
+            before = max(event.time_range.start, ended.get(event.device_resource_id, 0.0))
+            ended[event.device_resource_id] = max(before, event.time_range.end)
+            parts[owner] += (ended[event.device_resource_id] - before) / 1e3
         return parts
 
     def _padded(self, slots: Sequence[int]) -> list[int]:
