@@ -4,7 +4,7 @@ Serves CHECKPOINT from this process, asks it over HTTP and then takes its engine
 without a server: 16 fixed steps a canvas, twelve canvases, prompts of 1,020 tokens. It tells
 
     seconds from the start of the process to readiness, and to the first canvas of an answer
-    tokens a second over HTTP: one connection, and eight, so that no slot waits for a client
+    tokens a second over HTTP while all slots are busy: one connection, and eight for four slots
     tokens a second of the engine alone, as `quantize bench` measures them: prompts not counted
     how many samples of equal prompt and seed have the same text alone and among others, as served by
     default and with `--batch-invariant`; then the latter with the bundled model
@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,32 +69,60 @@ def prompt_of(seed: int, length: int) -> str:
     return f"Question {seed}: " + WORDS * (length // 22)
 
 
-def ask(seed: int, canvases: int, length: int, **controls: Any) -> dict[str, Any]:
-    """Complete the prompt of a seed."""
-    body = {"model": "served", "prompt": prompt_of(seed, length), "seed": seed}
-    body |= {"max_tokens": 256 * canvases} | controls
+@dataclass
+class Heard:
+    """An answer as it came: its text, when each canvas did (seconds), and the usage."""
+
+    text: str = ""
+    canvases: list[float] = field(default_factory=list[float])
+    usage: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def ask(seed: int, canvases: int, length: int, **controls: Any) -> Heard:
+    """Stream a completion of a seed's prompt."""
+    body = {"model": "served", "prompt": prompt_of(seed, length), "seed": seed, "stream": True}
+    body |= {"stream_options": {"include_usage": True}, "max_tokens": 256 * canvases} | controls
+    heard = Heard()
     url = f"http://127.0.0.1:{PORT}/v1/completions"
-    return httpx.post(url, json=body, timeout=600).raise_for_status().json()
+    with httpx.stream("POST", url, json=body, timeout=600) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            heard.usage |= chunk["usage"] or {}
+            for choice in chunk["choices"]:
+                heard.text += choice["text"]
+                heard.canvases.append(time.perf_counter())
+    if heard.usage["canvases"] != len(heard.canvases):
+        raise SystemExit(f"{heard.usage['canvases']} canvases, heard of {len(heard.canvases)}")
+    return heard
 
 
-def asked_together(seeds: list[int], connections: int, **arguments: Any) -> tuple[float, list[Any]]:
-    """Return tokens a second, and the answers."""
-    started = time.perf_counter()
+def asked_together(seeds: list[int], connections: int, **arguments: Any) -> list[Heard]:
+    """Return the answers to the prompts of all seeds."""
     with ThreadPoolExecutor(connections) as pool:
-        answers = list(pool.map(lambda seed: ask(seed, **arguments), seeds))
-    seconds = time.perf_counter() - started
-    return sum(answer["usage"]["completion_tokens"] for answer in answers) / seconds, answers
+        return list(pool.map(lambda seed: ask(seed, **arguments), seeds))
 
 
-def texts(answers: list[Any]) -> list[str]:
-    """Return what was said."""
-    return [answer["choices"][0]["text"] for answer in answers]
+def rate(answers: list[Heard], slots: int) -> float:
+    """Tokens a second, of whole canvases, while all slots are busy.
+
+    From when `slots` answers have begun to when fewer are unfinished; a sample of random weights that
+    runs into an end of sequence by chance leaves no slot idle in between.
+    """
+    begun = sorted(answer.canvases[0] for answer in answers)[slots - 1]
+    ended = sorted(answer.canvases[-1] for answer in answers)[-slots]
+    heard = sum(begun < at <= ended for answer in answers for at in answer.canvases)
+    if heard < slots * CANVASES:
+        raise SystemExit(f"only {heard} canvases while {slots} slots were busy")
+    return 256 * heard / (ended - begun)
 
 
-def same(alone: list[Any], beside: list[Any]) -> str:
+def same(alone: list[Heard], beside: list[Heard]) -> str:
     """Say how many answers of the first have the same text in the second."""
-    pairs = list(zip(texts(alone), texts(beside), strict=False))
-    return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+    pairs = list(zip(alone, beside, strict=False))
+    return f"{sum(a.text == b.text for a, b in pairs)} of {len(pairs)}"
 
 
 def at_full_size(checkpoint: Path, length: int) -> dict[str, Any]:
@@ -104,13 +132,13 @@ def at_full_size(checkpoint: Path, length: int) -> dict[str, Any]:
         facts: dict[str, Any] = {"ready_s": time.time() - begun}
         first = ask(0, 1, length)
         facts |= {"first_canvas_s": time.time() - begun}
-        facts["prompt_tokens"] = first["usage"]["prompt_tokens"]
+        facts["prompt_tokens"] = first.usage["prompt_tokens"]
         given = {"canvases": CANVASES, "length": length, **FIXED}
         for count in (4, 2, 1):  # captures the graphs of these settings
             asked_together(list(range(count)), count, **given | {"canvases": 2})
-        http, alone = asked_together([0, 1], 1, **given)
-        facts["http_tokens_s"] = {"1": http}
-        facts["http_tokens_s"]["4"], beside = asked_together(list(range(8)), 8, **given)
+        alone = asked_together([0, 1], 1, **given)
+        beside = asked_together(list(range(12)), 8, **given)
+        facts["http_tokens_s"] = {"1": rate(alone, 1), "4": rate(beside, 4)}
         facts["same_text_alone_and_beside"] = same(alone, beside)
         print(json.dumps(facts), flush=True)
         if not isinstance(engine, FusedEngine):
@@ -119,10 +147,8 @@ def at_full_size(checkpoint: Path, length: int) -> dict[str, Any]:
     padded = FusedEngine(engine.model.weights, batch_invariant=True)
     with serving(checkpoint, padded, batch_invariant=True):
         given |= {"canvases": 2}
-        alone = asked_together([0, 1, 2], 1, **given)[1]
-        facts["same_text_batch_invariant"] = same(
-            alone, asked_together(list(range(8)), 8, **given)[1]
-        )
+        alone = asked_together([0, 1, 2], 1, **given)
+        facts["same_text_batch_invariant"] = same(alone, asked_together(list(range(8)), 8, **given))
     return facts
 
 
@@ -145,9 +171,9 @@ def invariant() -> bool:
     """Whether the bundled model answers alike alone and among seven others."""
     with serving(CHECKPOINT, batch_invariant=True):
         given = {"canvases": 2, "length": 66}
-        alone = texts(asked_together(list(range(8)), 1, **given)[1])
-        beside = texts(asked_together(list(range(8)), 8, **given)[1])
-    return alone == beside and len(set(alone)) > 1
+        alone = asked_together(list(range(8)), 1, **given)
+        beside = asked_together(list(range(8)), 8, **given)
+    return same(alone, beside) == "8 of 8" and len({answer.text for answer in alone}) > 1
 
 
 def main() -> int:
