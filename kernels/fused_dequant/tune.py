@@ -29,6 +29,7 @@ import torch
 import triton
 
 from fused_dequant import cases, launch, quantize, routing, tuning, vocabulary
+from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.reference import relative_error
 from fused_dequant.timing import measure
 from fused_dequant.tuning import Config
@@ -40,7 +41,6 @@ BUFFER_BYTES = 200 * 2**20  # several times the L2
 # that allowed 256 accumulators ended in "illegal instruction"; none within this limit has.
 MAX_ACCUMULATORS = 128
 SHARED = 226 * 2**10  # bytes of shared memory a Hopper block may fill with tiles
-_EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _expert_rows(M: int) -> list[Config]:
     sizes = {
         64: ((16, 0, 0),),
         256: ((16, 0, 0), (32, 0, 0), (32, 16, 2), (32, 32, 3)),
-        1024: ((64, 0, 0), (64, 16, 2), (64, 16, 4), (64, 32, 3)),
+        1024: ((64, 0, 0), (64, 16, 0), (64, 16, 2), (64, 16, 4), (64, 32, 3)),
     }[M]
     return [_config("BM MORE NARROWER", *size) for size in sizes]
 
@@ -186,15 +186,15 @@ def operands(product: Product, device: str) -> Operands:
     rows = product.M * (cases.TOPK if down else 1)
     N, K = (product.K, product.N) if product.verb == "soft_embedding" else (product.N, product.K)
     experts = cases.EXPERTS if grouped else 1
-    dtype = _EIGHT_BIT.get(product.scheme, torch.bfloat16)
+    dtype = EIGHT_BIT.get(product.scheme, torch.bfloat16)
     row_weight = torch.ones(rows, device=device) if down else None
     if device == "meta":
         x = torch.empty(rows, product.K, dtype=dtype, device=device)
-        x_scale = torch.empty(rows, device=device) if product.scheme in _EIGHT_BIT else None
+        x_scale = torch.empty(rows, device=device) if product.scheme in EIGHT_BIT else None
         weight = cases.blank_weight(product.scheme, experts, N, K, device)
         return Operands(x, x_scale, weight, row_weight, _blocks(product, device) if grouped else {})
     x, x_scale = cases.random_tokens(rows, product.K, device), None
-    if product.scheme in _EIGHT_BIT:
+    if product.scheme in EIGHT_BIT:
         x, x_scale = quantize.quantize_rows(x, dtype)
     weight = cases.random_weight(product.scheme.split("_")[0], experts, N, K, device)
     return Operands(x, x_scale, weight, row_weight, _blocks(product, device) if grouped else {})
