@@ -50,11 +50,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_dequant import attention_hopper, attention_wide
 from fused_dequant.chain import chained, follow
-from fused_dequant.quantize import LARGEST, codes, magnitude, quantize_rows, scale_of
+from fused_dequant.formats import LARGEST
+from fused_dequant.quantize import codes, magnitude, quantize_rows, scale_of
+from fused_dequant.tiles import FAR, LOG2_E
 
 COMBINED = 8  # lines a program of `combine_kernel`
-_LOG2E = tl.constexpr(1.4426950408889634)
-_FAR = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -168,11 +168,11 @@ def attend_kernel(
     query = tl.program_id(0) * BQ + r // GROUP
     inside = query < n
     row = b * n + query
-    low = tl.load(first + row, mask=inside, other=_FAR)
+    low = tl.load(first + row, mask=inside, other=FAR)
     high = tl.load(last + row, mask=inside, other=-1)
     begin, end = tl.min(low) // BN * BN, tl.max(high) + 1
     # From `clear` up to `blurred` every row sees every position: no mask there.
-    clear, blurred = tl.max(tl.where(inside, low, 0)), tl.min(tl.where(inside, high, _FAR)) + 1
+    clear, blurred = tl.max(tl.where(inside, low, 0)), tl.min(tl.where(inside, high, FAR)) + 1
     share = tl.cdiv(tl.cdiv(end - begin, BN), splits) * BN
     begin += split * share
     end = tl.minimum(end, begin + share)
@@ -185,7 +185,7 @@ def attend_kernel(
     j = tl.arange(0, BN)
     for start in range(begin, end, BN):
         cell = base + start % capacity
-        score = tl.dot(queries, keys.load([cell, h * D]).T) * _LOG2E
+        score = tl.dot(queries, keys.load([cell, h * D]).T) * LOG2_E
         if (start < clear) | (start + BN > tl.minimum(blurred, end)):
             position = (start + j)[None, :]
             seen = (position >= low[:, None]) & (position <= high[:, None]) & (position < end)

@@ -44,15 +44,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fused_dequant.nvfp4_hopper import thread_barrier
+from fused_dequant.hopper import follow, thread_barrier
+from fused_dequant.tiles import FAR, LOG2_E
 
 ROWS = gl.constexpr(128)
 BN = gl.constexpr(64)
 STAGES = gl.constexpr(2)
-_LOG2E = gl.constexpr(1.4426950408889634)
-_FAR = gl.constexpr(1 << 30)
 
 
 @gluon.jit
@@ -63,10 +61,10 @@ def visible_run(first, last, row, asked, n, splits, BN: gl.constexpr):
     `clear` up to `blurred` no score needs a mask. An empty run is one block that no row sees.
     """
     inside = asked < n
-    low = gl.load(first + row + asked, mask=inside, other=_FAR)
+    low = gl.load(first + row + asked, mask=inside, other=FAR)
     high = gl.load(last + row + asked, mask=inside, other=-1)
     clear = gl.max(gl.where(inside, low, 0), 0)
-    blurred = gl.min(gl.where(inside, high, _FAR), 0) + 1
+    blurred = gl.min(gl.where(inside, high, FAR), 0) + 1
     begin, end = gl.min(low, 0) // BN * BN, gl.max(high, 0) + 1
     share = gl.cdiv(gl.cdiv(end - begin, BN), splits) * BN
     begin += gl.program_id(2) * share
@@ -82,9 +80,9 @@ def weigh(score, top, sums, low, high, start, end, clear, blurred):
         position = gl.arange(0, positions, gl.SliceLayout(0, score.type.layout))[None, :] + start
         seen = (position >= low) & (position <= high) & (position < end)
         score = gl.where(seen, score, float("-inf"))
-    new = gl.maximum(top, gl.max(score, 1) * _LOG2E)
+    new = gl.maximum(top, gl.max(score, 1) * LOG2_E)
     shift = gl.where(new == float("-inf"), 0.0, new)  # a row that sees nothing in this block
-    p = gl.exp2(score * _LOG2E - shift[:, None])
+    p = gl.exp2(score * LOG2_E - shift[:, None])
     decay = gl.exp2(top - shift)
     return p, decay, new, sums * decay + gl.sum(p, 1)
 
@@ -131,7 +129,7 @@ def attend_rows(
 
     r = 64 * part + gl.arange(0, 64, row_scores)
     asked = query + r % SHARE
-    low = gl.load(first + row + asked, mask=asked < n, other=_FAR)[:, None]
+    low = gl.load(first + row + asked, mask=asked < n, other=FAR)[:, None]
     high = gl.load(last + row + asked, mask=asked < n, other=-1)[:, None]
     own = queries.slice(64 * part, 64)
     top = gl.full([64], float("-inf"), gl.float32, row_scores)
@@ -214,9 +212,7 @@ def attend_hopper_kernel(
 
     q too is a descriptor, of [rows, q_heads * D] with boxes [ROWS / group, D].
     """
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(CHAINED)
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
     SHARE: gl.constexpr = ROWS // GROUP
     tiles: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

@@ -33,14 +33,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fused_dequant.attention_hopper import visible_run, weigh
-from fused_dequant.nvfp4_hopper import thread_barrier
+from fused_dequant.hopper import follow, thread_barrier
+from fused_dequant.tiles import FAR
 
 ROWS = gl.constexpr(64)
 BN = gl.constexpr(64)
-_FAR = gl.constexpr(1 << 30)
 
 
 @gluon.jit
@@ -75,9 +74,7 @@ def attend_wide_kernel(
     num_warps: gl.constexpr,
 ):
     """Program (block of queries, batch row x key head, split), as `attention.attend_kernel`."""
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(CHAINED)
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
     SHARE: gl.constexpr = ROWS // GROUP
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])
@@ -99,7 +96,7 @@ def attend_wide_kernel(
     begin, end, blocks, clear, blurred = visible_run(first, last, row, asked, n, splits, BN)
     base = gl.load(slots + b) * capacity
     asked = query + gl.arange(0, ROWS, row_scores) // GROUP
-    low = gl.load(first + row + asked, mask=asked < n, other=_FAR)[:, None]
+    low = gl.load(first + row + asked, mask=asked < n, other=FAR)[:, None]
     high = gl.load(last + row + asked, mask=asked < n, other=-1)[:, None]
     held_keys = gl.allocate_shared_memory(gl.bfloat16, [BN, D], tiles)
     held_values = gl.allocate_shared_memory(gl.bfloat16, [BN, D], tiles)

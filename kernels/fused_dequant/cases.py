@@ -8,9 +8,8 @@ CPU or the GPU.
 import torch
 
 from fused_dequant import formats, weights
+from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.weights import Weight
-
-_EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def random_weight(
@@ -23,15 +22,15 @@ def random_weight(
         w = torch.randn(rows, columns, generator=generator, device=device) * columns**-0.5
         if scheme == "bf16":
             parts.append((w.to(torch.bfloat16),))
-        elif scheme in _EIGHT_BIT:
-            parts.append(formats.quantize_rows(w, _EIGHT_BIT[scheme]))
+        elif scheme in EIGHT_BIT:
+            parts.append(formats.quantize_rows(w, EIGHT_BIT[scheme]))
         else:
             global_scale = formats.E4M3_MAX * formats.E2M1_MAX / w.abs().max()
             parts.append((*formats.quantize_nvfp4(w, global_scale), global_scale))
     tensors = [torch.stack(tensor) for tensor in zip(*parts, strict=True)]
     if scheme == "bf16":
         return weights.bf16(*tensors)
-    if scheme in _EIGHT_BIT:
+    if scheme in EIGHT_BIT:
         return weights.eight_bit(*tensors)
     input_scale = torch.tensor([400.0], device=device) if scheme == "nvfp4_w4a4" else None
     return weights.nvfp4(*tensors, input_scale=input_scale)
@@ -94,8 +93,8 @@ def blank_weight(scheme: str, experts: int, rows: int, columns: int, device: str
 
     if scheme == "bf16":
         return Weight(scheme, blank(torch.bfloat16, rows, columns))
-    if scheme in _EIGHT_BIT:
-        return Weight(scheme, blank(_EIGHT_BIT[scheme], rows, columns), blank(torch.float32, rows))
+    if scheme in EIGHT_BIT:
+        return Weight(scheme, blank(EIGHT_BIT[scheme], rows, columns), blank(torch.float32, rows))
     factor = blank(torch.float32, 2)
     if scheme == "nvfp4_fragments":
         words = blank(torch.int32, rows // 64, columns // 64, 512)

@@ -26,7 +26,7 @@ that `rotate, mask 0x81c081c0` leaves sign at bit 15 and exponent and mantissa a
 as bf16 is exactly e2m1 * 2^-126 (0.5 is a bf16 subnormal; tensor cores and HMUL2 honour those). Three
 codes a half word tile 12 of its 16 bits under rotations; the 4 left over in each word of a pair
 complement each other, so one bitwise select yields the last two: 16 instructions for 16 codes, found
-by exhaustive search over rotations (`_REGISTERS`, `_SELECT_FIRST`).
+by exhaustive search over rotations (`REGISTERS`, `SELECT_FIRST`).
 
 Scales of fragments are one byte each, unsigned with 5 exponent and 3 mantissa bits (bias 15): every
 finite non-negative e4m3 value, its subnormals included, maps exactly, and
@@ -43,13 +43,15 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 GROUP = 16
+EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+LARGEST = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: 127.0}  # symmetric: -128 is not used
 FRAGMENT = 64  # rows and columns of one fragment
 GATE_UP_RUN = 8
 
 # Which word (0, 1, or 2 = the select of both) and which left rotation yields register i of a pair
 # of words: i = 4 * (k // 16 % 2) + 2 * (k // 8 % 2) + (row // 8 % 2); its halves are columns k, k+1.
-_REGISTERS = ((0, 0), (0, 4), (0, 10), (1, 2), (1, 6), (1, 12), (2, 8), (2, 14))
-_SELECT_FIRST = (0, 1, 9, 10)  # bits (mod 16) that the select takes from word 0
+REGISTERS = ((0, 0), (0, 4), (0, 10), (1, 2), (1, 6), (1, 12), (2, 8), (2, 14))
+SELECT_FIRST = (0, 1, 9, 10)  # bits (mod 16) that the select takes from word 0
 _CODE_BITS = (6, 7, 8, 15)  # where mantissa, exponent (2) and sign of a code lie in bf16
 
 
@@ -121,7 +123,7 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     row has scale 1; a row holding NaN or infinity has scale NaN, so whatever is computed from it
     is NaN.
     """
-    largest = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: 127.0}[dtype]
+    largest = LARGEST[dtype]
     amax = x.float().abs().amax(-1)
     scale = torch.where(amax > 0, _divide(amax, largest), torch.ones_like(amax))
     scale = torch.where(amax.isfinite(), scale, torch.full_like(amax, float("nan")))
@@ -146,11 +148,11 @@ def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def _bit_table() -> torch.Tensor:
     """int32 [8 registers, 2 halves, 16 codes, 2 words]: the bits a code sets in a pair of words."""
     table = torch.zeros(8, 2, 16, 2, dtype=torch.int64)
-    for register, (source, rotation) in enumerate(_REGISTERS):
+    for register, (source, rotation) in enumerate(REGISTERS):
         for half in range(2):
             for bit, place in enumerate(_CODE_BITS):
                 position = (place + 16 * half - rotation) % 32
-                word = source if source < 2 else int(position % 16 not in _SELECT_FIRST)
+                word = source if source < 2 else int(position % 16 not in SELECT_FIRST)
                 for code in range(16):
                     table[register, half, code, word] |= (code >> bit & 1) << position
     return torch.where(table >= 2**31, table - 2**32, table).to(torch.int32)
@@ -216,14 +218,14 @@ def decode_fragments(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """
     experts, row_tiles, column_tiles, _ = words.shape
     pairs = words.reshape(-1, 2).long() & 0xFFFFFFFF
-    first = sum(1 << (bit + 16 * half) for bit in _SELECT_FIRST for half in range(2))
+    first = sum(1 << (bit + 16 * half) for bit in SELECT_FIRST for half in range(2))
     sources = (pairs[:, 0], pairs[:, 1], (pairs[:, 0] & first) | (pairs[:, 1] & ~first))
     bytes_ = scales.view(torch.uint8).reshape(experts, row_tiles, column_tiles, 4, 8, 1, 2, 4)
     bytes_ = bytes_.expand(-1, -1, -1, -1, -1, 4, -1, -1).reshape(-1, 2, 2)  # step, row//8
     scale = _bf16((bytes_.int() << 4) + 0x7380)
     shape = (len(pairs), 2, 2, 2, 2)  # step, k//8, row//8, k%2
     halves = torch.empty(shape, dtype=torch.bfloat16, device=words.device)
-    for register, (source, rotation) in enumerate(_REGISTERS):
+    for register, (source, rotation) in enumerate(REGISTERS):
         step, eighth, row = register >> 2, register >> 1 & 1, register & 1
         word = sources[source]
         rotated = (word << rotation | word >> (32 - rotation)) & 0x81C081C0

@@ -27,10 +27,9 @@ from fused_dequant import (
     vocabulary,
     vocabulary_hopper,
 )
+from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.routing import Routing
 from fused_dequant.weights import Weight
-
-_EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -65,8 +64,8 @@ def dense(
 
 def _quantize(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Activations as the weight's scheme multiplies them, and their scales."""
-    if weight.scheme in _EIGHT_BIT:
-        return quantize.quantize_rows(x, _EIGHT_BIT[weight.scheme])
+    if weight.scheme in EIGHT_BIT:
+        return quantize.quantize_rows(x, EIGHT_BIT[weight.scheme])
     if weight.input_scale is not None:
         return quantize.quantize_nvfp4(x, weight.input_scale)
     return x, None
@@ -165,10 +164,9 @@ def attend_parts(
 ) -> attention.Parts:
     """See `layer.attend`."""
     rows, q_heads, D = q.shape
-    processors = vocabulary.processors(q.device)
     hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
     config = attention.configure(
-        rows, len(slots), q_heads, keys.shape[2], D, processors, hopper=hopper
+        rows, len(slots), q_heads, keys.shape[2], D, tuning.processors(q.device), hopper=hopper
     )
     return attention.attend_parts(q, keys, values, slots, first, last, config)
 

@@ -16,7 +16,8 @@ no custom operations: torch.compile traces launches of Triton kernels itself.
 import torch
 
 from fused_dequant import formats, reference
-from fused_dequant.ops import EIGHT_BIT, OptionalTensor
+from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.ops import OptionalTensor
 
 CELLS = 128  # a cache's capacity is a multiple of this: no block of positions wraps around
 Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -46,10 +46,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fused_dequant.chain import chained
-from fused_dequant.formats import _REGISTERS, _SELECT_FIRST, FRAGMENT
+from fused_dequant.formats import FRAGMENT, REGISTERS, SELECT_FIRST
+from fused_dequant.hopper import follow, thread_barrier
 from fused_dequant.routing import Routing
 
 
@@ -59,7 +59,7 @@ def decode_assembly() -> str:
     Scales: bytes 0 and 2, then 1 and 3, become pairs of bf16 by (byte << 4) + 0x7380. Each doubled half
     is written as a move of two halves, which ptxas folds into the multiply (HMUL2 .H0_H0 and .H1_H1).
     """
-    select = sum(1 << (bit + half) for bit in _SELECT_FIRST for half in (0, 16))
+    select = sum(1 << (bit + half) for bit in SELECT_FIRST for half in (0, 16))
     lines = [
         ".reg .b16 h0, h1;",
         ".reg .b32 both, t, even, odd, s0, s1, s2, s3;",
@@ -69,15 +69,13 @@ def decode_assembly() -> str:
         "mov.b32 {h0, h1}, odd; mov.b32 s1, {h0, h0}; mov.b32 s3, {h1, h1};",
         f"lop3.b32 both, $8, $9, {select:#x}, 0xE4;",  # (first & mask) | (second & ~mask)
     ]
-    for register, (source, rotation) in enumerate(_REGISTERS):
+    for register, (source, rotation) in enumerate(REGISTERS):
         word = ("$8", "$9", "both")[source]
         lines.append(f"shf.l.wrap.b32 t, {word}, {word}, {rotation}; and.b32 t, t, 0x81c081c0;")
         lines.append(f"mul.rn.bf16x2 ${register}, t, s{2 * (register >> 2) + (register & 1)};")
     return "{ " + "\n".join(lines) + " }"
 
 
-# Triton 3.7 renamed it.
-thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _DECODE = gl.constexpr(decode_assembly())
 _CONSTRAINTS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")  # two words, the scale word twice
 _BF16 = gl.constexpr((gl.bfloat16,) * 8)
@@ -299,9 +297,8 @@ def multiply(
         if MORE:
             more_at = x + (slot_more // TOPK).to(gl.int64)[:, None] * K + k
             real_more = (slot_more < total)[:, None] & (k < K)
-    if CHAINED and not GROUPED:
-        gdc_wait()  # weights depend on nothing: they are on their way before the tokens exist
-        gdc_launch_dependents()
+    # Weights depend on nothing: they are on their way before the tokens exist.
+    follow(CHAINED and not GROUPED)
     for stage in gl.static_range(STAGES - 1):
         step = begin + stage
         if step < end:
@@ -495,9 +492,7 @@ def nvfp4_hopper_kernel(
     PARTS = 2 a second set of warps multiplies the second half of K of a dense product.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
-    if CHAINED and GROUPED:
-        gdc_wait()  # the blocks may come from the kernel before
-        gdc_launch_dependents()
+    follow(CHAINED and GROUPED)  # the blocks may come from the kernel before
     tile = gl.program_id(0)
     block = gl.program_id(1)
     expert, rows = 0, BM + MORE

@@ -20,6 +20,7 @@ falls back silently to a slower path.
 import torch
 
 from fused_dequant import formats, reference, weights
+from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.weights import Weight
 
 # Lowest compute capability with the instructions of a scheme; fragments are for sm_90 alone.
@@ -31,7 +32,6 @@ _NEEDS = {
     "nvfp4_fragments": (9, 0),
     "nvfp4_w4a4": (10, 0),
 }
-EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 OptionalTensor = torch.Tensor | None
 

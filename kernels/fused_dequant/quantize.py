@@ -26,9 +26,8 @@ import triton
 import triton.language as tl
 
 from fused_dequant.chain import chained, follow
+from fused_dequant.formats import LARGEST
 from fused_dequant.tiles import gelu_mul
-
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 @triton.jit

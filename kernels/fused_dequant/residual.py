@@ -31,7 +31,8 @@ import triton
 import triton.language as tl
 
 from fused_dequant.chain import chained, follow
-from fused_dequant.quantize import LARGEST, codes, magnitude, scale_of
+from fused_dequant.formats import LARGEST
+from fused_dequant.quantize import codes, magnitude, scale_of
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 

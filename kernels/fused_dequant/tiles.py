@@ -1,4 +1,4 @@
-"""Pieces every Triton kernel here shares: which rows a block computes, the activation, the store.
+"""Pieces the Triton kernels share: constants, which rows a block computes, the activation.
 
 A *block* is `BM` rows of the activation that meet the same weights. Dense: rows BM*i .. BM*i + BM
 - 1 of x, expert 0. Grouped: `slots[BM*i + m]` names token * topk + choice, or `total` where the
@@ -14,6 +14,10 @@ blocks are in use.
 
 import triton
 import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of them is 0 and not NaN
+FAR = tl.constexpr(1 << 30)  # behind every position of a sequence
 
 
 @triton.jit

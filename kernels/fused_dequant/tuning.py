@@ -62,6 +62,13 @@ def lookup(verb: str, scheme: str, M: int, N: int, K: int, device_name: str) -> 
     return buckets[str(next((size for size in sizes if size >= M), sizes[-1]))]
 
 
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 4 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def block_rows(config: Config) -> int:
     """Rows of a block: BM, and the second accumulator's MORE where a kernel has one."""
     return config["BM"] + config.get("MORE", 0)

@@ -41,10 +41,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_dequant.chain import chained, follow
-from fused_dequant.tiles import tanh
+from fused_dequant.tiles import LOG2_E, LOWEST, tanh
+from fused_dequant.tuning import processors
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of them is 0 and not NaN
 # An anchor may be 2^-96 of the most probable token: 262,144 of those times values of 1,000 are 2^124.
 REACH = tl.constexpr(96.0)
 
@@ -114,13 +113,6 @@ def lm_head(
         **chained(x.device), **config,
     )  # fmt: skip
     return y
-
-
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; 4 where kernels are interpreted."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

@@ -30,11 +30,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fused_dequant.chain import chained
-from fused_dequant.nvfp4_hopper import thread_barrier
-from fused_dequant.vocabulary import processors
+from fused_dequant.hopper import follow, thread_barrier
+from fused_dequant.tuning import processors
 
 BM = gl.constexpr(128)
 BN = gl.constexpr(256)
@@ -146,9 +145,7 @@ def lm_head_hopper_kernel(
         mbarrier.init(ready.index(place), count=1)
         mbarrier.init(free.index(place), count=2)
     fence_async_shared()
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(CHAINED)
     thread_barrier()
     gl.warp_specialize(
         [

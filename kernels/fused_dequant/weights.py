@@ -70,7 +70,7 @@ def bf16(weight: torch.Tensor) -> Weight:
 
 def eight_bit(weight: torch.Tensor, scale: torch.Tensor) -> Weight:
     """e4m3 or int8 weight [N, K] or [E, N, K] with scale [N], [N, 1], [E, N] or [E, N, 1]."""
-    schemes = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+    schemes = {dtype: scheme for scheme, dtype in formats.EIGHT_BIT.items()}
     if weight.dtype not in schemes:
         raise ValueError(f"an 8-bit weight is float8_e4m3fn or int8, got {weight.dtype}")
     data = _with_experts(weight, 3)
