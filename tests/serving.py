@@ -16,7 +16,7 @@ from quantize.checkpoint import Checkpoint
 from quantize.load import load
 from quantize.runtime import Sample, Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.engine import Canvas, Engine, OnDraft
+from quantize.runtime.engine import Canvas, Engine, Meanwhile, OnDraft
 from quantize.runtime.model import Images
 from quantize.runtime.model_engine import ModelEngine
 from quantize.runtime.packed import model_config
@@ -75,8 +75,13 @@ class ScriptedEngine:
         assert slot not in self.slots
         self.slots[slot] = 0
 
-    def denoise(self, slots: Sequence[int], on_draft: OnDraft | None = None) -> list[Canvas]:
+    def denoise(
+        self, slots: Sequence[int], on_draft: OnDraft | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[Canvas]:  # fmt: skip
         self.batches.append(list(slots))
+        if meanwhile is not None:
+            meanwhile()
         if not self.free:
             self.entered.release()
             assert self.allowed.acquire(timeout=60)

@@ -107,6 +107,20 @@ def test_drafts_are_shown_for_every_step_and_change_nothing(
         assert not all(seen[slot][0][2])
 
 
+def test_the_caller_is_free_while_the_engine_works(model: DiffusionGemmaForBlockDiffusion) -> None:
+    engine, order = ModelEngine(model, 2), list[str]()
+    for slot, prompt in enumerate(prompts(2)):
+        engine.admit(slot, prompt, 1, SAMPLER)
+
+    def meanwhile() -> None:
+        order.append("meanwhile")
+        assert any(part.work for part in engine._parts)
+
+    engine.denoise([0, 1], lambda *_: order.append("step"), meanwhile)
+    assert order.count("meanwhile") == 1
+    assert order[-1] == "step"
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_canvas_that_takes_longer_goes_on_and_can_be_given_up(
     model: DiffusionGemmaForBlockDiffusion, finished: bool

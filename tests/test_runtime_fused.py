@@ -306,6 +306,20 @@ def test_engine_keeps_samples_apart(tiny_checkpoint: Path) -> None:
     assert all(canvas.steps == 4 for canvas in together[1])
 
 
+def test_the_caller_is_free_while_the_engine_encodes(tiny_checkpoint: Path) -> None:
+    engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=1, max_context=256)
+    engine.admit(0, [5] * 20, 0, SAMPLER)
+    order: list[str] = []
+
+    def meanwhile() -> None:
+        order.append(f"{engine._slots[0].context} encoded")
+
+    for _ in range(2):
+        engine.denoise([0], lambda *_: order.append("step"), meanwhile)
+    steps = ["step"] * SAMPLER.max_denoising_steps
+    assert order == ["20 encoded", *steps, "36 encoded", *steps]
+
+
 def test_batch_invariant_engine(tiny_checkpoint: Path) -> None:
     """Every pass has the shape of a full engine: alone, together, and after a warm-up."""
     weights = load_packed(tiny_checkpoint, "cpu")

@@ -1,11 +1,13 @@
 """The scheduler, on an engine that waits to be told: who joins when, who leaves, who is refused."""
 
 import queue
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import pytest
 from serving import SAMPLER, ScriptedEngine, tokenizer
 
+from quantize.runtime.engine import Canvas
 from quantize.serve.failures import RequestError
 from quantize.serve.metrics import Metrics
 from quantize.serve.scheduler import Event, Job, Scheduler
@@ -67,6 +69,31 @@ def test_jobs_join_and_leave_at_canvas_boundaries(case: Case) -> None:
     assert finished(second).startswith("c1 ")
     assert finished(third).startswith("c1 ")
     assert case.engine.batches == [[0], [0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(("stops", "before"), [([], 0), (["zzz"], 1)])
+def test_text_is_made_once_the_next_canvas_has_begun(stops: list[str], before: int) -> None:
+    """But for stop strings, which decide whether there is a next one."""
+    made: list[Sequence[int]] = []
+
+    def split(tokens: Sequence[int]) -> tuple[str, str]:
+        made.append(tokens)
+        return "", "text"
+
+    class Watched(ScriptedEngine):
+        def denoise(self, *arguments: Any) -> list[Canvas]:
+            found.append(len(made))
+            return super().denoise(*arguments)
+
+    engine, found, events = Watched(1), list[int](), queue.Queue[Event]()
+    engine.free = True
+    scheduler = Scheduler(engine, max_queue=1, metrics=Metrics())
+    scheduler.start()
+    scheduler.submit([Job([2], 0, SAMPLER, Answer(split, SAMPLER, 24, 3, stops), events.put)])
+    finished(events)
+    scheduler.stop()
+    assert found == [0, before, 2 * before + 1]
+    assert len(made) == 3 + 3 * before
 
 
 def test_a_full_queue_refuses_all_jobs_of_a_request(case: Case) -> None:

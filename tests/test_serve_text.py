@@ -26,10 +26,12 @@ def grow(tokens: Sequence[int], length: int, **settings: object) -> tuple[Answer
     for start in range(0, len(tokens), length):
         canvas = list(tokens[start : start + length])
         canvas += [EOS] * (length - len(canvas))
-        deltas.append(answer.add(Canvas(canvas, 1)).content)
+        answer.commit(Canvas(canvas, 1))
+        deltas.append(answer.delta().content)
         if answer.finish:
             return answer, deltas
-    answer.add(Canvas([EOS] * length, 1))
+    answer.commit(Canvas([EOS] * length, 1))
+    answer.delta()
     return answer, deltas
 
 

@@ -18,6 +18,8 @@ from quantize.runtime.sampler import Sampler
 
 # (slot, step from 1, most probable tokens, which of them are accepted), after every denoising step
 OnDraft = Callable[[int, int, list[int], list[bool]], None]
+# nothing, once in a call of `denoise`
+Meanwhile = Callable[[], None]
 # (index of the prompt, its sample so far), after every canvas
 OnCanvas = Callable[[int, Sample], None]
 
@@ -40,7 +42,9 @@ class Engine(Protocol):
     final canvas is never encoded. A canvas depends on (prompt, seed, sampler, canvases so far) alone,
     never on the other slots. `release` forgets a slot, between any two calls, whatever has become of
     it. The caller looks for EOS, counts the budget and calls from one thread. Of `sampler` only the
-    denoising settings are read. `on_draft` may be called from other threads.
+    denoising settings are read. `on_draft` may be called from other threads; `meanwhile` is called from
+    the caller's, at most once, when there is work under way that the host need not wait for: what is
+    done there costs no time.
     """
 
     @property
@@ -74,7 +78,10 @@ class Engine(Protocol):
         ...
 
     def denoise(
-        self, slots: Sequence[int], on_draft: OnDraft | None = None
+        self,
+        slots: Sequence[int],
+        on_draft: OnDraft | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> Sequence[Canvas | None]:
         """Denoise until a canvas of at least one of the slots is finished."""
         ...

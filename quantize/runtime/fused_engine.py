@@ -28,7 +28,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from quantize.errors import InputError, ResourceError
-from quantize.runtime.engine import Canvas, OnDraft, by_sampler
+from quantize.runtime.engine import Canvas, Meanwhile, OnDraft, by_sampler
 from quantize.runtime.fused import Cache, FusedModel
 from quantize.runtime.model import Images
 from quantize.runtime.packed import TextWeights
@@ -136,13 +136,22 @@ class FusedEngine:
             self._encode_long(slot, sequence, images)
         self._slots[slot] = sequence
 
-    def denoise(self, slots: Sequence[int], on_draft: OnDraft | None = None) -> list[Canvas]:
+    def denoise(
+        self,
+        slots: Sequence[int],
+        on_draft: OnDraft | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[Canvas]:
         """Denoise the next canvas of each slot, those of equal settings as one batch."""
         for slot in slots:
             sequence = self._slots[slot]
             if sequence.context + len(sequence.unencoded) + self.canvas_length > self.max_length:
                 raise InputError(f"slot {slot}: no canvas fits within {self.max_length} positions")
         self._encode_last(slots)
+        if (
+            meanwhile is not None
+        ):  # the GPU encodes: there is always something, a prompt or a canvas
+            meanwhile()
         samplers = {slot: self._slots[slot].sampler for slot in slots}
         done: dict[int, Canvas] = {}
         for sampler, group in by_sampler(samplers).items():

@@ -9,7 +9,7 @@ import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
-from quantize.runtime.engine import Canvas, OnDraft, by_sampler
+from quantize.runtime.engine import Canvas, Meanwhile, OnDraft, by_sampler
 from quantize.runtime.model import (
     Images,
     Prefix,
@@ -110,11 +110,19 @@ class ModelEngine:
             sequence.unencoded = []
         self._slots[slot] = sequence
 
-    def denoise(self, slots: Sequence[int], on_draft: OnDraft | None = None) -> list[Canvas | None]:
+    def denoise(
+        self,
+        slots: Sequence[int],
+        on_draft: OnDraft | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[Canvas | None]:
         """Denoise until a canvas of at least one of the slots is finished."""
         while self._finished.keys().isdisjoint(slots):
             for part in self._parts:
                 self._set_to_work(part, [s for s in slots if self._slots[s].part is part], on_draft)
+            if meanwhile is not None:
+                meanwhile()
+                meanwhile = None
             wait([part.work for part in self._parts if part.work], return_when=FIRST_COMPLETED)
             for part in self._parts:
                 if part.work and part.work.done():

@@ -1,13 +1,14 @@
 """One thread that owns the model: jobs wait, get a slot at a canvas boundary, and leave at one.
 
     while there is work:
-        forget cancelled jobs -> admit waiting ones to free slots -> denoise until a canvas is finished
-        -> hand out what it added -> release the slots of jobs that are finished
+        forget cancelled jobs -> admit waiting ones to free slots -> denoise until a canvas is finished,
+        and meanwhile hand out what the canvas before it added -> release the slots of finished jobs
 
 An answer's text is made here too, not on the event loop: a stop string must free its slot before the
-next canvas begins. Everything a job has to say goes through its `emit`, which is called on this
-thread, or on the engine's for drafts. A failure of the engine fails the jobs that it was working on,
-nothing else.
+next canvas begins. Where none is asked for, EOS and length decide, and text is made and sent while the
+engine is at the next canvas: its GPU does not wait for that, nor for whoever wakes up to send it.
+Everything a job has to say goes through its `emit`, which is called on this thread, or on the engine's
+for drafts. A failure of the engine fails the jobs that it was working on, nothing else.
 """
 
 import logging
@@ -84,6 +85,7 @@ class Scheduler:
         self.metrics = metrics
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}
+        self._unsaid: deque[Job] = deque()  # whose last canvas has not been handed out
         self._changed = threading.Condition()
         self._draining = self._stopped = False
         self._seconds = 1.0  # a job's time in its slot, running mean
@@ -159,8 +161,11 @@ class Scheduler:
             self._admit()
             if self._running:
                 self._step()
+            else:
+                self._speak()
             self.metrics.running.set(len(self._running))
             self.metrics.waiting.set(len(self._waiting))
+        self._speak()
         for slot in list(self._running):
             self._running[slot].emit(shutting_down())
             self._leave([slot])
@@ -168,7 +173,7 @@ class Scheduler:
     def _wait(self) -> bool:
         """Return when there is something to do: False when that is to stop."""
         with self._changed:
-            while not (self._waiting or self._running or self._stopped):
+            while not (self._waiting or self._running or self._unsaid or self._stopped):
                 self._changed.wait()
             return not self._stopped
 
@@ -194,10 +199,13 @@ class Scheduler:
     def _step(self) -> None:
         slots = sorted(self._running)
         watched = any(self._running[slot].drafts for slot in slots)
+        if watched:
+            self._speak()  # before the first draft of the next canvas
         started = time.monotonic()
         try:
-            canvases = self.engine.denoise(slots, self._show if watched else None)
+            canvases = self.engine.denoise(slots, self._show if watched else None, self._speak)
         except Exception:  # a server outlives a batch: out of memory, a kernel's fault
+            self._speak()
             self._fail([self._running[slot] for slot in slots])
             self._leave(slots)
             return
@@ -206,13 +214,19 @@ class Scheduler:
         self.metrics.canvas(time.monotonic() - started, len(slots), [c.steps for _, c in finished])
         for slot, canvas in finished:
             job = self._running[slot]
-            delta = job.answer.add(canvas)
-            if delta.finish:
+            job.answer.commit(canvas)
+            self._unsaid.append(job)
+            if job.answer.finish:
                 self._leave([slot])
                 self._seconds += 0.1 * (time.monotonic() - job.started - self._seconds)
                 self.metrics.finished(job.answer)
+
+    def _speak(self) -> None:
+        """Hand out what the last canvases added."""
+        while self._unsaid:
+            job = self._unsaid.popleft()
             if not job.cancelled:
-                job.emit(delta)
+                job.emit(job.answer.delta())
 
     def _show(self, slot: int, step: int, tokens: list[int], accepted: list[bool]) -> None:
         job = self._running[slot]

@@ -84,12 +84,18 @@ class Answer:
     content: str = ""
     finish: Literal["stop", "length"] | None = None
 
-    def add(self, canvas: Canvas) -> Delta:
-        """Commit a canvas and return the text that is certain now and was not before."""
+    def commit(self, canvas: Canvas) -> None:
+        """Take a finished canvas and see whether it ends the answer.
+
+        Tokens alone decide that, unless there are stop strings: only then is text made.
+        """
         self.sample.commit(canvas.tokens, canvas.steps, self.sampler)
-        reasoning, content = self.split(self.sample.tokens[: self.max_tokens])
-        content, stopped = cut(content, self.stops)
-        self.finish = self._finish(stopped)
+        self.finish = self._finish(bool(self.stops) and cut(self._read()[1], self.stops)[1])
+
+    def delta(self) -> Delta:
+        """Return the text that the last canvas made certain; to be asked once a canvas."""
+        reasoning, content = self._read()
+        content, _ = cut(content, self.stops)
         if self.finish is None:
             reasoning = reasoning.rstrip(HALF_CHARACTER)
             content = content.rstrip(HALF_CHARACTER)
@@ -98,6 +104,9 @@ class Answer:
         self.reasoning += delta.reasoning
         self.content += delta.content
         return delta
+
+    def _read(self) -> tuple[str, str]:
+        return self.split(self.sample.tokens[: self.max_tokens])
 
     def _finish(self, stopped: bool) -> Literal["stop", "length"] | None:
         ended = self.sample.finish == "eos" and len(self.sample.tokens) <= self.max_tokens
