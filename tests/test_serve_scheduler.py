@@ -8,6 +8,7 @@ import pytest
 from serving import SAMPLER, ScriptedEngine, tokenizer
 
 from quantize.runtime.engine import Canvas
+from quantize.serve import scheduler
 from quantize.serve.failures import RequestError
 from quantize.serve.metrics import Metrics
 from quantize.serve.scheduler import Event, Job, Scheduler
@@ -71,6 +72,20 @@ def test_jobs_join_and_leave_at_canvas_boundaries(case: Case) -> None:
     assert case.engine.batches == [[0], [0, 1], [0, 1]]
 
 
+def test_jobs_that_come_together_begin_together(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "TOGETHER", 30.0)
+    _, first = case.submit(2)
+    assert not case.engine.entered.acquire(timeout=0.05)  # there is a second slot
+    _, second = case.submit(1)
+    case.canvas()
+    assert finished(second).startswith("c1 ")
+    case.canvas()  # a slot is free, but the engine is not idle
+    assert finished(first).startswith("c1 ")
+    assert case.engine.batches == [[0, 1], [0]]
+
+
 @pytest.mark.parametrize(("stops", "before"), [([], 0), (["zzz"], 1)])
 def test_text_is_made_once_the_next_canvas_has_begun(stops: list[str], before: int) -> None:
     """But for stop strings, which decide whether there is a next one."""
@@ -87,11 +102,11 @@ def test_text_is_made_once_the_next_canvas_has_begun(stops: list[str], before: i
 
     engine, found, events = Watched(1), list[int](), queue.Queue[Event]()
     engine.free = True
-    scheduler = Scheduler(engine, max_queue=1, metrics=Metrics())
-    scheduler.start()
-    scheduler.submit([Job([2], 0, SAMPLER, Answer(split, SAMPLER, 24, 3, stops), events.put)])
+    running = Scheduler(engine, max_queue=1, metrics=Metrics())
+    running.start()
+    running.submit([Job([2], 0, SAMPLER, Answer(split, SAMPLER, 24, 3, stops), events.put)])
     finished(events)
-    scheduler.stop()
+    running.stop()
     assert found == [0, before, 2 * before + 1]
     assert len(made) == 3 + 3 * before
 
