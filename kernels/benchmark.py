@@ -32,11 +32,10 @@ from typing import Any
 import fused_dequant as fd
 import torch
 import triton
-from fused_dequant import cases, launch, reference, weights
+from fused_dequant import cases, reference, weights
 from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, SPREAD, TOPK, VOCABULARY
 from fused_dequant.timing import measure
 
-EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 EXPERTS_TARGET = {  # us: (format, tokens, experts used)
     ("bf16", 256, 128): 420, ("fp8", 256, 128): 225, ("nvfp4", 256, 128): 200,
     ("fp8", 1024, 128): 300, ("nvfp4", 1024, 128): 300,
@@ -82,7 +81,7 @@ def ceilings() -> Ceilings:
     copy = 2 * source.numel() * 2 / measure([lambda: torch.neg(source, out=target)]) * 1e6
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     bf16 = 2 * 8192**3 / measure([lambda: a @ a.T]) * 1e6
-    q, scale = launch.quantize.quantize_rows(a, torch.float8_e4m3fn)
+    q, scale = fd.quantize_rows(a, "fp8")
     fp8 = 2 * 8192**3 / measure([lambda: scaled_mm(q, scale, q, scale)]) * 1e6
     return Ceilings(copy, bf16, fp8)
 
@@ -94,14 +93,6 @@ def scaled_mm(
     return torch._scaled_mm(
         q, w.T, q_scale[:, None], w_scale[None], out_dtype=torch.bfloat16, use_fast_accum=True
     )
-
-
-def rounded(x: torch.Tensor, scheme: str) -> torch.Tensor:
-    """float64 of the activations a scheme multiplies with."""
-    if scheme not in EIGHT_BIT:
-        return x.double()
-    q, scale = fd.formats.quantize_rows(x, EIGHT_BIT[scheme])
-    return q.double() * scale[:, None].double()
 
 
 def grouped_mm_time(ids: torch.Tensor) -> float:
@@ -175,7 +166,7 @@ def experts_error(
     few = slice(0, 8)
     expected = reference.experts(
         x[few].double(), up, out, ids[few], routing_weights[few], torch.float64,
-        activation=lambda t: rounded(t.to(torch.bfloat16), gate_up.scheme),
+        activation=lambda t: cases.rounded(t.to(torch.bfloat16), gate_up.scheme),
     )  # fmt: skip
     return reference.relative_error(y[few], expected)
 
@@ -187,7 +178,7 @@ def linear_rows(limits: Ceilings) -> Iterator[Row]:
         x = cases.random_tokens(M, K, "cuda")
         copies = [weight, *(weight.clone() for _ in range(max(1, 200 * 2**20 // weight.bytes)))]
         if scheme == "fp8":
-            q, scale = launch.quantize.quantize_rows(x, torch.float8_e4m3fn)
+            q, scale = fd.quantize_rows(x, "fp8")
             ours = [partial(fd.linear_quantized, q, scale, w) for w in copies]
             theirs = [
                 partial(scaled_mm, q, scale, w.data[0], w.scale[0])
@@ -218,7 +209,7 @@ def compare(
     """Our product against torch's; `allowed` is the ratio asked for, 0 where none is."""
     _, N, K = weight.shape
     few = slice(0, 8)
-    expected = rounded(x[few], scheme) @ weights.dequantize(weight, torch.float64)[0].T
+    expected = cases.rounded(x[few], scheme) @ weights.dequantize(weight, torch.float64)[0].T
     error = reference.relative_error(ours[0]()[few], expected)
     bytes_ = weight.bytes + M * (K * (1 if scheme == "fp8" else 2) + 2 * N)
     time, other = measure(ours), measure(theirs)
@@ -243,7 +234,7 @@ def vocabulary_rows(limits: Ceilings) -> Iterator[Row]:
         )
         run = partial(fd.lm_head, x, weight, 30.0)
         values = weights.dequantize(weight, torch.float64)[0]
-        expected = reference.lm_head(rounded(x[few], scheme), values, 30.0, torch.float64)
+        expected = reference.lm_head(cases.rounded(x[few], scheme), values, 30.0, torch.float64)
         error = reference.relative_error(run()[few], expected)
         floor = limits.floor(weight.bytes, flop, scheme)
         time = measure([run])

@@ -16,8 +16,7 @@ from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from fused_dequant import cases, formats, reference, tune, tuning, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from tests.kernels_support import breaking, ptx
+from kernels_support import breaking, ptx
 
 ROOT = Path(__file__).parent.parent
 ALL_SCALES = torch.arange(127, dtype=torch.uint8)  # every non-negative finite e4m3 byte
@@ -86,7 +85,7 @@ def test_fragments_decode_every_code_with_every_scale_exactly() -> None:
 
 def test_the_decode_assembly_is_the_reference() -> None:
     """The PTX of the Hopper kernel, interpreted, against `decode_fragments`, on random bits."""
-    from fused_dequant.nvfp4_hopper import decode_assembly
+    from fused_dequant.nvfp4_decode import decode_assembly
 
     packed = torch.randint(0, 256, (1, 128, 64), dtype=torch.uint8)
     scale = ALL_SCALES[torch.randint(0, 127, (1, 128, 8))].view(torch.float8_e4m3fn)
@@ -211,8 +210,7 @@ def test_opcheck() -> None:
             state.inverse_temperature, 0.1, 0.005,
         ),
     )  # fmt: skip
-    norm = torch.ones(64, dtype=torch.bfloat16)
-    torch.library.opcheck(ops.quantize_rows.default, (x, norm, 1e-6, "rms_norm", "int8"))
+    torch.library.opcheck(ops.quantize_rows.default, (x, True, "int8"))
     embedding = cases.random_tokens(64, 16, "cpu")
     torch.library.opcheck(ops.soft_embedding.default, (x, embedding, torch.full((len(x),), 1.5)))
 
@@ -230,8 +228,8 @@ def test_errors_name_what_is_wrong() -> None:
         fd.experts(x, ids, one, fp8, down)
     with pytest.raises(ValueError, match=r"int8 do not fit a weight of scheme fp8"):
         fd.routed_experts(*fd.quantize_rows(x, "int8"), ids, one, fp8, fp8)
-    with pytest.raises(ValueError, match="fuse="):
-        fd.quantize_rows(x, "fp8", fuse="rms_norm")
+    with pytest.raises(ValueError, match="fp8 or int8, not nvfp4"):
+        fd.quantize_rows(x, "nvfp4")
     with pytest.raises(ValueError, match="float8_e4m3fn or int8"):
         weights.eight_bit(x, x[:, 0])
     with pytest.raises(ValueError, match="unknown scheme 'fp6'"):

@@ -3,31 +3,14 @@
 `test_fused_dequant.py` runs this file a second time with the interpreter on, as it does the kernels'.
 """
 
-import os
-
 import pytest
 import torch
+from fused_dequant import reference
+from fused_dequant.quantize import quantize_rows
+from fused_dequant.reference import relative_error
+from kernels_support.device import DEVICE, HOPPER, INTERPRETED, MARKS, random
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    from tests.kernels_support import interpreter
-
-    interpreter.install()
-
-from fused_dequant import reference  # noqa: E402
-from fused_dequant.quantize import quantize_rows  # noqa: E402
-from fused_dequant.reference import relative_error  # noqa: E402
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(), reason="no GPU, not interpreting"
-    ),
-]
-DEVICE = "cpu" if INTERPRETED else "cuda"
-HOPPER = (
-    not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-)
+pytestmark = MARKS
 TOLERANCE = 5e-3  # probabilities and results rounded to bf16
 
 # q heads, key heads, head dim, capacity, prefix lengths of the batch, new tokens a sequence. Of the
@@ -39,11 +22,6 @@ REAL = [
     (16, 2, 512, 2048, (1024, 300), 256), (16, 2, 512, 2048, (64,), 17),
 ]  # fmt: skip
 SHAPES = SMALL if INTERPRETED else SMALL + REAL
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(DEVICE)
 
 
 def visible(

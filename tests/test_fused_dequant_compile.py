@@ -24,9 +24,8 @@ from fused_dequant import (
     vocabulary,
     vocabulary_hopper,
 )
+from kernels_support.compile_check import SHARED_LIMIT, compile_for
 from triton.experimental.gluon.language import NVMMASharedLayout
-
-from tests.kernels_support.compile_check import SHARED_LIMIT, compile_for
 
 POINTERS = {
     "slots": "*i32",
@@ -418,16 +417,8 @@ def test_elementwise_kernels(target: int) -> None:
         ),
     ]
     if target >= 89:
-        rows = {
-            "x": "*bf16",
-            "weight": "*bf16",
-            "q": "*fp8e4nv",
-            "scale": "*fp32",
-            "M": "i32",
-            "K": "i32",
-            "eps": "fp32",
-        }
-        constants = {"FUSE": "rms_norm", "LARGEST": 448.0, "ROWS": 1, "BLOCK": 4096}
+        rows = {"x": "*bf16", "q": "*fp8e4nv", "scale": "*fp32", "M": "i32", "K": "i32"}
+        constants = {"GELU_MUL": True, "LARGEST": 448.0, "ROWS": 1, "BLOCK": 4096}
         constants |= {"CHAINED": target >= 90}
         reports.append(
             compile_for(target, quantize.quantize_rows_kernel, rows, constants, num_warps=8)

@@ -3,28 +3,14 @@
 `test_every_kernel_in_the_interpreter` runs this file in a process of its own with the interpreter on.
 """
 
-import os
-
 import pytest
 import torch
+from fused_dequant import denoising, reference, sampling
+from kernels_support.device import DEVICE, INTERPRETED, MARKS
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    from tests.kernels_support import interpreter
+from quantize.runtime import noise, sampler
 
-    interpreter.install()
-
-from fused_dequant import denoising, reference, sampling  # noqa: E402
-
-from quantize.runtime import noise, sampler  # noqa: E402
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(), reason="no GPU, not interpreting"
-    ),
-]
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = MARKS
 SETTINGS = sampler.Sampler(
     max_denoising_steps=12, entropy_bound=2.0, stability_threshold=2, confidence_threshold=0.3
 )

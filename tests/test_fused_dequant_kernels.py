@@ -5,34 +5,18 @@ One error, relative Frobenius against float64 of the dequantized operands, and o
 a bf16 result alone costs 1.6e-3; the experts round twice more (hidden rows, slots before the sum).
 """
 
-import os
-
 import pytest
 import torch
+from fused_dequant import cases, formats, reference, tuning, weights
+from fused_dequant.cases import rounded
+from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.reference import dissimilarity, relative_error
+from kernels_support.device import DEVICE, HOPPER, INTERPRETED, MARKS
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    from tests.kernels_support import interpreter
-
-    interpreter.install()
-
-from fused_dequant import cases, formats, reference, tuning, weights  # noqa: E402
-from fused_dequant.reference import dissimilarity, relative_error  # noqa: E402
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(), reason="no GPU, not interpreting"
-    ),
-]
-DEVICE = "cpu" if INTERPRETED else "cuda"
-HOPPER = (
-    not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-)
+pytestmark = MARKS
 
 TOLERANCE = {"bf16": 2.5e-3, "fp8": 3.5e-3, "int8": 2.5e-3, "nvfp4": 2.5e-3}
 EXPERTS_TOLERANCE = {"bf16": 4e-3, "fp8": 2e-2, "int8": 1e-2, "nvfp4": 4e-3}
-EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SCHEMES = ("bf16", "fp8", "int8", "nvfp4")
 SHAPES = [(1, 64, 64), (17, 80, 208), (64, 144, 192)]
 if not INTERPRETED:
@@ -62,14 +46,6 @@ def launch():
     from fused_dequant import launch
 
     return launch
-
-
-def rounded(x: torch.Tensor, scheme: str) -> torch.Tensor:
-    """float64 of the activations a scheme multiplies with."""
-    if scheme not in EIGHT_BIT:
-        return x.double()
-    q, scale = formats.quantize_rows(x, EIGHT_BIT[scheme])
-    return q.double() * scale.double()[..., None]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -217,20 +193,17 @@ def test_routing_sorts_every_slot_once() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
-@pytest.mark.parametrize("fuse", ["none", "rms_norm", "gelu_mul"])
-def test_quantize_rows(scheme: str, fuse: str) -> None:
+@pytest.mark.parametrize("gelu_mul", [False, True])
+def test_quantize_rows(scheme: str, gelu_mul: bool) -> None:
     from fused_dequant import quantize
 
     dtype, columns = EIGHT_BIT[scheme], 208
-    x = cases.random_tokens(9, columns * (2 if fuse == "gelu_mul" else 1), DEVICE)
+    x = cases.random_tokens(9, columns * (1 + gelu_mul), DEVICE)
     x[3] = 0
     x[4] *= 1e12
-    weight = torch.rand(columns, device=DEVICE) if fuse == "rms_norm" else None
-    q, scale = quantize.quantize_rows(x, dtype, norm_weight=weight, fuse=fuse)
+    q, scale = quantize.quantize_rows(x, dtype, gelu_mul=gelu_mul)
     h = x.double()
-    if fuse == "rms_norm":
-        h = reference.rms_norm(h, weight, 1e-6)
-    if fuse == "gelu_mul":
+    if gelu_mul:
         h = reference.gelu_mul(*h.chunk(2, -1))
     expected_q, expected_scale = formats.quantize_rows(h, dtype)
     assert_close(scale, expected_scale.double(), 1e-6)

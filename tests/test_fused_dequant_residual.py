@@ -1,37 +1,18 @@
 """Norms, residual sums and routing against the references, on a GPU or in Triton's interpreter."""
 
-import os
-
 import pytest
 import torch
+from fused_dequant import formats, reference
+from fused_dequant.reference import relative_error
+from kernels_support.device import DEVICE, INTERPRETED, MARKS, random
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    from tests.kernels_support import interpreter
-
-    interpreter.install()
-
-from fused_dequant import formats, reference  # noqa: E402
-from fused_dequant.reference import relative_error  # noqa: E402
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(), reason="no GPU, not interpreting"
-    ),
-]
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = MARKS
 SHAPES = [(3, 80), (5, 704)] if INTERPRETED else [(3, 80), (256, 2816), (1024, 2816)]
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 EPS = 1e-6
 TOLERANCE = (
     1e-3  # both round to bf16 at the same places; sums in another order move a few roundings
 )
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(DEVICE)
 
 
 def assert_activation(codes, scale, expected: torch.Tensor, scheme: str) -> None:

@@ -24,13 +24,7 @@ device alone: a CUDA graph replays with other lengths.
 Where the next product takes 8-bit rows, the combining kernel quantizes them too: it holds all heads of
 a row. Rounded to bf16 on the way, they are the codes and scales of `quantize.quantize_rows`.
 
-On Hopper heads of 256 and 512 have kernels of their own, `attention_hopper` and `attention_wide`. H200,
-16 query heads, 256 rows behind 1,024 positions, from the projections' rows to the 8 bits of the next
-product's, us, as it was (float32 parts, combined and quantized apart) and as it is:
-
-    batch    heads of 256    heads of 512
-    1        27.6  23.7      48.7  41.1
-    4        68.9  53.9      135.2 129.1
+On Hopper heads of 256 and 512 have kernels of their own, `attention_hopper` and `attention_wide`.
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes

@@ -16,18 +16,7 @@ Within a set the products of two tiles are in flight at once:
     scores of tile i + 1, results += p_i @ values_i
     scores arrive: p_i+1            results arrive: results *= decay
 
-H200, 16 query heads over 8, 256 rows over 1,279 positions in 4 parts (batch 4 in brackets, whole), us:
-
-    this                                                     14.6   (38.5)
-    first and last read before the kernel before has ended   14.0   (38.0)    `chain` forbids it
-    so, but scores, then results of each tile                14.8   (38.7)
-    so, but strict turns between the sets                    14.2   (38.2)
-    so, but one set of 8 warps that copies between barriers  16.4   (43.2)
-    so, but 64 rows, 4 warps, two programs a processor       15.7   (47.8)
-    the Triton kernel, 64 rows, 4 warps, in 2 parts          17.3   (53.8)
-    the same, 128 rows, 8 warps                              20.5   (53.2)
-
-A tile costs 1.5 us (716 TFLOP/s over all programs), a program 7 to 8.5 us besides.
+Designs that were measured, with figures, are in kernels/README.md.
 """
 
 # Kernels are compiled from their syntax.
@@ -54,12 +43,19 @@ STAGES = gl.constexpr(2)
 
 
 @gluon.jit
-def visible_run(first, last, row, asked, n, splits, BN: gl.constexpr):
+def visible_run(
+    first, last, row, query, n, splits, SHARE: gl.constexpr, BN: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
     """Positions a program reads, begin .. end - 1, their blocks, and the run that every row sees.
 
-    `asked` are its queries, of which those below n exist; `row` is the first of their sequence. From
-    `clear` up to `blurred` no score needs a mask. An empty run is one block that no row sees.
+    Its queries are `query` .. `query` + SHARE - 1, of which those below n exist; `row` is the first of
+    their sequence. From `clear` up to `blurred` no score needs a mask. An empty run is one block that
+    no row sees.
     """
+    # Every warp holds all queries: nothing passes between warps.
+    each: gl.constexpr = gl.BlockedLayout([(SHARE + 31) // 32], [32], [num_warps], [0])
+    asked = query + gl.arange(0, SHARE, each)
     inside = asked < n
     low = gl.load(first + row + asked, mask=inside, other=FAR)
     high = gl.load(last + row + asked, mask=inside, other=-1)
@@ -241,10 +237,9 @@ def attend_hopper_kernel(
         tma.async_copy_global_to_shared(
             q, [row + query, (h * GROUP + g) * D], q_ready, queries.slice(g * SHARE, SHARE)
         )
-    # Every warp holds all queries: nothing passes between warps.
-    each: gl.constexpr = gl.BlockedLayout([(SHARE + 31) // 32], [32], [num_warps], [0])
-    asked = query + gl.arange(0, SHARE, each)
-    begin, end, blocks, clear, blurred = visible_run(first, last, row, asked, n, splits, BN)
+    begin, end, blocks, clear, blurred = visible_run(
+        first, last, row, query, n, splits, SHARE, BN, num_warps
+    )
     base = gl.load(slots + b) * capacity
     column = h * D
     for block in gl.static_range(STAGES):

@@ -10,13 +10,8 @@ are computed under the product of the block before:
     scores arrive: copy keys of i + 2; p_i+1, and the decay before it
     results arrive: copy values of i + 1
 
-Scores are split between the warpgroups by position, results by column. 64 rows use a tile of 128 KB,
-so the L2 bounds the kernel, at 7.9 TB/s.
-
-H200, 16 query heads over 2, 256 rows over 1,280 positions, with `first` and `last` read before the
-kernel before had ended (0.6 us less): 29.5 us in 2 parts, batch 4 105.3 us whole. Decay after the
-results instead of before: 30.0 and 106.1. With the two sets of warps of `attention_hopper`, each with
-all scores of its own: 40.4.
+Scores are split between the warpgroups by position, results by column. Only 64 rows use the 128 KB of
+keys and values of a block, so the L2 bounds the kernel (kernels/README.md).
 """
 
 # Kernels are compiled from their syntax.
@@ -90,10 +85,9 @@ def attend_wide_kernel(
     column = h * D
     row, query = b * n, gl.program_id(0) * SHARE
 
-    # Every warp holds all queries: nothing passes between warps.
-    each: gl.constexpr = gl.BlockedLayout([(SHARE + 31) // 32], [32], [num_warps], [0])
-    asked = query + gl.arange(0, SHARE, each)
-    begin, end, blocks, clear, blurred = visible_run(first, last, row, asked, n, splits, BN)
+    begin, end, blocks, clear, blurred = visible_run(
+        first, last, row, query, n, splits, SHARE, BN, num_warps
+    )
     base = gl.load(slots + b) * capacity
     asked = query + gl.arange(0, ROWS, row_scores) // GROUP
     low = gl.load(first + row + asked, mask=asked < n, other=FAR)[:, None]

@@ -1,4 +1,4 @@
-"""Random operands, the same for tests, tuning and the benchmark.
+"""Random operands of the real shapes, the same for tests, tuning and the benchmark.
 
 Weights are drawn at standard deviation 1/sqrt(K), quantized expert by expert, and handed out in
 the layout the device's kernel reads. Every random number comes from one seeded generator on the
@@ -40,6 +40,14 @@ def random_tokens(tokens: int, columns: int, device: str, seed: int = 1) -> torc
     """Standard normal bf16 [tokens, columns], as after a norm."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(tokens, columns, generator=generator, device=device).to(torch.bfloat16)
+
+
+def rounded(x: torch.Tensor, scheme: str) -> torch.Tensor:
+    """float64 of the activations a scheme multiplies with."""
+    if scheme not in EIGHT_BIT:
+        return x.double()
+    q, scale = formats.quantize_rows(x, EIGHT_BIT[scheme])
+    return q.double() * scale[..., None].double()
 
 
 def random_routing(

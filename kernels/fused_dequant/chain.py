@@ -15,6 +15,8 @@ for their first weights before they waited made a step 3 % slower, and a kernel 
 into the L2 beside the attention changed nothing (10.2 ms a forward, FP8, batch 1, either way).
 The kernels between the products (`residual`, `router`) read a few KB of weights, and read them early.
 
+`follow` is for Triton kernels, `hopper.follow` for Gluon's.
+
 Needs sm_90; elsewhere, and in the interpreter, CHAINED is False and nothing is emitted.
 """
 

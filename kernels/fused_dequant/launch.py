@@ -7,7 +7,7 @@ experts, for M tokens and topk choices:
     gate_up + gelu_mul   [slots, I] bf16, activation in the epilogue              1
     [quantize_rows]      fp8, int8: hidden rows to 8 bits                         1
     down * weight        [slots, H] bf16                                          1
-    combine              sum over the choices of a token                          1
+    [combine]            sum over the choices of a token, or `layer.after_experts`  1
 
 Both products read the same blocks, so their configurations share BM. Everything is allocated through
 torch's caching allocator and sized by shapes, so the sequence can be captured in a CUDA graph.
@@ -139,7 +139,7 @@ def head(
     config: tuning.Config,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """lm_head with activations as `_quantize` returns them."""
+    """lm_head with activations as `_quantize` returns them; a config with STAGES is Hopper's."""
     w_scale = None if weight.scale is None else weight.scale[0]
     product = vocabulary_hopper.lm_head if "STAGES" in config else vocabulary.lm_head
     return product(x, weight.data[0], x_scale, w_scale, softcap, config, out)

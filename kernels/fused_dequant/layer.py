@@ -46,10 +46,7 @@ def attention_heads(
     _, capacity, kv_heads, D = keys.shape
     if qkv.shape[1] not in ((q_heads + kv_heads) * D, (q_heads + 2 * kv_heads) * D):
         raise ValueError(f"qkv {tuple(qkv.shape)} does not fit {q_heads} + {kv_heads} heads of {D}")
-    if capacity % CELLS or len(qkv) % len(slots):
-        raise ValueError(
-            f"capacity {capacity} is not a multiple of {CELLS}, or M not one of the slots"
-        )
+    _check_cells(qkv, keys, slots)
     if qkv.is_cuda:
         from fused_dequant import attention
 
@@ -112,8 +109,8 @@ def attend_quantized(
     return attention.combine_quantized(parts, dtype)
 
 
-def _check_cells(q: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
-    if keys.shape[1] % CELLS or len(q) % len(slots):
+def _check_cells(rows: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
+    if keys.shape[1] % CELLS or len(rows) % len(slots):
         raise ValueError(
             f"capacity {keys.shape[1]} is not a multiple of {CELLS}, or M not one of slots"
         )

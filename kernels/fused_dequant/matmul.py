@@ -149,22 +149,16 @@ def compute_rows(
     """`compute_block`, at the narrowest of NARROWER + 1 sizes that holds the block's real `rows`."""
     LESS: tl.constexpr = BM if MORE else BM // 2
     LESS_MORE: tl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
-    if NARROWER:
-        if rows > LESS + LESS_MORE:
-            compute_block(
-                x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile,
-                first, TOPK, GROUPED, SCALED, GELU_MUL, WEIGHTED, SWAP, EVEN_K, BM, MORE, BN, BK,
-            )  # fmt: skip
-        else:
-            compute_rows(
-                x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile,
-                first, rows, TOPK, GROUPED, SCALED, GELU_MUL, WEIGHTED, SWAP, EVEN_K,
-                LESS, LESS_MORE, NARROWER - 1, BN, BK,
-            )  # fmt: skip
-    else:
+    if NARROWER == 0 or rows > LESS + LESS_MORE:
         compute_block(
             x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile,
             first, TOPK, GROUPED, SCALED, GELU_MUL, WEIGHTED, SWAP, EVEN_K, BM, MORE, BN, BK,
+        )  # fmt: skip
+    else:
+        compute_rows(
+            x, x_scale, weights, w_scale, y, slots, row_weight, total, N, K, expert, n, k, tile,
+            first, rows, TOPK, GROUPED, SCALED, GELU_MUL, WEIGHTED, SWAP, EVEN_K,
+            LESS, LESS_MORE, NARROWER - 1, BN, BK,
         )  # fmt: skip
 
 

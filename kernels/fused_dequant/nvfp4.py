@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from fused_dequant.routing import Routing
-from fused_dequant.tiles import block_rows, gelu_mul, split_gate_up
+from fused_dequant.tiles import block_rows, store_nvfp4
 
 
 @triton.jit
@@ -97,21 +97,9 @@ def nvfp4_kernel(
             a = tl.load(tokens + k0, mask=real[:, None] & (k[None, :] < left), other=0.0)
         per_value = tl.broadcast_to(decode_scale(s)[:, :, None], (BN, BK // 16, 16)).reshape(BN, BK)
         acc = tl.dot(a, (decode_e2m1(codes, BN, BK) * per_value).T, acc)
-    width = N
-    rows: tl.constexpr = BN // 2 if GELU_MUL else BN
-    result = acc.T
-    if GELU_MUL:
-        gate, up = split_gate_up(result, BN, BM)
-        gate *= tl.load(factor + expert * 2)
-        result = gelu_mul(gate, up * tl.load(factor + expert * 2 + 1))
-        width = N // 2
-    else:
-        result *= tl.load(factor + expert * 2)
-    if WEIGHTED:
-        result *= tl.load(row_weight + slot, mask=real, other=0.0)[None, :]
-    column = tile * rows + tl.arange(0, rows)
-    place = y + slot.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(place, result.T.to(tl.bfloat16), mask=real[:, None] & (column[None, :] < width))
+    store_nvfp4(
+        acc.T, y, factor, row_weight, expert, slot, real, tile, N, BM, BN, GELU_MUL, WEIGHTED
+    )
 
 
 def nvfp4(

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from fused_dequant.routing import Routing
-from fused_dequant.tiles import block_rows, gelu_mul, split_gate_up
+from fused_dequant.tiles import block_rows, store_nvfp4
 
 
 @triton.jit
@@ -80,20 +80,9 @@ def nvfp4_w4a4_kernel(
             sb = tl.load(weight_scales + k0 // 16, mask=in_scale, other=0.0)
         acc = tl.dot_scaled(a, sa, "e2m1", b, sb, "e2m1", acc)
     result = acc.T / (128.0 * tl.load(input_scale))
-    width = N
-    rows: tl.constexpr = BN // 2 if GELU_MUL else BN
-    if GELU_MUL:
-        gate, up = split_gate_up(result, BN, BM)
-        gate *= tl.load(factor + expert * 2)
-        result = gelu_mul(gate, up * tl.load(factor + expert * 2 + 1))
-        width = N // 2
-    else:
-        result *= tl.load(factor + expert * 2)
-    if WEIGHTED:
-        result *= tl.load(row_weight + slot, mask=real, other=0.0)[None, :]
-    column = tile * rows + tl.arange(0, rows)
-    place = y + slot.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(place, result.T.to(tl.bfloat16), mask=real[:, None] & (column[None, :] < width))
+    store_nvfp4(
+        result, y, factor, row_weight, expert, slot, real, tile, N, BM, BN, GELU_MUL, WEIGHTED
+    )
 
 
 def nvfp4_w4a4(

@@ -9,13 +9,11 @@ weights crosses shared memory:
     with `cp.async` are the 32 values that same thread feeds to `wgmma`;
   * y.T = w @ x.T: weights are operand A, in registers, 64 rows a warpgroup; tokens are operand B, in
     shared memory, with any width from 16 to 256, so a weight is decoded once for all its tokens;
-  * decoding is 1 instruction a value, half a multiply for the block scale and an eighth for the scale
-    itself: 2.7 issued instructions a value with everything, against 3.9 that the issue slots allow at
-    4.3 TB/s (sm_90 SASS, counted by tests/test_fused_dequant_compile.py).
+  * decoding (`nvfp4_decode`) takes so few instructions that the whole loop issues 2.7 a value, against
+    3.9 that the issue slots allow at 4.3 TB/s (sm_90 SASS, counted by
+    tests/test_fused_dequant_compile.py).
 
-Written in Gluon because the layouts are the algorithm: `gl.convert_layout(...,
-assert_trivial=True)` makes the compiler refuse the kernel if decoded values would have to move
-between threads.
+Written in Gluon because the layouts are the algorithm.
 
 The products of one step are in flight while the next 64 columns are decoded, and are waited for at
 the end of the step: carried over the loop's back edge they make ptxas serialise every one (C7515). A
@@ -48,73 +46,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fused_dequant.chain import chained
-from fused_dequant.formats import FRAGMENT, REGISTERS, SELECT_FIRST
+from fused_dequant.formats import FRAGMENT
 from fused_dequant.hopper import follow, thread_barrier
+from fused_dequant.nvfp4_decode import decode, fragment_layout
 from fused_dequant.routing import Routing
-
-
-def decode_assembly() -> str:
-    """Two words ($8, $9) and four scale bytes ($10; byte 2 * step + row//8) -> 8 registers of two bf16.
-
-    Scales: bytes 0 and 2, then 1 and 3, become pairs of bf16 by (byte << 4) + 0x7380. Each doubled half
-    is written as a move of two halves, which ptxas folds into the multiply (HMUL2 .H0_H0 and .H1_H1).
-    """
-    select = sum(1 << (bit + half) for bit in SELECT_FIRST for half in (0, 16))
-    lines = [
-        ".reg .b16 h0, h1;",
-        ".reg .b32 both, t, even, odd, s0, s1, s2, s3;",
-        "and.b32 even, $10, 0x00ff00ff; mad.lo.u32 even, even, 16, 0x73807380;",
-        "shr.u32 odd, $10, 8; and.b32 odd, odd, 0x00ff00ff; mad.lo.u32 odd, odd, 16, 0x73807380;",
-        "mov.b32 {h0, h1}, even; mov.b32 s0, {h0, h0}; mov.b32 s2, {h1, h1};",
-        "mov.b32 {h0, h1}, odd; mov.b32 s1, {h0, h0}; mov.b32 s3, {h1, h1};",
-        f"lop3.b32 both, $8, $9, {select:#x}, 0xE4;",  # (first & mask) | (second & ~mask)
-    ]
-    for register, (source, rotation) in enumerate(REGISTERS):
-        word = ("$8", "$9", "both")[source]
-        lines.append(f"shf.l.wrap.b32 t, {word}, {word}, {rotation}; and.b32 t, t, 0x81c081c0;")
-        lines.append(f"mul.rn.bf16x2 ${register}, t, s{2 * (register >> 2) + (register & 1)};")
-    return "{ " + "\n".join(lines) + " }"
-
-
-_DECODE = gl.constexpr(decode_assembly())
-_CONSTRAINTS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")  # two words, the scale word twice
-_BF16 = gl.constexpr((gl.bfloat16,) * 8)
-
-
-@gluon.constexpr_function
-def fragment_layout(row_tiles, column_tiles, warpgroups):
-    """Words of a tile [row tile, column tile, warp, row%8, lane%4, pair of steps, word] over
-    threads.
-    """
-    registers = [[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]]
-    registers += [[0, 1 << i, 0, 0, 0, 0, 0] for i in range(column_tiles.bit_length() - 1)]
-    registers += [
-        [1 << i, 0, 0, 0, 0, 0, 0]
-        for i in range(warpgroups.bit_length() - 1, row_tiles.bit_length() - 1)
-    ]
-    lanes = [[0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 2, 0, 0]]
-    lanes += [[0, 0, 0, 1 << i, 0, 0, 0] for i in range(3)]
-    warps = [[0, 0, 1, 0, 0, 0, 0], [0, 0, 2, 0, 0, 0, 0]]
-    warps += [[1 << i, 0, 0, 0, 0, 0, 0] for i in range(warpgroups.bit_length() - 1)]
-    shape = [row_tiles, column_tiles, 4, 8, 4, 2, 2]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
-
-
-@gluon.jit
-def decode(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
-    """Words [row tiles, 1, 4, 8, 4, 2, 2], scale words [row tiles, 1, 4, 8, 2] -> bf16 [64 * row
-    tiles, 64].
-    """
-    scales = gl.expand_dims(gl.expand_dims(scales, 4), 6)
-    words, scales = gl.broadcast(words, scales)
-    r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(
-        _DECODE, _CONSTRAINTS, [words, scales], dtype=_BF16, is_pure=True, pack=2
-    )
-    low = gl.join(gl.join(r0, r1), gl.join(r2, r3))
-    values = gl.join(low, gl.join(gl.join(r4, r5), gl.join(r6, r7)))
-    # axes: row tile, column tile, warp, row%8, lane%4, pair of steps, k%2, row//8, k//8, step
-    values = values.permute([0, 2, 7, 3, 1, 5, 9, 8, 4, 6]).reshape([64 * ROW_TILES, 64])
-    return gl.convert_layout(values, operand, assert_trivial=True)
 
 
 @gluon.jit
@@ -245,7 +180,7 @@ def multiply(
     ROW_TILES: gl.constexpr = BN // 64
     COLUMN_TILES: gl.constexpr = BK // 64
     WARPGROUPS: gl.constexpr = num_warps // 4
-    fragments: gl.constexpr = fragment_layout(ROW_TILES, 1, WARPGROUPS)
+    fragments: gl.constexpr = fragment_layout(ROW_TILES, WARPGROUPS)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     words_copy: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPGROUPS, 4], [1, 0])
@@ -278,18 +213,9 @@ def multiply(
     for stage in gl.static_range(STAGES - 1):
         if begin + stage < end:
             copy_weights(
-                words_at,
-                scales_at,
-                word,
-                scale,
-                words_smem,
-                scales_smem,
-                stage,
-                begin + stage,
-                K,
-                BK,
-                EVEN_K,
-            )
+                words_at, scales_at, word, scale, words_smem, scales_smem,
+                stage, begin + stage, K, BK, EVEN_K,
+            )  # fmt: skip
     if GROUPED:  # addresses wait for the slots: the weights' copies are on their way
         k = gl.arange(0, BK, gl.SliceLayout(0, tokens_copy))[None, :]
         tokens_at = x + (slot // TOPK).to(gl.int64)[:, None] * K + k
@@ -432,24 +358,17 @@ def compute_rows(
     """`compute_block`, at the narrowest of NARROWER + 1 sizes that holds the block's real `rows`."""
     LESS: gl.constexpr = BM if MORE else BM // 2
     LESS_MORE: gl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
-    if NARROWER:
-        if rows > LESS + LESS_MORE:
-            compute_block(
-                x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
-                first_tile, first_row, tile, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
-                BM, MORE, BN, BK, STAGES, num_warps,
-            )  # fmt: skip
-        else:
-            compute_rows(
-                x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
-                first_tile, first_row, tile, rows, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
-                LESS, LESS_MORE, NARROWER - 1, BN, BK, STAGES, num_warps,
-            )  # fmt: skip
-    else:
+    if NARROWER == 0 or rows > LESS + LESS_MORE:
         compute_block(
             x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
             first_tile, first_row, tile, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
             BM, MORE, BN, BK, STAGES, num_warps,
+        )  # fmt: skip
+    else:
+        compute_rows(
+            x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
+            first_tile, first_row, tile, rows, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
+            LESS, LESS_MORE, NARROWER - 1, BN, BK, STAGES, num_warps,
         )  # fmt: skip
 
 

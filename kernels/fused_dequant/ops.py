@@ -3,7 +3,7 @@
     linear(x, weight)                                   x @ w.T
     experts(x, ids, routing_weights, gate_up, down)     routed gated experts
     routed_experts(...)                                 the same before a token's choices are added up
-    quantize_rows(x, ...)                               dynamic FP8 or INT8, alone or fused
+    quantize_rows(x, scheme)                            dynamic FP8 or INT8, gated first or not
     linear_quantized(q, scale, weight)                  x @ w.T of activations already quantized
     lm_head(x, weight, softcap)                         bf16 logits
     soft_embedding(logits, embedding, 1 / T)            softmax(logits / T) @ embedding
@@ -67,9 +67,7 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 
 def linear_quantized(q: torch.Tensor, scale: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Q e4m3 or int8 [M, K] and scale f32 [M] from `quantize_rows`, weight fp8 or int8 -> bf16 [M,
-    N].
-    """
+    """Q e4m3 or int8 [M, K] and scale f32 [M] from `quantize_rows`, weight likewise -> bf16 [M, N]."""
     _check_width(q, weight)
     if weight.scale is None or EIGHT_BIT.get(weight.scheme) != q.dtype:
         raise ValueError(f"activations of {q.dtype} do not fit a weight of scheme {weight.scheme}")
@@ -130,26 +128,15 @@ def _experts(
 
 
 def quantize_rows(
-    x: torch.Tensor,
-    scheme: str = "fp8",
-    *,
-    norm_weight: OptionalTensor = None,
-    eps: float = 1e-6,
-    fuse: str = "none",
+    x: torch.Tensor, scheme: str, *, gelu_mul: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """X bf16 [M, K] -> (e4m3 or int8 [M, K], f32 [M]).
 
-    `fuse`: "none"; "rms_norm" normalises first (with `norm_weight`); "gelu_mul" takes x [M, 2K].
+    `gelu_mul`: x is [M, 2K], gate first, and gelu_tanh(gate) * up is quantized.
     """
-    if fuse not in ("none", "rms_norm", "gelu_mul") or (fuse == "rms_norm") != (
-        norm_weight is not None
-    ):
-        raise ValueError(
-            f"fuse={fuse!r} with norm_weight {'given' if norm_weight is not None else 'absent'}"
-        )
     if scheme not in EIGHT_BIT:
         raise ValueError(f"activations are quantized to fp8 or int8, not {scheme}")
-    return quantize_rows_op(x, norm_weight, eps, fuse, scheme)
+    return quantize_rows_op(x, gelu_mul, scheme)
 
 
 def lm_head(
@@ -175,8 +162,7 @@ def lm_head(
 def soft_embedding(
     logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: torch.Tensor | float
 ) -> torch.Tensor:
-    """Logits bf16 or f32 [M, V], embedding bf16 [V, H] -> softmax(logits * inverse_temperature) @
-    embedding.
+    """Logits bf16 or f32 [M, V], embedding bf16 [V, H] -> softmax(logits / T) @ embedding, bf16 [M, H].
 
     A tensor f32 [M] holds a temperature a row, which a CUDA graph may find changed at each replay.
     """
@@ -340,34 +326,26 @@ def _(
 
 @torch.library.custom_op("fused_dequant::quantize_rows", mutates_args=(), device_types="cuda")
 def quantize_rows_op(
-    x: torch.Tensor, norm_weight: OptionalTensor, eps: float, fuse: str, scheme: str
+    x: torch.Tensor, gelu_mul: bool, scheme: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """CUDA implementation of `quantize_rows`."""
     from fused_dequant import quantize
 
     require(scheme, x.device)
-    return quantize.quantize_rows(
-        x.contiguous(), EIGHT_BIT[scheme], norm_weight=norm_weight, eps=eps, fuse=fuse
-    )
+    return quantize.quantize_rows(x.contiguous(), EIGHT_BIT[scheme], gelu_mul=gelu_mul)
 
 
 @quantize_rows_op.register_kernel("cpu")
-def _(
-    x: torch.Tensor, norm_weight: OptionalTensor, eps: float, fuse: str, scheme: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x: torch.Tensor, gelu_mul: bool, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
     h = x.float()
-    if fuse == "rms_norm":
-        h = reference.rms_norm(h, norm_weight, eps)
-    if fuse == "gelu_mul":
+    if gelu_mul:
         h = reference.gelu_mul(*h.chunk(2, -1))
     return formats.quantize_rows(h, EIGHT_BIT[scheme])
 
 
 @quantize_rows_op.register_fake
-def _(
-    x: torch.Tensor, norm_weight: OptionalTensor, eps: float, fuse: str, scheme: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    columns = x.shape[1] // 2 if fuse == "gelu_mul" else x.shape[1]
+def _(x: torch.Tensor, gelu_mul: bool, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+    columns = x.shape[1] // 2 if gelu_mul else x.shape[1]
     q = x.new_empty(len(x), columns, dtype=EIGHT_BIT[scheme])
     return q, x.new_empty(len(x), dtype=torch.float32)
 

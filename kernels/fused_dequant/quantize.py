@@ -1,13 +1,11 @@
-"""Dynamic activation quantization, alone or fused into the operation before it.
+"""Dynamic activation quantization, alone or fused into the activation before it.
 
-Per token (FP8, INT8): scale[m] = amax(|h[m]|) / 448 or / 127, q = h * (1 / scale), where h is
+Per token (FP8, INT8): scale[m] = amax(|h[m]|) / 448 or / 127, q = h * (1 / scale), where h is x[m], or
 
-    NONE       x[m]
-    RMS_NORM   x[m] * rsqrt(mean(x[m]^2) + eps) * weight
     GELU_MUL   gelu_tanh(x[m, :K]) * x[m, K:]       (x [M, 2K]: gate first)
 
-The row is held in registers between the reduction and the division, so a fused call reads x once and
-writes one byte a value; the bf16 result of the norm never exists.
+The row is held in registers between the reduction and the division, so x is read once and a byte a
+value is written. `residual` and `attention` quantize the rows they make with the same functions.
 
 NVFP4 (W4A4): groups of 16 with an e4m3 scale under the calibrated global scale; the arithmetic of
 compressed-tensors. e2m1 rounding is to nearest, ties to even.
@@ -27,7 +25,7 @@ import triton.language as tl
 
 from fused_dequant.chain import chained, follow
 from fused_dequant.formats import LARGEST
-from fused_dequant.tiles import gelu_mul
+from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 
 @triton.jit
@@ -56,8 +54,8 @@ def codes(h, scale, dtype: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def quantize_rows_kernel(
-    x, weight, q, scale, M, K, eps,
-    CHAINED: tl.constexpr, FUSE: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr,
+    x, q, scale, M, K,
+    CHAINED: tl.constexpr, GELU_MUL: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows a program; BLOCK >= K is a power of two."""
@@ -66,31 +64,23 @@ def quantize_rows_kernel(
     k = tl.arange(0, BLOCK)[None, :]
     inside = (m < M)[:, None] & (k < K)
     place = m[:, None] * K + k
-    if FUSE == "gelu_mul":
+    if GELU_MUL:
         gate = tl.load(x + place + m[:, None] * K, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + place + m[:, None] * K + K, mask=inside, other=0.0).to(tl.float32)
-        h = gelu_mul(gate, up)
+        h = gelu_mul_tile(gate, up)
     else:
         h = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    if FUSE == "rms_norm":
-        h *= tl.rsqrt(tl.sum(h * h, 1) / K + eps)[:, None]
-        h *= tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
     s = scale_of(tl.max(magnitude(h), 1), LARGEST)
     tl.store(q + place, codes(h, s[:, None], q.dtype.element_ty, LARGEST), mask=inside)
     tl.store(scale + m, s, mask=m < M)
 
 
 def quantize_rows(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    fuse: str = "none",
+    x: torch.Tensor, dtype: torch.dtype, *, gelu_mul: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """X [M, K] ([M, 2K] for gelu_mul) -> (dtype [M, K], scale f32 [M]); dtype float8_e4m3fn or int8."""
     M, width = x.shape
-    K = width // 2 if fuse == "gelu_mul" else width
+    K = width // 2 if gelu_mul else width
     q = torch.empty(M, K, dtype=dtype, device=x.device)
     scale = torch.empty(M, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(K)
@@ -99,8 +89,7 @@ def quantize_rows(
     rows = max(1, 4096 // block) if M >= 1024 else 1
     loaded = rows * block * (width // K)
     quantize_rows_kernel[(triton.cdiv(M, rows),)](
-        x, scale if norm_weight is None else norm_weight, q, scale, M, K, eps,
-        FUSE=fuse, LARGEST=LARGEST[dtype], ROWS=rows, BLOCK=block,
+        x, q, scale, M, K, GELU_MUL=gelu_mul, LARGEST=LARGEST[dtype], ROWS=rows, BLOCK=block,
         num_warps=max(1, min(8, loaded // 1024)), **chained(x.device),
     )  # fmt: skip
     return q, scale

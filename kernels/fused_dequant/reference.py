@@ -71,9 +71,7 @@ def soft_embedding(
     inverse_temperature: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Logits [M, V], embedding [V, H], inverse_temperature [M] -> softmax(logits / T) @ embedding [M,
-    H].
-    """
+    """Logits [M, V], embedding [V, H], 1 / T [M] -> softmax(logits / T) @ embedding [M, H]."""
     scaled = logits.to(dtype) * inverse_temperature.to(dtype)[:, None]
     return torch.softmax(scaled, -1) @ embedding.to(dtype)
 

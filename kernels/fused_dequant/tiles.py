@@ -10,7 +10,7 @@ blocks are in use.
 # numbers for `constexpr`.
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -56,3 +56,25 @@ def split_gate_up(acc, ROWS: tl.constexpr, BM: tl.constexpr):
     """Acc [ROWS, BM] with runs of 8 gate and 8 up rows -> gate, up [ROWS/2, BM]."""
     gate, up = tl.split(acc.reshape(ROWS // 16, 2, 8, BM).permute(0, 2, 3, 1))
     return gate.reshape(ROWS // 2, BM), up.reshape(ROWS // 2, BM)
+
+
+@triton.jit
+def store_nvfp4(
+    result, y, factor, row_weight, expert, slot, real, tile, N,
+    BM: tl.constexpr, BN: tl.constexpr, GELU_MUL: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Scale, activate, weight and store result f32 [BN, BM] of NVFP4 weights as rows of y."""
+    width = N
+    rows: tl.constexpr = BN // 2 if GELU_MUL else BN
+    if GELU_MUL:
+        gate, up = split_gate_up(result, BN, BM)
+        gate *= tl.load(factor + expert * 2)
+        result = gelu_mul(gate, up * tl.load(factor + expert * 2 + 1))
+        width = N // 2
+    else:
+        result *= tl.load(factor + expert * 2)
+    if WEIGHTED:
+        result *= tl.load(row_weight + slot, mask=real, other=0.0)[None, :]
+    column = tile * rows + tl.arange(0, rows)
+    place = y + slot.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(place, result.T.to(tl.bfloat16), mask=real[:, None] & (column[None, :] < width))

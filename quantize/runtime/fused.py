@@ -356,5 +356,5 @@ def _product(x: Activation, rows: Rows) -> Tensor:
 
 def _down(gate_up: Tensor, down: Weight) -> Tensor:
     if down.scheme in EIGHT_BIT:
-        return linear_quantized(*quantize_rows(gate_up, down.scheme, fuse="gelu_mul"), down)
+        return linear_quantized(*quantize_rows(gate_up, down.scheme, gelu_mul=True), down)
     return linear(gelu_mul(gate_up), down)

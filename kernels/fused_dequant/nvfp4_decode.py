@@ -1,0 +1,80 @@
+"""Decode fragments of NVFP4 weights into the registers from which `wgmma` reads its operand A.
+
+A thread holds what `formats.to_fragments` gave it: pairs of words, each pair 16 codes, and words of
+four block scales. Two values take a funnel shift, a mask and a multiplication by their scale; the scale
+itself costs an eighth of an instruction a value. The result is exact: e2m1 * scale * 2^-7 in bf16, as
+`formats.decode_fragments` computes it in torch.
+
+`gl.convert_layout(..., assert_trivial=True)` makes the compiler refuse the kernel if decoded values
+would have to move between threads.
+"""
+
+# Kernels are compiled from their syntax: their parameters have no Python types.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fused_dequant.formats import REGISTERS, SELECT_FIRST
+
+
+def decode_assembly() -> str:
+    """Two words ($8, $9) and four scale bytes ($10; byte 2 * step + row//8) -> 8 registers of two bf16.
+
+    Scales: bytes 0 and 2, then 1 and 3, become pairs of bf16 by (byte << 4) + 0x7380. Each doubled half
+    is written as a move of two halves, which ptxas folds into the multiply (HMUL2 .H0_H0 and .H1_H1).
+    """
+    select = sum(1 << (bit + half) for bit in SELECT_FIRST for half in (0, 16))
+    lines = [
+        ".reg .b16 h0, h1;",
+        ".reg .b32 both, t, even, odd, s0, s1, s2, s3;",
+        "and.b32 even, $10, 0x00ff00ff; mad.lo.u32 even, even, 16, 0x73807380;",
+        "shr.u32 odd, $10, 8; and.b32 odd, odd, 0x00ff00ff; mad.lo.u32 odd, odd, 16, 0x73807380;",
+        "mov.b32 {h0, h1}, even; mov.b32 s0, {h0, h0}; mov.b32 s2, {h1, h1};",
+        "mov.b32 {h0, h1}, odd; mov.b32 s1, {h0, h0}; mov.b32 s3, {h1, h1};",
+        f"lop3.b32 both, $8, $9, {select:#x}, 0xE4;",  # (first & mask) | (second & ~mask)
+    ]
+    for register, (source, rotation) in enumerate(REGISTERS):
+        word = ("$8", "$9", "both")[source]
+        lines.append(f"shf.l.wrap.b32 t, {word}, {word}, {rotation}; and.b32 t, t, 0x81c081c0;")
+        lines.append(f"mul.rn.bf16x2 ${register}, t, s{2 * (register >> 2) + (register & 1)};")
+    return "{ " + "\n".join(lines) + " }"
+
+
+_DECODE = gl.constexpr(decode_assembly())
+_CONSTRAINTS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")  # two words, the scale word twice
+_BF16 = gl.constexpr((gl.bfloat16,) * 8)
+
+
+@gluon.constexpr_function
+def fragment_layout(row_tiles, warpgroups):
+    """Words [row tile, column tile, warp, row%8, lane%4, pair of steps, word] over threads."""
+    registers = [[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]]
+    registers += [
+        [1 << i, 0, 0, 0, 0, 0, 0]
+        for i in range(warpgroups.bit_length() - 1, row_tiles.bit_length() - 1)
+    ]
+    lanes = [[0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 2, 0, 0]]
+    lanes += [[0, 0, 0, 1 << i, 0, 0, 0] for i in range(3)]
+    warps = [[0, 0, 1, 0, 0, 0, 0], [0, 0, 2, 0, 0, 0, 0]]
+    warps += [[1 << i, 0, 0, 0, 0, 0, 0] for i in range(warpgroups.bit_length() - 1)]
+    shape = [row_tiles, 1, 4, 8, 4, 2, 2]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+@gluon.jit
+def decode(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
+    """Words [row tiles, 1, 4, 8, 4, 2, 2], scale words [row tiles, 1, 4, 8, 2] -> bf16 [64 * row
+    tiles, 64].
+    """
+    scales = gl.expand_dims(gl.expand_dims(scales, 4), 6)
+    words, scales = gl.broadcast(words, scales)
+    r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(
+        _DECODE, _CONSTRAINTS, [words, scales], dtype=_BF16, is_pure=True, pack=2
+    )
+    low = gl.join(gl.join(r0, r1), gl.join(r2, r3))
+    values = gl.join(low, gl.join(gl.join(r4, r5), gl.join(r6, r7)))
+    # axes: row tile, column tile, warp, row%8, lane%4, pair of steps, k%2, row//8, k//8, step
+    values = values.permute([0, 2, 7, 3, 1, 5, 9, 8, 4, 6]).reshape([64 * ROW_TILES, 64])
+    return gl.convert_layout(values, operand, assert_trivial=True)
