@@ -261,7 +261,9 @@ def test_tuning_tables_are_complete() -> None:
             verb, scheme, shape = key.split("/")
             N, K = map(int, shape.split("x"))
             for tokens, config in buckets.items():
-                assert config.keys() == tuning.default(verb, scheme, int(tokens), N, K).keys(), key
+                known = [set(tuning.default(verb, scheme, int(tokens), N, K))]
+                known += [{"STAGES"}] if verb == "lm_head" else []  # the kernel for Hopper
+                assert set(config) in known, key
         for scheme in ("bf16", "fp8", "int8", "nvfp4_fragments"):
             up = table["kernels"][f"experts/{scheme}/1408x2816"]
             down = table["kernels"][f"experts/{scheme}/2816x704"]

@@ -121,13 +121,14 @@ CASES = [
         SWAP=1,
     ),
     matmul_case(
-        "fp8 experts up, 80 rows",
+        "fp8 experts up, 80 rows and fewer",
         FP8,
         EXPERTS_UP,
         {89: "QMMA", 90: "QGMMA"},
         True,
         BM=64,
         MORE=16,
+        NARROWER=2,
         BN=128,
         BK=128,
         SWAP=1,
@@ -200,6 +201,17 @@ CASES = [
         {90: "HGMMA"},
         {"num_warps": 8},
         {90: 3.9},
+    ),
+    Case(
+        "nvfp4 fragments up, 80 rows and fewer",
+        nvfp4_hopper.nvfp4_hopper_kernel,
+        FRAGMENTS,
+        EXPERTS_UP
+        | {"GELU_MUL": True, "num_warps": 4}
+        | tile(BM=64, MORE=16, NARROWER=4, BN=128, BK=128, PARTS=1, STAGES=3),
+        {90: "HGMMA"},
+        {"num_warps": 4},
+        {90: 2.8},
     ),
     Case(
         "nvfp4 fragments dense",
@@ -302,8 +314,9 @@ CASES = [
 ]
 QUICK = {
     ("fp8 experts up", 89), ("fp8 experts up", 90), ("fp8 experts down", 90),
-    ("fp8 experts up, 80 rows", 90),
+    ("fp8 experts up, 80 rows and fewer", 90),
     ("nvfp4 fragments up", 90), ("nvfp4 fragments down", 90),
+    ("nvfp4 fragments up, 80 rows and fewer", 90),
     ("nvfp4 fragments dense", 90), ("attention, Hopper", 90), ("attention, wide heads", 90),
     ("nvfp4 experts up", 80),
     ("nvfp4 w4a4 dense", 100), ("nvfp4 w4a4 dense", 120), ("int8 dense", 80),
