@@ -67,6 +67,7 @@ class ScriptedEngine:
         self.batches: list[list[int]] = []
         self.fault: Exception | None = None
         self.free = False  # whether it waits for no one
+        self.lends = True  # whether its caller may use the time of a canvas
 
     def admit(
         self, slot: int, prompt: Sequence[int], seed: int, sampler: Sampler,
@@ -80,7 +81,7 @@ class ScriptedEngine:
         meanwhile: Meanwhile | None = None,
     ) -> list[Canvas]:  # fmt: skip
         self.batches.append(list(slots))
-        if meanwhile is not None:
+        if meanwhile is not None and self.lends:
             meanwhile()
         if not self.free:
             self.entered.release()

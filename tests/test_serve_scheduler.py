@@ -111,6 +111,17 @@ def test_text_is_made_once_the_next_canvas_has_begun(stops: list[str], before: i
     assert len(made) == 3 + 3 * before
 
 
+def test_every_canvas_is_handed_out_once_by_an_engine_that_lends_no_time(case: Case) -> None:
+    case.engine.lends = False
+    case.engine.free = True
+    _, events = case.submit(3)
+    deltas = [events.get(timeout=20) for _ in range(3)]
+    assert [isinstance(delta, Delta) and delta.content[:3] for delta in deltas] == [
+        "c1 ", "c2 ", "c3 ",
+    ]  # fmt: skip
+    assert events.empty()
+
+
 def test_a_full_queue_refuses_all_jobs_of_a_request(case: Case) -> None:
     case.submit(1)
     assert case.engine.entered.acquire(timeout=20)

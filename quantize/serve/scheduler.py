@@ -221,6 +221,7 @@ class Scheduler:
             self._fail([self._running[slot] for slot in slots])
             self._leave(slots)
             return
+        self._speak()  # where the engine had nothing to do meanwhile
         self._failures = 0
         finished = [(s, canvas) for s, canvas in zip(slots, canvases, strict=True) if canvas]
         self.metrics.canvas(time.monotonic() - started, len(slots), [c.steps for _, c in finished])
