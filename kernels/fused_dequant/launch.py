@@ -29,7 +29,7 @@ from fused_dequant import (
 )
 from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.routing import Routing
-from fused_dequant.weights import Weight
+from fused_dequant.weights import Weight, is_hopper
 
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -164,10 +164,10 @@ def attend_parts(
 ) -> attention.Parts:
     """See `layer.attend`."""
     rows, q_heads, D = q.shape
-    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
     config = attention.configure(
-        rows, len(slots), q_heads, keys.shape[2], D, tuning.processors(q.device), hopper=hopper
-    )
+        rows, len(slots), q_heads, keys.shape[2], D, tuning.processors(q.device),
+        hopper=is_hopper(q.device),
+    )  # fmt: skip
     return attention.attend_parts(q, keys, values, slots, first, last, config)
 
 

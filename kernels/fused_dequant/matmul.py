@@ -32,7 +32,7 @@ import triton.language as tl
 
 from fused_dequant import tuning
 from fused_dequant.chain import chained, follow
-from fused_dequant.routing import Routing
+from fused_dequant.routing import DENSE, Routing, place_results
 from fused_dequant.tiles import block_rows, split_gate_up
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
@@ -230,8 +230,8 @@ def matmul(
     matmul_kernel[grid](
         x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
         y, y, y, y, y, M, N, K,
-        TOPK=1, GROUPED=False, SCALED=x_scale is not None, GELU_MUL=False, WEIGHTED=False,
-        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True, NARROWER=0, **chained(x.device), **config,
+        SCALED=x_scale is not None, EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True, NARROWER=0,
+        **DENSE, **chained(x.device), **config,
     )  # fmt: skip
     return y
 
@@ -246,23 +246,18 @@ def grouped_matmul(
     *,
     row_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One of the experts' two products; w [E, N, K], scales f32 [rows of x] and [E, N].
+    """One of the experts' two products (`place_results`); w [E, N, K], scales f32 [rows of x], [E, N].
 
-    gate_up: x has a row a token, gate and up are combined -> bf16 [slots, N/2]. down, when `row_weight`
-    f32 [slots] is given: x has a row a slot, each result is multiplied -> bf16 [slots, N].
     `config["BM"] + config["MORE"]` must equal `routing.block`.
     """
     _, N, K = w.shape
-    down = row_weight is not None
-    total = len(x) if down else len(x) * routing.topk
-    y = torch.empty(total, N if down else N // 2, dtype=torch.bfloat16, device=x.device)
+    y, mode = place_results(x, N, routing, row_weight)
     grid = (triton.cdiv(N, config["BN"]), routing.max_blocks)
     matmul_kernel[grid](
         x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
         routing.slots, routing.block_expert, routing.block_rows, routing.block_count,
-        y if row_weight is None else row_weight, total, N, K,
-        TOPK=1 if down else routing.topk, GROUPED=True, SCALED=x_scale is not None,
-        GELU_MUL=not down, WEIGHTED=down,
-        EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=False, **chained(x.device), **config,
+        y if row_weight is None else row_weight, len(y), N, K,
+        SCALED=x_scale is not None, EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=False,
+        **mode, **chained(x.device), **config,
     )  # fmt: skip
     return y

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_dequant.routing import Routing
+from fused_dequant.routing import DENSE, Routing, place_results
 from fused_dequant.tiles import block_rows, store_nvfp4
 
 
@@ -99,7 +99,7 @@ def nvfp4_w4a4(
     y = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
     nvfp4_w4a4_kernel[(triton.cdiv(N, config["BN"]), triton.cdiv(M, config["BM"]))](
         x, x_scale, packed, scale, factor, input_scale, y, y, y, y, y, M, N, K,
-        TOPK=1, GROUPED=False, GELU_MUL=False, WEIGHTED=False, EVEN_K=K % config["BK"] == 0, **config,
+        EVEN_K=K % config["BK"] == 0, **DENSE, **config,
     )  # fmt: skip
     return y
 
@@ -118,14 +118,11 @@ def grouped_nvfp4_w4a4(
 ) -> torch.Tensor:
     """As `nvfp4.grouped_nvfp4`, with quantized activations."""
     N, K = packed.shape[1], packed.shape[2] * 2
-    down = row_weight is not None
-    total = len(x) if down else len(x) * routing.topk
-    y = torch.empty(total, N if down else N // 2, dtype=torch.bfloat16, device=x.device)
+    y, mode = place_results(x, N, routing, row_weight)
     nvfp4_w4a4_kernel[(triton.cdiv(N, config["BN"]), routing.max_blocks)](
         x, x_scale, packed, scale, factor, input_scale, y,
         routing.slots, routing.block_expert, routing.block_count,
-        y if row_weight is None else row_weight, total, N, K,
-        TOPK=1 if down else routing.topk, GROUPED=True, GELU_MUL=not down,
-        WEIGHTED=down, EVEN_K=K % config["BK"] == 0, **config,
+        y if row_weight is None else row_weight, len(y), N, K,
+        EVEN_K=K % config["BK"] == 0, **mode, **config,
     )  # fmt: skip
     return y

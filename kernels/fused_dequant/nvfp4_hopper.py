@@ -49,7 +49,7 @@ from fused_dequant.chain import chained
 from fused_dequant.formats import FRAGMENT
 from fused_dequant.hopper import follow, thread_barrier
 from fused_dequant.nvfp4_decode import decode, fragment_layout
-from fused_dequant.routing import Routing
+from fused_dequant.routing import DENSE, Routing, place_results
 
 
 @gluon.jit
@@ -500,8 +500,7 @@ def nvfp4_hopper(
     ]
     nvfp4_hopper_kernel[grid](
         *boxes, words, scales, factor, y, y, y, y, y, y, M, N, K,
-        TOPK=1, GROUPED=False, GELU_MUL=False, WEIGHTED=False, EVEN_K=K % config["BK"] == 0,
-        NARROWER=0, **chained(x.device), **config,
+        EVEN_K=K % config["BK"] == 0, NARROWER=0, **DENSE, **chained(x.device), **config,
     )  # fmt: skip
     return y
 
@@ -522,13 +521,10 @@ def grouped_nvfp4_hopper(
     no such split). `config["BM"] + config["MORE"]` must equal `routing.block`.
     """
     N, K = words.shape[1] * FRAGMENT, x.shape[1]
-    down = row_weight is not None
-    total = len(x) if down else len(x) * routing.topk
-    y = torch.empty(total, N if down else N // 2, dtype=torch.bfloat16, device=x.device)
+    y, mode = place_results(x, N, routing, row_weight)
     nvfp4_hopper_kernel[(N // config["BN"], routing.max_blocks)](
         x, x, words, scales, factor, y, routing.slots, routing.block_expert, routing.block_rows,
-        routing.block_count, y if row_weight is None else row_weight, total, N, K,
-        TOPK=1 if down else routing.topk, GROUPED=True, GELU_MUL=not down,
-        WEIGHTED=down, EVEN_K=K % config["BK"] == 0, **chained(x.device), **config,
+        routing.block_count, y if row_weight is None else row_weight, len(y), N, K,
+        EVEN_K=K % config["BK"] == 0, **mode, **chained(x.device), **config,
     )  # fmt: skip
     return y

@@ -50,6 +50,24 @@ class Routing:
         return len(self.block_expert)
 
 
+# How a product's kernel runs when it is dense; `place_results` has the two modes of experts.
+DENSE = {"TOPK": 1, "GROUPED": False, "GELU_MUL": False, "WEIGHTED": False}
+
+
+def place_results(
+    x: torch.Tensor, N: int, routing: Routing, row_weight: torch.Tensor | None
+) -> tuple[torch.Tensor, dict[str, int]]:
+    """Empty results of one of the experts' two products with N rows of weights, and its kernel's mode.
+
+    gate_up, without `row_weight`: x has a row a token, gate and up are combined -> bf16 [slots, N/2].
+    down, with `row_weight` f32 [slots]: x has a row a slot, results are multiplied -> bf16 [slots, N].
+    """
+    down = row_weight is not None
+    slots, topk = (len(x), 1) if down else (len(x) * routing.topk, routing.topk)
+    y = torch.empty(slots, N if down else N // 2, dtype=torch.bfloat16, device=x.device)
+    return y, {"TOPK": topk, "GROUPED": True, "GELU_MUL": not down, "WEIGHTED": down}
+
+
 def max_blocks(slots: int, experts: int, block: int) -> int:
     """Most blocks any routing of `slots` slots can need."""
     return min(experts, slots) + slots // block

@@ -6,7 +6,7 @@ descriptors into ordinary loads.
 
 lm_head: persistent programs, one an SM, each looping over tiles so that the loads of the next tile
 run under the epilogue of the last. Logits leave as bf16 [M, V], once: in float32 the 256 x 262,144
-logits of one canvas would be 268 MB a copy. `vocabulary_hopper` has a faster one for sm_90.
+logits of one canvas would be 268 MB a copy. `vocabulary_hopper` has another for sm_90.
 
 Soft embedding, softmax(logits / T) @ embedding, the input of self-conditioning:
 K = V is 262,144 long and M x H only 22 tiles, so K is split into S ranges to fill the machine,

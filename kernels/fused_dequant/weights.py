@@ -21,8 +21,6 @@ import torch
 
 from fused_dequant import formats
 
-FRAGMENT_CAPABILITY = (9, 0)  # `wgmma` exists on sm_90 alone
-
 
 @dataclass(frozen=True)
 class Weight:
@@ -65,7 +63,7 @@ class Weight:
 
 def bf16(weight: torch.Tensor) -> Weight:
     """Weight [N, K] or [E, N, K]."""
-    return Weight("bf16", _with_experts(weight.to(torch.bfloat16), 3))
+    return Weight("bf16", _with_experts(weight.to(torch.bfloat16)))
 
 
 def eight_bit(weight: torch.Tensor, scale: torch.Tensor) -> Weight:
@@ -73,7 +71,7 @@ def eight_bit(weight: torch.Tensor, scale: torch.Tensor) -> Weight:
     schemes = {dtype: scheme for scheme, dtype in formats.EIGHT_BIT.items()}
     if weight.dtype not in schemes:
         raise ValueError(f"an 8-bit weight is float8_e4m3fn or int8, got {weight.dtype}")
-    data = _with_experts(weight, 3)
+    data = _with_experts(weight)
     return Weight(schemes[weight.dtype], data, scale.float().reshape(data.shape[:2]).contiguous())
 
 
@@ -90,12 +88,12 @@ def nvfp4(
     `input_scale` the activations are quantized too (W4A4, Blackwell). On Hopper the weight is repacked
     into fragments when N and K are multiples of 64.
     """
-    data, blocks = _with_experts(packed, 3), _with_experts(scale, 3)
+    data, blocks = _with_experts(packed), _with_experts(scale)
     factor = (128.0 / global_scale.float()).reshape(len(data), -1).expand(-1, 2).contiguous()
     if input_scale is not None:
         return Weight("nvfp4_w4a4", data, blocks, factor, input_scale.float().reshape(1))
     whole = data.shape[1] % formats.FRAGMENT == 0 and data.shape[2] % (formats.FRAGMENT // 2) == 0
-    if whole and _is_hopper(data.device):
+    if whole and is_hopper(data.device):
         return Weight("nvfp4_fragments", *formats.to_fragments(data, blocks), factor)
     return Weight("nvfp4", data, blocks, factor)
 
@@ -119,15 +117,14 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tens
     return (runs * per_run[:, :, None, None]).flatten(1, 2)
 
 
-def _is_hopper(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device) == FRAGMENT_CAPABILITY
+def is_hopper(device: torch.device) -> bool:
+    """Whether this is a GPU of sm_90, which alone has `wgmma`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _is_split(factor: torch.Tensor) -> bool:
     return bool((factor[:, 0] != factor[:, 1]).any())
 
 
-def _with_experts(tensor: torch.Tensor, dims: int) -> torch.Tensor:
-    return tensor if tensor.dim() == dims else tensor[None]
+def _with_experts(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 3 else tensor[None]
