@@ -81,9 +81,13 @@ def test_jobs_that_come_together_begin_together(
     _, second = case.submit(1)
     case.canvas()
     assert finished(second).startswith("c1 ")
-    case.canvas()  # a slot is free, but the engine is not idle
+    assert case.engine.entered.acquire(timeout=20)
+    _, third = case.submit(1)
+    case.engine.allowed.release()
     assert finished(first).startswith("c1 ")
-    assert case.engine.batches == [[0, 1], [0]]
+    case.canvas()  # at once: the engine was not idle
+    assert finished(third).startswith("c1 ")
+    assert case.engine.batches == [[0, 1], [0], [0]]
 
 
 @pytest.mark.parametrize(("stops", "before"), [([], 0), (["zzz"], 1)])

@@ -148,10 +148,8 @@ class FusedEngine:
             if sequence.context + len(sequence.unencoded) + self.canvas_length > self.max_length:
                 raise InputError(f"slot {slot}: no canvas fits within {self.max_length} positions")
         self._encode_last(slots)
-        if (
-            meanwhile is not None
-        ):  # the GPU encodes: there is always something, a prompt or a canvas
-            meanwhile()
+        if meanwhile is not None:
+            meanwhile()  # the GPU encodes: there is always a prompt or a canvas
         samplers = {slot: self._slots[slot].sampler for slot in slots}
         done: dict[int, Canvas] = {}
         for sampler, group in by_sampler(samplers).items():
