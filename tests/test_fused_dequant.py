@@ -305,10 +305,23 @@ def test_candidates_fit_the_registers_and_hold_what_is_shipped() -> None:
                 continue
             accumulators = tuning.block_rows(config) * config["BN"] / (32 * config["num_warps"])
             assert accumulators <= tune.MAX_ACCUMULATORS
-        if product.verb.startswith("experts"):
+        if product.verb.startswith("experts") or product.verb == "lm_head":
             assert table[product.key][str(product.M)] in candidates, product
             seen += 1
-    assert seen == 24
+    assert seen == 28
+
+
+def test_kernels_are_compiled_once_and_hoppers_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every candidate of every product has its kernel among those to compile."""
+    jobs = [(p, c) for p in tune.products() for c in tune.candidates(p)]
+    kernels = tune.distinct(jobs)
+    assert len(kernels) < len(jobs)
+    wanted = {(p.verb, p.scheme, str(c)) for p, c in jobs}
+    assert wanted == {(p.verb, p.scheme, str(c)) for p, c in kernels}
+    monkeypatch.setattr(tune, "_hopper_or_none", lambda: False)
+    elsewhere = [c for p in tune.products() if p.verb == "lm_head" for c in tune.candidates(p)]
+    assert elsewhere
+    assert all("BM" in config for config in elsewhere)
 
 
 def test_buckets_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -338,6 +338,16 @@ def test_batch_invariant_engine(tiny_checkpoint: Path) -> None:
     assert set(engine._commits) == {(4, 16), (4, 256)}  # canvases, and prompts longer than one
 
 
+@pytest.mark.parametrize("room", [17, 30, 700])
+def test_warm_up_fits_the_context(tiny_checkpoint: Path, room: int) -> None:
+    """A canvas is 16: room for a prompt of 1, of less than a canvas, and for chunks of 512."""
+    engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=1, max_context=room)
+    engine.warm_up(replace(SAMPLER, max_denoising_steps=1))
+    assert ((1, 512) in engine._commits) == (room == 700)
+    assert engine._commits
+    engine.admit(0, [5], 0, SAMPLER)
+
+
 def test_engine_refuses(tiny_checkpoint: Path) -> None:
     weights = load_packed(tiny_checkpoint, "cpu")
     engine = FusedEngine(weights, capacity=1, max_context=128)

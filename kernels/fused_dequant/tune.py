@@ -33,7 +33,7 @@ from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.reference import relative_error
 from fused_dequant.timing import measure
 from fused_dequant.tuning import Config
-from fused_dequant.weights import Weight
+from fused_dequant.weights import Weight, is_hopper
 
 TOKENS = (64, 256, 1024)
 BUFFER_BYTES = 200 * 2**20  # several times the L2
@@ -84,13 +84,18 @@ def _config(names: str, *values: int) -> Config:
 
 def candidates(product: Product) -> Iterator[Config]:
     """Configurations worth timing whose accumulators fit the registers."""
-    if product.verb == "lm_head":  # the Hopper kernel, whose tiles are fixed
+    if product.verb == "lm_head" and _hopper_or_none():  # a kernel whose tiles are fixed
         yield {"STAGES": 3}
         yield {"STAGES": 4}
     for config in _sweep(product):
         accumulators = tuning.block_rows(config) * config["BN"] // (32 * config["num_warps"])
         if accumulators <= MAX_ACCUMULATORS:
             yield config
+
+
+def _hopper_or_none() -> bool:
+    """Whether no GPU is here that lacks Hopper's instructions."""
+    return not torch.cuda.is_available() or is_hopper(torch.device("cuda"))
 
 
 def _sweep(product: Product) -> Iterator[Config]:
@@ -237,13 +242,19 @@ def _compile(job: tuple[Product, Config]) -> str | None:
     return None
 
 
+def distinct(jobs: list[tuple[Product, Config]]) -> list[tuple[Product, Config]]:
+    """One job for each kernel: products of other shapes share theirs, unless K leaves a remainder."""
+    keys = {(p.verb, p.scheme, p.K % c.get("BK", 1), str(c)): (p, c) for p, c in jobs}
+    return list(keys.values())
+
+
 def compile_all(jobs: list[tuple[Product, Config]]) -> None:
     """Fill Triton's cache, one worker a core."""
-    distinct = {(p.verb, p.scheme, p.K % c["BK"], str(c)): (p, c) for p, c in jobs}
+    kernels = distinct(jobs)
     started = time.monotonic()
     with multiprocessing.get_context("spawn").Pool() as pool:
-        failures = [f for f in pool.imap_unordered(_compile, distinct.values(), chunksize=4) if f]
-    print(f"compiled {len(distinct)} candidates in {time.monotonic() - started:.0f} s")
+        failures = [f for f in pool.imap_unordered(_compile, kernels, chunksize=4) if f]
+    print(f"compiled {len(kernels)} candidates in {time.monotonic() - started:.0f} s")
     for failure in failures:
         print("  did not compile:", failure[:300])
 

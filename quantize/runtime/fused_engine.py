@@ -169,7 +169,9 @@ class FusedEngine:
         for length in range(self._short + 1, longest + SHORT, SHORT):
             self.admit(0, [1] * min(length, longest), 0, sampler)
             self.release(0)
-        prompt = [1] * (1 if self._short == self.canvas_length else self.canvas_length + 1)
+        # One token more than a canvas takes the pass of short prompts, where that is another.
+        over = 1 if self._short == self.canvas_length else self.canvas_length + 1
+        prompt = [1] * min(over, self.max_length - self.canvas_length)
         bucket = self._smallest
         while bucket <= _bucket(self.capacity):
             slots = range(min(bucket, self.capacity))
@@ -276,8 +278,7 @@ class FusedEngine:
                 fits = left <= self.canvas_length
                 behind.setdefault(self.canvas_length if fits else self._short, []).append(slot)
         for length, group in behind.items():
-            sequences = [self._slots[slot] for slot in self._padded(group)]
-            rows = zip(self._padded(group), sequences, strict=True)
+            rows = [(slot, self._slots[slot]) for slot in self._padded(group)]
             self._encode([(slot, s.context, s.unencoded) for slot, s in rows], length)
             for slot in group:
                 sequence = self._slots[slot]
