@@ -16,7 +16,8 @@ At 1,024 tokens an expert has 64 +- 8 of them: blocks of 64 read half the expert
 holds its real rows (`compute_rows`), because no real routing is even.
 
 The epilogue may apply `gelu_mul` to interleaved gate and up rows, or multiply by a routing weight: each
-saves one pass over the result.
+saves one pass over the result. Results ask to stay in the L2 (`tiles.KEPT`): the next kernel reads
+them, while the weights that stream past are read once.
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
@@ -33,7 +34,7 @@ import triton.language as tl
 from fused_dequant import tuning
 from fused_dequant.chain import chained, follow
 from fused_dequant.routing import DENSE, Routing, place_results
-from fused_dequant.tiles import block_rows, split_gate_up
+from fused_dequant.tiles import KEPT, block_rows, split_gate_up
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 
@@ -89,7 +90,8 @@ def store_rows(
         result *= weight[None, :]
     column = tile * columns + tl.arange(0, columns)
     place = y + slot.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(place, result.T.to(y.dtype.element_ty), mask=real[:, None] & (column[None, :] < width))
+    mask = real[:, None] & (column[None, :] < width)
+    tl.store(place, result.T.to(y.dtype.element_ty), mask=mask, eviction_policy=KEPT)
 
 
 @triton.jit

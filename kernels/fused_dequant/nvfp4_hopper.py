@@ -50,6 +50,7 @@ from fused_dequant.formats import FRAGMENT
 from fused_dequant.hopper import follow, thread_barrier
 from fused_dequant.nvfp4_decode import decode, fragment_layout
 from fused_dequant.routing import DENSE, Routing, place_results
+from fused_dequant.tiles import KEPT
 
 
 @gluon.jit
@@ -126,7 +127,7 @@ def store_rows(
         result *= weight[:, None]
     mask = (slot < total)[:, None] & (column < width)
     place = y + slot.to(gl.int64)[:, None] * width + column
-    gl.store(place, result.to(y.dtype.element_ty), mask=mask)
+    gl.store(place, result.to(y.dtype.element_ty), mask=mask, eviction_policy=KEPT)
 
 
 @gluon.constexpr_function

@@ -18,6 +18,9 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of them is 0 and not NaN
 FAR = tl.constexpr(1 << 30)  # behind every position of a sequence
+# Where the results of a product belong: experts' (11 MB for a canvas) would otherwise leave the L2
+# before they are read, pushed out by 700 MB of weights (FP8: 0.12 ms of 9.5 a forward).
+KEPT = tl.constexpr("evict_last")
 
 
 @triton.jit
