@@ -71,6 +71,7 @@ class Bench:
     torch: str
     context: int
     lm_head: str
+    soft_embedding: str
     weight_bytes: int
     peak_bytes: int
     load_seconds: float
@@ -89,6 +90,7 @@ def bench(
     context: int,
     canvases: int,
     lm_head: str = "bf16",
+    soft_embedding: str = "bf16",
     experts_hit: int | None = None,
     hourly_price: float | None = None,
 ) -> Bench:
@@ -103,6 +105,7 @@ def bench(
         context: tokens of the prompt.
         canvases: canvases measured for each row, at least 1.
         lm_head: "bf16" or "fp8".
+        soft_embedding: the same.
         experts_hit: with random weights, route to so many experts only.
         hourly_price: of the machine, for the cost of a million tokens.
 
@@ -120,14 +123,15 @@ def bench(
     started = time.monotonic()
     if checkpoint is not None:
         weights = load_packed(
-            checkpoint, "cuda", head=lm_head, on_layer=lambda layers: track(layers, "layers loaded")
-        )
+            checkpoint, "cuda", head=lm_head, soft=soft_embedding,
+            on_layer=lambda layers: track(layers, "layers loaded"),
+        )  # fmt: skip
     else:
-        weights = _random(random, config, lm_head, experts_hit)
+        weights = _random(random, config, (lm_head, soft_embedding), experts_hit)
     torch.cuda.synchronize()
     loaded = time.monotonic() - started
     say(f"{weights.nbytes / 1e9:.1f} GB of weights after {loaded:.0f} s")
-    room = context + (canvases + 3) * weights.config.canvas_length
+    room = context + 2 * weights.config.canvas_length
     engine = FusedEngine(weights, capacity=max(batches), max_context=room)
     prompts = _prompts(weights, context, max(batches))
     hit = _experts_hit(engine, prompts[0])
@@ -140,6 +144,7 @@ def bench(
         torch=torch.__version__,
         context=context,
         lm_head=lm_head,
+        soft_embedding=soft_embedding,
         weight_bytes=weights.nbytes,
         peak_bytes=0,
         load_seconds=loaded,
@@ -165,13 +170,17 @@ def _sampler(steps: str, checkpoint: Path | None) -> Sampler:
 
 
 def _random(
-    mix: str | None, config: dict[str, Any] | None, lm_head: str, experts_hit: int | None
+    mix: str | None,
+    config: dict[str, Any] | None,
+    vocabulary: tuple[str, str],
+    experts_hit: int | None,
 ) -> TextWeights:
     if mix not in MIXES or config is None:
         raise InputError(f"random weights {mix!r}: one of {', '.join(MIXES)}")
     kinds = ("experts", "attention", "mlp")
     schemes: dict[str, str] = dict(zip(kinds, MIXES[mix], strict=True))
-    return random_weights(config, schemes, "cuda", head=lm_head, experts_hit=experts_hit)
+    head, soft = vocabulary
+    return random_weights(config, schemes, "cuda", head=head, soft=soft, experts_hit=experts_hit)
 
 
 def _prompts(weights: TextWeights, length: int, count: int) -> list[list[int]]:
@@ -205,27 +214,38 @@ class _Times:
 def _measure(
     engine: FusedEngine, prompts: list[list[int]], sampler: Sampler, canvases: int
 ) -> _Times:
+    """Time the first canvas from its prompt on, then canvases with the encoding of the one before.
+
+    Those stand behind as many tokens as the prompts have, of which the last are a canvas.
+    """
     slots = list(range(len(prompts)))
 
-    def admit() -> None:
+    def admit(left_out: int) -> None:
         for slot in slots:
             engine.release(slot)
-            engine.admit(slot, prompts[slot], slot, sampler)
+            prompt = prompts[slot]
+            engine.admit(slot, prompt[: max(1, len(prompt) - left_out)], slot, sampler)
 
-    admit()
+    def stand_behind_context() -> None:
+        admit(engine.canvas_length)
+        engine.denoise(slots)
+
+    admit(0)
     for _ in range(2):  # captures the graphs: the step's, and from the second canvas the encoder's
         engine.denoise(slots)
     started = time.perf_counter()
-    admit()
+    admit(0)
     engine.denoise(slots)
     first = time.perf_counter() - started
     seconds: list[float] = []
     steps = 0
     for _ in range(canvases):
+        stand_behind_context()
         started = time.perf_counter()
         done = engine.denoise(slots)
         seconds.append(time.perf_counter() - started)
         steps += max(canvas.steps for canvas in done)
+    stand_behind_context()
     parts = engine.profile_step(slots)
     forwards = steps / canvases + 1
     return _Times(first * 1e3, statistics.median(seconds) * 1e3, forwards, parts)
@@ -260,7 +280,8 @@ def tables(result: Bench) -> list[Table]:
     title = (
         f"{result.model} on {result.device}: {result.weight_bytes / 1e9:.1f} GB of weights, "
         f"{result.peak_bytes / 1e9:.1f} GB at most, context {result.context}, lm_head "
-        f"{result.lm_head}, loaded in {result.load_seconds:.0f} s"
+        f"{result.lm_head}, soft embedding {result.soft_embedding}, loaded in "
+        f"{result.load_seconds:.0f} s"
     )
     speed = Table(title=title, title_justify="left")
     columns = ["batch", "steps", "ms/forward", "ms/canvas", "tokens/s", "first canvas ms", "floor"]

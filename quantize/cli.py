@@ -425,6 +425,10 @@ def _served_name(checkpoint: str, folder: Path) -> str:
     help="fp8 rounds the output embedding at load, which no accuracy here was measured with.",
 )  # fmt: skip
 @click.option(
+    "--soft-embedding", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True,
+    help="fp8 rounds the embedding and the probabilities of self-conditioning.",
+)  # fmt: skip
+@click.option(
     "--experts-hit", type=click.IntRange(8, 128),
     help="With random weights: route to so many experts only.",
 )  # fmt: skip
@@ -440,6 +444,7 @@ def bench(
     context: int,
     canvases: int,
     lm_head: str,
+    soft_embedding: str,
     experts_hit: int | None,
     hourly_price: float | None,
     as_json: bool,
@@ -470,6 +475,7 @@ def bench(
         context=context,
         canvases=canvases,
         lm_head=lm_head,
+        soft_embedding=soft_embedding,
         experts_hit=experts_hit,
         hourly_price=hourly_price,
     )

@@ -212,7 +212,9 @@ def test_opcheck() -> None:
     )  # fmt: skip
     torch.library.opcheck(ops.quantize_rows.default, (x, True, "int8"))
     embedding = cases.random_tokens(64, 16, "cpu")
-    torch.library.opcheck(ops.soft_embedding.default, (x, embedding, torch.full((len(x),), 1.5)))
+    torch.library.opcheck(
+        ops.soft_embedding.default, (x, embedding, None, torch.full((len(x),), 1.5))
+    )
 
 
 def test_errors_name_what_is_wrong() -> None:

@@ -299,17 +299,31 @@ CASES = [
             ("bf16", "bf16", 64, "HGMMA"),
         )
     ),
-    Case(
-        "soft embedding",
-        vocabulary.split_k_kernel,
-        {
-            "p": "tensordesc<bf16[64, 64]>",
-            "embedding": "tensordesc<bf16[64, 128]>",
-            "partial": "*fp32",
-        }
-        | dict.fromkeys(("M", "V", "H", "length"), "i32"),
-        tile(BM=64, BN=128, BK=64),
-        HALF,
+    *(
+        Case(
+            name,
+            vocabulary.split_k_kernel,
+            {"p": p, "embedding": embedding, "partial": "*fp32"}
+            | dict.fromkeys(("M", "V", "H", "length"), "i32"),
+            tile(TRANSPOSED=transposed, BM=64, BN=128, BK=64),
+            cores,
+        )
+        for name, p, embedding, transposed, cores in (
+            (
+                "soft embedding",
+                "tensordesc<bf16[64, 64]>",
+                "tensordesc<bf16[64, 128]>",
+                False,
+                HALF,
+            ),
+            (
+                "soft embedding fp8",
+                "tensordesc<fp8e4nv[64, 64]>",
+                "tensordesc<fp8e4nv[128, 64]>",
+                True,
+                {90: "QGMMA"},
+            ),
+        )
     ),
 ]
 QUICK = {
@@ -371,7 +385,7 @@ LAYER |= {"tokens": "*i64", "embedding": "*bf16", "update": "*bf16", "factor": "
 LAYER |= {"weight": "*bf16", "gate_up": "*bf16", "K": "i32"}
 ROUTER = {"x": "*bf16", "w": "*bf16", "partial": "*fp32", "M": "i32", "E": "i32", "K": "i32"}
 ROUTER |= {"per_expert_scale": "*bf16", "ids": "*i32", "weights": "*fp32"}
-SOFT = dict.fromkeys(("anchors", "total", "inverse_temperature", "partial"), "*fp32")
+SOFT = dict.fromkeys(("anchors", "total", "inverse_temperature", "partial", "scale"), "*fp32")
 SOFT |= {"logits": "*bf16", "p": "*bf16", "out": "*bf16"} | dict.fromkeys(
     ("M", "V", "H", "length"), "i32"
 )
@@ -394,8 +408,16 @@ BETWEEN = [  # kernel, signature, constants, warps
     (residual.begin_kernel, LAYER, ROW | {"UPDATED": True, "NORMED": True}, 8),
     (residual.scaled_norm_kernel, LAYER | {"x": "*bf16"}, {"BLOCK": 4096}, 8),
     (residual.gelu_mul_kernel, LAYER, {"BLOCK": 1024}, 4),
-    (vocabulary.exponential_kernel, SOFT, {"HARDWARE": True, "EIGHTS": 128}, 2),
-    (vocabulary.reduce_kernel, SOFT, {"SPLITS": 6, "RANGES": 8, "BLOCK": 1024}, 4),
+    *(
+        (vocabulary.exponential_kernel, SOFT | {"p": p}, {"HARDWARE": True, "EIGHTS": 128}, 2)
+        for p in ("*bf16", "*fp8e4nv")
+    ),
+    (
+        vocabulary.reduce_kernel,
+        SOFT,
+        {"SCALED": True, "SPLITS": 6, "RANGES": 8, "BLOCK": 1024},
+        4,
+    ),
     (router.logits_kernel, ROUTER, {"STEPS": 2, "EXPERTS": 128, "BM": 64, "BK": 256}, 8),
     (router.choose_kernel, ROUTER, {"SPLITS": 11, "TOPK": 8, "EXPERTS": 128}, 1),
 ]
@@ -439,5 +461,7 @@ def test_elementwise_kernels(target: int) -> None:
     chained = {"CHAINED": target >= 90}
     sampler = [(k, SAMPLER_POINTERS | COUNTS, c, warps) for k, c, warps in SAMPLER]
     for kernel, signature, constants, warps in BETWEEN + sampler:
+        if target < 89 and "*fp8e4nv" in signature.values():
+            continue
         reports.append(compile_for(target, kernel, signature, constants | chained, num_warps=warps))
     assert all(report.spills == 0 and report.stack == 0 for report in reports)

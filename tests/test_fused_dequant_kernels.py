@@ -266,7 +266,30 @@ def test_lm_head_and_soft_embedding() -> None:
     logits = (cases.random_tokens(tokens, vocabulary, DEVICE, seed=3) * 5).contiguous()
     sharpness = torch.linspace(1, 2.5, tokens, device=DEVICE)
     expected = reference.soft_embedding(logits, table, sharpness, torch.float64)
-    assert_close(launch().soft_embedding(logits, table, sharpness), expected, 4e-3)
+    assert_close(launch().soft_embedding(logits, table, None, sharpness), expected, 4e-3)
+
+
+def test_soft_embedding_in_fp8() -> None:
+    """Of powers of two, which e4m3 holds, as exact as bf16; else within e4m3's rounding, 2^-4."""
+    tokens, vocabulary, hidden = (5, 3104, 80) if INTERPRETED else (256, 65536 + 16, 2816)
+    embedding = cases.random_weight("fp8", 1, hidden, vocabulary, DEVICE)
+    values = weights.dequantize(embedding, torch.float64)[0].T
+    logits = (cases.random_tokens(tokens, vocabulary, DEVICE, seed=3) * 3).contiguous()
+    logits[0, vocabulary - 7] = 4000  # far above the first logits of its range
+    logits[1, : vocabulary // 2] = -float("inf")
+    natural, base_2 = (
+        torch.ones(tokens, device=DEVICE),
+        torch.full((tokens,), 0.69314718, device=DEVICE),
+    )
+    for x, sharpness, tolerance in (
+        (logits, natural, 3e-2), (logits.round().clamp(min=-6), base_2, TOLERANCE["fp8"]),
+    ):  # fmt: skip
+        y = launch().soft_embedding(x, embedding.data[0], embedding.scale[0], sharpness)
+        expected = reference.soft_embedding(x, values, sharpness, torch.float64)
+        assert_close(y, expected, tolerance)
+        assert_close(y[0], values[vocabulary - 7], 2e-3)
+    plain = reference.soft_embedding_fp8(logits, embedding.data[0], embedding.scale[0], natural)
+    assert_close(plain, reference.soft_embedding(logits, values, natural, torch.float64), 3e-2)
 
 
 def test_soft_embedding_of_logits_far_apart() -> None:
@@ -279,7 +302,7 @@ def test_soft_embedding_of_logits_far_apart() -> None:
     logits[2, : V // 2 + 5] = -float("inf")
     logits[3, 4000:] -= 300
     sharpness = torch.tensor([0.7, 1.0, 1.5, 1.0, 40.0], device=DEVICE)
-    y = launch().soft_embedding(logits, table, sharpness)
+    y = launch().soft_embedding(logits, table, None, sharpness)
     for row in range(5):
         expected = reference.soft_embedding(
             logits[row : row + 1], table, sharpness[row : row + 1], torch.float64

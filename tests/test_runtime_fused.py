@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fused_dequant import Weight
 from PIL import Image
 from transformers import DiffusionGemmaForBlockDiffusion
 
@@ -119,6 +120,21 @@ def two_steps(
 def relative(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> torch.Tensor:
     pairs = zip(actual, expected, strict=True)
     return torch.stack([(a.float() - e).norm() / e.norm() for a, e in pairs])
+
+
+def test_vocabulary_in_fp8() -> None:
+    """The bundled model's: as far from bf16 as e4m3 rounds, and no further."""
+    plain, rounded = (load_packed(CHECKPOINT, "cpu", head=s, soft=s) for s in ("bf16", "fp8"))
+    assert isinstance(rounded.soft, Weight)
+    assert rounded.nbytes == plain.nbytes + rounded.head.bytes + rounded.soft.bytes
+    models = [
+        FusedModel(w, Cache.allocate(w.config, 1, 128, 128, DEVICE)) for w in (plain, rounded)
+    ]
+    logits = torch.randn(64, len(plain.embedding), generator=torch.Generator().manual_seed(1)) * 3
+    expected, soft = (
+        model.soft_embedding(logits.to(torch.bfloat16), torch.ones(64)).float() for model in models
+    )
+    assert 1e-3 < (soft - expected).norm() / expected.norm() < 4e-2
 
 
 def test_chunks_and_slots_do_not_matter(tiny_checkpoint: Path) -> None:

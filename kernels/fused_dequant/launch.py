@@ -146,12 +146,16 @@ def head(
 
 
 def soft_embedding(
-    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: torch.Tensor
+    logits: torch.Tensor,
+    embedding: torch.Tensor,
+    scale: torch.Tensor | None,
+    inverse_temperature: torch.Tensor,
 ) -> torch.Tensor:
-    """See `ops.soft_embedding`."""
-    V, H = embedding.shape
-    config = tuning.choose("soft_embedding", "bf16", len(logits), H, V, logits.device)
-    return vocabulary.soft_embedding(logits, embedding, inverse_temperature, config)
+    """See `ops.soft_embedding`; `scale` of an embedding e4m3 [H, V]."""
+    H, V = embedding.shape[::-1] if scale is None else embedding.shape
+    scheme = "bf16" if scale is None else "fp8"
+    config = tuning.choose("soft_embedding", scheme, len(logits), H, V, logits.device)
+    return vocabulary.soft_embedding(logits, embedding, scale, inverse_temperature, config)
 
 
 def attend_parts(

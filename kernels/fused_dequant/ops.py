@@ -160,19 +160,28 @@ def lm_head(
 
 
 def soft_embedding(
-    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: torch.Tensor | float
+    logits: torch.Tensor,
+    embedding: torch.Tensor | Weight,
+    inverse_temperature: torch.Tensor | float,
 ) -> torch.Tensor:
-    """Logits bf16 or f32 [M, V], embedding bf16 [V, H] -> softmax(logits / T) @ embedding, bf16 [M, H].
+    """Logits bf16 or f32 [M, V], embedding [V, H] -> softmax(logits / T) @ embedding, bf16 [M, H].
 
-    A tensor f32 [M] holds a temperature a row, which a CUDA graph may find changed at each replay.
+    The embedding is bf16 [V, H], or a weight of FP8 [1, H, V]: transposed, a scale per column of the
+    embedding; probabilities are rounded to e4m3 then. A tensor f32 [M] holds a temperature a row, which
+    a CUDA graph may find changed at each replay.
     """
     if not isinstance(inverse_temperature, torch.Tensor):
         inverse_temperature = torch.full((len(logits),), inverse_temperature, device=logits.device)
-    if logits.shape[1] != len(embedding):
+    scale = None
+    if isinstance(embedding, Weight):
+        if embedding.scheme != "fp8" or embedding.scale is None:
+            raise ValueError(f"the soft embedding takes bf16 or fp8, not {embedding.scheme}")
+        embedding, scale = embedding.data[0], embedding.scale[0]
+    if logits.shape[1] != embedding.shape[0 if scale is None else 1]:
         raise ValueError(
             f"logits {tuple(logits.shape)} and embedding {tuple(embedding.shape)}: V differs"
         )
-    return soft_embedding_op(logits, embedding, inverse_temperature)
+    return soft_embedding_op(logits, embedding, scale, inverse_temperature)
 
 
 @torch.library.custom_op("fused_dequant::linear", mutates_args=(), device_types="cuda")
@@ -379,26 +388,42 @@ def _(
 
 @torch.library.custom_op("fused_dequant::soft_embedding", mutates_args=(), device_types="cuda")
 def soft_embedding_op(
-    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: torch.Tensor
+    logits: torch.Tensor,
+    embedding: torch.Tensor,
+    scale: OptionalTensor,
+    inverse_temperature: torch.Tensor,
 ) -> torch.Tensor:
     """CUDA implementation of `soft_embedding`."""
     from fused_dequant import launch
 
-    return launch.soft_embedding(logits.contiguous(), embedding, inverse_temperature)
+    if scale is not None:
+        require("fp8", logits.device)
+    return launch.soft_embedding(logits.contiguous(), embedding, scale, inverse_temperature)
 
 
 @soft_embedding_op.register_kernel("cpu")
 def _(
-    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: torch.Tensor
+    logits: torch.Tensor,
+    embedding: torch.Tensor,
+    scale: OptionalTensor,
+    inverse_temperature: torch.Tensor,
 ) -> torch.Tensor:
-    return reference.soft_embedding(logits, embedding, inverse_temperature).to(torch.bfloat16)
+    if scale is not None:
+        soft = reference.soft_embedding_fp8(logits, embedding, scale, inverse_temperature)
+    else:
+        soft = reference.soft_embedding(logits, embedding, inverse_temperature)
+    return soft.to(torch.bfloat16)
 
 
 @soft_embedding_op.register_fake
 def _(
-    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: torch.Tensor
+    logits: torch.Tensor,
+    embedding: torch.Tensor,
+    scale: OptionalTensor,
+    inverse_temperature: torch.Tensor,
 ) -> torch.Tensor:
-    return embedding.new_empty(len(logits), embedding.shape[1])
+    H = embedding.shape[1] if scale is None else len(embedding)
+    return logits.new_empty(len(logits), H, dtype=torch.bfloat16)
 
 
 def _round_activation(x: torch.Tensor, scheme: str, input_scale: OptionalTensor) -> torch.Tensor:

@@ -76,6 +76,22 @@ def soft_embedding(
     return torch.softmax(scaled, -1) @ embedding.to(dtype)
 
 
+def soft_embedding_fp8(
+    logits: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    inverse_temperature: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The same with codes e4m3 [H, V], scale [H], and probabilities rounded to e4m3, the largest of a
+    row being 2^8. The kernels round by ranges of a row, from other maxima.
+    """
+    x = logits.to(dtype) * inverse_temperature.to(dtype)[:, None]
+    p = torch.exp(x - x.amax(1, keepdim=True)) * 256
+    p = p.to(torch.float8_e4m3fn).to(dtype)
+    return (p / p.sum(1, keepdim=True)) @ codes.to(dtype).T * scale.to(dtype)
+
+
 def attention_heads(
     qkv: torch.Tensor,
     q_weight: torch.Tensor,

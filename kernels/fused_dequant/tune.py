@@ -72,8 +72,8 @@ def products() -> Iterator[Product]:
         yield Product("linear", scheme, M, N, K)
     for scheme, M in itertools.product(("bf16", "fp8"), TOKENS[1:]):
         yield Product("lm_head", scheme, M, cases.VOCABULARY, cases.HIDDEN)
-    for M in TOKENS[1:]:
-        yield Product("soft_embedding", "bf16", M, cases.HIDDEN, cases.VOCABULARY)
+    for scheme, M in itertools.product(("bf16", "fp8"), TOKENS[1:]):
+        yield Product("soft_embedding", scheme, M, cases.HIDDEN, cases.VOCABULARY)
     for scheme, M, (N, K) in itertools.product(("int8", "bf16"), TOKENS[1:], cases.LINEAR_SHAPES):
         yield Product("linear", scheme, M, N, K)
 
@@ -104,7 +104,7 @@ def _sweep(product: Product) -> Iterator[Config]:
         for splits, (BM, BN, warps), BK, stages in itertools.product(
             (3, 6, 12),
             ((128, 256, 8), (128, 128, 8), (256, 128, 8), (64, 256, 4)),
-            (32, 64),
+            (32, 64) if product.scheme == "bf16" else (64, 128),
             (3, 4),
         ):
             yield _config("SPLITS BM BN BK num_warps num_stages", splits, BM, BN, BK, warps, stages)
@@ -189,17 +189,21 @@ def operands(product: Product, device: str) -> Operands:
     """Random operands, or blank ones on "meta"."""
     grouped, down = product.verb.startswith("experts"), product.verb == "experts_down"
     rows = product.M * (cases.TOPK if down else 1)
-    N, K = (product.K, product.N) if product.verb == "soft_embedding" else (product.N, product.K)
+    soft = (
+        product.verb == "soft_embedding"
+    )  # takes logits; its bf16 weight lies as the embedding does
+    N, K = (product.K, product.N) if soft and product.scheme == "bf16" else (product.N, product.K)
     experts = cases.EXPERTS if grouped else 1
-    dtype = EIGHT_BIT.get(product.scheme, torch.bfloat16)
+    scheme = "bf16" if soft else product.scheme
+    dtype = EIGHT_BIT.get(scheme, torch.bfloat16)
     row_weight = torch.ones(rows, device=device) if down else None
     if device == "meta":
         x = torch.empty(rows, product.K, dtype=dtype, device=device)
-        x_scale = torch.empty(rows, device=device) if product.scheme in EIGHT_BIT else None
+        x_scale = torch.empty(rows, device=device) if scheme in EIGHT_BIT else None
         weight = cases.blank_weight(product.scheme, experts, N, K, device)
         return Operands(x, x_scale, weight, row_weight, _blocks(product, device) if grouped else {})
     x, x_scale = cases.random_tokens(rows, product.K, device), None
-    if product.scheme in EIGHT_BIT:
+    if scheme in EIGHT_BIT:
         x, x_scale = quantize.quantize_rows(x, dtype)
     weight = cases.random_weight(product.scheme.split("_")[0], experts, N, K, device)
     return Operands(x, x_scale, weight, row_weight, _blocks(product, device) if grouped else {})
@@ -221,7 +225,8 @@ def call(product: Product, o: Operands, config: Config) -> torch.Tensor:
     """Launch one product as `launch` does, with a given configuration."""
     if product.verb == "soft_embedding":
         sharpness = torch.full((len(o.x),), 1.5, device=o.x.device)
-        return vocabulary.soft_embedding(o.x, o.weight.data[0], sharpness, config)
+        scale = None if o.weight.scale is None else o.weight.scale[0]
+        return vocabulary.soft_embedding(o.x, o.weight.data[0], scale, sharpness, config)
     if o.blocks:
         blocks = o.blocks[tuning.block_rows(config)]
         return launch.grouped(o.x, o.x_scale, o.weight, blocks, config, o.row_weight)

@@ -12,21 +12,22 @@ Soft embedding, softmax(logits / T) @ embedding, the input of self-conditioning:
 K = V is 262,144 long and M x H only 22 tiles, so K is split into S ranges to fill the machine,
 each with an anchor a_s of its own, near its maximum:
 
-    1. `exponential_kernel`  p = exp((l - a_s) / T) as bf16 [M, V], a_s and sum_s(p) [S, M]
+    1. `exponential_kernel`  p = exp((l - a_s) / T) as bf16 or e4m3 [M, V], a_s and sum_s(p) [S, M]
     2. `split_k_kernel`      partial_s f32 [S, M, H] = p[:, range s] @ embedding[range s]
     3. `reduce_kernel`       sum_s w_s * partial_s / sum_s w_s * sum_s(p), w_s = exp((a_s - max a) / T)
 
-The anchor need not be the maximum, because bf16 has the exponents of float32: p may be large. It is the
+The anchor need not be the maximum. bf16 has the exponents of float32: p may be large. It is the
 maximum of a range's first 1,024 logits, so that the logits are read once and no program holds more
 than a few of them.
 
 No atomics: two runs are equal bit for bit. p is unnormalised, so rounding it to bf16 costs 2^-9 of
 itself; the sums are of the rounded values, so the weights of a row add up to 1.
 
-FP8 (lm_head alone): with a per-row scale of the embedding the head is an ordinary FP8 product. The soft
-embedding stays bf16: Hopper's FP8 tensor cores want both operands contiguous along K, here V, which
-would need a second, transposed copy of the embedding (738 MB), and e4m3 has no room for the tail of a
-distribution over 262,144 tokens.
+FP8: with a per-row scale of the embedding the head is an ordinary FP8 product. The soft embedding wants
+a copy of its own (738 MB): Hopper's FP8 tensor cores take operands that are contiguous along K, here V,
+so the embedding is transposed, with a scale per column. e4m3 holds 2^-10 to 448, so p is 2^3 at
+the first maximum, and 2^8 at the maximum of a range that is done again: tokens less than 2^-13 to
+2^-18 as probable as the likeliest of their range count as impossible.
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
@@ -44,8 +45,10 @@ from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import LOG2_E, LOWEST, tanh
 from fused_dequant.tuning import processors
 
-# An anchor may be 2^-96 of the most probable token: 262,144 of those times values of 1,000 are 2^124.
-REACH = tl.constexpr(96.0)
+# How large p may become, and what it is at a maximum: the first one, and that of a range done again.
+# Base-2 logarithms. bf16: 262,144 of 2^96 times values of 1,000 are 2^124.
+REACH, FIRST, AGAIN = tl.constexpr(96.0), tl.constexpr(0.0), tl.constexpr(0.0)
+REACH_8BIT, FIRST_8BIT, AGAIN_8BIT = tl.constexpr(8.5), tl.constexpr(3.0), tl.constexpr(8.0)
 
 
 @triton.jit
@@ -135,6 +138,31 @@ def rounded_exponential(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def rounded_to_8_bits(x, HARDWARE: tl.constexpr):
+    """2^x as e4m3, at most 448, and that e4m3 as float32; zero below 2^-10.
+
+    HARDWARE: four values at once. Of the compiler's own conversion back to float32 the sums were wrong
+    (triton 3.6, sm_90).
+    """
+    if HARDWARE:
+        p, p_wide = tl.inline_asm_elementwise(
+            "{ .reg .f32 e0, e1, e2, e3; .reg .b16 q0, q1, h0, h1; .reg .b32 h; "
+            "ex2.approx.ftz.f32 e0, $5; ex2.approx.ftz.f32 e1, $6; "
+            "ex2.approx.ftz.f32 e2, $7; ex2.approx.ftz.f32 e3, $8; "
+            "cvt.rn.satfinite.e4m3x2.f32 q0, e1, e0; cvt.rn.satfinite.e4m3x2.f32 q1, e3, e2; "
+            "mov.b32 $0, {q0, q1}; "
+            "cvt.rn.f16x2.e4m3x2 h, q0; mov.b32 {h0, h1}, h; cvt.f32.f16 $1, h0; cvt.f32.f16 $2, h1; "
+            "cvt.rn.f16x2.e4m3x2 h, q1; mov.b32 {h0, h1}, h; cvt.f32.f16 $3, h0; cvt.f32.f16 $4, h1; }",
+            "=r,=r,=r,=r,=r,r,r,r,r", [x], dtype=(tl.int8, tl.float32), is_pure=True, pack=4,
+        )  # fmt: skip
+        p = p.to(tl.float8e4nv, bitcast=True)
+    else:
+        p = tl.minimum(tl.exp2(x), 448.0).to(tl.float8e4nv)
+        p_wide = p.to(tl.float32)
+    return p, p_wide
+
+
+@triton.jit
 def range_exponentials(
     logits, p, count, anchor, sharpness, HARDWARE: tl.constexpr, EIGHTS: tl.constexpr
 ):
@@ -147,7 +175,10 @@ def range_exponentials(
         mask = column < count - start
         x = tl.load(logits + start + column, mask=mask, other=float("-inf")).to(tl.float32)
         tops = tl.maximum(tops, tl.max(x, 1))
-        rounded, wide = rounded_exponential((x - anchor) * sharpness, HARDWARE)
+        if p.dtype.element_ty == tl.float8e4nv:
+            rounded, wide = rounded_to_8_bits((x - anchor) * sharpness, HARDWARE)
+        else:
+            rounded, wide = rounded_exponential((x - anchor) * sharpness, HARDWARE)
         tl.store(p + start + column, rounded, mask=mask)
         sums += tl.sum(wide, 1)
     return tl.sum(sums), tl.max(tops)
@@ -169,9 +200,12 @@ def exponential_kernel(
 ):
     """Program (m, s): range s of row m, columns s * length to (s + 1) * length, 8 * EIGHTS at a time.
 
-    The anchor is the maximum of the first of them, so that the logits are read once. Where the range
-    turns out to hold a token more than 2^REACH times as probable, it is done again from that maximum.
+    p is 2^FIRST at the maximum of the first of them, so that the logits are read once.
+    Where the range turns out to hold a token with a p beyond 2^REACH, it is done again, with 2^AGAIN
+    at its maximum.
     """
+    EIGHT_BIT: tl.constexpr = p.dtype.element_ty == tl.float8e4nv
+    reach: tl.constexpr = REACH_8BIT if EIGHT_BIT else REACH
     follow(CHAINED)
     m, split = tl.program_id(0), tl.program_id(1)
     first = split * length
@@ -180,11 +214,13 @@ def exponential_kernel(
     p += m.to(tl.int64) * V + first
     column = tl.arange(0, 8 * EIGHTS)
     piece = tl.load(logits + column, mask=column < count, other=float("-inf"))
-    anchor = tl.maximum(tl.max(piece.to(tl.float32)), LOWEST)
     sharpness = tl.load(inverse_temperature + m) * LOG2_E
+    softness = tl.where(sharpness > 0.0, 1.0 / sharpness, 0.0)
+    anchor = tl.maximum(tl.max(piece.to(tl.float32)), LOWEST)
+    anchor -= softness * (FIRST_8BIT if EIGHT_BIT else FIRST)
     sums, top = range_exponentials(logits, p, count, anchor, sharpness, HARDWARE, EIGHTS)
-    if (top - anchor) * sharpness > REACH:
-        anchor = top
+    if (top - anchor) * sharpness > reach:
+        anchor = top - softness * (AGAIN_8BIT if EIGHT_BIT else AGAIN)
         sums, top = range_exponentials(logits, p, count, anchor, sharpness, HARDWARE, EIGHTS)
     tl.store(anchors + split * M + m, anchor)
     tl.store(total + split * M + m, sums)
@@ -200,6 +236,7 @@ def split_k_kernel(
     H,
     length,
     CHAINED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -207,13 +244,17 @@ def split_k_kernel(
     """partial[s] = p[:, range s] @ embedding[range s]; `length` is a multiple of BK.
 
     Descriptors of p [M, V] and embedding [V, H], boxes [BM, BK] and [BK, BN]: past V they read zeros.
+    TRANSPOSED: of embedding.T [H, V], box [BN, BK].
     """
     follow(CHAINED)
     m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
     split = tl.program_id(2)
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(split * length, tl.minimum((split + 1) * length, V), BK):
-        acc = tl.dot(p.load([m, k]), embedding.load([k, n]), acc)
+        if TRANSPOSED:
+            acc = tl.dot(p.load([m, k]), embedding.load([n, k]).T, acc)
+        else:
+            acc = tl.dot(p.load([m, k]), embedding.load([k, n]), acc)
     row, column = m + tl.arange(0, BM), n + tl.arange(0, BN)
     place = partial + (split * M + row).to(tl.int64)[:, None] * H + column[None, :]
     tl.store(place, acc, mask=(row < M)[:, None] & (column < H)[None, :])
@@ -224,16 +265,21 @@ def reduce_kernel(
     partial,
     anchors,
     total,
+    scale,
     out,
     M,
     H,
     inverse_temperature,
     CHAINED: tl.constexpr,
+    SCALED: tl.constexpr,
     SPLITS: tl.constexpr,
     RANGES: tl.constexpr,  # SPLITS rounded up to a power of two
     BLOCK: tl.constexpr,
 ):
-    """Combine the splits of row m, each weighted by exp((its anchor - the highest) / T)."""
+    """Combine the splits of row m, each weighted by exp((its anchor - the highest) / T).
+
+    SCALED: column h times scale[h].
+    """
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -248,22 +294,29 @@ def reduce_kernel(
         weight = tl.exp((tl.load(anchors + split * M + m) - highest) * sharpness)
         values = tl.load(partial + (split * M + m) * H + column, mask=column < H, other=0.0)
         acc += weight * values
+    if SCALED:
+        acc *= tl.load(scale + column, mask=column < H, other=0.0)
     tl.store(out + m * H + column, (acc / norm).to(out.dtype.element_ty), mask=column < H)
 
 
 def soft_embedding(
     logits: torch.Tensor,
     embedding: torch.Tensor,
+    scale: torch.Tensor | None,
     inverse_temperature: torch.Tensor,
     config: dict[str, int],
 ) -> torch.Tensor:
-    """Logits bf16 or f32 [M, V], embedding bf16 [V, H], 1 / T f32 [M] -> bf16 [M, H]."""
-    (M, V), H = logits.shape, embedding.shape[1]
+    """Logits bf16 or f32 [M, V], 1 / T f32 [M] -> bf16 [M, H].
+
+    The embedding is bf16 [V, H], or e4m3 [H, V] with a scale f32 [H].
+    """
+    M, V = logits.shape
+    H = embedding.shape[1] if scale is None else len(embedding)
     config = dict(config)
     length = triton.cdiv(triton.cdiv(V, config.pop("SPLITS")), config["BK"]) * config["BK"]
     splits = triton.cdiv(V, length)
     device = logits.device
-    p = torch.empty(M, V, dtype=torch.bfloat16, device=device)
+    p = torch.empty(M, V, dtype=embedding.dtype, device=device)
     anchors, total = torch.empty(2, splits, M, dtype=torch.float32, device=device)
     partial = torch.empty(splits, M, H, dtype=torch.float32, device=device)
     out = torch.empty(M, H, dtype=torch.bfloat16, device=device)
@@ -274,11 +327,13 @@ def soft_embedding(
     grid = (triton.cdiv(M, config["BM"]), triton.cdiv(H, config["BN"]), splits)
     BM, BN, BK = config["BM"], config["BN"], config["BK"]
     split_k_kernel[grid](
-        TensorDescriptor.from_tensor(p, [BM, BK]), TensorDescriptor.from_tensor(embedding, [BK, BN]),
-        partial, M, V, H, length, **chained(device), **config,
+        TensorDescriptor.from_tensor(p, [BM, BK]),
+        TensorDescriptor.from_tensor(embedding, [BK, BN] if scale is None else [BN, BK]),
+        partial, M, V, H, length, TRANSPOSED=scale is not None, **chained(device), **config,
     )  # fmt: skip
     reduce_kernel[(M, triton.cdiv(H, 1024))](
-        partial, anchors, total, out, M, H, inverse_temperature,
-        SPLITS=splits, RANGES=triton.next_power_of_2(splits), BLOCK=1024, **chained(device),
+        partial, anchors, total, total if scale is None else scale, out, M, H, inverse_temperature,
+        SCALED=scale is not None, SPLITS=splits, RANGES=triton.next_power_of_2(splits), BLOCK=1024,
+        **chained(device),
     )  # fmt: skip
     return out

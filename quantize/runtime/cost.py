@@ -100,4 +100,6 @@ def decoder_floor(
         parts["attention"] += rates.seconds(cells, flop, "bf16")
     V, H = weights.embedding.shape
     soft = rates.seconds(2 * V * H, 2 * rows * V * H, "bf16")
+    if isinstance(weights.soft, Weight):
+        soft = product(weights.soft)
     return parts | {"vocabulary": product(weights.head) + soft}

@@ -207,7 +207,7 @@ class FusedModel:
     def soft_embedding(self, logits: Tensor, inverse_temperature: Tensor) -> Tensor:
         """Return softmax(logits / T) @ embedding, not yet scaled as embeddings are: bf16 [M, H]."""
         with part("vocabulary"):
-            return soft_embedding(logits, self.weights.embedding, inverse_temperature)
+            return soft_embedding(logits, self.weights.soft, inverse_temperature)
 
     def _begin(
         self, tokens: Tensor, update: Tensor | None, *, decoder: bool

@@ -80,12 +80,14 @@ class SelfConditioning:
 class TextWeights:
     """The text stack, on one device. `embedding` bf16 [V, H]; `head` is it, or it in FP8.
 
+    `soft` is what the soft embedding multiplies with: the embedding, or it in FP8, transposed.
     `config` is transformers' configuration of the whole model.
     """
 
     config: Any
     embedding: Tensor
     head: Weight
+    soft: Tensor | Weight
     norm: Tensor
     self_conditioning: SelfConditioning
     layers: tuple[LayerWeights, ...]
@@ -99,8 +101,11 @@ class TextWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of the products' weights and the embedding."""
-        own = self.head.bytes if self.head.scheme != "bf16" else 0
-        total = self.embedding.numel() * 2 + own
+        total = self.embedding.numel() * 2
+        if self.head.scheme != "bf16":
+            total += self.head.bytes
+        if isinstance(self.soft, Weight):
+            total += self.soft.bytes
         for layer in self.layers:
             rows = (*layer.qkv, layer.o, *layer.gate_up, layer.down)
             total += sum(w.bytes for w in (*rows, layer.experts_gate_up, layer.experts_down))
@@ -112,6 +117,7 @@ def load_packed(
     device: str,
     *,
     head: str = "bf16",
+    soft: str = "bf16",
     on_layer: Callable[[Iterator[int]], Iterator[int]] = iter,
 ) -> TextWeights:
     """Load the text stack of a BF16 or quantized checkpoint for the fused kernels.
@@ -121,6 +127,7 @@ def load_packed(
         device: "cuda", "cuda:1", or "cpu" (the kernels' torch references).
         head: "bf16", or "fp8" to also round lm_head, which reads 0.7 GB less each step; not what the
             checkpoint's accuracy was measured with.
+        soft: the same for the soft embedding, whose FP8 copy takes 0.7 GB more memory.
         on_layer: wraps the iteration over layers, to show progress.
 
     Raises:
@@ -131,7 +138,7 @@ def load_packed(
     check_layout(checkpoint)
     reader = _Reader(checkpoint, torch.device(device))
     used = reader.schemes.used if reader.schemes else ()
-    check_gpu([head, *(KERNEL_SCHEME[scheme] for scheme in used)], reader.device)
+    check_gpu([head, soft, *(KERNEL_SCHEME[scheme] for scheme in used)], reader.device)
     _check_memory(checkpoint, reader.device)
     config = model_config(checkpoint.config)
     text = config.text_config
@@ -145,6 +152,7 @@ def load_packed(
         config,
         embedding,
         head_weight(embedding, head),
+        soft_weight(embedding, soft),
         reader.plain(f"{decoder}norm.weight"),
         SelfConditioning(
             reader.plain(f"{conditioning}pre_norm.weight"),
@@ -169,6 +177,17 @@ def head_weight(embedding: Tensor, head: str) -> Weight:
     if head == "fp8":
         return weights.eight_bit(*formats.quantize_rows(embedding, torch.float8_e4m3fn))
     return weights.bf16(embedding)
+
+
+def soft_weight(embedding: Tensor, soft: str) -> Tensor | Weight:
+    """Return what the soft embedding multiplies with; in FP8 it is [1, H, V], a scale a column."""
+    if soft != "fp8":
+        return embedding
+    columns = [part.T.contiguous() for part in embedding.split(256, 1)]  # float32 of all is 3 GB
+    codes, scales = zip(
+        *(formats.quantize_rows(c, torch.float8_e4m3fn) for c in columns), strict=True
+    )
+    return weights.eight_bit(torch.cat(codes), torch.cat(scales))
 
 
 def in_memory_of_its_own(weight: Weight) -> Weight:

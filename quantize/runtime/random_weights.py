@@ -21,6 +21,7 @@ from quantize.runtime.packed import (
     head_weight,
     in_memory_of_its_own,
     model_config,
+    soft_weight,
 )
 
 
@@ -30,6 +31,7 @@ def random_weights(
     device: str,
     *,
     head: str = "bf16",
+    soft: str = "bf16",
     experts_hit: int | None = None,
 ) -> TextWeights:
     """Make the text stack.
@@ -39,6 +41,7 @@ def random_weights(
         schemes: kernel scheme ("bf16", "fp8", "int8", "nvfp4") of "experts", "attention" and "mlp".
         device: where they are made.
         head: as in `load_packed`.
+        soft: as in `load_packed`.
         experts_hit: route to the first so many experts only; None spreads routing over all.
 
     Raises:
@@ -97,5 +100,6 @@ def random_weights(
     )  # fmt: skip
     layers = tuple(layer(i) for i in range(text.num_hidden_layers))
     return TextWeights(
-        whole, embedding, head_weight(embedding, head), ones(H), conditioning, layers
-    )
+        whole, embedding, head_weight(embedding, head), soft_weight(embedding, soft), ones(H),
+        conditioning, layers,
+    )  # fmt: skip
