@@ -409,8 +409,8 @@ BETWEEN = [  # kernel, signature, constants, warps
     (residual.scaled_norm_kernel, LAYER | {"x": "*bf16"}, {"BLOCK": 4096}, 8),
     (residual.gelu_mul_kernel, LAYER, {"BLOCK": 1024}, 4),
     *(
-        (vocabulary.exponential_kernel, SOFT | {"p": p}, {"HARDWARE": True, "EIGHTS": 128}, 2)
-        for p in ("*bf16", "*fp8e4nv")
+        (vocabulary.exponential_kernel, SOFT | {"p": p}, {"HARDWARE": True, "EIGHTS": eights}, 8)
+        for p, eights in (("*bf16", 256), ("*fp8e4nv", 512))
     ),
     (
         vocabulary.reduce_kernel,

@@ -17,8 +17,8 @@ each with an anchor a_s of its own, near its maximum:
     3. `reduce_kernel`       sum_s w_s * partial_s / sum_s w_s * sum_s(p), w_s = exp((a_s - max a) / T)
 
 The anchor need not be the maximum. bf16 has the exponents of float32: p may be large. It is the
-maximum of a range's first 1,024 logits, so that the logits are read once and no program holds more
-than a few of them.
+maximum of a range's first few thousand logits, so that the logits are read once and no program holds
+more than those.
 
 No atomics: two runs are equal bit for bit. p is unnormalised, so rounding it to bf16 costs 2^-9 of
 itself; the sums are of the rounded values, so the weights of a row add up to 1.
@@ -321,8 +321,8 @@ def soft_embedding(
     partial = torch.empty(splits, M, H, dtype=torch.float32, device=device)
     out = torch.empty(M, H, dtype=torch.bfloat16, device=device)
     exponential_kernel[(M, splits)](
-        logits, p, anchors, total, M, V, length, inverse_temperature,
-        HARDWARE=device.type != "cpu", EIGHTS=128, num_warps=2, **chained(device),
+        logits, p, anchors, total, M, V, length, inverse_temperature, HARDWARE=device.type != "cpu",
+        EIGHTS=256 if scale is None else 512, num_warps=8, **chained(device),
     )  # fmt: skip
     grid = (triton.cdiv(M, config["BM"]), triton.cdiv(H, config["BN"]), splits)
     BM, BN, BK = config["BM"], config["BN"], config["BK"]
