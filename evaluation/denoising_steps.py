@@ -5,9 +5,10 @@
 Fixed numbers of steps never stop early; "adaptive" is the model's own stopping rule, at most 48 steps.
 The same held-out problems, prompts and noise for every row; the answer counts when the number behind
 #### is right. The fused runtime answers all rows but "reference": the reference runtime (transformers'
-modules, float32) with the adaptive rule, for which accuracy must agree within noise. The paired
-difference and its 95 % interval are printed below the table. With --answers, rows of another run (a
-machine with a GPU for the fused rows, one without for the reference) take part.
+modules, float32) with the adaptive rule, for which accuracy must agree within noise. "fp8 lm_head" and
+"fp8 vocabulary" are adaptive too, with the output embedding rounded to FP8, and with the soft embedding
+as well. Paired differences from "adaptive" and their 95 % intervals are printed below the table. With
+--answers, rows of another run (a machine with a GPU for some, one without for others) take part.
 """
 
 import json
@@ -29,7 +30,8 @@ from quantize.runtime.fused_engine import FusedEngine
 from quantize.runtime.packed import load_packed
 
 NEVER = 1e-30
-ROWS = ("10", "20", "48", "adaptive", "reference")
+VOCABULARY = {"fp8 lm_head": ("fp8", "bf16"), "fp8 vocabulary": ("fp8", "fp8")}
+ROWS = ("10", "20", "48", "adaptive", *VOCABULARY, "reference")
 BATCH = 32
 
 
@@ -69,10 +71,12 @@ def main(problems: int, checkpoint: Path, rows: tuple[str, ...], answers: Path |
         if row == "reference":
             samples = _reference(checkpoint, device, prompts, seeds, own)
         else:
-            fixed = {} if row == "adaptive" else {"confidence_threshold": NEVER}
-            count = own.max_denoising_steps if row == "adaptive" else int(row)
-            sampler = replace(own, max_denoising_steps=count, **fixed)
-            engine = FusedEngine(load_packed(checkpoint, device), capacity=BATCH, max_context=1024)
+            sampler = own
+            if row.isdigit():
+                sampler = replace(own, max_denoising_steps=int(row), confidence_threshold=NEVER)
+            head, soft = VOCABULARY.get(row, ("bf16", "bf16"))
+            weights = load_packed(checkpoint, device, head=head, soft=soft)
+            engine = FusedEngine(weights, capacity=BATCH, max_context=1024)
             budget = own.max_new_tokens
             if device == "cuda":  # kernels are compiled and graphs captured
                 complete(engine, prompts[:BATCH], seeds, max_new_tokens=budget, sampler=sampler)
@@ -83,8 +87,9 @@ def main(problems: int, checkpoint: Path, rows: tuple[str, ...], answers: Path |
         _print_row(row, found[row], samples, seconds)
     if answers is not None:
         answers.write_text(json.dumps(found))
-    if "adaptive" in found and "reference" in found:
-        _print_difference(found["adaptive"], found["reference"])
+    for row in (*VOCABULARY, "reference"):
+        if row in found and "adaptive" in found:
+            _print_difference(row, found[row], found["adaptive"])
 
 
 def _reference(
@@ -113,11 +118,11 @@ def _print_row(row: str, correct: list[bool], samples: list[Sample], seconds: fl
     )
 
 
-def _print_difference(fused: list[bool], reference: list[bool]) -> None:
-    differences = [float(a) - float(b) for a, b in zip(fused, reference, strict=True)]
+def _print_difference(row: str, correct: list[bool], adaptive: list[bool]) -> None:
+    differences = [float(a) - float(b) for a, b in zip(correct, adaptive, strict=True)]
     mean = statistics.mean(differences)
     half = 1.96 * statistics.stdev(differences) / len(differences) ** 0.5
-    print(f"fused minus reference: {mean * 100:+.2f} points [{(mean - half) * 100:+.2f}, "
+    print(f"{row} minus adaptive: {mean * 100:+.2f} points [{(mean - half) * 100:+.2f}, "
           f"{(mean + half) * 100:+.2f}]; {sum(d != 0 for d in differences)} differ")  # fmt: skip
 
 

@@ -83,11 +83,12 @@ def soft_embedding_fp8(
     inverse_temperature: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The same with codes e4m3 [H, V], scale [H], and probabilities rounded to e4m3, the largest of a
-    row being 2^8. The kernels round by ranges of a row, from other maxima.
+    """The same with codes e4m3 [H, V], scale [H], and probabilities rounded to e4m3.
+
+    The largest of a row is 2^3, the least that the kernels, which round by ranges of a row, give it.
     """
     x = logits.to(dtype) * inverse_temperature.to(dtype)[:, None]
-    p = torch.exp(x - x.amax(1, keepdim=True)) * 256
+    p = torch.exp(x - x.amax(1, keepdim=True)) * 8
     p = p.to(torch.float8_e4m3fn).to(dtype)
     return (p / p.sum(1, keepdim=True)) @ codes.to(dtype).T * scale.to(dtype)
 
