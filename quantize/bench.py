@@ -5,7 +5,7 @@ the same whatever the model says, so random weights measure as real ones do; "ad
 checkpoint's own generation config says. One forward is one denoising step or the encoder's pass over a
 committed canvas: N steps make N + 1 forwards a canvas. Times are of whole canvases, host work included.
 
-    ms a canvas, ms a forward, tokens/s   over `canvases` canvases of a running batch
+    ms a canvas, ms a forward, tokens/s   over `canvases` canvases, each behind `context` tokens
     first canvas                          a prompt of `context` tokens encoded and its canvas denoised
     x floor                               time of a step over the least its bytes and FLOP allow
     parts                                 GPU time of one step's kernels by what they do, from a profile

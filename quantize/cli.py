@@ -414,7 +414,11 @@ def _served_name(checkpoint: str, folder: Path) -> str:
     show_default=True, help="Canvases denoised together. Repeatable.",
 )  # fmt: skip
 @click.option(
-    "--context", type=click.IntRange(1), default=1024, show_default=True, help="Prompt tokens."
+    "--context",
+    type=click.IntRange(1),
+    default=1024,
+    show_default=True,
+    help="Tokens before each canvas.",
 )
 @click.option(
     "--canvases", type=click.IntRange(1), default=5, show_default=True,
