@@ -141,8 +141,8 @@ def rounded_exponential(x, HARDWARE: tl.constexpr):
 def rounded_to_8_bits(x, HARDWARE: tl.constexpr):
     """2^x as e4m3, at most 448, and that e4m3 as float32; zero below 2^-10.
 
-    HARDWARE: four values at once. Of the compiler's own conversion back to float32 the sums were wrong
-    (triton 3.6, sm_90).
+    HARDWARE: four values at once. With the compiler's own conversions p was right and the sums were not
+    (triton 3.6, sm_90); their PTX shows no reason.
     """
     if HARDWARE:
         p, p_wide = tl.inline_asm_elementwise(
