@@ -426,11 +426,12 @@ def _served_name(checkpoint: str, folder: Path) -> str:
 )  # fmt: skip
 @click.option(
     "--lm-head", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True,
-    help="fp8 rounds the output embedding at load, which no accuracy here was measured with.",
+    help="fp8 rounds the output embedding at load: the bundled model then scores 0.9 points less.",
 )  # fmt: skip
 @click.option(
     "--soft-embedding", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True,
-    help="fp8 rounds the embedding and the probabilities of self-conditioning.",
+    help="fp8 rounds what self-conditioning multiplies, in a copy of 0.7 GB; with --lm-head fp8 no score "
+    "was lower than with that alone.",
 )  # fmt: skip
 @click.option(
     "--experts-hit", type=click.IntRange(8, 128),
