@@ -430,8 +430,8 @@ def _served_name(checkpoint: str, folder: Path) -> str:
 )  # fmt: skip
 @click.option(
     "--soft-embedding", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True,
-    help="fp8 rounds what self-conditioning multiplies with, in a copy of 0.7 GB; behind an FP8 lm_head "
-    "the bundled model's score did not change.",
+    help="fp8 rounds what self-conditioning multiplies with, in a copy of 0.7 GB; behind an FP8 "
+    "lm_head the bundled model's score did not change.",
 )  # fmt: skip
 @click.option(
     "--experts-hit", type=click.IntRange(8, 128),
