@@ -189,9 +189,8 @@ def operands(product: Product, device: str) -> Operands:
     """Random operands, or blank ones on "meta"."""
     grouped, down = product.verb.startswith("experts"), product.verb == "experts_down"
     rows = product.M * (cases.TOPK if down else 1)
-    soft = (
-        product.verb == "soft_embedding"
-    )  # takes logits; its bf16 weight lies as the embedding does
+    # The soft embedding takes logits; its bf16 weight lies as the embedding does.
+    soft = product.verb == "soft_embedding"
     N, K = (product.K, product.N) if soft and product.scheme == "bf16" else (product.N, product.K)
     experts = cases.EXPERTS if grouped else 1
     scheme = "bf16" if soft else product.scheme

@@ -25,9 +25,9 @@ itself; the sums are of the rounded values, so the weights of a row add up to 1.
 
 FP8: with a per-row scale of the embedding the head is an ordinary FP8 product. The soft embedding wants
 a copy of its own (738 MB): Hopper's FP8 tensor cores take operands that are contiguous along K, here V,
-so the embedding is transposed, with a scale per column. e4m3 holds 2^-10 to 448, so p is 2^3 at
-the first maximum, and 2^8 at the maximum of a range that is done again: tokens less than 2^-13 to
-2^-18 as probable as the likeliest of their range count as impossible.
+so the embedding is transposed, with a scale per column. e4m3 holds 2^-9 to 448, and 2^-10 rounds to 0.
+p is 2^3 at the first maximum, and 2^8 at the maximum of a range that is done again: tokens less than
+2^-13 to 2^-18 as probable as the likeliest of their range count as impossible.
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
@@ -139,7 +139,7 @@ def rounded_exponential(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def rounded_to_8_bits(x, HARDWARE: tl.constexpr):
-    """2^x as e4m3, at most 448, and that e4m3 as float32; zero below 2^-10.
+    """2^x as e4m3, at most 448, and that e4m3 as float32; zero up to 2^-10.
 
     HARDWARE: four values at once. With the compiler's own conversions p was right and the sums were not
     (triton 3.6, sm_90); their PTX shows no reason.

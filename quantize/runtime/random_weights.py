@@ -47,7 +47,7 @@ def random_weights(
     Raises:
         ResourceError: as `check_gpu`.
     """
-    check_gpu(schemes.values(), torch.device(device))
+    check_gpu([head, soft, *schemes.values()], torch.device(device))
     whole = model_config(config)
     text = whole.text_config
     H, E = text.hidden_size, text.num_experts
