@@ -19,7 +19,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/lint-imports
+	PYTHONPATH=evaluation $(BIN)/lint-imports
 
 # The tests that need an NVIDIA GPU, with whatever Python has torch and triton there.
 test-gpu:

@@ -27,10 +27,10 @@ from rich.table import Table
 from quantize.errors import InputError, ResourceError
 from quantize.progress import say, track
 from quantize.runtime import Sampler
-from quantize.runtime.cost import Rates, decoder_floor, measure_rates
-from quantize.runtime.fused_engine import PARTS, FusedEngine
-from quantize.runtime.packed import TextWeights, load_packed
-from quantize.runtime.random_weights import random_weights
+from quantize.runtime.fused.cost import Rates, decoder_floor, measure_rates
+from quantize.runtime.fused.engine import PARTS, FusedEngine
+from quantize.runtime.fused.random_weights import random_weights
+from quantize.runtime.fused.weights import TextWeights, load_packed
 
 NEVER = 1e-30  # nats: a mean entropy that no canvas is below
 MIXES = {

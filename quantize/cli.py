@@ -150,9 +150,9 @@ def inspect(checkpoint: str) -> int:
     """
     from rich.console import Console
 
-    from quantize.checkpoint import resolve
-    from quantize.inspect import inspect as inspect_checkpoint
-    from quantize.inspect import inspection_table
+    from quantize.checkpoints.inspect import inspect as inspect_checkpoint
+    from quantize.checkpoints.inspect import inspection_table
+    from quantize.checkpoints.reader import resolve
     from quantize.progress import say
 
     found = inspect_checkpoint(resolve(checkpoint))
@@ -229,8 +229,8 @@ def compare(run_a: Path, run_b: Path) -> int:
     """
     from rich.console import Console
 
-    from quantize.compare import compare_runs, comparison_table
     from quantize.progress import say
+    from quantize.reports.compare import compare_runs, comparison_table
     from quantize.run_dir import RunDir
 
     a, b = RunDir(run_a), RunDir(run_b)
@@ -281,7 +281,7 @@ def generate(
     CHECKPOINT is a folder or a Hub id, BF16 or quantized; `bundled` is the model that ships. The
     answer goes to stdout, thoughts to stderr; with --plain each canvas as it is finished.
     """
-    from quantize.checkpoint import resolve
+    from quantize.checkpoints.reader import resolve
     from quantize.pipeline import best_device
     from quantize.watch import watch
 
@@ -372,7 +372,7 @@ def serve(
     on a GPU roundings depend on the batch, unless --batch-invariant.
     SIGTERM lets running requests finish and refuses those that wait.
     """
-    from quantize.checkpoint import resolve
+    from quantize.checkpoints.reader import resolve
     from quantize.errors import ResourceError
     from quantize.pipeline import best_device
 
@@ -467,7 +467,7 @@ def bench(
 
     from quantize.bench import bench as measure
     from quantize.bench import tables, to_json
-    from quantize.checkpoint import known_config, resolve
+    from quantize.checkpoints.reader import known_config, resolve
 
     if (checkpoint is None) == (random_weights is None):
         raise click.UsageError("name a CHECKPOINT, or a mix of --random-weights")
@@ -524,8 +524,8 @@ def push(
 
     The token comes from HF_TOKEN or from `hf auth login`. Interrupted? The same command goes on.
     """
-    from quantize.publish import push as push_run
-    from quantize.release import Request
+    from quantize.hub.publish import push as push_run
+    from quantize.hub.release import Request
     from quantize.run_dir import RunDir
 
     def confirm() -> bool:

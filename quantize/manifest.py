@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from quantize.checkpoint import Checkpoint, hub_commit
+from quantize.checkpoints.reader import Checkpoint, hub_commit
 
 PACKAGES = (
     "diffusiongemma-quantize",

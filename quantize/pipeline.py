@@ -18,15 +18,15 @@ from typing import Any
 
 from rich.console import Console
 
-from quantize.checkpoint import Checkpoint, resolve
+from quantize.checkpoints.reader import Checkpoint, resolve
+from quantize.checkpoints.targets import Target, plan_targets
 from quantize.errors import GateError, InputError
-from quantize.estimate import estimate_table, sizes_table
 from quantize.manifest import fingerprint, new_manifest
-from quantize.plan import plan, plan_table, tensors_of_known
 from quantize.progress import console, say
 from quantize.recipe import ACTIVATION_MODES, Recipe, load_recipe, parse_recipe
 from quantize.run_dir import RunDir, read_json, write_json
-from quantize.targets import Target, plan_targets
+from quantize.stages.estimate import estimate_table, sizes_table
+from quantize.stages.plan import plan, plan_table, tensors_of_known
 
 STAGES = ("plan", "calibrate", "convert", "verify", "fidelity", "evaluate", "report")
 
@@ -176,13 +176,13 @@ def _result(folder: RunDir, stage: str) -> Path:
 
 
 def _calibrate(run: Run) -> None:
-    from quantize.calibrate import calibrate
+    from quantize.stages.calibrate import calibrate
 
     calibrate(run.source.folder, run.recipe, run.folder.calibration, device=best_device())
 
 
 def _convert(run: Run) -> None:
-    from quantize.convert import convert
+    from quantize.stages.convert import convert
 
     scales = run.folder.calibration / "input_scales.safetensors"
     convert(
@@ -196,13 +196,13 @@ def _convert(run: Run) -> None:
 
 
 def _verify(run: Run) -> None:
-    from quantize.verify import verify
+    from quantize.stages.verify import verify
 
     verify(Checkpoint.open(run.folder.checkpoint), run.source, run.targets, run.recipe, run.folder)
 
 
 def _fidelity(run: Run) -> None:
-    from quantize.fidelity import fidelity
+    from quantize.stages.fidelity import fidelity
 
     fidelity(
         run.source.folder,
@@ -227,7 +227,7 @@ def evaluate_more(
     `batch_size` overrules the recipe's. `options` are those of `evaluate.evaluate`: noise_floor,
     data_dir, server, base_server, in_flight.
     """
-    from quantize.evaluate import evaluate
+    from quantize.stages.evaluate import evaluate
 
     settings = run.recipe.evaluation
     if batch_size is not None:
@@ -245,7 +245,7 @@ def evaluate_more(
 
 
 def _report(run: Run) -> None:
-    from quantize.report import report
+    from quantize.stages.report import report
 
     report(run.folder, run.recipe, run.targets)
 
@@ -275,7 +275,7 @@ def _exit_code(run: Run, stage: str) -> int:
     if stage == "fidelity" and (faults := read_json(run.folder.fidelity_json)["faults"]):
         raise GateError(f"{run.folder.fidelity_json}: {faults[0]}")
     if stage == "report":
-        from quantize.render import summary
+        from quantize.reports.render import summary
 
         content = read_json(run.folder.report_json)
         verdict = content["verdict"]

@@ -16,18 +16,18 @@ import torch
 from rich.live import Live
 from rich.text import Text
 
-from quantize.checkpoint import Checkpoint
-from quantize.load import load
+from quantize.checkpoints.load import load
+from quantize.checkpoints.reader import Checkpoint
 from quantize.progress import console, say, track
 from quantize.recipe import ActivationMode
 from quantize.runtime import Sample, Sampler
 from quantize.runtime.chat import HALF_CHARACTER, encode_chat, load_tokenizer, split_thoughts
 from quantize.runtime.engine import Engine, complete
-from quantize.runtime.fused_engine import FusedEngine
-from quantize.runtime.generate import canvas_budgets
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.weights import load_packed, model_config
 from quantize.runtime.images import open_picture, place, prepare
-from quantize.runtime.model_engine import ModelEngine
-from quantize.runtime.packed import load_packed, model_config
+from quantize.runtime.modules.engine import ModelEngine
+from quantize.runtime.sample import canvas_budgets
 
 Write = Callable[[str], object]
 

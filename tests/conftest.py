@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 from tiny import tiny_model
 
-from quantize.checkpoint import Checkpoint
-from quantize.convert import convert
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import Target, plan_targets
 from quantize.recipe import Recipe, load_recipe
-from quantize.targets import Target, plan_targets
+from quantize.stages.convert import convert
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ import pytest
 from quantize import bench
 from quantize.bundled import CHECKPOINT
 from quantize.runtime import Sampler
-from quantize.runtime.fused_engine import FusedEngine
-from quantize.runtime.packed import load_packed
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.weights import load_packed
 
 
 @pytest.mark.parametrize("context", [100, 7])

@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
+from experiments.bundled.score import heldout, score, wilson
 from safetensors import safe_open
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
 
 from quantize.bundled import CHECKPOINT
-from quantize.bundled.score import heldout, score, wilson
 
 
 @pytest.fixture(scope="module")

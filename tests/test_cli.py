@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantize.checkpoint import Checkpoint
+from quantize.checkpoints.reader import Checkpoint
 
 
 def quantize(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -61,7 +61,7 @@ def test_wheel_installs_only_our_packages(wheel_names: list[str]) -> None:
 def test_wheel_carries_its_data(wheel_names: list[str]) -> None:
     for needed in (
         "quantize/recipes/nvfp4.yaml",
-        "quantize/known_models/google--diffusiongemma-26B-A4B-it.json",
+        "quantize/checkpoints/known_models/google--diffusiongemma-26B-A4B-it.json",
         "quantize/bundled/checkpoint/config.json",
         "quantize/bundled/data/heldout.jsonl",
     ):

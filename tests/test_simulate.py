@@ -7,8 +7,8 @@ import torch
 from tiny import EXPERTS, LAYERS
 from torch.nn.functional import linear
 
-from quantize.checkpoint import Checkpoint
-from quantize.load import load, read_input_schemes
+from quantize.checkpoints.load import load, read_input_schemes
+from quantize.checkpoints.reader import Checkpoint
 from quantize.simulate import rounding, simulate_activations
 
 LAYER = 1

@@ -11,16 +11,16 @@ from PIL import Image
 from rich.console import Console
 from rich.live import Live
 
-from quantize import load as loading
 from quantize import watch as watching
 from quantize.bundled import CHECKPOINT
+from quantize.checkpoints import load as loading
+from quantize.checkpoints.load import load
 from quantize.cli import cli
 from quantize.errors import InputError, ResourceError
-from quantize.load import load
 from quantize.runtime import Sample, Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.images import open_picture, place, prepare
-from quantize.runtime.packed import load_packed
 from quantize.watch import _Drawing, _Output, watch
 
 SETTINGS: dict[str, Any] = {

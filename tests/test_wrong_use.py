@@ -11,12 +11,12 @@ import torch
 
 from quantize import cli
 from quantize.bundled import CHECKPOINT
-from quantize.checkpoint import known_config
+from quantize.checkpoints.layout import bf16_layout
+from quantize.checkpoints.reader import known_config
 from quantize.errors import ResourceError
-from quantize.layout import bf16_layout
-from quantize.runtime import packed
-from quantize.runtime.packed import load_packed
-from quantize.runtime.random_weights import random_weights
+from quantize.runtime.fused import weights as packed
+from quantize.runtime.fused.random_weights import random_weights
+from quantize.runtime.fused.weights import load_packed
 
 QUESTION = "What is 2 + 2?"
 

@@ -22,8 +22,8 @@ import yaml
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from recovery.answers import final_choice
-from recovery.model import BlockDiffusionLM, without_thinking
+from recovery.filters import final_choice
+from recovery.lm import BlockDiffusionLM, without_thinking
 from recovery.samples import (
     Batch,
     Completion,

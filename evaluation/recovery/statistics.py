@@ -32,7 +32,7 @@ rounds of 96 questions, k = 1, in %:
 Sources: arXiv 2411.00640 (clustered errors of evaluations), Fieller 1954, McNemar 1947, Bonett and
 Price 2012 (J. Educ. Behav. Stat. 37:479).
 Left out: unpaired tests, which need several times the questions for the same power; bias-corrected
-bootstraps, because the plain one covers as stated (tests/test_recovery_simulation.py).
+bootstraps, because the plain one covers as stated (tests/recovery/test_simulation.py).
 """
 
 import math

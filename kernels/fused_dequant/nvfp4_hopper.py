@@ -11,7 +11,7 @@ weights crosses shared memory:
     shared memory, with any width from 16 to 256, so a weight is decoded once for all its tokens;
   * decoding (`nvfp4_decode`) takes so few instructions that the whole loop issues 2.7 a value, against
     3.9 that the issue slots allow at 4.3 TB/s (sm_90 SASS, counted by
-    tests/test_fused_dequant_compile.py).
+    tests/fused_dequant/test_compile.py).
 
 Written in Gluon because the layouts are the algorithm.
 

@@ -1,4 +1,4 @@
-"""The bundled model: a small trained DiffusionGemma, its tokenizer, problems and trainer.
+"""The bundled model: a small trained DiffusionGemma, its tokenizer and problems.
 
 It makes every command work from a fresh clone without a download. It is not Google's checkpoint,
 and its scores say nothing about that one: see ``checkpoint/README.md``.

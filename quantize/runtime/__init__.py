@@ -4,7 +4,8 @@
 and decoder passes) -> `generate` (canvases, batches, stopping).
 """
 
-from quantize.runtime.generate import Sample, generate
+from quantize.runtime.modules.generate import generate
+from quantize.runtime.sample import Sample
 from quantize.runtime.sampler import Sampler, StepRecord
 
 __all__ = ["Sample", "Sampler", "StepRecord", "generate"]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quantize.runtime.generate import Sample, canvas_budgets
-from quantize.runtime.model import Images
+from quantize.runtime.images import Images
+from quantize.runtime.sample import Sample, canvas_budgets
 from quantize.runtime.sampler import Sampler
 
 # (slot, step from 1, most probable tokens, which of them are accepted), after every denoising step

@@ -7,6 +7,7 @@ begin token, a placeholder a soft token, and an end token.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from struct import error as StructError
@@ -14,9 +15,9 @@ from typing import Any
 
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
 
 from quantize.errors import InputError
-from quantize.runtime.model import Images
 
 SOFT_TOKENS = (70, 140, 280, 560, 1120)
 MAX_PIXELS = 64_000_000  # a picture larger than this is refused before it is decoded
@@ -25,6 +26,19 @@ DECODER_ERRORS = (
     OSError, ValueError, SyntaxError, IndexError, KeyError, EOFError, OverflowError, StructError,
     TypeError, Image.DecompressionBombError,
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of one prompt, as Gemma 4's image processor makes them.
+
+    Attributes:
+        pixels: [images, patches, patch values] float.
+        positions: [images, patches, 2] int64, x and y of each patch; -1 where a patch is padding.
+    """
+
+    pixels: Tensor
+    positions: Tensor
 
 
 def open_picture(

@@ -25,8 +25,8 @@ from quantize.processes import ALONE, Processes
 from quantize.progress import track
 from quantize.recipe import Calibration
 from quantize.run_dir import read_json, write_json
-from quantize.runtime.generate import OnStep, generate
-from quantize.runtime.model import canvas_length
+from quantize.runtime.modules.generate import OnStep, generate
+from quantize.runtime.modules.passes import canvas_length
 from quantize.runtime.sampler import Sampler, StepRecord
 
 TENSORS, INDEX = "trajectories.safetensors", "trajectories.json"

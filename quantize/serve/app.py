@@ -18,7 +18,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from quantize import __version__
 from quantize.errors import InputError
 from quantize.runtime import Sampler
-from quantize.runtime.model import Images
+from quantize.runtime.images import Images
 from quantize.serve.answers import Shape, usage
 from quantize.serve.exchange import Exchange
 from quantize.serve.failures import RequestError, from_validation

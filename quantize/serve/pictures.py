@@ -15,8 +15,7 @@ import torch
 from PIL.Image import Image
 
 from quantize.errors import InputError
-from quantize.runtime.images import open_picture, place, prepare
-from quantize.runtime.model import Images
+from quantize.runtime.images import Images, open_picture, place, prepare
 from quantize.serve.failures import RequestError
 
 FORMATS = ("PNG", "JPEG", "WEBP")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from quantize.errors import InputError
 from quantize.runtime import Sampler
 from quantize.runtime.engine import Engine
-from quantize.runtime.model import Images
+from quantize.runtime.images import Images
 from quantize.serve.failures import RequestError
 from quantize.serve.metrics import Metrics
 from quantize.serve.text import Answer, Delta

@@ -11,17 +11,17 @@ from types import FrameType
 import torch
 import uvicorn
 
-from quantize.checkpoint import Checkpoint
+from quantize.checkpoints.load import load
+from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.load import load
 from quantize.progress import say, track
 from quantize.recipe import ActivationMode
 from quantize.runtime import Sampler
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine
-from quantize.runtime.fused_engine import FusedEngine
-from quantize.runtime.model_engine import ModelEngine
-from quantize.runtime.packed import load_packed, model_config
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.weights import load_packed, model_config
+from quantize.runtime.modules.engine import ModelEngine
 from quantize.serve.app import Service, create_app
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import KEY_VARIABLE, Options

@@ -1,0 +1,1 @@
+"""Experiments and the bundled model's trainer: not installed, and nothing installed imports them."""

@@ -1,0 +1,1 @@
+"""How the bundled model was made: its shape, problems, tokenizer, training and score."""

@@ -1,0 +1,142 @@
+"""An OpenAI-compatible server (vLLM, SGLang, NIM) as the model that is scored.
+
+    POST URL/v1/chat/completions {model, messages, seed, max_tokens, chat_template_kwargs}
+
+The chat template and the sampler are the server's; ours are the prompt, the seed and the token limit.
+A server that is busy (429), broken for the moment (5xx) or unreachable is asked again, after what
+`Retry-After` says or 0.5, 1, 2, ... s; any other refusal ends the run with the server's own words.
+Several requests are in flight at once and each is stored when it is finished.
+"""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from http.client import HTTPException
+from itertools import islice
+from typing import Any
+
+from recovery.lm import END_OF_THINKING, THINKING
+from recovery.samples import Batch, Completion, Finished, Request
+
+MEANING = {401: "set OPENAI_API_KEY", 404: "is the URL right, and the model's name?"}
+LONGEST_WAIT = 60.0
+
+
+class ServerError(RuntimeError):
+    """A server that refuses, answers nonsense or stays away."""
+
+
+class Server:
+    """Answers requests through a server.
+
+    Args:
+        url: of the server, with or without /v1.
+        model: its name there; the first that the server lists when None.
+        in_flight: requests at once.
+        api_key: sent as a bearer token, when there is one.
+        timeout: seconds for one answer.
+        attempts: how often one request is sent at most.
+        first_wait: seconds before the second attempt, doubled for each further one.
+
+    Raises:
+        ServerError: the server cannot be reached.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        in_flight: int = 8,
+        api_key: str | None = None,
+        timeout: float = 3600,
+        attempts: int = 10,
+        first_wait: float = 0.5,
+    ) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self.in_flight = in_flight
+        self.timeout = timeout
+        self.attempts = attempts
+        self.first_wait = first_wait
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self.model = model or self._first_model()
+
+    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+        """Yield each batch when all of it is answered; give batches of one to lose nothing.
+
+        The next batch is asked for when a finished one has been taken, and so stored: a kill loses
+        `in_flight` batches at most, however slow the store is.
+        """
+        waiting = iter(batches)
+        with ThreadPoolExecutor(self.in_flight) as pool:
+            running = {pool.submit(self._batch, b): b for b in islice(waiting, self.in_flight)}
+            while running:
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
+                    running |= {pool.submit(self._batch, b): b for b in islice(waiting, 1)}
+
+    def _batch(self, batch: Batch) -> list[Completion]:
+        return [self._answer(request) for request in batch]
+
+    def _answer(self, request: Request) -> Completion:
+        reply = self._ask(
+            "chat/completions",
+            {
+                "model": self.model,
+                "messages": [{"role": "user", "content": request.prompt}],
+                "seed": request.seed % 2**63,
+                "max_tokens": request.max_new_tokens,
+                "chat_template_kwargs": {"enable_thinking": request.thinking},
+            },
+        )
+        try:
+            choice = reply["choices"][0]
+            message = choice["message"]
+            thoughts = message.get("reasoning_content") or message.get("reasoning")
+            opened = f"{THINKING}thought\n{thoughts}{END_OF_THINKING}" if thoughts else ""
+            return Completion(
+                text=opened + (message["content"] or ""),
+                tokens=int(reply["usage"]["completion_tokens"]),
+                denoising_steps=[],  # no field of the protocol says
+                truncated=choice["finish_reason"] == "length",
+            )
+        except (KeyError, IndexError, TypeError) as error:
+            raise ServerError(f"{self.url}: an answer without {error}") from error
+
+    def _first_model(self) -> str:
+        models = self._ask("models", None).get("data") or []
+        if not models:
+            raise ServerError(f"{self.url}/models: lists no model")
+        return str(models[0]["id"])
+
+    def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        """Send one request until it is answered; GET when there is no body."""
+        data = None if body is None else json.dumps(body).encode()
+        pause, last = self.first_wait, ""
+        for attempt in range(self.attempts):
+            if attempt:
+                time.sleep(min(pause, LONGEST_WAIT))
+            request = urllib.request.Request(f"{self.url}/{path}", data, self._headers)
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                    return json.load(reply)
+            except urllib.error.HTTPError as error:
+                last = f"HTTP {error.code} {error.read(200).decode(errors='replace')}".strip()
+                if error.code != 429 and error.code < 500:
+                    hint = MEANING.get(error.code, "the request was refused")
+                    raise ServerError(f"{self.url}/{path}: {last}; {hint}") from error
+                pause = _retry_after(error) or self.first_wait * 2**attempt
+            except (OSError, HTTPException, json.JSONDecodeError) as error:
+                last, pause = f"{type(error).__name__}: {error}", self.first_wait * 2**attempt
+        raise ServerError(f"{self.url}/{path}: gave up after {self.attempts} attempts; last {last}")
+
+
+def _retry_after(error: urllib.error.HTTPError) -> float | None:
+    """Return the seconds that a server asks to wait; a date is not understood and not obeyed."""
+    value = error.headers.get("Retry-After", "")
+    return float(value) if value.replace(".", "", 1).isdigit() else None

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: found, read, laid out, written in shards, loaded, inspected."""

@@ -1,0 +1,262 @@
+"""What is in a checkpoint: format, schemes, counts, what is left in BF16, and what is wrong with it.
+
+Reads config, index and headers only. The scheme of a module is told from its own tensors, so a config
+that says something else shows up as a problem. What makes a quantized Linear:
+
+  compressed-tensors (ours, llm-compressor's, RedHatAI's)
+    weight F8_E4M3, weight_scale [out, 1]                       FP8_DYNAMIC
+    weight I8, weight_scale [out, 1]                            INT8_DYNAMIC
+    weight_packed U8, weight_scale, weight_global_scale         NVFP4A16; + input_global_scale NVFP4
+  ModelOpt (NVIDIA's)
+    weight U8, weight_scale, weight_scale_2 = 1 / global scale  NVFP4A16; + input_scale NVFP4
+    weight F8_E4M3, weight_scale, input_scale                   FP8
+
+Problems are what makes servers fail or answer nonsense: scales on modules that they read in BF16, two
+tensors for one module, experts missing or of several schemes, half a module, a config that disagrees.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from quantize.checkpoints.layout import check_layout
+from quantize.checkpoints.reader import INDEX, Checkpoint, TensorInfo, read_json_object
+from quantize.checkpoints.targets import DROPPED, QUANTIZABLE, linear_modules, module_class
+from quantize.errors import InputError
+
+SUFFIX = re.compile(
+    r"(.+)\.(weight(?:_packed|_scale|_scale_2|_global_scale)?|input_(?:global_)?scale)"
+)
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")
+
+PLAIN = ("BF16", "F16", "F32")
+# (suffixes, dtype of the codes) -> scheme
+SCHEME_OF = {
+    (frozenset({"weight", "weight_scale"}), "F8_E4M3"): "FP8_DYNAMIC",
+    (frozenset({"weight", "weight_scale"}), "I8"): "INT8_DYNAMIC",
+    (frozenset({"weight", "weight_scale", "input_scale"}), "F8_E4M3"): "FP8",
+    (frozenset({"weight_packed", "weight_scale", "weight_global_scale"}), "U8"): "NVFP4A16",
+    (
+        frozenset({"weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"}),
+        "U8",
+    ): "NVFP4",
+    (frozenset({"weight", "weight_scale", "weight_scale_2"}), "U8"): "NVFP4A16",
+    (frozenset({"weight", "weight_scale", "weight_scale_2", "input_scale"}), "U8"): "NVFP4",
+}
+
+
+@dataclass(frozen=True)
+class Module:
+    """One module's tensors by suffix ("" for a bare parameter) and what they make of it.
+
+    `scheme` is a quantization scheme, a dtype where nothing is quantized, or "incomplete".
+    """
+
+    name: str
+    tensors: dict[str, TensorInfo]
+    scheme: str
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it has codes or scales."""
+        return self.scheme == "incomplete" or self.scheme in SCHEME_OF.values()
+
+    @property
+    def kind(self) -> str:
+        """Its class by `quantize.checkpoints.targets`, or what is unusual about its name."""
+        if EXPERT.fullmatch(self.name):
+            return "experts"
+        name = self.name if "" in self.tensors else f"{self.name}.weight"
+        if DROPPED.fullmatch(name):
+            return "tied copy"
+        try:
+            return module_class(name)
+        except InputError:
+            return "unknown"
+
+    @property
+    def linears(self) -> int:
+        """How many Linears it stands for: fused experts are many."""
+        return sum(len(linear_modules(t.name, t.shape)) for t in self.tensors.values()) or 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Row:
+    """All modules of one class and scheme: Linears, or parameters of other kinds."""
+
+    kind: str
+    scheme: str
+    quantized: bool
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint holds, the largest rows first; no problems, no doubts."""
+
+    folder: Path
+    format: str
+    tensors: int
+    shards: int
+    nbytes: int
+    rows: list[Row]
+    problems: list[str]
+
+    @property
+    def quantized_modules(self) -> int:
+        """Number of quantized Linears."""
+        return sum(row.count for row in self.rows if row.quantized)
+
+
+def inspect(folder: Path) -> Inspection:
+    """Inspect a DiffusionGemma checkpoint from its headers.
+
+    Raises:
+        InputError: config, index and headers contradict each other, or it is another model.
+    """
+    checkpoint = Checkpoint.open(folder)
+    modules = _modules(checkpoint.tensors)
+    return Inspection(
+        folder=checkpoint.folder,
+        format=_format(checkpoint, modules),
+        tensors=len(checkpoint.tensors),
+        shards=len(checkpoint.shards),
+        nbytes=checkpoint.nbytes,
+        rows=_rows(modules),
+        problems=[*_problems(checkpoint, modules)],
+    )
+
+
+def _modules(tensors: dict[str, TensorInfo]) -> list[Module]:
+    found: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    for name, info in tensors.items():
+        match = SUFFIX.fullmatch(name)
+        module, suffix = (match[1], match[2]) if match else (name, "")
+        found[module][suffix] = info
+    return [Module(name, parts, _scheme(parts)) for name, parts in found.items()]
+
+
+def _scheme(parts: dict[str, TensorInfo]) -> str:
+    codes = parts.get("weight_packed") or parts.get("weight") or parts.get("")
+    if codes and len(parts) == 1 and codes.dtype in PLAIN:
+        return codes.dtype
+    return SCHEME_OF.get((frozenset(parts), codes.dtype if codes else ""), "incomplete")
+
+
+def _rows(modules: list[Module]) -> list[Row]:
+    groups: dict[tuple[str, str, bool], list[Module]] = defaultdict(list)
+    for module in modules:
+        groups[module.kind, module.scheme, module.quantized].append(module)
+    rows = [
+        Row(*key, sum(m.linears for m in group), sum(m.nbytes for m in group))
+        for key, group in groups.items()
+    ]
+    return sorted(rows, key=lambda row: -row.nbytes)
+
+
+def _format(checkpoint: Checkpoint, modules: list[Module]) -> str:
+    """Name who may have written this, from config and names."""
+    stated = checkpoint.config.get("quantization_config")
+    if isinstance(stated, dict) and stated.get("quant_method") == "compressed-tensors":
+        version = stated.get("version", "of unknown version")
+        return f"compressed-tensors {version}, {stated.get('format')}"
+    if isinstance(stated, dict):
+        return " ".join(str(stated.get(key, "")) for key in ("quant_method", "quant_algo")).strip()
+    if any(module.quantized for module in modules):
+        return "quantized, and nothing says how"
+    fused = any(name.endswith("experts.gate_up_proj") for name in checkpoint.tensors)
+    return f"not quantized, {'fused experts' if fused else 'one Linear an expert'}"
+
+
+def _problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
+    """Yield every problem as one line, the grave ones first."""
+    quantized = [module for module in modules if module.quantized]
+    wrong = [m.name for m in quantized if m.kind not in QUANTIZABLE]
+    yield from _summed(wrong, "quantized, but servers read it in BF16")
+    yield from _summed(_collisions(checkpoint), "has two tensors once servers merge both trees")
+    half = [m.name for m in quantized if m.scheme == "incomplete"]
+    yield from _summed(half, "lacks tensors of its scheme, or has some of two")
+    yield from _expert_problems(checkpoint, modules)
+    stated = checkpoint.is_quantized
+    if stated != bool(quantized):
+        yield f"config.json says {'quantized' if stated else 'nothing'}, {len(quantized)} modules are"
+    yield from _layout_problems(checkpoint)
+    yield from _index_problems(checkpoint)
+
+
+def _summed(names: list[str], what: str) -> Iterator[str]:
+    if names:
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        yield f"{names[0]}: {what}{more}"
+
+
+def _collisions(checkpoint: Checkpoint) -> list[str]:
+    """Return names that two tensors have once `model.decoder.` and the encoder's are `model.`."""
+    merged = Counter(
+        re.sub(r"^model\.(decoder|encoder\.language_model)\.", "model.", name)
+        for name in checkpoint.tensors
+        if not name.endswith("layer_scalar")
+    )
+    return [name for name, count in merged.items() if count > 1]
+
+
+def _expert_problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
+    """Yield layers whose unfused experts are not all there or not all of one scheme."""
+    layers: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)
+    for module in modules:
+        if match := EXPERT.fullmatch(module.name):
+            layers[match[1]][int(match[2]), match[3]] = module.scheme
+    count = checkpoint.config["text_config"]["num_experts"]
+    wanted = {(e, projection) for e in range(count) for projection in ("gate", "up", "down")}
+    for layer, found in layers.items():
+        if missing := sorted(wanted - found.keys()):
+            expert, projection = missing[0]
+            yield f"{layer}.{expert}.{projection}_proj is missing ({len(missing)} in this layer)"
+        if len(schemes := set(found.values())) > 1:
+            yield f"{layer}: several schemes in one layer ({', '.join(sorted(schemes))})"
+
+
+def _layout_problems(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the first difference from what config.json calls for, where we know the format."""
+    stated = checkpoint.config.get("quantization_config") or {}
+    if stated and stated.get("quant_method") not in ("compressed-tensors", "modelopt"):
+        return
+    try:
+        check_layout(checkpoint)
+    except InputError as error:
+        yield str(error)
+
+
+def _index_problems(checkpoint: Checkpoint) -> Iterator[str]:
+    path = checkpoint.folder / INDEX
+    if path.is_file():
+        total = (read_json_object(path).get("metadata") or {}).get("total_size")
+        if total != checkpoint.nbytes:
+            yield f"{INDEX}: total_size is {total}, the tensors have {checkpoint.nbytes} bytes"
+
+
+def inspection_table(found: Inspection) -> Table:
+    """Return an inspection as a table for the terminal."""
+    table = Table(title=f"{found.folder}: {found.format}", title_justify="left")
+    for name in ("modules", "scheme", "count", "MB"):
+        table.add_column(name, justify="right" if name in ("count", "MB") else "left")
+    for row in found.rows:
+        table.add_row(row.kind, row.scheme, f"{row.count:,}", f"{row.nbytes / 1e6:,.3f}")
+    table.add_section()
+    table.add_row(
+        f"{found.tensors:,} tensors in {found.shards} shards",
+        "quantized Linears",
+        f"{found.quantized_modules:,}",
+        f"{found.nbytes / 1e6:,.3f}",
+    )
+    return table

@@ -1,0 +1,241 @@
+"""Which tensors a DiffusionGemma checkpoint must hold: names, dtypes and shapes, from its config.
+
+The BF16 layout is what transformers' own class builds (on the meta device: no memory, no weights),
+under on-disk names: 1,047 tensors for the 26B model. The quantized layout follows from it and from
+`quantization_config`: every Linear that a group targets and `ignore` does not name becomes the
+tensors of its scheme, experts one Linear each. Plan, load and verify all compare against this.
+"""
+
+import textwrap
+from typing import Any
+
+from quantize.checkpoints.modelopt import ModelOptSchemes
+from quantize.checkpoints.reader import FIX, Checkpoint, TensorSpec
+from quantize.checkpoints.targets import DROPPED, linear_modules, linear_shape, matches
+from quantize.errors import InputError
+from quantize.recipe import Scheme
+
+MAX_LAYERS = 1000
+SUFFIXES = (
+    "weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_scale_2",
+    "input_global_scale", "input_scale",
+)  # fmt: skip
+TENSOR_SCALES = SUFFIXES[3:]  # one number for a whole tensor, above 0
+SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compressor"
+
+
+def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
+    """Return on-disk name -> spec of the BF16 checkpoint that `config` describes.
+
+    Raises:
+        InputError: transformers cannot build a model from this config.
+    """
+    import torch
+    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+    _check_depth(config)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    try:
+        with torch.device("meta"):
+            model = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**plain))
+    except Exception as error:  # whatever transformers and torch make of a wrong value
+        reason = textwrap.shorten(str(error), 200, placeholder=" ...")
+        raise InputError(
+            f"config.json: transformers cannot build this model "
+            f"({type(error).__name__}: {reason}); {FIX}"
+        ) from error
+    return {
+        name: TensorSpec("BF16", tuple(tensor.shape))
+        for name, tensor in model.state_dict().items()
+        if not DROPPED.fullmatch(name)
+    }
+
+
+def _check_depth(config: dict[str, Any]) -> None:
+    """Refuse a depth that transformers would build layer by layer without an end."""
+    for section in ("text_config", "vision_config"):
+        fields = config.get(section) or {}
+        layers = fields.get("num_hidden_layers", 1) if isinstance(fields, dict) else fields
+        if type(layers) is not int or not 1 <= layers <= MAX_LAYERS:
+            raise InputError(
+                f"config.json: {section}.num_hidden_layers is {layers!r}, "
+                f"not a number of layers from 1 to {MAX_LAYERS}; {FIX}"
+            )
+
+
+def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
+    """Return on-disk name -> spec of the quantized checkpoint that `config` describes."""
+    schemes = stated_schemes(config)
+    if schemes is None:
+        return bf16_layout(config)
+    layout: dict[str, TensorSpec] = {}
+    plain = bf16_layout(config)
+    for name, spec in plain.items():
+        modules = linear_modules(name, spec.shape)
+        by_module: dict[str, Scheme | None] = {m: schemes.of(m) for m in modules}
+        if not any(by_module.values()):
+            layout[name] = spec
+            continue
+        if None in by_module.values():
+            raise InputError(f"quantization_config: only a part of {name} is quantized")
+        out, inputs = linear_shape(spec.shape, modules)
+        for module, scheme in by_module.items():
+            if scheme is not None:
+                layout |= schemes.tensors(module, scheme, out, inputs)
+    if all(name in plain for name in layout):
+        raise InputError("quantization_config: it matches no Linear of this model")
+    return layout
+
+
+def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
+    """Compare names, dtypes and shapes with what config.json calls for; return that layout.
+
+    Raises:
+        InputError: names the first difference, and how many there are of its kind.
+    """
+    schemes, wanted = stated_schemes(checkpoint.config), quantized_layout(checkpoint.config)
+    passed_over = DROPPED if schemes is None else schemes.passed_over
+    found = checkpoint.tensors
+    if passed_over is not None:
+        found = {name: info for name, info in found.items() if not passed_over.fullmatch(name)}
+    if missing := sorted(wanted.keys() - found.keys()):
+        raise InputError(
+            f"{checkpoint.folder}: tensor {missing[0]!r} is missing ({len(missing)} in all); {FIX}"
+        )
+    if extra := sorted(found.keys() - wanted.keys()):
+        raise InputError(
+            f"{found[extra[0]].file}: unexpected tensor {extra[0]!r} ({len(extra)} in all): "
+            f"config.json calls for no such tensor; {FIX}"
+        )
+    for name, spec in wanted.items():
+        info = found[name]
+        if info.shape != spec.shape or info.dtype not in _dtypes(name, spec):
+            raise InputError(
+                f"{info.file}: tensor {name!r} is {info.dtype} {list(info.shape)} and config.json "
+                f"calls for {spec.dtype} {list(spec.shape)}; {FIX}"
+            )
+    return wanted
+
+
+def _dtypes(name: str, spec: TensorSpec) -> tuple[str, ...]:
+    """Return the dtypes a tensor may have: FP32 also for the row scales that we write in BF16."""
+    row_scale = name.endswith(".weight_scale") and spec.dtype == "BF16"
+    return (spec.dtype, "F32") if row_scale else (spec.dtype,)
+
+
+def module_tensors(checkpoint: Checkpoint, module: str) -> list[str]:
+    """Return the names of a quantized Linear's tensors, once `check_layout` found them all there."""
+    names = (f"{module}.{suffix}" for suffix in SUFFIXES)
+    return [name for name in names if name in checkpoint.tensors]
+
+
+def scheme_tensors(
+    module: str, scheme: Scheme, out_features: int, in_features: int
+) -> dict[str, TensorSpec]:
+    """Return the tensors that a quantized Linear [out, in] becomes on disk, in writing order."""
+    out, inputs = out_features, in_features
+    if scheme in ("FP8_DYNAMIC", "INT8_DYNAMIC"):
+        codes = "F8_E4M3" if scheme == "FP8_DYNAMIC" else "I8"
+        return {
+            f"{module}.weight": TensorSpec(codes, (out, inputs)),
+            f"{module}.weight_scale": TensorSpec("BF16", (out, 1)),
+        }
+    tensors = {
+        f"{module}.weight_packed": TensorSpec("U8", (out, inputs // 2)),
+        f"{module}.weight_scale": TensorSpec("F8_E4M3", (out, inputs // 16)),
+        f"{module}.weight_global_scale": TensorSpec("F32", (1,)),
+    }
+    if scheme == "NVFP4":
+        tensors[f"{module}.input_global_scale"] = TensorSpec("F32", (1,))
+    return tensors
+
+
+def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes | None":
+    """Return what config.json says is quantized, None when nothing is.
+
+    Raises:
+        InputError: another tool's quantization, or a scheme that is not read here.
+    """
+    stated = config.get("quantization_config")
+    if stated is None:
+        return None
+    return (
+        ModelOptSchemes(stated)
+        if stated.get("quant_method") == "modelopt"
+        else ConfigSchemes(stated)
+    )
+
+
+class ConfigSchemes:
+    """Reads a compressed-tensors quantization_config: which scheme does a module have?"""
+
+    passed_over = None
+
+    def __init__(self, quantization_config: dict[str, Any]) -> None:
+        if quantization_config.get("quant_method") != "compressed-tensors":
+            raise InputError(
+                f"quantization_config: quant_method is "
+                f"{quantization_config.get('quant_method')!r}, not 'compressed-tensors' or 'modelopt'; "
+                f"{SCHEME_FIX}"
+            )
+        self.ignore: list[str] = quantization_config.get("ignore") or []
+        groups = quantization_config.get("config_groups") or {}
+        if not groups:
+            raise InputError(
+                "quantization_config: it has no config_groups, so nothing is quantized"
+            )
+        self.groups: dict[str, tuple[list[str], Scheme]] = {
+            name: (group["targets"], _group_scheme(name, group)) for name, group in groups.items()
+        }
+
+    @property
+    def used(self) -> set[Scheme]:
+        """The schemes that its modules can have."""
+        return {scheme for _, scheme in self.groups.values()}
+
+    def tensors(self, module: str, scheme: Scheme, out: int, inputs: int) -> dict[str, TensorSpec]:
+        """Return the tensors that a quantized Linear [out, inputs] is on disk."""
+        return scheme_tensors(module, scheme, out, inputs)
+
+    def of(self, module: str) -> Scheme | None:
+        """Return the scheme of a Linear module, None when it stays BF16."""
+        name = self.group_of(module)
+        return None if name is None else self.groups[name][1]
+
+    def group_of(self, module: str) -> str | None:
+        """Return the name of the config group that a Linear module belongs to."""
+        if any(matches(module, pattern) for pattern in self.ignore):
+            return None
+        for name, (targets, _) in self.groups.items():
+            if any(target == "Linear" or matches(module, target) for target in targets):
+                return name
+        return None
+
+
+def _group_scheme(name: str, group: dict[str, Any]) -> Scheme:
+    """Name the scheme of a config group from its weight and activation arguments."""
+    weights, activations = group.get("weights") or {}, group.get("input_activations")
+    key = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"))
+    if key == ("float", 8, "channel") and activations and activations.get("dynamic") is True:
+        return "FP8_DYNAMIC"
+    if key == ("int", 8, "channel") and activations and activations.get("dynamic") is True:
+        return "INT8_DYNAMIC"
+    if key == ("float", 4, "tensor_group") and weights.get("group_size") == 16:
+        return "NVFP4" if activations else "NVFP4A16"
+    raise InputError(
+        f"quantization_config: group {name!r} has weights of type, bits, strategy {key}, "
+        f"which no known scheme has; {SCHEME_FIX}"
+    )
+
+
+def schemes_by_module(config: dict[str, Any]) -> dict[str, Scheme]:
+    """Return on-disk module name -> scheme of every quantized Linear; {} for a BF16 config."""
+    schemes = stated_schemes(config)
+    if schemes is None:
+        return {}
+    return {
+        module: scheme
+        for name, spec in bf16_layout(config).items()
+        for module in linear_modules(name, spec.shape)
+        if (scheme := schemes.of(module)) is not None
+    }

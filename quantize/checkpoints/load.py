@@ -1,0 +1,167 @@
+"""A checkpoint folder -> a DiffusionGemma model, strictly: every key fits, or nothing loads.
+
+transformers' own from_pretrained leaves per-expert weights aside, fills the experts with random
+numbers and only warns; NVFP4 it cannot load at all. Here the tensors on disk are first compared with
+what config.json calls for (names, dtypes, shapes), then dequantized to BF16, restacked to fused
+experts and handed to transformers, whose own account of missing and unexpected keys must be empty.
+
+With `activations` the model also rounds what flows into every quantized Linear, as a serving kernel
+would: see `quantize.simulate`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+from quantize.checkpoints.experts import fuse_experts
+from quantize.checkpoints.layout import (
+    TENSOR_SCALES,
+    bf16_layout,
+    check_layout,
+    module_tensors,
+    schemes_by_module,
+)
+from quantize.checkpoints.reader import FIX, Checkpoint
+from quantize.checkpoints.targets import linear_modules
+from quantize.errors import InputError, ResourceError
+from quantize.recipe import ActivationMode, Scheme
+from quantize.schemes import all_finite, dequantize_weight
+from quantize.simulate import simulate_activations
+
+
+def load(
+    folder: Path,
+    *,
+    activations: ActivationMode = "none",
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> DiffusionGemmaForBlockDiffusion:
+    """Load a BF16 or quantized checkpoint as a transformers model in evaluation mode.
+
+    Args:
+        folder: a checkpoint in Google's BF16 layout or in the layout `quantize convert` writes.
+        activations: `none` for dequantized weights alone, else how activations are simulated.
+        dtype: dtype of the model; weights are dequantized to BF16 first, then cast.
+        device: where the model ends up.
+
+    Raises:
+        InputError: a missing, unexpected, misshapen or non-finite tensor; file and key are named.
+        ResourceError: the model is larger than the free memory of `device`.
+    """
+    checkpoint = Checkpoint.open(folder)
+    check_layout(checkpoint)
+    check_memory(checkpoint, dtype, device)
+    plain = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+    loaded: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(
+        None,
+        config=DiffusionGemmaConfig(**plain),
+        state_dict=lazy_weights(checkpoint),
+        output_loading_info=True,
+        dtype=dtype,
+        device_map={"": device},
+    )
+    model, keys = loaded
+    for kind, names in keys.items():
+        if names:
+            raise InputError(
+                f"{folder}: transformers reports {kind}: {sorted(map(str, names))[:3]}"
+            )
+    model.eval()
+    if activations != "none" and checkpoint.is_quantized:
+        simulate_activations(model, read_input_schemes(checkpoint), activations)
+    return model
+
+
+def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:
+    """Check that the dequantized weights fit where they go; a lower bound of what loading takes.
+
+    Raises:
+        ResourceError: says how much is needed and how much is free.
+    """
+    parameters = sum(prod(spec.shape) for spec in bf16_layout(checkpoint.config).values())
+    needed = parameters * dtype.itemsize
+    free = psutil.virtual_memory().available
+    if device != "cpu":
+        free, _ = torch.cuda.mem_get_info(device)
+    if needed > free:
+        raise ResourceError(
+            f"{checkpoint.folder}: {needed / 1e9:.1f} GB of weights as {str(dtype)[6:]}, and {device} "
+            f"has {free / 1e9:.1f} GB free; use a machine with more memory"
+        )
+
+
+class _Lazy:
+    """A tensor of the BF16 layout that is read when transformers slices it, on a thread of its own.
+
+    So what the host holds is a few tensors, and the model goes to its device as it is read.
+    """
+
+    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
+        self._read = read
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return self._read()
+
+
+def lazy_weights(checkpoint: Checkpoint) -> dict[str, _Lazy]:
+    """Return all tensors under their BF16 names, quantized ones dequantized and experts fused."""
+    schemes = schemes_by_module(checkpoint.config)
+    return {
+        name: _Lazy(partial(read_weight, checkpoint, name, spec.shape, schemes))
+        for name, spec in bf16_layout(checkpoint.config).items()
+    }
+
+
+def read_weight(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], schemes: dict[str, Scheme]
+) -> torch.Tensor:
+    """Read one tensor of the BF16 layout, of that `shape`: as it is, or dequantized to BF16."""
+    modules = [module for module in linear_modules(name, shape) if module in schemes]
+    if not modules:
+        return _read_finite(checkpoint, name)
+    parts = [read_module(checkpoint, module, schemes[module]) for module in modules]
+    return parts[0] if len(shape) == 2 else fuse_experts(parts, shape)
+
+
+def read_module(checkpoint: Checkpoint, module: str, scheme: Scheme) -> torch.Tensor:
+    """Read and dequantize one quantized Linear of a checked layout: [out, inputs] BF16."""
+    tensors = {
+        name.removeprefix(f"{module}."): _read_finite(checkpoint, name)
+        for name in module_tensors(checkpoint, module)
+    }
+    return dequantize_weight(scheme, tensors)
+
+
+def _read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """Read a tensor; NaN, infinity or a global scale that is not above 0 is an error."""
+    tensor = checkpoint.read(name)
+    if not all_finite(tensor):
+        raise InputError(
+            f"{checkpoint.tensors[name].file}: tensor {name!r} holds NaN or infinity; {FIX}"
+        )
+    if name.endswith(TENSOR_SCALES) and not (tensor > 0).all():
+        raise InputError(f"{checkpoint.tensors[name].file}: {name!r} is not above 0; {FIX}")
+    return tensor
+
+
+def read_input_schemes(checkpoint: Checkpoint) -> dict[str, tuple[Scheme, float | None]]:
+    """Return module -> (scheme, input global scale or None) of every quantized Linear."""
+    result: dict[str, tuple[Scheme, float | None]] = {}
+    for module, scheme in schemes_by_module(checkpoint.config).items():
+        scale = _input_global_scale(checkpoint, module) if scheme == "NVFP4" else None
+        result[module] = (scheme, scale)
+    return result
+
+
+def _input_global_scale(checkpoint: Checkpoint, module: str) -> float:
+    """Read the calibrated scale of NVFP4 activations; ModelOpt stores its inverse."""
+    inverse = f"{module}.input_scale"
+    if inverse in checkpoint.tensors:
+        return 1 / _read_finite(checkpoint, inverse).item()
+    return _read_finite(checkpoint, f"{module}.input_global_scale").item()

@@ -1,0 +1,103 @@
+"""NVIDIA ModelOpt's checkpoints: which Linear has which scheme, and which tensors it becomes.
+
+    algorithm    tensors of a Linear [out, in]                     weight =
+    NVFP4        weight U8 [out, in / 2], weight_scale F8_E4M3     code * (weight_scale *
+                 [out, in / 16], weight_scale_2, input_scale F32 []        weight_scale_2)
+    W4A16_NVFP4  the same without input_scale
+    FP8          weight F8_E4M3 [out, in], weight_scale and        code * weight_scale
+                 input_scale F32 []
+
+`weight_scale_2` = amax / (6 * 448) is a SMALL number that multiplies, the inverse of the
+`weight_global_scale` of compressed-tensors; `input_scale` of NVFP4 likewise. Codes, nibble order and
+block scales are the same. An FP8 `input_scale` (amax / 448) asks for one fixed scale for all
+activations of a Linear; here they get a scale a token.
+
+config.json says it as `quantization_config` {quant_method: "modelopt", quant_algo, ignore}, older
+exports only in hf_quant_config.json with `exclude_modules`; MIXED_PRECISION lists `quantized_layers`,
+each with its own quant_algo. Names are Linears or modules above them, `*` and `?` are wildcards, and
+either tree's name counts, encoder and decoder being tied.
+
+Source: ModelOpt's export code and vLLM's loader, read, not run. No published file was at hand: tests
+write theirs from this description, so it is UNVERIFIED against NVIDIA's real checkpoints. Left out:
+block-128 and per-channel FP8, MX formats, AWQ and SVD variants, refused by name. Scales of an FP8 KV
+cache are passed over: the cache here is BF16.
+"""
+
+import re
+from fnmatch import fnmatchcase
+from typing import Any
+
+from quantize.checkpoints.reader import TensorSpec
+from quantize.errors import InputError
+from quantize.recipe import Scheme
+
+ALGORITHMS: dict[str, Scheme] = {
+    "NVFP4": "NVFP4",
+    "W4A16_NVFP4": "NVFP4A16",
+    "FP8": "FP8_DYNAMIC",
+}
+KV_SCALES = re.compile(r".+\.self_attn\.[kv]_proj\.[kv]_scale")
+
+
+class ModelOptSchemes:
+    """Reads a ModelOpt quantization_config: which scheme does a module have?"""
+
+    def __init__(self, quantization_config: dict[str, Any]) -> None:
+        stated = quantization_config
+        self._ignore: list[str] = stated.get("ignore") or stated.get("exclude_modules") or []
+        entries = {"": stated}  # the module above all modules
+        if str(stated.get("quant_algo")).upper() == "MIXED_PRECISION":
+            entries = stated.get("quantized_layers") or {}
+        self._schemes: dict[str, Scheme] = {name: _scheme(e) for name, e in entries.items()}
+        cached = stated.get("kv_cache_scheme") or stated.get("kv_cache_quant_algo")
+        self.passed_over = KV_SCALES if cached else None
+
+    @property
+    def used(self) -> set[Scheme]:
+        """The schemes that its modules can have."""
+        return set(self._schemes.values())
+
+    def of(self, module: str) -> Scheme | None:
+        """Return the scheme of a Linear module, None when it stays BF16."""
+        names = {module, module.replace("model.decoder.", "model.encoder.language_model.", 1)}
+        if any(_covers(entry, name) for entry in self._ignore for name in names):
+            return None
+        above = [prefix for name in names for prefix in _prefixes(name)]
+        nearest = max((p for p in above if p in self._schemes), key=len, default=None)
+        return None if nearest is None else self._schemes[nearest]
+
+    def tensors(self, module: str, scheme: Scheme, out: int, inputs: int) -> dict[str, TensorSpec]:
+        """Return the tensors that a quantized Linear [out, inputs] is on disk."""
+        scalar = TensorSpec("F32", ())
+        if scheme == "FP8_DYNAMIC":
+            found = {"weight": TensorSpec("F8_E4M3", (out, inputs)), "weight_scale": scalar}
+        else:
+            found = {
+                "weight": TensorSpec("U8", (out, inputs // 2)),
+                "weight_scale": TensorSpec("F8_E4M3", (out, inputs // 16)),
+                "weight_scale_2": scalar,
+            }
+        if scheme != "NVFP4A16":
+            found["input_scale"] = scalar
+        return {f"{module}.{suffix}": spec for suffix, spec in found.items()}
+
+
+def _scheme(entry: dict[str, Any]) -> Scheme:
+    algorithm = str(entry.get("quant_algo")).upper()
+    if algorithm not in ALGORITHMS:
+        raise InputError(
+            f"quantization_config: ModelOpt's quant_algo {entry.get('quant_algo')!r} is not read here, "
+            f"only {', '.join(ALGORITHMS)} and MIXED_PRECISION of them"
+        )
+    return ALGORITHMS[algorithm]
+
+
+def _covers(entry: str, name: str) -> bool:
+    """Whether an entry is a module, one above it, or a wildcard that fits."""
+    return name == entry or name.startswith(f"{entry}.") or fnmatchcase(name, entry)
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return "a.b.c", "a.b", "a" and ""."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), -1, -1)]

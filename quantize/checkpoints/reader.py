@@ -1,0 +1,398 @@
+"""Checkpoints on disk: find one, read its safetensors headers strictly, read tensors by byte range.
+
+A safetensors file is an 8-byte little-endian header length, a JSON header
+`{name: {dtype, shape, data_offsets: [begin, end]}}` and the bytes of all tensors, contiguous, in any
+order (format: https://huggingface.co/docs/safetensors). A checkpoint is one such file, or several
+with `model.safetensors.index.json` saying which file holds which tensor. Nothing else is read: no
+pickle, no code. Every disagreement between index, headers, file sizes and config is an error here,
+before a byte of weights is used.
+"""
+
+import importlib.resources
+import io
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantize.errors import InputError, ResourceError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MODELOPT = "hf_quant_config.json"  # where ModelOpt said what is quantized before config.json did
+MODEL_TYPE = "diffusion_gemma"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+CARD_FILES = ("README.md", "LICENSE*", "NOTICE*")  # say under which terms a model may be used
+FIX = "download or write the checkpoint again"
+
+DTYPES: dict[str, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: `begin` and `end` are byte positions in `file`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What one tensor must be: `dtype` by its safetensors name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read and check the header of one safetensors file.
+
+    Raises:
+        InputError: the file is missing, truncated, not safetensors, or its header contradicts itself.
+    """
+    header, data_start, size = _read_raw_header(path)
+    header.pop("__metadata__", None)
+    infos = [_tensor_info(path, name, entry, data_start) for name, entry in header.items()]
+    infos.sort(key=lambda info: (info.begin, info.end))
+    position = data_start
+    for info in infos:
+        if info.begin != position:
+            word = "overlaps another tensor" if info.begin < position else "leaves a gap before it"
+            raise InputError(f"{path}: tensor {info.name!r} {word} at byte {info.begin}; {FIX}")
+        position = info.end
+    if position != size:
+        raise InputError(
+            f"{path}: truncated or overlong: its header describes {position} bytes and the file has "
+            f"{size}; {FIX}"
+        )
+    return {info.name: info for info in infos}
+
+
+def _read_raw_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """Return (header, position of the first data byte, file size)."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise InputError(
+                    f"{path}: not a safetensors file, or truncated: its first 8 bytes claim a header "
+                    f"of {length} bytes and the file has {size}; {FIX}"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {FIX}") from error
+    try:
+        header = json.loads(raw, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: the header is not valid JSON ({error}); {FIX}") from error
+    if not isinstance(header, dict):
+        raise InputError(f"{path}: the header is not a JSON object; {FIX}")
+    return header, 8 + length, size
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a JSON object that names a key twice: one of the two tensors would be lost."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return result
+
+
+def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    """Check one header entry: known dtype, sane shape, offsets that fit both."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: tensor {name!r} has a malformed header entry; {FIX}") from error
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise InputError(f"{path}: tensor {name!r} has the unsupported dtype {dtype!r}; {FIX}")
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise InputError(f"{path}: tensor {name!r} has a malformed shape or offset; {FIX}")
+    expected = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != expected:
+        raise InputError(
+            f"{path}: tensor {name!r} of shape {list(shape)} and dtype {dtype} needs {expected} bytes "
+            f"and has {end - begin}; {FIX}"
+        )
+    return TensorInfo(name, dtype, shape, path, data_start + begin, data_start + end)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder whose index, headers and file sizes agree.
+
+    `tensors` maps every name to its place, in shard and file order. `config` is config.json.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    @classmethod
+    def open(cls, folder: Path) -> "Checkpoint":
+        """Read config, index and headers of a DiffusionGemma checkpoint; weights stay on disk.
+
+        Raises:
+            InputError: the folder is not a complete DiffusionGemma checkpoint.
+        """
+        folder = Path(folder)
+        config = _read_config(folder)
+        return cls(folder, config, _read_tensors(folder))
+
+    @property
+    def shards(self) -> list[Path]:
+        """The safetensors files, in name order."""
+        return sorted({info.file for info in self.tensors.values()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether config.json carries a quantization_config."""
+        return "quantization_config" in self.config
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one whole tensor into memory of its own."""
+        info = self._info(name)
+        return _read_range(info, info.begin, info.shape)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read rows `start:stop` of dimension 0, touching only their bytes."""
+        info = self._info(name)
+        rows = info.shape[0]
+        if not 0 <= start <= stop <= rows:
+            raise IndexError(f"rows {start}:{stop} of {name!r}, which has {rows}")
+        row_bytes = info.nbytes // rows
+        return _read_range(info, info.begin + start * row_bytes, (stop - start, *info.shape[1:]))
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise InputError(f"{self.folder}: tensor {name!r} is missing; {FIX}")
+        return self.tensors[name]
+
+
+def _read_range(info: TensorInfo, begin: int, shape: tuple[int, ...]) -> torch.Tensor:
+    dtype = DTYPES[info.dtype]
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    data = torch.empty(nbytes, dtype=torch.uint8)
+    try:
+        with info.file.open("rb", buffering=0) as file:
+            file.seek(begin)
+            count = _read_fully(file, bytes_of(data))
+    except OSError as error:
+        raise ResourceError(
+            f"{info.file}: reading tensor {info.name!r} failed ({error.strerror}); check the disk"
+        ) from error
+    if count != nbytes:
+        raise InputError(f"{info.file}: ends inside tensor {info.name!r}; {FIX}")
+    return data.view(dtype).view(shape)
+
+
+def bytes_of(data: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous uint8 tensor [n], to read into or write from."""
+    array: Any = data.numpy()  # numpy's stubs do not declare the buffer protocol
+    return memoryview(array)
+
+
+def _read_fully(file: io.FileIO, buffer: memoryview) -> int:
+    """Fill `buffer` from a file (one call reads at most 2 GiB); return the bytes that were there."""
+    position = 0
+    while position < len(buffer) and (count := file.readinto(buffer[position:])):
+        position += count
+    return position
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(
+            f"{folder}: no config.json there; name the folder of a DiffusionGemma model"
+        )
+    config = read_json_object(path)
+    if config.get("model_type") != MODEL_TYPE:
+        raise InputError(
+            f"{path}: model_type is {config.get('model_type')!r}, not {MODEL_TYPE!r}: this tool "
+            f"quantizes DiffusionGemma only"
+        )
+    apart = folder / MODELOPT
+    if "quantization_config" not in config and apart.is_file():
+        stated = read_json_object(apart).get("quantization")
+        if not isinstance(stated, dict):
+            raise InputError(f"{apart}: it does not say under 'quantization' what is; {FIX}")
+        config["quantization_config"] = {"quant_method": "modelopt", **stated}
+    return config
+
+
+def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / SINGLE).is_file():
+            raise InputError(f"{folder}: neither {SINGLE} nor {INDEX} is there; {FIX}")
+        return read_header(_shard_path(folder, SINGLE))
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index}: no weight_map in it; {FIX}")
+    tensors: dict[str, TensorInfo] = {}
+    names = sorted({str(name) for name in weight_map.values()})
+    paths = [_shard_path(folder, name) for name in names]
+    for shard, path in zip(names, paths, strict=True):
+        header = read_header(path)
+        _check_against_index(index, shard, header, weight_map)
+        tensors |= header
+    return tensors
+
+
+def _check_against_index(
+    index: Path, shard: str, header: dict[str, TensorInfo], weight_map: dict[str, str]
+) -> None:
+    listed = {name for name, file in weight_map.items() if file == shard}
+    if missing := sorted(listed - header.keys()):
+        raise InputError(
+            f"{index.parent / shard}: tensor {missing[0]!r} ({len(missing)} in all) is listed in "
+            f"{index.name} and missing in the shard; {FIX}"
+        )
+    if extra := sorted(header.keys() - listed):
+        raise InputError(
+            f"{index.parent / shard}: tensor {extra[0]!r} ({len(extra)} in all) is not listed for "
+            f"this shard in {index.name}; {FIX}"
+        )
+
+
+def _shard_path(folder: Path, name: str) -> Path:
+    """Join a shard name from an index to its folder; refuse one that leads elsewhere."""
+    if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
+        raise InputError(
+            f"{folder / INDEX}: {name!r} is not a plain *.safetensors file name; {FIX}"
+        )
+    path = folder / name
+    if not path.is_file():
+        raise InputError(f"{path}: this shard is missing; {FIX}")
+    root = folder.resolve()
+    # The Hub's cache keeps snapshots/<commit>/ as links into blobs/ two folders up.
+    allowed = {root, root.parent.parent / "blobs"} if root.parent.name == "snapshots" else {root}
+    if path.resolve().parent not in allowed:
+        raise InputError(f"{path}: a link that leads out of the checkpoint folder; {FIX}")
+    return path
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that must hold an object.
+
+    Raises:
+        InputError: it cannot be read, or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not readable as JSON ({error}); {FIX}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object; {FIX}")
+    return value
+
+
+def known_config(model: str) -> dict[str, Any] | None:
+    """Return the config of a published model that ships with quantize, for planning offline."""
+    name = model.replace("/", "--") + ".json"
+    path = importlib.resources.files("quantize.checkpoints").joinpath("known_models", name)
+    return json.loads(path.read_text("utf-8")) if path.is_file() else None
+
+
+def resolve(model: str | None, revision: str | None = None) -> Path:
+    """Return the local folder of a model: the bundled one (None), a folder, or a Hub id.
+
+    A Hub id may carry its revision, `ORG/NAME@revision`. It is downloaded to the Hub's cache, or only
+    looked up there when HF_HUB_OFFLINE is set; either way `hub_commit` tells the commit afterwards.
+
+    Raises:
+        InputError: no such folder or model. ResourceError: the Hub cannot be reached.
+    """
+    if model is None:
+        from quantize.bundled import CHECKPOINT
+
+        return CHECKPOINT
+    if Path(model).is_dir():
+        return Path(model)
+    name, at, own_revision = model.partition("@")
+    if (
+        not re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+        or name.startswith(".")
+        or (at and not own_revision)
+    ):
+        raise InputError(
+            f"{model}: no such folder, and not a Hub id (ORG/NAME or ORG/NAME@revision); "
+            f"name a checkpoint folder or leave --model out for the bundled model"
+        )
+    if own_revision and revision not in (None, own_revision):
+        raise InputError(f"{model}: --revision names another revision, {revision!r}; give one")
+    return _download(name, own_revision or revision)
+
+
+def hub_commit(folder: Path) -> str | None:
+    """Return the commit of a folder in the Hub's cache, None for any other folder."""
+    found = folder.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", folder.name)
+    return folder.name if found else None
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", *CARD_FILES]
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise ResourceError(
+            f"{model}: gated on the Hub; accept its terms there and set HF_TOKEN"
+        ) from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise InputError(
+            f"{model}: the Hub has no such model or revision {revision!r}, or HF_TOKEN lacks access"
+        ) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ResourceError(
+            f"{model}: not in the local cache and the Hub cannot be reached "
+            f"({type(error).__name__}); give a local folder instead"
+        ) from error

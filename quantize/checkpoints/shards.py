@@ -1,0 +1,326 @@
+"""Safetensors shards written in one pass, with bounded memory, restartable, byte for byte the same.
+
+All headers are known before the first weight is read: dtype and shape of every tensor follow from the
+plan. A shard is then its header and the bytes of its pieces, one after the other. Worker threads
+produce the next few blocks (read, quantize) while the last one is written and hashed, and what lies
+behind it is synced to disk, each on a thread of its own.
+
+Restart: a shard counts as finished when it is on disk (fsync) and `<folder>.state.json` holds its
+sha256. A later try keeps the finished shards whose bytes still have that hash and writes the others
+from their first byte; a try that would write other bytes (another source or plan) starts over.
+"""
+
+import errno
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantize.checkpoints.layout import TensorSpec
+from quantize.checkpoints.reader import INDEX, SINGLE, bytes_of
+from quantize.errors import InputError, ResourceError
+from quantize.progress import say, track
+from quantize.run_dir import read_json, sync_file, sync_folder, write_json
+
+# Returns the next bytes of a shard as a uint8 tensor [n].
+Task = Callable[[], torch.Tensor]
+
+RESUME = "then run the same command again (with --resume): finished shards are kept"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+HASH_BLOCK = 1 << 24
+# One call writes this much. Larger ones make Linux (6.18, ext4) look for large pages: it takes 0.25 s
+# of system time a GB at best and 2.3 s when memory is fragmented; up to 256 KB always 0.3 s.
+WRITE_BLOCK = 1 << 18
+SYNC_BYTES = 1 << 28  # written between two syncs of an unfinished shard, so that the last is short
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tensors that stand together in one shard, and the calls that produce their bytes in order.
+
+    Attributes:
+        layout: name -> spec, in writing order.
+        tasks: they run on several threads, each on its own.
+    """
+
+    layout: dict[str, TensorSpec]
+    tasks: tuple[Task, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(spec.nbytes for spec in self.layout.values())
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file to be written: `header` is everything before the first tensor."""
+
+    name: str
+    header: bytes
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.header) + sum(piece.nbytes for piece in self.pieces)
+
+
+def plan_shards(pieces: Sequence[Piece], max_shard_bytes: float) -> list[Shard]:
+    """Distribute pieces over shards in order; only a piece larger than a shard exceeds the limit.
+
+    Tensors whose size is no multiple of 4 (layer scalars) go last: FP32 scales stay aligned.
+
+    Raises:
+        InputError: a tensor would be written twice.
+    """
+    groups: list[list[Piece]] = [[]]
+    filled = 0
+    for piece in sorted(pieces, key=lambda piece: piece.nbytes % 4 != 0):
+        if filled and filled + piece.nbytes > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(piece)
+        filled += piece.nbytes
+    _refuse_duplicates(pieces)
+    names = (
+        [SINGLE]
+        if len(groups) == 1
+        else [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+    )
+    return [Shard(n, _header(g), tuple(g)) for n, g in zip(names, groups, strict=True)]
+
+
+def _refuse_duplicates(pieces: Sequence[Piece]) -> None:
+    seen: set[str] = set()
+    for name in (name for piece in pieces for name in piece.layout):
+        if name in seen:
+            raise InputError(
+                f"tensor {name!r} would be written twice: two source tensors map to it"
+            )
+        seen.add(name)
+
+
+def _header(pieces: Sequence[Piece]) -> bytes:
+    """Return length and JSON of a safetensors header, padded with spaces to a multiple of 8."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for piece in pieces:
+        for name, spec in piece.layout.items():
+            offsets = [position, position + spec.nbytes]
+            entries[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": offsets}
+            position += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def index_json(shards: Sequence[Shard]) -> dict[str, Any]:
+    """Return what model.safetensors.index.json holds; `total_size` counts tensors, not headers."""
+    weight_map = {n: s.name for s in shards for piece in s.pieces for n in piece.layout}
+    total = sum(piece.nbytes for shard in shards for piece in shard.pieces)
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def write_shards(
+    shards: Sequence[Shard],
+    folder: Path,
+    identity: str,
+    *,
+    workers: int | None = None,
+    what: str = "convert",
+) -> dict[str, str]:
+    """Write all shards (and their index, if several) to `folder`; return name -> sha256.
+
+    Args:
+        shards: what to write.
+        folder: exists; finished shards of an earlier try with this `identity` are kept.
+        identity: differs whenever the same plan would give other bytes (source, settings).
+        workers: threads that produce blocks; every usable core when not given.
+        what: stands beside the progress bar.
+
+    Raises:
+        ResourceError: too little free disk before the start, or a full disk in the middle.
+    """
+    with _explained(folder):
+        state = _State.open(folder, shards, identity)
+        todo = [shard for shard in shards if shard.name not in state.finished]
+        _check_free_disk(folder, todo)
+        with (
+            ThreadPoolExecutor(1) as syncer,
+            ThreadPoolExecutor(1) as hasher,
+            _produced(todo, workers or len(os.sched_getaffinity(0)), what) as blocks,
+        ):
+            finished = [
+                syncer.submit(
+                    state.finish, shard, _write(folder / shard.name, shard, blocks, hasher, syncer)
+                )
+                for shard in todo
+            ]
+            for future in finished:
+                future.result()
+        if len(shards) > 1:
+            write_json(folder / INDEX, index_json(shards))
+    return {shard.name: state.finished[shard.name] for shard in shards}
+
+
+@contextmanager
+def _explained(folder: Path) -> Generator[None]:
+    """Turn a full disk or a failing one into a message that says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        what = "the disk is full" if error.errno in FULL else f"cannot be written ({error})"
+        raise ResourceError(f"{folder}: {what}; mend that, {RESUME}") from error
+
+
+def state_path(folder: Path) -> Path:
+    """Return where the finished shards of `folder` are recorded: beside it, never inside."""
+    return folder.with_name(folder.name + ".state.json")
+
+
+class _State:
+    """The record of finished shards. `finish` runs on one thread."""
+
+    def __init__(self, folder: Path, identity: str, finished: dict[str, str]) -> None:
+        self.folder = folder
+        self.identity = identity
+        self.finished = finished
+
+    @classmethod
+    def open(cls, folder: Path, shards: Sequence[Shard], identity: str) -> "_State":
+        """Find finished shards whose bytes still have their hash; remove everything else."""
+        digest = hashlib.sha256(identity.encode())
+        for shard in shards:
+            digest.update(shard.name.encode() + shard.header)
+        state = cls(folder, digest.hexdigest(), {})
+        path = state_path(folder)
+        recorded = _recorded_shards(path, state.identity)
+        for shard in shards:
+            file = folder / shard.name
+            if shard.name in recorded and file.is_file():
+                if _sha256(file) == recorded[shard.name]:
+                    state.finished[shard.name] = recorded[shard.name]
+                    continue
+                say(f"{file}: its bytes have changed since it was finished; written again")
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name not in state.finished:
+                entry.unlink()
+        if state.finished:
+            say(f"{len(state.finished)} of {len(shards)} shards are finished already")
+        return state
+
+    def finish(self, shard: Shard, sha256: str) -> None:
+        """Sync a written shard to disk, then record it."""
+        sync_file(self.folder / shard.name)
+        sync_folder(self.folder)
+        self.finished[shard.name] = sha256
+        write_json(state_path(self.folder), {"identity": self.identity, "finished": self.finished})
+
+
+def _recorded_shards(path: Path, identity: str) -> dict[str, str]:
+    """Return name -> sha256 of the shards an earlier try with this identity finished."""
+    if not path.is_file():
+        return {}
+    try:
+        state = read_json(path)
+        same, finished = state["identity"] == identity, dict(state["finished"])
+    except (ValueError, KeyError, TypeError):
+        same, finished = False, {}
+    if not same:
+        say(f"{path}: belongs to another source or plan; starting over")
+    return finished if same else {}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(HASH_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _check_free_disk(folder: Path, shards: Sequence[Shard]) -> None:
+    needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(folder).free
+    if needed > free:
+        raise ResourceError(
+            f"{folder}: {needed:,} bytes needed and {free:,} free on this disk; "
+            f"free {needed - free:,} more, {RESUME}"
+        )
+
+
+@contextmanager
+def _produced(
+    shards: Sequence[Shard], workers: int, what: str
+) -> Generator[Iterator[torch.Tensor]]:
+    """Yield an iterator of all blocks of `shards` in order, made ahead by threads.
+
+    At most two blocks a worker exist at any time. After an error no further block is begun.
+    """
+    tasks = [task for shard in shards for piece in shard.pieces for task in piece.tasks]
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield track(_in_order(pool, tasks, 2 * workers), what, total=len(tasks))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, tasks: Sequence[Task], window: int
+) -> Iterator[torch.Tensor]:
+    ahead: deque[Future[torch.Tensor]] = deque()
+    for task in tasks:
+        ahead.append(pool.submit(task))
+        if len(ahead) == window:
+            yield ahead.popleft().result()
+    while ahead:
+        yield ahead.popleft().result()
+
+
+def _write(
+    path: Path,
+    shard: Shard,
+    blocks: Iterator[torch.Tensor],
+    hasher: ThreadPoolExecutor,
+    syncer: ThreadPoolExecutor,
+) -> str:
+    """Write one shard from the next blocks, hashing and syncing on the way; return the sha256."""
+    digest = hashlib.sha256(shard.header)
+    begun = 0  # where the last sync began
+    syncing: Future[None] | None = None
+    with path.open("wb", buffering=0) as file:
+        _write_fully(file, memoryview(shard.header))
+        for block in islice(blocks, sum(len(piece.tasks) for piece in shard.pieces)):
+            data = bytes_of(block)
+            hashed = hasher.submit(digest.update, data)
+            _write_fully(file, data)
+            hashed.result()
+            if file.tell() - begun >= SYNC_BYTES:
+                if syncing:
+                    syncing.result()
+                begun, syncing = file.tell(), syncer.submit(sync_file, path)
+        if syncing:  # the kernel tells a write error once, so none may go unread
+            syncing.result()
+        if file.tell() != shard.nbytes:
+            raise RuntimeError(f"{path}: wrote {file.tell()} bytes, planned {shard.nbytes}")
+    return digest.hexdigest()
+
+
+def _write_fully(file: io.FileIO, data: memoryview) -> None:
+    """Write all of `data`; a disk that fills up ends a call early before it raises an error."""
+    position = 0
+    while position < len(data):
+        position += file.write(data[position : position + WRITE_BLOCK])

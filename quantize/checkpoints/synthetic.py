@@ -1,0 +1,176 @@
+"""A random BF16 checkpoint in the exact layout of the real one, at full size or smaller.
+
+    python -m quantize.checkpoints.synthetic OUT            # 1,047 tensors, 51.6 GB, 11 shards
+    python -m quantize.checkpoints.synthetic OUT --layers 2 --vision-layers 1 --vocabulary 4096 # 3.4 GB
+
+For sizes, speed, memory and restarts, where real weights are not at hand; its answers are noise.
+Names, shapes, dtypes and sharding are those of google/diffusiongemma-26B-A4B-it (its config ships
+with quantize); the tokenizer is a stand-in: the bundled one, its vocabulary filled up with unused
+tokens, and every control token at the real id.
+
+Weights are scaled so that a forward pass stays finite and routing is spread: a Linear of K inputs has
+a standard deviation of 1/sqrt(K), so every projection keeps the size of its normalized input; the
+router's is 1, so that its logits (scaled by 1/sqrt(hidden) inside the model) have one of 1; norms are
+1 + noise; layer scalars 0.1 to 0.2, as released. Every block of 16M values has a generator of its own,
+seeded with its tensor's name: the same bytes on any number of threads.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from quantize.bundled import CHECKPOINT
+from quantize.checkpoints.layout import TensorSpec, bf16_layout
+from quantize.checkpoints.reader import known_config, read_json_object
+from quantize.checkpoints.shards import Piece, plan_shards, state_path, write_shards
+from quantize.checkpoints.targets import module_class
+from quantize.errors import InputError
+from quantize.run_dir import folder_when_complete, write_json, write_text
+
+MODEL = "google/diffusiongemma-26B-A4B-it"
+MAX_SHARD_BYTES = 5e9
+BLOCK_VALUES = 1 << 24
+SLIDING_PER_FULL = 5
+GENERATION = {
+    "max_new_tokens": 256,
+    "max_denoising_steps": 48,
+    "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.1},
+    "t_max": 0.8,
+    "t_min": 0.4,
+    "stability_threshold": 1,
+    "confidence_threshold": 0.005,
+    "eos_token_id": [1, 106, 50],
+    "pad_token_id": 0,
+}
+
+
+def synthetic_config(
+    layers: int = 30, experts: int = 128, vision_layers: int = 27, vocabulary: int = 262_144
+) -> dict[str, Any]:
+    """Return the real model's config with fewer layers, experts, vision layers or tokens.
+
+    Raises:
+        InputError: fewer than 2 layers (one sliding, one full), or a vocabulary below 1,024.
+    """
+    if layers < 2 or experts < 1 or vision_layers < 1 or vocabulary < 1024:
+        raise InputError("at least 2 layers, 1 expert, 1 vision layer and 1,024 tokens are needed")
+    config: dict[str, Any] = json.loads(json.dumps(known_config(MODEL)))
+    text = config["text_config"]
+    period = ["sliding_attention"] * min(SLIDING_PER_FULL, layers - 1) + ["full_attention"]
+    # transformers makes the last layer a full one, whatever the config says
+    text["layer_types"] = [*(period * layers)[: layers - 1], "full_attention"]
+    text["num_hidden_layers"] = layers
+    text["num_experts"] = experts
+    text["top_k_experts"] = min(text["top_k_experts"], experts)
+    text["vocab_size"] = vocabulary
+    config["vision_config"]["num_hidden_layers"] = vision_layers
+    if vocabulary < 262_144:
+        ids = ("image_token_id", "boi_token_id", "eoi_token_id")
+        config |= {name: vocabulary - 1 - i for i, name in enumerate(ids)}
+    return config
+
+
+def write_synthetic(
+    out: Path, config: dict[str, Any], *, seed: int = 0, max_shard_bytes: float = MAX_SHARD_BYTES
+) -> Path:
+    """Write a random checkpoint of `config` to the new folder `out`; an interrupted one goes on.
+
+    Raises:
+        InputError: `out` exists. ResourceError: not enough disk.
+    """
+    if out.exists():
+        raise InputError(f"{out}: exists already; name another folder or remove it")
+    layout = bf16_layout(config)
+    pieces = [_piece(name, spec, seed) for name, spec in layout.items()]
+    with folder_when_complete(out, keep_partial=True) as folder:
+        write_shards(plan_shards(pieces, max_shard_bytes), folder, f"{seed}", what="synthetic")
+        write_json(folder / "config.json", config)
+        write_json(folder / "generation_config.json", GENERATION)
+        _write_tokenizer(folder, config)
+    state_path(folder).unlink()
+    return out
+
+
+def _piece(name: str, spec: TensorSpec, seed: int) -> Piece:
+    count = math.prod(spec.shape)
+    fill = _filling(name, spec.shape)
+    starts = range(0, count, BLOCK_VALUES)
+    tasks = [
+        partial(_block, f"{seed} {name} {s}", min(BLOCK_VALUES, count - s), fill) for s in starts
+    ]
+    return Piece({name: spec}, tuple(tasks))
+
+
+def _block(
+    key: str, count: int, fill: Callable[[torch.Tensor, torch.Generator], None]
+) -> torch.Tensor:
+    digest = hashlib.sha256(key.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    values = torch.empty(count, dtype=torch.bfloat16)
+    fill(values, generator)
+    return values.view(torch.uint8)
+
+
+def _filling(name: str, shape: tuple[int, ...]) -> Callable[[torch.Tensor, torch.Generator], None]:
+    """Return what fills a tensor with random values, by its class."""
+    kind = module_class(name)
+    if kind == "layer_scalar":
+        return lambda values, generator: _uniform(values, generator, 0.1, 0.2)
+    if kind == "router" and name.endswith("proj.weight"):
+        return lambda values, generator: _normal(values, generator, 0.0, 1.0)
+    if name.endswith("std_bias"):
+        return lambda values, generator: _normal(values, generator, 0.0, 0.01)
+    if len(shape) == 1:  # norms, router scales, the vision tower's std_scale
+        return lambda values, generator: _normal(values, generator, 1.0, 0.05)
+    return lambda values, generator: _normal(values, generator, 0.0, shape[-1] ** -0.5)
+
+
+def _normal(values: torch.Tensor, generator: torch.Generator, mean: float, std: float) -> None:
+    values.normal_(mean, std, generator=generator)
+
+
+def _uniform(values: torch.Tensor, generator: torch.Generator, low: float, high: float) -> None:
+    values.uniform_(low, high, generator=generator)
+
+
+def _write_tokenizer(folder: Path, config: dict[str, Any]) -> None:
+    """Write the bundled tokenizer, filled up to the vocabulary, image tokens at their real ids."""
+    data = read_json_object(CHECKPOINT / "tokenizer.json")
+    vocabulary: dict[str, int] = data["model"]["vocab"]
+    names = {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
+    for token in names.values():
+        vocabulary.pop(token)
+    vocabulary |= {token: config[key] for key, token in names.items()}
+    taken, size = set(vocabulary.values()), config["text_config"]["vocab_size"]
+    vocabulary |= {f"<unused{i}>": i for i in range(size) if i not in taken}
+    data["model"]["vocab"] = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
+    for token in data["added_tokens"]:
+        token["id"] = vocabulary[token["content"]]
+    write_text(folder / "tokenizer.json", json.dumps(data, ensure_ascii=False))
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        write_text(folder / name, (CHECKPOINT / name).read_text("utf-8"))
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--layers", default=30, show_default=True)
+@click.option("--experts", default=128, show_default=True)
+@click.option("--vision-layers", default=27, show_default=True)
+@click.option("--vocabulary", default=262_144, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+def main(
+    out: Path, layers: int, experts: int, vision_layers: int, vocabulary: int, seed: int
+) -> None:
+    """Write a random checkpoint in the real model's layout to OUT."""
+    write_synthetic(out, synthetic_config(layers, experts, vision_layers, vocabulary), seed=seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Which tensor of a DiffusionGemma gets which scheme, and why the rest stay BF16.
+
+On disk the BF16 model has one set of text weights under `model.decoder.*`, with the 128 experts of a
+layer fused into two 3-D tensors, the vision tower under `model.encoder.*`, and for the encoder's text
+side its own `layer_scalar` alone (it is tied to the decoder otherwise; so is `lm_head` to the
+embedding). A name that no rule below knows is an error: an unknown tensor is a changed model.
+
+What vLLM reads in BF16 only must stay BF16 whatever a recipe says (facts: its DiffusionGemma builds
+the router and self-conditioning without a quantization config; its embedding takes no FP8/NVFP4).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantize.checkpoints.reader import TensorInfo
+from quantize.errors import InputError
+from quantize.recipe import Quantization, Scheme
+
+DECODER_LAYER = r"model\.decoder\.layers\.\d+\."
+
+# (class, pattern of the on-disk tensor name); the first match counts.
+CLASSES: tuple[tuple[str, str], ...] = (
+    ("experts", DECODER_LAYER + r"experts\.(gate_up|down)_proj"),
+    ("attention", DECODER_LAYER + r"self_attn\.[qkvo]_proj\.weight"),
+    ("mlp", DECODER_LAYER + r"mlp\.(gate|up|down)_proj\.weight"),
+    ("router", DECODER_LAYER + r"router\.(proj\.weight|scale|per_expert_scale)"),
+    ("norm", DECODER_LAYER + r"(self_attn\.[qk]_norm|\w+_layernorm(_\d)?)\.weight"),
+    ("norm", r"model\.decoder\.norm\.weight"),
+    ("layer_scalar", r"model\.(decoder|encoder\.language_model)\.layers\.\d+\.layer_scalar"),
+    ("self_conditioning", r"model\.decoder\.self_conditioning\..+"),
+    ("embedding", r"model\.decoder\.embed_tokens\.weight"),
+    ("vision", r"model\.encoder\.(vision_tower|embed_vision)\..+"),
+)
+DROPPED = re.compile(r"lm_head\.weight|model\.encoder\.language_model\.(?!.*layer_scalar$).+")
+
+WHY_KEPT = {
+    "router": "routing decides which experts run; vLLM reads it in BF16",
+    "self_conditioning": "vLLM reads it in BF16",
+    "embedding": "tied with lm_head, which the sampler's logits come from",
+    "vision": "text quantization only; 2 % of the bytes",
+    "norm": "not a Linear",
+    "layer_scalar": "not a Linear",
+}
+QUANTIZABLE = ("experts", "attention", "mlp")
+# The in-features a scheme's groups must divide.
+GROUP_SIZE: dict[Scheme, int] = {"NVFP4": 16, "NVFP4A16": 16, "FP8_DYNAMIC": 1, "INT8_DYNAMIC": 1}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One source tensor and what becomes of it.
+
+    Attributes:
+        name: on-disk name in the source checkpoint.
+        module_class: a key of `WHY_KEPT` or a member of `QUANTIZABLE`.
+        scheme: the scheme, or None when the tensor is copied as it is.
+        reason: why it is kept, when it is.
+        shape: [out, in]; fused experts [experts, out, in].
+        modules: names of the quantized Linear modules it becomes, on disk.
+        bytes_before: bytes in the source.
+        bytes_after: bytes in the artifact, scales included.
+    """
+
+    name: str
+    module_class: str
+    scheme: Scheme | None
+    reason: str
+    shape: tuple[int, ...]
+    modules: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+
+def module_class(name: str) -> str:
+    """Return the class of an on-disk tensor.
+
+    Raises:
+        InputError: the name is not one of a DiffusionGemma.
+    """
+    for kind, pattern in CLASSES:
+        if re.fullmatch(pattern, name):
+            return kind
+    raise InputError(f"unknown tensor {name!r}: not a DiffusionGemma checkpoint this tool knows")
+
+
+def linear_modules(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the names of the Linear modules that an on-disk tensor holds, () for none.
+
+    Fused experts [E, 2I, H] and [E, H, I] hold one gate, up or down projection per expert.
+    """
+    fused = re.fullmatch(rf"({DECODER_LAYER}experts)\.(gate_up|down)_proj", name)
+    if fused:
+        parts = ("gate_proj", "up_proj") if fused[2] == "gate_up" else ("down_proj",)
+        return tuple(f"{fused[1]}.{e}.{part}" for e in range(shape[0]) for part in parts)
+    is_linear = name.endswith(".weight") and len(shape) == 2 and "embed_tokens" not in name
+    return (name.removesuffix(".weight"),) if is_linear else ()
+
+
+def plan_targets(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> list[Target]:
+    """Decide for every tensor of a BF16 checkpoint.
+
+    Raises:
+        InputError: an unknown tensor; a module matched by two schemes, or by one it cannot have; a
+            target or scheme that matches nothing.
+    """
+    targets = [
+        _target(info, quantization) for name, info in tensors.items() if not DROPPED.fullmatch(name)
+    ]
+    for scheme in quantization.targets_by_scheme():
+        if not any(target.scheme == scheme for target in targets):
+            raise InputError(f"the recipe's scheme {scheme} matches no module of this model")
+    return targets
+
+
+def _target(info: TensorInfo, quantization: Quantization) -> Target:
+    try:
+        kind = module_class(info.name)
+    except InputError as error:
+        raise InputError(f"{info.file}: {error}") from error
+    modules = linear_modules(info.name, info.shape)
+    scheme = _scheme(info.name, modules, quantization)
+    if scheme is None:
+        reason = WHY_KEPT.get(kind, "ignored by the recipe")
+        return Target(info.name, kind, None, reason, info.shape, (), info.nbytes, info.nbytes)
+    _check_allowed(info, kind, scheme)
+    after = len(modules) * quantized_bytes(scheme, *linear_shape(info.shape, modules))
+    return Target(info.name, kind, scheme, "", info.shape, modules, info.nbytes, after)
+
+
+def linear_shape(shape: tuple[int, ...], modules: tuple[str, ...]) -> tuple[int, int]:
+    """Return (out, in) of each Linear in a tensor that holds `modules`."""
+    if len(shape) == 2:
+        return shape[0], shape[1]
+    experts, rows, columns = shape
+    return rows * experts // len(modules), columns
+
+
+def _scheme(name: str, modules: tuple[str, ...], quantization: Quantization) -> Scheme | None:
+    """Return the one scheme of all Linears in a tensor, or None."""
+    found: set[Scheme | None] = {_module_scheme(module, quantization) for module in modules}
+    if len(found) > 1:
+        raise InputError(
+            f"{name}: the recipe gives its experts different schemes "
+            f"({', '.join(str(s) for s in sorted(found, key=str))}); vLLM reads one scheme a layer"
+        )
+    return found.pop() if found else None
+
+
+def _module_scheme(module: str, quantization: Quantization) -> Scheme | None:
+    if any(matches(module, pattern) for pattern in quantization.ignore):
+        return None
+    schemes: list[Scheme] = [
+        scheme
+        for scheme, patterns in quantization.targets_by_scheme().items()
+        if any(pattern == "Linear" or matches(module, pattern) for pattern in patterns)
+    ]
+    if len(schemes) > 1:
+        raise InputError(f"{module}: matched by two schemes of the recipe, {' and '.join(schemes)}")
+    return schemes[0] if schemes else None
+
+
+def matches(module: str, pattern: str) -> bool:
+    """Whether a recipe entry names a module, by compressed-tensors' rule: `re:` or the exact name."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return pattern == module
+
+
+def _check_allowed(info: TensorInfo, kind: str, scheme: Scheme) -> None:
+    if kind not in QUANTIZABLE:
+        raise InputError(
+            f"the recipe would quantize {info.name} ({kind}: {WHY_KEPT[kind]}); add it to ignore"
+        )
+    if info.dtype != "BF16":
+        raise InputError(
+            f"{info.file}: {info.name} is {info.dtype}; only BF16 weights are quantized"
+        )
+    if info.shape[-1] % GROUP_SIZE[scheme]:
+        raise InputError(
+            f"{info.file}: {info.name} has {info.shape[-1]} inputs, not a multiple of "
+            f"{GROUP_SIZE[scheme]} as {scheme} needs"
+        )
+
+
+def quantized_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
+    """Return the bytes of one quantized Linear: codes, scales and global scales (FP32 [1])."""
+    codes = out_features * in_features
+    if scheme in ("FP8_DYNAMIC", "INT8_DYNAMIC"):
+        return codes + 2 * out_features  # BF16 scale per output channel
+    global_scales = 8 if scheme == "NVFP4" else 4
+    return codes // 2 + codes // 16 + global_scales
+
+
+def sum_bytes(targets: list[Target]) -> tuple[int, int]:
+    """Return total bytes (before, after) of a plan."""
+    return sum(t.bytes_before for t in targets), sum(t.bytes_after for t in targets)
+
+
+def ignore_for_config(targets: list[Target]) -> list[str]:
+    """Return the `ignore` list of quantization_config: every Linear left in BF16, by pattern.
+
+    vLLM and compressed-tensors apply the scheme to each Linear that `ignore` does not name, the
+    tied lm_head and the encoder's names included. Patterns follow the on-disk names.
+    """
+    patterns = {
+        "router": "re:.*router.*",
+        "self_conditioning": "re:.*self_conditioning.*",
+        "embedding": "re:.*embed_tokens.*",
+        "vision": "re:.*vision.*",
+    }
+    ignore = ["lm_head", *patterns.values()]
+    for target in targets:
+        kept_linear = target.scheme is None and target.module_class in QUANTIZABLE
+        if kept_linear:
+            ignore += linear_modules(target.name, target.shape)
+    return ignore
+
+
+def describe(config: dict[str, Any]) -> str:
+    """Return one line that says which DiffusionGemma this is, from its config."""
+    text = config["text_config"]
+    return (
+        f"{text['num_hidden_layers']} layers, hidden {text['hidden_size']}, "
+        f"{text['num_experts']} experts top-{text['top_k_experts']}, "
+        f"canvas {config['canvas_length']}"
+    )

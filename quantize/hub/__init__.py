@@ -1,0 +1,1 @@
+"""Releases on the Hugging Face Hub: what may be published, and how it gets there."""

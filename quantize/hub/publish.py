@@ -1,0 +1,228 @@
+"""From a run whose gate passed to a model repository on the Hub; never half a release.
+
+  1. gate      the checkpoint is whole and is the one that was verified and scored; the verdict is PASS,
+               or was overruled by an option that the model card names.
+  2. look      account, repository, what is there already: shown before anything is written.
+  3. weights   one commit on top of the commit seen in 2, in a draft pull request, a branch or main.
+               A model card that describes other weights goes away in the same commit.
+  4. check     the Hub's checksums of every file against the local ones.
+  5. release   README.md and .eval_results in a second commit; checked again; then the tag, the pull
+               request leaves its draft state, and a new repository becomes public if that was asked.
+
+Whatever stops it, the same command goes on: what is to be done is read from the Hub each time, and a
+finished push has nothing left to do. What was pushed is recorded in publication.json of the run.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+
+from huggingface_hub.hf_api import RepoFile
+from rich.console import Console
+from rich.table import Table
+
+from quantize.errors import InputError
+from quantize.hub.release import MAIN, PULL_REQUEST, README, Release, Request, prepare
+from quantize.hub.repository import File, Hub, Repository
+from quantize.progress import say
+from quantize.run_dir import RunDir, write_json
+
+PUBLICATION = "publication.json"
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+RELEASE = (README, ".eval_results/*.yaml")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What has to change at one commit on the Hub until it holds a release."""
+
+    weights: list[File]
+    card: list[File]
+    deleted: list[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.weights or self.card or self.deleted)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a push would do: as whom, on top of what, on which branch."""
+
+    account: str
+    there: Repository | None
+    revision: str
+    changes: Changes
+
+
+def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], bool]) -> int:
+    """Check, show, ask, publish: what `quantize push` does. Return the exit code.
+
+    Args:
+        run: a finished run.
+        request: what to publish where.
+        dry_run: stop after showing; nothing is written, here or on the Hub.
+        confirm: asks the user whether to go on.
+    """
+    release = prepare(run, request)
+    hub = Hub(request.repo)
+    plan = look(hub, release, request)
+    Console().print(preview(plan, release, request))
+    if dry_run:
+        say("push: dry run; nothing was written")
+        return 0
+    if not confirm():
+        raise InputError("push: not confirmed; nothing was written")
+    say(f"push: done, {publish(hub, run, release, request, plan)}")
+    return 0
+
+
+def look(hub: Hub, release: Release, request: Request) -> Plan:
+    """Compare a release with what is on the Hub; write nothing.
+
+    Raises:
+        InputError: the tag exists and stands for other files.
+    """
+    account = hub.account()
+    there = hub.look()
+    # A pull request is measured against main: when main holds everything, none is needed.
+    revision = MAIN if request.to == PULL_REQUEST else request.to
+    remote: dict[str, RepoFile] = {}
+    if there is not None:
+        start = revision if revision in there.branches else MAIN
+        remote = hub.files(start) if start in there.branches else {}
+    changes = find_changes(release, remote)
+    if there and request.tag in there.tags:
+        standing = there.tags[request.tag]
+        if changes or standing != there.branches.get(revision):
+            raise InputError(
+                f"{request.repo}: tag {request.tag} exists and stands for another commit "
+                f"({standing[:12]}); choose another name"
+            )
+    return Plan(account, there, revision, changes)
+
+
+def find_changes(release: Release, remote: dict[str, RepoFile]) -> Changes:
+    """Compare a release with the files at one commit; checksums decide.
+
+    Weights that are not of this release are deleted: loaders may take them. So is a card that stands
+    beside other weights than those it describes; the new one follows in a commit of its own.
+    """
+    weights = [file for file in release.weights if not file.is_at(remote.get(file.path))]
+    card = [file for file in release.card if not file.is_at(remote.get(file.path))]
+    ours = {file.path for file in (*release.weights, *release.card)}
+    deleted = [path for path in remote if path not in ours and _is_one_of(path, WEIGHTS + RELEASE)]
+    if weights:
+        deleted += [path for path in remote if path in ours and _is_one_of(path, RELEASE)]
+        card = release.card
+    return Changes(weights, card, sorted(deleted))
+
+
+def _is_one_of(path: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(path, pattern) for pattern in patterns)
+
+
+def preview(plan: Plan, release: Release, request: Request) -> Table:
+    """Return what would be uploaded, to where, seen by whom, under which account."""
+    seen = "new" if plan.there is None else "exists"
+    seen += ", PUBLIC" if plan.there and not plan.there.private else ", private"
+    seen += "; public at the very end" if request.public else ""
+    target = "a pull request to main" if request.to == PULL_REQUEST else f"branch {request.to}"
+    tag = f", tag {request.tag}" if request.tag else ""
+    verdict = "gate passed"
+    if release.override:
+        verdict = f"{release.override.outcome}, overruled with {release.override.option}"
+    table = Table(
+        title=f"{release.name} -> {request.repo} ({seen}), {target}{tag}",
+        caption=f"as {plan.account}; {verdict}",
+    )
+    for column in ("file", "bytes", "what happens"):
+        table.add_column(column, justify="right" if column == "bytes" else "left")
+    new = {file.path for file in (*plan.changes.weights, *plan.changes.card)}
+    for file in (*release.weights, *release.card):
+        fate = "upload" if file.path in new else "there already"
+        table.add_row(file.path, f"{file.size:,}", fate)
+    for path in plan.changes.deleted:
+        if path not in new:
+            table.add_row(path, "", "remove: not of this release")
+    return table
+
+
+def publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Plan) -> str:
+    """Do what the plan says and return the address of the result.
+
+    Raises:
+        GateError: the Hub holds other bytes than we sent. ResourceError: no access, no network, or
+            somebody else committed meanwhile. After any of them the same call goes on.
+    """
+    is_request = request.to == PULL_REQUEST
+    if is_request and not plan.changes:
+        say(f"push: {request.repo} holds this release already; no pull request is needed")
+        return _finish(hub, run, release, request, plan, MAIN, hub.head(MAIN))
+    if plan.there is None:
+        hub.create()
+    revision, number = plan.revision, 0
+    if is_request:
+        number = hub.pull_request(*_request_texts(release, request), plan.account)
+        revision = f"refs/pr/{number}"
+    elif revision != MAIN and not (plan.there and revision in plan.there.branches):
+        hub.create_branch(revision)
+    # On main or a branch the parent is the commit that the preview was made from.
+    seen = plan.there.branches.get(revision) if plan.there else None
+    parent = seen or hub.head(revision)
+    commit = _upload(hub, release, revision, parent)
+    if is_request:
+        hub.open_draft(number)
+    return _finish(hub, run, release, request, plan, revision, commit)
+
+
+def _request_texts(release: Release, request: Request) -> tuple[str, str]:
+    """Return title and description; the title names the run, so that a resumed push finds it."""
+    description = f"{len(release.weights)} files and a model card from run `{release.name}`."
+    if release.override:
+        description += f" The gate was overruled: `{release.override.option}`."
+    return f"Quantized checkpoint {release.name}", description
+
+
+def _upload(hub: Hub, release: Release, revision: str, parent: str) -> str:
+    """Commit the weights, check them, then commit the card; skip what is there. Return the commit."""
+    changes = find_changes(release, hub.files(parent))
+    if changes.weights or changes.deleted:
+        size = sum(file.size for file in changes.weights)
+        say(f"push: {len(changes.weights)} files, {size:,} bytes, to {revision}")
+        message = f"Weights of {release.name}"
+        parent = hub.commit(revision, parent, changes.weights, changes.deleted, message)
+    hub.verify(parent, release.weights)
+    say(f"push: checksums of {len(release.weights)} files agree at {parent[:12]}")
+    if card := find_changes(release, hub.files(parent)).card:
+        parent = hub.commit(revision, parent, card, [], f"Model card of {release.name}")
+    hub.verify(parent, [*release.weights, *release.card])
+    return parent
+
+
+def _finish(
+    hub: Hub,
+    run: RunDir,
+    release: Release,
+    request: Request,
+    plan: Plan,
+    revision: str,
+    commit: str,
+) -> str:
+    """Tag, make public, record; return the address."""
+    if request.tag and not (plan.there and request.tag in plan.there.tags):
+        hub.tag(request.tag, commit)
+    if request.public and (plan.there is None or plan.there.private):
+        hub.make_public()
+    record = {
+        "request": asdict(request),
+        "account": plan.account,
+        "revision": revision,
+        "commit": commit,
+        "override": asdict(release.override) if release.override else None,
+        "files": {file.path: file.sha256 for file in (*release.weights, *release.card)},
+    }
+    write_json(run.path / PUBLICATION, record)
+    address = f"{hub.api.endpoint}/{request.repo}"
+    if revision.startswith("refs/pr/"):
+        return f"{address}/discussions/{revision.rsplit('/', 1)[1]}"
+    return f"{address}/tree/{request.tag or revision}"

@@ -1,0 +1,266 @@
+"""One model repository on the Hugging Face Hub, with the guarantees that publishing needs.
+
+Built on `huggingface_hub.HfApi`, which uploads (by Xet, or by LFS in parts) and retries that. What it
+leaves to its caller is here and in `hub_calls`:
+
+  lost answers a commit names its parent, so the Hub takes it once. When the answer is lost, the head
+               of the branch tells whether it was taken: it then holds our files.
+  checksums    the Hub's tree lists the sha256 of each large file and the git blob id of each small one.
+
+Nothing here decides what is published, or in which order: `publish` does.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import disable_progress_bars, logging
+
+from quantize.errors import GateError
+from quantize.hub.calls import (
+    NOT_FOUND,
+    STALE_PARENT,
+    explained,
+    is_transient,
+    patiently,
+    status_of,
+)
+from quantize.progress import track
+
+T = TypeVar("T")
+
+BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class File:
+    """A file to publish: its path in the repository, where its bytes are, and their checksums."""
+
+    path: str
+    content: Path | bytes
+    size: int
+    sha256: str
+    git_sha1: str
+
+    @classmethod
+    def of(cls, path: str, content: Path | bytes) -> "File":
+        """Read `content` once, and compute both checksums that the Hub may list."""
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        sha256, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        for block in _blocks(content):
+            sha256.update(block)
+            git.update(block)
+        return cls(path, content, size, sha256.hexdigest(), git.hexdigest())
+
+    def is_at(self, remote: RepoFile | None) -> bool:
+        """Whether the Hub lists exactly these bytes for `remote`."""
+        if remote is None or remote.size != self.size:
+            return False
+        if remote.lfs is not None:
+            return remote.lfs.sha256 == self.sha256
+        return remote.blob_id == self.git_sha1
+
+
+def _blocks(content: Path | bytes) -> Iterator[bytes]:
+    if isinstance(content, bytes):
+        yield content
+        return
+    with content.open("rb") as file:
+        while block := file.read(BLOCK):
+            yield block
+
+
+@dataclass(frozen=True)
+class Repository:
+    """What the Hub says about a repository before anything is done to it."""
+
+    private: bool
+    head: str
+    tags: dict[str, str]
+    branches: dict[str, str]
+
+
+class Hub:
+    """One repository, under the account of the token in the environment or of the Hub's login."""
+
+    def __init__(self, repo: str) -> None:
+        self.repo = repo
+        self.api = HfApi()
+        disable_progress_bars()  # the bar over all files is ours
+        logging.set_verbosity_error()  # its warnings print the addresses of uploads, which are signed
+
+    def account(self) -> str:
+        """Return the name of the account that the token belongs to."""
+        return str(self._call("who am I", self.api.whoami)["name"])
+
+    def look(self) -> Repository | None:
+        """Return what is there, or None when there is no such repository (or it is hidden from us)."""
+        info = self._call("look", self._info)
+        if info is None:
+            return None
+        refs = self._call("refs", lambda: self.api.list_repo_refs(self.repo))
+        return Repository(
+            private=bool(info.private),
+            head=str(info.sha),
+            tags={ref.name: ref.target_commit for ref in refs.tags},
+            branches={ref.name: ref.target_commit for ref in refs.branches},
+        )
+
+    def _info(self) -> ModelInfo | None:
+        try:
+            return self.api.model_info(self.repo)
+        except RepositoryNotFoundError as error:
+            if status_of(error) == NOT_FOUND:
+                return None
+            raise
+
+    def head(self, revision: str) -> str:
+        """Return the commit that a branch or pull request points to."""
+        found = self._call(
+            f"read {revision}", lambda: self.api.model_info(self.repo, revision=revision)
+        )
+        return str(found.sha)
+
+    def files(self, revision: str) -> dict[str, RepoFile]:
+        """Return path -> what the Hub lists for it, checksums included."""
+        return self._call(
+            f"list the files of {revision}",
+            lambda: {
+                entry.path: entry
+                for entry in self.api.list_repo_tree(self.repo, revision=revision, recursive=True)
+                if isinstance(entry, RepoFile)
+            },
+        )
+
+    def create(self) -> None:
+        """Create the repository, private."""
+        self._call(
+            "create the repository",
+            lambda: self.api.create_repo(self.repo, private=True, exist_ok=True),
+        )
+
+    def create_branch(self, branch: str) -> None:
+        """Create a branch from main."""
+        self._call(
+            f"create branch {branch}",
+            lambda: self.api.create_branch(self.repo, branch=branch, exist_ok=True),
+        )
+
+    def pull_request(self, title: str, description: str, account: str) -> int:
+        """Return the number of our pull request with this title, opened as a draft if there is none."""
+        for found in self._call("list pull requests", lambda: self._pull_requests(account)):
+            if found.title == title:
+                return int(found.num)
+        opened = self._call(
+            "open a pull request",
+            lambda: self.api.create_pull_request(self.repo, title, description=description),
+        )
+        return int(opened.num)
+
+    def _pull_requests(self, account: str) -> list[Any]:
+        found = self.api.get_repo_discussions(
+            self.repo, author=account, discussion_type="pull_request"
+        )
+        return [request for request in found if request.status in ("draft", "open")]
+
+    def open_draft(self, number: int) -> None:
+        """Take a pull request out of its draft state."""
+        details = self._call("read it", lambda: self.api.get_discussion_details(self.repo, number))
+        if details.status == "draft":
+            self._call(
+                "open it",
+                lambda: self.api.change_discussion_status(self.repo, number, new_status="open"),
+            )
+
+    def tag(self, name: str, commit: str) -> None:
+        """Tag a commit."""
+        self._call(
+            f"tag {name}",
+            lambda: self.api.create_tag(self.repo, tag=name, revision=commit, exist_ok=True),
+        )
+
+    def make_public(self) -> None:
+        """Show the repository to everyone."""
+        self._call(
+            "make it public", lambda: self.api.update_repo_settings(self.repo, private=False)
+        )
+
+    def commit(
+        self,
+        revision: str,
+        parent: str,
+        files: Sequence[File],
+        deleted: Sequence[str],
+        message: str,
+    ) -> str:
+        """Upload files and commit them on top of `parent`; return the commit.
+
+        An interrupted upload goes on: what the Hub has stored already is not sent again.
+
+        Raises:
+            ResourceError: `revision` no longer points to `parent`, or the Hub cannot be reached.
+        """
+        additions = [_addition(file) for file in files]
+        for addition in track(
+            additions, "upload"
+        ):  # one by one: a shard is large, and shows progress
+            with explained(f"{self.repo}: cannot upload {addition.path_in_repo}"):
+                self.api.preupload_lfs_files(
+                    self.repo, [addition], revision=revision, free_memory=False
+                )
+        operations = [*additions, *(CommitOperationDelete(path) for path in deleted)]
+
+        def send() -> str:
+            try:
+                return self.api.create_commit(
+                    self.repo, operations, revision=revision, parent_commit=parent,
+                    commit_message=message,
+                ).oid  # fmt: skip
+            except (HfHubHTTPError, httpx.TransportError) as error:
+                if is_transient(error) or status_of(error) == STALE_PARENT:
+                    taken = self.head(revision)
+                    if taken != parent and not self.differing(taken, files, deleted):
+                        return taken  # it was our commit, and only the answer was lost
+                raise
+
+        return self._call(f"commit to {revision}", send)
+
+    def differing(
+        self, revision: str, files: Sequence[File], deleted: Sequence[str] = ()
+    ) -> list[str]:
+        """Return the paths at `revision` that are not as they should be, each with what is wrong."""
+        remote = self.files(revision)
+        wrong = [
+            f"{file.path} ({'missing' if file.path not in remote else 'another checksum'})"
+            for file in files
+            if not file.is_at(remote.get(file.path))
+        ]
+        return wrong + [f"{path} (still there)" for path in deleted if path in remote]
+
+    def verify(self, revision: str, files: Sequence[File]) -> None:
+        """Compare the Hub's checksums with ours.
+
+        Raises:
+            GateError: a file on the Hub is missing or has other bytes than the local one.
+        """
+        if wrong := self.differing(revision, files):
+            raise GateError(
+                f"{self.repo} at {revision}: checksum verification failed for {', '.join(wrong[:3])}"
+                f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; no model card, tag or "
+                f"release was written; push again"
+            )
+
+    def _call(self, doing: str, call: Callable[[], T]) -> T:
+        return patiently(f"{self.repo}: cannot {doing}", call)
+
+
+def _addition(file: File) -> CommitOperationAdd:
+    addition = CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=file.content)
+    addition.upload_info.sha256 = bytes.fromhex(file.sha256)  # else the file is read once more
+    return addition

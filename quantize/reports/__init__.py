@@ -1,0 +1,1 @@
+"""What people and CI read of a run: scores, comparisons, pages, charts, the model card."""

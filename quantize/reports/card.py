@@ -1,0 +1,204 @@
+"""The model card of a release and its machine-readable scores, from the run's own files.
+
+README.md is Markdown behind a YAML head that the Hub reads (base model, licence, tags). Scores go to
+`.eval_results/<task>.yaml`, one file a task, in the form that the Hub shows on the model's page
+(https://huggingface.co/docs/hub/eval-results): accuracy in per cent, with interval, repeats and the
+BF16 score under the same conditions in its notes. Tasks without a data set on the Hub have no file.
+
+Equal runs give equal bytes: no date, no path of this machine, so that pushing twice changes nothing.
+No question, prompt or sample of any benchmark is in it.
+"""
+
+import csv
+import io
+import shlex
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
+from jinja2 import Environment, StrictUndefined
+
+from quantize.errors import InputError
+from quantize.recipe import Recipe
+from quantize.run_dir import RunDir, read_json
+
+# Task -> (data set on the Hub, name of the task in it): gpqa_diamond is the Hub's own name, the others
+# are lm-eval's. A task with thinking on has the same data set.
+DATASETS = {
+    "aime25": ("math-ai/aime25", "aime25"),
+    "gpqa_diamond": ("Idavidrein/gpqa", "gpqa_diamond"),
+    "gsm8k": ("openai/gsm8k", "gsm8k"),
+    "svamp": ("ChilleD/SVAMP", "svamp"),
+}
+THINKING = "_thinking"
+# What the base model's own card says, for a copy of it that came without its card.
+KNOWN_LICENCES = {"google/diffusiongemma-26B-A4B-it": {"license": "apache-2.0"}}
+LICENCE_KEYS = ("license", "license_name", "license_link")
+
+
+@dataclass(frozen=True)
+class Override:
+    """A verdict other than PASS that was overruled by hand, and the option that did it."""
+
+    option: str
+    outcome: str
+    reason: str
+
+
+def serving() -> dict[str, Any]:
+    """Return how vLLM serves this model: version, image, flags with their reasons."""
+    return yaml.safe_load(files("quantize.reports").joinpath("serving.yaml").read_text("utf-8"))
+
+
+def serve_command(repo: str, canvas: int) -> str:
+    """Return the vLLM command for a checkpoint, one flag a line."""
+    return " \\\n  ".join([f"vllm serve {repo}", *_flags(canvas)])
+
+
+def docker_command(repo: str, canvas: int) -> str:
+    """Return the same in a container; a private repository needs HF_TOKEN in the environment."""
+    start = "docker run --gpus all --ipc=host -p 8000:8000 -e HF_TOKEN"
+    cache = "-e HF_HOME=/models -v ~/.cache/huggingface:/models"
+    return " \\\n  ".join([start, cache, f"{serving()['image']} {repo}", *_flags(canvas)])
+
+
+def _flags(canvas: int) -> list[str]:
+    return [
+        f"{entry['flag']} {shlex.quote(entry['value'].replace('{canvas}', str(canvas)))}"
+        for entry in serving()["flags"]
+    ]
+
+
+def card(run: RunDir, recipe: Recipe, repo: str, override: Override | None) -> str:
+    """Return README.md of a release.
+
+    Raises:
+        InputError: a file of the run is missing.
+    """
+    report, manifest = read_json(run.report_json), read_json(run.manifest_json)
+    config = read_json(run.checkpoint / "config.json")
+    base = base_model(manifest["source"], recipe)
+    canvas = int(config["canvas_length"])
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    text = files("quantize.reports").joinpath("templates", "card.md.jinja").read_text("utf-8")
+    return environment.from_string(text).render(
+        front_matter=front_matter(run, recipe, manifest, base),
+        name=repo.split("/")[-1],
+        interval=_interval,
+        repo=repo,
+        base=base,
+        report=report,
+        recipe=recipe,
+        schemes=list(recipe.quantization.targets_by_scheme()),
+        recipe_yaml=recipe.to_yaml().strip(),
+        source=manifest["source"],
+        commit=manifest["source"].get("commit"),  # None: the base model came from a folder
+        groups=_groups(run.targets_csv),
+        override=override,
+        serving=serving(),
+        serve=serve_command(repo, canvas),
+        docker=docker_command(repo, canvas),
+        attributions=[path.name for path in attributions(run.checkpoint)],
+    )
+
+
+def base_model(source: dict[str, Any], recipe: Recipe) -> str | None:
+    """Return the Hub id of the BF16 model; None for the bundled one, which is not on the Hub."""
+    if source["bundled"]:
+        return None
+    model = str(source["model"]).split("@")[0]
+    return recipe.model.id if Path(source["model"]).is_absolute() or _is_path(model) else model
+
+
+def _is_path(model: str) -> bool:
+    """Whether a model was named by folder: its path says nothing to others, the recipe's id does."""
+    return model.count("/") != 1 or model.startswith((".", "~")) or Path(model).is_dir()
+
+
+def attributions(folder: Path) -> list[Path]:
+    """Return the licence and notice files of a checkpoint, which are published with it."""
+    return sorted(p for p in folder.iterdir() if p.name.startswith(("LICENSE", "NOTICE")))
+
+
+def front_matter(run: RunDir, recipe: Recipe, manifest: dict[str, Any], base: str | None) -> str:
+    """Return the YAML head of the card, without its dashes."""
+    schemes = [scheme.lower() for scheme in recipe.quantization.targets_by_scheme()]
+    tags = [*schemes, "diffusion_gemma", "compressed-tensors", "vllm", "diffusiongemma-quantize"]
+    source = source_card(Path(manifest["source"]["folder"]))
+    licence = {key: source[key] for key in LICENCE_KEYS if key in source}
+    licence = licence or KNOWN_LICENCES.get(base or "", {})
+    if not licence:
+        raise InputError(
+            f"{manifest['source']['folder']}: no README.md with a `license:` there, so the licence of "
+            f"{base} is not known; put the base model's card into that folder"
+        )
+    more: dict[str, Any] = licence
+    if base:
+        more = {"base_model": base, "base_model_relation": "quantized", **licence}
+    return ModelCardData(
+        library_name="vllm",
+        pipeline_tag=source.get("pipeline_tag", "image-text-to-text"),
+        tags=tags,
+        **more,
+    ).to_yaml()
+
+
+def source_card(folder: Path) -> dict[str, Any]:
+    """Return the YAML head of the base model's own card, empty when it has none."""
+    path = folder / "README.md"
+    if not path.is_file():
+        return {}
+    parts = path.read_text("utf-8").split("---\n", 2)
+    head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+    return head if isinstance(head, dict) else {}
+
+
+def _groups(targets_csv: Path) -> list[dict[str, Any]]:
+    """Sum targets.csv by class and what becomes of it, the largest first."""
+    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in csv.DictReader(io.StringIO(targets_csv.read_text("utf-8"))):
+        fate = row["scheme"] or f"BF16: {row['reason_kept']}"
+        group = groups.setdefault(
+            (row["class"], fate),
+            {"class": row["class"], "fate": fate, "tensors": 0, "before": 0, "after": 0},
+        )
+        group["tensors"] += 1
+        group["before"] += int(row["bytes"])
+        group["after"] += int(row["bytes_after"])
+    return sorted(groups.values(), key=lambda group: -group["before"])
+
+
+def _interval(interval: dict[str, Any], spec: str) -> str:
+    if interval["low"] is None or interval["high"] is None:
+        return "no interval"
+    return f"{interval['low']:{spec}} to {interval['high']:{spec}}"
+
+
+def eval_results(report: dict[str, Any]) -> dict[str, str]:
+    """Return path -> YAML of the gated scores, for the tasks whose data set is on the Hub."""
+    found: dict[str, str] = {}
+    for task in report["tasks"]:
+        name = str(task["task"])
+        dataset = DATASETS.get(name.removesuffix(THINKING))
+        if not task["gated"] or task["not_comparable"] or dataset is None:
+            continue
+        low, high = (100 * task["quantized_interval"][end] for end in ("low", "high"))
+        entry = EvalResultEntry(
+            dataset_id=dataset[0],
+            task_id=dataset[1],
+            value=round(100 * task["quantized"], 4),
+            notes=(
+                f"accuracy in %, {task['confidence']:.0%} interval {low:.2f} to {high:.2f}; "
+                f"{task['questions']} questions x {task['repeats']}; thinking "
+                f"{'on' if name.endswith(THINKING) else 'off'}; BF16 under the same conditions "
+                f"{100 * task['base']:.2f}; activations {task['activations']}"
+            ),
+        )
+        text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
+        found[f".eval_results/{name}.yaml"] = text
+    return found

@@ -1,0 +1,99 @@
+"""Two runs side by side: their quantized models on the same questions, paired.
+
+The question of a recipe's author: did this change of scheme, calibration or ignore list matter? The
+interval of the paired difference answers it; two recoveries side by side do not. Scores are compared
+only where both runs asked the same under the same conditions.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from quantize.errors import InputError
+from quantize.reports.scores import pair, read_scoring
+from quantize.run_dir import RunDir, read_json
+
+CONFIDENCE = 0.95
+QUANTIZED = "quantized"  # the side of a run that its gate judges
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Run B against run A.
+
+    Attributes:
+        tasks: task -> entry as in report.json, A in the place of BF16.
+        facts: figure -> its value in A and in B, None where a run has none.
+        not_comparable: why the scores cannot be compared, None when they can.
+    """
+
+    tasks: dict[str, dict[str, Any]]
+    facts: dict[str, tuple[float | None, float | None]]
+    not_comparable: str | None
+
+
+def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
+    """Compare the gated scores of two runs, task by task.
+
+    Raises:
+        InputError: a run has no finished scores.
+    """
+    tasks_of = [_tasks(run) for run in (a, b)]
+    if tasks_of[0] != tasks_of[1]:
+        lists = " and ".join(", ".join(tasks) for tasks in tasks_of)
+        return RunComparison({}, _facts(a, b), f"tasks differ: {lists}")
+    entries: dict[str, dict[str, Any]] = {}
+    for task in tasks_of[0]:
+        ours, theirs = (read_scoring(run.evaluation / QUANTIZED, task) for run in (a, b))
+        entries[task], _ = pair(ours, theirs, margin_pp=100, confidence=CONFIDENCE)
+    reasons = (f"{t}: {e['not_comparable']}" for t, e in entries.items() if e["not_comparable"])
+    return RunComparison(entries, _facts(a, b), next(reasons, None))
+
+
+def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:
+    """Return the comparison as a table for the terminal."""
+    table = Table("", a.path.name, b.path.name, "difference", title="B against A")
+    for task, entry in found.tasks.items():
+        if entry["not_comparable"]:
+            table.add_row(task, "", "", "not comparable")
+            continue
+        interval = entry["difference_interval"]
+        table.add_row(
+            f"{task}, {entry['questions']} x {entry['repeats']}",
+            f"{entry['base']:.3f}",
+            f"{entry['quantized']:.3f}",
+            f"{entry['difference_pp']:+.2f} pp [{interval['low']:+.2f}, {interval['high']:+.2f}]",
+        )
+        steps = [entry[side]["steps_per_canvas"] for side in ("bf16_counts", "quantized_counts")]
+        table.add_row(f"{task}, steps per canvas", *map(_number, steps), "")
+    for name, values in found.facts.items():
+        table.add_row(name, *map(_number, values), "")
+    return table
+
+
+def _tasks(run: RunDir) -> list[str]:
+    done = run.evaluation / "done.json"
+    if not done.exists():
+        raise InputError(f"{done}: missing; run `quantize evaluate {run.path}` first")
+    return sorted(read_json(done)["tasks"])
+
+
+def _facts(a: RunDir, b: RunDir) -> dict[str, tuple[float | None, float | None]]:
+    ours, theirs = _figures(a), _figures(b)
+    return {name: (ours.get(name), theirs.get(name)) for name in ours | theirs}
+
+
+def _figures(run: RunDir) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    if run.checkpoint.is_dir():
+        shards = run.checkpoint.glob("*.safetensors")
+        figures["checkpoint, MB"] = sum(file.stat().st_size for file in shards) / 1e6
+    if run.fidelity_json.exists():
+        for mode, each in read_json(run.fidelity_json)["activations"].items():
+            figures[f"KL from BF16, nats, activations {mode}"] = each["kl_nats"]["mean"]
+    return figures
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -1,0 +1,105 @@
+"""What one pass must read and compute, part by part, and how long that takes at least.
+
+    seconds of a product >= max(bytes / copy bandwidth, FLOP / rate of its tensor cores)
+
+Weights are counted once, those of the experts by how many are hit; keys and values once a sequence.
+NVFP4 products run on bf16 tensor cores (W4A16), FP8 ones on FP8's. Norms, routing and the sampler's
+read of the logits are left out, which makes the floor lower.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from fused_dequant import Weight
+
+from quantize.runtime.fused.weights import TextWeights
+
+EIGHT_BIT = ("fp8", "int8")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches: bytes/s of a copy, FLOP/s of bf16 and FP8 products."""
+
+    copy: float
+    bf16: float
+    fp8: float
+
+    def seconds(self, nbytes: float, flop: float, scheme: str) -> float:
+        """The least time of one product."""
+        return max(nbytes / self.copy, flop / (self.fp8 if scheme in EIGHT_BIT else self.bf16))
+
+
+def measure_rates(device: torch.device) -> Rates:
+    """Measure now: a 2 GB tensor negated into another, and square products of 8192."""
+    copy = _copy_rate(device)
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    bf16 = 2 * 8192**3 / _seconds(lambda: a @ a.T)
+    fp8 = bf16
+    if torch.cuda.get_device_capability(device) >= (8, 9):
+        q = a.to(torch.float8_e4m3fn)
+        one = torch.ones((), device=device)
+
+        def product() -> torch.Tensor:
+            return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage]  # the only FP8 product
+                q, q.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+
+        fp8 = 2 * 8192**3 / _seconds(product)
+    return Rates(copy, bf16, fp8)
+
+
+def _copy_rate(device: torch.device) -> float:
+    source = torch.zeros(2**30, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return 4 * source.numel() / _seconds(lambda: torch.neg(source, out=target))
+
+
+def _seconds(work: Callable[[], object], repeats: int = 10) -> float:
+    work()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000 / repeats
+
+
+def decoder_floor(
+    weights: TextWeights, rates: Rates, batch: int, context: int, experts_hit: float
+) -> dict[str, float]:
+    """Return the least seconds of one denoising step by part.
+
+    Args:
+        weights: the model.
+        rates: of the device.
+        batch: canvases.
+        context: positions before each canvas.
+        experts_hit: experts that get a token, mean over layers.
+    """
+    text, length = weights.config.text_config, weights.config.canvas_length
+    rows = batch * length
+
+    def product(weight: Weight, share: float = 1.0, tokens: int = rows) -> float:
+        _, N, K = weight.shape
+        return rates.seconds(weight.bytes * share, 2 * tokens * N * K, weight.scheme)
+
+    parts = {"experts": 0.0, "dense": 0.0, "attention": 0.0}
+    for index, layer in enumerate(weights.layers):
+        share, slots = experts_hit / text.num_experts, rows * text.top_k_experts
+        both = (layer.experts_gate_up, layer.experts_down)
+        parts["experts"] += sum(product(w, share, slots) for w in both)
+        dense = (*layer.qkv, layer.o, *layer.gate_up, layer.down)
+        parts["dense"] += sum(product(w) for w in dense)
+        own = text.per_layer_config[index]
+        seen = (min(context, text.sliding_window - 1) if layer.sliding else context) + length
+        cells = 2 * 2 * batch * seen * own.num_key_value_heads * own.head_dim
+        flop = 4 * rows * seen * text.num_attention_heads * own.head_dim
+        parts["attention"] += rates.seconds(cells, flop, "bf16")
+    V, H = weights.embedding.shape
+    soft = rates.seconds(2 * V * H, 2 * rows * V * H, "bf16")
+    if isinstance(weights.soft, Weight):
+        soft = product(weights.soft)
+    return parts | {"vocabulary": product(weights.head) + soft}

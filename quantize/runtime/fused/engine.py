@@ -1,0 +1,357 @@
+"""The `Engine` on the fused kernels: slots of one cache, each denoising step one CUDA graph.
+
+A canvas of B sequences is one replay of the first step's graph (no self-conditioning yet) and then one
+replay of the next step's for every further step:
+
+    soft embedding of the last logits -> decoder -> lm_head -> sample -> accept
+
+All that changes between replays is in device memory: canvas, step, temperature, slots, context. Graphs
+are captured on first use for a bucket of sequences (1, 2, 4, 8, ...) and a sampler's settings; a batch
+between two buckets repeats its first sequence, which writes the same values to the same cells. The host
+learns that all have stopped from a flag that travels one step behind, so it never waits for a step
+before it starts the next; sequences that have stopped are left as they are meanwhile.
+
+What a batch committed is encoded together, again as a graph, and so are new prompts of up to SHORT
+tokens; longer ones are encoded in chunks as they are admitted, each a graph unless it has pictures. On
+a CPU the same calls run without graphs, on the kernels' torch references.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from fused_dequant import denoising
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from quantize.errors import InputError, ResourceError
+from quantize.runtime.engine import Canvas, Meanwhile, OnDraft, by_sampler
+from quantize.runtime.fused.graphs import Commit, Pool, Step
+from quantize.runtime.fused.prompt_pieces import Span, pictures, pieces, soft_tokens
+from quantize.runtime.fused.text_stack import Cache, FusedModel
+from quantize.runtime.fused.weights import TextWeights
+from quantize.runtime.images import Images
+from quantize.runtime.sampler import Sampler
+
+CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 must fit
+SHORT = 256  # prompts up to here, or to a canvas, are encoded together in a pass of this length
+PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
+CAPTURED = 8  # (bucket, settings) whose graphs are kept
+
+
+@dataclass
+class _Sequence:
+    """What a slot holds: positions encoded, and what is not encoded yet, a short prompt or a canvas."""
+
+    seed: int
+    sampler: Sampler
+    context: int = 0
+    canvases: int = 0
+    unencoded: list[int] = field(default_factory=list)
+
+
+class FusedEngine:
+    """Denoise canvases of up to `capacity` sequences on the fused kernels.
+
+    Args:
+        weights: of `load_packed` or `random_weights`.
+        capacity: slots; a power of two wastes nothing.
+        max_context: positions a sequence may take, prompt and answer; None for 8,192 or the model's
+            limit, whichever is less. Full layers' keys are allocated for all of them.
+        batch_invariant: run every pass at the shape of a full engine, so that a sample's tokens are the
+            same whoever is denoised beside it. Otherwise a bucket of its size has kernels of its own,
+            which round differently: in bf16 that may tip a token.
+        graphs: replay CUDA graphs; False runs every step kernel by kernel.
+
+    Raises:
+        ResourceError: the cache does not fit beside the weights.
+    """
+
+    def __init__(
+        self,
+        weights: TextWeights,
+        *,
+        capacity: int = 4,
+        max_context: int | None = None,
+        batch_invariant: bool = False,
+        graphs: bool = True,
+    ) -> None:
+        config = weights.config
+        limit: int = config.text_config.max_position_embeddings
+        if max_context is not None and not 0 < max_context <= limit:
+            raise InputError(f"max_context {max_context}: this model takes 1 to {limit} positions")
+        self.capacity = capacity
+        self.canvas_length: int = config.canvas_length
+        self.max_length = min(max_context or 8192, limit)
+        self.device = weights.device
+        self._chunk = max(CHUNK, self.canvas_length)
+        self._short = min(max(SHORT, self.canvas_length), self.max_length)
+        self._vocabulary: int = config.text_config.vocab_size
+        self._placeholder: int | None = config.image_token_id
+        largest = _bucket(capacity)
+        self._smallest = largest if batch_invariant else 1
+        try:
+            cache = Cache.allocate(config, capacity, self.max_length, self._chunk, self.device)
+            self._logits = torch.empty(
+                largest * self.canvas_length, self._vocabulary,
+                dtype=torch.bfloat16, device=self.device,
+            )  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                f"no GPU memory for {capacity} sequences of {self.max_length} positions beside "
+                f"{weights.nbytes / 1e9:.1f} GB of weights; lower the context or the batch"
+            ) from error
+        self.model = FusedModel(weights, cache)
+        self._graphs = graphs and self.device.type == "cuda"
+        self._pool: Pool = torch.cuda.graph_pool_handle() if self._graphs else None
+        self._slots: dict[int, _Sequence] = {}
+        self._steps: OrderedDict[tuple[int, Sampler], Step] = OrderedDict()
+        self._commits: dict[tuple[int, int], Commit] = {}
+
+    def admit(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        seed: int,
+        sampler: Sampler,
+        images: Images | None = None,
+    ) -> None:
+        """Put a prompt into a free slot; a short one is encoded by `denoise`, together with others.
+
+        Raises:
+            InputError: an empty prompt, one with tokens outside the vocabulary, one whose placeholders
+                do not fit its images, or one behind which no canvas fits; or the slot is taken or does
+                not exist.
+            ResourceError: no memory for the vision tower.
+        """
+        if slot in self._slots or not 0 <= slot < self.capacity:
+            raise InputError(f"slot {slot} of {self.capacity} is not free")
+        self._check(prompt, images)
+        self.model.cache.clear(slot)
+        sequence = _Sequence(seed, _denoising(sampler), unencoded=list(prompt))
+        if images is not None or len(prompt) > self._short:
+            self._encode_long(slot, sequence, images)
+        self._slots[slot] = sequence
+
+    def denoise(
+        self,
+        slots: Sequence[int],
+        on_draft: OnDraft | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[Canvas]:
+        """Denoise the next canvas of each slot, those of equal settings as one batch."""
+        for slot in slots:
+            sequence = self._slots[slot]
+            if sequence.context + len(sequence.unencoded) + self.canvas_length > self.max_length:
+                raise InputError(f"slot {slot}: no canvas fits within {self.max_length} positions")
+        self._encode_last(slots)
+        if meanwhile is not None:
+            meanwhile()  # the GPU encodes: there is always a prompt or a canvas
+        samplers = {slot: self._slots[slot].sampler for slot in slots}
+        done: dict[int, Canvas] = {}
+        for sampler, group in by_sampler(samplers).items():
+            done |= self._denoise(group, sampler, on_draft)
+        return [done[slot] for slot in slots]
+
+    def release(self, slot: int) -> None:
+        """Free a slot; one that is free already stays so."""
+        self._slots.pop(slot, None)
+
+    def warm_up(self, sampler: Sampler) -> None:
+        """Compile the kernels and capture the graphs that `sampler` needs, for every size of batch.
+
+        All slots must be free. Pictures are left to the first request that has one.
+        """
+        longest = min(self._chunk, self.max_length - self.canvas_length)
+        for length in range(self._short + 1, longest + SHORT, SHORT):
+            self.admit(0, [1] * min(length, longest), 0, sampler)
+            self.release(0)
+        # One token more than a canvas takes the pass of short prompts, where that is another.
+        over = 1 if self._short == self.canvas_length else self.canvas_length + 1
+        prompt = [1] * min(over, self.max_length - self.canvas_length)
+        bucket = self._smallest
+        while bucket <= _bucket(self.capacity):
+            slots = range(min(bucket, self.capacity))
+            for slot in slots:
+                self.admit(slot, prompt, slot, sampler)
+            # The second canvas encodes what the first committed.
+            for _ in range(min(2, (self.max_length - len(prompt)) // self.canvas_length)):
+                self.denoise(slots)
+            for slot in slots:
+                self.release(slot)
+            bucket *= 2
+
+    def profile_step(self, slots: Sequence[int]) -> dict[str, float]:
+        """Return the GPU milliseconds by part of one step of the next canvas, which is thrown away.
+
+        Parts are those `FusedModel` and the sampler name, and "rest". The step is run twice and the
+        second run counts: the first comes to a GPU that was idle.
+        """
+        self._encode_last(slots)
+        rows = self._padded(slots)
+        step = self._step(len(rows), self._slots[slots[0]].sampler)
+        self._begin(step, rows)
+        step.compute(True)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+            for _ in range(2):
+                step.compute(False)
+            torch.cuda.synchronize()
+        on_gpu: list[Any] = [e for e in record.events() or () if e.device_type == DeviceType.CUDA]
+        named = [event for event in on_gpu if event.name in PARTS]  # from first kernel to last
+        kernels = sorted(
+            (event for event in on_gpu if event.name not in PARTS),
+            key=lambda event: event.time_range.start,
+        )
+        parts: dict[str, float] = dict.fromkeys((*PARTS, "rest"), 0.0)
+        ended: dict[int, float] = {}  # by stream
+        for event in kernels[len(kernels) // 2 :]:
+            owner = next((part.name for part in named if _within(event, part)), "rest")
+            # A chained kernel starts to wait while the one before it runs: that time is not its own.
+            before = max(event.time_range.start, ended.get(event.device_resource_id, 0.0))
+            ended[event.device_resource_id] = max(before, event.time_range.end)
+            parts[owner] += (ended[event.device_resource_id] - before) / 1e3
+        return parts
+
+    def _padded(self, slots: Sequence[int]) -> list[int]:
+        """Repeat the first slot up to the bucket."""
+        bucket = max(self._smallest, _bucket(len(slots)))
+        return [*slots, *[slots[0]] * (bucket - len(slots))]
+
+    def _check(self, prompt: Sequence[int], images: Images | None) -> None:
+        if not prompt:
+            raise InputError("the prompt is empty")
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            raise InputError(f"the prompt has a token outside the vocabulary of {self._vocabulary}")
+        if (self._placeholder in prompt) != (images is not None):
+            words = ("an image placeholder and no image", "images and no placeholder")
+            raise InputError(f"the prompt has {words[images is not None]}")
+        if len(prompt) + self.canvas_length > self.max_length:
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens: no canvas of {self.canvas_length} fits behind "
+                f"it within {self.max_length} positions"
+            )
+
+    def _integers(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=self.device)
+
+    def _encode_long(self, slot: int, sequence: _Sequence, images: Images | None) -> None:
+        """Encode a prompt of any length, with its pictures, in chunks.
+
+        A chunk of text is filled up to a multiple of SHORT, for which there is a graph, where the cache
+        has room behind it: kernel by kernel, launching takes longer than encoding.
+        """
+        prompt, sequence.unencoded = sequence.unencoded, []
+        seen = pictures(prompt, self._placeholder)
+        chunks = pieces(len(prompt), self._chunk, seen)
+        embeddings = None if images is None else self._soft(images, seen)
+        for start, end in chunks:
+            soft = None if embeddings is None else soft_tokens((start, end), seen, embeddings)
+            length = min(-(-(end - start) // SHORT) * SHORT, self._chunk)
+            if soft is None and start + length <= self.max_length:
+                self._encode([(slot, start, prompt[start:end])], length)
+                continue
+            tokens = torch.tensor([prompt[start:end]], device=self.device)
+            self.model.encode(tokens, self._integers([slot]), self._integers([start]), soft)
+        sequence.context = len(prompt)
+
+    def _soft(self, images: Images, seen: list[Span]) -> Tensor:
+        """Return the soft tokens of a prompt's images, [tokens, H]."""
+        tower = self.model.weights.tower
+        if tower is None:
+            raise InputError("these weights have no vision tower: they take no images")
+        embeddings, places = tower(images), sum(behind - first for first, behind in seen)
+        if len(embeddings) != places:
+            raise InputError(
+                f"image placeholders and images do not fit: {places} and {len(embeddings)} tokens"
+            )
+        return embeddings
+
+    def _encode_last(self, slots: Sequence[int]) -> None:
+        """Encode what the slots have left: last canvases in one pass, short prompts in one."""
+        behind: dict[int, list[int]] = {}
+        for slot in slots:
+            if left := len(self._slots[slot].unencoded):
+                fits = left <= self.canvas_length
+                behind.setdefault(self.canvas_length if fits else self._short, []).append(slot)
+        for length, group in behind.items():
+            rows = [(slot, self._slots[slot]) for slot in self._padded(group)]
+            self._encode([(slot, s.context, s.unencoded) for slot, s in rows], length)
+            for slot in group:
+                sequence = self._slots[slot]
+                sequence.context += len(sequence.unencoded)
+                sequence.unencoded = []
+
+    def _encode(self, rows: list[tuple[int, int, list[int]]], length: int) -> None:
+        """Encode tokens behind a context, one run a slot, as one pass of `length` tokens a row.
+
+        A shorter run is filled up. What comes of that lies behind the run, where no row sees it before
+        it is overwritten.
+        """
+        commit = self._commits.get((len(rows), length))
+        if commit is None:
+            commit = Commit(self.model, len(rows), length, self._pool)
+            self._commits[len(rows), length] = commit
+        slots, contexts, runs = zip(*rows, strict=True)
+        filled = [run + [0] * (length - len(run)) for run in runs]
+        commit.tokens.copy_(torch.tensor(filled, device=self.device))
+        commit.slots.copy_(self._integers(slots))
+        commit.start.copy_(self._integers(contexts))
+        commit.run(self._graphs)
+
+    def _denoise(
+        self, slots: list[int], sampler: Sampler, on_draft: OnDraft | None
+    ) -> dict[int, Canvas]:
+        rows = self._padded(slots)
+        step = self._step(len(rows), sampler)
+        self._begin(step, rows)
+        show = None if on_draft is None else lambda n: _show(step.state, slots, n, on_draft)
+        step.run(self._graphs, show)
+        tokens, steps = step.state.argmax.tolist(), (step.state.step - 1).tolist()
+        for slot, committed in zip(slots, tokens, strict=False):
+            sequence = self._slots[slot]
+            sequence.canvases += 1
+            sequence.unencoded = committed
+        found = zip(slots, tokens, steps, strict=False)
+        return {slot: Canvas(committed, count) for slot, committed, count in found}
+
+    def _begin(self, step: Step, rows: list[int]) -> None:
+        sequences = [self._slots[slot] for slot in rows]
+        given = [(r, s.context, s.seed, s.canvases) for r, s in zip(rows, sequences, strict=True)]
+        step.begin(given, self._graphs)
+
+    def _step(self, rows: int, sampler: Sampler) -> Step:
+        key = (rows, sampler)
+        if key not in self._steps:
+            self._steps[key] = Step(self.model, rows, sampler, self._logits, self._pool)
+            if len(self._steps) > CAPTURED:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(key)
+        return self._steps[key]
+
+
+def _denoising(sampler: Sampler) -> Sampler:
+    """The settings that a canvas depends on, the rest as the defaults: equal ones share a graph."""
+    return replace(sampler, max_new_tokens=1, max_length=None, eos_token_ids=(), pad_token_id=None)
+
+
+def _within(event: Any, part: Any) -> bool:
+    """Whether a kernel ran on the stream and in the time of what the profiler names a part."""
+    if event.device_resource_id != part.device_resource_id:
+        return False
+    start, end = part.time_range.start, part.time_range.end
+    return start <= event.time_range.start and event.time_range.end <= end
+
+
+def _bucket(rows: int) -> int:
+    """The next power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
+def _show(state: denoising.CanvasState, slots: Sequence[int], step: int, on_draft: OnDraft) -> None:
+    for row, slot in enumerate(slots):
+        if int(state.step[row]) == step + 1:  # it took this step
+            on_draft(slot, step, state.argmax[row].tolist(), state.accepted[row].tolist())

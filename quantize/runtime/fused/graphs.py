@@ -1,0 +1,156 @@
+"""Passes of a fixed shape as CUDA graphs: a canvas' denoising steps, and the encoding of what is new.
+
+Everything that changes between replays is in device memory. A graph is captured when its pass is first
+run, for one number of sequences and, where the sampler is part of it, its settings.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fused_dequant import denoising, reference
+from torch import Tensor
+from torch.profiler import record_function as part
+
+from quantize.runtime.fused.text_stack import FusedModel
+from quantize.runtime.sampler import Sampler
+
+Pool = Any  # torch's handle of CUDA graphs' memory; None where nothing is captured
+
+
+def captured(work: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
+    """Run once, so that every kernel is compiled, and capture.
+
+    Graphs share a pool of memory: they never run at once, and leave nothing in it that is read later.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        work()
+    return graph
+
+
+class Commit:
+    """The encoder's pass over `length` tokens of `rows` sequences."""
+
+    def __init__(self, model: FusedModel, rows: int, length: int, pool: Pool) -> None:
+        device = model.weights.device
+        self._pool = pool
+        self.tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        self.slots, self.start = torch.zeros(2, rows, dtype=torch.int32, device=device)
+        self._model = model
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self, graphs: bool) -> None:
+        """Encode; the inputs are set already, so capturing does nothing that is not wanted."""
+        if not graphs:
+            self._encode()
+            return
+        if self._graph is None:
+            self._graph = captured(self._encode, self._pool)
+        self._graph.replay()
+
+    def _encode(self) -> None:
+        self._model.encode(self.tokens, self.slots, self.start)
+
+
+class Step:
+    """The denoising steps of `rows` sequences under one sampler."""
+
+    def __init__(
+        self, model: FusedModel, rows: int, sampler: Sampler, logits: Tensor, pool: Pool
+    ) -> None:
+        device, length = model.weights.device, model.weights.config.canvas_length
+        self._model, self._sampler, self._pool = model, sampler, pool
+        self._logits = logits[: rows * length]
+        # slot, context, seed and canvas index of each sequence
+        self._given = torch.zeros(4, rows, dtype=torch.int64, device=device)
+        slots, context = self._given[:2].int()
+        self._rows = model.behind(slots, context, length)
+        steps = range(1, sampler.max_denoising_steps + 1)
+        self._schedule = torch.stack([sampler.temperature(step) for step in steps]).to(device)
+        canvas = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.state = denoising.CanvasState.begin(canvas, seeds, sampler.stability_threshold)
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._start: torch.cuda.CUDAGraph | None = None
+        pinned = device.type == "cuda"
+        self._flags = [torch.zeros(rows, dtype=torch.bool, pin_memory=pinned) for _ in range(2)]
+
+    def begin(self, sequences: list[tuple[int, int, int, int]], graphs: bool) -> None:
+        """Set the state before the first step; a sequence is its slot, context, seed, canvas index."""
+        self._given.copy_(torch.tensor(sequences, dtype=torch.int64).T.contiguous())
+        if not graphs:
+            self._set_state()
+            return
+        if self._start is None:  # some two hundred launches for a few numbers
+            self._start = captured(self._set_state, self._pool)
+        self._start.replay()
+
+    def _set_state(self) -> None:
+        """Canvases of noise, addressed by seed and index."""
+        slots, context = self._given[:2].int()
+        seeds, canvases = self._given[2:]
+        rows, length = self.state.canvas.shape
+        first = torch.zeros(rows, dtype=torch.int32, device=seeds.device)
+        noise = reference.uniforms(seeds, canvases, first, length)[..., 1]
+        vocabulary = self._logits.shape[1]
+        fresh = denoising.CanvasState.begin(
+            (noise * vocabulary).long(), seeds, self._sampler.stability_threshold
+        )
+        for name, tensor in vars(fresh).items():
+            getattr(self.state, name).copy_(tensor)
+        self.state.canvas_index.copy_(canvases)
+        self._rows.copy_(self._model.behind(slots, context, length))
+
+    def run(self, graphs: bool, show: Callable[[int], None] | None) -> None:
+        """Take steps until all sequences have stopped, or the last step is taken."""
+        arrived: torch.cuda.Event | None = None
+        for step in range(1, self._sampler.max_denoising_steps + 1):
+            self._take(step == 1, graphs)
+            if show is not None:
+                show(step)
+            if not self._flags[0].is_pinned():
+                if bool(self.state.finished.all()):
+                    return
+                continue
+            if arrived is not None:  # whether all had stopped by the step before this one
+                arrived.synchronize()
+                if bool(self._flags[(step - 1) % 2].all()):
+                    return
+            self._flags[step % 2].copy_(self.state.finished, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+
+    def _take(self, first: bool, graphs: bool) -> None:
+        if not graphs:
+            self.compute(first)
+            return
+        if first not in self._graphs:
+            before = {name: tensor.clone() for name, tensor in vars(self.state).items()}
+            logits = None if first else self._logits.clone()
+            self._graphs[first] = captured(lambda: self.compute(first), self._pool)
+            for name, tensor in before.items():
+                getattr(self.state, name).copy_(tensor)
+            if logits is not None:
+                self._logits.copy_(logits)
+        self._graphs[first].replay()
+
+    def compute(self, first: bool) -> None:
+        """Take one step, kernel by kernel."""
+        state, sampler = self.state, self._sampler
+        signal = None
+        if not first:
+            signal = self._model.soft_embedding(self._logits, state.inverse_temperature.flatten())
+        self._model.decode(state.canvas, self._rows, signal, self._logits)
+        logits = self._logits.view(*state.canvas.shape, -1)
+        with part("sampler"):
+            denoising.accept(
+                denoising.sample(logits, state, self._schedule), state, self._schedule,
+                entropy_bound=sampler.entropy_bound,
+                confidence_threshold=sampler.confidence_threshold,
+            )  # fmt: skip

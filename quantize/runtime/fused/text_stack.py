@@ -1,0 +1,360 @@
+"""DiffusionGemma's text stack on the fused kernels: encoder and decoder over one cache.
+
+Both run the same layers. The encoder is causal and its keys and values stay; the decoder denoises a
+canvas behind them, and writes the canvas' keys and values into the cells that follow, where the next
+pass overwrites them. What a row sees is a run of positions (`fused_dequant.attention`):
+
+    encoder, full      0 .. p                     encoder, sliding   p - window + 1 .. p
+    decoder, full      0 .. context + L - 1       decoder, sliding   context - window + 1 .. the same
+
+A picture's soft tokens see all of their picture as well: still a run.
+
+Nothing here asks the host for a number that is on the device, so a pass of fixed shape is one CUDA
+graph. `part` names what belongs together, for a profile's breakdown. Activations are bf16 and rounded
+where transformers' bf16 model rounds; the logits are too, after their softcap, where transformers keeps
+float32.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fused_dequant import (
+    Weight,
+    after_attention,
+    after_experts,
+    attend_quantized,
+    attention_heads,
+    begin,
+    choose_experts,
+    gelu_mul,
+    linear,
+    linear_quantized,
+    lm_head,
+    quantize_rows,
+    routed_experts,
+    scaled_norm,
+    soft_embedding,
+)
+from fused_dequant.layer import CELLS, Activation
+from torch import Tensor
+from torch.profiler import record_function as part
+
+from quantize.runtime.fused.weights import LayerWeights, Rows, TextWeights
+
+EIGHT_BIT = ("fp8", "int8")
+BESIDE = True  # whether the dense branch has a stream of its own
+
+
+def _rounded_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of every layer: bf16 [slots, capacity, key heads, head dim].
+
+    Full layers hold `max_context` positions, sliding ones a ring of a window and a chunk.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(
+        cls, config: Any, slots: int, max_context: int, chunk: int, device: torch.device
+    ) -> "Cache":
+        """Allocate zeros for `slots` sequences, to which at most `chunk` tokens are added at once."""
+        text = config.text_config
+        full = _rounded_up(max_context, CELLS)
+        ring = min(full, _rounded_up(text.sliding_window - 1 + chunk, CELLS))
+        layers = [
+            torch.zeros(
+                2, slots, ring if kind == "sliding_attention" else full,
+                text.per_layer_config[i].num_key_value_heads, text.per_layer_config[i].head_dim,
+                dtype=torch.bfloat16, device=device,
+            )
+            for i, kind in enumerate(text.layer_types)
+        ]  # fmt: skip
+        return cls(tuple(kv[0] for kv in layers), tuple(kv[1] for kv in layers))
+
+    def clear(self, slot: int) -> None:
+        """Forget a slot's values: no NaN of a broken sequence may meet a probability of 0."""
+        for values in self.values:
+            values[slot].zero_()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all cells."""
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the rows of one pass stand: B sequences of n rows each, flattened.
+
+    slots int32 [B]; positions int32 [B * n]. By kind of layer (True: sliding): `visible`, the first and
+    last position a row sees, int32 [B * n]; `angles`, cos and sin of its position, bf16 [B * n, D / 2].
+    """
+
+    slots: Tensor
+    positions: Tensor
+    visible: dict[bool, tuple[Tensor, Tensor]]
+    angles: dict[bool, tuple[Tensor, Tensor]]
+
+    def copy_(self, other: "Placement") -> None:
+        """Take the values of one of the same shape."""
+        for own, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            own.copy_(theirs)
+
+    def widened(self, soft: "SoftTokens") -> "Placement":
+        """Let the soft tokens of a picture see all of it, what comes after them too."""
+        visible: dict[bool, tuple[Tensor, Tensor]] = {}
+        for kind, (first, last) in self.visible.items():
+            begin = torch.minimum(first[soft.rows], soft.first)
+            visible[kind] = (
+                first.index_copy(0, soft.rows, begin),
+                last.index_copy(0, soft.rows, soft.last),
+            )
+        return replace(self, visible=visible)
+
+    def _tensors(self) -> list[Tensor]:
+        pairs = [pair for kinds in (self.visible, self.angles) for pair in kinds.values()]
+        return [self.slots, self.positions, *(tensor for pair in pairs for tensor in pair)]
+
+
+@dataclass(frozen=True)
+class SoftTokens:
+    """What the vision tower made of pictures, for one pass of the encoder over one sequence.
+
+    rows int64 [k] of the pass; embeddings bf16 [k, H]; first and last int32 [k], the positions of each
+    one's whole picture, which must lie within the pass.
+    """
+
+    rows: Tensor
+    embeddings: Tensor
+    first: Tensor
+    last: Tensor
+
+
+class FusedModel:
+    """The text stack over one cache.
+
+    Args:
+        weights: of `load_packed` or `random_weights`.
+        cache: of `Cache.allocate`.
+
+    Attributes:
+        routed: None, or a list to which every pass adds the expert ids [M, topk] of each layer.
+    """
+
+    def __init__(self, weights: TextWeights, cache: Cache) -> None:
+        self.weights, self.cache = weights, cache
+        self.routed: list[Tensor] | None = None
+        on_gpu = weights.device.type == "cuda" and BESIDE
+        self._side = torch.cuda.Stream(weights.device) if on_gpu else None
+        text = weights.config.text_config
+        self.window: int = text.sliding_window
+        self.eps: float = text.rms_norm_eps
+        self.softcap: float = text.final_logit_softcapping
+        self.topk: int = text.top_k_experts
+        self.heads: int = text.num_attention_heads
+        self.frequencies = _rope_frequencies(text, weights.device)
+        # bf16(sqrt(H)), as transformers multiplies embeddings
+        self.embed_scale = torch.tensor(text.hidden_size**0.5, dtype=torch.bfloat16).item()
+
+    def encode(
+        self, tokens: Tensor, slots: Tensor, start: Tensor, soft: SoftTokens | None = None
+    ) -> None:
+        """Append tokens [B, n] to the sequences in `slots` [B], from position `start` [B] on.
+
+        `soft` takes the place of some tokens' embeddings; B is 1 then.
+        """
+        rows = self._encoder_rows(slots, start, tokens.shape[1])
+        if soft is None:
+            self._layers(*self._begin(tokens, None, decoder=False), rows, decoder=False)
+            return
+        h = F.embedding(tokens.flatten(), self.weights.embedding) * self.embed_scale
+        h[soft.rows] = soft.embeddings  # as they are: only tokens' embeddings are scaled
+        first = self.weights.layers[0]
+        each = torch.arange(len(h), device=h.device)
+        inputs = begin(
+            each, h, 1.0, None, first.norms["input"], _scheme(first.qkv), self.eps, normed=False
+        )
+        self._layers(*inputs, rows.widened(soft), decoder=False)
+
+    def decode(self, canvas: Tensor, rows: Placement, signal: Tensor | None, out: Tensor) -> None:
+        """Write the soft-capped logits of a canvas into `out`.
+
+        Args:
+            canvas: [B, L] token ids.
+            rows: of `behind`.
+            signal: bf16 [B * L, H] soft embedding of the step before, None at the first step.
+            out: bf16 [B * L, V].
+        """
+        update = None
+        if signal is not None:
+            own = self.weights.self_conditioning
+            x = scaled_norm(signal, self.embed_scale, own.pre_norm, self.eps)
+            update = linear(gelu_mul(linear(x, own.gate_up)), own.down)
+        h = self._layers(*self._begin(canvas, update, decoder=True), rows, decoder=True)
+        with part("vocabulary"):
+            lm_head(h, self.weights.head, self.softcap, out=out)
+
+    def soft_embedding(self, logits: Tensor, inverse_temperature: Tensor) -> Tensor:
+        """Return softmax(logits / T) @ embedding, not yet scaled as embeddings are: bf16 [M, H]."""
+        with part("vocabulary"):
+            return soft_embedding(logits, self.weights.soft, inverse_temperature)
+
+    def _begin(
+        self, tokens: Tensor, update: Tensor | None, *, decoder: bool
+    ) -> tuple[Tensor, Activation]:
+        """Embed; the decoder adds the self-conditioning and normalises, with an update or without."""
+        first = self.weights.layers[0]
+        return begin(
+            tokens.flatten(), self.weights.embedding, self.embed_scale, update,
+            first.norms["input"], _scheme(first.qkv), self.eps, normed=decoder,
+        )  # fmt: skip
+
+    def _layers(self, h: Tensor, x: Activation, rows: Placement, *, decoder: bool) -> Tensor:
+        """Run the layers; return the decoder's normalised output. The encoder stops at the last
+        layer's keys and values: nothing reads what comes after them.
+        """
+        layers = self.weights.layers
+        for index, layer in enumerate(layers):
+            last = index + 1 == len(layers)
+            q = self._heads(index, layer, x, rows)
+            if last and not decoder:
+                break
+            h, x = self._rest(index, layer, h, q, rows, decoder=decoder)
+        return x[0]
+
+    def _heads(self, index: int, layer: LayerWeights, x: Activation, rows: Placement) -> Tensor:
+        with part("dense"):
+            qkv = _product(x, layer.qkv)
+        with part("attention"):
+            return attention_heads(
+                qkv, layer.q_norm, layer.k_norm, *rows.angles[layer.sliding],
+                rows.slots, rows.positions,
+                self.cache.keys[index], self.cache.values[index], self.heads, self.eps,
+            )  # fmt: skip
+
+    def _rest(
+        self,
+        index: int,
+        layer: LayerWeights,
+        h: Tensor,
+        q: Tensor,
+        rows: Placement,
+        *,
+        decoder: bool,
+    ) -> tuple[Tensor, Activation]:
+        """Attend, then the dense and the routed branch; return h and the next layer's input."""
+        visible = rows.visible[layer.sliding]
+        keys, values = self.cache.keys[index], self.cache.values[index]
+        with part("attention"):
+            o = attend_quantized(q, keys, values, rows.slots, *visible, _scheme((layer.o,)))
+        with part("dense"):
+            o = _product(o, (layer.o,))
+        n = layer.norms
+        before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
+        schemes = _scheme(layer.gate_up), _scheme((layer.experts_gate_up,))
+        h, x, x_experts, x_router = after_attention(h, o, before, schemes, self.eps)
+        with self._beside(), part("dense"):
+            dense = _down(_product(x, layer.gate_up), layer.down)
+        ids, routing = choose_experts(x_router, layer.router, layer.per_expert_scale, self.topk)
+        if self.routed is not None:
+            self.routed.append(ids)
+        with part("experts"):
+            routed = routed_experts(
+                *x_experts, ids, routing, layer.experts_gate_up, layer.experts_down
+            )
+        self._join()
+        norm, scheme = self._next(index)
+        after = (n["post_dense"], n["post_experts"], n["post"], norm)
+        scalar = layer.decoder_scalar if decoder else layer.encoder_scalar
+        return after_experts(h, dense, routed, after, scalar, scheme, self.eps)
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """Run a branch on a stream of its own until `_join`: small kernels beside small kernels.
+
+        Memory is safe: what the branch allocates is used by the main stream before the next branch
+        starts, and what the main stream lends it is held until after `_join`.
+        """
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
+
+    def _join(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+
+    def _next(self, index: int) -> tuple[Tensor, str]:
+        """Return the norm and the scheme of what follows a layer: the next, or the final norm."""
+        layers = self.weights.layers
+        if index + 1 == len(layers):
+            return self.weights.norm, "bf16"
+        return layers[index + 1].norms["input"], _scheme(layers[index + 1].qkv)
+
+    def behind(self, slots: Tensor, context: Tensor, length: int) -> Placement:
+        """Where canvases of `length` stand, behind `context` int32 [B] encoded positions."""
+        positions = _run(context, length)
+        first = (context - self.window + 1).clamp(min=0).repeat_interleave(length)
+        last = (context + (length - 1)).repeat_interleave(length)
+        return self._placed(slots, positions, first, last)
+
+    def _encoder_rows(self, slots: Tensor, start: Tensor, n: int) -> Placement:
+        positions = _run(start, n)
+        first = (positions - self.window + 1).clamp(min=0)
+        return self._placed(slots, positions, first, positions)
+
+    def _placed(self, slots: Tensor, positions: Tensor, first: Tensor, last: Tensor) -> Placement:
+        visible = {True: (first, last), False: (torch.zeros_like(last), last)}
+        angle = {kind: positions[:, None].float() * f for kind, f in self.frequencies.items()}
+        angles = {
+            kind: (a.cos().to(torch.bfloat16), a.sin().to(torch.bfloat16))
+            for kind, a in angle.items()
+        }
+        return Placement(slots, positions, visible, angles)
+
+
+def _run(start: Tensor, n: int) -> Tensor:
+    """Positions start[b] .. start[b] + n - 1 of every sequence b: int32 [B * n]."""
+    return (start[:, None] + torch.arange(n, dtype=torch.int32, device=start.device)).flatten()
+
+
+def _rope_frequencies(text: Any, device: torch.device) -> dict[bool, Tensor]:
+    """Inverse frequencies [D / 2] of sliding (True) and full layers, as transformers makes them."""
+    from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
+        DiffusionGemmaTextRotaryEmbedding,
+    )
+
+    rotary: Any = DiffusionGemmaTextRotaryEmbedding(text)
+    kinds = {kind: kind == "sliding_attention" for kind in set(text.layer_types)}
+    return {
+        sliding: getattr(rotary, f"{kind}_inv_freq").float().to(device)
+        for kind, sliding in kinds.items()
+    }
+
+
+def _scheme(rows: Sequence[Weight]) -> str:
+    """Return the scheme that an input shared by several weights is quantized with, or bf16."""
+    schemes = {weight.scheme for weight in rows}
+    return next(iter(schemes)) if len(schemes) == 1 and schemes <= set(EIGHT_BIT) else "bf16"
+
+
+def _product(x: Activation, rows: Rows) -> Tensor:
+    """Multiply by one matrix, or by several side by side: bf16 [M, sum of N]."""
+    codes, scale = x
+    parts = [linear(codes, w) if scale is None else linear_quantized(codes, scale, w) for w in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _down(gate_up: Tensor, down: Weight) -> Tensor:
+    if down.scheme in EIGHT_BIT:
+        return linear_quantized(*quantize_rows(gate_up, down.scheme, gelu_mul=True), down)
+    return linear(gelu_mul(gate_up), down)

@@ -1,0 +1,98 @@
+"""The model's own vision tower, without its text stack: pictures to soft tokens.
+
+Stock transformers modules in BF16, as they are in every checkpoint: no recipe quantizes them. They are
+read when the first picture comes, so that who sends none pays neither 1.1 GB nor the time.
+"""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantize.checkpoints.reader import FIX, Checkpoint
+from quantize.errors import InputError, ResourceError
+from quantize.runtime.images import Images
+from quantize.schemes import all_finite
+
+TOWER, PROJECTION = "model.encoder.vision_tower.", "model.encoder.embed_vision."
+
+
+class Tower:
+    """The tower of a checkpoint whose layout is checked.
+
+    Args:
+        checkpoint: of any scheme.
+        config: transformers' configuration of the whole model.
+        device: where it runs.
+        dtype: of its weights.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: Any,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self._checkpoint, self._config = checkpoint, config
+        self._device, self._dtype = device, dtype
+
+    @torch.no_grad()
+    def __call__(self, images: Images) -> Tensor:
+        """Return the soft tokens of all images, one after the other: [tokens, H].
+
+        Raises:
+            InputError: patches that are not this tower's, or a tensor that is not finite.
+            ResourceError: it does not fit beside what the device holds.
+        """
+        _check(images, self._config.vision_config.patch_size)
+        try:
+            tower, projection = self._modules
+            pixels = images.pixels.to(self._device, self._dtype)
+            seen = tower(pixel_values=pixels, pixel_position_ids=images.positions.to(self._device))
+            return projection(inputs_embeds=seen.last_hidden_state)
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                "no GPU memory for pictures beside weights and cache; lower the context or the batch"
+            ) from error
+
+    @cached_property
+    def _modules(self) -> tuple[Any, Any]:
+        """Build both parts on their device, with every weight found."""
+        from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
+            DiffusionGemmaMultimodalEmbedder,
+        )
+        from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionModel
+
+        config = self._config
+        built: Any = Gemma4VisionModel.from_pretrained(
+            None, config=config.vision_config, state_dict=self._weights(TOWER),
+            dtype=self._dtype, device_map={"": str(self._device)}, output_loading_info=True,
+        )  # fmt: skip
+        tower, keys = built
+        for what, names in keys.items():
+            if names:
+                raise InputError(f"{self._checkpoint.folder}: transformers reports {what}: {names}")
+        projection: Any = DiffusionGemmaMultimodalEmbedder(config.vision_config, config.text_config)
+        projection.load_state_dict(self._weights(PROJECTION))
+        return tower.eval(), projection.to(self._device, self._dtype).eval()
+
+    def _weights(self, prefix: str) -> dict[str, Tensor]:
+        names = [name for name in self._checkpoint.tensors if name.startswith(prefix)]
+        read = {name.removeprefix(prefix): self._checkpoint.read(name) for name in names}
+        bad = [name for name, tensor in read.items() if not all_finite(tensor)]
+        if bad:
+            raise InputError(
+                f"{self._checkpoint.folder}: {prefix}{bad[0]} holds NaN or infinity; {FIX}"
+            )
+        return read
+
+
+def _check(images: Images, patch: int) -> None:
+    count, patches, values = images.pixels.shape
+    if values != 3 * patch**2 or images.positions.shape != (count, patches, 2):
+        raise InputError(
+            f"images of {tuple(images.pixels.shape)} at {tuple(images.positions.shape)}: this tower "
+            f"takes patches of {patch} x {patch} x 3 and a position each"
+        )

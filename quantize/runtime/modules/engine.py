@@ -1,0 +1,250 @@
+"""The `Engine` over transformers' modules: what serves on a CPU, and simulated activations anywhere."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import torch
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from quantize.errors import InputError
+from quantize.runtime.engine import Canvas, Meanwhile, OnDraft, by_sampler
+from quantize.runtime.images import Images
+from quantize.runtime.modules.passes import (
+    Prefix,
+    canvas_length,
+    check_prompts,
+    decode_canvas,
+    encode_prompts,
+    encode_tokens,
+    merge,
+    text_config,
+)
+from quantize.runtime.noise import CounterNoise
+from quantize.runtime.sampler import CanvasState, Sampler, decide
+
+PARTS = 2  # of a batch, side by side on the cores of a CPU; more were not measured
+
+
+@dataclass(eq=False)
+class _Part:
+    """Slots whose steps one thread takes, and the work it does now."""
+
+    slots: list[int] = field(default_factory=list)
+    cores: int = 1
+    stop: threading.Event = field(default_factory=threading.Event)
+    work: Future[dict[int, Canvas]] | None = None
+
+    def take(self) -> dict[int, Canvas]:
+        """Wait for the work and return the canvases that it finished."""
+        work, self.work = self.work, None
+        return {} if work is None else work.result()
+
+
+@dataclass
+class _Sequence:
+    """What a slot holds: what is encoded, what is not yet, and the canvas in the middle of its steps.
+
+    `unencoded` is the prompt at first, and the last canvas later.
+    """
+
+    seed: int
+    sampler: Sampler
+    part: _Part
+    unencoded: list[int]
+    prefix: Prefix | None = None
+    canvases: int = 0
+    state: CanvasState | None = None  # of one row
+    steps: int = 0  # that the canvas has taken
+
+
+class ModelEngine:
+    """The `Engine` over transformers' modules: a cache a slot, padded together for each step.
+
+    Slots share a decoder pass whatever canvas and step each is at; those whose samplers differ take
+    turns. On a CPU the slots are split into two parts, each on a thread and half of the cores, or on
+    all of them while the other has no slots: products this small gain little from a second core
+    (bundled model, one slot: 323 tokens/s on one, 408 on two). A part goes on while the caller is busy
+    with what another one has finished.
+
+    Args:
+        model: as `generate` takes it.
+        capacity: slots.
+    """
+
+    def __init__(self, model: DiffusionGemmaForBlockDiffusion, capacity: int) -> None:
+        self.model = model
+        self.capacity = capacity
+        self.canvas_length = canvas_length(model)
+        self.max_length: int = text_config(model).max_position_embeddings
+        self._slots: dict[int, _Sequence] = {}
+        cores = torch.get_num_threads()
+        parts = min(PARTS, cores) if model.device.type == "cpu" else 1
+        self._parts = [_Part() for _ in range(parts)]
+        self._cores = cores
+        self._pool = ThreadPoolExecutor(parts, "denoise")
+        self._finished: dict[int, Canvas] = {}
+
+    def admit(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        seed: int,
+        sampler: Sampler,
+        images: Images | None = None,
+    ) -> None:
+        """Put a prompt into a free slot. One with images is encoded now: only the tower knows whether
+        they fit; others in `denoise`, where slots share the cores.
+
+        Raises:
+            InputError: as `encode_prompts`; or the slot is taken or does not exist.
+        """
+        if slot in self._slots or not 0 <= slot < self.capacity:
+            raise InputError(f"slot {slot} of {self.capacity} is not free")
+        check_prompts(self.model, [prompt], [images])
+        taken = [sequence.part for sequence in self._slots.values()]
+        sequence = _Sequence(seed, sampler, min(self._parts, key=taken.count), list(prompt))
+        if images is not None:
+            sequence.prefix = encode_prompts(self.model, [prompt], [images])
+            sequence.unencoded = []
+        self._slots[slot] = sequence
+
+    def denoise(
+        self,
+        slots: Sequence[int],
+        on_draft: OnDraft | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[Canvas | None]:
+        """Denoise until a canvas of at least one of the slots is finished."""
+        while self._finished.keys().isdisjoint(slots):
+            for part in self._parts:
+                self._set_to_work(part, [s for s in slots if self._slots[s].part is part], on_draft)
+            if meanwhile is not None:
+                meanwhile()
+                meanwhile = None
+            wait([part.work for part in self._parts if part.work], return_when=FIRST_COMPLETED)
+            for part in self._parts:
+                if part.work and part.work.done():
+                    self._finished |= part.take()
+        return [self._finished.pop(slot, None) for slot in slots]
+
+    def release(self, slot: int) -> None:
+        """Free a slot, once the step that it may be in is over; one that is free stays so."""
+        sequence = self._slots.pop(slot, None)
+        if sequence is None:
+            return
+        part = sequence.part
+        if part.work and slot in part.slots:
+            part.stop.set()
+            wait([part.work])
+            if part.work.exception() is None:
+                self._finished |= part.take()
+            part.work = None  # had it failed, the slots that stay take the step again
+        self._finished.pop(slot, None)
+
+    def _set_to_work(self, part: _Part, slots: list[int], on_draft: OnDraft | None) -> None:
+        """Start a part that rests; one that works stops after its step if slots or cores change."""
+        busy = {id(sequence.part) for sequence in self._slots.values()}
+        cores = self._cores // max(1, len(busy))
+        if part.work is None and slots:
+            part.slots, part.cores = slots, cores
+            part.stop.clear()
+            part.work = self._pool.submit(self._advance, part, on_draft)
+        elif part.cores != cores or not set(slots) <= set(part.slots):
+            part.stop.set()
+
+    def _advance(self, part: _Part, on_draft: OnDraft | None) -> dict[int, Canvas]:
+        """Take steps until a canvas is finished, or the part is told to stop."""
+        torch.set_num_threads(part.cores)  # of this thread
+        for slot in part.slots:
+            self._begin(self._slots[slot])
+        samplers = {slot: self._slots[slot].sampler for slot in part.slots}
+        groups = [
+            _Group(self.model, {slot: self._slots[slot] for slot in group}, on_draft)
+            for group in by_sampler(samplers).values()
+        ]
+        over = False
+        while not over and not part.stop.is_set():
+            steps = [group.step() for group in groups]  # all of them, then see
+            over = any(steps)
+        done: dict[int, Canvas] = {}
+        for group in groups:
+            done |= group.end()
+        return done
+
+    def _begin(self, sequence: _Sequence) -> None:
+        """Encode what is not yet, and fill the next canvas with noise."""
+        if sequence.state is not None:
+            return
+        if sequence.prefix is None:
+            sequence.prefix = encode_prompts(self.model, [sequence.unencoded])
+        elif sequence.unencoded:
+            tokens = torch.tensor([sequence.unencoded], device=self.model.device)
+            sequence.prefix = encode_tokens(self.model, sequence.prefix, tokens)
+        sequence.unencoded = []
+        row = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+        vocabulary: int = text_config(self.model).vocab_size
+        noise = _noise([sequence], self.model.device)
+        canvas = noise.initial_canvas(0, row, self.canvas_length, vocabulary)
+        sequence.state, sequence.steps = CanvasState.begin(canvas, row, sequence.sampler), 0
+
+
+class _Group:
+    """Slots of one sampler that take steps together; each is given back at its own step."""
+
+    def __init__(
+        self,
+        model: DiffusionGemmaForBlockDiffusion,
+        sequences: dict[int, _Sequence],
+        on_draft: OnDraft | None,
+    ) -> None:
+        self._model, self._sequences, self._on_draft = model, sequences, on_draft
+        rows = list(sequences.values())
+        self._sampler = rows[0].sampler
+        self._state = CanvasState.join([s.state for s in rows if s.state is not None])
+        parts = [([row], s.prefix) for row, s in enumerate(rows) if s.prefix is not None]
+        self._prefix = merge(parts)
+        self._steps = torch.tensor([s.steps for s in rows], device=model.device)
+        self._noise = _noise(rows, model.device)
+
+    @property
+    def _over(self) -> torch.Tensor:
+        return self._state.finished | (self._steps >= self._sampler.max_denoising_steps)
+
+    def step(self) -> bool:
+        """Take one step; return whether it was the last of a canvas."""
+        state, before = self._state, self._steps > 0
+        conditioned = None if before.all() else before
+        logits = decode_canvas(
+            self._model, self._prefix, state.canvas, state.self_conditioning, conditioned
+        )
+        self._steps = self._steps + 1
+        self._state, accepted, _ = decide(state, logits, 0, self._steps, self._sampler, self._noise)
+        if self._on_draft is not None:
+            columns = (self._steps, self._state.argmax, accepted)
+            found = zip(self._sequences, *(column.tolist() for column in columns), strict=True)
+            for slot, step, tokens, kept in found:
+                self._on_draft(slot, step, tokens, kept)
+        return bool(self._over.any())
+
+    def end(self) -> dict[int, Canvas]:
+        """Give every slot its state back, and return the canvases that are finished."""
+        done: dict[int, Canvas] = {}
+        over, steps = self._over.tolist(), self._steps.tolist()
+        for row, (slot, sequence) in enumerate(self._sequences.items()):
+            sequence.state, sequence.steps = (
+                self._state.select(self._state.rows[row, None]),
+                steps[row],
+            )
+            if over[row]:
+                tokens = sequence.state.argmax[0].tolist()
+                sequence.state, sequence.unencoded = None, tokens
+                sequence.canvases += 1
+                done[slot] = Canvas(tokens, steps[row])
+        return done
+
+
+def _noise(sequences: Sequence[_Sequence], device: torch.device) -> CounterNoise:
+    seeds = torch.tensor([s.seed for s in sequences], dtype=torch.int64, device=device)
+    return CounterNoise(seeds, torch.tensor([s.canvases for s in sequences], device=device))

@@ -1,0 +1,73 @@
+"""One generated sample, canvas by canvas, and how many canvases a prompt may take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quantize.errors import InputError
+from quantize.runtime.sampler import Sampler
+
+
+@dataclass
+class Sample:
+    """One generated sample.
+
+    Attributes:
+        tokens: generated ids up to, and without, the first EOS.
+        steps_per_canvas: decoder forwards of each canvas.
+        committed: ids of each canvas; after an EOS the sampler's pad_token_id, when it has one.
+        finish: "eos", or "length" when the budget ended it.
+        new_tokens: tokens as transformers counts them for tokens per forward: EOS counts, pad not.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    steps_per_canvas: list[int] = field(default_factory=list)
+    committed: list[list[int]] = field(default_factory=list)
+    finish: Literal["eos", "length"] = "length"
+    new_tokens: int = 0
+
+    @property
+    def canvases(self) -> int:
+        """Canvases committed."""
+        return len(self.committed)
+
+    @property
+    def denoising_steps(self) -> int:
+        """Decoder forwards over all canvases."""
+        return sum(self.steps_per_canvas)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """New tokens over decoder forwards; the encoder's passes are not counted."""
+        return self.new_tokens / self.denoising_steps
+
+    def commit(self, canvas: list[int], steps: int, sampler: Sampler) -> None:
+        """Append one finished canvas."""
+        end = next((i for i, t in enumerate(canvas) if t in sampler.eos_token_ids), None)
+        if end is not None:
+            self.finish = "eos"
+            if sampler.pad_token_id is not None:
+                canvas = canvas[: end + 1] + [sampler.pad_token_id] * (len(canvas) - end - 1)
+        self.tokens += canvas[:end]
+        self.committed.append(canvas)
+        self.steps_per_canvas.append(steps)
+        self.new_tokens += sum(token != sampler.pad_token_id for token in canvas)
+
+
+def canvas_budgets(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, sampler: Sampler, limit: int, length: int
+) -> list[int]:
+    """Return how many canvases of `length` each prompt may take: its budget, rounded up.
+
+    Raises:
+        InputError: nothing fits behind a prompt within `limit` positions or the sampler's max_length.
+    """
+    limit = min(limit, sampler.max_length or limit)
+    budgets = [-(-min(max_new_tokens, limit - len(prompt)) // length) for prompt in prompts]
+    for index, budget in enumerate(budgets):
+        if budget <= 0:
+            raise InputError(
+                f"prompt {index} has {len(prompts[index])} tokens: nothing can follow it within "
+                f"max_new_tokens {max_new_tokens} and a total length of {limit}"
+            )
+    return budgets

@@ -1,0 +1,216 @@
+"""BF16 checkpoint + plan (+ input scales) -> compressed-tensors checkpoint, streamed.
+
+The one place where weights are quantized. Every output header follows from the plan; weights are
+read by byte range in pieces of about 16 MB, quantized by several threads and written in source order
+(`checkpoints.shards`), so memory is a few pieces whatever the size of the model. What comes out:
+
+  - names as vLLM reads them: `model.decoder.*`, one Linear an expert `experts.E.{gate,up,down}_proj`,
+    the encoder's `layer_scalar` but none of its tied text weights, no `lm_head`;
+  - gate/up of an expert or MLP and q/k/v of a layer share their global scale (a full layer has no v);
+  - everything else byte for byte as in the source, and refused if it holds NaN or infinity;
+  - config.json with `quantization_config` as compressed-tensors writes it; tokenizer, processor,
+    chat template, generation config and licence files as they are.
+
+Runs on the CPU, on all its cores; the GPU is left to calibration and evaluation.
+"""
+
+import importlib.metadata
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from quantize.checkpoints.layout import TensorSpec, check_layout
+from quantize.checkpoints.reader import Checkpoint, read_header
+from quantize.checkpoints.shards import Piece, plan_shards, state_path, write_shards
+from quantize.checkpoints.targets import Target, ignore_for_config
+from quantize.errors import InputError
+from quantize.recipe import Recipe, Scheme
+from quantize.run_dir import folder_when_complete, write_json
+from quantize.stages.pieces import Quantizer
+
+MAX_SHARD_BYTES = 5e9
+
+CARRIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*processor*.json",
+    "chat_template*",
+    "LICENSE*",
+    "NOTICE*",
+)
+PRESETS: dict[Scheme, str] = {"INT8_DYNAMIC": "INT8"}  # the others are named alike upstream
+FORMATS: dict[Scheme, str] = {
+    "FP8_DYNAMIC": "float-quantized",
+    "INT8_DYNAMIC": "int-quantized",
+    "NVFP4": "nvfp4-pack-quantized",
+    "NVFP4A16": "nvfp4-pack-quantized",
+}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was written: sha256 of every shard, tensors, quantized Linears, bytes in and out."""
+
+    shards: dict[str, str]
+    tensors: int
+    modules: int
+    bytes_in: int
+    bytes_out: int
+
+
+def convert(
+    source: Checkpoint,
+    targets: list[Target],
+    out: Path,
+    *,
+    recipe: Recipe,
+    input_scales: Path | None = None,
+    max_shard_bytes: float = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+) -> Conversion:
+    """Write the quantized checkpoint that `targets` plans to the folder `out`.
+
+    `out` appears when it is complete. After an interruption the same call goes on behind the last
+    finished shard, and the result is the same bytes.
+
+    Args:
+        source: the BF16 checkpoint.
+        targets: its plan, `plan_targets(source.tensors, recipe.quantization)`.
+        out: must not exist, unless `overwrite`.
+        recipe: gives the weight observer and the config groups.
+        input_scales: `<module>.input_global_scale` FP32 [1] of every NVFP4 module, from calibrate.
+        max_shard_bytes: size of the tensors in a shard.
+        overwrite: replace `out`, once the new one is complete.
+
+    Raises:
+        InputError: `out` exists; an input scale is missing, extra or not above 0; a weight is NaN or
+            infinite; the plan fuses Linears of different schemes.
+        ResourceError: not enough disk, or a disk that fails.
+    """
+    if out.exists() and not overwrite:
+        raise InputError(f"{out}: exists already; name another folder or remove it")
+    check_layout(source)
+    before = _fingerprint(source)
+    scales = _read_input_scales(input_scales, targets)
+    pieces = Quantizer(source, recipe.quantization.observer, scales).plan(targets)
+    shards = plan_shards(pieces, max_shard_bytes)
+    identity = json.dumps([before, recipe.quantization.observer, sorted(scales.items())])
+    with folder_when_complete(out, keep_partial=True) as folder:
+        hashes = write_shards(shards, folder, identity)
+        _carry_files(source.folder, folder)
+        write_json(folder / "config.json", quantized_config(source.config, targets, recipe))
+        if _fingerprint(source) != before:
+            raise InputError(f"{source.folder}: a shard changed while it was read; convert again")
+        _check_written(Checkpoint.open(folder), pieces)
+    state_path(folder).unlink()
+    return Conversion(
+        hashes,
+        tensors=sum(len(piece.layout) for piece in pieces),
+        modules=sum(len(target.modules) for target in targets),
+        bytes_in=source.nbytes,
+        bytes_out=sum(piece.nbytes for piece in pieces),
+    )
+
+
+def _read_input_scales(path: Path | None, targets: list[Target]) -> dict[str, float]:
+    """Return module -> input global scale of every NVFP4 module.
+
+    Raises:
+        InputError: a module without scale, a scale without module, or one that is not above 0.
+    """
+    wanted = {
+        f"{module}.input_global_scale": module
+        for target in targets
+        if target.scheme == "NVFP4"
+        for module in target.modules
+    }
+    if not wanted:
+        return {}
+    first = next(iter(wanted))
+    if path is None:
+        raise InputError(f"{first}: NVFP4 needs calibrated input scales; run calibrate first")
+    header = read_header(path)
+    if missing := sorted(wanted.keys() - header.keys()):
+        raise InputError(
+            f"{path}: {missing[0]!r} is missing ({len(missing)} in all); run calibrate again"
+        )
+    if extra := sorted(header.keys() - wanted.keys()):
+        raise InputError(
+            f"{path}: {extra[0]!r} belongs to no NVFP4 module of the plan ({len(extra)} in all); "
+            f"run calibrate again"
+        )
+    reader = Checkpoint(path.parent, {}, header)
+    return {module: _positive(reader, name) for name, module in wanted.items()}
+
+
+def _positive(reader: Checkpoint, name: str) -> float:
+    info = reader.tensors[name]
+    if (info.dtype, info.shape) != ("F32", (1,)):
+        raise InputError(f"{info.file}: {name!r} is {info.dtype} {list(info.shape)}, not F32 [1]")
+    value = reader.read(name).item()
+    if not (math.isfinite(value) and value > 0):
+        raise InputError(f"{info.file}: {name!r} is {value}, not above 0; run calibrate again")
+    return value
+
+
+def _fingerprint(source: Checkpoint) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of every source shard."""
+    stats = [(shard.name, shard.stat()) for shard in source.shards]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def _carry_files(source: Path, folder: Path) -> None:
+    """Copy tokenizer, processor, chat template, generation config and licences as they are."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in CARRIED):
+            shutil.copyfile(file, folder / file.name)
+
+
+def quantized_config(
+    config: dict[str, Any], targets: list[Target], recipe: Recipe
+) -> dict[str, Any]:
+    """Return config.json of the artifact: the source's, and how its Linears are quantized.
+
+    A config group a scheme; `ignore` names on disk; the format is mixed-precision when the groups'
+    formats differ, by compressed-tensors' rule.
+    """
+    from compressed_tensors.config import CompressionFormat
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        QuantizationStatus,
+        preset_name_to_scheme,
+    )
+
+    groups: dict[str, Any] = {}
+    for scheme, patterns in recipe.quantization.targets_by_scheme().items():
+        group = preset_name_to_scheme(PRESETS.get(scheme, scheme), patterns)
+        group.format = CompressionFormat(FORMATS[scheme])
+        if group.weights is not None:
+            group.weights.observer = recipe.quantization.observer
+        groups[f"group_{len(groups)}"] = group
+    formats = {group.format for group in groups.values()}
+    quantization = QuantizationConfig(
+        config_groups=groups,
+        ignore=ignore_for_config(targets),
+        format=formats.pop() if len(formats) == 1 else "mixed-precision",
+        quantization_status=QuantizationStatus.COMPRESSED,
+    )
+    fields = quantization.model_dump(mode="json")
+    fields["version"] = importlib.metadata.version("compressed-tensors")
+    return {**config, "quantization_config": fields}
+
+
+def _check_written(written: Checkpoint, pieces: list[Piece]) -> None:
+    """Compare the headers on disk with the plan: what a reader will find is what was meant."""
+    planned = {name: spec for piece in pieces for name, spec in piece.layout.items()}
+    found = {name: TensorSpec(i.dtype, i.shape) for name, i in written.tensors.items()}
+    if found != planned:
+        raise RuntimeError(f"{written.folder}: the headers on disk are not the planned ones")

@@ -1,0 +1,115 @@
+"""What a run will cost: memory, disk and time, from a plan alone and rates that were measured.
+
+Conversion and verification are reckoned from CPU seconds a GB on this machine's cores, and cannot be
+faster than one thread hashes what is written. GPU times are those of one H200. Calibration stops a
+canvas that is stable, so its time is an upper bound; evaluation depends on how long answers are, and
+says what it assumes.
+"""
+
+import os
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from quantize.checkpoints.reader import TensorInfo
+from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
+from quantize.recipe import Recipe, Scheme, load_recipe, shipped_recipes
+
+# CPU seconds a GB of BF16 input: 2.1 GB (FP8) and 3.4 GB of real layer shapes, 2 busy cores of an AMD
+# EPYC, maximum observer; writing and hashing are in.
+CONVERT_CPU_SECONDS: dict[Scheme, float] = {
+    "FP8_DYNAMIC": 1.5,
+    "INT8_DYNAMIC": 2.3,
+    "NVFP4": 2.6,
+    "NVFP4A16": 2.6,
+}
+HASH_BYTES_A_SECOND = 0.85e9  # sha256 on one core of the same machine
+# The converter's own memory on the same files: 0.66 GB with 2 threads, 1.44 GB with 16.
+CONVERT_BYTES, CONVERT_BYTES_A_THREAD = 0.55e9, 0.056e9
+# 64 prompts x 16 steps of one canvas in batches of 16 took 25.2 s: the 26B shape on one H200, BF16.
+CALIBRATION_STEP_SECONDS = 25.2 / (64 * 16)
+CALIBRATION_GPU_BYTES = 81.9e9  # the most allocated in that run; 52 GB of it are the weights
+SERVED_TOKENS_A_SECOND = 1450  # vLLM 0.26, BF16, batch 4, 16 steps a canvas, one H200
+ASSUMED_ANSWER_TOKENS = 1024
+QUESTIONS = {"aime25": 30, "gpqa_diamond": 198, "gsm8k": 1319}
+# Bytes of published checkpoints: what a plan can be compared with.
+PUBLISHED = {
+    "fp8_dynamic": "27.2 GB, RedHatAI FP8-dynamic",
+    "nvfp4": "18.9 GB, NVIDIA NVFP4 (experts only)",
+}
+
+
+def estimate_table(targets: list[Target], recipe: Recipe) -> Table:
+    """Return what running `recipe` on a model with these targets needs, row by row."""
+    before, after = sum_bytes(targets)
+    cores = len(os.sched_getaffinity(0))
+    table = Table(title="needs", title_justify="left")
+    for name in ("what", "how much", "from"):
+        table.add_column(name)
+    table.add_row("disk", f"{_gb(before)} + {_gb(after)}", "source and artifact")
+    own = CONVERT_BYTES + CONVERT_BYTES_A_THREAD * cores
+    table.add_row("memory, convert", _gb(own), f"{cores} threads; measured with 2 and 16")
+    seconds = convert_seconds(targets, cores)
+    table.add_row("time, convert", _time(seconds), f"{cores} cores; CPU seconds a GB measured")
+    device = f"BF16 weights and the sampler's logits; {_gb(CALIBRATION_GPU_BYTES)} at batch 16, 26B"
+    table.add_row("GPU memory, calibrate and evaluate", f"over {_gb(before)}", device)
+    if recipe.calibration and recipe.needs_calibration:
+        steps = calibration_steps(recipe)
+        source = f"at most {steps:,} steps; 24.6 ms each measured on an H200, 26B, batches of 16"
+        table.add_row("time, calibrate", _time(steps * CALIBRATION_STEP_SECONDS), source)
+    answers = evaluation_answers(recipe)
+    if answers:
+        tokens = 2 * answers * ASSUMED_ANSWER_TOKENS
+        source = (
+            f"2 x {answers:,} answers of {ASSUMED_ANSWER_TOKENS:,} tokens (assumed); 1,450 tokens/s "
+            f"measured: vLLM 0.26, batch 4, H200"
+        )
+        table.add_row("time, evaluate", _time(tokens / SERVED_TOKENS_A_SECOND), source)
+    return table
+
+
+def convert_seconds(targets: list[Target], cores: int) -> float:
+    """Return the estimated seconds of a conversion."""
+    before, after = sum_bytes(targets)
+    rate = max(CONVERT_CPU_SECONDS[t.scheme] for t in targets if t.scheme)
+    return max(rate * before / 1e9 / cores, after / HASH_BYTES_A_SECOND)
+
+
+def calibration_steps(recipe: Recipe, steps: int = 48) -> int:
+    """Return the most denoising steps a calibration makes: prompts x canvases x steps."""
+    settings = recipe.calibration
+    if settings is None:
+        return 0
+    return settings.prompts * settings.canvases * steps
+
+
+def evaluation_answers(recipe: Recipe) -> int:
+    """Return how many answers each model gives, over the tasks whose size is known."""
+    evaluation = recipe.evaluation
+    limit = evaluation.limit or {}
+    return sum(
+        min(QUESTIONS[task], limit.get(task, QUESTIONS[task])) * evaluation.repeats.get(task, 1)
+        for task in evaluation.tasks
+        if task in QUESTIONS
+    )
+
+
+def sizes_table(tensors: Mapping[str, TensorInfo]) -> Table:
+    """Return the size that every shipped recipe would give these tensors, beside published ones."""
+    table = Table(title="all recipes", title_justify="left")
+    for name in ("recipe", "GB", "of BF16", "published"):
+        table.add_column(name, justify="right" if name in ("GB", "of BF16") else "left")
+    for name in shipped_recipes():
+        before, after = sum_bytes(plan_targets(tensors, load_recipe(name).quantization))
+        table.add_row(name, f"{after / 1e9:.2f}", f"{after / before:.1%}", PUBLISHED.get(name, ""))
+    return table
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,325 @@
+"""Score BF16 and quantized alike: same harness, prompts, seeds and sampler.
+
+Sides, each a folder of `evaluation/`:
+
+    bf16                 the base
+    quantized            what the gate judges, activations rounded as the recipe says
+    quantized-<mode>     further ways to round activations, when asked for
+    bf16-again           BF16 with a second seed: the noise floor, when asked for
+
+Either model may sit behind an OpenAI-compatible server instead of in this process. A task is done on
+a side when its conditions file names the model and settings of this run; finished samples of an
+unfinished task are kept beside it. BF16 scores do not depend on the recipe, so runs share their
+samples in `.bf16/` beside the runs, under a hash of everything they depend on.
+
+Under `torchrun --nproc-per-node N` the processes share each task's batches, one GPU each where there
+are GPUs (recovery.samples.Share); every batch is what one process would have made of it, so the scores
+are the same. The first process writes what they have found.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from recovery.samples import Batch, Finished, SampleStore, Share
+from recovery.scoring import (
+    Scoring,
+    first_requests,
+    is_private,
+    known_tasks,
+    local_data,
+    score,
+    size,
+)
+from recovery.served import Server, ServerError
+
+from quantize.bundled import HELDOUT
+from quantize.checkpoints.reader import Checkpoint
+from quantize.errors import InputError, ResourceError
+from quantize.manifest import fingerprint
+from quantize.progress import say, track
+from quantize.recipe import ActivationMode, Evaluation
+from quantize.run_dir import RunDir, read_json, write_json, write_text
+from quantize.runtime import Sampler
+from quantize.stages.answerer import Answerer
+
+BF16, BF16_AGAIN, QUANTIZED = "bf16", "bf16-again", "quantized"
+BUNDLED_TASKS = ("word_problems", "word_problems_thinking")
+RECORDED = 8  # samples a side whose denoising is recorded for the report's viewer
+
+
+class Backend(Protocol):
+    """A model that answers batches, and what its samples depend on."""
+
+    sampler_settings: dict[str, Any]
+    made_with: dict[str, Any]
+
+    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+        """Yield each batch as it is finished."""
+        ...
+
+
+class ServedModel:
+    """A model behind a server."""
+
+    def __init__(self, url: str, in_flight: int) -> None:
+        self.server = Server(url, in_flight=in_flight, api_key=os.environ.get("OPENAI_API_KEY"))
+        # Its template, sampler and precision are the server's own; both sides must be served then.
+        self.sampler_settings: dict[str, Any] = {"sampler": "the server's"}
+        self.made_with: dict[str, Any] = {"served_model": self.server.model}
+
+    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+        """Ask for every sample on its own, several at a time."""
+        return self.server([[request] for batch in batches for request in batch])
+
+
+@dataclass(frozen=True)
+class Side:
+    """One thing that is scored: the folder of its scores, its model, the seed of its noise."""
+
+    name: str
+    backend: Backend
+    seed: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One task on one side that is not scored yet, and how many samples it takes."""
+
+    side: Side
+    task: str
+    data_file: Path | None
+    made_with: dict[str, Any]
+    samples: int
+    token_limit: int
+
+
+def evaluate(
+    run: RunDir,
+    source: Path,
+    digest: str,
+    settings: Evaluation,
+    *,
+    modes: Sequence[ActivationMode] = (),
+    noise_floor: bool = False,
+    data_dir: Path | None = None,
+    server: str | None = None,
+    base_server: str | None = None,
+    in_flight: int = 8,
+    device: str = "cpu",
+) -> None:
+    """Score every task of the recipe on every side; write evaluation/<side>/<task>.jsonl.
+
+    Args:
+        run: where the quantized checkpoint is and the scores go.
+        source: folder of the BF16 checkpoint.
+        digest: its fingerprint.
+        settings: tasks, limits, repeats, seed.
+        modes: activation modes to score besides the recipe's.
+        noise_floor: whether BF16 is scored once more, with another seed.
+        data_dir: folder with <task>.jsonl or .csv files in place of data sets on the Hub.
+        server: URL of a server with the quantized model.
+        base_server: URL of a server with the BF16 model; both are served, or neither.
+        in_flight: requests at once to a server.
+        device: where the models run that are not served.
+
+    Raises:
+        InputError: an unknown task, or one server of two.
+        ResourceError: a data set or a server that cannot be had.
+    """
+    if (server is None) != (base_server is None):
+        raise InputError("--server and --base-server go together: both models are served alike")
+    data = {task: data_file(task, data_dir) for task in known(settings.tasks)}
+    sampler = Sampler.from_checkpoint(source)
+
+    def model(folder: Path, identity: str, mode: ActivationMode, url: str | None) -> Backend:
+        if url is not None:
+            return ServedModel(url, in_flight)
+        return Answerer(folder, identity, mode, sampler, device, settings.dtype)
+
+    share = _join()
+    try:
+        base = model(source, digest, "none", base_server)
+        sides = [Side(BF16, base, settings.seed)]
+        if noise_floor:
+            sides.append(Side(BF16_AGAIN, base, settings.seed + 1))
+        quantized = fingerprint(Checkpoint.open(run.checkpoint))
+        for name, mode in quantized_sides(settings.activations, modes):
+            backend = model(run.checkpoint, quantized, mode, server)
+            sides.append(Side(name, backend, settings.seed))
+        jobs = _jobs(run, sides, settings, data)
+        _announce(jobs, settings.batch_size, sampler, share)
+        for job in jobs:
+            _score(run, job, settings, share)
+    except ServerError as error:
+        raise ResourceError(str(error)) from error
+    if share.rank == 0:
+        write_json(run.evaluation / "done.json", {"tasks": settings.tasks})
+
+
+def _join() -> Share:
+    """Return this process' share of the work: all of it, unless torchrun started several."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Share()
+    distributed: Any = torch.distributed
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # gloo on GPUs too: only barriers pass. A process may wait for the slowest as long as it takes.
+    distributed.init_process_group("gloo", timeout=timedelta(days=30))
+    return Share(distributed.get_rank(), distributed.get_world_size(), distributed.barrier)
+
+
+def known(tasks: list[str]) -> list[str]:
+    """Return `tasks` when all of them exist.
+
+    Raises:
+        InputError: one does not.
+    """
+    if unknown := sorted(set(tasks) - set(known_tasks())):
+        shipped = ", ".join(known_tasks())
+        raise InputError(f"evaluation: no task named {unknown[0]!r}; there are: {shipped}")
+    return tasks
+
+
+def quantized_sides(
+    gated: ActivationMode, more: Sequence[ActivationMode]
+) -> list[tuple[str, ActivationMode]]:
+    """Return (folder name, activation mode); the gate reads the first."""
+    named: dict[ActivationMode, str] = {gated: QUANTIZED}
+    for mode in more:
+        named.setdefault(mode, f"{QUANTIZED}-{mode.replace('_', '-')}")
+    return [(name, mode) for mode, name in named.items()]
+
+
+def data_file(task: str, data_dir: Path | None) -> Path | None:
+    """Return the local file of a task, None when its data set comes from the Hub.
+
+    Raises:
+        ResourceError: `data_dir` has no such file.
+    """
+    if data_dir is None:
+        return HELDOUT if task in BUNDLED_TASKS else None
+    found = local_data(task, data_dir)
+    if found is None:
+        raise ResourceError(f"{data_dir}: no .jsonl or .csv of task {task!r}; put it there")
+    return found
+
+
+def _jobs(
+    run: RunDir, sides: Sequence[Side], settings: Evaluation, data: dict[str, Path | None]
+) -> list[Job]:
+    """Load every data set before any model; return what is not scored yet, side by side.
+
+    Raises:
+        ResourceError: a data set cannot be had or read.
+    """
+    jobs: list[Job] = []
+    try:
+        sizes = {task: size(task, file) for task, file in data.items()}
+    except ValueError as error:
+        raise ResourceError(str(error)) from error
+    for side in sides:
+        for task, (documents, token_limit) in sizes.items():
+            repeats = settings.repeats.get(task, 1)
+            made_with = side.backend.made_with | {
+                "task": task,
+                "data": _digest(data[task]),
+                "limit": settings.limit.get(task),
+                "repeats": repeats,
+                "seed": side.seed,
+                "batch_size": settings.batch_size,
+            }
+            samples = repeats * min(documents, settings.limit.get(task, documents))
+            if not _is_done(run.evaluation / side.name, task, made_with):
+                jobs.append(Job(side, task, data[task], made_with, samples, token_limit))
+    return jobs
+
+
+def _announce(jobs: Sequence[Job], batch_size: int, sampler: Sampler, share: Share) -> None:
+    """Say how much there is to do: samples, and the most tokens and hours they can take."""
+    tokens, seconds = 0, 0.0
+    for job in jobs:
+        say(
+            f"{job.task}, {job.side.name}: {job.samples} samples of at most {job.token_limit} tokens"
+        )
+        tokens += job.samples * job.token_limit
+        if isinstance(model := job.side.backend, Answerer):
+            batches = -(-job.samples // batch_size)
+            canvases = -(-job.token_limit // model.canvas_length)
+            steps = batches * canvases * sampler.max_denoising_steps
+            seconds += steps * model.seconds_per_step(min(batch_size, job.samples))
+    if jobs:
+        hours = f" and {seconds / share.processes / 3600:.1f} hours" if seconds else ""
+        say(
+            f"at most {tokens:,} tokens{hours}, were no answer to end before its limit and no canvas "
+            f"before its last step"
+        )
+
+
+def _score(run: RunDir, job: Job, settings: Evaluation, share: Share) -> None:
+    side, task = job.side, job.task
+    try:
+        store = SampleStore(_store_path(run, side, task, job.made_with), job.made_with, share)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    scoring = score(
+        task,
+        store,
+        side.backend,
+        data_file=job.data_file,
+        limit=settings.limit.get(task),
+        repeats=settings.repeats.get(task, 1),
+        seed=side.seed,
+        batch_size=settings.batch_size,
+        sampler=side.backend.sampler_settings,
+        progress=lambda finished, total: _track(finished, total, task, side.name),
+    )
+    if scoring is None:
+        return
+    if isinstance(side.backend, Answerer) and not is_private(task):
+        limit = min(RECORDED, settings.limit.get(task, RECORDED))
+        asked = first_requests(task, data_file=job.data_file, limit=limit, seed=side.seed)
+        recorded = side.backend.record(asked)
+        write_json(run.evaluation / side.name / f"{task}.canvases.json", recorded)
+    _write(run.evaluation / side.name, scoring)
+    if side.name != BF16:
+        store.remove()
+
+
+def _track(finished: Iterator[Finished], total: int, task: str, side: str) -> Iterable[Finished]:
+    return track(finished, f"{task}, {side}", total)
+
+
+def _digest(file: Path | None) -> str | None:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file else None
+
+
+def _is_done(folder: Path, task: str, made_with: dict[str, Any]) -> bool:
+    conditions = folder / f"{task}.conditions.json"
+    return (
+        (folder / f"{task}.jsonl").exists()
+        and conditions.exists()
+        and read_json(conditions)["made_with"] == made_with
+    )
+
+
+def _store_path(run: RunDir, side: Side, task: str, made_with: dict[str, Any]) -> Path:
+    """Return where finished samples are kept: in the run, or shared by runs for a local BF16."""
+    key = hashlib.sha256(json.dumps(made_with, sort_keys=True).encode()).hexdigest()[:12]
+    if side.name == BF16 and isinstance(side.backend, Answerer):
+        return run.path.parent / ".bf16" / f"{task}-{key}.jsonl"
+    return run.evaluation / side.name / f"{task}-{key}.partial.jsonl"
+
+
+def _write(folder: Path, scoring: Scoring) -> None:
+    """Write rows, then conditions: the conditions say that the task is done, and for what."""
+    rows = [json.dumps(asdict(row), ensure_ascii=False) for row in scoring.rows]
+    write_text(folder / f"{scoring.task}.jsonl", "\n".join(rows) + "\n")
+    conditions = {"compared": scoring.conditions, "made_with": scoring.made_with}
+    write_json(folder / f"{scoring.task}.conditions.json", conditions)

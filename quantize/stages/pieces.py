@@ -1,0 +1,185 @@
+"""The pieces of a quantized checkpoint: which source bytes make which output bytes, and how.
+
+Every tensor of the plan becomes one or more pieces of about 4 MB of input, in source order:
+
+  kept             its bytes, in runs of rows
+  fused experts    some experts a piece, one Linear after the other; an expert's gate and up share
+                   their global scale, and both lie in the same rows
+  other Linears    those that servers fuse into one matrix (q/k/v, gate/up) together, since their
+                   global scale needs them all; a full-attention layer has no v
+
+A Linear's tensors lie next to each other: codes, scale, global scales.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from quantize.checkpoints.experts import split_experts
+from quantize.checkpoints.layout import TensorSpec, scheme_tensors
+from quantize.checkpoints.reader import DTYPES, FIX, Checkpoint, TensorInfo
+from quantize.checkpoints.shards import Piece
+from quantize.checkpoints.targets import Target, linear_shape
+from quantize.errors import InputError
+from quantize.recipe import Observer, Scheme
+from quantize.schemes import all_finite, global_scale, is_nvfp4, observe, quantize_weight
+
+# An expert's down of the 26B model; its gate and up are 8 MB. From 4 to 16 MB a piece costs the same
+# CPU time, and small ones hold less memory.
+PIECE_BYTES = 1 << 22
+
+# Linears that servers fuse into one matrix with one global scale.
+FUSED = re.compile(r"(.*\.self_attn)\.[qkv]_proj\.weight|(.*\.mlp)\.(?:gate|up)_proj\.weight")
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Makes the pieces of one conversion.
+
+    Attributes:
+        source: the BF16 checkpoint.
+        observer: how the ranges of weights are found.
+        input_scales: module -> input global scale, for NVFP4.
+    """
+
+    source: Checkpoint
+    observer: Observer
+    input_scales: Mapping[str, float]
+
+    def plan(self, targets: Sequence[Target]) -> list[Piece]:
+        """Return the pieces of a plan, in its order. No weights are read yet.
+
+        Raises:
+            InputError: Linears that servers fuse have different schemes.
+        """
+        return [piece for unit in _units(targets) for piece in self._pieces(unit)]
+
+    def _pieces(self, unit: list[Target]) -> Iterator[Piece]:
+        scheme = _one_scheme(unit)
+        if scheme is None:
+            yield from (self._kept(target) for target in unit)
+        elif len(unit[0].shape) == 3:
+            yield from self._experts(unit[0], scheme)
+        else:
+            layout = _layout([t for target in unit for t in _linears(target)], scheme)
+            yield Piece(layout, (partial(self._quantize_linears, unit, scheme),))
+
+    def _kept(self, target: Target) -> Piece:
+        info = self.source.tensors[target.name]
+        runs = _runs(info.shape[0], info.nbytes)
+        tasks = tuple(partial(self._copy, info, start, stop) for start, stop in runs)
+        return Piece({info.name: TensorSpec(info.dtype, info.shape)}, tasks)
+
+    def _experts(self, target: Target, scheme: Scheme) -> Iterator[Piece]:
+        linears = _linears(target)
+        each = len(linears) // target.shape[0]  # Linears an expert: gate and up, or down
+        for start, stop in _runs(target.shape[0], target.bytes_before):
+            layout = _layout(linears[start * each : stop * each], scheme)
+            yield Piece(layout, (partial(self._quantize_experts, target, scheme, start, stop),))
+
+    def _copy(self, info: TensorInfo, start: int, stop: int) -> torch.Tensor:
+        rows = self.source.read_rows(info.name, start, stop)
+        if not all_finite(rows):
+            raise _not_finite(info, f"in rows {start} to {stop - 1}")
+        return rows.flatten().view(torch.uint8)
+
+    def _quantize_experts(
+        self, target: Target, scheme: Scheme, start: int, stop: int
+    ) -> torch.Tensor:
+        each = len(target.modules) // target.shape[0]
+        fused = self.source.read_rows(target.name, start, stop)  # [e, each * out, in]
+        weight = split_experts(fused, each)  # [e, each, out, in]
+        ranges = observe(weight, scheme, self.observer)
+        if bad := _bad(ranges):
+            raise _not_finite(self.source.tensors[target.name], f"in expert {start + bad[0]}")
+        shared = None
+        if is_nvfp4(scheme):
+            both = ranges.flatten(1, 2)  # [e, each * out, groups]
+            shared = global_scale([both]).repeat_interleave(each, 0)
+        modules = target.modules[start * each : stop * each]
+        return self._records(modules, scheme, weight.flatten(0, 1), ranges.flatten(0, 1), shared)
+
+    def _quantize_linears(self, unit: list[Target], scheme: Scheme) -> torch.Tensor:
+        weights = [self.source.read(target.name)[None] for target in unit]  # [1, out, in] each
+        ranges = [observe(weight, scheme, self.observer) for weight in weights]
+        for target, found in zip(unit, ranges, strict=True):
+            if bad := _bad(found[0]):
+                raise _not_finite(self.source.tensors[target.name], f"in row {bad[0]}")
+        shared = global_scale(ranges) if is_nvfp4(scheme) else None
+        records = [
+            self._records(target.modules, scheme, weight, found, shared)
+            for target, weight, found in zip(unit, weights, ranges, strict=True)
+        ]
+        return torch.cat(records)
+
+    def _records(
+        self,
+        modules: Sequence[str],
+        scheme: Scheme,
+        weight: torch.Tensor,
+        ranges: torch.Tensor,
+        shared: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Quantize weights [modules, out, in] to the bytes of one module after the other."""
+        specs = scheme_tensors("", scheme, *weight.shape[1:])
+        size = sum(spec.nbytes for spec in specs.values())
+        records = torch.empty((len(modules), size), dtype=torch.uint8)
+        columns = records.split([spec.nbytes for spec in specs.values()], dim=1)
+        shape, dtype = next((spec.shape, DTYPES[spec.dtype]) for spec in specs.values())
+        codes = columns[0].view(dtype).unflatten(1, shape)  # written where they belong: no copy
+        tensors = quantize_weight(scheme, weight, ranges, shared, codes)
+        if scheme == "NVFP4":
+            values = [[self.input_scales[module]] for module in modules]
+            tensors["input_global_scale"] = torch.tensor(values, dtype=torch.float32)
+        for name, column in list(zip(specs, columns, strict=True))[1:]:
+            column.copy_(tensors[name.removeprefix(".")].flatten(1).view(torch.uint8))
+        return records.flatten()
+
+
+def _units(targets: Sequence[Target]) -> list[list[Target]]:
+    """Group Linears that share a global scale; every other tensor stands alone. Order is kept."""
+    units: dict[str, list[Target]] = {}
+    for target in targets:
+        match = FUSED.fullmatch(target.name)
+        units.setdefault(match[1] or match[2] if match else target.name, []).append(target)
+    return list(units.values())
+
+
+def _one_scheme(unit: list[Target]) -> Scheme | None:
+    schemes: set[Scheme | None] = {target.scheme for target in unit}
+    if len(schemes) > 1:
+        names = ", ".join(f"{target.name} {target.scheme or 'BF16'}" for target in unit)
+        raise InputError(f"servers fuse these into one matrix, so they need one scheme: {names}")
+    return schemes.pop()
+
+
+def _linears(target: Target) -> list[tuple[str, int, int]]:
+    """Return (module, out, in) of each Linear in a tensor."""
+    out, inputs = linear_shape(target.shape, target.modules)
+    return [(module, out, inputs) for module in target.modules]
+
+
+def _layout(linears: Sequence[tuple[str, int, int]], scheme: Scheme) -> dict[str, TensorSpec]:
+    layout: dict[str, TensorSpec] = {}
+    for module, out, inputs in linears:
+        layout |= scheme_tensors(module, scheme, out, inputs)
+    return layout
+
+
+def _runs(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Split rows of nbytes in all into (start, stop) of about PIECE_BYTES."""
+    step = max(1, rows * PIECE_BYTES // nbytes)
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def _bad(ranges: torch.Tensor) -> list[int]:
+    """Return the indices in dimension 0 under which a range is NaN or infinite."""
+    return (~ranges.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+
+
+def _not_finite(info: TensorInfo, where: str) -> InputError:
+    return InputError(f"{info.file}: tensor {info.name!r} holds NaN or infinity {where}; {FIX}")

@@ -1,0 +1,257 @@
+"""The report of a run: report.json is everything, the others show it; the verdict gates the release.
+
+report.json, by key:
+  format        version of this layout, 1
+  model         which model, and whether it is the small bundled one
+  artifact      fingerprint of the quantized checkpoint that was verified
+  recipe        name and scheme
+  verdict       outcome, reason, exit_code
+  tasks         one entry a task and activation mode: recovery.statistics.Comparison, the margin,
+                whether it is gated, why it is not comparable (or null), what it was scored with,
+                counts of both sides
+  noise_floor   the same, BF16 against BF16 with a second seed
+  sizes         bytes of BF16 and of the artifact; quantized modules
+  layers        one entry a layer: bytes before and after, relative error of each class of weights
+  error         relative error by class: tensors, mean, largest, where
+  verification  passed, one entry a check
+  coverage      tokens per expert: least, median, most, all of them; experts that fell back
+  fidelity      fidelity.json as it is, null when there is none
+  canvases      some problems' denoising on both sides: vocabulary, and per problem question, target and
+                per side steps, answer, scores; null when none was recorded
+  versions, hardware, stages   from the manifest
+
+report.md and report.html are rendered from it, junit.xml for CI systems; where $GITHUB_STEP_SUMMARY
+names a file, report.md is appended to it.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from recovery.gate import Verdict, judge
+from recovery.statistics import Comparison
+
+from quantize.checkpoints.targets import Target, module_class, sum_bytes
+from quantize.errors import InputError
+from quantize.recipe import ActivationMode, Recipe
+from quantize.reports.render import html, junit, markdown
+from quantize.reports.scores import pair, read_scoring
+from quantize.run_dir import RunDir, read_json, write_json, write_text
+
+DECODER_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
+SIDES: dict[str, ActivationMode] = {
+    "quantized-none": "none",
+    "quantized-per-expert": "per_expert",
+    "quantized-per-layer": "per_layer",
+}
+
+
+def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
+    """Read a run folder, judge it, and write report.json, .md, .html and junit.xml.
+
+    Raises:
+        InputError: a stage that the report needs has not been run.
+    """
+    manifest = _needed(run.manifest_json, "run")
+    verification = _needed(run.verification_json, "verify")
+    comparisons: dict[str, Comparison] = {}  # of the gated entries
+    tasks: list[dict[str, Any]] = []
+    for task in recipe.evaluation.tasks:
+        for side, mode in _sides(run, task, recipe).items():
+            entry, comparison = _entry(run, task, "bf16", side, recipe)
+            tasks.append({"task": task, "activations": mode, "gated": side == "quantized"} | entry)
+            if side == "quantized" and comparison is not None:
+                comparisons[task] = comparison
+    fidelity = read_json(run.fidelity_json) if run.fidelity_json.exists() else None
+    verdict = _verdict(verification, fidelity, tasks, comparisons)
+    content = {
+        "format": 1,
+        "model": manifest["source"],
+        "artifact": verification.get("artifact"),
+        "recipe": {"name": recipe.name, "scheme": recipe.quantization.scheme},
+        "verdict": {**asdict(verdict), "exit_code": verdict.exit_code},
+        "tasks": tasks,
+        "noise_floor": _noise_floor(run, recipe),
+        "sizes": _sizes(targets),
+        "layers": _layers(targets, verification["relative_error"]),
+        "error": _errors(verification["relative_error"]),
+        "verification": {key: verification[key] for key in ("passed", "checks")},
+        "coverage": _coverage(run),
+        "fidelity": fidelity,
+        "canvases": _canvases(run, recipe.evaluation.tasks),
+        "versions": manifest["versions"],
+        "hardware": manifest["hardware"],
+        "stages": manifest["stages"],
+    }
+    write_json(run.report_json, content)
+    write_text(run.report_md, markdown(content))
+    write_text(run.report_html, html(content))
+    write_text(run.junit_xml, junit(content))
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(summary).open("a", encoding="utf-8") as file:
+            file.write(markdown(content))
+    return verdict
+
+
+def _needed(path: Path, stage: str) -> Any:
+    if not path.exists():
+        raise InputError(f"{path}: missing; run `quantize {stage}` first")
+    return read_json(path)
+
+
+def _sides(run: RunDir, task: str, recipe: Recipe) -> Mapping[str, ActivationMode]:
+    """Return the quantized sides on which a task was scored, the gated one first."""
+    scored: dict[str, ActivationMode] = {
+        side: mode
+        for side, mode in SIDES.items()
+        if (run.evaluation / side / f"{task}.jsonl").exists()
+    }
+    gated: dict[str, ActivationMode] = {"quantized": recipe.evaluation.activations}
+    return gated | scored
+
+
+def _entry(
+    run: RunDir, task: str, base_side: str, side: str, recipe: Recipe, *, other_seed: bool = False
+) -> tuple[dict[str, Any], Comparison | None]:
+    """Compare two sides on one task, for the report and for the gate."""
+    if task not in recipe.gate.margin_pp:
+        raise InputError(f"recipe {recipe.name}: gate.margin_pp has no margin for task {task!r}")
+    return pair(
+        read_scoring(run.evaluation / base_side, task),
+        read_scoring(run.evaluation / side, task),
+        margin_pp=recipe.gate.margin_pp[task],
+        confidence=recipe.gate.confidence,
+        other_seed=other_seed,
+    )
+
+
+def _noise_floor(run: RunDir, recipe: Recipe) -> list[dict[str, Any]]:
+    """Compare BF16 with itself under another seed: what no quantization at all looks like."""
+    again = "bf16-again"
+    scored = [
+        t for t in recipe.evaluation.tasks if (run.evaluation / again / f"{t}.jsonl").exists()
+    ]
+    return [
+        {"task": task} | _entry(run, task, "bf16", again, recipe, other_seed=True)[0]
+        for task in scored
+    ]
+
+
+def _verdict(
+    verification: Mapping[str, Any],
+    fidelity: Mapping[str, Any] | None,
+    tasks: Sequence[Mapping[str, Any]],
+    comparisons: Mapping[str, Comparison],
+) -> Verdict:
+    if not verification["passed"]:
+        faults = [fault for check in verification["checks"] for fault in check["faults"]]
+        reason = faults[0] if faults else "a check looked at nothing"
+        return Verdict("FAIL", f"static verification: {reason}")
+    if fidelity and fidelity["faults"]:
+        return Verdict("FAIL", f"fidelity: {fidelity['faults'][0]}")
+    for entry in tasks:
+        if entry["gated"] and entry["not_comparable"]:
+            return Verdict("NOT COMPARABLE", f"{entry['task']}: {entry['not_comparable']}")
+    return judge(comparisons)
+
+
+def _sizes(targets: list[Target]) -> dict[str, float]:
+    before, after = sum_bytes(targets)
+    return {
+        "bf16_bytes": before,
+        "quantized_bytes": after,
+        "ratio": after / before,
+        "quantized_modules": sum(len(target.modules) for target in targets),
+    }
+
+
+def _layers(targets: list[Target], relative_error: Mapping[str, float]) -> list[dict[str, Any]]:
+    layers: dict[int, dict[str, Any]] = {}
+    for target in targets:
+        found = DECODER_LAYER.match(target.name)
+        if found is None:
+            continue
+        index = int(found[1])
+        empty: dict[str, Any] = {"layer": index, "bytes_before": 0, "bytes_after": 0, "error": {}}
+        layer = layers.setdefault(index, empty)
+        layer["bytes_before"] += target.bytes_before
+        layer["bytes_after"] += target.bytes_after
+        if target.name in relative_error:
+            layer["error"].setdefault(target.module_class, []).append(relative_error[target.name])
+    for layer in layers.values():
+        layer["error"] = {kind: mean(errors) for kind, errors in sorted(layer["error"].items())}
+    return [layers[index] for index in sorted(layers)]
+
+
+def _errors(relative_error: Mapping[str, float]) -> list[dict[str, Any]]:
+    by_class: dict[str, dict[str, float]] = {}
+    for name, error in relative_error.items():
+        by_class.setdefault(module_class(name), {})[name] = error
+    return [
+        {
+            "class": kind,
+            "tensors": len(errors),
+            "mean": mean(errors.values()),
+            "largest": max(errors.values()),
+            "where": max(errors, key=lambda name: errors[name]),
+        }
+        for kind, errors in sorted(by_class.items())
+    ]
+
+
+def _coverage(run: RunDir) -> dict[str, Any] | None:
+    path = run.calibration / "coverage.json"
+    if not path.exists():
+        return None
+    coverage = read_json(path)
+    tokens = [count for layer in coverage["tokens_per_expert"].values() for count in layer]
+    return {
+        "experts": len(tokens),
+        "least_tokens": min(tokens),
+        "median_tokens": median(tokens),
+        "most_tokens": max(tokens),
+        "by_layer": coverage["tokens_per_expert"],
+        "min_tokens_per_expert": coverage["min_tokens_per_expert"],
+        "fallbacks": coverage["fallbacks"],
+    }
+
+
+def _canvases(run: RunDir, tasks: Sequence[str]) -> dict[str, Any] | None:
+    """Return the recorded denoising of both sides, problems with different outcomes first."""
+    vocabulary: dict[str, str] = {}
+    problems: list[dict[str, Any]] = []
+    for task in tasks:
+        files = {s: run.evaluation / s / f"{task}.canvases.json" for s in ("bf16", "quantized")}
+        if not all(file.exists() for file in files.values()):
+            continue
+        sides = {side: _recorded(run, task, side, read_json(file)) for side, file in files.items()}
+        for file in files.values():
+            vocabulary |= read_json(file)["vocabulary"]
+        for ours, theirs in zip(*sides.values(), strict=True):
+            question = {key: ours[key] for key in ("question", "target")}
+            problems.append(question | {"sides": {"bf16": ours, "quantized": theirs}})
+    problems.sort(key=_have_equal_scores)
+    return {"vocabulary": vocabulary, "problems": problems} if problems else None
+
+
+def _recorded(run: RunDir, task: str, side: str, recorded: Any) -> list[dict[str, Any]]:
+    """Return recorded samples, the first documents' first repeats, with what became of them."""
+    rows = [row for row in read_scoring(run.evaluation / side, task).rows if row.repeat == 0]
+    return [
+        {
+            "question": sample["prompt"],
+            "target": row.target,
+            "answer": row.answer,
+            "scores": row.scores,
+            "steps": sample["steps"],
+        }
+        for sample, row in zip(recorded["samples"], rows, strict=False)  # fewer were recorded
+    ]
+
+
+def _have_equal_scores(problem: Mapping[str, Any]) -> bool:
+    return problem["sides"]["bf16"]["scores"] == problem["sides"]["quantized"]["scores"]

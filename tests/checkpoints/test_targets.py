@@ -1,0 +1,142 @@
+"""Which tensor gets which scheme, on the tiny model and on the exact names of the 26B one."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from quantize.checkpoints.layout import (
+    bf16_layout,
+    quantized_layout,
+    scheme_tensors,
+    schemes_by_module,
+)
+from quantize.checkpoints.reader import Checkpoint, known_config
+from quantize.checkpoints.targets import matches, module_class, plan_targets, sum_bytes
+from quantize.errors import InputError
+from quantize.recipe import Quantization, load_recipe
+from quantize.stages.plan import group, tensors_from_config, tensors_of_known
+
+REAL = "google/diffusiongemma-26B-A4B-it"
+LAYERS, EXPERTS, FULL_LAYERS = 30, 128, 5
+IGNORE = ["lm_head", "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]
+
+
+def test_the_26b_layout_is_the_published_one() -> None:
+    """1,047 tensors and 51,647,562,456 bytes: the index of the published checkpoint says so."""
+    config = known_config(REAL)
+    assert config is not None
+    tensors = tensors_from_config(config)
+    assert len(tensors) == 1047
+    assert sum(info.nbytes for info in tensors.values()) == 51_647_562_456
+
+
+@pytest.mark.parametrize(("recipe", "gigabytes"), [("fp8_dynamic", 27.2), ("nvfp4", 16.45)])
+def test_the_26b_plan_has_the_published_counts_and_size(recipe: str, gigabytes: float) -> None:
+    targets = plan_targets(tensors_of_known(REAL) or {}, load_recipe(recipe).quantization)
+    assert targets is not None
+    modules = Counter[str]()
+    for target in targets:
+        modules[target.module_class] += len(target.modules)
+    dense = LAYERS * 4 - FULL_LAYERS  # q, k, v, o; full-attention layers have no v_proj
+    assert +modules == {"experts": LAYERS * EXPERTS * 3, "attention": dense, "mlp": LAYERS * 3}
+    assert sum_bytes(targets)[1] / 1e9 == pytest.approx(gigabytes, abs=0.005)
+
+
+def test_the_plan_groups_add_up_to_the_whole(tiny_checkpoint: Path) -> None:
+    tensors = Checkpoint.open(tiny_checkpoint).tensors
+    targets = plan_targets(tensors, load_recipe("nvfp4").quantization)
+    groups = group(targets)
+    assert sum(g.tensors for g in groups) == len(targets) == len(tensors)
+    assert sum(g.bytes_after for g in groups) == sum_bytes(targets)[1]
+
+
+def test_no_router_vision_or_self_conditioning_is_quantized(tiny_checkpoint: Path) -> None:
+    targets = plan_targets(
+        Checkpoint.open(tiny_checkpoint).tensors, load_recipe("nvfp4").quantization
+    )
+    kept = {t.module_class for t in targets if t.scheme is None}
+    assert {"router", "vision", "self_conditioning", "embedding", "norm"} <= kept
+    assert {t.module_class for t in targets if t.scheme} == {"experts", "attention", "mlp"}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"scheme": "NVFP4", "ignore": IGNORE[:1]}, "router.*add it to ignore"),
+        (
+            {"scheme": {"NVFP4": ["re:.*experts.*"], "FP8_DYNAMIC": ["Linear"]}, "ignore": IGNORE},
+            "matched by two schemes",
+        ),
+        ({"scheme": "NVFP4", "targets": ["re:.*nothing"], "ignore": IGNORE}, "matches no module"),
+        (
+            {"scheme": "NVFP4", "targets": [r"re:.*experts\.[0-3]\..*"], "ignore": IGNORE},
+            "one scheme a layer",
+        ),
+    ],
+)
+def test_a_recipe_that_does_not_fit_is_refused(
+    tiny_checkpoint: Path, quantization: dict[str, object], message: str
+) -> None:
+    tensors = Checkpoint.open(tiny_checkpoint).tensors
+    with pytest.raises(InputError, match=message):
+        plan_targets(tensors, Quantization.model_validate(quantization))
+
+
+def test_an_unknown_tensor_is_an_error() -> None:
+    with pytest.raises(InputError, match=r"unknown tensor 'model\.decoder\.layers\.0\.extra'"):
+        module_class("model.decoder.layers.0.extra")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [("re:.*mlp.*", True), ("re:mlp", False), ("model.layers.0.mlp", True), ("mlp", False)],
+)
+def test_matching_follows_compressed_tensors(pattern: str, found: bool) -> None:
+    from compressed_tensors.utils.match import match_name
+
+    name = "model.layers.0.mlp"
+    assert matches(name, pattern) is match_name(name, pattern) is found
+
+
+def test_bf16_layout_is_what_transformers_saves(tiny_checkpoint: Path) -> None:
+    checkpoint = Checkpoint.open(tiny_checkpoint)
+    layout = {
+        name: (spec.dtype, spec.shape) for name, spec in bf16_layout(checkpoint.config).items()
+    }
+    saved = {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
+    assert layout == saved
+
+
+def test_planned_bytes_equal_the_bytes_of_the_tensors_a_scheme_writes() -> None:
+    from quantize.checkpoints.reader import DTYPES
+    from quantize.checkpoints.targets import quantized_bytes
+    from quantize.recipe import SCHEMES
+
+    for scheme in SCHEMES:
+        specs = scheme_tensors("m", scheme, 704, 2816).values()
+        written = 0
+        for spec in specs:
+            size = DTYPES[spec.dtype].itemsize
+            for length in spec.shape:
+                size *= length
+            written += size
+        assert written == quantized_bytes(scheme, 704, 2816)
+
+
+def test_a_foreign_quantization_config_is_refused(tiny_checkpoint: Path) -> None:
+    config = Checkpoint.open(tiny_checkpoint).config
+    assert schemes_by_module(config) == {}
+    for bad, message in (
+        ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "nothing is quantized"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 3}}},
+            },
+            "no known scheme",
+        ),
+    ):
+        with pytest.raises(InputError, match=message):
+            quantized_layout({**config, "quantization_config": bad})

@@ -1,0 +1,340 @@
+"""Formats, references, dispatch and errors of the kernels, on the CPU; the kernels in the
+interpreter.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import fused_dequant as fd
+import pytest
+import torch
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from fused_dequant import cases, formats, reference, tune, tuning, weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels_support import breaking, ptx
+
+ROOT = Path(__file__).parents[2]
+ALL_SCALES = torch.arange(127, dtype=torch.uint8)  # every non-negative finite e4m3 byte
+
+
+def test_every_kernel_in_the_interpreter() -> None:
+    """The GPU tests again, in a process of their own: TRITON_INTERPRET acts when triton is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider"]
+    command += ["-W", "ignore::RuntimeWarning", "tests/fused_dequant/test_kernels.py"]
+    command += ["tests/fused_dequant/test_denoising.py"]
+    command += ["tests/fused_dequant/test_attention.py", "tests/fused_dequant/test_residual.py"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed, done.stdout
+    assert int(passed[1]) >= 50, done.stdout
+
+
+def test_codes_and_packing() -> None:
+    codes = torch.arange(16, dtype=torch.uint8)
+    positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert formats.decode_e2m1(codes).tolist() == positive + [-v for v in positive]
+    assert torch.equal(formats.encode_e2m1(formats.decode_e2m1(codes)), codes)
+    every_byte = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(formats.pack_nibbles(formats.unpack_nibbles(every_byte)), every_byte)
+    assert formats.unpack_nibbles(torch.tensor([0x21], dtype=torch.uint8)).tolist() == [1, 2]
+
+
+@given(st.floats(-8, 8, width=32))
+@settings(max_examples=300, deadline=None)
+def test_encoding_is_to_nearest_with_ties_to_even(value: float) -> None:
+    code = int(formats.encode_e2m1(torch.tensor([value])))
+    distance = (formats.decode_e2m1(torch.arange(8)) - abs(value)).abs()
+    nearest = distance == distance.min()
+    assert nearest[code & 7]
+    if nearest.sum() > 1:
+        assert code % 2 == 0
+    assert value == 0 or (code >= 8) == (value < 0)
+
+
+def test_dequantization_matches_compressed_tensors() -> None:
+    packed = torch.randint(0, 256, (32, 64), dtype=torch.uint8)
+    scale = ALL_SCALES[torch.randint(0, 127, (32, 8))].view(torch.float8_e4m3fn)
+    global_scale = torch.tensor([173.0])
+    codes = unpack_fp4_from_uint8(packed, 32, 128, dtype=torch.float32)
+    theirs = codes.unflatten(-1, (-1, 16)) * (scale.float() / global_scale)[..., None]
+    ours = formats.dequantize_nvfp4(packed, scale, global_scale, torch.float64)
+    torch.testing.assert_close(ours.float(), theirs.flatten(-2), rtol=3e-7, atol=0)
+
+
+def test_fragments_decode_every_code_with_every_scale_exactly() -> None:
+    """16 codes x 127 scales in every position a fragment has, bit for bit, and no value elsewhere."""
+    packed = torch.randint(0, 256, (2, 256, 512), dtype=torch.uint8)
+    bytes_ = ALL_SCALES[torch.randint(0, 127, (2, 256, 64))]
+    bytes_[0, :127, 0] = ALL_SCALES
+    packed[0, :127, :8] = torch.arange(8, dtype=torch.uint8) * 0x22 + 0x10
+    scale = bytes_.view(torch.float8_e4m3fn)
+    decoded = formats.decode_fragments(*formats.to_fragments(packed, scale))
+    exact = formats.dequantize_nvfp4(packed, scale, torch.ones(1), torch.float64) / 128
+    assert torch.equal(decoded.double(), exact)
+    codes = formats.unpack_nibbles(packed).flatten().long()
+    pairs = codes * 128 + bytes_.repeat_interleave(16, -1).flatten()
+    assert len(pairs.unique()) == 16 * 127
+
+
+def test_the_decode_assembly_is_the_reference() -> None:
+    """The PTX of the Hopper kernel, interpreted, against `decode_fragments`, on random bits."""
+    from fused_dequant.nvfp4_decode import decode_assembly
+
+    packed = torch.randint(0, 256, (1, 128, 64), dtype=torch.uint8)
+    scale = ALL_SCALES[torch.randint(0, 127, (1, 128, 8))].view(torch.float8_e4m3fn)
+    words, scales = formats.to_fragments(packed, scale)
+    # fragment axes: tile, tile, warp, row%8, lane%4, pair of steps, word; scale words have no lane%4
+    pairs = words.reshape(1, 2, 2, 4, 8, 4, 2, 2).long() & 0xFFFFFFFF
+    scale_words = scales.reshape(1, 2, 2, 4, 8, 1, 2).long().expand(-1, -1, -1, -1, -1, 4, -1)
+    operands = {"$8": pairs[..., 0], "$9": pairs[..., 1], "$10": scale_words & 0xFFFFFFFF}
+    registers = ptx.run(decode_assembly(), operands)
+    decoded = torch.stack([registers[f"${i}"] for i in range(8)], -1)
+    halves = torch.stack((decoded & 0xFFFF, decoded >> 16), -1)
+    # register = 4 * step + 2 * (k//8) + row//8
+    axes = halves.reshape(1, 2, 2, 4, 8, 4, 2, 2, 2, 2, 2).permute(0, 1, 3, 9, 4, 2, 6, 7, 8, 5, 10)
+    values = axes.reshape(1, 128, 128).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+    assert torch.equal(values, formats.decode_fragments(words, scales))
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0x80, 0xC0, 0xFF])
+def test_fragments_refuse_damaged_scales(byte: int) -> None:
+    packed = torch.zeros(1, 64, 32, dtype=torch.uint8)
+    scale = torch.full((1, 64, 4), 0x38, dtype=torch.uint8)
+    scale[0, 3, 2] = byte
+    with pytest.raises(ValueError, match="negative or NaN"):
+        formats.to_fragments(packed, scale.view(torch.float8_e4m3fn))
+
+
+def test_fragments_refuse_odd_shapes() -> None:
+    packed = torch.zeros(1, 80, 32, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="multiples of 64, got N=80, K=64"):
+        formats.to_fragments(packed, torch.zeros(1, 80, 4).to(torch.float8_e4m3fn))
+
+
+def test_rows_of_zeros_and_damage() -> None:
+    x = torch.tensor([[0.0, 0.0], [1.0, -3.0], [float("nan"), 1.0], [float("inf"), 1.0]])
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        q, scale = formats.quantize_rows(x, dtype)
+        assert scale[0] == 1
+        assert q[0].float().tolist() == [0, 0]
+        assert float(q[1, 1]) * float(scale[1]) == pytest.approx(-3.0)
+        assert scale[2:].isnan().all()
+
+
+def test_interleaved_rows() -> None:
+    gate, up = torch.arange(16.0)[:, None], torch.arange(100.0, 116.0)[:, None]
+    rows = formats.interleave_gate_up(gate, up).flatten()
+    assert rows[:16].tolist() == [*range(8), *range(100, 108)]
+    with pytest.raises(ValueError, match="rows % 8"):
+        formats.interleave_gate_up(gate[:4], up[:4])
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "int8", "nvfp4", "nvfp4_w4a4"])
+def test_cpu_operations_follow_the_reference(scheme: str) -> None:
+    weight = cases.random_weight(scheme, 1, 48, 64, "cpu")
+    x = cases.random_tokens(6, 64, "cpu")
+    exact = x.double() @ weights.dequantize(weight, torch.float64)[0].T
+    rounding = {"bf16": 3e-3, "nvfp4": 3e-3, "fp8": 4e-2, "int8": 1.5e-2, "nvfp4_w4a4": 0.15}[
+        scheme
+    ]
+    assert reference.relative_error(fd.linear(x, weight), exact) < rounding
+    assert torch.equal(fd.linear(x.reshape(2, 3, 64), weight).flatten(0, 1), fd.linear(x, weight))
+    gate_up = cases.random_weight(scheme, 4, 64, 64, "cpu")
+    down = cases.random_weight(scheme, 4, 64, 32, "cpu")
+    ids, routing_weights = cases.random_routing(6, 4, 2, "cpu")
+    y = fd.experts(x, ids, routing_weights, gate_up, down)
+    dense = [weights.dequantize(w, torch.float64) for w in (gate_up, down)]
+    exact = reference.experts(x, *dense, ids, routing_weights, torch.float64)
+    assert reference.relative_error(y, exact) < 2 * rounding
+
+
+def test_split_global_scales_of_gate_and_up() -> None:
+    gate, up = torch.randn(2, 1, 16, 64)
+    scales = torch.tensor([2688 / 2.0, 2688 / 5.0])
+    parts = [formats.quantize_nvfp4(w, s) for w, s in zip((gate, up), scales, strict=True)]
+    packed = formats.interleave_gate_up(parts[0][0], parts[1][0])
+    scale = formats.interleave_gate_up(*(p[1].view(torch.uint8) for p in parts))
+    weight = weights.nvfp4(packed, scale.view(torch.float8_e4m3fn), scales[None])
+    expected = formats.interleave_gate_up(
+        *(formats.dequantize_nvfp4(*p, s) for p, s in zip(parts, scales, strict=True))
+    )
+    torch.testing.assert_close(weights.dequantize(weight), expected)
+
+
+def test_opcheck() -> None:
+    """Schema, fake kernel and autograd registration; fp8 inputs cannot pass torch's own mutation
+    check.
+    """
+    x = cases.random_tokens(5, 64, "cpu")
+    ids, routing_weights = cases.random_routing(5, 4, 2, "cpu")
+    ops = torch.ops.fused_dequant
+    for scheme in ("bf16", "int8", "fp8"):
+        tests = ["test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic"]
+        tests += ["test_schema"] if scheme != "fp8" else []
+        w = cases.random_weight(scheme, 1, 48, 64, "cpu")
+        up, down = (cases.random_weight(scheme, 4, 64, k, "cpu") for k in (64, 32))
+
+        def check(op: object, *arguments: object, tests: list[str] = tests) -> None:
+            torch.library.opcheck(op, arguments, test_utils=tests)
+
+        check(ops.linear.default, x, w.data, w.scale, None, None, scheme)
+        check(ops.lm_head.default, x, w.data, w.scale, scheme, 30.0)
+        check(
+            ops.experts.default, x, None, ids, routing_weights, up.data, up.scale, None, None,
+            down.data, down.scale, None, None, scheme,
+        )  # fmt: skip
+        check(
+            ops.experts.default, x, None, ids, routing_weights, up.data, up.scale, None, None,
+            down.data, down.scale, None, None, scheme, False,
+        )  # fmt: skip
+        if scheme != "bf16":
+            q, scale = fd.quantize_rows(x, scheme)
+            check(ops.linear_quantized.default, q, scale, w.data, w.scale, scheme)
+    state = fd.denoising.CanvasState.begin(torch.randint(0, 64, (1, 5)), torch.tensor([3]), 1)
+    schedule = torch.tensor([0.8, 0.6])
+    known = (state.seeds, state.canvas_index, state.step, schedule)
+    torch.library.opcheck(ops.sample.default, (x[None], *known))
+    draw = fd.denoising.sample(x[None], state, schedule)
+    torch.library.opcheck(
+        ops.accept.default,
+        (
+            draw.sampled, draw.replacement, draw.argmax, draw.entropy, schedule, state.canvas,
+            state.argmax, state.history, state.accepted, state.step, state.finished,
+            state.inverse_temperature, 0.1, 0.005,
+        ),
+    )  # fmt: skip
+    torch.library.opcheck(ops.quantize_rows.default, (x, True, "int8"))
+    embedding = cases.random_tokens(64, 16, "cpu")
+    torch.library.opcheck(
+        ops.soft_embedding.default, (x, embedding, None, torch.full((len(x),), 1.5))
+    )
+
+
+def test_errors_name_what_is_wrong() -> None:
+    x = cases.random_tokens(5, 64, "cpu")
+    fp8 = cases.random_weight("fp8", 1, 48, 64, "cpu")
+    with pytest.raises(ValueError, match="K = 64"):
+        fd.linear(x[:, :32], fp8)
+    with pytest.raises(ValueError, match=r"int8 do not fit a weight of scheme fp8"):
+        fd.linear_quantized(*fd.quantize_rows(x, "int8"), fp8)
+    down = cases.random_weight("int8", 1, 64, 24, "cpu")
+    ids, one = torch.zeros(5, 1, dtype=torch.int32), torch.ones(5, 1)
+    with pytest.raises(ValueError, match="one scheme for both"):
+        fd.experts(x, ids, one, fp8, down)
+    with pytest.raises(ValueError, match=r"int8 do not fit a weight of scheme fp8"):
+        fd.routed_experts(*fd.quantize_rows(x, "int8"), ids, one, fp8, fp8)
+    with pytest.raises(ValueError, match="fp8 or int8, not nvfp4"):
+        fd.quantize_rows(x, "nvfp4")
+    with pytest.raises(ValueError, match="float8_e4m3fn or int8"):
+        weights.eight_bit(x, x[:, 0])
+    with pytest.raises(ValueError, match="unknown scheme 'fp6'"):
+        fd.require("fp6", torch.device("cpu"))
+
+
+def test_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    cuda = torch.device("cuda")
+    fd.require("nvfp4", cuda)
+    with pytest.raises(
+        ValueError, match=r"fp8 needs compute capability 8\.9 or newer; NVIDIA A100 has 8\.0"
+    ):
+        fd.require("fp8", cuda)
+    with pytest.raises(ValueError, match=r"nvfp4_fragments needs compute capability 9\.0;"):
+        fd.require("nvfp4_fragments", cuda)
+
+
+def test_tuning_tables_are_complete() -> None:
+    """Each entry is a configuration its kernel takes; the experts' two products share their BM."""
+    files = list(tuning.FOLDER.glob("*.json"))
+    assert files, "no tuning table is shipped"
+    for file in files:
+        table = json.loads(file.read_text())
+        assert file == tuning.table_path(table["device"])
+        assert table["kernels"]
+        for key, buckets in table["kernels"].items():
+            verb, scheme, shape = key.split("/")
+            N, K = map(int, shape.split("x"))
+            for tokens, config in buckets.items():
+                known = [set(tuning.default(verb, scheme, int(tokens), N, K))]
+                known += [{"STAGES"}] if verb == "lm_head" else []  # the kernel for Hopper
+                assert set(config) in known, key
+        for scheme in ("bf16", "fp8", "int8", "nvfp4_fragments"):
+            up = table["kernels"][f"experts/{scheme}/1408x2816"]
+            down = table["kernels"][f"experts/{scheme}/2816x704"]
+            rows = [{m: tuning.block_rows(c) for m, c in t.items()} for t in (up, down)]
+            assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(("tokens", "fullest"), [(256, 94), (1024, 187)])
+def test_tuning_routes_as_unevenly_as_a_model(tokens: int, fullest: int) -> None:
+    """Mean over 30 layers of the tokens of the fullest expert, against a random 26B model's."""
+    found = {0.0: 0.0, cases.SPREAD[tokens]: 0.0}
+    for spread in found:
+        for seed in range(30):
+            ids, _ = cases.random_routing(tokens, 128, 8, "cpu", spread=spread, seed=seed)
+            found[spread] += float(ids.flatten().long().bincount(minlength=128).max()) / 30
+    assert found[cases.SPREAD[tokens]] == pytest.approx(fullest, rel=0.1)
+    assert found[0.0] < 0.6 * fullest
+
+
+def test_tuning_goes_on_without_a_candidate_that_broke_its_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    timer = tune.Timer(breaking.time_candidates)
+    pids = [timer(tune.Product("linear", "fp8", 3, 64, 64)) for _ in range(2)]
+    assert [timed[0][1] for timed in pids] == [{"BM": 3}] * 2
+    assert pids[0] != pids[1], "the second product ran in a broken process"
+    assert capsys.readouterr().out.count("an illegal instruction") == 2
+
+
+def test_candidates_fit_the_registers_and_hold_what_is_shipped() -> None:
+    """No candidate past the limit, and each shipped configuration of an expert is a candidate."""
+    table = json.loads(tuning.table_path("NVIDIA H200").read_text())["kernels"]
+    seen = 0
+    for product in tune.products():
+        candidates = list(tune.candidates(product))
+        assert candidates, product
+        for config in candidates:
+            if config.keys() == {"STAGES"}:  # lm_head on Hopper: one tile, checked by compiling it
+                continue
+            accumulators = tuning.block_rows(config) * config["BN"] / (32 * config["num_warps"])
+            assert accumulators <= tune.MAX_ACCUMULATORS
+        if product.verb.startswith("experts") or product.verb == "lm_head":
+            assert table[product.key][str(product.M)] in candidates, product
+            seen += 1
+    assert seen == 28
+
+
+def test_kernels_are_compiled_once_and_hoppers_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every candidate of every product has its kernel among those to compile."""
+    jobs = [(p, c) for p in tune.products() for c in tune.candidates(p)]
+    kernels = tune.distinct(jobs)
+    assert len(kernels) < len(jobs)
+    wanted = {(p.verb, p.scheme, str(c)) for p, c in jobs}
+    assert wanted == {(p.verb, p.scheme, str(c)) for p, c in kernels}
+    monkeypatch.setattr(tune, "_hopper_or_none", lambda: False)
+    elsewhere = [c for p in tune.products() if p.verb == "lm_head" for c in tune.candidates(p)]
+    assert elsewhere
+    assert all("BM" in config for config in elsewhere)
+
+
+def test_buckets_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"linear/fp8/64x64": {"16": {"BM": 1}, "256": {"BM": 2}}}
+    monkeypatch.setattr(tuning, "table", lambda _: entry)
+    tuning.lookup.cache_clear()
+    chosen = [
+        tuning.lookup("linear", "fp8", m, 64, 64, "some GPU")["BM"] for m in (1, 16, 17, 4096)
+    ]
+    assert chosen == [1, 1, 2, 2]
+    assert tuning.lookup("linear", "fp8", 8, 64, 128, "some GPU") == tuning.default(
+        "linear", "fp8", 8, 64, 128
+    )
+    tuning.lookup.cache_clear()

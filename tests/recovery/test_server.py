@@ -1,0 +1,218 @@
+"""GSM8K through a scripted OpenAI-compatible server: delays, 429, 500, dropped lines, SIGKILL."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Generator
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recovery.samples import Request
+from recovery.served import Server, ServerError
+
+SAMPLE = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
+FULL = os.environ.get("GSM8K_TEST")  # path of the whole test set, for the slow test
+
+SCORING = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from recovery.samples import SampleStore
+from recovery.scoring import score
+from recovery.served import Server
+
+url, data, out, repeats = sys.argv[1:]
+server = Server(url, first_wait=0.01)
+scoring = score(
+    "gsm8k", SampleStore(Path(out) / "samples.jsonl", {"model": server.model}), server,
+    data_file=Path(data), limit=None, repeats=int(repeats), seed=0, batch_size=1, sampler={},
+    progress=lambda finished, total: finished,
+)
+Path(out, "rows.json").write_text(json.dumps([asdict(row) for row in scoring.rows]))
+"""
+
+
+class ScriptedServer(ThreadingHTTPServer):
+    """Knows GSM8K's answers; every answer depends on prompt and seed alone, every fault on luck."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, data: Path, faults: float, delay: float) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        rows = [json.loads(line) for line in data.read_text("utf-8").splitlines()]
+        self.truth = {row["question"]: row["answer"].split("#### ")[1] for row in rows}
+        self.faults, self.delay = faults, delay
+        self.luck = random.Random(0)
+        self.lock = threading.Lock()
+        self.asked: list[tuple[str, int]] = []  # in order of arrival, refused ones included
+        self.answered: list[tuple[str, int]] = []
+        self.refused: Counter[int] = Counter()
+        self.in_flight = self.most_in_flight = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def answer(self, question: str, seed: int) -> str:
+        wrong = random.Random(f"{question}{seed}").random() < 0.3
+        return f"Some steps.\n#### {'0.5' if wrong else self.truth[question]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Any
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        self.reply(200, {"data": [{"id": "scripted"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        question = body["messages"][0]["content"].split("\n\nThink step")[0]
+        key, server = (question, body["seed"]), self.server
+        with server.lock:
+            server.asked.append(key)
+            server.in_flight += 1
+            server.most_in_flight = max(server.most_in_flight, server.in_flight)
+            fault = server.luck.choice([429, 500, 0]) if server.luck.random() < server.faults else 1
+        time.sleep(server.delay * (hash(key) % 5))
+        with server.lock:
+            server.in_flight -= 1
+            server.refused[fault] += 1
+            if fault == 1:
+                server.answered.append(key)
+        if fault == 0:  # the line drops
+            self.close_connection = True
+            return
+        if fault > 1:
+            self.reply(fault, {"error": "busy"}, {"Retry-After": "0.02"} if fault == 429 else {})
+            return
+        message = {"content": server.answer(question, body["seed"])}
+        choice = {"message": message, "finish_reason": "stop"}
+        self.reply(200, {"choices": [choice], "usage": {"completion_tokens": 7}})
+
+    def reply(self, code: int, body: Any, headers: dict[str, str] | None = None) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def scripted(request: pytest.FixtureRequest) -> Generator[ScriptedServer]:
+    data, faults, delay = request.param
+    server = ScriptedServer(data, faults, delay)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def start(server: ScriptedServer, data: Path, out: Path, repeats: int) -> subprocess.Popen[bytes]:
+    out.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", SCORING, server.url, str(data), str(out), str(repeats)]
+    return subprocess.Popen(command, env=os.environ | {"no_proxy": "*", "TQDM_DISABLE": "1"})
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    return json.loads((out / "rows.json").read_text())
+
+
+def stored(out: Path) -> int:
+    path = out / "samples.jsonl"
+    return path.read_bytes().count(b"\n") - 1 if path.exists() else 0
+
+
+def check_two_kills(server: ScriptedServer, data: Path, folder: Path, repeats: int) -> None:
+    """Score in one go; then again with a SIGKILL after a third and after two thirds."""
+    whole, broken = folder / "whole", folder / "broken"
+    assert start(server, data, whole, repeats).wait(timeout=500) == 0
+    samples = len(server.truth) * repeats
+    assert len(rows(whole)) == samples
+    assert sorted(server.answered) == sorted(set(server.answered))
+    server.answered.clear()
+    server.asked.clear()
+    for share in (1 / 3, 2 / 3):
+        process = start(server, data, broken, repeats)
+        while stored(broken) < samples * share:
+            assert process.poll() is None, "it ended before it could be killed"
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(timeout=60)
+    assert start(server, data, broken, repeats).wait(timeout=500) == 0
+    assert rows(broken) == rows(whole)
+    assert stored(broken) == samples
+    # What was answered twice had been in flight at a kill: eight requests at most, each time. An
+    # answer that was killed on its way into the store counts as in flight.
+    assert len(set(server.answered)) == samples
+    assert len(server.answered) - samples <= 2 * 8
+
+
+@pytest.mark.parametrize("scripted", [(SAMPLE, 0.15, 0.002)], indirect=True)
+def test_killed_twice_and_resumed_gives_the_scores_of_an_unbroken_run(
+    scripted: ScriptedServer, tmp_path: Path
+) -> None:
+    check_two_kills(scripted, SAMPLE, tmp_path, repeats=5)
+    assert 4 <= scripted.most_in_flight <= 8  # asked for 8; a busy machine may not get there
+    assert all(scripted.refused[fault] > 2 for fault in (429, 500, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(FULL is None, reason="set GSM8K_TEST to the path of GSM8K's test.jsonl")
+@pytest.mark.parametrize("scripted", [(Path(FULL or ""), 0.05, 0.004)], indirect=True)
+def test_the_whole_gsm8k_test_set_killed_twice(scripted: ScriptedServer, tmp_path: Path) -> None:
+    assert len(scripted.truth) == 1319
+    check_two_kills(scripted, Path(FULL or ""), tmp_path, repeats=1)
+    assert 4 <= scripted.most_in_flight <= 8  # asked for 8; a busy machine may not get there
+    assert all(scripted.refused[fault] > 5 for fault in (429, 500, 0))
+
+
+@pytest.mark.parametrize("scripted", [(SAMPLE, 1.0, 0.0)], indirect=True)
+def test_a_server_that_stays_broken_is_given_up(scripted: ScriptedServer) -> None:
+    server = Server(scripted.url, attempts=3, first_wait=0.01, timeout=20)
+    with pytest.raises(ServerError, match=r"gave up after 3 attempts"):
+        list(server([[Request(next(iter(scripted.truth)), 1, 64)]]))
+    assert len(scripted.asked) == 3
+
+
+@pytest.mark.parametrize("scripted", [(SAMPLE, 0.0, 0.0)], indirect=True)
+def test_one_answer_word_for_word(scripted: ScriptedServer) -> None:
+    question = next(iter(scripted.truth))
+    request = Request(question, 2**63 - 1, 64)
+    ((batch, (completion,)),) = Server(scripted.url + "/v1/")([[request]])
+    assert batch == [request]
+    expected = {"text": scripted.answer(question, 2**63 - 1), "tokens": 7}
+    assert asdict(completion) == expected | {"denoising_steps": [], "truncated": False}
+
+
+def test_nobody_there_is_one_line() -> None:
+    with pytest.raises(ServerError, match=r"gave up after 2 attempts; .*refused"):
+        Server("http://127.0.0.1:9", attempts=2, first_wait=0.01)
+
+
+class Refusing(Handler):
+    def do_GET(self) -> None:
+        self.reply(401, {"error": "no key"})
+
+
+def test_a_refusal_is_not_repeated_and_says_what_to_do() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.raises(ServerError, match=r"HTTP 401 .*set OPENAI_API_KEY"):
+        Server(f"http://127.0.0.1:{server.server_address[1]}", attempts=50)
+    server.shutdown()
+    server.server_close()

@@ -1,0 +1,200 @@
+"""The engine: samples that join late, leave early and differ in settings are what they are alone."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from quantize.bundled import CHECKPOINT, HELDOUT
+from quantize.checkpoints.load import load
+from quantize.errors import InputError
+from quantize.runtime import Sample, Sampler, generate
+from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.engine import Canvas
+from quantize.runtime.modules import engine as model_engine
+from quantize.runtime.modules.engine import ModelEngine
+
+SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
+CAREFUL = replace(SAMPLER, max_denoising_steps=12, entropy_bound=0.02)
+
+
+@pytest.fixture(scope="module")
+def model() -> DiffusionGemmaForBlockDiffusion:
+    return load(CHECKPOINT)
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Prompts of different lengths, all with thinking: answers of several canvases."""
+    tokenizer = load_tokenizer(CHECKPOINT)
+    rows = [json.loads(line) for line in HELDOUT.read_text("utf-8").splitlines()[:count]]
+    return [
+        encode_chat(tokenizer, [{"role": "user", "content": row["question"]}], thinking=True)
+        for row in rows
+    ]
+
+
+def test_samples_that_join_late_are_those_of_generate(
+    model: DiffusionGemmaForBlockDiffusion,
+) -> None:
+    asked = prompts(6)
+    samplers = [SAMPLER, SAMPLER, CAREFUL, SAMPLER, CAREFUL, SAMPLER]
+    alone = [
+        generate(model, [prompt], [seed], max_new_tokens=192, sampler=sampler)[0]
+        for seed, (prompt, sampler) in enumerate(zip(asked, samplers, strict=True))
+    ]
+    assert max(sample.canvases for sample in alone) > 1  # the cache grew
+    engine = ModelEngine(model, 3)
+    waiting, running, together = list(range(6)), dict[int, int](), [Sample() for _ in asked]
+    mixed = False
+    while waiting or running:
+        free = next((slot for slot in range(3) if slot not in running), None)
+        if waiting and free is not None:  # one a canvas: all join at different ages
+            index = running[free] = waiting.pop(0)
+            engine.admit(free, asked[index], index, samplers[index])
+        slots = sorted(running, reverse=True)
+        mixed |= len({together[running[slot]].canvases for slot in slots}) > 1
+        for slot, canvas in zip(slots, engine.denoise(slots), strict=True):
+            if canvas is None:
+                continue
+            sample = together[running[slot]]
+            sample.commit(canvas.tokens, canvas.steps, samplers[running[slot]])
+            if sample.finish == "eos" or sample.canvases == 3:
+                engine.release(slot)
+                del running[slot]
+    assert mixed
+    assert together == alone
+
+
+def test_a_slot_joins_another_in_the_middle_of_its_canvas(
+    model: DiffusionGemmaForBlockDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_engine, "PARTS", 1)
+    slow = replace(SAMPLER, confidence_threshold=1e-30, max_denoising_steps=16)
+    first, short = prompts(2)
+    engine = ModelEngine(model, 3)
+    engine.admit(0, first, 1, slow)
+    alone = engine.denoise([0])
+    engine.release(0)
+    engine.admit(0, first, 1, slow)
+    engine.admit(1, short, 3, SAMPLER)
+    assert engine.denoise([0, 1])[0] is None  # it is between two steps now
+    engine.admit(2, first, 1, slow)  # has no logits of a step before, its neighbour has
+    assert engine.denoise([0, 2]) == [alone[0], None]
+    assert engine.denoise([2]) == alone
+
+
+def test_drafts_are_shown_for_every_step_and_change_nothing(
+    model: DiffusionGemmaForBlockDiffusion,
+) -> None:
+    engine = ModelEngine(model, 2)
+    seen: dict[int, list[tuple[int, list[int], list[bool]]]] = {0: [], 1: []}
+    asked = prompts(2)
+
+    def note(slot: int, step: int, tokens: list[int], accepted: list[bool]) -> None:
+        seen[slot].append((step, tokens, accepted))
+
+    for slot in (0, 1):
+        engine.admit(slot, asked[slot], 5, SAMPLER)
+    canvases: dict[int, Canvas] = {}
+    while left := [slot for slot in (1, 0) if slot not in canvases]:
+        found = zip(left, engine.denoise(left, note), strict=True)
+        canvases |= {slot: canvas for slot, canvas in found if canvas}
+    for slot, canvas in canvases.items():
+        assert [step for step, _, _ in seen[slot]] == list(range(1, canvas.steps + 1))
+        assert seen[slot][-1][1] == canvas.tokens
+        assert any(seen[slot][0][2])
+        assert not all(seen[slot][0][2])
+
+
+def test_the_caller_is_free_while_the_engine_works(model: DiffusionGemmaForBlockDiffusion) -> None:
+    engine, order = ModelEngine(model, 2), list[str]()
+    for slot, prompt in enumerate(prompts(2)):
+        engine.admit(slot, prompt, 1, SAMPLER)
+
+    def meanwhile() -> None:
+        order.append("meanwhile")
+        assert any(part.work for part in engine._parts)
+
+    engine.denoise([0, 1], lambda *_: order.append("step"), meanwhile)
+    assert order.count("meanwhile") == 1
+    assert order[-1] == "step"
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_canvas_that_takes_longer_goes_on_and_can_be_given_up(
+    model: DiffusionGemmaForBlockDiffusion, finished: bool
+) -> None:
+    steps: list[int] = []
+
+    def note(slot: int, step: int, *_: object) -> None:
+        if slot == 0:
+            steps.append(step)
+
+    slow = replace(SAMPLER, confidence_threshold=1e-30, max_denoising_steps=30)
+    first, second = prompts(2)
+    engine = ModelEngine(model, 2)
+    if finished and len(engine._parts) == 1:
+        pytest.skip("on one core nothing goes on between two calls")
+    engine.admit(0, first, 1, slow)
+    engine.admit(1, second, 2, SAMPLER)
+    waiting, canvas = engine.denoise([0, 1], note)
+    assert waiting is None
+    assert canvas is not None
+    while finished and len(steps) < 30:
+        time.sleep(0.01)
+    engine.release(0)  # in the middle of a step, or with a canvas that no one has asked for yet
+    assert finished == (len(steps) == 30)
+    engine.admit(0, second, 2, SAMPLER)  # nothing of the first is left
+    engine.release(1)
+    assert engine.denoise([0]) == [canvas]
+    engine.release(0)
+    engine.admit(0, first, 1, slow)
+    assert [found.steps for found in engine.denoise([0]) if found] == [30]
+
+
+def test_a_failure_is_raised_and_the_engine_can_be_used_again(
+    model: DiffusionGemmaForBlockDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    engine = ModelEngine(model, 2)
+    first, second = prompts(2)
+    for fault in (True, False):
+        engine.admit(0, first, 1, SAMPLER)
+        engine.admit(1, second, 2, SAMPLER)
+        with monkeypatch.context() as patch:
+            if fault:
+                patch.setattr(model_engine, "decode_canvas", fail)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    engine.denoise([0, 1])
+                engine.release(0)
+                engine.release(1)
+    assert any(engine.denoise([0, 1]))
+
+
+def test_a_slot_is_used_again_once_it_is_released(model: DiffusionGemmaForBlockDiffusion) -> None:
+    engine = ModelEngine(model, 1)
+    (asked,) = prompts(1)
+    engine.admit(0, asked, 1, SAMPLER)
+    first = engine.denoise([0])
+    with pytest.raises(InputError, match="slot 0 of 1 is not free"):
+        engine.admit(0, asked, 1, SAMPLER)
+    engine.release(0)
+    engine.release(0)
+    engine.admit(0, asked, 1, SAMPLER)
+    assert engine.denoise([0]) == first
+    with pytest.raises(InputError, match="slot 1 of 1 is not free"):
+        engine.admit(1, asked, 1, SAMPLER)
+
+
+@pytest.mark.parametrize("prompt", [[], [5, 100_000], [2, 1023]])
+def test_a_prompt_that_the_model_cannot_take(
+    model: DiffusionGemmaForBlockDiffusion, prompt: list[int]
+) -> None:
+    engine = ModelEngine(model, 1)
+    with pytest.raises(InputError, match="prompt 0"):
+        engine.admit(0, prompt, 1, SAMPLER)
+    engine.admit(0, [2, 105], 1, SAMPLER)  # the slot is still free

@@ -1,0 +1,385 @@
+"""The fused runtime against transformers' modules, on a CPU with the kernels' torch references.
+
+The yardstick is float32 on the bundled model, whose routing does not flip at every rounding as a random
+model's does: the fused path rounds to bf16 where transformers' bf16 model does, so its error against
+float32 may be a little more than that model's own, and not a multiple of it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fused_dequant import Weight
+from PIL import Image
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from quantize.bundled import CHECKPOINT, HELDOUT
+from quantize.checkpoints.load import load
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import plan_targets
+from quantize.errors import InputError
+from quantize.recipe import ActivationMode, load_recipe
+from quantize.runtime import Sampler
+from quantize.runtime.chat import load_tokenizer
+from quantize.runtime.fused import graphs as passes_of
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.prompt_pieces import pictures, pieces, soft_tokens
+from quantize.runtime.fused.text_stack import Cache, FusedModel
+from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.images import Images, place, prepare
+from quantize.runtime.modules.passes import decode_canvas, encode_prompts
+from quantize.stages.convert import convert
+
+DEVICE = torch.device("cpu")
+RECIPES: dict[str, ActivationMode] = {
+    "bf16": "none", "fp8_dynamic": "per_expert", "int8_dynamic": "per_expert", "nvfp4a16": "none",
+}  # fmt: skip
+SAMPLER = Sampler(max_denoising_steps=4, eos_token_ids=(1,))
+
+
+def integers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The bundled model in BF16 and quantized without calibration."""
+    folder, source = tmp_path_factory.mktemp("artifacts"), Checkpoint.open(CHECKPOINT)
+    made = {"bf16": CHECKPOINT}
+    for name in RECIPES.keys() - made.keys():
+        recipe = load_recipe(name)
+        targets = plan_targets(source.tensors, recipe.quantization)
+        made[name] = folder / name
+        convert(source, targets, made[name], recipe=recipe, input_scales=None)
+    return made
+
+
+def fused_model(folder: Path, chunk: int = 128) -> FusedModel:
+    weights = load_packed(folder, "cpu")
+    return FusedModel(weights, Cache.allocate(weights.config, 3, 1024, chunk, DEVICE))
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 500, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def real_tokens(count: int) -> torch.Tensor:
+    """Problems and their answers, one after the other: text the model has opinions about."""
+    tokenizer = load_tokenizer(CHECKPOINT)
+    problems = [json.loads(line) for line in HELDOUT.read_text().splitlines()[:20]]
+    text = "\n".join(f"{p['question']}\n{p['answer']}" for p in problems)
+    return torch.tensor([tokenizer.encode(text, add_special_tokens=False)[:count]])
+
+
+CONTEXTS = (40, 300, 511, 700)  # the window is 512
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_logits(recipe: str, artifacts: dict[str, Path]) -> None:
+    """Two steps, the second self-conditioned: mean relative errors over prompts up to and past the
+    window. Single canvases differ more, wherever a rounding sends a token to another expert.
+    """
+    folder, mode = artifacts[recipe], RECIPES[recipe]
+    fused = fused_model(folder)
+    exact, bf16 = (load(folder, activations=mode, dtype=t) for t in (torch.float32, torch.bfloat16))
+    length = fused.weights.config.canvas_length
+    errors, yardstick = torch.zeros(2), torch.zeros(2)
+    for context in CONTEXTS:
+        text = real_tokens(context + length)
+        prompt, canvas = text[:, :context], text[:, context:]
+        first, second = two_steps(exact, prompt, canvas, None)
+        yardstick += relative(two_steps(bf16, prompt, canvas, first), (first, second))
+        for start in range(0, context, 128):
+            fused.encode(prompt[:, start : start + 128], integers(2), integers(start))
+        out = torch.empty(2, length, first.shape[-1], dtype=torch.bfloat16)
+        soft = fused.soft_embedding(first[0].to(torch.bfloat16), torch.full((length,), 1 / 0.7))
+        for step, signal in enumerate((None, soft)):
+            rows = fused.behind(integers(2), integers(context), canvas.shape[1])
+            fused.decode(canvas, rows, signal, out[step])
+        errors += relative(out.unsqueeze(1).unbind(), (first, second))
+    assert (yardstick / len(CONTEXTS) < 0.2).all(), yardstick
+    assert (errors <= 1.5 * yardstick).all(), (errors, yardstick)
+
+
+def two_steps(
+    model: DiffusionGemmaForBlockDiffusion,
+    prompt: torch.Tensor,
+    canvas: torch.Tensor,
+    conditioning: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a first step and of one conditioned on its logits, or on others'."""
+    prefix = encode_prompts(model, prompt.tolist())
+    first = decode_canvas(model, prefix, canvas, None)
+    given = first if conditioning is None else conditioning
+    return first, decode_canvas(model, prefix, canvas, given / 0.7)
+
+
+def relative(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> torch.Tensor:
+    pairs = zip(actual, expected, strict=True)
+    return torch.stack([(a.float() - e).norm() / e.norm() for a, e in pairs])
+
+
+def test_vocabulary_in_fp8() -> None:
+    """The bundled model's: as far from bf16 as e4m3 rounds, and no further."""
+    plain, rounded = (load_packed(CHECKPOINT, "cpu", head=s, soft=s) for s in ("bf16", "fp8"))
+    assert isinstance(rounded.soft, Weight)
+    assert rounded.nbytes == plain.nbytes + rounded.head.bytes + rounded.soft.bytes
+    models = [
+        FusedModel(w, Cache.allocate(w.config, 1, 128, 128, DEVICE)) for w in (plain, rounded)
+    ]
+    logits = torch.randn(64, len(plain.embedding), generator=torch.Generator().manual_seed(1)) * 3
+    expected, soft = (
+        model.soft_embedding(logits.to(torch.bfloat16), torch.ones(64)).float() for model in models
+    )
+    assert 1e-3 < (soft - expected).norm() / expected.norm() < 4e-2
+
+
+def test_chunks_and_slots_do_not_matter(tiny_checkpoint: Path) -> None:
+    """The same canvas behind a prompt encoded whole, in pieces, in another slot, and as one of two."""
+    fused = fused_model(tiny_checkpoint)
+    length, vocabulary = fused.weights.config.canvas_length, len(fused.weights.embedding)
+    prompt, canvas = tokens(1, 90), tokens(1, length, seed=1)
+    fused.encode(prompt, integers(0), integers(0))
+    for start in range(0, 90, 40):
+        fused.encode(prompt[:, start : start + 40], integers(2), integers(start))
+    fused.encode(prompt[:, :50], integers(1), integers(0))
+    out = torch.empty(3 * length, vocabulary, dtype=torch.bfloat16)
+    rows = fused.behind(integers(0, 2, 1), integers(90, 90, 50), canvas.shape[1])
+    fused.decode(canvas.expand(3, -1), rows, None, out)
+    whole, pieces, shorter = out.float().unflatten(0, (3, length))
+    scale = whole.norm()
+    assert (whole - pieces).norm() / scale < 0.05
+    assert (whole - shorter).norm() / scale > 0.2
+
+
+def test_short_prompts_are_filled_up_and_overwritten(tiny_checkpoint: Path) -> None:
+    """Below and above a canvas of 16, encoded together, and each on its own at its length."""
+    weights = load_packed(tiny_checkpoint, "cpu")
+    engine = FusedEngine(weights, capacity=5, max_context=128)
+    prompts = [tokens(1, n, seed=n) for n in (5, 11, 30, 100)]
+    for slot, prompt in enumerate(prompts):
+        engine.admit(slot, prompt[0].tolist(), 0, SAMPLER)
+    canvas = tokens(1, engine.canvas_length, seed=1)
+    engine._encode_last(range(4))
+    assert set(engine._commits) == {(2, 16), (2, 128)}
+    joined: list[torch.Tensor] = []
+    for slot, prompt in enumerate(prompts):
+        joined.append(logits_behind(engine.model, canvas, slot, engine._slots[slot].context))
+        engine.model.encode(prompt, integers(4), integers(0))
+        alone = logits_behind(engine.model, canvas, 4, prompt.shape[1])
+        assert (joined[-1] - alone).norm() / alone.norm() < 0.05
+    assert (joined[0] - joined[1]).norm() / joined[0].norm() > 0.2
+
+
+@pytest.mark.parametrize(("room", "passes"), [(512, 2), (400, 1)])
+def test_long_prompts_are_filled_up_where_there_is_room(
+    tiny_checkpoint: Path, room: int, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 tokens in chunks of 256: the second is filled up to 256 where the cache holds 512."""
+    engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=2, max_context=room)
+    engine._chunk = 256
+    taken: list[int] = []
+    run = passes_of.Commit.run
+    monkeypatch.setattr(
+        passes_of.Commit, "run", lambda self, graphs: (taken.append(1), run(self, graphs))
+    )
+    prompt, canvas = tokens(1, 300), tokens(1, engine.canvas_length, seed=1)
+    engine.admit(1, prompt[0].tolist(), 0, SAMPLER)
+    assert len(taken) == passes
+    assert engine._slots[1].context == 300
+    found = logits_behind(engine.model, canvas, 1, 300)
+    for start in range(0, 300, 100):
+        engine.model.encode(prompt[:, start : start + 100], integers(0), integers(start))
+    exact = logits_behind(engine.model, canvas, 0, 300)
+    assert (found - exact).norm() / exact.norm() < 0.05
+    engine.model.encode(prompt[:, :256], integers(0), integers(0))
+    assert (found - logits_behind(engine.model, canvas, 0, 256)).norm() / exact.norm() > 0.2
+
+
+def logits_behind(fused: FusedModel, canvas: torch.Tensor, slot: int, context: int) -> torch.Tensor:
+    """Logits [L, V] of a canvas without self-conditioning, behind what a slot holds."""
+    length = canvas.shape[1]
+    out = torch.empty(length, len(fused.weights.embedding), dtype=torch.bfloat16)
+    fused.decode(canvas, fused.behind(integers(slot), integers(context), length), None, out)
+    return out.float()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chunk", "most"),
+    [
+        ((30, 40), 1152, 70),  # text before, between and behind two pictures, in one pass
+        ((90, 10), 128, 70),  # a pass ends before a picture that the next chunk of 128 would cut
+        # a picture wider than the window
+        pytest.param((300, 10), 1152, 560, marks=pytest.mark.slow),
+    ],
+)
+def test_pictures(sizes: tuple[int, int], chunk: int, most: int) -> None:
+    """Mean relative error of logits behind two pictures and different texts."""
+    exact, bf16 = (load(CHECKPOINT, dtype=t) for t in (torch.float32, torch.bfloat16))
+    fused = load_packed(CHECKPOINT, "cpu")
+    drawn = [
+        Image.radial_gradient("L").resize(size).convert("RGB") for size in ((320, 320), (90, 70))
+    ]
+    images, counts = prepare(drawn, exact.config, most)
+    assert (max(counts) > exact.config.text_config.sliding_window) == (most == 560)
+    placeholder = exact.config.image_token_id
+    error, allowed = 0.0, 0.0
+    texts = range(0, 400, 200 if most == 560 else 100)
+    for start in texts:
+        text = real_tokens(start + sum(sizes) + 20 + 64)[0, start:].tolist()
+        words = text[: sizes[0]], text[sizes[0] : sum(sizes)], text[-84:-64]
+        ids = [*words[0], placeholder, *words[1], placeholder, *words[2]]
+        prompt, canvas = place(ids, counts, exact.config), torch.tensor([text[-64:]])
+        engine = FusedEngine(fused, capacity=2, max_context=2048)
+        engine._chunk = chunk
+        engine.admit(1, prompt, 0, SAMPLER, images)
+        found = logits_behind(engine.model, canvas, 1, len(prompt))
+        expected, theirs = (
+            decode_canvas(m, encode_prompts(m, [prompt], [images]), canvas, None)[0].float()
+            for m in (exact, bf16)
+        )
+        error += float((found - expected).norm() / expected.norm()) / len(texts)
+        allowed += float((theirs - expected).norm() / expected.norm()) / len(texts)
+    print(f"error {error:.4f}, transformers' bf16 {allowed:.4f}")
+    assert allowed < 0.2
+    assert error <= 1.5 * allowed, (error, allowed)
+
+
+def test_pictures_and_placeholders_must_fit(tiny_checkpoint: Path) -> None:
+    weights = load_packed(tiny_checkpoint, "cpu")
+    engine = FusedEngine(weights, capacity=1, max_context=256)
+    config = weights.config
+    images, counts = prepare([Image.new("RGB", (40, 40))] * 2, config, 70)
+    prompt = place([5, config.image_token_id, 6, config.image_token_id, 7], counts, config)
+    for given, own, word in (
+        (prompt, None, "placeholder and no image"),
+        ([5, 6], images, "images and no placeholder"),
+        ([*prompt[:-1], config.image_token_id], images, "do not fit"),
+        (prompt, Images(images.pixels[..., :5], images.positions), "patches of 4 x 4"),
+    ):
+        with pytest.raises(InputError, match=word):
+            engine.admit(0, given, 0, SAMPLER, own)
+    engine._chunk = counts[0] - 1
+    with pytest.raises(InputError, match="a picture of more than"):
+        engine.admit(0, prompt, 0, SAMPLER, images)
+    blind = FusedEngine(replace(weights, tower=None), capacity=1, max_context=256)
+    with pytest.raises(InputError, match="no vision tower"):
+        blind.admit(0, prompt, 0, SAMPLER, images)
+    engine._chunk = 128
+    engine.admit(0, prompt, 0, SAMPLER, images)
+    assert engine.denoise([0])[0].steps == 4
+
+
+def test_what_a_picture_sees_is_a_run(tiny_checkpoint: Path) -> None:
+    """A picture of twice the window: its tokens see all of it, others as without it."""
+    fused, picture = fused_model(tiny_checkpoint), range(20, 85)
+    soft = soft_tokens((0, 100), [(20, 85)], torch.zeros(65, 64))
+    assert soft is not None
+    visible = fused._encoder_rows(integers(0), integers(0), 100).widened(soft).visible
+    for sliding, reach in ((True, fused.window), (False, 100)):
+        first, last = visible[sliding]
+        for row in range(100):
+            seen = [
+                key
+                for key in range(100)
+                if row - reach < key <= row or (row in picture and key in picture)
+            ]
+            assert seen == list(range(int(first[row]), int(last[row]) + 1))
+
+
+def test_pieces_cut_no_picture() -> None:
+    prompt = [1, 9, 9, 9, 2, 9, 9, 3, 4, 5, 6]
+    seen = pictures(prompt, 9)
+    assert seen == [(1, 4), (5, 7)]
+    assert pieces(len(prompt), 11, seen) == [(0, 11)]
+    assert pieces(len(prompt), 6, seen) == [(0, 5), (5, 11)]
+    assert pieces(len(prompt), 3, seen) == [(0, 1), (1, 4), (4, 7), (7, 10), (10, 11)]
+    soft = soft_tokens((4, 8), seen, torch.arange(5.0)[:, None])
+    assert soft is not None
+    assert soft.rows.tolist() == [1, 2]
+    assert soft.embeddings.flatten().tolist() == [3, 4]
+    assert (soft.first.tolist(), soft.last.tolist()) == ([5, 5], [6, 6])
+    assert soft_tokens((8, 11), seen, torch.zeros(5, 1)) is None
+
+
+def test_engine_keeps_samples_apart(tiny_checkpoint: Path) -> None:
+    """A batch of four, and the same sample with others that are elsewhere in their answers."""
+    engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=4, max_context=256)
+    prompts = tokens(4, 20).tolist()
+    for slot in range(4):
+        engine.admit(slot, prompts[slot][: 12 + slot], slot, SAMPLER)
+    together = [engine.denoise(range(4)) for _ in range(2)]
+    for slot in (0, 2, 3):
+        engine.release(slot)
+        engine.admit(slot, prompts[slot][: 12 + slot], slot, SAMPLER)
+    later = engine.denoise([3, 1, 0, 2])  # slot 1 is at its third canvas
+    for slot, canvas in zip([3, 0, 2], [later[0], *later[2:]], strict=True):
+        assert canvas == together[0][slot]
+    assert together[0][0] != together[0][1]
+    assert all(canvas.steps == 4 for canvas in together[1])
+
+
+def test_the_caller_is_free_while_the_engine_encodes(tiny_checkpoint: Path) -> None:
+    engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=1, max_context=256)
+    engine.admit(0, [5] * 20, 0, SAMPLER)
+    order: list[str] = []
+
+    def meanwhile() -> None:
+        order.append(f"{engine._slots[0].context} encoded")
+
+    for _ in range(2):
+        engine.denoise([0], lambda *_: order.append("step"), meanwhile)
+    steps = ["step"] * SAMPLER.max_denoising_steps
+    assert order == ["20 encoded", *steps, "36 encoded", *steps]
+
+
+def test_batch_invariant_engine(tiny_checkpoint: Path) -> None:
+    """Every pass has the shape of a full engine: alone, together, and after a warm-up."""
+    weights = load_packed(tiny_checkpoint, "cpu")
+    engine = FusedEngine(weights, capacity=3, max_context=256, batch_invariant=True)
+    engine.warm_up(SAMPLER)
+    prompts = tokens(3, 20).tolist()
+    for slot in range(3):
+        engine.admit(slot, prompts[slot], slot, SAMPLER)
+    together = [engine.denoise(range(3)) for _ in range(2)]
+    for slot in range(3):
+        engine.release(slot)
+        engine.admit(slot, prompts[slot], slot, SAMPLER)
+        alone = [engine.denoise([slot])[0] for _ in range(2)]
+        assert alone == [canvases[slot] for canvases in together]
+    assert {rows for rows, _ in engine._steps} == {4}
+    assert set(engine._commits) == {(4, 16), (4, 256)}  # canvases, and prompts longer than one
+
+
+@pytest.mark.parametrize("room", [17, 30, 700])
+def test_warm_up_fits_the_context(tiny_checkpoint: Path, room: int) -> None:
+    """A canvas is 16: room for a prompt of 1, of less than a canvas, and for chunks of 512."""
+    engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=1, max_context=room)
+    engine.warm_up(replace(SAMPLER, max_denoising_steps=1))
+    assert ((1, 512) in engine._commits) == (room == 700)
+    assert engine._commits
+    engine.admit(0, [5], 0, SAMPLER)
+
+
+def test_engine_refuses(tiny_checkpoint: Path) -> None:
+    weights = load_packed(tiny_checkpoint, "cpu")
+    engine = FusedEngine(weights, capacity=1, max_context=128)
+    for prompt, word in (
+        ([], "empty"),
+        ([600], "vocabulary"),
+        ([511], "image"),
+        ([5] * 120, "fits"),
+    ):
+        with pytest.raises(InputError, match=word):
+            engine.admit(0, prompt, 0, SAMPLER)
+    engine.admit(0, [5] * 100, 0, SAMPLER)
+    with pytest.raises(InputError, match="not free"):
+        engine.admit(0, [5], 0, SAMPLER)
+    engine.denoise([0])
+    with pytest.raises(InputError, match="no canvas fits"):
+        engine.denoise([0])
+    with pytest.raises(InputError, match="max_context"):
+        FusedEngine(weights, max_context=1 << 20)

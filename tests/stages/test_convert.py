@@ -1,0 +1,386 @@
+"""What convert writes, checked with the format's own libraries rather than with our loader."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from conversions import DENSE, MIXED, recipe_for, run, write_input_scales
+from oracle import assert_equal_quantization, assert_same_bits, oracle
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny import EXPERTS, LAYERS
+
+from quantize.checkpoints.load import load
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import plan_targets, sum_bytes
+from quantize.errors import InputError, ResourceError
+from quantize.recipe import Recipe, Scheme, load_recipe, shipped_recipes
+from quantize.run_dir import read_json
+from quantize.stages.convert import convert
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    """Read every tensor with the safetensors library, through the index if there is one."""
+    index = folder / "model.safetensors.index.json"
+    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else []
+    tensors: dict[str, torch.Tensor] = {}
+    for name in names or ["model.safetensors"]:
+        with safe_open(folder / name, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return tensors
+
+
+def linears_of(source: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Return groups of Linears, by on-disk module name, that must share a global scale."""
+    groups: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in source.items():
+        if match := re.fullmatch(r"(.*)\.experts\.(gate_up|down)_proj", name):
+            for e, expert in enumerate(tensor):
+                base = f"{match[1]}.experts.{e}"
+                if match[2] == "down":
+                    groups[f"{base}.down"] = {f"{base}.down_proj": expert}
+                else:
+                    gate, up = expert.chunk(2)
+                    groups[base] = {f"{base}.gate_proj": gate, f"{base}.up_proj": up}
+        elif match := re.fullmatch(
+            r"(.*decoder.layers\.\d+\.(?:self_attn|mlp))\.(\w+)_proj\.weight", name
+        ):
+            fused = match[2] in ("q", "k", "v", "gate", "up")
+            key = match[1] if fused else f"{match[1]}.{match[2]}"
+            groups.setdefault(key, {})[name.removesuffix(".weight")] = tensor
+    return list(groups.values())
+
+
+def scheme_of(module: str, recipe: Recipe) -> Scheme:
+    for scheme, patterns in recipe.quantization.targets_by_scheme().items():
+        if any(p == "Linear" or re.match(p[3:], module) for p in patterns):
+            return scheme
+    raise AssertionError(f"{module} has no scheme")
+
+
+CASES = [
+    ("FP8_DYNAMIC", "memoryless_minmax"),
+    ("INT8_DYNAMIC", "memoryless_minmax"),
+    ("NVFP4A16", "memoryless_minmax"),
+    ("NVFP4", "memoryless_minmax"),
+    ("NVFP4", "memoryless_mse"),
+    (MIXED, "memoryless_minmax"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "observer"), CASES)
+def test_artifact_equals_compressed_tensors_module_by_module(
+    tiny_checkpoint: Path, tmp_path: Path, scheme, observer
+):
+    recipe = recipe_for(scheme, observer)
+    conversion, targets = run(tiny_checkpoint, tmp_path / "out", recipe)
+    written, source = read_all(tmp_path / "out"), read_all(tiny_checkpoint)
+    config = read_json(tmp_path / "out/config.json")["quantization_config"]
+    parsed = QuantizationConfig.model_validate({k: v for k, v in config.items() if k != "version"})
+
+    checked = 0
+    for group in linears_of(source):
+        kind = scheme_of(next(iter(group)), recipe)
+        theirs = oracle(kind, list(group.values()), observer)
+        args = next(g for g in parsed.config_groups.values() if group_matches(g, group))
+        for module, expected in zip(group, theirs, strict=True):
+            mine = {
+                n.removeprefix(f"{module}."): t
+                for n, t in written.items()
+                if n.startswith(f"{module}.")
+            }
+            if kind == "NVFP4":
+                assert mine.pop("input_global_scale").shape == (1,)
+            assert_equal_quantization(mine, expected)
+            compressor = BaseCompressor.get_value_from_registry(args.format)
+            assert_same_bits(compressor.decompress(mine, args)["weight"], expected["decompressed"])
+            checked += 1
+    assert checked == LAYERS * EXPERTS * 3 + DENSE == conversion.modules
+    assert sum(name.endswith("weight_scale") for name in written) == checked
+    assert conversion.bytes_out == sum_bytes(targets)[1] == sum(t.nbytes for t in written.values())
+    assert config["format"] == ("mixed-precision" if scheme == MIXED else args.format)
+
+
+def group_matches(group, linears: dict[str, torch.Tensor]) -> bool:
+    module = next(iter(linears))
+    return any(t == "Linear" or re.match(t[3:], module) for t in group.targets)
+
+
+def test_kept_tensors_names_and_files(tiny_checkpoint: Path, tmp_path: Path):
+    source_folder = tmp_path / "bf16"
+    shutil.copytree(tiny_checkpoint, source_folder)
+    for name in ("tokenizer.json", "chat_template.jinja", "processor_config.json", "LICENSE"):
+        (source_folder / name).write_text(f"the {name}")
+    (source_folder / "training.log").write_text("not carried over")
+    run(source_folder, tmp_path / "out", recipe_for("NVFP4"))
+    out = tmp_path / "out"
+    written, source = read_all(out), read_all(source_folder)
+
+    kept = [n for n in written if n in source]
+    assert len(kept) == len(written) - 4 * (LAYERS * EXPERTS * 3 + DENSE)
+    for name in kept:
+        assert_same_bits(written[name], source[name])
+    for forbidden in ("router.proj", "self_conditioning", "vision", "embed_tokens", "norm"):
+        names = [n for n in written if forbidden in n]
+        assert names
+        assert all(n in source for n in names)
+    assert not any(
+        n.startswith("model.encoder.language_model.") and "layer_scalar" not in n for n in written
+    )
+    assert "lm_head.weight" not in written
+    merged = [
+        n.replace("model.encoder.language_model.", "model.").replace("model.decoder.", "model.")
+        for n in written
+        if "layer_scalar" not in n
+    ]
+    assert len(merged) == len(set(merged))
+    assert (out / "generation_config.json").read_bytes() == (
+        source_folder / "generation_config.json"
+    ).read_bytes()
+    for name in ("tokenizer.json", "chat_template.jinja", "processor_config.json", "LICENSE"):
+        assert (out / name).read_text() == f"the {name}"
+    assert not (out / "training.log").exists()
+    plain = read_json(out / "config.json")
+    quantization = plain.pop("quantization_config")
+    assert plain == read_json(source_folder / "config.json")
+    assert quantization["quant_method"] == "compressed-tensors"
+    assert quantization["quantization_status"] == "compressed"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "bf16",
+        "input_scales.safetensors",
+        "out",
+    ]
+
+
+def test_every_linear_left_in_bf16_is_ignored_by_name(tiny_checkpoint: Path, tmp_path: Path):
+    recipe = recipe_for({"FP8_DYNAMIC": ["re:.*experts.*"]})
+    run(tiny_checkpoint, tmp_path / "out", recipe)
+    written = read_all(tmp_path / "out")
+    ignore = read_json(tmp_path / "out/config.json")["quantization_config"]["ignore"]
+    for name, tensor in written.items():
+        if name.endswith(".weight") and tensor.dim() == 2 and f"{name}_scale" not in written:
+            module = name.removesuffix(".weight")
+            assert any(
+                re.match(p[3:], module) if p.startswith("re:") else p == module for p in ignore
+            ), module
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_every_shipped_recipe_loads_without_a_missing_key(
+    tiny_checkpoint: Path, tmp_path: Path, name: str
+):
+    recipe = load_recipe(name)
+    _, targets = run(tiny_checkpoint, tmp_path / "out", recipe)
+    model = load(tmp_path / "out", activations="per_layer")
+    source = read_all(tiny_checkpoint)
+    errors = {}
+    for target in targets:
+        if target.scheme:
+            mine = model.get_parameter(target.name)
+            errors[target.scheme] = (
+                (source[target.name] - mine).norm() / source[target.name].norm()
+            ).item()
+            assert 0 < errors[target.scheme] < recipe.verification.max_relative_error[target.scheme]
+    assert set(errors) == set(recipe.quantization.targets_by_scheme())
+
+
+def test_input_scales_arrive_at_their_modules(tiny_checkpoint: Path, tmp_path: Path):
+    _, targets = run(tiny_checkpoint, tmp_path / "out", recipe_for("NVFP4"))
+    expected = write_input_scales(tmp_path / "again.safetensors", targets)
+    written = read_all(tmp_path / "out")
+    found = {
+        n.removesuffix(".input_global_scale"): t.item()
+        for n, t in written.items()
+        if n.endswith("input_global_scale")
+    }
+    assert found == expected
+
+
+def test_shards_are_numbered_indexed_and_hold_the_same_tensors(
+    tiny_checkpoint: Path, tmp_path: Path
+):
+    recipe = recipe_for("FP8_DYNAMIC")
+    one, _ = run(tiny_checkpoint, tmp_path / "one", recipe)
+    many, _ = run(tiny_checkpoint, tmp_path / "many", recipe, max_shard_bytes=200_000)
+    assert list(one.shards) == ["model.safetensors"]
+    count = len(many.shards)
+    assert count > 3
+    assert list(many.shards) == [
+        f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)
+    ]
+    index = read_json(tmp_path / "many/model.safetensors.index.json")
+    a, b = read_all(tmp_path / "one"), read_all(tmp_path / "many")
+    assert a.keys() == b.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in b.values()) == many.bytes_out
+    for name in a:
+        assert_same_bits(a[name], b[name])
+    assert max((tmp_path / "many" / s).stat().st_size for s in many.shards) < 300_000
+
+
+def test_fp32_scales_are_aligned(tiny_checkpoint: Path, tmp_path: Path):
+    run(tiny_checkpoint, tmp_path / "out", recipe_for("NVFP4"))
+    infos = Checkpoint.open(tmp_path / "out").tensors.values()
+    scales = [i for i in infos if i.dtype == "F32"]
+    assert scales
+    assert all(i.begin % 4 == 0 for i in scales)
+
+
+def test_an_existing_output_is_refused_unless_told(tiny_checkpoint: Path, tmp_path: Path):
+    recipe = recipe_for("FP8_DYNAMIC")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("precious")
+    with pytest.raises(InputError, match="exists already"):
+        run(tiny_checkpoint, out, recipe)
+    assert (out / "mine.txt").exists()
+    run(tiny_checkpoint, out, recipe, overwrite=True)
+    assert not (out / "mine.txt").exists()
+    assert Checkpoint.open(out).is_quantized
+
+
+def test_input_scales_must_be_complete_and_right(tiny_checkpoint: Path, tmp_path: Path):
+    recipe = recipe_for("NVFP4")
+    source = Checkpoint.open(tiny_checkpoint)
+    targets = plan_targets(source.tensors, recipe.quantization)
+    path = tmp_path / "s.safetensors"
+    good = {
+        f"{m}.input_global_scale": torch.tensor([9.0])
+        for t in targets
+        if t.scheme
+        for m in t.modules
+    }
+    victim = "model.decoder.layers.3.experts.5.up_proj.input_global_scale"
+    cases = {
+        "missing": {k: v for k, v in good.items() if k != victim},
+        "belongs to no": {**good, victim.replace("5.up", "9.up"): torch.ones(1)},
+        "is nan": {**good, victim: torch.tensor([float("nan")])},
+        "is 0.0": {**good, victim: torch.tensor([0.0])},
+        r"is F32 \[2\]": {**good, victim: torch.ones(2)},
+        r"is BF16": {**good, victim: torch.ones(1).bfloat16()},
+    }
+    for message, tensors in cases.items():
+        save_file(tensors, path)
+        with pytest.raises(InputError, match=message) as caught:
+            convert(source, targets, tmp_path / "out", recipe=recipe, input_scales=path)
+        assert str(path) in str(caught.value)
+    with pytest.raises(InputError, match="run calibrate first"):
+        convert(source, targets, tmp_path / "out", recipe=recipe)
+    assert not (tmp_path / "out").exists()
+
+
+def test_fused_linears_must_share_a_scheme(tiny_checkpoint: Path, tmp_path: Path):
+    recipe = recipe_for({"FP8_DYNAMIC": ["re:.*self_attn.q_proj"], "NVFP4A16": ["re:.*k_proj"]})
+    with pytest.raises(InputError, match="one scheme"):
+        run(tiny_checkpoint, tmp_path / "out", recipe)
+
+
+def change(folder: Path, name: str, edit) -> Path:
+    """Rewrite one tensor of a one-file checkpoint."""
+    tensors = read_all(folder)
+    edit(tensors[name])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("observer", ["memoryless_minmax", "memoryless_mse"])
+@pytest.mark.parametrize(
+    ("name", "index", "where"),
+    [
+        ("model.decoder.layers.2.experts.gate_up_proj", (5, 3, 7), "in expert 5"),
+        ("model.decoder.layers.1.self_attn.k_proj.weight", (4, 9), "in row 4"),
+        ("model.decoder.embed_tokens.weight", (11, 0), "in rows 0 to"),
+    ],
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_nan_and_infinite_weights_are_named(
+    tiny_checkpoint: Path, tmp_path: Path, name, index, where, bad, observer
+):
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "bf16"))
+    change(folder, name, lambda tensor: tensor.__setitem__(index, bad))
+    with pytest.raises(InputError, match=f"{re.escape(name)}' holds NaN or infinity {where}"):
+        run(folder, tmp_path / "out", recipe_for("NVFP4A16", observer))
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_little_disk_is_refused_before_the_start(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(ResourceError, match=r"[\d,]+ bytes needed and 1,000 free") as caught:
+        run(tiny_checkpoint, tmp_path / "out", recipe_for("FP8_DYNAMIC"))
+    assert caught.value.exit_code == 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_changes_meanwhile_is_refused(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import quantize.stages.convert as module
+
+    counter = iter(range(10))
+    monkeypatch.setattr(module, "_fingerprint", lambda source: [("x", next(counter), 0)])
+    with pytest.raises(InputError, match="changed while it was read"):
+        run(tiny_checkpoint, tmp_path / "out", recipe_for("FP8_DYNAMIC"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_config_is_plain_json(tiny_checkpoint: Path, tmp_path: Path):
+    run(tiny_checkpoint, tmp_path / "out", recipe_for(MIXED))
+    text = (tmp_path / "out/config.json").read_text()
+    config = json.loads(text)["quantization_config"]
+    assert set(config["config_groups"]) == {"group_0", "group_1"}
+    formats = [group["format"] for group in config["config_groups"].values()]
+    assert formats == ["nvfp4-pack-quantized", "float-quantized"]
+
+
+PARSE = """
+import json, sys
+import compressed_tensors
+from compressed_tensors.quantization import QuantizationConfig
+for path in sys.argv[2:]:
+    stated = json.load(open(path))["quantization_config"]
+    assert stated.pop("version")
+    parsed = QuantizationConfig.model_validate(stated)
+    assert parsed.quantization_status.value == "compressed"
+    for name, group in stated["config_groups"].items():
+        mine = parsed.config_groups[name]
+        assert mine.targets == group["targets"]
+        assert mine.weights.num_bits == group["weights"]["num_bits"]
+assert compressed_tensors.__version__.startswith(sys.argv[1]), compressed_tensors.__version__
+print("parsed", len(sys.argv[2:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["0.17.0", "0.18.0", "0.19.0", "0.20.0"])
+def test_other_versions_of_compressed_tensors_parse_the_config(
+    tiny_checkpoint: Path, tmp_path: Path, version: str
+):
+    """The version that vLLM pins and its neighbours, each from a folder of its own."""
+    place = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(place)]
+    subprocess.run([*install, f"compressed-tensors=={version}"], check=True, capture_output=True)
+    configs = []
+    for name in sorted(shipped_recipes()):
+        run(tiny_checkpoint, tmp_path / name, load_recipe(name))
+        configs.append(str(tmp_path / name / "config.json"))
+    assert len(configs) >= 5
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE, version, *configs],
+        env={**os.environ, "PYTHONPATH": str(place)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip().endswith(f"parsed {len(configs)}")

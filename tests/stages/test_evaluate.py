@@ -1,0 +1,109 @@
+"""Scoring on several processes gives the scores of one; servers and noise floor through evaluate."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from quantize.bundled import CHECKPOINT
+from quantize.checkpoints.reader import Checkpoint
+from quantize.errors import InputError
+from quantize.pipeline import Run, evaluate_more
+from quantize.recipe import Evaluation, load_recipe, shipped_recipes
+from quantize.run_dir import RunDir, write_json
+from quantize.runtime import Sampler
+from quantize.stages.answerer import Answerer
+from quantize.stages.evaluate import evaluate, quantized_sides
+
+PROBLEMS, BATCH = 20, 4
+
+
+def test_sides_have_names_of_their_own() -> None:
+    assert quantized_sides("per_layer", ["none", "per_layer", "per_expert"]) == [
+        ("quantized", "per_layer"),
+        ("quantized-none", "none"),
+        ("quantized-per-expert", "per_expert"),
+    ]
+
+
+@pytest.mark.parametrize("one", ["server", "base_server"])
+def test_both_models_are_served_or_neither(one: str, tmp_path: Path) -> None:
+    settings = Evaluation(tasks=["word_problems"])
+    served = {one: "http://127.0.0.1:9"}
+    with pytest.raises(InputError, match="go together"):
+        evaluate(RunDir(tmp_path), tmp_path, "", settings, **served)
+
+
+@pytest.mark.parametrize(("asked", "got"), [(None, "float32"), ("bfloat16", "bfloat16")])
+def test_dtype_is_the_recipes_else_the_devices_and_a_condition(asked: str | None, got: str) -> None:
+    sampler = Sampler.from_checkpoint(CHECKPOINT)
+    model = Answerer(CHECKPOINT, "", "none", sampler, "cpu", asked)
+    assert model.sampler_settings["dtype"] == f"torch.{got}"
+    assert next(model.model.parameters()).dtype == getattr(torch, got)
+
+
+def test_a_batch_size_for_the_machine_overrules_the_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def note(
+        run: object, source: object, digest: object, settings: Evaluation, **_: object
+    ) -> None:
+        seen.append(settings.batch_size)
+
+    monkeypatch.setattr("quantize.stages.evaluate.evaluate", note)
+    recipe = load_recipe("fp8_dynamic").for_bundled_model()
+    found = Run(RunDir(tmp_path), recipe, Checkpoint.open(CHECKPOINT), [], is_bundled=True)
+    write_json(found.folder.manifest_json, {"source": {"fingerprint": ""}})
+    evaluate_more(found, batch_size=500)
+    evaluate_more(found)
+    assert seen == [500, recipe.evaluation.batch_size]
+
+
+def run(command: Sequence[str]) -> str:
+    """Run with one thread a process: sums in another order would be other float32 numbers."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment.pop("WORLD_SIZE", None)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=500, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def converted(recipe: Path, out: Path) -> Path:
+    run([sys.executable, "-m", "quantize", "run", "--recipe", str(recipe), "--until", "convert",
+         "--out", str(out)])  # fmt: skip
+    (folder,) = out.glob("small-*")
+    return folder
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_scores_of_one(tmp_path: Path) -> None:
+    fields = yaml.safe_load(shipped_recipes()["fp8_dynamic"]) | {"name": "small"}
+    fields["bundled"]["evaluation"] |= {
+        "limit": {"word_problems": PROBLEMS},
+        "repeats": {"word_problems": 2},
+        "batch_size": BATCH,
+    }
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(yaml.safe_dump(fields))
+    one, two = converted(recipe, tmp_path / "one"), converted(recipe, tmp_path / "two")
+    run([sys.executable, "-m", "quantize", "evaluate", str(one)])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    run([*launch, "2", "-m", "quantize", "evaluate", str(two)])
+    for side in ("bf16", "quantized"):
+        name = f"evaluation/{side}/word_problems.jsonl"
+        rows = [json.loads(line) for line in (one / name).read_text().splitlines()]
+        assert len(rows) == PROBLEMS * 2
+        assert 0 < sum(row["scores"]["final_number"] for row in rows) < len(rows)
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+    shared = sorted((tmp_path / "two" / ".bf16").iterdir())
+    assert [len(file.read_bytes().splitlines()) - 1 for file in shared] == [5, 5]  # of 10 batches

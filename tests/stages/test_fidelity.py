@@ -1,0 +1,154 @@
+"""Replay: a model against itself is at distance 0, damage grows it, and KL is KL."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import CANVAS, tiny_model
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from quantize.runtime import Sampler, StepRecord
+from quantize.runtime.trajectory import (
+    Prompt,
+    Trajectory,
+    load_trajectories,
+    record,
+    save_trajectories,
+)
+from quantize.stages.fidelity import (
+    StepDistance,
+    bootstrap_interval,
+    by_trajectory,
+    replay,
+    summarize,
+)
+
+# Stop at mean entropies that random weights reach now and then: canvases of unequal length.
+SAMPLER = Sampler(
+    max_denoising_steps=5, eos_token_ids=(1, 50), pad_token_id=0,
+    stability_threshold=0, confidence_threshold=4.9, entropy_bound=4.0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> DiffusionGemmaForBlockDiffusion:
+    return tiny_model().float()
+
+
+@pytest.fixture(scope="module")
+def trajectories(model: DiffusionGemmaForBlockDiffusion) -> list[Trajectory]:
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        Prompt(tuple(torch.randint(110, 480, (n,), generator=generator).tolist()), n % 2 == 0)
+        for n in (5, 40, 23, 34)
+    ]
+    return record(model, prompts, [3, 1, 4, 1], sampler=SAMPLER, canvases=3, held_out=True)
+
+
+def test_recorded_steps_are_uneven(trajectories: list[Trajectory]) -> None:
+    assert len({len(steps) for t in trajectories for steps in t.steps}) > 1
+
+
+def test_a_model_replays_itself_exactly(
+    model: DiffusionGemmaForBlockDiffusion, trajectories: list[Trajectory]
+) -> None:
+    distances = replay(model, [model], trajectories, SAMPLER, batch_size=3)[0]
+    assert len(distances) == sum(len(steps) for t in trajectories for steps in t.steps)
+    for d in distances:
+        assert d.agrees.all()
+        assert d.kl.abs().max() < 1e-5
+        assert d.jaccard == 1
+
+
+def test_replay_meets_what_the_recording_run_computed(
+    model: DiffusionGemmaForBlockDiffusion, trajectories: list[Trajectory]
+) -> None:
+    """Same canvas, prefix, self-conditioning and temperature: the same entropy at every position."""
+    seen: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def on_step(step: StepRecord) -> None:
+        for row, entropy in zip(step.rows.tolist(), step.entropy, strict=True):
+            seen[row, step.canvas, step.step] = entropy
+
+    prompts, seeds = [t.prompt for t in trajectories], [t.seed for t in trajectories]
+    record(model, prompts, seeds, sampler=SAMPLER, canvases=3, held_out=True, on_step=on_step)
+    distances = replay(model, [model], trajectories, SAMPLER, batch_size=3)[0]
+    assert len(distances) == len(seen)
+    for d in distances:
+        expected = seen[d.trajectory, d.canvas, d.step]
+        torch.testing.assert_close(d.entropy, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_damage_grows_with_the_size_of_the_change(
+    model: DiffusionGemmaForBlockDiffusion, trajectories: list[Trajectory]
+) -> None:
+    kls: list[float] = []
+    for size in (0.01, 0.05, 0.3):
+        damaged = copy.deepcopy(model)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for layer in damaged.model.decoder.layers:
+                weight = layer.get_submodule("mlp.down_proj").weight
+                weight += size * weight.std() * torch.randn(weight.shape, generator=generator)
+        summary = summarize(replay(model, [damaged], trajectories, SAMPLER)[0])
+        kls.append(summary["kl_nats"]["mean"])
+        low, high = summary["kl_nats"]["interval"]
+        assert low <= kls[-1] <= high
+    assert 0 < kls[0] < kls[1] < kls[2]
+    assert summary["top1_agreement"]["mean"] < 1
+    longest = max(len(steps) for t in trajectories for steps in t.steps)
+    assert [entry["step"] for entry in summary["by_step"]] == list(range(1, longest + 1))
+    positions = sum(entry["positions"] for entry in summary["by_entropy"])
+    assert positions == CANVAS * sum(entry["canvases"] for entry in summary["by_step"])
+
+
+def test_kl_is_that_of_torch(
+    model: DiffusionGemmaForBlockDiffusion, trajectories: list[Trajectory]
+) -> None:
+    """First step of the first canvas, computed by transformers' forward on the whole."""
+    damaged = copy.deepcopy(model)
+    with torch.no_grad():
+        damaged.model.decoder.norm.weight *= 1.5
+    item = trajectories[1]
+    first = replay(model, [model, damaged], [item], SAMPLER)[1][0]
+    ids, canvas = torch.tensor([item.prompt.ids]), item.steps[0][:1]
+    with torch.no_grad():
+        p, q = (
+            torch.distributions.Categorical(
+                logits=m(input_ids=ids, decoder_input_ids=canvas).logits[0] / SAMPLER.t_max
+            )
+            for m in (model, damaged)
+        )
+    expected = torch.distributions.kl_divergence(p, q)
+    torch.testing.assert_close(first.kl, expected, rtol=1e-3, atol=1e-5)
+    assert first.kl.mean() > 0.001
+
+
+def test_trajectories_survive_the_disk(trajectories: list[Trajectory], tmp_path: Path) -> None:
+    save_trajectories(tmp_path, trajectories, SAMPLER)
+    loaded, sampler = load_trajectories(tmp_path)
+    assert sampler == SAMPLER
+    for before, after in zip(trajectories, loaded, strict=True):
+        assert (before.prompt, before.seed, before.held_out) == (
+            after.prompt, after.seed, after.held_out,
+        )  # fmt: skip
+        assert all(torch.equal(a, b) for a, b in zip(before.steps, after.steps, strict=True))
+        assert torch.equal(before.committed, after.committed)
+
+
+def test_bootstrap_interval_covers_the_mean_of_its_trajectories() -> None:
+    generator = torch.Generator().manual_seed(5)
+    hits = 0
+    for _ in range(200):
+        values = torch.randn(40, generator=generator, dtype=torch.float64).tolist()
+        low, high = bootstrap_interval(values)
+        hits += low <= 0 <= high
+    assert 180 <= hits <= 198
+    one = torch.ones(2)
+    distances = [
+        StepDistance(0, 0, 1, False, one, one > 0, one, 1.0, one),
+        StepDistance(0, 0, 2, True, 3 * one, one > 0, one, 1.0, one),
+        StepDistance(7, 0, 1, True, 5 * one, one > 0, one, 1.0, one),
+    ]
+    assert by_trajectory(distances, lambda d: d.kl.mean().item()) == {0: 2.0, 7: 5.0}

@@ -1,0 +1,50 @@
+"""Conversions with made-up input scales, for every test that needs a quantized checkpoint."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tiny import LAYERS
+
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import Target, plan_targets
+from quantize.recipe import Recipe, Scheme, load_recipe
+from quantize.stages.convert import Conversion, convert
+
+DENSE = LAYERS * 7 - 1  # q, k, v, o, gate, up, down a layer; the full-attention layer has no v
+IGNORE = ["lm_head", "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]
+MIXED = {
+    "NVFP4": ["re:.*experts.*"],
+    "FP8_DYNAMIC": ["re:.*self_attn.*", r"re:.*\.mlp\..*"],
+}
+
+
+def recipe_for(scheme: Scheme | dict[str, list[str]], observer="memoryless_minmax") -> Recipe:
+    recipe = load_recipe("nvfp4")
+    changed = {**recipe.quantization.model_dump(), "scheme": scheme, "observer": observer}
+    return Recipe.model_validate({**recipe.model_dump(), "quantization": changed})
+
+
+def write_input_scales(path: Path, targets: list[Target]) -> dict[str, float]:
+    """Write a scale of its own for every NVFP4 module."""
+    modules = [m for t in targets if t.scheme == "NVFP4" for m in t.modules]
+    scales = {m: 100.0 + i for i, m in enumerate(modules)}
+    tensors = {f"{m}.input_global_scale": torch.tensor([s]) for m, s in scales.items()}
+    save_file(tensors, path)
+    return scales
+
+
+def run(
+    source_folder: Path, out: Path, recipe: Recipe, **options: object
+) -> tuple[Conversion, list[Target]]:
+    """Convert with made-up input scales."""
+    source = Checkpoint.open(source_folder)
+    targets = plan_targets(source.tensors, recipe.quantization)
+    path = out.with_name("input_scales.safetensors")
+    needed = any(target.scheme == "NVFP4" for target in targets)
+    if needed:
+        write_input_scales(path, targets)
+    result = convert(
+        source, targets, out, recipe=recipe, input_scales=path if needed else None, **options
+    )
+    return result, targets

@@ -1,0 +1,113 @@
+"""A small run folder as `quantize run` leaves it, made up: no model, no pipeline, a few hundred KB."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from quantize.checkpoints.reader import Checkpoint
+from quantize.manifest import checksums, fingerprint
+from quantize.recipe import load_recipe
+from quantize.run_dir import RunDir, write_json, write_text
+
+BASE = "google/diffusiongemma-26B-A4B-it"
+COMMIT = "0f28bc42f588fbd8f71e08102b1c3960298a1358"
+TARGETS = """\
+tensor,class,scheme,reason_kept,shape,modules,bytes,bytes_after
+model.decoder.layers.0.experts.gate_up_proj,experts,NVFP4,,8x64x64,16,65536,18432
+model.decoder.layers.0.router.proj.weight,router,,routing decides,8x64,0,1024,1024
+"""
+
+
+def finished_run(folder: Path, *, outcome: str = "PASS", shards: int = 3) -> RunDir:
+    """Write the folder of a finished nvfp4 run of the real model with this verdict."""
+    run = RunDir(folder / "nvfp4-0123abc")
+    write_checkpoint(run.checkpoint, shards)
+    source = folder / "bf16"
+    source.mkdir(exist_ok=True)
+    recipe = load_recipe("nvfp4")
+    write_text(run.recipe_yaml, recipe.to_yaml())
+    write_text(run.targets_csv, TARGETS)
+    about = {"model": BASE, "bundled": False, "commit": COMMIT, "folder": str(source)}
+    versions = {"torch": "2.13.0", "transformers": "5.17.0"}
+    hardware = {"cpu": "a CPU", "cores": 2, "memory_bytes": 1, "gpus": []}
+    manifest = {"recipe": "nvfp4", "source": {**about, "fingerprint": "ab" * 32, "bytes": 1}}
+    write_json(run.manifest_json, {**manifest, "versions": versions, "stages": {}})
+    artifact = Checkpoint.open(run.checkpoint)
+    digest = fingerprint(artifact)
+    verification = {"artifact": digest, "sha256": checksums(artifact), "passed": True, "checks": []}
+    write_json(run.verification_json, verification)
+    for task in recipe.evaluation.tasks:
+        path = run.evaluation / "quantized" / f"{task}.conditions.json"
+        write_json(path, {"compared": {}, "made_with": {"model": digest}})
+    report = {
+        "format": 1,
+        "model": manifest["source"],
+        "artifact": digest,
+        "recipe": {"name": "nvfp4", "scheme": "NVFP4"},
+        "verdict": {"outcome": outcome, "reason": f"it ended in {outcome}", "exit_code": 0},
+        "tasks": [
+            comparison(task, recipe.gate.margin_pp[task]) for task in recipe.evaluation.tasks
+        ],
+        "noise_floor": [comparison("gsm8k", 2)],
+        "sizes": {"bf16_bytes": 66560, "quantized_bytes": 19456, "ratio": 0.2923}
+        | {"quantized_modules": 16},
+        "fidelity": {"activations": {"per_layer": fidelity_row()}},
+        "canvases": {"problems": [{"question": "A SECRET QUESTION"}]},
+        "versions": versions,
+        "hardware": hardware,
+    }
+    write_json(run.report_json, report)
+    return run
+
+
+def write_checkpoint(folder: Path, shards: int, *, seed: int = 0) -> None:
+    """Write shards of 200 KB, their index, and the small files of a checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(seed)
+    weight_map: dict[str, str] = {}
+    for shard in range(1, shards + 1):
+        name = f"model-{shard:05}-of-{shards:05}.safetensors"
+        weight_map[f"w{shard}"] = name
+        save_file({f"w{shard}": noise.random(50_000, dtype=np.float32)}, folder / name)
+    config = {"model_type": "diffusion_gemma", "canvas_length": 256, "quantization_config": {}}
+    index = {"metadata": {}, "weight_map": weight_map}
+    for name, value in {
+        "config.json": config,
+        "generation_config.json": {"max_new_tokens": 256},
+        "model.safetensors.index.json": index,
+        "tokenizer.json": {"vocab": {str(i): i for i in range(20_000)}},  # large enough for LFS
+    }.items():
+        write_text(folder / name, json.dumps(value))
+    write_text(folder / "LICENSE", "Apache License 2.0\n")
+    write_text(folder / "NOTICE", "Made by somebody.\n")
+
+
+def comparison(task: str, margin: float) -> dict[str, Any]:
+    """Return a report's entry of one task."""
+    return {
+        "task": task,
+        "activations": "per_layer",
+        "gated": True,
+        "not_comparable": None,
+        "questions": 198,
+        "repeats": 32,
+        "base": 0.641,
+        "base_interval": {"low": 0.58, "high": 0.7},
+        "quantized": 0.634,
+        "quantized_interval": {"low": 0.575, "high": 0.69},
+        "difference_pp": -0.7,
+        "difference_interval": {"low": -1.9, "high": 0.5},
+        "recovery": 98.9,
+        "recovery_interval": {"low": 97.1, "high": 100.8},
+        "margin_pp": margin,
+        "confidence": 0.95,
+    }
+
+
+def fidelity_row() -> dict[str, Any]:
+    """Return a report's fidelity of one activation mode."""
+    value = {"mean": 0.9123, "interval": [0.9, 0.92]}
+    return {"kl_nats": value, "top1_agreement": value, "commit_agreement": value}

@@ -1,0 +1,42 @@
+"""The runtime beside transformers' own generate on the bundled model."""
+
+import json
+
+import pytest
+import torch
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from quantize.bundled import CHECKPOINT, HELDOUT
+from quantize.runtime import Sample, Sampler, generate
+from quantize.runtime.chat import encode_chat, load_tokenizer
+
+NEW_TOKENS = 128  # two canvases
+
+
+def prompts(thinking: bool) -> list[list[int]]:
+    tokenizer = load_tokenizer(CHECKPOINT)
+    rows = [json.loads(line) for line in HELDOUT.read_text("utf-8").splitlines()]
+    return [
+        encode_chat(tokenizer, [{"role": "user", "content": row["question"]}], thinking=thinking)
+        for row in rows[:200]
+    ]
+
+
+def assert_same(model: DiffusionGemmaForBlockDiffusion, batch: list[list[int]], seed: int) -> int:
+    """Compare one batch of equal-length prompts; return how many canvases were committed."""
+    sampler = Sampler.from_checkpoint(CHECKPOINT)
+    torch.manual_seed(seed)
+    output = model.generate(torch.tensor(batch), max_new_tokens=NEW_TOKENS)
+    torch.manual_seed(seed)
+    samples: list[Sample] = generate(
+        model, batch, [0] * len(batch), max_new_tokens=NEW_TOKENS, sampler=sampler,
+        noise="reference",
+    )  # fmt: skip
+    new = output.sequences[:, len(batch[0]) :].tolist()
+    for row, sample in enumerate(samples):
+        committed = [token for canvas in sample.committed for token in canvas]
+        assert new[row][: len(committed)] == committed
+        assert not any(new[row][len(committed) :])  # padding
+        expected = output.tokens_per_forward[row].item()
+        assert sample.tokens_per_forward == pytest.approx(expected)
+    return sum(sample.canvases for sample in samples)

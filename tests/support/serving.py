@@ -1,0 +1,155 @@
+"""A server in this process for tests, on the bundled model or on an engine that waits to be told."""
+
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import httpx
+from openai import OpenAI
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from quantize.bundled import CHECKPOINT
+from quantize.checkpoints.load import load
+from quantize.checkpoints.reader import Checkpoint
+from quantize.runtime import Sample, Sampler, generate
+from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.engine import Canvas, Engine, Meanwhile, OnDraft
+from quantize.runtime.fused.weights import model_config
+from quantize.runtime.images import Images
+from quantize.runtime.modules.engine import ModelEngine
+from quantize.serve.options import Options
+from quantize.serve.pictures import Pictures
+from quantize.serve.server import Server, make_server
+from quantize.serve.text import Text
+
+SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
+QUESTION = "Tom has 5 apples and buys 3 more. How many apples does Tom have?"
+
+
+@cache
+def model() -> DiffusionGemmaForBlockDiffusion:
+    return load(CHECKPOINT)
+
+
+@cache
+def tokenizer() -> Any:
+    return load_tokenizer(CHECKPOINT)
+
+
+def in_process(
+    question: str, seed: int, *, thinking: bool = False, max_tokens: int = 128,
+    sampler: Sampler = SAMPLER,
+) -> Sample:  # fmt: skip
+    """What the runtime answers without any server."""
+    ids = encode_chat(tokenizer(), [{"role": "user", "content": question}], thinking=thinking)
+    (sample,) = generate(model(), [ids], [seed], max_new_tokens=max_tokens, sampler=sampler)
+    return sample
+
+
+def text_of(sample: Sample) -> str:
+    return tokenizer().decode(sample.tokens, skip_special_tokens=True)
+
+
+class ScriptedEngine:
+    """Denoises a canvas only when it is allowed to; sample s of a prompt says "s1 ", "s2 ", ..."""
+
+    canvas_length = 8
+    max_length = 4096
+
+    def __init__(self, capacity: int = 2) -> None:
+        self.capacity = capacity
+        self.allowed = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
+        self.slots: dict[int, int] = {}
+        self.batches: list[list[int]] = []
+        self.fault: Exception | None = None
+        self.free = False  # whether it waits for no one
+        self.lends = True  # whether its caller may use the time of a canvas
+
+    def admit(
+        self, slot: int, prompt: Sequence[int], seed: int, sampler: Sampler,
+        images: Images | None = None,
+    ) -> None:  # fmt: skip
+        assert slot not in self.slots
+        self.slots[slot] = 0
+
+    def denoise(
+        self, slots: Sequence[int], on_draft: OnDraft | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[Canvas]:  # fmt: skip
+        self.batches.append(list(slots))
+        if meanwhile is not None and self.lends:
+            meanwhile()
+        if not self.free:
+            self.entered.release()
+            assert self.allowed.acquire(timeout=60)
+        if self.fault is not None:
+            raise self.fault
+        return [Canvas(self._say(slot), 2) for slot in slots]
+
+    def release(self, slot: int) -> None:
+        self.slots.pop(slot, None)
+
+    def _say(self, slot: int) -> list[int]:
+        self.slots[slot] += 1
+        ids = tokenizer().encode(f"c{self.slots[slot]} ", add_special_tokens=False)
+        return (ids + tokenizer().encode(" go" * 8, add_special_tokens=False))[:8]
+
+
+class Running:
+    """A server that runs, and clients for it."""
+
+    def __init__(self, server: Server, options: Options) -> None:
+        self.server = server
+        port = server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.key = options.api_key or "unused"
+        headers = {"Authorization": f"Bearer {self.key}"} if options.api_key else {}
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=120)
+        self.openai = OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0)
+
+    def ask(self, question: str = QUESTION, **options: Any) -> Any:
+        """One chat through the official client."""
+        return self.openai.chat.completions.create(
+            model="bundled", messages=[{"role": "user", "content": question}], **options
+        )
+
+    def settle(self) -> None:
+        """Wait until nothing runs or waits."""
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            state = self.http.get("/health").json()
+            if state["running"] == state["waiting"] == 0:
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"still busy: {state}")
+
+
+@contextmanager
+def running(engine: Engine | None = None, **settings: Any) -> Generator[Running]:
+    """A server on a free port until the block ends."""
+    options = Options("bundled", port=0, **settings)
+    engine = engine or ModelEngine(model(), options.max_num_seqs)
+    server = make_server(
+        engine,
+        Text(tokenizer()),
+        Pictures(model_config(Checkpoint.open(CHECKPOINT).config)),
+        SAMPLER,
+        options,
+    )
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        found = Running(server, options)
+        with found.http, found.openai:
+            yield found
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
