@@ -14,6 +14,7 @@ import click
 
 from quantize import __version__
 from quantize.errors import QuantizeError
+from quantize.stage import STAGES, Stage
 
 if TYPE_CHECKING:
     from quantize.recipe import ActivationMode
@@ -24,7 +25,6 @@ NOISE_FLOOR = click.option(
     help="Score BF16 once more with another seed: what no quantization at all looks like.",
 )  # fmt: skip
 REAL_MODEL = "google/diffusiongemma-26B-A4B-it"
-STAGE_NAMES = ("plan", "calibrate", "convert", "verify", "fidelity", "evaluate", "report")
 EXIT_CODES = """\b
 Exit codes:
   0  done, and the gate passed
@@ -85,7 +85,12 @@ def _model_options(command: click.decorators.FC) -> click.decorators.FC:
     help="Folder that holds the runs.",
 )  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=2), help="Score only the first N problems a task.")
-@click.option("--until", type=click.Choice(STAGE_NAMES), default="report", help="Stop after it.")
+@click.option(
+    "--until",
+    type=click.Choice([stage.name for stage in STAGES]),
+    default="report",
+    help="Stop after it.",
+)
 @NOISE_FLOOR
 @click.option("--resume", is_flag=True, help="Continue this run, or show it when it is complete.")
 def run(
@@ -113,7 +118,7 @@ def run(
     return advance(found, until)
 
 
-@cli.command()
+@click.command()
 @_model_options
 def plan(recipe: str, model: str | None, revision: str | None) -> None:
     """Show what a recipe would do: modules, schemes, bytes. Reads no weights.
@@ -162,27 +167,7 @@ def inspect(checkpoint: str) -> int:
     return 1 if found.problems else 0
 
 
-def _add_stage(name: str, summary: str) -> None:
-    @cli.command(name=name, help=summary)
-    @RUN_FOLDER
-    def stage(run: Path) -> int:
-        from quantize.pipeline import open_run, run_stage
-
-        return run_stage(open_run(run), name, again=True)
-
-
-_add_stage(
-    "calibrate",
-    "Calibrate a run again: denoise on prompts, record input scales.\n\n\b\n"
-    "On several GPUs, with the files of one:\n"
-    "  torchrun --nproc-per-node 8 -m quantize calibrate RUN",
-)
-_add_stage("convert", "Write the quantized checkpoint of a run again.")
-_add_stage("verify", "Check the quantized checkpoint of a run statically.")
-_add_stage("fidelity", "Replay recorded trajectories: distance of the quantized model from BF16.")
-
-
-@cli.command()
+@click.command()
 @RUN_FOLDER
 @click.option(
     "--activations", "modes", multiple=True,
@@ -211,12 +196,27 @@ def evaluate(run: Path, modes: tuple[str, ...], **options: Any) -> None:
     On several GPUs, with the scores of one:
       torchrun --nproc-per-node 8 -m quantize evaluate RUN
     """
-    from quantize.pipeline import evaluate_more, open_run
+    from quantize.pipeline import open_run
+    from quantize.stage import evaluate_more
 
     evaluate_more(open_run(run), modes=modes, **options)
 
 
-_add_stage("report", "Write the report of a run, and its verdict.")
+def _command_of(stage: Stage) -> click.Command:
+    """Return the command that runs one stage of a run folder again."""
+
+    @click.command(name=stage.name, help=stage.summary)
+    @RUN_FOLDER
+    def command(run: Path) -> int:
+        from quantize.pipeline import open_run, run_stage
+
+        return run_stage(open_run(run), stage, again=True)
+
+    return command
+
+
+for _stage in STAGES:
+    cli.add_command({"plan": plan, "evaluate": evaluate}.get(_stage.name) or _command_of(_stage))
 
 
 @cli.command()
@@ -282,7 +282,7 @@ def generate(
     answer goes to stdout, thoughts to stderr; with --plain each canvas as it is finished.
     """
     from quantize.checkpoints.reader import resolve
-    from quantize.pipeline import best_device
+    from quantize.processes import best_device
     from quantize.watch import watch
 
     watch(
@@ -374,7 +374,7 @@ def serve(
     """
     from quantize.checkpoints.reader import resolve
     from quantize.errors import ResourceError
-    from quantize.pipeline import best_device
+    from quantize.processes import best_device
 
     try:
         from quantize.serve.options import KEY_VARIABLE, Options

@@ -3,52 +3,28 @@
     plan -> calibrate -> convert -> verify -> fidelity -> evaluate -> report
 
 The run folder is named after the recipe and a hash of the resolved recipe and the model's
-fingerprint, so the same run finds itself again. Stages know nothing of each other: they meet in the
-files of the run folder. The manifest records versions, hardware, seconds and peak memory per stage;
-nothing that must be equal between two runs depends on it.
+fingerprint, so the same run finds itself again. Stages (`quantize.stage` lists them) know nothing of
+each other: they meet in the files of the run folder. The manifest records versions, hardware, seconds
+and peak memory per stage; nothing that must be equal between two runs depends on it.
 """
 
 import os
 import resource
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from quantize.checkpoints.reader import Checkpoint, resolve
-from quantize.checkpoints.targets import Target, plan_targets
-from quantize.errors import GateError, InputError
+from quantize.checkpoints.targets import plan_targets
+from quantize.errors import InputError
 from quantize.manifest import fingerprint, new_manifest
 from quantize.progress import console, say
-from quantize.recipe import ACTIVATION_MODES, Recipe, load_recipe, parse_recipe
+from quantize.recipe import load_recipe, parse_recipe
 from quantize.run_dir import RunDir, read_json, write_json
+from quantize.stage import STAGES, Run, Stage
 from quantize.stages.estimate import estimate_table, sizes_table
-from quantize.stages.plan import plan, plan_table, tensors_of_known
-
-STAGES = ("plan", "calibrate", "convert", "verify", "fidelity", "evaluate", "report")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run: its folder, resolved recipe, source checkpoint and plan."""
-
-    folder: RunDir
-    recipe: Recipe
-    source: Checkpoint
-    targets: list[Target]
-    is_bundled: bool
-    noise_floor: bool = False
-
-    def record(self, stage: str, facts: dict[str, Any]) -> None:
-        """Add facts about a stage to the manifest; of several processes the first one does."""
-        if os.environ.get("RANK", "0") != "0":
-            return
-        manifest = read_json(self.folder.manifest_json)
-        manifest["stages"].setdefault(stage, {}).update(facts)
-        write_json(self.folder.manifest_json, manifest)
+from quantize.stages.plan import plan_table, tensors_of_known
 
 
 def start(
@@ -87,7 +63,8 @@ def start(
         raise InputError(
             f"{folder.path}: this run exists; --resume continues or shows it, --out starts elsewhere"
         )
-    run = Run(folder, recipe, source, plan(source, recipe, folder), is_bundled, noise_floor)
+    targets = plan_targets(source.tensors, recipe.quantization)
+    run = Run(folder, recipe, source, targets, is_bundled, noise_floor)
     if not folder.manifest_json.exists():
         write_json(folder.manifest_json, new_manifest(source, digest, recipe.name, model))
     console.print(plan_table(run.targets, f"{recipe.name}: {source.folder.name} -> {folder.path}"))
@@ -127,7 +104,7 @@ def open_run(path: Path) -> Run:
     return Run(folder, recipe, source, targets, manifest["source"]["bundled"])
 
 
-def advance(run: Run, until: str = STAGES[-1]) -> int:
+def advance(run: Run, until: str = STAGES[-1].name) -> int:
     """Run every stage up to `until` whose result is not there yet; return the exit code.
 
     0 done and gate passed, 4 inconclusive or not comparable.
@@ -136,159 +113,29 @@ def advance(run: Run, until: str = STAGES[-1]) -> int:
         GateError: verification, fidelity or the gate failed (exit code 1).
     """
     code = 0
-    for stage in STAGES[1 : STAGES.index(until) + 1]:  # `start` has planned already
+    for stage in STAGES:
         code = run_stage(run, stage)
+        if stage.name == until:
+            break
     return code
 
 
-def run_stage(run: Run, stage: str, *, again: bool = False) -> int:
+def run_stage(run: Run, stage: Stage, *, again: bool = False) -> int:
     """Run one stage unless its result is there already (or `again`); return its exit code."""
-    result = _result(run.folder, stage)
-    if stage == "calibrate" and not run.recipe.needs_calibration:
-        say("calibrate: this scheme has no calibrated scales")
-    elif result.exists() and not again:
-        say(f"{stage}: done before ({result.relative_to(run.folder.path)})")
+    if not stage.is_needed(run):
+        say(f"{stage.name}: this recipe has none")
+    elif (run.folder.path / stage.result).exists() and not again:
+        say(f"{stage.name}: done before ({stage.result})")
     else:
         _work(run, stage)
-    return _exit_code(run, stage)
+    return stage.verdict(run)
 
 
-def _work(run: Run, stage: str) -> None:
-    say(f"{stage}: started")
+def _work(run: Run, stage: Stage) -> None:
+    say(f"{stage.name}: started")
     started = time.monotonic()
-    _STAGE_WORK[stage](run)
+    stage.work(run)
     seconds = time.monotonic() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
-    run.record(stage, {"seconds": round(seconds, 2), "peak_rss_bytes": peak})
-    say(f"{stage}: done in {seconds:.1f} s")
-
-
-def _result(folder: RunDir, stage: str) -> Path:
-    """Return the file or folder whose presence says that a stage is done."""
-    return {
-        "calibrate": folder.calibration,
-        "convert": folder.checkpoint,
-        "verify": folder.verification_json,
-        "fidelity": folder.fidelity_json,
-        "evaluate": folder.evaluation / "done.json",
-        "report": folder.report_json,
-    }[stage]
-
-
-def _calibrate(run: Run) -> None:
-    from quantize.stages.calibrate import calibrate
-
-    calibrate(run.source.folder, run.recipe, run.folder.calibration, device=best_device())
-
-
-def _convert(run: Run) -> None:
-    from quantize.stages.convert import convert
-
-    scales = run.folder.calibration / "input_scales.safetensors"
-    convert(
-        run.source,
-        run.targets,
-        run.folder.checkpoint,
-        recipe=run.recipe,
-        input_scales=scales if run.recipe.needs_calibration else None,
-        overwrite=True,
-    )
-
-
-def _verify(run: Run) -> None:
-    from quantize.stages.verify import verify
-
-    verify(Checkpoint.open(run.folder.checkpoint), run.source, run.targets, run.recipe, run.folder)
-
-
-def _fidelity(run: Run) -> None:
-    from quantize.stages.fidelity import fidelity
-
-    fidelity(
-        run.source.folder,
-        run.folder.checkpoint,
-        run.folder.calibration,
-        run.folder.fidelity_json,
-        activations=run.recipe.evaluation.activations,
-        limits=run.recipe.gate.max_kl_nats,
-        device=best_device(),
-    )
-
-
-def _evaluate(run: Run) -> None:
-    evaluate_more(run, noise_floor=run.noise_floor)
-
-
-def evaluate_more(
-    run: Run, *, modes: Sequence[str] = (), batch_size: int | None = None, **options: Any
-) -> None:
-    """Score what is not scored yet, activation modes besides the recipe's included.
-
-    `batch_size` overrules the recipe's. `options` are those of `evaluate.evaluate`: noise_floor,
-    data_dir, server, base_server, in_flight.
-    """
-    from quantize.stages.evaluate import evaluate
-
-    settings = run.recipe.evaluation
-    if batch_size is not None:
-        settings = settings.model_copy(update={"batch_size": batch_size})
-    digest = read_json(run.folder.manifest_json)["source"]["fingerprint"]
-    evaluate(
-        run.folder,
-        run.source.folder,
-        digest,
-        settings,
-        modes=[mode for mode in ACTIVATION_MODES if mode in modes],
-        device=best_device(),
-        **options,
-    )
-
-
-def _report(run: Run) -> None:
-    from quantize.stages.report import report
-
-    report(run.folder, run.recipe, run.targets)
-
-
-_STAGE_WORK: dict[str, Callable[[Run], None]] = {
-    "calibrate": _calibrate,
-    "convert": _convert,
-    "verify": _verify,
-    "fidelity": _fidelity,
-    "evaluate": _evaluate,
-    "report": _report,
-}
-
-
-def _exit_code(run: Run, stage: str) -> int:
-    """Return the code that a finished stage ends with: 0, or 4 for a verdict that is neither.
-
-    Raises:
-        GateError: verification, fidelity or the gate failed.
-    """
-    if stage == "verify":
-        result = read_json(run.folder.verification_json)
-        faults = [fault for check in result["checks"] for fault in check["faults"]]
-        if not result["passed"]:
-            path = run.folder.verification_json
-            raise GateError(f"{path}: {faults[0] if faults else 'a check looked at nothing'}")
-    if stage == "fidelity" and (faults := read_json(run.folder.fidelity_json)["faults"]):
-        raise GateError(f"{run.folder.fidelity_json}: {faults[0]}")
-    if stage == "report":
-        from quantize.reports.render import summary
-
-        content = read_json(run.folder.report_json)
-        verdict = content["verdict"]
-        console.print(summary(content))
-        say(f"report: {run.folder.report_html}")
-        if verdict["outcome"] == "FAIL":
-            raise GateError(verdict["reason"])
-        return verdict["exit_code"]
-    return 0
-
-
-def best_device() -> str:
-    """Return the GPU, this process' own under torchrun, or cpu where there is none."""
-    import torch
-
-    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    run.record(stage.name, {"seconds": round(seconds, 2), "peak_rss_bytes": peak})
+    say(f"{stage.name}: done in {seconds:.1f} s")

@@ -59,3 +59,10 @@ def joined() -> Generator[Processes]:
         yield Processes(distributed.get_rank(), distributed.get_world_size())
     finally:
         distributed.destroy_process_group()
+
+
+def best_device() -> str:
+    """Return the GPU, this process' own under torchrun, or cpu where there is none."""
+    import torch
+
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"

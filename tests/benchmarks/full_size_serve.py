@@ -32,7 +32,7 @@ from streams import Heard, asked_together, prompt_of, rate
 from quantize.bench import NEVER, _measure
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
-from quantize.pipeline import best_device
+from quantize.processes import best_device
 from quantize.runtime import Sampler
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine

@@ -14,10 +14,10 @@ import yaml
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.pipeline import Run, evaluate_more
 from quantize.recipe import Evaluation, load_recipe, shipped_recipes
 from quantize.run_dir import RunDir, write_json
 from quantize.runtime import Sampler
+from quantize.stage import Run, evaluate_more
 from quantize.stages.answerer import Answerer
 from quantize.stages.evaluate import evaluate, quantized_sides
 
