@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -32,7 +32,8 @@ from quantize.serve.text import Answer, Text
 
 STATIC = Path(__file__).parent / "static"
 INT64 = 2**63
-Encoded = TypeVar("Encoded")
+# the prompts of a request as token ids, and the pictures of its only prompt
+Encode = Callable[[], tuple[list[list[int]], Images | None]]
 
 log = logging.getLogger(__name__)
 
@@ -66,43 +67,60 @@ class Service:
         self.max_length = min(limit for limit in limits if limit is not None)
         room = self.max_length - engine.canvas_length
         self.max_prompt = min(options.max_prompt_tokens or room, room)
-        # Long prompts must not stall the event loop, and one thread keeps the tokenizer to itself.
+        # Long prompts must not stall the event loop, and one thread keeps the tokenizer to itself. Who
+        # waits for it waits here, not in the pool's queue, and may give up.
         self.encoder = ThreadPoolExecutor(1, "encoder")
+        self._turn = asyncio.Lock()
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a chat."""
         turns = [message.turn for message in body.messages]
         thinking = body.chat_template_kwargs.enable_thinking
 
-        def encode() -> tuple[list[int], Images | None]:
+        def encode() -> tuple[list[list[int]], Images | None]:
             prompt = self.text.encode_chat(turns, thinking=thinking)
-            return self.pictures.put(prompt, body.pictures, body.image_tokens)
+            prompt, images = self.pictures.put(prompt, body.pictures, body.image_tokens)
+            return [prompt], images
 
-        prompt, images = await self._encode(encode)
-        return await self._answer(body, [prompt], request, images)
+        return await self._answer(body, encode, 1, request)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Answer a plain completion."""
-        encode = self.text.encode
-        prompts = [
-            await self._encode(lambda p=p: encode(p)) if isinstance(p, str) else p
-            for p in body.prompts
-        ]
-        return await self._answer(body, prompts, request)
 
-    async def _encode(self, encode: Callable[[], Encoded]) -> Encoded:
-        return await asyncio.get_running_loop().run_in_executor(self.encoder, encode)
+        def encode() -> tuple[list[list[int]], None]:
+            text = self.text.encode
+            return [text(p) if isinstance(p, str) else p for p in body.prompts], None
+
+        return await self._answer(body, encode, len(body.prompts), request)
+
+    async def _encode(self, encode: Encode) -> tuple[list[list[int]], Images | None]:
+        """Prepare a request when it is its turn; one that is given up keeps no one waiting."""
+        await self._turn.acquire()
+        work = asyncio.get_running_loop().run_in_executor(self.encoder, encode)
+        work.add_done_callback(lambda _: self._turn.release())
+        return await asyncio.shield(work)  # a thread cannot be stopped: its turn ends with it
 
     async def _answer(
+        self, body: ChatRequest | CompletionRequest, encode: Encode, prompts: int, request: Request
+    ) -> Response:
+        self._check_model(body)
+        count = prompts * body.n
+        exchange = Exchange(self.scheduler, request, self.options.request_timeout, count)
+        try:
+            encoded, images = await exchange.prepare(self._encode(encode))
+            self._check_length(body, encoded)
+            exchange.submit(self._jobs(body, encoded, exchange, images))
+        except BaseException:
+            exchange.close()
+            raise
+        return await self._reply(body, exchange, encoded)
+
+    async def _reply(
         self,
         body: ChatRequest | CompletionRequest,
+        exchange: Exchange,
         prompts: Sequence[Sequence[int]],
-        request: Request,
-        images: Images | None = None,
     ) -> Response:
-        self._check(body, prompts)
-        exchange = Exchange(self.scheduler, request, self.options.request_timeout)
-        exchange.submit(self._jobs(body, prompts, exchange, images))
         shape = Shape("chat" if isinstance(body, ChatRequest) else "text", self.options.model_name)
         prompt_tokens = sum(map(len, prompts))
         if body.stream:
@@ -112,13 +130,15 @@ class Service:
         self._log(prompts, exchange.jobs)
         return JSONResponse(shape.whole(exchange.jobs, usage(prompt_tokens, exchange.jobs)))
 
-    def _check(
-        self, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]]
-    ) -> None:
+    def _check_model(self, body: ChatRequest | CompletionRequest) -> None:
         if body.model != self.options.model_name:
             known = self.options.model_name
             message = f"model {body.model[:100]!r} is not served here; there is {known!r}"
             raise RequestError(404, message, param="model", code="model_not_found")
+
+    def _check_length(
+        self, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]]
+    ) -> None:
         for prompt in prompts:
             if len(prompt) > self.max_prompt:
                 raise RequestError(

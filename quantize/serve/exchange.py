@@ -1,16 +1,20 @@
-"""The jobs of one HTTP request: submit, collect their events, end them when nobody listens.
+"""One HTTP request: reserve, prepare, submit its jobs, collect their events, end when nobody listens.
 
-Whoever hangs up, or waits longer than the request may take, frees its slots: the jobs are cancelled.
+Whoever hangs up, or waits longer than the request may take, frees its place in the queue and its slots,
+from the moment its body was read: preparing counts as waiting.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from quantize.serve.failures import RequestError
 from quantize.serve.scheduler import Draft, Event, Job, Scheduler
 from quantize.serve.text import Delta
+
+Prepared = TypeVar("Prepared")
 
 MAX_PENDING_DRAFTS = 64  # a client that reads slowly misses drafts, never text
 
@@ -22,9 +26,15 @@ class Exchange:
         scheduler: runs the jobs.
         request: its client may hang up.
         seconds: time the request may take.
+        count: jobs that it will have.
+
+    Raises:
+        RequestError: as `Scheduler.reserve`.
     """
 
-    def __init__(self, scheduler: Scheduler, request: Request, seconds: float) -> None:
+    def __init__(self, scheduler: Scheduler, request: Request, seconds: float, count: int) -> None:
+        scheduler.reserve(count)
+        self._reserved = count
         self.scheduler = scheduler
         self.jobs: Sequence[Job] = ()
         self._loop = asyncio.get_running_loop()
@@ -32,7 +42,7 @@ class Exchange:
         self._seconds = seconds
         self._deadline = self._loop.time() + seconds
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._gone: asyncio.Task[None] | None = None
+        self._gone = self._loop.create_task(self._until_gone())
 
     def post(self, index: int, event: Event) -> None:
         """Add an event of job `index`, from any thread."""
@@ -42,15 +52,34 @@ class Exchange:
         if not (isinstance(event, Draft) and self._events.qsize() >= MAX_PENDING_DRAFTS):
             self._events.put_nowait((index, event))
 
+    async def prepare(self, work: Coroutine[Any, Any, Prepared]) -> Prepared:
+        """Return what `work` makes of the request, unless the client or the time is gone before.
+
+        Raises:
+            RequestError: 499 or 504; or what `work` raises.
+        """
+        task = self._loop.create_task(work)
+        left = self._deadline - self._loop.time()
+        try:
+            done, _ = await asyncio.wait(
+                {task, self._gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            task.cancel()
+        if task in done:
+            return task.result()
+        raise client_gone() if self._gone in done else self._too_late()
+
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Hand the jobs over.
+        """Hand the jobs over, as many as there are places reserved.
 
         Raises:
             RequestError: as `Scheduler.submit`.
         """
+        self._reserved = 0
         self.scheduler.submit(jobs)
         self.jobs = jobs
-        self._gone = self._loop.create_task(self._cancel_when_gone())
+        self._gone.add_done_callback(self._tell_gone)
 
     async def events(self) -> AsyncIterator[tuple[int, Draft | Delta]]:
         """Yield (job, event) until every job has finished.
@@ -68,20 +97,29 @@ class Exchange:
                 unfinished -= isinstance(event, Delta) and event.finish is not None
                 yield index, event
         except TimeoutError:
-            raise RequestError(
-                504, f"not finished within {self._seconds:g} s", code="timeout"
-            ) from None
+            raise self._too_late() from None
         finally:
             self.close()
 
     def close(self) -> None:
-        """Cancel what still runs."""
+        """Cancel what still runs, and free what was reserved."""
+        self.scheduler.give_back(self._reserved)
+        self._reserved = 0
         self.scheduler.cancel(self.jobs)
-        if self._gone is not None:
-            self._gone.cancel()
+        self._gone.cancel()
 
-    async def _cancel_when_gone(self) -> None:
+    def _too_late(self) -> RequestError:
+        return RequestError(504, f"not finished within {self._seconds:g} s", code="timeout")
+
+    async def _until_gone(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             continue
-        gone = RequestError(499, "the client hung up", code="client_gone")
-        self._put(0, gone)
+
+    def _tell_gone(self, gone: asyncio.Task[None]) -> None:
+        if not gone.cancelled():
+            self._put(0, client_gone())
+
+
+def client_gone() -> RequestError:
+    """Return what nobody hears any more."""
+    return RequestError(499, "the client hung up", code="client_gone")

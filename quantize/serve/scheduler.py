@@ -85,6 +85,7 @@ class Scheduler:
         self.max_queue = max_queue
         self.metrics = metrics
         self._waiting: deque[Job] = deque()
+        self._reserved = 0  # places of jobs whose prompts are being prepared
         self._running: dict[int, Job] = {}
         self._unsaid: deque[Job] = deque()  # whose last canvas has not been handed out
         self._changed = threading.Condition()
@@ -105,29 +106,47 @@ class Scheduler:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Jobs that run and jobs that wait."""
-        return len(self._running), len(self._waiting)
+        """Jobs that run and jobs that wait, those whose prompts are being prepared included."""
+        return len(self._running), len(self._waiting) + self._reserved
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue the jobs of a request, all or none.
+    def reserve(self, count: int) -> None:
+        """Take places in the queue for all jobs of a request, or for none, before its prompt is read.
 
         Raises:
             RequestError: 503 while it shuts down; 429 when the queue is full; 400 for more jobs than it
                 could ever hold.
         """
-        if len(jobs) > self.max_queue:
-            raise RequestError(400, f"n: {len(jobs)} choices, and the queue holds {self.max_queue}")
+        if count > self.max_queue:
+            raise RequestError(400, f"n: {count} choices, and the queue holds {self.max_queue}")
         with self._changed:
             if self._draining:
                 raise shutting_down()
-            if len(self._waiting) + len(jobs) > self.max_queue:
-                wait = 1 + int(self._seconds * len(self._waiting) / self.engine.capacity)
+            waiting = len(self._waiting) + self._reserved
+            if waiting + count > self.max_queue:
+                wait = 1 + int(self._seconds * waiting / self.engine.capacity)
                 raise RequestError(
                     429,
-                    f"the queue is full: {len(self._waiting)} of {self.max_queue} are waiting",
+                    f"the queue is full: {waiting} of {self.max_queue} are waiting",
                     code="queue_full",
                     retry_after=min(wait, LONGEST_RETRY),
                 )
+            self._reserved += count
+
+    def give_back(self, count: int) -> None:
+        """Free places that were reserved."""
+        with self._changed:
+            self._reserved -= count
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue jobs in the places that were reserved for them, which are free again if that fails.
+
+        Raises:
+            RequestError: 503 while it shuts down.
+        """
+        with self._changed:
+            self._reserved -= len(jobs)
+            if self._draining:
+                raise shutting_down()
             self._waiting.extend(jobs)
             self._changed.notify()
 
@@ -165,7 +184,7 @@ class Scheduler:
             else:
                 self._speak()
             self.metrics.running.set(len(self._running))
-            self.metrics.waiting.set(len(self._waiting))
+            self.metrics.waiting.set(self.load[1])
         self._speak()
         for slot in list(self._running):
             self._running[slot].emit(shutting_down())

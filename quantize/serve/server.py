@@ -33,10 +33,11 @@ from quantize.serve.text import Text
 class Server(uvicorn.Server):
     """uvicorn, with a shutdown that speaks to the scheduler first."""
 
-    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, options: Options) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self.scheduler = scheduler
-        self.options = options
+        self.service = service
+        self.scheduler = service.scheduler
+        self.options = service.options
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         """Listen, and say where."""
@@ -64,8 +65,9 @@ def make_server(
     """Put a server together."""
     metrics = Metrics()
     scheduler = Scheduler(engine, max_queue=options.max_queue, metrics=metrics)
+    service = Service(scheduler, text, pictures, sampler, options)
     config = uvicorn.Config(
-        create_app(Service(scheduler, text, pictures, sampler, options), metrics),
+        create_app(service, metrics),
         host=options.host,
         port=options.port,
         access_log=False,  # the guard logs, without addresses or queries
@@ -73,7 +75,7 @@ def make_server(
         server_header=False,
         timeout_graceful_shutdown=int(options.shutdown_grace) + 5,
     )
-    return Server(config, scheduler, options)
+    return Server(config, service)
 
 
 def open_engine(

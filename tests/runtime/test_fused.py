@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from quantize.runtime import Sampler
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.fused import graphs as passes_of
 from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.graphs import CAPTURED, WORTH, Steps
 from quantize.runtime.fused.prompt_pieces import pictures, pieces, soft_tokens
 from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import load_packed
@@ -350,7 +352,8 @@ def test_batch_invariant_engine(tiny_checkpoint: Path) -> None:
         engine.admit(slot, prompts[slot], slot, SAMPLER)
         alone = [engine.denoise([slot])[0] for _ in range(2)]
         assert alone == [canvases[slot] for canvases in together]
-    assert {rows for rows, _ in engine._steps} == {4}
+    assert {rows for rows, _ in engine._steps._lasting} == {4}
+    assert not engine._steps._captured
     assert set(engine._commits) == {(4, 16), (4, 256)}  # canvases, and prompts longer than one
 
 
@@ -362,6 +365,29 @@ def test_warm_up_fits_the_context(tiny_checkpoint: Path, room: int) -> None:
     assert ((1, 512) in engine._commits) == (room == 700)
     assert engine._commits
     engine.admit(0, [5], 0, SAMPLER)
+
+
+def test_settings_of_requests_capture_a_bounded_number_of_graphs() -> None:
+    def sampler(setting: int) -> Sampler:
+        return replace(SAMPLER, entropy_bound=1 + setting / 1e6)
+
+    def worth(rows: int, setting: int) -> bool:
+        return steps.get(rows, sampler(setting))[1]
+
+    steps = Steps(lambda rows, settings: cast(Any, (rows, settings)))
+    assert worth(1, 0)
+    assert worth(4, 0)
+    steps.hold()  # what a warm-up captured
+    assert sum(worth(1, setting) for setting in range(1, 1000)) == CAPTURED
+    assert len(steps._captured) == len(steps._tried) == CAPTURED
+    assert [worth(1, 1000) for _ in range(WORTH + 2)] == [False] * WORTH + [True] * 2
+    assert steps.get(1, sampler(1000))[0] == (1, sampler(1000))
+    assert sum(worth(1, setting) for setting in range(2000, 3000)) == 0  # it takes the place of one
+    assert worth(1, 1000)
+    assert worth(4, 0)
+    assert worth(1, 0)
+    assert not worth(2, 0)
+    assert len(steps._captured) == len(steps._tried) == CAPTURED
 
 
 def test_engine_refuses(tiny_checkpoint: Path) -> None:

@@ -30,8 +30,12 @@ class Case:
 
     def submit(self, canvases: int) -> tuple[Job, "queue.Queue[Event]"]:
         job, events = self.job(canvases)
-        self.scheduler.submit([job])
+        self.queue([job])
         return job, events
+
+    def queue(self, jobs: Sequence[Job]) -> None:
+        self.scheduler.reserve(len(jobs))
+        self.scheduler.submit(jobs)
 
     def canvas(self) -> None:
         """Wait until the engine is at a canvas, and let it finish that one."""
@@ -108,6 +112,7 @@ def test_text_is_made_once_the_next_canvas_has_begun(stops: list[str], before: i
     engine.free = True
     running = Scheduler(engine, max_queue=1, metrics=Metrics())
     running.start()
+    running.reserve(1)
     running.submit([Job([2], 0, SAMPLER, Answer(split, SAMPLER, 24, 3, stops), events.put)])
     finished(events)
     running.stop()
@@ -129,14 +134,14 @@ def test_every_canvas_is_handed_out_once_by_an_engine_that_lends_no_time(case: C
 def test_a_full_queue_refuses_all_jobs_of_a_request(case: Case) -> None:
     case.submit(1)
     assert case.engine.entered.acquire(timeout=20)
-    case.scheduler.submit([case.job(1)[0] for _ in range(7)])
+    case.queue([case.job(1)[0] for _ in range(7)])
     with pytest.raises(RequestError, match="the queue is full: 7 of 8 are waiting") as caught:
-        case.scheduler.submit([case.job(1)[0] for _ in range(2)])
+        case.queue([case.job(1)[0] for _ in range(2)])
     assert caught.value.status == 429
     assert 1 <= int(caught.value.headers["Retry-After"]) <= 60
     assert case.scheduler.load == (1, 7)
     with pytest.raises(RequestError, match="9 choices, and the queue holds 8"):
-        case.scheduler.submit([case.job(1)[0] for _ in range(9)])
+        case.queue([case.job(1)[0] for _ in range(9)])
 
 
 def test_a_cancelled_job_leaves_the_queue_now_and_a_slot_after_its_canvas(case: Case) -> None:

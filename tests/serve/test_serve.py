@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from serving import QUESTION, SAMPLER, Running, ScriptedEngine, in_process, runn
 
 from quantize.cli import _served_name, cli
 from quantize.errors import InputError, ResourceError
+from quantize.serve import guard
 from quantize.serve.options import Options
 
 
@@ -441,6 +443,85 @@ def test_time_that_runs_out_inside_a_stream_is_told_there() -> None:
             list(stream)
         engine.allowed.release()
         server.settle()
+
+
+class Preparing:
+    """Holds the one thread that prepares prompts until it is told to go on."""
+
+    def __init__(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.go = threading.Semaphore(0), threading.Semaphore(0)
+        self.prepared = 0
+        encode = server.service.text.encode_chat
+
+        def held(*arguments: Any, **options: Any) -> list[int]:
+            self.entered.release()
+            assert self.go.acquire(timeout=20)
+            self.prepared += 1
+            return encode(*arguments, **options)
+
+        monkeypatch.setattr(server.service.text, "encode_chat", held)
+
+
+def test_who_is_being_prepared_takes_a_place_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine(2)
+    engine.free = True
+    with running(engine, max_queue=2) as server, ThreadPoolExecutor(2) as pool:
+        preparing = Preparing(server, monkeypatch)
+        first = pool.submit(server.ask, max_tokens=8)
+        assert preparing.entered.acquire(timeout=20)
+        second = pool.submit(server.ask, max_tokens=8)
+        while server.http.get("/health").json()["waiting"] != 2:
+            time.sleep(0.01)
+        with pytest.raises(openai.RateLimitError, match="the queue is full: 2 of 2 are waiting"):
+            server.ask(max_tokens=8)
+        preparing.go.release(2)
+        assert first.result(20).usage.canvases == second.result(20).usage.canvases == 1
+        server.settle()  # no place was lost
+
+
+def test_preparing_counts_as_time_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(ScriptedEngine(1), request_timeout=0.3) as server:
+        preparing = Preparing(server, monkeypatch)
+        for _ in range(2):  # the first is being prepared, the second waits for its turn
+            with pytest.raises(openai.InternalServerError, match=r"not finished within 0.3 s"):
+                server.ask()
+        preparing.go.release()
+        server.settle()
+        assert preparing.prepared <= 1
+
+
+def test_who_hangs_up_before_its_turn_is_never_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine(1)
+    engine.free = True
+    body = {"model": "bundled", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+    with running(engine) as server, ThreadPoolExecutor(1) as pool:
+        preparing = Preparing(server, monkeypatch)
+        first = pool.submit(server.ask, max_tokens=8)
+        assert preparing.entered.acquire(timeout=20)
+        for _ in range(3):
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(server.url + "/v1/chat/completions", json=body, timeout=0.2)
+        while server.http.get("/health").json()["waiting"] != 1:
+            time.sleep(0.01)
+        preparing.go.release(4)
+        assert first.result(20).choices
+        server.settle()
+        assert preparing.prepared == 1
+
+
+def test_a_body_must_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 5 <= guard.BODY_SECONDS <= 60
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
+    with running(ScriptedEngine(1)) as server:
+        address = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((address[0], int(address[1])), timeout=5) as slow:
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+            )
+            reply = slow.recv(4096)
+    assert reply.startswith(b"HTTP/1.1 408 ")
+    assert b"no whole body within 0.2 s" in reply
 
 
 def test_a_failing_engine_is_a_500_and_no_more() -> None:

@@ -104,6 +104,7 @@ class Running:
 
     def __init__(self, server: Server, options: Options) -> None:
         self.server = server
+        self.service = server.service
         port = server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.key = options.api_key or "unused"

@@ -6,17 +6,16 @@ replay of the next step's for every further step:
     soft embedding of the last logits -> decoder -> lm_head -> sample -> accept
 
 All that changes between replays is in device memory: canvas, step, temperature, slots, context. Graphs
-are captured on first use for a bucket of sequences (1, 2, 4, 8, ...) and a sampler's settings; a batch
-between two buckets repeats its first sequence, which writes the same values to the same cells. The host
-learns that all have stopped from a flag that travels one step behind, so it never waits for a step
-before it starts the next; sequences that have stopped are left as they are meanwhile.
+are captured for a bucket of sequences (1, 2, 4, 8, ...) and a sampler's settings, as far as `Steps`
+allows; a batch between two buckets repeats its first sequence, which writes the same values to the same
+cells. The host learns that all have stopped from a flag that travels one step behind, so it never waits
+for a step before it starts the next; sequences that have stopped are left as they are meanwhile.
 
 What a batch committed is encoded together, again as a graph, and so are new prompts of up to SHORT
 tokens; longer ones are encoded in chunks as they are admitted, each a graph unless it has pictures. On
 a CPU the same calls run without graphs, on the kernels' torch references.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from quantize.errors import InputError, ResourceError
 from quantize.runtime.engine import Canvas, Meanwhile, OnDraft, by_sampler
-from quantize.runtime.fused.graphs import Commit, Pool, Step
+from quantize.runtime.fused.graphs import Commit, Pool, Step, Steps
 from quantize.runtime.fused.prompt_pieces import Span, pictures, pieces, soft_tokens
 from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import TextWeights
@@ -39,7 +38,6 @@ from quantize.runtime.sampler import Sampler
 CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 must fit
 SHORT = 256  # prompts up to here, or to a canvas, are encoded together in a pass of this length
 PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
-CAPTURED = 8  # (bucket, settings) whose graphs are kept
 
 
 @dataclass
@@ -108,7 +106,9 @@ class FusedEngine:
         self._graphs = graphs and self.device.type == "cuda"
         self._pool: Pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._slots: dict[int, _Sequence] = {}
-        self._steps: OrderedDict[tuple[int, Sampler], Step] = OrderedDict()
+        self._steps = Steps(
+            lambda rows, sampler: Step(self.model, rows, sampler, self._logits, self._pool)
+        )
         self._commits: dict[tuple[int, int], Commit] = {}
 
     def admit(
@@ -182,6 +182,7 @@ class FusedEngine:
                 self.denoise(slots)
             for slot in slots:
                 self.release(slot)
+            self._steps.hold()
             bucket *= 2
 
     def profile_step(self, slots: Sequence[int]) -> dict[str, float]:
@@ -192,8 +193,8 @@ class FusedEngine:
         """
         self._encode_last(slots)
         rows = self._padded(slots)
-        step = self._step(len(rows), self._slots[slots[0]].sampler)
-        self._begin(step, rows)
+        step, graphs = self._steps.get(len(rows), self._slots[slots[0]].sampler)
+        self._begin(step, rows, graphs and self._graphs)
         step.compute(True)
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
@@ -306,10 +307,11 @@ class FusedEngine:
         self, slots: list[int], sampler: Sampler, on_draft: OnDraft | None
     ) -> dict[int, Canvas]:
         rows = self._padded(slots)
-        step = self._step(len(rows), sampler)
-        self._begin(step, rows)
+        step, worth = self._steps.get(len(rows), sampler)
+        graphs = self._graphs and worth
+        self._begin(step, rows, graphs)
         show = None if on_draft is None else lambda n: _show(step.state, slots, n, on_draft)
-        step.run(self._graphs, show)
+        step.run(graphs, show)
         tokens, steps = step.state.argmax.tolist(), (step.state.step - 1).tolist()
         for slot, committed in zip(slots, tokens, strict=False):
             sequence = self._slots[slot]
@@ -318,19 +320,10 @@ class FusedEngine:
         found = zip(slots, tokens, steps, strict=False)
         return {slot: Canvas(committed, count) for slot, committed, count in found}
 
-    def _begin(self, step: Step, rows: list[int]) -> None:
+    def _begin(self, step: Step, rows: list[int], graphs: bool) -> None:
         sequences = [self._slots[slot] for slot in rows]
         given = [(r, s.context, s.seed, s.canvases) for r, s in zip(rows, sequences, strict=True)]
-        step.begin(given, self._graphs)
-
-    def _step(self, rows: int, sampler: Sampler) -> Step:
-        key = (rows, sampler)
-        if key not in self._steps:
-            self._steps[key] = Step(self.model, rows, sampler, self._logits, self._pool)
-            if len(self._steps) > CAPTURED:
-                self._steps.popitem(last=False)
-        self._steps.move_to_end(key)
-        return self._steps[key]
+        step.begin(given, graphs)
 
 
 def _denoising(sampler: Sampler) -> Sampler:

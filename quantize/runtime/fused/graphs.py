@@ -1,9 +1,11 @@
 """Passes of a fixed shape as CUDA graphs: a canvas' denoising steps, and the encoding of what is new.
 
 Everything that changes between replays is in device memory. A graph is captured when its pass is first
-run, for one number of sequences and, where the sampler is part of it, its settings.
+run, for one number of sequences and, where the sampler is part of it, its settings. Of those there are
+as many as requests ask for: `Steps` bounds what is captured for them.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,9 @@ from torch.profiler import record_function as part
 
 from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.sampler import Sampler
+
+CAPTURED = 8  # (rows, settings) beside those of the warm-up whose graphs are kept
+WORTH = 8  # canvases after which further settings are worth a capture
 
 Pool = Any  # torch's handle of CUDA graphs' memory; None where nothing is captured
 
@@ -154,3 +159,44 @@ class Step:
                 entropy_bound=sampler.entropy_bound,
                 confidence_threshold=sampler.confidence_threshold,
             )  # fmt: skip
+
+
+class Steps:
+    """The steps of the settings in use, and which of them to capture.
+
+    Whatever requests ask for, there are at most CAPTURED + canvases / WORTH captures, and graphs of the
+    warm-up's settings and of CAPTURED others: the first CAPTURED settings are captured at once, others
+    when they have denoised WORTH canvases kernel by kernel. The warm-up's are never given up.
+
+    Args:
+        make: the step of so many rows under a sampler.
+    """
+
+    def __init__(self, make: Callable[[int, Sampler], Step]) -> None:
+        self._make = make
+        self._lasting: dict[tuple[int, Sampler], Step] = {}
+        self._captured: OrderedDict[tuple[int, Sampler], Step] = OrderedDict()
+        self._tried: OrderedDict[tuple[int, Sampler], tuple[Step, int]] = OrderedDict()
+
+    def get(self, rows: int, sampler: Sampler) -> tuple[Step, bool]:
+        """Return the step for the next canvas of `rows` sequences, and whether graphs are worth it."""
+        key = (rows, sampler)
+        if key in self._lasting:
+            return self._lasting[key], True
+        if key in self._captured:
+            self._captured.move_to_end(key)
+            return self._captured[key], True
+        step, canvases = self._tried.pop(key, None) or (self._make(rows, sampler), 0)
+        if worth := len(self._captured) < CAPTURED or canvases >= WORTH:
+            self._captured[key] = step
+        else:
+            self._tried[key] = step, canvases + 1
+        for kept in (self._captured, self._tried):
+            if len(kept) > CAPTURED:
+                kept.popitem(last=False)
+        return step, worth
+
+    def hold(self) -> None:
+        """Keep what is captured by now for good: it does not count against what requests may have."""
+        self._lasting |= self._captured
+        self._captured.clear()
