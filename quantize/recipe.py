@@ -9,16 +9,19 @@ import hashlib
 import importlib.resources
 import json
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from quantize.errors import InputError
+from quantize.rounding import Observer
+from quantize.schemes import SCHEMES
 
-Scheme = Literal["FP8_DYNAMIC", "NVFP4", "NVFP4A16", "INT8_DYNAMIC"]
-SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
-Observer = Literal["memoryless_minmax", "memoryless_mse"]
+if TYPE_CHECKING:
+    SchemeName = str
+else:
+    SchemeName = Literal[*SCHEMES]
 ActivationMode = Literal["none", "per_expert", "per_layer"]
 ACTIVATION_MODES: tuple[ActivationMode, ...] = get_args(ActivationMode)
 
@@ -44,12 +47,12 @@ class Quantization(Section):
     matches from the start of the name.
     """
 
-    scheme: Scheme | dict[Scheme, list[str]]
+    scheme: SchemeName | dict[SchemeName, list[str]]
     targets: list[str] = ["Linear"]
     ignore: list[str]
     observer: Observer = "memoryless_minmax"
 
-    def targets_by_scheme(self) -> dict[Scheme, list[str]]:
+    def targets_by_scheme(self) -> dict[SchemeName, list[str]]:
         """Return scheme -> targets, whichever form the recipe used."""
         return self.scheme if isinstance(self.scheme, dict) else {self.scheme: self.targets}
 
@@ -74,7 +77,7 @@ class Calibration(Section):
 class Verification(Section):
     """Largest allowed relative error |W - W'| / |W| of any quantized source tensor, per scheme."""
 
-    max_relative_error: dict[Scheme, float]
+    max_relative_error: dict[SchemeName, float]
 
 
 class Evaluation(Section):
@@ -151,7 +154,7 @@ class Recipe(Section):
     @property
     def needs_calibration(self) -> bool:
         """Whether a scheme of the recipe has calibrated input scales (NVFP4 with activations)."""
-        return "NVFP4" in self.quantization.targets_by_scheme()
+        return any(SCHEMES[name].calibrated for name in self.quantization.targets_by_scheme())
 
     def to_yaml(self) -> str:
         """Return the resolved recipe as YAML, every default written out."""

@@ -1,312 +1,224 @@
-"""The arithmetic of every scheme: weights to codes and scales and back, and rounded activations.
+"""Every scheme, said once: what it is called, how it lies on disk, and its arithmetic.
 
-Weights are [..., out, in] in BF16; leading dimensions (experts) are quantized together.
+Whoever needs to know something about a scheme asks its record here: layout, ModelOpt's layout, plan,
+convert, load, simulation, the kernels' weights, verification and the estimate of a run. A new scheme
+is a record in `SCHEMES`, its arithmetic in `quantize.rounding` where that is new, and a kernel.
 
-  scheme       code                scale                              weight =
-  FP8_DYNAMIC  e4m3                BF16 per output row = amax / 448   code * scale
-  INT8_DYNAMIC int8                BF16 per output row = amax / 127.5 code * scale
-  NVFP4(A16)   e2m1, two a byte    e4m3 per 16 inputs = global *      code * (scale / global)
-                                   amax / 6; global FP32 = 448 * 6 / amax of the tensor
+  scheme        codes  scales                                  activations while serving
+  FP8_DYNAMIC   e4m3   BF16 a row                              e4m3, a scale a token
+  INT8_DYNAMIC  int8   BF16 a row                              int8, a scale a token
+  NVFP4         e2m1   e4m3 for 16 inputs, FP32 for a matrix   e2m1 under a calibrated FP32 scale
+  NVFP4A16      e2m1   the same                                BF16
 
-e2m1 codes 0..7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign; the low nibble is the even input.
-The global scale is a large number: the inverse of ModelOpt's `weight_scale_2`. Linears that a server
-fuses into one matrix (q/k/v, gate/up) must share it.
-
-Results are bit-identical to compressed-tensors 0.19 with llm-compressor 0.14's observers, which
-demands their dtypes step by step: scales are BF16 quotients, FP8 codes are rounded twice (BF16, then
-e4m3), a global scale is rounded to BF16 before it is stored as FP32, NVFP4 codes come from FP32.
-
-Zeros: a row or block whose scale would be 0 gets compressed-tensors' smallest one (2^-7 per row,
-0.125 per block) and codes of 0; an all-zero tensor the global scale 1. NaN and infinity are not
-quantized to anything: `observe` passes them on in its result and the caller refuses the tensor.
-Left out: asymmetric zero points and block-128 FP8 (704 and 2112 inputs are no multiples of 128).
+ModelOpt's NVFP4 stores `weight_scale_2` = amax / (6 * 448), a SMALL number that multiplies, the
+inverse of compressed-tensors' `weight_global_scale`; its `input_scale` likewise. Codes, nibble order
+and block scales are the same. Its FP8 has one scale for a matrix, and one fixed scale (amax / 448)
+for all activations of a Linear, which get a scale a token here.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
+from torch import Tensor
 
-from quantize.recipe import Observer, Scheme
+from quantize import rounding
+from quantize.rounding import E2M1_GROUPS, E4M3_ROWS, FP8, GROUP, INT8_ROWS, Codes, Observer
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-FP8_MAX_BITS = 0x43E0  # 448 in BF16
-E2M1_MAX = 6.0
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-GROUP = 16
-SMALLEST_BLOCK_SCALE = 0.125
-# Half the distance from the lowest to the highest code: an amax of 1 gets the scale 1 / HALF_RANGE.
-HALF_RANGE: dict[Scheme, float] = {
-    "FP8_DYNAMIC": FP8_MAX,
-    "INT8_DYNAMIC": 127.5,
-    "NVFP4": E2M1_MAX,
-    "NVFP4A16": E2M1_MAX,
-}
-CODES: dict[Scheme, torch.dtype] = {"FP8_DYNAMIC": FP8, "INT8_DYNAMIC": torch.int8}
-# Values worked on at a time: FP32 temporaries of 2 MB stay in the cache. On one core of a Xeon the
-# NVFP4 codes of whole matrices come at 0.39 GB/s of BF16 input, in such blocks at 2.3 GB/s.
-BLOCK_VALUES = 1 << 19
-
-# memoryless_mse of llm-compressor: ranges shrunk by up to a fifth in steps of 1 %.
-MSE_STEPS = 20
-MSE_GRID = 100.0
-MSE_PATIENCE = 5
-MSE_NORM = 2.4
+Tensors = dict[str, tuple[str, tuple[int, ...]]]  # suffix -> safetensors dtype and shape
 
 
-def is_nvfp4(scheme: Scheme) -> bool:
-    """Whether weights are e2m1 in groups of 16 under a global scale."""
-    return scheme in ("NVFP4", "NVFP4A16")
+@dataclass(frozen=True)
+class OnDisk:
+    """How one library writes a scheme.
 
-
-def observe(weight: torch.Tensor, scheme: Scheme, observer: Observer) -> torch.Tensor:
-    """Return the range [..., out, groups] in BF16 that each scale must cover.
-
-    One group of all inputs per row, or groups of 16 for NVFP4. `memoryless_minmax` covers the
-    largest magnitude; `memoryless_mse` shrinks it where that lowers the error |W - W'|^2.4.
-    A group that holds NaN or infinity has a range of NaN or infinity.
+    Attributes:
+        name: compressed-tensors' format, or ModelOpt's quant_algo.
+        tensors: (out, in) -> the tensors of a Linear by suffix, codes first, in writing order.
     """
-    *leading, inputs = weight.shape
-    groups = inputs // GROUP if is_nvfp4(scheme) else 1
-    # Positive BF16 numbers sort like their bits, and int16 maxima run 3 times as fast as BF16 ones.
-    bits = weight.view(torch.int16)
-    amax = torch.empty((*leading, groups), dtype=torch.int16, device=weight.device)
-    for block in _blocks(weight):
-        torch.amax((bits[block] & 0x7FFF).unflatten(-1, (groups, -1)), dim=-1, out=amax[block])
-    ranges = amax.view(torch.bfloat16)
-    if observer == "memoryless_mse":
-        return _shrink(weight.unflatten(-1, (groups, -1)), ranges, scheme)
-    return ranges
+
+    name: str
+    tensors: Callable[[int, int], Tensors]
 
 
-def global_scale(ranges: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the FP32 global scale [..., 1] that Linears with these ranges [..., out, groups] share.
+@dataclass(frozen=True)
+class Scheme:
+    """One quantization scheme.
 
-    448 * 6 / the largest, rounded to BF16 as compressed-tensors does; 1 where that overflows.
+    Attributes:
+        name: in recipes and in everything we write.
+        compressed: as compressed-tensors writes it, which is how we do.
+        modelopt: as ModelOpt writes it, None where it does not.
+        preset: compressed-tensors' preset for a config group.
+        config_weights: type, num_bits and strategy of the weights in a config group.
+        config_activations: `dynamic` of the activations in a config group, None for BF16 ones.
+        codes: the number format of the weights.
+        quantize: (weight [..., out, in], ranges, shared global scale or None, memory for the codes or
+            None) -> tensors by suffix.
+        dequantize: tensors by suffix, in either library's layout -> BF16 weight [..., out, in].
+        round_activations: (x [..., K], input global scale or None) -> x as the product reads it; None
+            where activations stay BF16.
+        calibrated: whether every Linear has an `input_global_scale` that calibration finds.
+        kernel: the kernels' name for weights like these.
+        max_relative_error: |W - W'| / |W| of a weight matrix that only a fault exceeds.
+        convert_seconds: CPU seconds a GB of BF16 input takes, on one core of an AMD EPYC.
     """
-    amax = torch.stack([r.flatten(-2).amax(-1) for r in ranges]).amax(0)
-    amax = amax.clamp(min=torch.finfo(amax.dtype).tiny)
-    scale = (FP8_MAX * E2M1_MAX) / amax
-    return torch.nan_to_num(scale, nan=1.0, posinf=1.0).float().unsqueeze(-1)
+
+    name: str
+    compressed: OnDisk
+    modelopt: OnDisk | None
+    preset: str
+    config_weights: tuple[str, int, str]
+    config_activations: Literal[True, "local"] | None
+    codes: Codes
+    quantize: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], dict[str, Tensor]]
+    dequantize: Callable[[Mapping[str, Tensor]], Tensor]
+    round_activations: Callable[[Tensor, float | None], Tensor] | None
+    calibrated: bool
+    kernel: Literal["fp8", "int8", "nvfp4"]
+    max_relative_error: float
+    convert_seconds: float
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def group_size(self) -> int:
+        """The number that in-features must be a multiple of."""
+        return self.codes.group or 1
+
+    @property
+    def shares_global_scale(self) -> bool:
+        """Whether Linears that a server fuses into one matrix must share a global scale."""
+        return "weight_global_scale" in self.compressed.tensors(1, GROUP)
+
+    def observe(self, weight: Tensor, observer: Observer) -> Tensor:
+        """Return the ranges [..., out, groups] of weights: see `rounding.observe`."""
+        return rounding.observe(weight, self.codes, observer)
 
 
-def quantize_weight(
-    scheme: Scheme,
-    weight: torch.Tensor,
-    ranges: torch.Tensor,
-    shared_global_scale: torch.Tensor | None = None,
-    codes: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor]:
-    """Quantize BF16 weights [..., out, in] to the tensors of their scheme, by on-disk suffix.
-
-    Args:
-        scheme: FP8_DYNAMIC, INT8_DYNAMIC, NVFP4 or NVFP4A16.
-        weight: contiguous; `in` a multiple of 16 for NVFP4.
-        ranges: what `observe` found, [..., out, groups].
-        shared_global_scale: [..., 1], for NVFP4; from `ranges` alone when not given.
-        codes: where the codes go, [..., out, in] of the scheme's dtype, or [..., out, in / 2] for
-            NVFP4; of any strides. New memory when not given.
-    """
-    if codes is None:
-        codes = _empty_codes(weight, scheme)
-    if is_nvfp4(scheme):
-        shared = global_scale([ranges]) if shared_global_scale is None else shared_global_scale
-        return _quantize_nvfp4(weight, ranges, shared, codes)
-    scale = _row_scale(ranges, scheme)
-    for block in _blocks(weight):
-        codes[block] = _fit(weight[block] / scale[block], scheme)  # copying casts
-    return {"weight": codes, "weight_scale": scale}
+def _rows(dtype: str, out: int, inputs: int) -> Tensors:
+    return {"weight": (dtype, (out, inputs)), "weight_scale": ("BF16", (out, 1))}
 
 
-def _empty_codes(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    if is_nvfp4(scheme):
-        packed = (*weight.shape[:-1], weight.shape[-1] // 2)
-        return torch.empty(packed, dtype=torch.uint8, device=weight.device)
-    return torch.empty_like(weight, dtype=CODES[scheme])
-
-
-def dequantize_weight(scheme: Scheme, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the BF16 weights [..., out, in] of a scheme's tensors, by on-disk suffix."""
-    if not is_nvfp4(scheme):
-        scale = tensors["weight_scale"]
-        return (tensors["weight"].to(scale.dtype) * scale).bfloat16()
-    scale = tensors["weight_scale"].float()
-    if "weight_scale_2" in tensors:  # ModelOpt: a small number that multiplies
-        packed, scale = tensors["weight"], scale * tensors["weight_scale_2"]
-    else:  # [..., out, in / 16] over [..., 1, 1]
-        packed, scale = (
-            tensors["weight_packed"],
-            scale / tensors["weight_global_scale"].unsqueeze(-1),
-        )
-    values = unpack_e2m1(packed).unflatten(-1, (-1, GROUP))
-    return (values * scale.unsqueeze(-1)).flatten(-2).bfloat16()
-
-
-def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
-    """Return the FP32 values [..., in] of packed codes [..., in / 2]."""
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=packed.device)
-    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-    return table[codes.int()]
-
-
-def fake_quantize_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Round activations [..., K] to e4m3 with one scale a token, in x's dtype."""
-    return _fake_quantize_rows(x, "FP8_DYNAMIC")
-
-
-def fake_quantize_int8(x: torch.Tensor) -> torch.Tensor:
-    """Round activations [..., K] to int8 with one scale a token, in x's dtype."""
-    return _fake_quantize_rows(x, "INT8_DYNAMIC")
-
-
-def fake_quantize_nvfp4(x: torch.Tensor, global_scale: float) -> torch.Tensor:
-    """Round activations [..., K] to e2m1: an e4m3 scale per 16 values under the calibrated one.
-
-    `global_scale` = 448 * 6 / the calibrated amax. Values beyond the range saturate.
-    """
-    groups = x.unflatten(-1, (-1, GROUP))
-    shared = torch.tensor([global_scale], dtype=torch.float32, device=x.device)
-    scale = _block_scale(groups.abs().amax(-1), shared) / shared
-    rounded = round_e2m1((groups / scale.unsqueeze(-1)).clamp_(-E2M1_MAX, E2M1_MAX))
-    return (rounded * scale.unsqueeze(-1)).flatten(-2).to(x.dtype)
-
-
-def round_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Round FP32 values in -6..6 to the nearest e2m1 value, ties to the even code."""
-    magnitude = x.abs()
-    magic = _magic(magnitude)
-    return magnitude.add_(magic).sub_(magic).copysign_(x)
-
-
-def _magic(magnitude: torch.Tensor) -> torch.Tensor:
-    """Return 2^22 * max(1, 2^floor(log2 x)): adding it rounds x to e2m1's grid there.
-
-    Below 2 the grid is 0.5, FP32's spacing at 2^22; it doubles from one power of two to the next.
-    """
-    exponent = magnitude.view(torch.int32) & 0x7F800000
-    return exponent.clamp_(min=0x3F800000).add_(22 << 23).view(torch.float32)
-
-
-def _e2m1_codes(x: torch.Tensor) -> torch.Tensor:
-    """Return the codes 0..15 (uint8) of FP32 values in -6..6; x is used up."""
-    negative = (x < 0).view(torch.uint8)
-    magnitude = x.abs_()
-    magic = _magic(magnitude)
-    bits = magnitude.add_(magic).view(torch.int32)
-    # The sum's last bits count grid steps from 0 and each power of two above 1 adds two codes:
-    # bits - magic + 2 * (exponent of x), where magic >> 22 = 2 * (127 + 22 + exponent).
-    magic_bits = magic.view(torch.int32)
-    codes = bits.sub_(magic_bits).add_(magic_bits.bitwise_right_shift_(22)).sub_(298)
-    return codes.to(torch.uint8).bitwise_or_(negative << 3)
-
-
-def _pack(codes: torch.Tensor) -> torch.Tensor:
-    """Pack codes [..., in] two a byte, the even input in the low nibble (little-endian)."""
-    pairs = codes.view(torch.int16)
-    return (pairs | (pairs >> 4)).to(torch.uint8)
-
-
-def _quantize_nvfp4(
-    weight: torch.Tensor, ranges: torch.Tensor, shared: torch.Tensor, packed: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    scale = _block_scale(ranges, shared.unsqueeze(-1))  # [..., out, in / 16] FP32
-    divisor = (scale / shared.unsqueeze(-1)).unsqueeze(-1)
-    for block in _blocks(weight):
-        scaled = weight[block].unflatten(-1, (-1, GROUP)) / divisor[block]
-        packed[block] = _pack(_e2m1_codes(scaled.clamp_(-E2M1_MAX, E2M1_MAX)).flatten(-2))
-    return {
-        "weight_packed": packed,
-        "weight_scale": scale.to(FP8),
-        "weight_global_scale": shared.expand(*weight.shape[:-2], 1).contiguous(),
+def _groups(calibrated: bool, out: int, inputs: int) -> Tensors:
+    tensors: Tensors = {
+        "weight_packed": ("U8", (out, inputs // 2)),
+        "weight_scale": ("F8_E4M3", (out, inputs // GROUP)),
+        "weight_global_scale": ("F32", (1,)),
     }
+    return {**tensors, "input_global_scale": ("F32", (1,))} if calibrated else tensors
 
 
-def _block_scale(ranges: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    """Return the scales of groups of 16: e4m3 numbers, held in FP32, never 0."""
-    scale = (shared * _quotient(ranges, E2M1_MAX)).clamp(max=FP8_MAX).to(FP8).float()
-    return scale.masked_fill_(scale == 0, SMALLEST_BLOCK_SCALE)
+def _modelopt_rows(out: int, inputs: int) -> Tensors:
+    number = ("F32", ())
+    return {"weight": ("F8_E4M3", (out, inputs)), "weight_scale": number, "input_scale": number}
 
 
-def _row_scale(ranges: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Return the scales range / half range in the dtype of `ranges`, never 0."""
-    scale = _quotient(ranges, HALF_RANGE[scheme])
-    return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
+def _modelopt_groups(calibrated: bool, out: int, inputs: int) -> Tensors:
+    number = ("F32", ())
+    tensors: Tensors = {
+        "weight": ("U8", (out, inputs // 2)),
+        "weight_scale": ("F8_E4M3", (out, inputs // GROUP)),
+        "weight_scale_2": number,
+    }
+    return {**tensors, "input_scale": number} if calibrated else tensors
 
 
-def _quotient(ranges: torch.Tensor, half_range: float) -> torch.Tensor:
-    """Divide by a tensor: CUDA turns division by a Python number into an inexact product."""
-    return ranges / ranges.new_tensor(half_range)
+def _quantize_rows(
+    codes: Codes, weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
+):
+    return rounding.quantize_rows(codes, weight, ranges, out)
 
 
-def _fit(scaled: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Bring BF16 weights over their scale, no NaN, to what the cast to codes takes as they are."""
-    if scheme == "INT8_DYNAMIC":
-        return scaled.clamp_(-128, 127).round_()
-    magnitude = scaled.abs()  # int16 bits are clamped in half the time of BF16 numbers
-    magnitude.view(torch.int16).clamp_(max=FP8_MAX_BITS)
-    return magnitude.copysign_(scaled)
+def _round_tokens(dtype: torch.dtype, x: Tensor, input_global_scale: float | None) -> Tensor:
+    return rounding.round_tokens(x, dtype)
 
 
-def _round(scaled: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Round weights or activations over their scale to a scheme's codes; `scaled` is used up."""
-    if scheme == "FP8_DYNAMIC":
-        return scaled.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
-    if scheme == "INT8_DYNAMIC":
-        return scaled.clamp_(-128, 127).round_().to(torch.int8)
-    return round_e2m1(scaled.clamp_(-E2M1_MAX, E2M1_MAX).float())
+def _round_groups(x: Tensor, input_global_scale: float | None) -> Tensor:
+    if input_global_scale is None:
+        raise ValueError("NVFP4 rounds activations under a calibrated input_global_scale")
+    return rounding.round_groups(x, input_global_scale)
 
 
-def _fake_quantize_rows(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    scale = _row_scale(x.abs().amax(-1, keepdim=True), scheme)
-    return _round(x / scale, scheme).to(x.dtype) * scale
-
-
-def _shrink(groups: torch.Tensor, ranges: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Return the shrunk ranges [..., out, groups] of least error: llm-compressor's memoryless_mse.
-
-    It tries 1.00, 0.99, ... 0.81 of every range, and gives a Linear up after 5 steps that improved
-    no group of it; errors are BF16 sums. The block scale stays BF16 during its search for NVFP4.
-    """
-    best, least = ranges.clone(), torch.full_like(ranges, torch.finfo(ranges.dtype).max)
-    stale = torch.zeros(ranges.shape[:-2], dtype=torch.int32, device=ranges.device)  # per Linear
-    for step in range(MSE_STEPS):
-        shrunk = ranges * (1 - step / MSE_GRID)
-        error = _error(groups, shrunk, scheme)
-        better = (error < least) & (stale < MSE_PATIENCE)[..., None, None]
-        least = torch.where(better, error, least)
-        best = torch.where(better, shrunk, best)
-        improved = better.flatten(-2).any(-1)
-        stale = torch.where(improved, torch.where(stale < MSE_PATIENCE, 0, stale), stale + 1)
-        if (stale >= MSE_PATIENCE).all():
-            break
-    return best
-
-
-def _error(groups: torch.Tensor, ranges: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Return the sum of |W - W'|^2.4 of each group [..., out, groups], W' under `ranges`."""
-    result = torch.empty_like(ranges)
-    scale = _row_scale(ranges, scheme).unsqueeze(-1)
-    for block in _blocks(groups.flatten(-2)):
-        rounded = _round(groups[block] / scale[block], scheme).to(groups.dtype) * scale[block]
-        result[block] = rounded.sub_(groups[block]).abs_().pow_(MSE_NORM).sum(-1)
-    return result
-
-
-def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite: by the bits, 10 times as fast as isfinite."""
-    if tensor.dtype == torch.bfloat16:
-        bits = tensor.view(torch.int16).flatten().split(BLOCK_VALUES)
-        return all(bool((block & 0x7F80).amax() < 0x7F80) for block in bits if block.numel())
-    if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
-        return not tensor.numel() or bool((tensor.view(torch.uint8) & 0x7F).amax() < 0x7F)
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
-
-
-def _blocks(weight: torch.Tensor) -> Iterator[tuple[int | slice, ...]]:
-    """Yield indices of rows of [..., out, in]: about BLOCK_VALUES values each, of one Linear."""
-    *leading, out, inputs = weight.shape
-    step = max(1, BLOCK_VALUES // inputs)
-    for linear in product(*map(range, leading)):
-        for start in range(0, out, step):
-            yield (*linear, slice(start, start + step))
+_ALL = (
+    Scheme(
+        name="FP8_DYNAMIC",
+        compressed=OnDisk("float-quantized", partial(_rows, "F8_E4M3")),
+        modelopt=OnDisk("FP8", _modelopt_rows),
+        preset="FP8_DYNAMIC",
+        config_weights=("float", 8, "channel"),
+        config_activations=True,
+        codes=E4M3_ROWS,
+        quantize=partial(_quantize_rows, E4M3_ROWS),
+        dequantize=rounding.dequantize_rows,
+        round_activations=partial(_round_tokens, FP8),
+        calibrated=False,
+        kernel="fp8",
+        max_relative_error=0.04,
+        convert_seconds=1.5,
+    ),
+    Scheme(
+        name="NVFP4",
+        compressed=OnDisk("nvfp4-pack-quantized", partial(_groups, True)),
+        modelopt=OnDisk("NVFP4", partial(_modelopt_groups, True)),
+        preset="NVFP4",
+        config_weights=("float", 4, "tensor_group"),
+        config_activations="local",
+        codes=E2M1_GROUPS,
+        quantize=rounding.quantize_groups,
+        dequantize=rounding.dequantize_groups,
+        round_activations=_round_groups,
+        calibrated=True,
+        kernel="nvfp4",
+        max_relative_error=0.13,
+        convert_seconds=2.6,
+    ),
+    Scheme(
+        name="NVFP4A16",
+        compressed=OnDisk("nvfp4-pack-quantized", partial(_groups, False)),
+        modelopt=OnDisk("W4A16_NVFP4", partial(_modelopt_groups, False)),
+        preset="NVFP4A16",
+        config_weights=("float", 4, "tensor_group"),
+        config_activations=None,
+        codes=E2M1_GROUPS,
+        quantize=rounding.quantize_groups,
+        dequantize=rounding.dequantize_groups,
+        round_activations=None,
+        calibrated=False,
+        kernel="nvfp4",
+        max_relative_error=0.13,
+        convert_seconds=2.6,
+    ),
+    Scheme(
+        name="INT8_DYNAMIC",
+        compressed=OnDisk("int-quantized", partial(_rows, "I8")),
+        modelopt=None,
+        preset="INT8",
+        config_weights=("int", 8, "channel"),
+        config_activations=True,
+        codes=INT8_ROWS,
+        quantize=partial(_quantize_rows, INT8_ROWS),
+        dequantize=rounding.dequantize_rows,
+        round_activations=partial(_round_tokens, torch.int8),
+        calibrated=False,
+        kernel="int8",
+        max_relative_error=0.03,
+        convert_seconds=2.3,
+    ),
+)
+SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL}
+# (what its writer calls the scheme, how it writes it)
+LAYOUTS = (
+    *((scheme.name, scheme.compressed) for scheme in _ALL),
+    *((scheme.modelopt.name, scheme.modelopt) for scheme in _ALL if scheme.modelopt),
+)
+# What a quantized Linear's tensors are called, behind the module's name.
+SUFFIXES = tuple(
+    dict.fromkeys(suffix for _, layout in LAYOUTS for suffix in layout.tensors(1, GROUP))
+)
+GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
+INPUT_SCALES = ("input_global_scale", "input_scale")
+TENSOR_SCALES = (*GLOBAL_SCALES, *INPUT_SCALES)  # one number for a whole matrix, above 0

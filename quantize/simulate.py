@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from quantize.recipe import ActivationMode, Scheme
-from quantize.schemes import fake_quantize_fp8, fake_quantize_int8, fake_quantize_nvfp4
+from quantize.recipe import ActivationMode
+from quantize.schemes import Scheme
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 TREES = ("model.decoder.", "model.encoder.language_model.")
@@ -65,13 +65,8 @@ def simulate_activations(
 
 def rounding(scheme: Scheme, input_global_scale: float | None) -> Rounding | None:
     """Return the function that rounds activations [..., K] of a scheme, None for BF16 ones."""
-    if scheme == "FP8_DYNAMIC":
-        return fake_quantize_fp8
-    if scheme == "INT8_DYNAMIC":
-        return fake_quantize_int8
-    if scheme == "NVFP4" and input_global_scale is not None:
-        return partial(fake_quantize_nvfp4, global_scale=input_global_scale)
-    return None
+    round_input = scheme.round_activations
+    return None if round_input is None else lambda x: round_input(x, input_global_scale)
 
 
 def _widest(

@@ -4,26 +4,23 @@ import pytest
 import torch
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from fused_dequant import formats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmcompressor.observers import Observer
 from oracle import assert_equal_quantization, assert_same_bits, oracle, preset
 
-from quantize.recipe import SCHEMES, Scheme
-from quantize.schemes import (
-    E2M1,
-    dequantize_weight,
-    fake_quantize_fp8,
-    fake_quantize_int8,
-    fake_quantize_nvfp4,
-    global_scale,
-    is_nvfp4,
-    observe,
-    quantize_weight,
-    round_e2m1,
-)
+from quantize.checkpoints.reader import DTYPES
+from quantize.rounding import E2M1, global_scale, round_e2m1
+from quantize.schemes import SCHEMES, Scheme
 
 OBSERVERS = ("memoryless_minmax", "memoryless_mse")
+NVFP4 = SCHEMES["NVFP4"]
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
+
+
+def quantized(scheme: Scheme, weight: torch.Tensor, observer="memoryless_minmax"):
+    return scheme.quantize(weight, scheme.observe(weight, observer), None, None)
 
 
 def random_weight(*shape: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
@@ -37,25 +34,27 @@ def random_weight(*shape: int, seed: int = 0, spread: float = 2.0) -> torch.Tens
 
 
 @pytest.mark.parametrize("observer", OBSERVERS)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@every_scheme
 @pytest.mark.parametrize("shape", [(24, 16), (7, 704), (33, 2816), (48, 80)])
 def test_weights_equal_llm_compressors_bit_for_bit(scheme: Scheme, observer, shape):
     weight = random_weight(*shape, seed=shape[0])
     theirs = oracle(scheme, [weight], observer)[0]
-    mine = quantize_weight(scheme, weight, observe(weight, scheme, observer))
+    mine = quantized(scheme, weight, observer)
     assert_equal_quantization(mine, theirs)
     # compressed-tensors leaves -0.0 for a code of -0: the same bits are asked of us
-    assert_same_bits(dequantize_weight(scheme, mine), theirs["decompressed"])
+    assert_same_bits(scheme.dequantize(mine), theirs["decompressed"])
 
 
 @pytest.mark.parametrize("observer", OBSERVERS)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@every_scheme
 def test_experts_together_equal_experts_one_by_one(scheme: Scheme, observer):
     weight = random_weight(5, 2, 24, 48)
-    ranges = observe(weight, scheme, observer)
-    shared = global_scale([ranges.flatten(1, 2)]).unsqueeze(1) if is_nvfp4(scheme) else None
-    mine = quantize_weight(scheme, weight, ranges, shared)
-    back = dequantize_weight(scheme, mine)
+    ranges = scheme.observe(weight, observer)
+    shared = (
+        global_scale([ranges.flatten(1, 2)]).unsqueeze(1) if scheme.shares_global_scale else None
+    )
+    mine = scheme.quantize(weight, ranges, shared, None)
+    back = scheme.dequantize(mine)
     for e in range(5):
         gate_up = oracle(scheme, [weight[e, 0], weight[e, 1]], observer)
         for i, theirs in enumerate(gate_up):
@@ -63,11 +62,11 @@ def test_experts_together_equal_experts_one_by_one(scheme: Scheme, observer):
             assert_same_bits(back[e, i], theirs["decompressed"])
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@every_scheme
 def test_each_linear_gives_up_its_search_alone(scheme: Scheme):
     """Linears of one group each: some stop improving for 5 steps before a better range comes."""
     weight = random_weight(64, 1, 16, seed=3)
-    mine = observe(weight, scheme, "memoryless_mse")
+    mine = scheme.observe(weight, "memoryless_mse")
     args = preset(scheme, "memoryless_mse").weights
     for i, linear in enumerate(weight):
         seen = Observer.load_from_registry("memoryless_mse", base_name="weight", args=args)
@@ -78,38 +77,38 @@ def test_each_linear_gives_up_its_search_alone(scheme: Scheme):
 
 def test_gate_and_up_share_the_larger_ones_scale():
     gate, up = random_weight(16, 32), 3 * random_weight(16, 32, seed=1)
-    ranges = [observe(w, "NVFP4", "memoryless_minmax") for w in (gate, up)]
+    ranges = [NVFP4.observe(w, "memoryless_minmax") for w in (gate, up)]
     assert torch.equal(global_scale(ranges), global_scale([ranges[1]]))
     assert not torch.equal(global_scale(ranges), global_scale([ranges[0]]))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@every_scheme
 def test_all_zero_weights_rows_and_blocks(scheme: Scheme):
     weight = random_weight(8, 64)
     weight[2] = 0
     weight[5, 16:32] = 0
     for case in (weight, torch.zeros(4, 32, dtype=torch.bfloat16)):
-        mine = quantize_weight(scheme, case, observe(case, scheme, "memoryless_minmax"))
+        mine = quantized(scheme, case)
         assert_equal_quantization(mine, oracle(scheme, [case])[0])
         assert all((t.float() > 0).all() for n, t in mine.items() if n.endswith("scale"))
-        assert (dequantize_weight(scheme, mine)[case == 0] == 0).all()
+        assert (scheme.dequantize(mine)[case == 0] == 0).all()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@every_scheme
 @pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e30, 3e38])
 def test_extreme_magnitudes(scheme: Scheme, magnitude: float):
     weight = (torch.randn(6, 32, generator=torch.Generator().manual_seed(0)) / 4).clamp(-1, 1)
     weight = (weight * magnitude).bfloat16()
-    mine = quantize_weight(scheme, weight, observe(weight, scheme, "memoryless_minmax"))
+    mine = quantized(scheme, weight)
     assert_equal_quantization(mine, oracle(scheme, [weight])[0])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@every_scheme
 def test_what_is_not_finite_shows_in_the_ranges(scheme: Scheme, bad: float):
     weight = random_weight(4, 64)
     weight[1, 33] = bad
-    finite = observe(weight, scheme, "memoryless_minmax").isfinite()
+    finite = scheme.observe(weight, "memoryless_minmax").isfinite()
     assert int((~finite).sum()) == 1
     assert not finite[1].all()
 
@@ -132,8 +131,8 @@ def test_any_finite_block_equals_compressed_tensors(bits: list[int], signs: int)
     block = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16)
     block = torch.where(torch.tensor([bool(signs >> i & 1) for i in range(16)]), -block, block)
     weight = torch.stack((block, block.flip(0)))
-    for scheme in SCHEMES:
-        mine = quantize_weight(scheme, weight, observe(weight, scheme, "memoryless_minmax"))
+    for scheme in SCHEMES.values():
+        mine = quantized(scheme, weight)
         assert_equal_quantization(mine, oracle(scheme, [weight])[0])
 
 
@@ -144,27 +143,76 @@ def activations(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "INT8_DYNAMIC"])
-def test_activations_per_token_equal_compressed_tensors(scheme: Scheme, dtype: torch.dtype):
-    x = activations(dtype)
-    args = preset(scheme).input_activations
-    scale, zero_point = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity())
-    theirs = fake_quantize(x, scale, zero_point, args)
-    mine = (fake_quantize_fp8 if scheme == "FP8_DYNAMIC" else fake_quantize_int8)(x)
-    assert mine.dtype == theirs.dtype
-    assert torch.equal(mine, theirs)
+@pytest.mark.parametrize("name", ["FP8_DYNAMIC", "INT8_DYNAMIC"])
+def test_activations_per_token_are_the_kernels_bit_for_bit(name: str, dtype: torch.dtype):
+    scheme, x = SCHEMES[name], activations(dtype)
+    codes, scale = formats.quantize_rows(x, formats.EIGHT_BIT[scheme.kernel])
+    mine = scheme.round_activations(x, None)
+    assert_same_bits(mine, (codes.float() * scale[..., None]).to(dtype))
     assert not torch.equal(mine, x)
+
+
+@pytest.mark.parametrize("name", ["FP8_DYNAMIC", "INT8_DYNAMIC"])
+def test_activations_per_token_are_vllms_but_for_ties(name: str):
+    """In float32, as CUDA kernels of vLLM: x / scale to e4m3, and round(x * (127 / amax)) to int8.
+
+    We multiply with 1 / scale: where the last bit of a quotient lies on a tie, one code differs.
+    """
+    x = random_weight(64, 2816, spread=1.0).float() * 40
+    amax = x.abs().amax(-1, keepdim=True)
+    if name == "FP8_DYNAMIC":
+        scale = amax / 448
+        theirs = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    else:
+        theirs = (x * (127 / amax)).round() * (amax / 127)
+    mine = SCHEMES[name].round_activations(x, None)
+    same = torch.isclose(mine, theirs, rtol=1e-6, atol=0)
+    assert (~same).float().mean() < 1e-3
+    step = (mine - theirs).abs() / amax
+    assert step.max() <= (32 / 448 if name == "FP8_DYNAMIC" else 1 / 127) * 1.001
+
+
+def test_a_token_that_is_not_finite_stays_so_and_alone():
+    for name in ("FP8_DYNAMIC", "INT8_DYNAMIC"):
+        x = activations(torch.float32)[0]
+        x[2, 5] = torch.inf
+        mine = SCHEMES[name].round_activations(x, None)
+        assert mine[2].isnan().all()
+        assert mine[[0, 1, 3, 4]].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("calibrated", [0.5, 1.0, 3.0])
-def test_activations_in_groups_equal_compressed_tensors(calibrated: float, dtype: torch.dtype):
+def test_activations_in_groups_equal_compressed_tensors_in_float32(
+    calibrated: float, dtype: torch.dtype
+):
     x = activations(dtype)
     shared = 448 * 6 / (x.abs().max().item() * calibrated)  # too small, right, too large a range
-    args = preset("NVFP4").input_activations
-    tensor = torch.tensor([shared])
-    scale, zero_point = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity(), tensor)
-    theirs = fake_quantize(x, scale, zero_point, args, global_scale=tensor)
-    mine = fake_quantize_nvfp4(x, shared)
+    args = preset(NVFP4).input_activations
+    tensor, wide = torch.tensor([shared]), x.float()
+    scale, zero_point = compute_dynamic_scales_and_zp(wide, args, torch.nn.Identity(), tensor)
+    theirs = fake_quantize(wide, scale, zero_point, args, global_scale=tensor).to(dtype)
+    mine = NVFP4.round_activations(x, shared)
     assert mine.dtype == theirs.dtype
     assert torch.equal(mine, theirs)
+
+
+@every_scheme
+def test_the_record_agrees_with_compressed_tensors(scheme: Scheme):
+    """Its preset has the arguments by which config.json is read back, and its format packs so."""
+    theirs = preset(scheme)
+    weights, activations = theirs.weights, theirs.input_activations
+    assert scheme.config_weights == (weights.type, weights.num_bits, weights.strategy)
+    assert scheme.config_activations == (activations and activations.dynamic)
+    assert scheme.codes.group == weights.group_size
+    compressed = oracle(scheme, [random_weight(32, 64)])[0]
+    on_disk = scheme.compressed.tensors(32, 64)
+    calibrated = {"input_global_scale"} if scheme.calibrated else set()
+    assert on_disk.keys() == (compressed.keys() - {"decompressed"}) | calibrated
+    for suffix, (dtype, shape) in on_disk.items():
+        if suffix not in calibrated:
+            assert (DTYPES[dtype], shape) == (compressed[suffix].dtype, compressed[suffix].shape)
+    assert scheme.name in SCHEMES
+    assert list(mine := quantized(scheme, random_weight(32, 64))) == [
+        suffix for suffix in on_disk if suffix in mine
+    ]

@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 
 from quantize.checkpoints.load import load, read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
+from quantize.schemes import SCHEMES
 from quantize.simulate import rounding, simulate_activations
 
 LAYER = 1
@@ -60,9 +61,9 @@ def test_experts_round_with_their_own_or_the_widest_scale(nvfp4_artifact: Path, 
     for token in range(40):
         for slot in range(2):
             e = int(index[token, slot])
-            rounded = rounding("NVFP4", scale["gate_proj"][e])(x[None, token])  # type: ignore[misc]
+            rounded = rounding(SCHEMES["NVFP4"], scale["gate_proj"][e])(x[None, token])  # type: ignore[misc]
             gate, up = linear(rounded, experts.gate_up_proj[e]).chunk(2, -1)
-            hidden = rounding("NVFP4", scale["down_proj"][e])(experts.act_fn(gate) * up)  # type: ignore[misc]
+            hidden = rounding(SCHEMES["NVFP4"], scale["down_proj"][e])(experts.act_fn(gate) * up)  # type: ignore[misc]
             expected[token] += weights[token, slot] * linear(hidden, experts.down_proj[e])[0]
     torch.testing.assert_close(simulated.get_submodule(layer)(x, index, weights), expected)
 
@@ -73,7 +74,7 @@ def test_without_rounding_the_experts_equal_transformers_own(
     """The replaced forward computes the same sum, so any difference is the rounding's."""
     plain, model = load(tiny_checkpoint), load(tiny_checkpoint)
     inputs = read_input_schemes(Checkpoint.open(nvfp4_artifact))
-    weight_only = {name: ("NVFP4A16", None) for name in inputs if ".experts." in name}
+    weight_only = {name: (SCHEMES["NVFP4A16"], None) for name in inputs if ".experts." in name}
     changed = simulate_activations(model, weight_only, "per_expert")  # type: ignore[arg-type]
     assert changed == 2 * LAYERS * EXPERTS * 3
     layer = f"model.decoder.layers.{LAYER}.experts"

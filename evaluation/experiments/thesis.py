@@ -46,6 +46,7 @@ from quantize.runtime.modules.passes import (
 )
 from quantize.runtime.noise import CounterNoise
 from quantize.runtime.trajectory import Prompt, Trajectory, record, record_all
+from quantize.schemes import SCHEMES
 from quantize.simulate import simulate_activations
 from quantize.stages.calibrate import (
     calibrated_modules,
@@ -224,7 +225,7 @@ def run(out: Path, measurements: Sequence[str]) -> None:
             key, mode = next((key, mode) for each, key, mode in settings() if each == name)
             model = load(CHECKPOINT if name == "bf16" else quantized)
             if key is not None:
-                inputs = {m: ("NVFP4", s) for m, s in scales[key]["scales"].items()}
+                inputs = {m: (SCHEMES["NVFP4"], s) for m, s in scales[key]["scales"].items()}
                 simulate_activations(model, inputs, mode)  # pyright: ignore[reportArgumentType]
             return model
 

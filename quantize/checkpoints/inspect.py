@@ -1,15 +1,9 @@
 """What is in a checkpoint: format, schemes, counts, what is left in BF16, and what is wrong with it.
 
 Reads config, index and headers only. The scheme of a module is told from its own tensors, so a config
-that says something else shows up as a problem. What makes a quantized Linear:
-
-  compressed-tensors (ours, llm-compressor's, RedHatAI's)
-    weight F8_E4M3, weight_scale [out, 1]                       FP8_DYNAMIC
-    weight I8, weight_scale [out, 1]                            INT8_DYNAMIC
-    weight_packed U8, weight_scale, weight_global_scale         NVFP4A16; + input_global_scale NVFP4
-  ModelOpt (NVIDIA's)
-    weight U8, weight_scale, weight_scale_2 = 1 / global scale  NVFP4A16; + input_scale NVFP4
-    weight F8_E4M3, weight_scale, input_scale                   FP8
+that says something else shows up as a problem. What makes a quantized Linear stands in the records
+of `quantize.schemes`: compressed-tensors' tensors (ours, llm-compressor's, RedHatAI's) and ModelOpt's
+(NVIDIA's).
 
 Problems are what makes servers fail or answer nonsense: scales on modules that they read in BF16, two
 tensors for one module, experts missing or of several schemes, half a module, a config that disagrees.
@@ -27,25 +21,17 @@ from quantize.checkpoints.layout import check_layout
 from quantize.checkpoints.reader import INDEX, Checkpoint, TensorInfo, read_json_object
 from quantize.checkpoints.targets import DROPPED, QUANTIZABLE, linear_modules, module_class
 from quantize.errors import InputError
+from quantize.schemes import GROUP, LAYOUTS, SUFFIXES
 
-SUFFIX = re.compile(
-    r"(.+)\.(weight(?:_packed|_scale|_scale_2|_global_scale)?|input_(?:global_)?scale)"
-)
+SUFFIX = re.compile(rf"(.+)\.({'|'.join(SUFFIXES)})")
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")
 
 PLAIN = ("BF16", "F16", "F32")
-# (suffixes, dtype of the codes) -> scheme
+# (suffixes, dtype of the codes) -> name of the scheme
 SCHEME_OF = {
-    (frozenset({"weight", "weight_scale"}), "F8_E4M3"): "FP8_DYNAMIC",
-    (frozenset({"weight", "weight_scale"}), "I8"): "INT8_DYNAMIC",
-    (frozenset({"weight", "weight_scale", "input_scale"}), "F8_E4M3"): "FP8",
-    (frozenset({"weight_packed", "weight_scale", "weight_global_scale"}), "U8"): "NVFP4A16",
-    (
-        frozenset({"weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"}),
-        "U8",
-    ): "NVFP4",
-    (frozenset({"weight", "weight_scale", "weight_scale_2"}), "U8"): "NVFP4A16",
-    (frozenset({"weight", "weight_scale", "weight_scale_2", "input_scale"}), "U8"): "NVFP4",
+    (frozenset(tensors), next(iter(tensors.values()))[0]): name
+    for name, layout in LAYOUTS
+    for tensors in [layout.tensors(1, GROUP)]
 }
 
 

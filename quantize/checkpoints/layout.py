@@ -13,14 +13,9 @@ from quantize.checkpoints.modelopt import ModelOptSchemes
 from quantize.checkpoints.reader import FIX, Checkpoint, TensorSpec
 from quantize.checkpoints.targets import DROPPED, linear_modules, linear_shape, matches
 from quantize.errors import InputError
-from quantize.recipe import Scheme
+from quantize.schemes import SCHEMES, SUFFIXES, Scheme
 
 MAX_LAYERS = 1000
-SUFFIXES = (
-    "weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_scale_2",
-    "input_global_scale", "input_scale",
-)  # fmt: skip
-TENSOR_SCALES = SUFFIXES[3:]  # one number for a whole tensor, above 0
 SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compressor"
 
 
@@ -133,21 +128,8 @@ def scheme_tensors(
     module: str, scheme: Scheme, out_features: int, in_features: int
 ) -> dict[str, TensorSpec]:
     """Return the tensors that a quantized Linear [out, in] becomes on disk, in writing order."""
-    out, inputs = out_features, in_features
-    if scheme in ("FP8_DYNAMIC", "INT8_DYNAMIC"):
-        codes = "F8_E4M3" if scheme == "FP8_DYNAMIC" else "I8"
-        return {
-            f"{module}.weight": TensorSpec(codes, (out, inputs)),
-            f"{module}.weight_scale": TensorSpec("BF16", (out, 1)),
-        }
-    tensors = {
-        f"{module}.weight_packed": TensorSpec("U8", (out, inputs // 2)),
-        f"{module}.weight_scale": TensorSpec("F8_E4M3", (out, inputs // 16)),
-        f"{module}.weight_global_scale": TensorSpec("F32", (1,)),
-    }
-    if scheme == "NVFP4":
-        tensors[f"{module}.input_global_scale"] = TensorSpec("F32", (1,))
-    return tensors
+    tensors = scheme.compressed.tensors(out_features, in_features)
+    return {f"{module}.{suffix}": TensorSpec(*spec) for suffix, spec in tensors.items()}
 
 
 def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes | None":
@@ -216,12 +198,11 @@ def _group_scheme(name: str, group: dict[str, Any]) -> Scheme:
     """Name the scheme of a config group from its weight and activation arguments."""
     weights, activations = group.get("weights") or {}, group.get("input_activations")
     key = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"))
-    if key == ("float", 8, "channel") and activations and activations.get("dynamic") is True:
-        return "FP8_DYNAMIC"
-    if key == ("int", 8, "channel") and activations and activations.get("dynamic") is True:
-        return "INT8_DYNAMIC"
-    if key == ("float", 4, "tensor_group") and weights.get("group_size") == 16:
-        return "NVFP4" if activations else "NVFP4A16"
+    dynamic = activations.get("dynamic", False) if activations else None
+    for scheme in SCHEMES.values():
+        same_groups = scheme.codes.group in (None, weights.get("group_size"))
+        if (key, dynamic) == (scheme.config_weights, scheme.config_activations) and same_groups:
+            return scheme
     raise InputError(
         f"quantization_config: group {name!r} has weights of type, bits, strategy {key}, "
         f"which no known scheme has; {SCHEME_FIX}"

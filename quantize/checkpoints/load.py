@@ -21,7 +21,6 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
 from quantize.checkpoints.experts import fuse_experts
 from quantize.checkpoints.layout import (
-    TENSOR_SCALES,
     bf16_layout,
     check_layout,
     module_tensors,
@@ -30,8 +29,9 @@ from quantize.checkpoints.layout import (
 from quantize.checkpoints.reader import FIX, Checkpoint
 from quantize.checkpoints.targets import linear_modules
 from quantize.errors import InputError, ResourceError
-from quantize.recipe import ActivationMode, Scheme
-from quantize.schemes import all_finite, dequantize_weight
+from quantize.recipe import ActivationMode
+from quantize.rounding import all_finite
+from quantize.schemes import TENSOR_SCALES, Scheme
 from quantize.simulate import simulate_activations
 
 
@@ -135,7 +135,7 @@ def read_module(checkpoint: Checkpoint, module: str, scheme: Scheme) -> torch.Te
         name.removeprefix(f"{module}."): _read_finite(checkpoint, name)
         for name in module_tensors(checkpoint, module)
     }
-    return dequantize_weight(scheme, tensors)
+    return scheme.dequantize(tensors)
 
 
 def _read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
@@ -154,7 +154,7 @@ def read_input_schemes(checkpoint: Checkpoint) -> dict[str, tuple[Scheme, float 
     """Return module -> (scheme, input global scale or None) of every quantized Linear."""
     result: dict[str, tuple[Scheme, float | None]] = {}
     for module, scheme in schemes_by_module(checkpoint.config).items():
-        scale = _input_global_scale(checkpoint, module) if scheme == "NVFP4" else None
+        scale = _input_global_scale(checkpoint, module) if scheme.calibrated else None
         result[module] = (scheme, scale)
     return result
 

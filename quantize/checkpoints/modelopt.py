@@ -1,16 +1,6 @@
 """NVIDIA ModelOpt's checkpoints: which Linear has which scheme, and which tensors it becomes.
 
-    algorithm    tensors of a Linear [out, in]                     weight =
-    NVFP4        weight U8 [out, in / 2], weight_scale F8_E4M3     code * (weight_scale *
-                 [out, in / 16], weight_scale_2, input_scale F32 []        weight_scale_2)
-    W4A16_NVFP4  the same without input_scale
-    FP8          weight F8_E4M3 [out, in], weight_scale and        code * weight_scale
-                 input_scale F32 []
-
-`weight_scale_2` = amax / (6 * 448) is a SMALL number that multiplies, the inverse of the
-`weight_global_scale` of compressed-tensors; `input_scale` of NVFP4 likewise. Codes, nibble order and
-block scales are the same. An FP8 `input_scale` (amax / 448) asks for one fixed scale for all
-activations of a Linear; here they get a scale a token.
+The records of `quantize.schemes` say which tensors each quant_algo becomes.
 
 config.json says it as `quantization_config` {quant_method: "modelopt", quant_algo, ignore}, older
 exports only in hf_quant_config.json with `exclude_modules`; MIXED_PRECISION lists `quantized_layers`,
@@ -29,13 +19,9 @@ from typing import Any
 
 from quantize.checkpoints.reader import TensorSpec
 from quantize.errors import InputError
-from quantize.recipe import Scheme
+from quantize.schemes import SCHEMES, Scheme
 
-ALGORITHMS: dict[str, Scheme] = {
-    "NVFP4": "NVFP4",
-    "W4A16_NVFP4": "NVFP4A16",
-    "FP8": "FP8_DYNAMIC",
-}
+ALGORITHMS = {s.modelopt.name: s for s in SCHEMES.values() if s.modelopt}
 KV_SCALES = re.compile(r".+\.self_attn\.[kv]_proj\.[kv]_scale")
 
 
@@ -68,18 +54,10 @@ class ModelOptSchemes:
 
     def tensors(self, module: str, scheme: Scheme, out: int, inputs: int) -> dict[str, TensorSpec]:
         """Return the tensors that a quantized Linear [out, inputs] is on disk."""
-        scalar = TensorSpec("F32", ())
-        if scheme == "FP8_DYNAMIC":
-            found = {"weight": TensorSpec("F8_E4M3", (out, inputs)), "weight_scale": scalar}
-        else:
-            found = {
-                "weight": TensorSpec("U8", (out, inputs // 2)),
-                "weight_scale": TensorSpec("F8_E4M3", (out, inputs // 16)),
-                "weight_scale_2": scalar,
-            }
-        if scheme != "NVFP4A16":
-            found["input_scale"] = scalar
-        return {f"{module}.{suffix}": spec for suffix, spec in found.items()}
+        if scheme.modelopt is None:
+            raise InputError(f"quantization_config: ModelOpt has no scheme {scheme}")
+        tensors = scheme.modelopt.tensors(out, inputs)
+        return {f"{module}.{suffix}": TensorSpec(*spec) for suffix, spec in tensors.items()}
 
 
 def _scheme(entry: dict[str, Any]) -> Scheme:

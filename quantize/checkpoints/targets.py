@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantize.checkpoints.reader import TensorInfo
+from quantize.checkpoints.reader import TensorInfo, TensorSpec
 from quantize.errors import InputError
-from quantize.recipe import Quantization, Scheme
+from quantize.recipe import Quantization
+from quantize.schemes import SCHEMES, Scheme
 
 DECODER_LAYER = r"model\.decoder\.layers\.\d+\."
 
@@ -44,8 +45,6 @@ WHY_KEPT = {
     "layer_scalar": "not a Linear",
 }
 QUANTIZABLE = ("experts", "attention", "mlp")
-# The in-features a scheme's groups must divide.
-GROUP_SIZE: dict[Scheme, int] = {"NVFP4": 16, "NVFP4A16": 16, "FP8_DYNAMIC": 1, "INT8_DYNAMIC": 1}
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,9 @@ def plan_targets(tensors: Mapping[str, TensorInfo], quantization: Quantization) 
     targets = [
         _target(info, quantization) for name, info in tensors.items() if not DROPPED.fullmatch(name)
     ]
-    for scheme in quantization.targets_by_scheme():
-        if not any(target.scheme == scheme for target in targets):
-            raise InputError(f"the recipe's scheme {scheme} matches no module of this model")
+    for name in quantization.targets_by_scheme():
+        if not any(target.scheme is SCHEMES[name] for target in targets):
+            raise InputError(f"the recipe's scheme {name} matches no module of this model")
     return targets
 
 
@@ -151,14 +150,14 @@ def _scheme(name: str, modules: tuple[str, ...], quantization: Quantization) -> 
 def _module_scheme(module: str, quantization: Quantization) -> Scheme | None:
     if any(matches(module, pattern) for pattern in quantization.ignore):
         return None
-    schemes: list[Scheme] = [
-        scheme
-        for scheme, patterns in quantization.targets_by_scheme().items()
+    names = [
+        name
+        for name, patterns in quantization.targets_by_scheme().items()
         if any(pattern == "Linear" or matches(module, pattern) for pattern in patterns)
     ]
-    if len(schemes) > 1:
-        raise InputError(f"{module}: matched by two schemes of the recipe, {' and '.join(schemes)}")
-    return schemes[0] if schemes else None
+    if len(names) > 1:
+        raise InputError(f"{module}: matched by two schemes of the recipe, {' and '.join(names)}")
+    return SCHEMES[names[0]] if names else None
 
 
 def matches(module: str, pattern: str) -> bool:
@@ -177,20 +176,17 @@ def _check_allowed(info: TensorInfo, kind: str, scheme: Scheme) -> None:
         raise InputError(
             f"{info.file}: {info.name} is {info.dtype}; only BF16 weights are quantized"
         )
-    if info.shape[-1] % GROUP_SIZE[scheme]:
+    if info.shape[-1] % scheme.group_size:
         raise InputError(
             f"{info.file}: {info.name} has {info.shape[-1]} inputs, not a multiple of "
-            f"{GROUP_SIZE[scheme]} as {scheme} needs"
+            f"{scheme.group_size} as {scheme} needs"
         )
 
 
 def quantized_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
-    """Return the bytes of one quantized Linear: codes, scales and global scales (FP32 [1])."""
-    codes = out_features * in_features
-    if scheme in ("FP8_DYNAMIC", "INT8_DYNAMIC"):
-        return codes + 2 * out_features  # BF16 scale per output channel
-    global_scales = 8 if scheme == "NVFP4" else 4
-    return codes // 2 + codes // 16 + global_scales
+    """Return the bytes of one quantized Linear: codes and scales."""
+    tensors = scheme.compressed.tensors(out_features, in_features).values()
+    return sum(TensorSpec(*spec).nbytes for spec in tensors)
 
 
 def sum_bytes(targets: list[Target]) -> tuple[int, int]:

@@ -33,12 +33,12 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError, QuantizeError
 from quantize.processes import Processes, joined
 from quantize.recipe import Calibration, Quantization, Recipe
+from quantize.rounding import E2M1_MAX, FP8_MAX
 from quantize.run_dir import folder_when_complete, write_json
 from quantize.runtime.modules.inputs import Ranges, watch_inputs
 from quantize.runtime.modules.passes import text_config
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Trajectory, record_all, save_trajectories
-from quantize.schemes import E2M1_MAX, FP8_MAX
 from quantize.stages.coverage import Coverage, StepStatistics
 from quantize.stages.prompts import load_prompts
 
@@ -133,7 +133,7 @@ def calibrated_modules(source: Path, quantization: Quantization) -> list[str]:
         InputError: the recipe gives no module of this model the scheme NVFP4.
     """
     targets = plan_targets(Checkpoint.open(source).tensors, quantization)
-    modules = [module for t in targets if t.scheme == "NVFP4" for module in t.modules]
+    modules = [module for t in targets if t.scheme and t.scheme.calibrated for module in t.modules]
     if not modules:
         raise InputError("the recipe has no NVFP4 module: there is nothing to calibrate")
     return modules

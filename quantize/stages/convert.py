@@ -28,8 +28,9 @@ from quantize.checkpoints.reader import Checkpoint, read_header
 from quantize.checkpoints.shards import Piece, plan_shards, state_path, write_shards
 from quantize.checkpoints.targets import Target, ignore_for_config
 from quantize.errors import InputError
-from quantize.recipe import Recipe, Scheme
+from quantize.recipe import Recipe
 from quantize.run_dir import folder_when_complete, write_json
+from quantize.schemes import SCHEMES
 from quantize.stages.pieces import Quantizer
 
 MAX_SHARD_BYTES = 5e9
@@ -46,13 +47,6 @@ CARRIED = (
     "LICENSE*",
     "NOTICE*",
 )
-PRESETS: dict[Scheme, str] = {"INT8_DYNAMIC": "INT8"}  # the others are named alike upstream
-FORMATS: dict[Scheme, str] = {
-    "FP8_DYNAMIC": "float-quantized",
-    "INT8_DYNAMIC": "int-quantized",
-    "NVFP4": "nvfp4-pack-quantized",
-    "NVFP4A16": "nvfp4-pack-quantized",
-}
 
 
 @dataclass(frozen=True)
@@ -129,7 +123,7 @@ def _read_input_scales(path: Path | None, targets: list[Target]) -> dict[str, fl
     wanted = {
         f"{module}.input_global_scale": module
         for target in targets
-        if target.scheme == "NVFP4"
+        if target.scheme and target.scheme.calibrated
         for module in target.modules
     }
     if not wanted:
@@ -190,9 +184,9 @@ def quantized_config(
     )
 
     groups: dict[str, Any] = {}
-    for scheme, patterns in recipe.quantization.targets_by_scheme().items():
-        group = preset_name_to_scheme(PRESETS.get(scheme, scheme), patterns)
-        group.format = CompressionFormat(FORMATS[scheme])
+    for name, patterns in recipe.quantization.targets_by_scheme().items():
+        group = preset_name_to_scheme(SCHEMES[name].preset, patterns)
+        group.format = CompressionFormat(SCHEMES[name].compressed.name)
         if group.weights is not None:
             group.weights.observer = recipe.quantization.observer
         groups[f"group_{len(groups)}"] = group

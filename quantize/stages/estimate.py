@@ -13,16 +13,8 @@ from rich.table import Table
 
 from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
-from quantize.recipe import Recipe, Scheme, load_recipe, shipped_recipes
+from quantize.recipe import Recipe, load_recipe, shipped_recipes
 
-# CPU seconds a GB of BF16 input: 2.1 GB (FP8) and 3.4 GB of real layer shapes, 2 busy cores of an AMD
-# EPYC, maximum observer; writing and hashing are in.
-CONVERT_CPU_SECONDS: dict[Scheme, float] = {
-    "FP8_DYNAMIC": 1.5,
-    "INT8_DYNAMIC": 2.3,
-    "NVFP4": 2.6,
-    "NVFP4A16": 2.6,
-}
 HASH_BYTES_A_SECOND = 0.85e9  # sha256 on one core of the same machine
 # The converter's own memory on the same files: 0.66 GB with 2 threads, 1.44 GB with 16.
 CONVERT_BYTES, CONVERT_BYTES_A_THREAD = 0.55e9, 0.056e9
@@ -71,7 +63,7 @@ def estimate_table(targets: list[Target], recipe: Recipe) -> Table:
 def convert_seconds(targets: list[Target], cores: int) -> float:
     """Return the estimated seconds of a conversion."""
     before, after = sum_bytes(targets)
-    rate = max(CONVERT_CPU_SECONDS[t.scheme] for t in targets if t.scheme)
+    rate = max(t.scheme.convert_seconds for t in targets if t.scheme)
     return max(rate * before / 1e9 / cores, after / HASH_BYTES_A_SECOND)
 
 

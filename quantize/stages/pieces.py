@@ -24,8 +24,8 @@ from quantize.checkpoints.reader import DTYPES, FIX, Checkpoint, TensorInfo
 from quantize.checkpoints.shards import Piece
 from quantize.checkpoints.targets import Target, linear_shape
 from quantize.errors import InputError
-from quantize.recipe import Observer, Scheme
-from quantize.schemes import all_finite, global_scale, is_nvfp4, observe, quantize_weight
+from quantize.rounding import Observer, all_finite, global_scale
+from quantize.schemes import Scheme
 
 # An expert's down of the 26B model; its gate and up are 8 MB. From 4 to 16 MB a piece costs the same
 # CPU time, and small ones hold less memory.
@@ -92,11 +92,11 @@ class Quantizer:
         each = len(target.modules) // target.shape[0]
         fused = self.source.read_rows(target.name, start, stop)  # [e, each * out, in]
         weight = split_experts(fused, each)  # [e, each, out, in]
-        ranges = observe(weight, scheme, self.observer)
+        ranges = scheme.observe(weight, self.observer)
         if bad := _bad(ranges):
             raise _not_finite(self.source.tensors[target.name], f"in expert {start + bad[0]}")
         shared = None
-        if is_nvfp4(scheme):
+        if scheme.shares_global_scale:
             both = ranges.flatten(1, 2)  # [e, each * out, groups]
             shared = global_scale([both]).repeat_interleave(each, 0)
         modules = target.modules[start * each : stop * each]
@@ -104,11 +104,11 @@ class Quantizer:
 
     def _quantize_linears(self, unit: list[Target], scheme: Scheme) -> torch.Tensor:
         weights = [self.source.read(target.name)[None] for target in unit]  # [1, out, in] each
-        ranges = [observe(weight, scheme, self.observer) for weight in weights]
+        ranges = [scheme.observe(weight, self.observer) for weight in weights]
         for target, found in zip(unit, ranges, strict=True):
             if bad := _bad(found[0]):
                 raise _not_finite(self.source.tensors[target.name], f"in row {bad[0]}")
-        shared = global_scale(ranges) if is_nvfp4(scheme) else None
+        shared = global_scale(ranges) if scheme.shares_global_scale else None
         records = [
             self._records(target.modules, scheme, weight, found, shared)
             for target, weight, found in zip(unit, weights, ranges, strict=True)
@@ -130,8 +130,8 @@ class Quantizer:
         columns = records.split([spec.nbytes for spec in specs.values()], dim=1)
         shape, dtype = next((spec.shape, DTYPES[spec.dtype]) for spec in specs.values())
         codes = columns[0].view(dtype).unflatten(1, shape)  # written where they belong: no copy
-        tensors = quantize_weight(scheme, weight, ranges, shared, codes)
-        if scheme == "NVFP4":
+        tensors = scheme.quantize(weight, ranges, shared, codes)
+        if scheme.calibrated:
             values = [[self.input_scales[module]] for module in modules]
             tensors["input_global_scale"] = torch.tensor(values, dtype=torch.float32)
         for name, column in list(zip(specs, columns, strict=True))[1:]:

@@ -97,7 +97,8 @@ def group(targets: Iterable[Target]) -> list[Group]:
     """Sum targets by class, scheme and reason, the largest first."""
     groups: dict[tuple[str, str | None, str], list[Target]] = {}
     for target in targets:
-        groups.setdefault((target.module_class, target.scheme, target.reason), []).append(target)
+        scheme = target.scheme and target.scheme.name
+        groups.setdefault((target.module_class, scheme, target.reason), []).append(target)
     summed = [
         Group(kind, scheme, reason, len(ts), sum(len(t.modules) for t in ts), *sum_bytes(ts))
         for (kind, scheme, reason), ts in groups.items()

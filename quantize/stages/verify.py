@@ -33,8 +33,9 @@ from quantize.checkpoints.targets import QUANTIZABLE, Target, linear_shape, modu
 from quantize.errors import InputError
 from quantize.manifest import checksums, fingerprint
 from quantize.progress import track
-from quantize.recipe import Recipe, Scheme
+from quantize.recipe import Recipe
 from quantize.run_dir import RunDir, write_json
+from quantize.schemes import Scheme
 
 # Modules of one source tensor whose decompression is compared, spread evenly over it.
 DECOMPRESSED_PER_TENSOR = 16
@@ -196,7 +197,8 @@ def _check_weights(
     for target in targets:
         if target.scheme is not None:
             error = _relative_error(distance[target.name], norm[target.name])
-            limit = recipe.verification.max_relative_error[target.scheme]
+            stated = recipe.verification.max_relative_error
+            limit = stated.get(target.scheme.name, target.scheme.max_relative_error)
             found.relative_error[target.name] = error
             found.checks["error"].expect(
                 error <= limit,
@@ -261,7 +263,7 @@ def _check_part(
 
 def _check_scales(artifact: Checkpoint, module: str, scheme: Scheme, check: Check) -> None:
     scale = artifact.read(f"{module}.weight_scale").float()
-    zero_allowed = scheme in ("NVFP4", "NVFP4A16")  # the scale of an all-zero block of 16
+    zero_allowed = scheme.codes.group is not None  # the scale of an all-zero block of 16
     good = bool((scale >= 0 if zero_allowed else scale > 0).all()) and bool((scale > 0).any())
     check.expect(good, f"{module}.weight_scale is not above 0 throughout")
 

@@ -125,7 +125,7 @@ def test_the_model_loads_and_answers(case: Case) -> None:
         out = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=16, max_denoising_steps=2)
         assert out.sequences.shape == (1, 19)
     for scheme, scale in inputs.values():
-        assert (scale is not None) == (scheme == "NVFP4")
+        assert (scale is not None) == (scheme.name == "NVFP4")
         assert scale is None or 300 < scale < 1001  # 1 / input_scale, or input_global_scale
 
 
@@ -278,7 +278,7 @@ def test_nearest_entry_and_either_tree_count() -> None:
         )
     )
     found = [schemes.of(f"model.decoder.layers.3.self_attn.{p}_proj") for p in "qko"]
-    assert found == ["FP8_DYNAMIC", "NVFP4", None]
+    assert [scheme and scheme.name for scheme in found] == ["FP8_DYNAMIC", "NVFP4", None]
     assert schemes.of("model.decoder.layers.33.self_attn.q_proj") is None
 
 

@@ -22,8 +22,9 @@ from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets, sum_bytes
 from quantize.errors import InputError, ResourceError
-from quantize.recipe import Recipe, Scheme, load_recipe, shipped_recipes
+from quantize.recipe import Recipe, load_recipe, shipped_recipes
 from quantize.run_dir import read_json
+from quantize.schemes import SCHEMES, Scheme
 from quantize.stages.convert import convert
 
 
@@ -61,9 +62,9 @@ def linears_of(source: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]
 
 
 def scheme_of(module: str, recipe: Recipe) -> Scheme:
-    for scheme, patterns in recipe.quantization.targets_by_scheme().items():
+    for name, patterns in recipe.quantization.targets_by_scheme().items():
         if any(p == "Linear" or re.match(p[3:], module) for p in patterns):
-            return scheme
+            return SCHEMES[name]
     raise AssertionError(f"{module} has no scheme")
 
 
@@ -98,7 +99,7 @@ def test_artifact_equals_compressed_tensors_module_by_module(
                 for n, t in written.items()
                 if n.startswith(f"{module}.")
             }
-            if kind == "NVFP4":
+            if kind.name == "NVFP4":
                 assert mine.pop("input_global_scale").shape == (1,)
             assert_equal_quantization(mine, expected)
             compressor = BaseCompressor.get_value_from_registry(args.format)
@@ -186,10 +187,9 @@ def test_every_shipped_recipe_loads_without_a_missing_key(
     for target in targets:
         if target.scheme:
             mine = model.get_parameter(target.name)
-            errors[target.scheme] = (
-                (source[target.name] - mine).norm() / source[target.name].norm()
-            ).item()
-            assert 0 < errors[target.scheme] < recipe.verification.max_relative_error[target.scheme]
+            name = target.scheme.name
+            errors[name] = ((source[target.name] - mine).norm() / source[target.name].norm()).item()
+            assert 0 < errors[name] < recipe.verification.max_relative_error[name]
     assert set(errors) == set(recipe.quantization.targets_by_scheme())
 
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantize.rounding import E2M1
 from quantize.run_dir import read_json
-from quantize.schemes import E2M1
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from tiny import LAYERS
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
-from quantize.recipe import Recipe, Scheme, load_recipe
+from quantize.recipe import Recipe, load_recipe
 from quantize.stages.convert import Conversion, convert
 
 DENSE = LAYERS * 7 - 1  # q, k, v, o, gate, up, down a layer; the full-attention layer has no v
@@ -19,7 +19,7 @@ MIXED = {
 }
 
 
-def recipe_for(scheme: Scheme | dict[str, list[str]], observer="memoryless_minmax") -> Recipe:
+def recipe_for(scheme: str | dict[str, list[str]], observer="memoryless_minmax") -> Recipe:
     recipe = load_recipe("nvfp4")
     changed = {**recipe.quantization.model_dump(), "scheme": scheme, "observer": observer}
     return Recipe.model_validate({**recipe.model_dump(), "quantization": changed})
@@ -27,7 +27,7 @@ def recipe_for(scheme: Scheme | dict[str, list[str]], observer="memoryless_minma
 
 def write_input_scales(path: Path, targets: list[Target]) -> dict[str, float]:
     """Write a scale of its own for every NVFP4 module."""
-    modules = [m for t in targets if t.scheme == "NVFP4" for m in t.modules]
+    modules = [m for t in targets if t.scheme and t.scheme.calibrated for m in t.modules]
     scales = {m: 100.0 + i for i, m in enumerate(modules)}
     tensors = {f"{m}.input_global_scale": torch.tensor([s]) for m, s in scales.items()}
     save_file(tensors, path)
@@ -41,7 +41,7 @@ def run(
     source = Checkpoint.open(source_folder)
     targets = plan_targets(source.tensors, recipe.quantization)
     path = out.with_name("input_scales.safetensors")
-    needed = any(target.scheme == "NVFP4" for target in targets)
+    needed = any(t.scheme and t.scheme.calibrated for t in targets)
     if needed:
         write_input_scales(path, targets)
     result = convert(

@@ -5,15 +5,14 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
 from llmcompressor.observers import Observer
 
-from quantize.recipe import Scheme
-from quantize.schemes import is_nvfp4
+from quantize.schemes import Scheme
 
 PRESETS = {"INT8_DYNAMIC": "INT8"}
 FORMATS = {"FP8_DYNAMIC": "float-quantized", "INT8_DYNAMIC": "int-quantized"}
 
 
 def preset(scheme: Scheme, observer: str = "memoryless_minmax") -> QuantizationScheme:
-    found = preset_name_to_scheme(PRESETS.get(scheme, scheme), ["Linear"])
+    found = preset_name_to_scheme(PRESETS.get(scheme.name, scheme.name), ["Linear"])
     found.weights.observer = observer
     return found
 
@@ -32,7 +31,7 @@ def oracle(
         module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
         module.weight.data = weight
         modules.append(module)
-    if is_nvfp4(scheme):
+    if scheme.name.startswith("NVFP4"):
         observers[0].fusion_handler.fuse(list(zip(observers, modules, strict=True)))
     for seen, weight in zip(observers, weights, strict=True):
         seen(weight)
@@ -43,7 +42,7 @@ def oracle(
         if found["global_scale"] is not None:
             state["weight_global_scale"] = found["global_scale"].float()
         compressor = BaseCompressor.get_value_from_registry(
-            FORMATS.get(scheme, "nvfp4-pack-quantized")
+            FORMATS.get(scheme.name, "nvfp4-pack-quantized")
         )
         compressed = compressor.compress(state, args)
         compressed["decompressed"] = compressor.decompress(compressed, args)["weight"]

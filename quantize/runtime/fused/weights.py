@@ -20,20 +20,16 @@ import torch
 from fused_dequant import Weight, formats, require, weights
 from torch import Tensor
 
-from quantize.checkpoints.layout import TENSOR_SCALES, check_layout, module_tensors, stated_schemes
+from quantize.checkpoints.layout import check_layout, module_tensors, stated_schemes
 from quantize.checkpoints.reader import FIX, Checkpoint
 from quantize.checkpoints.targets import DROPPED
 from quantize.errors import InputError, ResourceError
-from quantize.recipe import Scheme
+from quantize.rounding import all_finite
 from quantize.runtime.fused.tower import Tower
-from quantize.schemes import all_finite
+from quantize.schemes import GLOBAL_SCALES, TENSOR_SCALES, Scheme
 
 READERS = 8
 OLDEST_GPU = (8, 0)  # compute capability: bf16 tensor cores, which every scheme needs
-GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
-KERNEL_SCHEME = {
-    "FP8_DYNAMIC": "fp8", "INT8_DYNAMIC": "int8", "NVFP4": "nvfp4", "NVFP4A16": "nvfp4",
-}  # fmt: skip
 NORMS = {
     "input": "input_layernorm",
     "post_attention": "post_attention_layernorm",
@@ -138,7 +134,7 @@ def load_packed(
     check_layout(checkpoint)
     reader = _Reader(checkpoint, torch.device(device))
     used = reader.schemes.used if reader.schemes else ()
-    check_gpu([head, soft, *(KERNEL_SCHEME[scheme] for scheme in used)], reader.device)
+    check_gpu([head, soft, *(scheme.kernel for scheme in used)], reader.device)
     _check_memory(checkpoint, reader.device)
     config = model_config(checkpoint.config)
     text = config.text_config
@@ -350,7 +346,7 @@ def _weight(parts: Sequence[dict[str, Tensor]], scheme: Scheme | None) -> Weight
 
     if scheme is None:
         return weights.bf16(rows("weight"))
-    if scheme in ("FP8_DYNAMIC", "INT8_DYNAMIC"):
+    if scheme.kernel in formats.EIGHT_BIT:
         return weights.eight_bit(rows("weight"), rows("weight_scale"))
     packed, blocks = rows("weight_packed"), rows("weight_scale")
     if "weight_scale_2" not in parts[0]:
