@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
-from quantize.progress import say, track
-from quantize.runtime import Sampler
+from quantize.progress import say
+from quantize.runtime import Sampler, open
 from quantize.runtime.fused.cost import Rates, decoder_floor, measure_rates
 from quantize.runtime.fused.engine import PARTS, FusedEngine
-from quantize.runtime.fused.random_weights import random_weights
-from quantize.runtime.fused.weights import TextWeights, load_packed
+from quantize.runtime.fused.weights import TextWeights, model_config
+from quantize.runtime.opening import RandomModel, Width
 
 NEVER = 1e-30  # nats: a mean entropy that no canvas is below
 MIXES = {
@@ -89,8 +90,8 @@ def bench(
     batches: Sequence[int],
     context: int,
     canvases: int,
-    lm_head: str = "bf16",
-    soft_embedding: str = "bf16",
+    lm_head: Width = "bf16",
+    soft_embedding: Width = "bf16",
     experts_hit: int | None = None,
     hourly_price: float | None = None,
 ) -> Bench:
@@ -121,18 +122,20 @@ def bench(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     started = time.monotonic()
-    if checkpoint is not None:
-        weights = load_packed(
-            checkpoint, "cuda", head=lm_head, soft=soft_embedding,
-            on_layer=lambda layers: track(layers, "layers loaded"),
-        )  # fmt: skip
-    else:
-        weights = _random(random, config, (lm_head, soft_embedding), experts_hit)
+    engine = open(
+        checkpoint or _random(random, config, experts_hit),
+        device="cuda",
+        capacity=max(batches),
+        max_context=context + 2 * _canvas_length(checkpoint, config),
+        lm_head=lm_head,
+        soft_embedding=soft_embedding,
+        kind="fused",
+    )
+    assert isinstance(engine, FusedEngine)  # as asked
+    weights = engine.model.weights
     torch.cuda.synchronize()
     loaded = time.monotonic() - started
     say(f"{weights.nbytes / 1e9:.1f} GB of weights after {loaded:.0f} s")
-    room = context + 2 * weights.config.canvas_length
-    engine = FusedEngine(weights, capacity=max(batches), max_context=room)
     prompts = _prompts(weights, context, max(batches))
     hit = _experts_hit(engine, prompts[0])
     if checkpoint is None:  # making random numbers took memory that loading would not
@@ -169,18 +172,16 @@ def _sampler(steps: str, checkpoint: Path | None) -> Sampler:
     return replace(own, max_denoising_steps=int(steps), confidence_threshold=NEVER)
 
 
-def _random(
-    mix: str | None,
-    config: dict[str, Any] | None,
-    vocabulary: tuple[str, str],
-    experts_hit: int | None,
-) -> TextWeights:
+def _random(mix: str | None, config: dict[str, Any] | None, experts_hit: int | None) -> RandomModel:
     if mix not in MIXES or config is None:
         raise InputError(f"random weights {mix!r}: one of {', '.join(MIXES)}")
     kinds = ("experts", "attention", "mlp")
-    schemes: dict[str, str] = dict(zip(kinds, MIXES[mix], strict=True))
-    head, soft = vocabulary
-    return random_weights(config, schemes, "cuda", head=head, soft=soft, experts_hit=experts_hit)
+    return RandomModel(config, dict(zip(kinds, MIXES[mix], strict=True)), experts_hit)
+
+
+def _canvas_length(checkpoint: Path | None, config: dict[str, Any] | None) -> int:
+    own = Checkpoint.open(checkpoint).config if checkpoint else config or {}
+    return model_config(own).canvas_length
 
 
 def _prompts(weights: TextWeights, length: int, count: int) -> list[list[int]]:

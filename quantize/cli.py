@@ -18,6 +18,7 @@ from quantize.stage import STAGES, Stage
 
 if TYPE_CHECKING:
     from quantize.recipe import ActivationMode
+    from quantize.runtime.opening import Width
 
 RUN_FOLDER = click.argument("run", type=click.Path(path_type=Path))
 NOISE_FLOOR = click.option(
@@ -448,8 +449,8 @@ def bench(
     batches: tuple[int, ...],
     context: int,
     canvases: int,
-    lm_head: str,
-    soft_embedding: str,
+    lm_head: "Width",
+    soft_embedding: "Width",
     experts_hit: int | None,
     hourly_price: float | None,
     as_json: bool,

@@ -12,21 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.live import Live
 from rich.text import Text
 
-from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
-from quantize.progress import console, say, track
+from quantize.progress import console, say
 from quantize.recipe import ActivationMode
-from quantize.runtime import Sample, Sampler
+from quantize.runtime import Sample, Sampler, open
 from quantize.runtime.chat import HALF_CHARACTER, encode_chat, load_tokenizer, split_thoughts
-from quantize.runtime.engine import Engine, complete
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import load_packed, model_config
+from quantize.runtime.engine import complete
+from quantize.runtime.fused.weights import model_config
 from quantize.runtime.images import open_picture, place, prepare
-from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.sample import canvas_budgets
 
 Write = Callable[[str], object]
@@ -71,7 +67,7 @@ def watch(
     (canvases,) = canvas_budgets([ids], budget, sampler, limit, config.canvas_length)
     say(f"loading {checkpoint}")
     room = min(len(ids) + canvases * config.canvas_length, limit)
-    engine = _engine(checkpoint, activations, device, room)
+    engine = open(checkpoint, device=device, activations=activations, capacity=1, max_context=room)
     output = _Output(tokenizer, write, _aside)
 
     def answer(drawing: "_Drawing | None") -> Sample:
@@ -113,15 +109,6 @@ def _encode(
         return ids, None
     images, counts = prepare(opened, config, soft_tokens)
     return place(ids, counts, config), images
-
-
-def _engine(checkpoint: Path, activations: ActivationMode, device: str, room: int) -> Engine:
-    """Load into the fused kernels, or into the modules on a CPU and where activations are rounded."""
-    if device == "cpu" or activations != "none":
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        return ModelEngine(load(checkpoint, activations=activations, dtype=dtype, device=device), 1)
-    weights = load_packed(checkpoint, device, on_layer=lambda rows: track(rows, "layers loaded"))
-    return FusedEngine(weights, capacity=1, max_context=room)
 
 
 def _aside(text: str) -> None:

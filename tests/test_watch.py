@@ -17,9 +17,8 @@ from quantize.checkpoints import load as loading
 from quantize.checkpoints.load import load
 from quantize.cli import cli
 from quantize.errors import InputError, ResourceError
-from quantize.runtime import Sample, Sampler, generate
+from quantize.runtime import Sample, Sampler, generate, open
 from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.images import open_picture, place, prepare
 from quantize.watch import _Drawing, _Output, watch
 
@@ -60,22 +59,25 @@ def test_the_drawing_shows_every_token_and_marks_the_accepted() -> None:
 
 def test_the_fused_kernels_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on a GPU, here on the kernels' references: the same question, the right answer."""
-    weights = partial(load_packed, CHECKPOINT, "cpu")
-    monkeypatch.setattr(watching, "load_packed", lambda *_, **__: weights())
+    monkeypatch.setattr(watching, "open", partial(open, kind="fused"))
     written: list[str] = []
-    watch(CHECKPOINT, QUESTION, device="cuda", plain=True, write=written.append, **SETTINGS)
+    watch(CHECKPOINT, QUESTION, device="cpu", plain=True, write=written.append, **SETTINGS)
     assert "#### 8" in "".join(written)
 
 
 def test_pictures_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Image.radial_gradient("L").resize((320, 200)).save(tmp_path / "picture.png")
-    weights = load_packed(CHECKPOINT, "cpu")
-    monkeypatch.setattr(watching, "load_packed", lambda *_, **__: weights)
+    opened: list[Any] = []
+
+    def fused(*args: Any, **settings: Any) -> Any:
+        opened.append(open(*args, kind="fused", **settings))
+        return opened[0]
+
+    monkeypatch.setattr(watching, "open", fused)
     shown = {**SETTINGS, "pictures": [tmp_path / "picture.png"], "max_new_tokens": 64}
     written: list[str] = []
-    watch(CHECKPOINT, "What is this?", device="cuda", plain=True, write=written.append, **shown)
-    assert weights.tower is not None
-    assert "_modules" in vars(weights.tower)  # the tower was read
+    watch(CHECKPOINT, "What is this?", device="cpu", plain=True, write=written.append, **shown)
+    assert "_modules" in vars(opened[0].model.weights.tower)  # the tower was read
     assert written[-1] == "\n"
 
 
@@ -122,7 +124,7 @@ def test_plain_writes_canvas_by_canvas_and_thoughts_to_stderr() -> None:
 def test_a_prompt_too_long_is_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watching, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(watching, "open", lambda *_, **__: pytest.fail("loaded"))
     limit = load(CHECKPOINT).config.text_config.max_position_embeddings
     done = CliRunner().invoke(cli, ["generate", "bundled", "seven apples " * limit])
     assert isinstance(done.exception, InputError)

@@ -1,11 +1,12 @@
 """The denoising runtime: block-diffusion generation with counter-based noise.
 
-`noise` (addressed random numbers) -> `sampler` (one step's decisions on logits) -> `model` (encoder
-and decoder passes) -> `generate` (canvases, batches, stopping).
+`open` returns the engine of a checkpoint; `noise` (addressed random numbers) -> `sampler` (one step's
+decisions on logits) -> an engine's passes -> canvases, batches, stopping.
 """
 
 from quantize.runtime.modules.generate import generate
+from quantize.runtime.opening import open
 from quantize.runtime.sample import Sample
 from quantize.runtime.sampler import Sampler, StepRecord
 
-__all__ = ["Sample", "Sampler", "StepRecord", "generate"]
+__all__ = ["Sample", "Sampler", "StepRecord", "generate", "open"]

@@ -90,6 +90,10 @@ class Engine(Protocol):
         """Free a slot."""
         ...
 
+    def warm_up(self, sampler: Sampler) -> None:
+        """Do beforehand what the first canvases under `sampler` would wait for."""
+        ...
+
 
 def by_sampler(samplers: Mapping[int, Sampler]) -> dict[Sampler, list[int]]:
     """Group slots by their settings, in the order in which they come."""

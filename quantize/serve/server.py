@@ -8,20 +8,15 @@ from pathlib import Path
 from socket import socket
 from types import FrameType
 
-import torch
 import uvicorn
 
-from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
-from quantize.errors import InputError
-from quantize.progress import say, track
+from quantize.progress import say
 from quantize.recipe import ActivationMode
-from quantize.runtime import Sampler
+from quantize.runtime import Sampler, open
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import load_packed, model_config
-from quantize.runtime.modules.engine import ModelEngine
+from quantize.runtime.fused.weights import model_config
 from quantize.serve.app import Service, create_app
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import KEY_VARIABLE, Options
@@ -81,29 +76,18 @@ def make_server(
 def open_engine(
     checkpoint: Path, options: Options, activations: ActivationMode, device: str
 ) -> Engine:
-    """Load a checkpoint: on a GPU into the fused kernels, else, or to simulate, as modules."""
-    if device != "cpu" and activations == "none":
-        engine = FusedEngine(
-            load_packed(checkpoint, device, on_layer=lambda layers: track(layers, "layers loaded")),
-            capacity=options.max_num_seqs,
-            max_context=options.max_context,
-            batch_invariant=options.batch_invariant,
-        )
-        say("compiling kernels and capturing graphs")
-        engine.warm_up(Sampler.from_checkpoint(checkpoint))
-        return engine
-    if options.batch_invariant:
-        raise InputError(
-            "--batch-invariant is a property of the kernels: it needs a GPU, and no --activations"
-        )
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model = load(checkpoint, activations=activations, dtype=dtype, device=device)
-    modules = ModelEngine(model, options.max_num_seqs)
-    if options.max_context is not None and options.max_context > modules.max_length:
-        raise InputError(
-            f"max_context {options.max_context}: this model takes 1 to {modules.max_length} positions"
-        )
-    return modules
+    """Load a checkpoint, and warm the engine up."""
+    engine = open(
+        checkpoint,
+        device=device,
+        activations=activations,
+        capacity=options.max_num_seqs,
+        max_context=options.max_context,
+        batch_invariant=options.batch_invariant,
+    )
+    say("warming up")
+    engine.warm_up(Sampler.from_checkpoint(checkpoint))
+    return engine
 
 
 def serve(checkpoint: Path, options: Options, *, activations: ActivationMode, device: str) -> None:

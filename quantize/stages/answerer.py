@@ -15,10 +15,10 @@ import torch
 from recovery.samples import Batch, Completion, Finished, Request
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from quantize.checkpoints.load import load
 from quantize.recipe import ActivationMode
-from quantize.runtime import Sampler, StepRecord, generate
+from quantize.runtime import Sampler, StepRecord, generate, open
 from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.modules.passes import canvas_length, decode_canvas, encode_prompts
 
 RECORDED_CANVASES = 2
@@ -68,9 +68,12 @@ class Answerer:
     def model(self) -> DiffusionGemmaForBlockDiffusion:
         """The model, loaded when it is first needed: a finished task needs none."""
         if self._model is None:
-            self._model = load(
-                self.folder, activations=self.activations, dtype=self.dtype, device=self.device
-            )
+            engine = open(
+                self.folder, device=self.device, activations=self.activations, dtype=self.dtype,
+                kind="modules",
+            )  # fmt: skip
+            assert isinstance(engine, ModelEngine)  # as asked
+            self._model = engine.model
         return self._model
 
     @property

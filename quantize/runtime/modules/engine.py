@@ -71,13 +71,25 @@ class ModelEngine:
     Args:
         model: as `generate` takes it.
         capacity: slots.
+        max_context: positions a sample may take, prompt and answer; None for all the model knows.
+
+    Raises:
+        InputError: the model knows fewer positions.
     """
 
-    def __init__(self, model: DiffusionGemmaForBlockDiffusion, capacity: int) -> None:
+    def __init__(
+        self,
+        model: DiffusionGemmaForBlockDiffusion,
+        capacity: int,
+        max_context: int | None = None,
+    ) -> None:
+        limit: int = text_config(model).max_position_embeddings
+        if max_context is not None and not 0 < max_context <= limit:
+            raise InputError(f"max_context {max_context}: this model takes 1 to {limit} positions")
         self.model = model
         self.capacity = capacity
         self.canvas_length = canvas_length(model)
-        self.max_length: int = text_config(model).max_position_embeddings
+        self.max_length = max_context or limit
         self._slots: dict[int, _Sequence] = {}
         cores = torch.get_num_threads()
         parts = min(PARTS, cores) if model.device.type == "cpu" else 1
@@ -142,6 +154,9 @@ class ModelEngine:
                 self._finished |= part.take()
             part.work = None  # had it failed, the slots that stay take the step again
         self._finished.pop(slot, None)
+
+    def warm_up(self, sampler: Sampler) -> None:
+        """Do nothing: modules run as they are."""
 
     def _set_to_work(self, part: _Part, slots: list[int], on_draft: OnDraft | None) -> None:
         """Start a part that rests; one that works stops after its step if slots or cores change."""

@@ -1,0 +1,116 @@
+"""The one door to a model: a checkpoint on a device becomes an `Engine`.
+
+modules   transformers' modules: the reference on every device, and the default on a CPU
+fused     the kernels, over weights that stay quantized: the default on a GPU
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from quantize.errors import InputError
+from quantize.progress import track
+from quantize.recipe import ActivationMode
+from quantize.runtime.engine import Engine
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.random_weights import random_weights
+from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.modules.engine import ModelEngine
+
+Kind = Literal["modules", "fused"]
+Width = Literal["bf16", "fp8"]
+
+
+@dataclass(frozen=True)
+class RandomModel:
+    """Random weights in place of a checkpoint, for speed and memory alone.
+
+    Attributes:
+        config: config.json of a BF16 model.
+        schemes: kernel scheme of "experts", "attention" and "mlp".
+        experts_hit: route to the first so many experts only; None spreads routing over all.
+    """
+
+    config: dict[str, Any]
+    schemes: Mapping[str, str]
+    experts_hit: int | None = None
+
+
+def open(
+    checkpoint: Path | RandomModel,
+    *,
+    device: str,
+    activations: ActivationMode = "none",
+    capacity: int = 4,
+    max_context: int | None = None,
+    batch_invariant: bool = False,
+    dtype: torch.dtype | None = None,
+    lm_head: Width = "bf16",
+    soft_embedding: Width = "bf16",
+    kind: Kind | None = None,
+) -> Engine:
+    """Load a checkpoint and return the engine that runs it.
+
+    Args:
+        checkpoint: folder of a BF16 or quantized checkpoint, or random weights (fused alone).
+        device: "cpu", "cuda" or "cuda:1".
+        activations: how a quantized model's activations are rounded.
+        capacity: slots, samples that are denoised together.
+        max_context: positions that a sample may take; None for the engine's own limit.
+        batch_invariant: whether a sample's tokens must be the same whoever is beside it (fused alone).
+        dtype: of the modules' arithmetic; None for float32 on a CPU and BF16 on a GPU. The kernels
+            compute in BF16.
+        lm_head: "fp8" to round the output embedding at load (fused alone).
+        soft_embedding: the same for what self-conditioning multiplies with.
+        kind: which engine; None for the device's default.
+
+    Raises:
+        InputError: a checkpoint that cannot be loaded, or settings that the engine does not have.
+        ResourceError: it does not fit, or the device lacks what the kernels need.
+    """
+    kind = kind or default_kind(device, activations)
+    if kind == "modules":
+        if batch_invariant:
+            raise InputError(
+                "batch-invariant is a property of the kernels: it needs a GPU, and no activations "
+                "other than the kernels' own"
+            )
+        if isinstance(checkpoint, RandomModel):
+            raise InputError("random weights are made for the kernels: they need a GPU")
+        return _modules(checkpoint, device, activations, capacity, max_context, dtype)
+    vocabulary = {"head": lm_head, "soft": soft_embedding}
+    if isinstance(checkpoint, RandomModel):
+        weights = random_weights(
+            checkpoint.config, dict(checkpoint.schemes), device,
+            experts_hit=checkpoint.experts_hit, **vocabulary,
+        )  # fmt: skip
+    else:
+        weights = load_packed(
+            checkpoint, device, on_layer=lambda layers: track(layers, "layers loaded"), **vocabulary
+        )
+    return FusedEngine(
+        weights, capacity=capacity, max_context=max_context, batch_invariant=batch_invariant
+    )
+
+
+def default_kind(device: str, activations: ActivationMode) -> Kind:
+    """Return the engine of a device: the kernels on a GPU, unless activations are simulated."""
+    return "modules" if device == "cpu" or activations != "none" else "fused"
+
+
+def _modules(
+    checkpoint: Path,
+    device: str,
+    activations: ActivationMode,
+    capacity: int,
+    max_context: int | None,
+    dtype: torch.dtype | None,
+) -> ModelEngine:
+    from quantize.checkpoints.load import load
+
+    dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+    model = load(checkpoint, activations=activations, dtype=dtype, device=device)
+    return ModelEngine(model, capacity, max_context)
