@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from quantize.errors import GateError
 from quantize.processes import best_device
-from quantize.progress import console, say
 from quantize.run_dir import RunDir, read_json, write_json
 
 if TYPE_CHECKING:
@@ -167,6 +166,7 @@ def _report(run: Run) -> None:
 
 
 def _judged(run: Run) -> int:
+    from quantize.progress import console, say
     from quantize.reports.render import summary
 
     content = read_json(run.folder.report_json)
