@@ -62,7 +62,7 @@ class FusedEngine:
         batch_invariant: run every pass at the shape of a full engine, so that a sample's tokens are the
             same whoever is denoised beside it. Otherwise a bucket of its size has kernels of its own,
             which round differently: in bf16 that may tip a token.
-        graphs: replay CUDA graphs; False runs every step kernel by kernel.
+        graphs: replay CUDA graphs; False, and streamed weights, run every step kernel by kernel.
 
     Raises:
         ResourceError: the cache does not fit beside the weights.
@@ -103,7 +103,7 @@ class FusedEngine:
                 f"{weights.nbytes / 1e9:.1f} GB of weights; lower the context or the batch"
             ) from error
         self.model = FusedModel(weights, cache)
-        self._graphs = graphs and self.device.type == "cuda"
+        self._graphs = graphs and self.device.type == "cuda" and not weights.streamed
         self._pool: Pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._slots: dict[int, _Sequence] = {}
         self._steps = Steps(

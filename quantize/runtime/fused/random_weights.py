@@ -12,9 +12,8 @@ from fused_dequant import Weight, weights
 from fused_dequant.cases import random_weight
 from torch import Tensor
 
+from quantize.runtime.fused.packing import NORMS, LayerWeights
 from quantize.runtime.fused.weights import (
-    NORMS,
-    LayerWeights,
     SelfConditioning,
     TextWeights,
     check_gpu,

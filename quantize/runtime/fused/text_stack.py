@@ -15,7 +15,6 @@ where transformers' bf16 model rounds; the logits are too, after their softcap, 
 float32.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,9 +42,9 @@ from fused_dequant.layer import CELLS, Activation
 from torch import Tensor
 from torch.profiler import record_function as part
 
-from quantize.runtime.fused.weights import LayerWeights, Rows, TextWeights
+from quantize.runtime.fused.packing import EIGHT_BIT, LayerWeights, Rows, input_scheme
+from quantize.runtime.fused.weights import TextWeights
 
-EIGHT_BIT = ("fp8", "int8")
 BESIDE = True  # whether the dense branch has a stream of its own
 
 
@@ -179,11 +178,8 @@ class FusedModel:
             return
         h = F.embedding(tokens.flatten(), self.weights.embedding) * self.embed_scale
         h[soft.rows] = soft.embeddings  # as they are: only tokens' embeddings are scaled
-        first = self.weights.layers[0]
         each = torch.arange(len(h), device=h.device)
-        inputs = begin(
-            each, h, 1.0, None, first.norms["input"], _scheme(first.qkv), self.eps, normed=False
-        )
+        inputs = begin(each, h, 1.0, None, *self.weights.entrances[0], self.eps, normed=False)
         self._layers(*inputs, rows.widened(soft), decoder=False)
 
     def decode(self, canvas: Tensor, rows: Placement, signal: Tensor | None, out: Tensor) -> None:
@@ -213,10 +209,9 @@ class FusedModel:
         self, tokens: Tensor, update: Tensor | None, *, decoder: bool
     ) -> tuple[Tensor, Activation]:
         """Embed; the decoder adds the self-conditioning and normalises, with an update or without."""
-        first = self.weights.layers[0]
         return begin(
             tokens.flatten(), self.weights.embedding, self.embed_scale, update,
-            first.norms["input"], _scheme(first.qkv), self.eps, normed=decoder,
+            *self.weights.entrances[0], self.eps, normed=decoder,
         )  # fmt: skip
 
     def _layers(self, h: Tensor, x: Activation, rows: Placement, *, decoder: bool) -> Tensor:
@@ -256,12 +251,12 @@ class FusedModel:
         visible = rows.visible[layer.sliding]
         keys, values = self.cache.keys[index], self.cache.values[index]
         with part("attention"):
-            o = attend_quantized(q, keys, values, rows.slots, *visible, _scheme((layer.o,)))
+            o = attend_quantized(q, keys, values, rows.slots, *visible, input_scheme((layer.o,)))
         with part("dense"):
             o = _product(o, (layer.o,))
         n = layer.norms
         before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
-        schemes = _scheme(layer.gate_up), _scheme((layer.experts_gate_up,))
+        schemes = input_scheme(layer.gate_up), input_scheme((layer.experts_gate_up,))
         h, x, x_experts, x_router = after_attention(h, o, before, schemes, self.eps)
         with self._beside(), part("dense"):
             dense = _down(_product(x, layer.gate_up), layer.down)
@@ -295,10 +290,8 @@ class FusedModel:
 
     def _next(self, index: int) -> tuple[Tensor, str]:
         """Return the norm and the scheme of what follows a layer: the next, or the final norm."""
-        layers = self.weights.layers
-        if index + 1 == len(layers):
-            return self.weights.norm, "bf16"
-        return layers[index + 1].norms["input"], _scheme(layers[index + 1].qkv)
+        entrances = self.weights.entrances
+        return entrances[index + 1] if index + 1 < len(entrances) else (self.weights.norm, "bf16")
 
     def behind(self, slots: Tensor, context: Tensor, length: int) -> Placement:
         """Where canvases of `length` stand, behind `context` int32 [B] encoded positions."""
@@ -339,12 +332,6 @@ def _rope_frequencies(text: Any, device: torch.device) -> dict[bool, Tensor]:
         sliding: getattr(rotary, f"{kind}_inv_freq").float().to(device)
         for kind, sliding in kinds.items()
     }
-
-
-def _scheme(rows: Sequence[Weight]) -> str:
-    """Return the scheme that an input shared by several weights is quantized with, or bf16."""
-    schemes = {weight.scheme for weight in rows}
-    return next(iter(schemes)) if len(schemes) == 1 and schemes <= set(EIGHT_BIT) else "bf16"
 
 
 def _product(x: Activation, rows: Rows) -> Tensor:

@@ -1,0 +1,275 @@
+"""Modules of a checkpoint -> the matrices that the kernels multiply with, on their device.
+
+Bytes travel as they are on disk (`transfer`) and are laid out anew where they arrive: q/k/v and gate/up
+as one matrix each, gate and up rows of experts interleaved, NVFP4 in the fragments of Hopper's tensor
+cores (`fused_dequant.weights`). ModelOpt's names and scales lead to the same weights. What is BF16 on
+disk stays BF16. Resident and streamed layers are packed by the same code.
+
+Every value is checked to be finite, and scales of whole tensors to be above 0, when it is first read.
+Input scales of NVFP4 are left out: below Blackwell activations are bf16.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from fused_dequant import Weight, formats, weights
+from torch import Tensor
+
+from quantize.checkpoints.layout import module_tensors, stated_schemes
+from quantize.checkpoints.reader import FIX, Checkpoint
+from quantize.errors import InputError
+from quantize.rounding import all_finite
+from quantize.runtime.fused.transfer import Fetched, Layout, Transfer
+from quantize.schemes import GLOBAL_SCALES, TENSOR_SCALES, Scheme
+
+EIGHT_BIT = ("fp8", "int8")
+NORMS = {
+    "input": "input_layernorm",
+    "post_attention": "post_attention_layernorm",
+    "dense": "pre_feedforward_layernorm",
+    "experts": "pre_feedforward_layernorm_2",
+    "post_dense": "post_feedforward_layernorm_1",
+    "post_experts": "post_feedforward_layernorm_2",
+    "post": "post_feedforward_layernorm",
+}
+Rows = tuple[Weight, ...]  # one matrix, or several where their scales cannot be joined
+Entrance = tuple[
+    Tensor, str
+]  # of a layer: its input's norm, the scheme its input is quantized with
+Keep = Callable[[Weight], Weight]  # called with each product as it is made: where it shall stay
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer. `norms` by the names of NORMS; router_scale [H] and the rest as on disk, bf16."""
+
+    sliding: bool
+    norms: dict[str, Tensor]
+    qkv: Rows
+    q_norm: Tensor
+    k_norm: Tensor
+    o: Weight
+    gate_up: Rows
+    down: Weight
+    router: Tensor
+    router_scale: Tensor
+    per_expert_scale: Tensor
+    experts_gate_up: Weight
+    experts_down: Weight
+    encoder_scalar: Tensor
+    decoder_scalar: Tensor
+
+    @property
+    def products(self) -> Rows:
+        """All matrices: nearly all of a layer's bytes."""
+        dense = (*self.qkv, self.o, *self.gate_up, self.down)
+        return (*dense, self.experts_gate_up, self.experts_down)
+
+    @property
+    def entrance(self) -> Entrance:
+        """What the layer before this one, or the embedding, ends with."""
+        return self.norms["input"], input_scheme(self.qkv)
+
+
+def input_scheme(rows: Rows) -> str:
+    """Return the scheme that an input shared by several weights is quantized with, or bf16."""
+    schemes = {weight.scheme for weight in rows}
+    return next(iter(schemes)) if len(schemes) == 1 and schemes <= set(EIGHT_BIT) else "bf16"
+
+
+class Packer:
+    """Reads modules of a checkpoint whose layout is checked to one device.
+
+    Args:
+        checkpoint: of any scheme.
+        transfer: the way to the device.
+        text: transformers' configuration of the text stack.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, transfer: Transfer, text: Any) -> None:
+        self.checkpoint, self.transfer, self.text = checkpoint, transfer, text
+        self.schemes = stated_schemes(checkpoint.config)
+        self._checked: set[str] = set()
+        self._joinable: dict[str, bool] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._named: dict[str, list[str]] = {}
+
+    def plain(self, name: str) -> Tensor:
+        """Read one tensor as it is."""
+        return self._check(name, self._fetch([name]).tensor(name))
+
+    def scheme(self, module: str) -> Scheme | None:
+        """Return the scheme of a Linear."""
+        return self.schemes.of(module) if self.schemes else None
+
+    def rows(self, modules: Sequence[str]) -> Rows:
+        """Read Linears that share an input, as one matrix if their scales allow it."""
+        fetched = self._fetch([name for module in modules for name in self._names(module)])
+        parts = [self._linear(fetched, module) for module in modules]
+        key = modules[0]
+        if key not in self._joinable:  # the answer waits for the device: once a module
+            schemes = {self.scheme(module) for module in modules}
+            self._joinable[key] = len(schemes) == 1 and _joinable(parts)
+        groups = [parts] if self._joinable[key] else [[part] for part in parts]
+        return tuple(
+            _weight(group, self.scheme(m)) for group, m in zip(groups, modules, strict=False)
+        )
+
+    def small(self, index: int) -> dict[str, Any]:
+        """Read what a layer has besides products: fields of `LayerWeights`."""
+        layer = f"model.decoder.layers.{index}."
+        attention, router = f"{layer}self_attn.", f"{layer}router."
+        return {
+            "sliding": self._is_sliding(index),
+            "norms": {key: self.plain(f"{layer}{name}.weight") for key, name in NORMS.items()},
+            "q_norm": self.plain(f"{attention}q_norm.weight"),
+            "k_norm": self.plain(f"{attention}k_norm.weight"),
+            "router": self.plain(f"{router}proj.weight"),
+            "router_scale": self.plain(f"{router}scale"),
+            "per_expert_scale": self.plain(f"{router}per_expert_scale"),
+            "encoder_scalar": self.plain(
+                f"model.encoder.language_model.layers.{index}.layer_scalar"
+            ),
+            "decoder_scalar": self.plain(f"{layer}layer_scalar"),
+        }
+
+    def products(self, index: int, keep: Keep) -> dict[str, Any]:
+        """Read a layer's products: fields of `LayerWeights`, each what `keep` returned for it."""
+        layer = f"model.decoder.layers.{index}."
+        attention = f"{layer}self_attn."
+        heads = ["q_proj", "k_proj", "v_proj"][: 3 if self._is_sliding(index) else 2]
+        gate_up, down = self._experts(f"{layer}experts", keep)
+
+        def rows(*modules: str) -> Rows:
+            return tuple(keep(weight) for weight in self.rows(modules))
+
+        return {
+            "qkv": rows(*(attention + head for head in heads)),
+            "o": rows(f"{attention}o_proj")[0],
+            "gate_up": rows(f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj"),
+            "down": rows(f"{layer}mlp.down_proj")[0],
+            "experts_gate_up": gate_up,
+            "experts_down": down,
+        }
+
+    def _is_sliding(self, index: int) -> bool:
+        return self.text.layer_types[index] == "sliding_attention"
+
+    def _experts(self, prefix: str, keep: Keep) -> tuple[Weight, Weight]:
+        """Read the experts of one layer: gate_up interleaved, and down."""
+        scheme = self.scheme(f"{prefix}.0.gate_proj")
+        if scheme is None:
+            gate, up = self.plain(f"{prefix}.gate_up_proj").chunk(2, 1)
+            both = keep(weights.bf16(formats.interleave_gate_up(gate, up)))
+            del gate, up  # their buffer is as large as all that follows
+            return both, keep(weights.bf16(self.plain(f"{prefix}.down_proj")))
+        projections = ("gate_proj", "up_proj", "down_proj")
+        experts = range(self.text.num_experts)
+        modules = {p: [f"{prefix}.{e}.{p}" for e in experts] for p in projections}
+        names = [n for own in modules.values() for module in own for n in self._names(module)]
+        fetched = self._fetch(names)
+        gate, up, down = (self._stacked(fetched, own) for own in modules.values())
+        del fetched
+        both = {
+            suffix: torch.cat([gate[suffix], up[suffix]], 1)
+            if suffix in GLOBAL_SCALES
+            else _interleaved(gate[suffix], up[suffix])
+            for suffix in gate
+        }
+        del gate, up
+        return keep(_weight([both], scheme)), keep(_weight([down], scheme))
+
+    def _fetch(self, names: Sequence[str]) -> Fetched:
+        """Fetch tensors; the same first name means the same tensors."""
+        if names[0] not in self._layouts:
+            infos = [self.checkpoint.tensors[name] for name in names]
+            self._layouts[names[0]] = Layout.of(infos)
+        return self.transfer.fetch(self._layouts[names[0]])
+
+    def _linear(self, fetched: Fetched, module: str) -> dict[str, Tensor]:
+        found = {
+            name.removeprefix(f"{module}."): self._check(name, fetched.tensor(name))
+            for name in self._names(module)
+        }
+        return _as_kernels_read(found, 2)
+
+    def _names(self, module: str) -> list[str]:
+        """Return the tensors of a module that a kernel reads."""
+        if module not in self._named:
+            names = module_tensors(self.checkpoint, module)
+            self._named[module] = [n for n in names if not n.startswith(f"{module}.input_")]
+        return self._named[module]
+
+    def _stacked(self, fetched: Fetched, modules: Sequence[str]) -> dict[str, Tensor]:
+        """Stack the same Linear of every expert: suffix -> [E, ...]."""
+        stacked: dict[str, Tensor] = {}
+        for first in self._names(modules[0]):
+            suffix = first.removeprefix(f"{modules[0]}.")
+            found = fetched.stacked([f"{module}.{suffix}" for module in modules])
+            stacked[suffix] = self._check(first, found)
+        return _as_kernels_read(stacked, 3)
+
+    def _check(self, name: str, tensor: Tensor) -> Tensor:
+        """Check a tensor the first time it is read: the answer waits for the device."""
+        if name in self._checked:
+            return tensor
+        bad = not all_finite(tensor)
+        if bad or (name.endswith(TENSOR_SCALES) and not bool((tensor > 0).all())):
+            raise InputError(
+                f"{self.checkpoint.tensors[name].file}: {name!r}, or the same tensor of another "
+                f"expert, holds NaN, infinity or a scale that is not above 0; {FIX}"
+            )
+        self._checked.add(name)
+        return tensor
+
+
+def _as_kernels_read(tensors: dict[str, Tensor], dims: int) -> dict[str, Tensor]:
+    """Give ModelOpt's scales of whole matrices their dimensions: [..., 1], and one a row for FP8."""
+    shaped = dict(tensors)
+    if "weight_scale_2" in tensors:
+        shaped["weight_packed"] = shaped.pop("weight")
+        shaped["weight_scale_2"] = tensors["weight_scale_2"].unsqueeze(-1)
+    elif "weight_scale" in tensors and tensors["weight_scale"].dim() < dims:
+        rows = tensors["weight"].shape[:-1]
+        shaped["weight_scale"] = tensors["weight_scale"][..., None, None].expand(*rows, 1)
+    return shaped
+
+
+def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
+    """Interleave rows; 1-byte dtypes as bytes, since not every operation takes them."""
+    as_bytes = gate.element_size() == 1
+    pair = (t.view(torch.uint8) if as_bytes else t for t in (gate, up))
+    return formats.interleave_gate_up(*pair).view(gate.dtype)
+
+
+def _joinable(parts: Sequence[dict[str, Tensor]]) -> bool:
+    """Whether rows of several Linears make one matrix: NVFP4 needs one global scale."""
+    scales = [part[name] for part in parts for name in GLOBAL_SCALES if name in part]
+    return all(torch.equal(scale, scales[0]) for scale in scales)
+
+
+def _weight(parts: Sequence[dict[str, Tensor]], scheme: Scheme | None) -> Weight:
+    """Build the kernels' weight from the rows of one or several Linears, or of stacked experts."""
+
+    def rows(suffix: str) -> Tensor:
+        tensors = [part[suffix] for part in parts]
+        if len(tensors) == 1:
+            return tensors[0]
+        if tensors[0].element_size() == 1:
+            return torch.cat([t.view(torch.uint8) for t in tensors], -2).view(tensors[0].dtype)
+        return torch.cat(tensors, -2)
+
+    if scheme is None:
+        return weights.bf16(rows("weight"))
+    if scheme.kernel in formats.EIGHT_BIT:
+        return weights.eight_bit(rows("weight"), rows("weight_scale"))
+    packed, blocks = rows("weight_packed"), rows("weight_scale")
+    if "weight_scale_2" not in parts[0]:
+        return weights.nvfp4(packed, blocks, parts[0]["weight_global_scale"])
+    small = parts[0]["weight_scale_2"]  # multiplies: 1 / it would be rounded once more
+    factor = 128 * small.reshape(-1, small.shape[-1]).expand(-1, 2)  # of `fused_dequant.weights`
+    return replace(
+        weights.nvfp4(packed, blocks, torch.ones_like(small)), factor=factor.contiguous()
+    )

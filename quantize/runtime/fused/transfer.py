@@ -1,0 +1,251 @@
+"""Tensors of a checkpoint to one device, as the bytes that they are on disk, as fast as the link goes.
+
+Tensors that lie side by side in a file, or nearly, travel as one run. There are two ways to a GPU:
+
+    pinned       two pinned buffers, filled in turn by 16 threads that read the file: any file, and what
+                 is read once
+    registered   the file, mapped read-only, is registered with the driver, which then reads it itself:
+                 files in memory (tmpfs) that are read again and again. Registering pins every page, so
+                 it is not done for files on a disk.
+
+On a CPU the threads read straight to where the tensors shall be.
+"""
+
+import ctypes
+import mmap
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantize.checkpoints.reader import DTYPES, FIX, TensorInfo, bytes_of
+from quantize.errors import InputError, ResourceError
+
+THREADS = 16
+PIECE = 1 << 20  # bytes; a thread reads no less at once
+PINNED = 128 << 20  # bytes of each of the two pinned buffers
+GAP = 64 << 10  # bytes between neighbours that travel along: a run more would take longer
+ALIGNED = 256  # bytes: where a run begins in the buffer, and what kernels may expect of a tensor
+MEMORY_FILES = ("tmpfs", "ramfs", "hugetlbfs")
+REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Bytes `begin` to `end` of a file, which go to position `at` of the buffer."""
+
+    file: Path
+    begin: int
+    end: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where tensors lie in their files, and where in a buffer of `size` bytes they will."""
+
+    infos: dict[str, TensorInfo]
+    runs: list[_Run]
+    starts: dict[str, int]
+    size: int
+
+    @classmethod
+    def of(cls, infos: Sequence[TensorInfo]) -> "Layout":
+        """Join neighbours in a file to runs, each of which begins at a multiple of ALIGNED."""
+        runs: list[_Run] = []
+        starts: dict[str, int] = {}
+        size = 0
+        for info in sorted(infos, key=lambda info: (str(info.file), info.begin)):
+            last = runs[-1] if runs else None
+            if last is not None and last.file == info.file and info.begin - last.end <= GAP:
+                runs[-1] = _Run(last.file, last.begin, info.end, last.at)
+            else:
+                at = -(-size // ALIGNED) * ALIGNED
+                runs.append(_Run(info.file, info.begin, info.end, at))
+            starts[info.name] = runs[-1].at + info.begin - runs[-1].begin
+            size = starts[info.name] + info.nbytes
+        return cls({info.name: info for info in infos}, runs, starts, size)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Tensors in one buffer on a device, uint8 [layout.size]."""
+
+    buffer: Tensor
+    layout: Layout
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor in its own dtype and shape; it may keep the buffer alive."""
+        info, start = self.layout.infos[name], self.layout.starts[name]
+        raw = self.buffer[start : start + info.nbytes]
+        if start % ALIGNED:
+            raw = raw.clone()
+        return raw.view(DTYPES[info.dtype]).view(info.shape)
+
+    def stacked(self, names: Sequence[str]) -> Tensor:
+        """Return tensors of one dtype and shape as one of [len(names), *shape], in its own memory."""
+        starts = [self.layout.starts[name] for name in names]
+        info = self.layout.infos[names[0]]
+        steps = {b - a for a, b in pairwise(starts)}
+        if len(steps) == 1 and (step := steps.pop()) > 0:
+            rows = self.buffer.as_strided((len(names), info.nbytes), (step, 1), starts[0]).clone(
+                memory_format=torch.contiguous_format
+            )
+        else:
+            rows = torch.stack([self.buffer[s : s + info.nbytes] for s in starts])
+        return rows.view(DTYPES[info.dtype]).view(len(names), *info.shape)
+
+
+class Transfer:
+    """The way from checkpoint files to one device. It is used by one thread at a time.
+
+    Args:
+        device: where tensors go, on the current stream.
+        register: read files in memory by registering them with the driver; for repeated reading.
+
+    Attributes:
+        bytes_read: how many bytes were taken from the files so far.
+    """
+
+    def __init__(self, device: torch.device, *, register: bool = False) -> None:
+        self.device = device
+        self.bytes_read = 0
+        self._register = register and device.type == "cuda"
+        self._files: dict[Path, int] = {}
+        self._maps: dict[Path, Tensor | None] = {}
+        self._pool = ThreadPoolExecutor(THREADS)
+        self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
+        weakref.finalize(self, _close, self._files)
+
+    def fetch(self, layout: Layout) -> Fetched:
+        """Copy tensors to the device; on a GPU they are there when the current stream is.
+
+        Raises:
+            ResourceError: a file cannot be read.
+            InputError: a file ends inside a tensor.
+        """
+        buffer = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
+        for run in layout.runs:
+            self._copy(run, buffer[run.at : run.at + run.end - run.begin])
+            self.bytes_read += run.end - run.begin
+        return Fetched(buffer, layout)
+
+    def _copy(self, run: _Run, out: Tensor) -> None:
+        if self.device.type != "cuda":
+            self._read(run.file, run.begin, out)
+        elif (mapped := self._mapped(run.file)) is not None:
+            out.copy_(mapped[run.begin : run.end], non_blocking=True)
+        else:
+            self._through_pinned(run, out)
+
+    def _through_pinned(self, run: _Run, out: Tensor) -> None:
+        """Fill one pinned buffer while the other is copied."""
+        if not self._pinned:
+            self._pinned = [
+                (torch.empty(PINNED, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+                for _ in range(2)
+            ]
+        for start in range(0, len(out), PINNED):
+            pinned, copied = self._pinned[0]
+            self._pinned.reverse()
+            copied.synchronize()
+            part = pinned[: min(PINNED, len(out) - start)]
+            self._read(run.file, run.begin + start, part)
+            out[start : start + len(part)].copy_(part, non_blocking=True)
+            copied.record()
+
+    def _read(self, file: Path, begin: int, out: Tensor) -> None:
+        """Read bytes of a file into memory of the host, in pieces by all threads."""
+        handle, into = self._open(file), bytes_of(out)
+        size = max(PIECE, -(-len(into) // THREADS))
+
+        def read(start: int) -> int:
+            return _read_fully(handle, into[start : start + size], begin + start)
+
+        try:
+            count = sum(self._pool.map(read, range(0, len(into), size)))
+        except OSError as error:
+            raise ResourceError(
+                f"{file}: reading at byte {begin} failed ({error.strerror}); check the disk"
+            ) from error
+        if count != len(into):
+            raise InputError(f"{file}: ends inside the {len(into)} bytes at byte {begin}; {FIX}")
+
+    def _open(self, file: Path) -> int:
+        if file not in self._files:
+            try:
+                self._files[file] = os.open(file, os.O_RDONLY)
+            except OSError as error:
+                raise ResourceError(f"{file}: cannot be read ({error.strerror})") from error
+        return self._files[file]
+
+    def _mapped(self, file: Path) -> Tensor | None:
+        """Return a registered map of a file, None where that is not wanted or not possible."""
+        if not self._register:
+            return None
+        if file not in self._maps:
+            self._maps[file] = _registered(self, self._open(file)) if in_memory(file) else None
+        return self._maps[file]
+
+
+def in_memory(file: Path) -> bool:
+    """Whether a file lies in memory (tmpfs): its pages can be pinned at no cost but time."""
+    device = file.stat().st_dev
+    own = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2] == own:
+            return kind.split()[0] in MEMORY_FILES
+    return False
+
+
+def _read_fully(handle: int, into: memoryview, begin: int) -> int:
+    """Fill `into` from a position on (a call reads at most 2 GiB); return the bytes that were there."""
+    done = 0
+    while done < len(into) and (count := os.preadv(handle, [into[done:]], begin + done)):
+        done += count
+    return done
+
+
+def _close(files: dict[Path, int]) -> None:
+    for handle in files.values():
+        os.close(handle)
+
+
+def _registered(owner: object, handle: int) -> Tensor | None:
+    """Map a whole file and register it until `owner` is gone; None where the driver refuses."""
+    runtime = _cuda_runtime()
+    if runtime is None:
+        return None
+    view = mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors
+        mapped = torch.frombuffer(view, dtype=torch.uint8)
+    address = ctypes.c_void_p(mapped.data_ptr())
+    if runtime.cudaHostRegister(address, ctypes.c_size_t(len(mapped)), REGISTER_READ_ONLY):
+        runtime.cudaGetLastError()  # or torch reports it at its next kernel
+        return None
+    unregister: Callable[..., int] = runtime.cudaHostUnregister
+    weakref.finalize(owner, _unregister, unregister, address, mapped).atexit = False
+    return mapped
+
+
+def _unregister(unregister: Callable[..., int], address: ctypes.c_void_p, _: Tensor) -> None:
+    """Let the driver finish what it reads, then give the pages back; the tensor lives until then."""
+    torch.cuda.synchronize()
+    unregister(address)
+
+
+def _cuda_runtime() -> ctypes.CDLL | None:
+    """Return the CUDA runtime that torch has loaded, None where it is part of torch itself."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "libcudart.so" in line:
+            return ctypes.CDLL(line.split(maxsplit=5)[-1])
+    return None

@@ -1,0 +1,260 @@
+"""Layers from the files in every pass: the same numbers, two layers at once, each byte once a pass."""
+
+import threading
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from fused_dequant import weights as kernel_weights
+
+from quantize.checkpoints.reader import Checkpoint, TensorInfo
+from quantize.errors import InputError, ResourceError
+from quantize.runtime import Sampler
+from quantize.runtime.engine import complete
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.packing import Keep, LayerWeights, Packer
+from quantize.runtime.fused.streaming import StreamedLayers, kept_bytes, spread
+from quantize.runtime.fused.text_stack import Cache, FusedModel
+from quantize.runtime.fused.transfer import GAP, Layout, Transfer
+from quantize.runtime.fused.weights import TextWeights, load_packed
+
+CPU = torch.device("cpu")
+LAYERS = 6
+
+
+def integers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def logits(weights: TextWeights) -> torch.Tensor:
+    """Two canvases behind prompts of 40 tokens, the second step conditioned: [2, 32, V]."""
+    model = FusedModel(weights, Cache.allocate(weights.config, 2, 128, 64, CPU))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 500, (2, 40), generator=generator)
+    model.encode(tokens, integers(0, 1), integers(0, 0))
+    canvas = tokens[:, :16]
+    out = torch.empty(2, 32, len(weights.embedding), dtype=torch.bfloat16)
+    model.decode(canvas, model.behind(integers(0, 1), integers(40, 40), 16), None, out[0])
+    soft = model.soft_embedding(out[0], torch.ones(32))
+    model.decode(canvas, model.behind(integers(0, 1), integers(40, 40), 16), soft, out[1])
+    return out
+
+
+@pytest.mark.parametrize("resident", [0, 1, 4])
+@pytest.mark.parametrize("artifact", ["tiny_checkpoint", "fp8_artifact", "nvfp4_artifact"])
+def test_streamed_and_resident_give_equal_logits(
+    artifact: str, resident: int, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(artifact)
+    whole, streamed = load_packed(folder, "cpu"), load_packed(folder, "cpu", resident=resident)
+    assert streamed.streamed
+    assert not whole.streamed
+    assert torch.equal(logits(streamed), logits(whole))
+
+
+def test_two_layers_at_a_time(tiny_checkpoint: Path) -> None:
+    """All streamed layers live in two places, and take no more memory than those."""
+    weights = load_packed(tiny_checkpoint, "cpu", resident=0)
+    assert isinstance(weights.layers, StreamedLayers)
+    sizes: list[int] = []
+    places = [layer.experts_down.data.data_ptr() for _ in range(3) for layer in weights.layers]
+    for layer in load_packed(tiny_checkpoint, "cpu").layers:
+        sizes.append(kept_bytes(layer.products))
+    assert len(set(places)) == 2
+    assert all(a != b for a, b in pairwise(places))
+    assert weights.layers.nbytes == 2 * max(sizes)
+
+
+def test_every_layer_is_read_once_a_pass(fp8_artifact: Path) -> None:
+    weights = load_packed(fp8_artifact, "cpu", resident=2)
+    assert isinstance(weights.layers, StreamedLayers)
+    packer = transfer_of(weights.layers)
+    list(weights.layers)
+    settled(weights.layers)
+    before = packer.bytes_read
+    for _ in range(3):
+        list(weights.layers)
+    settled(weights.layers)
+    checkpoint = Checkpoint.open(fp8_artifact)
+    streamed = [f"model.decoder.layers.{i}." for i in spread(LAYERS, 4)]
+    products = ("experts", "self_attn.q_p", "self_attn.k_p", "self_attn.v_p", "_attn.o_p", "mlp")
+    wanted = sum(
+        info.nbytes
+        for name, info in checkpoint.tensors.items()
+        if name.startswith(tuple(streamed)) and any(part in name for part in products)
+    )
+    read = packer.bytes_read - before
+    assert 3 * wanted <= read <= 3 * wanted * 1.02, (read, wanted)
+
+
+def transfer_of(layers: StreamedLayers) -> Transfer:
+    closure = layers._pack.__closure__  # pyright: ignore[reportFunctionMemberAccess]
+    cells = [cell.cell_contents for cell in closure]
+    return next(cell.transfer for cell in cells if isinstance(cell, Packer))
+
+
+def settled(layers: StreamedLayers) -> None:
+    """Wait until what is on its way has arrived."""
+    assert layers._coming is not None
+    layers._coming[1].result()
+
+
+def test_the_next_layer_comes_while_one_is_in_use_and_no_other(tiny_checkpoint: Path) -> None:
+    whole = load_packed(tiny_checkpoint, "cpu")
+    assert isinstance(whole.layers, tuple)
+    begun: list[int] = []
+    both = threading.Event()
+
+    def pack(index: int, keep: Keep) -> LayerWeights:
+        begun.append(index)
+        if len(begun) == 2:
+            both.set()
+        layer = list(whole.layers)[index]
+        return LayerWeights(**vars(layer) | {"o": keep(layer.o)})
+
+    size = kept_bytes([layer.o for layer in whole.layers][-1:])
+    layers = StreamedLayers({}, whole.entrances, pack, size, CPU)
+    iterator = iter(layers)
+    first = next(iterator)
+    assert both.wait(30)
+    assert begun == [0, 1]
+    assert torch.equal(first.o.data, whole.layers[0].o.data)  # the second did not overwrite it
+    list(iterator)
+    settled(layers)
+    assert begun == [0, 1, 2, 3, 4, 5, 0]
+
+
+def test_a_pass_that_was_broken_off_begins_anew(tiny_checkpoint: Path) -> None:
+    weights = load_packed(tiny_checkpoint, "cpu", resident=0)
+    for taken, _ in enumerate(weights.layers):
+        if taken == 2:
+            break
+    assert torch.equal(logits(weights), logits(load_packed(tiny_checkpoint, "cpu")))
+
+
+def test_a_file_that_breaks_between_passes_is_an_error_where_it_is_used(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(tiny_checkpoint, tmp_path)
+    weights = load_packed(folder, "cpu", resident=0)
+    whole = logits(weights)
+    shard = folder / "model.safetensors"
+    data = shard.read_bytes()
+    with shard.open("r+b") as file:
+        file.truncate(len(data) // 2)
+    with pytest.raises(InputError, match=r"model\.safetensors: ends inside the"):
+        logits(weights)
+    with shard.open("r+b") as file:
+        file.write(data)
+    assert torch.equal(logits(weights), whole)
+    with pytest.raises(ResourceError, match="cannot be read"):
+        Transfer(CPU).fetch(Layout.of([TensorInfo("a", "U8", (4,), tmp_path / "none", 0, 4)]))
+
+
+def copy_of(checkpoint: Path, folder: Path) -> Path:
+    own = folder / "copy"
+    own.mkdir()
+    for file in checkpoint.iterdir():
+        (own / file.name).write_bytes(file.read_bytes())
+    return own
+
+
+def test_not_a_number_is_found_before_the_first_pass(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = copy_of(tiny_checkpoint, tmp_path)
+    info = Checkpoint.open(folder).tensors["model.decoder.layers.3.self_attn.o_proj.weight"]
+    with info.file.open("r+b") as file:
+        file.seek(info.begin)
+        file.write(b"\xc0\x7f")
+    with pytest.raises(InputError, match=r"layers\.3\.self_attn\.o_proj.*NaN"):
+        load_packed(folder, "cpu", resident=0)
+
+
+def test_an_engine_over_streamed_weights(fp8_artifact: Path) -> None:
+    sampler = Sampler(max_denoising_steps=3, eos_token_ids=(1,))
+    prompts = [[5, 6, 7], [9, 8], [11] * 30]
+    found = [
+        complete(
+            FusedEngine(weights, capacity=2, max_context=96),
+            prompts, [0, 1, 2], max_new_tokens=32, sampler=sampler,
+        )
+        for weights in (load_packed(fp8_artifact, "cpu", resident=n) for n in (None, 0))
+    ]  # fmt: skip
+    assert found[0] == found[1]
+
+
+def in_file(path: Path, sizes: Sequence[tuple[int, int]]) -> list[TensorInfo]:
+    """Tensors uint8 [n] with a gap before each; the file holds the low byte of each position."""
+    infos: list[TensorInfo] = []
+    position = 0
+    for number, (gap, size) in enumerate(sizes):
+        begin = position + gap
+        position = begin + size
+        infos.append(TensorInfo(f"t{number}", "U8", (size,), path, begin, position))
+    path.write_bytes(bytes(i % 251 for i in range(position)))
+    return infos
+
+
+def expected(info: TensorInfo) -> list[int]:
+    return [i % 251 for i in range(info.begin, info.end)]
+
+
+def test_neighbours_travel_together(tmp_path: Path) -> None:
+    infos = in_file(tmp_path / "a", [(3, 100), (0, 7), (5, 40), (GAP + 1, 2_500_000)])
+    layout = Layout.of(infos[::-1])
+    assert [(run.begin, run.end) for run in layout.runs] == [
+        (3, 155),
+        (infos[3].begin, infos[3].end),
+    ]
+    assert all(run.at % 256 == 0 for run in layout.runs)
+    transfer = Transfer(CPU)
+    fetched = transfer.fetch(layout)
+    for info in infos:
+        assert fetched.tensor(info.name).tolist() == expected(info)
+        assert fetched.tensor(info.name).data_ptr() % 16 == 0
+    assert transfer.bytes_read == 152 + 2_500_000
+
+
+@pytest.mark.parametrize("gaps", [(0, 0, 0), (0, 9, 9), (0, 9, 5), (1, 0, 0)])
+def test_stacked(gaps: tuple[int, int, int], tmp_path: Path) -> None:
+    infos = in_file(tmp_path / "a", [(4, 16), *((gap, 16) for gap in gaps)])
+    fetched = Transfer(CPU).fetch(Layout.of(infos))
+    for order in ([1, 2, 3], [3, 1, 2], [3, 2, 1]):
+        stacked = fetched.stacked([infos[i].name for i in order])
+        assert stacked.tolist() == [expected(infos[i]) for i in order]
+        assert stacked.is_contiguous()
+
+
+def test_misaligned_tensors_of_wide_dtypes(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    in_file(path, [(0, 64)])
+    infos = [TensorInfo("a", "U8", (3,), path, 0, 3), TensorInfo("b", "F32", (5,), path, 3, 23)]
+    fetched = Transfer(CPU).fetch(Layout.of(infos))
+    wanted = torch.tensor([i % 251 for i in range(3, 23)], dtype=torch.uint8).view(torch.float32)
+    assert torch.equal(fetched.tensor("b"), wanted)
+
+
+def test_slots_hold_every_tensor_of_a_weight() -> None:
+    """A weight of three tensors of odd sizes fits exactly where `kept_bytes` says that it does."""
+    packed = torch.arange(2 * 6 * 24, dtype=torch.uint8).view(2, 6, 24)
+    scale = torch.ones(2, 6, 3).to(torch.float8_e4m3fn)
+    weight = kernel_weights.nvfp4(packed, scale, torch.tensor([3.0, 5.0]))
+    from quantize.runtime.fused.streaming import _Slot
+
+    slot = _Slot(kept_bytes([weight]), CPU)
+    kept = slot.keep(weight)
+    packed.zero_()
+    assert slot.used == len(slot.memory)
+    assert kept.data.flatten().tolist() == list(range(256)) + list(range(32))
+    for own, other in ((kept.scale, weight.scale), (kept.factor, weight.factor)):
+        assert own is not None
+        assert other is not None
+        assert torch.equal(own.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_spread() -> None:
+    assert spread(30, 0) == []
+    assert spread(30, 2) == [0, 15]
+    assert spread(6, 4) == [0, 1, 3, 4]
+    assert spread(30, 30) == list(range(30))

@@ -1,0 +1,128 @@
+"""Streamed weights on a GPU: the same bits as resident ones, and no more memory than was said."""
+
+import gc
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
+from quantize.checkpoints.targets import plan_targets
+from quantize.recipe import load_recipe
+from quantize.runtime import Sampler
+from quantize.runtime.engine import complete
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.streaming import StreamedLayers
+from quantize.runtime.fused.text_stack import Cache, FusedModel
+from quantize.runtime.fused.transfer import Layout, Transfer, in_memory
+from quantize.runtime.fused.weights import TextWeights, load_packed
+from quantize.stages.convert import convert
+
+pytestmark = pytest.mark.gpu
+MEMORY = Path("/dev/shm/quantize-streaming-test")
+LAYERS, VOCABULARY = 6, 4096
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[Path]:
+    """Six layers of the real shapes in memory-backed storage, 10 GB."""
+    if not in_memory(MEMORY.parent):
+        pytest.skip("/dev/shm is not in memory here")
+    shutil.rmtree(MEMORY, ignore_errors=True)
+    config = synthetic_config(layers=LAYERS, vision_layers=1, vocabulary=VOCABULARY)
+    MEMORY.mkdir()
+    yield write_synthetic(MEMORY / "bf16", config)
+    shutil.rmtree(MEMORY)
+
+
+@pytest.fixture(scope="module", params=["bf16", "fp8_dynamic", "nvfp4a16"])
+def folder(request: pytest.FixtureRequest, source: Path) -> Path:
+    if request.param == "bf16":
+        return source
+    recipe, checkpoint, out = (
+        load_recipe(request.param),
+        Checkpoint.open(source),
+        MEMORY / "quantized",
+    )
+    shutil.rmtree(out, ignore_errors=True)
+    targets = plan_targets(checkpoint.tensors, recipe.quantization)
+    convert(checkpoint, targets, out, recipe=recipe, input_scales=None)
+    return out
+
+
+@torch.no_grad()
+def logits(weights: TextWeights, passes: int) -> torch.Tensor:
+    """Of two canvases, denoised `passes` times without a wait in between."""
+    device = weights.device
+    model = FusedModel(weights, Cache.allocate(weights.config, 2, 1024, 512, device))
+    tokens = torch.randint(3, VOCABULARY, (2, 300), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(device)
+    slots = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    model.encode(tokens, slots, torch.zeros_like(slots))
+    rows = model.behind(slots, torch.full_like(slots, 300), 256)
+    out = torch.empty(passes, 512, VOCABULARY, dtype=torch.bfloat16, device=device)
+    for each in range(passes):
+        soft = None
+        if each:
+            soft = model.soft_embedding(out[each - 1], torch.ones(512, device=device))
+        model.decode(tokens[:, :256], rows, soft, out[each])
+    return out.cpu()
+
+
+@pytest.mark.parametrize("resident", [0, 3])
+def test_the_same_bits(folder: Path, resident: int) -> None:
+    """Eight passes: a layer that is overwritten too early, or used too early, changes some of them."""
+    whole = logits(load_packed(folder, "cuda"), 8)
+    assert whole.isfinite().all()
+    for _ in range(3):
+        assert torch.equal(logits(load_packed(folder, "cuda", resident=resident), 8), whole)
+
+
+def test_memory(folder: Path) -> None:
+    """Two slots, and what the largest module needs on its way."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    weights = load_packed(folder, "cuda", resident=0)
+    assert isinstance(weights.layers, StreamedLayers)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for layer in weights.layers:
+        torch.cuda.synchronize()
+        largest = max(weight.bytes for weight in layer.products)
+    on_the_way = torch.cuda.max_memory_allocated() - before
+    print(
+        f"{folder.name}: slots {weights.layers.nbytes / 1e9:.2f} GB, {on_the_way / 1e9:.2f} beside"
+    )
+    assert on_the_way <= 4.5 * largest
+
+
+def test_an_engine(folder: Path) -> None:
+    sampler = Sampler(max_denoising_steps=4, confidence_threshold=1e-30)
+    found = [
+        complete(
+            FusedEngine(
+                load_packed(folder, "cuda", resident=resident), capacity=2, max_context=1024,
+                batch_invariant=True, graphs=False,
+            ),
+            [[5, 6, 7], list(range(20, 400))], [0, 1], max_new_tokens=512, sampler=sampler,
+        )
+        for resident in (None, 1)
+    ]  # fmt: skip
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("register", [False, True])
+def test_bytes_arrive(source: Path, register: bool) -> None:
+    """More than two pinned buffers take, by both ways."""
+    checkpoint = Checkpoint.open(source)
+    name = "model.decoder.layers.2.experts.gate_up_proj"
+    transfer = Transfer(torch.device("cuda"), register=register)
+    layout = Layout.of([checkpoint.tensors[name]])
+    for _ in range(2):
+        found = transfer.fetch(layout).tensor(name)
+        assert torch.equal(found.cpu().view(torch.int16), checkpoint.read(name).view(torch.int16))
+    assert bool(transfer._maps) == register
+    assert all(mapped is not None for mapped in transfer._maps.values())
