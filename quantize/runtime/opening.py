@@ -50,6 +50,7 @@ def open(
     dtype: torch.dtype | None = None,
     lm_head: Width = "bf16",
     soft_embedding: Width = "bf16",
+    resident: int | None = None,
     kind: Kind | None = None,
 ) -> Engine:
     """Load a checkpoint and return the engine that runs it.
@@ -65,6 +66,8 @@ def open(
             compute in BF16.
         lm_head: "fp8" to round the output embedding at load (fused alone).
         soft_embedding: the same for what self-conditioning multiplies with.
+        resident: layers that stay on the device, the others being streamed from the files in every
+            pass (fused alone); None for all. `runtime.memory` says how many fit.
         kind: which engine; None for the device's default.
 
     Raises:
@@ -89,8 +92,9 @@ def open(
         )  # fmt: skip
     else:
         weights = load_packed(
-            checkpoint, device, on_layer=lambda layers: track(layers, "layers loaded"), **vocabulary
-        )
+            checkpoint, device, head=lm_head, soft=soft_embedding, resident=resident,
+            on_layer=lambda layers: track(layers, "layers loaded"),
+        )  # fmt: skip
     return FusedEngine(
         weights, capacity=capacity, max_context=max_context, batch_invariant=batch_invariant
     )
