@@ -124,7 +124,7 @@ def read_weight(
     """Read one tensor of the BF16 layout, of that `shape`: as it is, or dequantized to BF16."""
     modules = [module for module in linear_modules(name, shape) if module in schemes]
     if not modules:
-        return _read_finite(checkpoint, name)
+        return read_finite(checkpoint, name)
     parts = [read_module(checkpoint, module, schemes[module]) for module in modules]
     return parts[0] if len(shape) == 2 else fuse_experts(parts, shape)
 
@@ -132,13 +132,13 @@ def read_weight(
 def read_module(checkpoint: Checkpoint, module: str, scheme: Scheme) -> torch.Tensor:
     """Read and dequantize one quantized Linear of a checked layout: [out, inputs] BF16."""
     tensors = {
-        name.removeprefix(f"{module}."): _read_finite(checkpoint, name)
+        name.removeprefix(f"{module}."): read_finite(checkpoint, name)
         for name in module_tensors(checkpoint, module)
     }
     return scheme.dequantize(tensors)
 
 
-def _read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Read a tensor; NaN, infinity or a global scale that is not above 0 is an error."""
     tensor = checkpoint.read(name)
     if not all_finite(tensor):
@@ -163,5 +163,5 @@ def _input_global_scale(checkpoint: Checkpoint, module: str) -> float:
     """Read the calibrated scale of NVFP4 activations; ModelOpt stores its inverse."""
     inverse = f"{module}.input_scale"
     if inverse in checkpoint.tensors:
-        return 1 / _read_finite(checkpoint, inverse).item()
-    return _read_finite(checkpoint, f"{module}.input_global_scale").item()
+        return 1 / read_finite(checkpoint, inverse).item()
+    return read_finite(checkpoint, f"{module}.input_global_scale").item()

@@ -7,7 +7,8 @@ behind it is synced to disk, each on a thread of its own.
 
 Restart: a shard counts as finished when it is on disk (fsync) and `<folder>.state.json` holds its
 sha256. A later try keeps the finished shards whose bytes still have that hash and writes the others
-from their first byte; a try that would write other bytes (another source or plan) starts over.
+from their first byte; a try that would write other bytes (another source or plan) starts over. A
+format of one large file makes several shards of it, one behind the other: see `Shard.begin`.
 """
 
 import errno
@@ -36,7 +37,7 @@ from quantize.run_dir import read_json, sync_file, sync_folder, write_json
 # Returns the next bytes of a shard as a uint8 tensor [n].
 Task = Callable[[], torch.Tensor]
 
-RESUME = "then run the same command again (with --resume): finished shards are kept"
+RESUME = "then run the same command again (`run` with --resume): finished shards are kept"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 HASH_BLOCK = 1 << 24
 # One call writes this much. Larger ones make Linux (6.18, ext4) look for large pages: it takes 0.25 s
@@ -65,15 +66,25 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file to be written: `header` is everything before the first tensor."""
+    """One file to be written, or a stretch of one that begins at byte `begin`.
+
+    `header` is everything before the first tensor. The stretches of a file come in order, and what
+    was finished behind a stretch that must be written again is written again too.
+    """
 
     name: str
     header: bytes
     pieces: tuple[Piece, ...]
+    begin: int = 0
+
+    @property
+    def key(self) -> str:
+        """What it is recorded under: the file's name, or with where it begins."""
+        return f"{self.name}@{self.begin}" if self.begin else self.name
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """Bytes of the file, or of the stretch."""
         return len(self.header) + sum(piece.nbytes for piece in self.pieces)
 
 
@@ -141,7 +152,7 @@ def write_shards(
     workers: int | None = None,
     what: str = "convert",
 ) -> dict[str, str]:
-    """Write all shards (and their index, if several) to `folder`; return name -> sha256.
+    """Write all shards (and an index of several files) to `folder`; return key -> sha256.
 
     Args:
         shards: what to write.
@@ -155,7 +166,7 @@ def write_shards(
     """
     with _explained(folder):
         state = _State.open(folder, shards, identity)
-        todo = [shard for shard in shards if shard.name not in state.finished]
+        todo = [shard for shard in shards if shard.key not in state.finished]
         _check_free_disk(folder, todo)
         with (
             ThreadPoolExecutor(1) as syncer,
@@ -170,9 +181,9 @@ def write_shards(
             ]
             for future in finished:
                 future.result()
-        if len(shards) > 1:
+        if len({shard.name for shard in shards}) > 1:
             write_json(folder / INDEX, index_json(shards))
-    return {shard.name: state.finished[shard.name] for shard in shards}
+    return {shard.key: state.finished[shard.key] for shard in shards}
 
 
 @contextmanager
@@ -203,21 +214,26 @@ class _State:
         """Find finished shards whose bytes still have their hash; remove everything else."""
         digest = hashlib.sha256(identity.encode())
         for shard in shards:
-            digest.update(shard.name.encode() + shard.header)
+            digest.update(shard.key.encode() + shard.header)
         state = cls(folder, digest.hexdigest(), {})
         path = state_path(folder)
         recorded = _recorded_shards(path, state.identity)
+        ends = {shard.name: shard.begin + shard.nbytes for shard in shards}
+        broken: set[str] = set()  # files of which something must be written
         for shard in shards:
             file = folder / shard.name
-            if shard.name in recorded and file.is_file():
-                if _sha256(file) == recorded[shard.name]:
-                    state.finished[shard.name] = recorded[shard.name]
+            if shard.name not in broken and shard.key in recorded and file.is_file():
+                same = _sha256(file, shard) == recorded[shard.key]
+                if same and file.stat().st_size <= ends[shard.name]:
+                    state.finished[shard.key] = recorded[shard.key]
                     continue
                 say(f"{file}: its bytes have changed since it was finished; written again")
+            broken.add(shard.name)
+        kept = {shard.name for shard in shards if shard.key in state.finished}
         for entry in folder.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry)
-            elif entry.name not in state.finished:
+            elif entry.name not in kept:
                 entry.unlink()
         if state.finished:
             say(f"{len(state.finished)} of {len(shards)} shards are finished already")
@@ -227,12 +243,12 @@ class _State:
         """Sync a written shard to disk, then record it."""
         sync_file(self.folder / shard.name)
         sync_folder(self.folder)
-        self.finished[shard.name] = sha256
+        self.finished[shard.key] = sha256
         write_json(state_path(self.folder), {"identity": self.identity, "finished": self.finished})
 
 
 def _recorded_shards(path: Path, identity: str) -> dict[str, str]:
-    """Return name -> sha256 of the shards an earlier try with this identity finished."""
+    """Return key -> sha256 of the shards an earlier try with this identity finished."""
     if not path.is_file():
         return {}
     try:
@@ -245,11 +261,14 @@ def _recorded_shards(path: Path, identity: str) -> dict[str, str]:
     return finished if same else {}
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
+def _sha256(path: Path, shard: Shard) -> str:
+    """Return the sha256 of a shard's bytes in its file, or of those that are there."""
+    digest, left = hashlib.sha256(), shard.nbytes
     with path.open("rb") as file:
-        while block := file.read(HASH_BLOCK):
+        file.seek(shard.begin)
+        while block := file.read(min(HASH_BLOCK, left)):
             digest.update(block)
+            left -= len(block)
     return digest.hexdigest()
 
 
@@ -299,9 +318,11 @@ def _write(
 ) -> str:
     """Write one shard from the next blocks, hashing and syncing on the way; return the sha256."""
     digest = hashlib.sha256(shard.header)
-    begun = 0  # where the last sync began
+    begun = shard.begin  # where the last sync began
     syncing: Future[None] | None = None
-    with path.open("wb", buffering=0) as file:
+    with path.open("r+b" if shard.begin else "wb", buffering=0) as file:
+        file.truncate(shard.begin)
+        file.seek(shard.begin)
         _write_fully(file, memoryview(shard.header))
         for block in islice(blocks, sum(len(piece.tasks) for piece in shard.pieces)):
             data = bytes_of(block)
@@ -314,7 +335,7 @@ def _write(
                 begun, syncing = file.tell(), syncer.submit(sync_file, path)
         if syncing:  # the kernel tells a write error once, so none may go unread
             syncing.result()
-        if file.tell() != shard.nbytes:
+        if file.tell() != shard.begin + shard.nbytes:
             raise RuntimeError(f"{path}: wrote {file.tell()} bytes, planned {shard.nbytes}")
     return digest.hexdigest()
 

@@ -1,0 +1,167 @@
+"""Checkpoint -> one GGUF file, streamed and restartable as convert is.
+
+    header   magic, version 3, metadata, and name, shape, type and position of every tensor; all of it
+             known before the first weight is read, made by the `gguf` package
+    tensors  in that order, each from a multiple of 32 bytes on
+
+The file is written in stretches of about a gigabyte (`checkpoints.shards`): a few pieces of 4 MB are in
+memory at a time, and after an interruption the same call goes on behind the last stretch that is
+finished, to the same bytes. It gets its name when it is complete.
+"""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from quantize.checkpoints.layout import check_layout
+from quantize.checkpoints.reader import Checkpoint, TensorSpec
+from quantize.checkpoints.shards import Piece, Shard, state_path, write_shards
+from quantize.errors import InputError
+from quantize.exports.metadata import ARCHITECTURE, metadata
+from quantize.exports.tensors import ALIGNMENT, GGUFTensor, KeptAs, plan_tensors
+from quantize.exports.vocabulary import vocabulary
+from quantize.manifest import fingerprint
+from quantize.run_dir import TEMPORARY_SUFFIX, sync_folder
+
+STRETCH_BYTES = 1e9
+FINGERPRINT = "quantize.fingerprint"  # of the checkpoint that a file was made from
+FILE_TYPES = {"BF16": 32, "Q8_0": 7, "NVFP4": 39}  # what viewers call a file
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: tensors by type, and bytes in and out."""
+
+    types: dict[str, int]
+    bytes_in: int
+    bytes_out: int
+
+
+def export_gguf(
+    source: Checkpoint,
+    out: Path,
+    *,
+    name: str,
+    kept_as: KeptAs = "BF16",
+    stretch: float = STRETCH_BYTES,
+) -> Exported:
+    """Write a checkpoint, BF16 or with NVFP4 Linears, as the GGUF file `out`.
+
+    Args:
+        source: the checkpoint.
+        out: a new file whose name ends in .gguf; it appears when it is complete.
+        name: of the model, for those who list files.
+        kept_as: type of the matrices that the checkpoint holds in BF16.
+        stretch: bytes that count as finished together.
+
+    Raises:
+        InputError: `out` exists or is no .gguf; a scheme, width, trait or tokenizer that GGUF or
+            llama.cpp cannot hold; a weight that is NaN or infinite.
+        ResourceError: not enough disk, or a disk that fails.
+    """
+    if out.suffix != ".gguf":
+        raise InputError(f"{out}: must end in .gguf; name the file, not its folder")
+    if out.exists():
+        raise InputError(f"{out}: exists already; name another file or remove it")
+    check_layout(source)
+    tensors = plan_tensors(source, kept_as)
+    before = fingerprint(source)
+    keys = _about(name, before, tensors) | metadata(source)
+    keys |= vocabulary(source.folder, _rows(tensors, "token_embd.weight"))
+    folder = out.with_name(out.name + TEMPORARY_SUFFIX)
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = _stretches(out.name, _header(keys, tensors), tensors, stretch)
+    write_shards(shards, folder, json.dumps([before, kept_as]), what="export")
+    if fingerprint(source) != before:
+        raise InputError(f"{source.folder}: a shard changed while it was read; export again")
+    (folder / out.name).rename(out)
+    sync_folder(out.parent)
+    folder.rmdir()
+    state_path(folder).unlink()
+    types = [tensor.type for tensor in tensors]
+    return Exported(
+        {t: types.count(t) for t in sorted(set(types))}, source.nbytes, out.stat().st_size
+    )
+
+
+def _about(name: str, digest: str, tensors: Sequence[GGUFTensor]) -> dict[str, Any]:
+    types = {tensor.type for tensor in tensors}
+    main = next(each for each in ("NVFP4", "Q8_0", "BF16") if each in types)
+    return {
+        "general.type": "model",
+        "general.name": name,
+        "general.file_type": FILE_TYPES[main],
+        "general.quantization_version": 2,
+        FINGERPRINT: digest,
+    }
+
+
+def _rows(tensors: Sequence[GGUFTensor], name: str) -> int:
+    return next(tensor.shape[0] for tensor in tensors if tensor.name == name)
+
+
+def _header(keys: dict[str, Any], tensors: Sequence[GGUFTensor]) -> bytes:
+    """Return everything before the first tensor."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "header"
+        writer = gguf.GGUFWriter(path, ARCHITECTURE)
+        for key, value in keys.items():
+            _add(writer, key, value)
+        for tensor in tensors:
+            kind = gguf.GGMLQuantizationType[tensor.type]
+            float32 = np.dtype(np.float32)  # the shape is that of the values, whatever their type
+            writer.add_tensor_info(tensor.name, tensor.shape, float32, tensor.nbytes, kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        header = path.read_bytes()
+    return header + bytes(-len(header) % ALIGNMENT)
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add a key: integers as U32, floats as F32; lists by their first value."""
+    kinds = {
+        bool: gguf.GGUFValueType.BOOL,
+        int: gguf.GGUFValueType.UINT32,
+        float: gguf.GGUFValueType.FLOAT32,
+        str: gguf.GGUFValueType.STRING,
+    }
+    if not isinstance(value, list):
+        writer.add_key_value(key, value, kinds[type(value)])
+        return
+    kind = gguf.GGUFValueType.INT32 if type(value[0]) is int else kinds[type(value[0])]
+    writer.add_key_value(key, value, gguf.GGUFValueType.ARRAY, kind)
+
+
+def _stretches(
+    name: str, header: bytes, tensors: Sequence[GGUFTensor], stretch: float
+) -> list[Shard]:
+    """Cut the file into stretches of whole tensors; the first one holds the header."""
+    groups: list[list[Piece]] = [[]]
+    for piece in map(_piece, tensors):
+        if sum(each.nbytes for each in groups[-1]) >= stretch:
+            groups.append([])
+        groups[-1].append(piece)
+    shards: list[Shard] = []
+    begin = 0
+    for group in groups:
+        shards.append(Shard(name, b"" if shards else header, tuple(group), begin))
+        begin += shards[-1].nbytes
+    return shards
+
+
+def _piece(tensor: GGUFTensor) -> Piece:
+    """Return a tensor and the zeros up to the next multiple of 32 bytes."""
+    padding = -tensor.nbytes % ALIGNMENT
+    zeros = (partial(torch.zeros, padding, dtype=torch.uint8),) if padding else ()
+    spec = TensorSpec("U8", (tensor.nbytes + padding,))
+    return Piece({tensor.name: spec}, tensor.tasks + zeros)

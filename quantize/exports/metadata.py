@@ -1,0 +1,125 @@
+"""What llama.cpp's `diffusion-gemma` wants to know of a model: GGUF keys and values from its configs.
+
+Head sizes and counts come from the tensors' shapes, the rest from config.json, and the sampler's
+settings from generation_config.json. What that runtime has built in is checked here, so that a model
+with other traits is refused and not computed wrongly.
+"""
+
+from typing import Any
+
+from quantize.checkpoints.reader import Checkpoint, read_json_object
+from quantize.errors import InputError
+
+ARCHITECTURE = "diffusion-gemma"
+# That runtime knows no other values.
+BUILT_IN: dict[str, Any] = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+}
+ROPE_BUILT_IN = {"full_attention": "proportional", "sliding_attention": "default"}
+
+
+def metadata(source: Checkpoint) -> dict[str, Any]:
+    """Return GGUF key -> value of a checked checkpoint; floats are F32, integers U32.
+
+    Raises:
+        InputError: the model has a trait that llama.cpp's graph does not compute.
+    """
+    text = text_config(source)
+    _check_built_in(text)
+    keys = _sizes(source, text) | _rope(text)
+    named = {f"{ARCHITECTURE}.{key}": value for key, value in keys.items()}
+    return named | _diffusion(source)
+
+
+def text_config(source: Checkpoint) -> dict[str, Any]:
+    """Return the text model's config with transformers' defaults for what config.json leaves out."""
+    from transformers import DiffusionGemmaConfig
+
+    plain = {k: v for k, v in source.config.items() if k != "quantization_config"}
+    return DiffusionGemmaConfig(**plain).to_dict()["text_config"]
+
+
+def _check_built_in(text: dict[str, Any]) -> None:
+    stated = {key: text.get(key) for key in BUILT_IN}
+    wanted = dict(BUILT_IN)
+    for kind, rope_type in ROPE_BUILT_IN.items():
+        rope = (text.get("rope_parameters") or {}).get(kind) or {}
+        stated[f"rope_parameters.{kind}.rope_type"] = rope.get("rope_type")
+        wanted[f"rope_parameters.{kind}.rope_type"] = rope_type
+    for key, value in stated.items():
+        if value != wanted[key]:
+            raise InputError(
+                f"config.json: text_config.{key} is {value!r}; llama.cpp's diffusion-gemma computes "
+                f"{wanted[key]!r} only, so this model cannot be exported"
+            )
+
+
+def _sizes(source: Checkpoint, text: dict[str, Any]) -> dict[str, Any]:
+    sliding = [kind == "sliding_attention" for kind in text["layer_types"]]
+    heads = [_heads(source, layer) for layer in range(len(sliding))]
+    full, swa = sliding.index(False), sliding.index(True)
+    return {
+        "block_count": len(sliding),
+        "context_length": text["max_position_embeddings"],
+        "embedding_length": text["hidden_size"],
+        "feed_forward_length": text["intermediate_size"],
+        "expert_feed_forward_length": text["moe_intermediate_size"],
+        "expert_count": text["num_experts"],
+        "expert_used_count": text["top_k_experts"],
+        "attention.head_count": text["num_attention_heads"],
+        "attention.head_count_kv": [kv_heads for _, kv_heads in heads],
+        "attention.key_length": heads[full][0],
+        "attention.value_length": heads[full][0],
+        "attention.key_length_swa": heads[swa][0],
+        "attention.value_length_swa": heads[swa][0],
+        "attention.layer_norm_rms_epsilon": float(text["rms_norm_eps"]),
+        "attention.sliding_window": text["sliding_window"],
+        "attention.sliding_window_pattern": sliding,
+        "attention.causal": False,
+        "final_logit_softcapping": float(text["final_logit_softcapping"]),
+        "rope.dimension_count": heads[full][0],  # all of them: `rope_freqs` says which rotate
+        "rope.dimension_count_swa": heads[swa][0],
+    }
+
+
+def _heads(source: Checkpoint, layer: int) -> tuple[int, int]:
+    """Return (size of a head, key-value heads) of a layer, from its tensors."""
+    attention = f"model.decoder.layers.{layer}.self_attn."
+    size = source.tensors[f"{attention}k_norm.weight"].shape[0]
+    return size, _rows(source, f"{attention}k_proj") // size
+
+
+def _rows(source: Checkpoint, module: str) -> int:
+    stored = (f"{module}.{suffix}" for suffix in ("weight", "weight_packed"))
+    return next(source.tensors[name].shape[0] for name in stored if name in source.tensors)
+
+
+def _rope(text: dict[str, Any]) -> dict[str, Any]:
+    rope = text["rope_parameters"]
+    return {
+        "rope.freq_base": float(rope["full_attention"]["rope_theta"]),
+        "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
+    }
+
+
+def _diffusion(source: Checkpoint) -> dict[str, Any]:
+    """Return the canvas and the sampler's settings, those that generation_config.json states."""
+    found: dict[str, Any] = {"diffusion.canvas_length": source.config["canvas_length"]}
+    path = source.folder / "generation_config.json"
+    if not path.is_file():
+        return found
+    stated = read_json_object(path)
+    stated = (stated.get("sampler_config") or {}) | stated
+    for ours, theirs, kind in (
+        ("max_denoising_steps", "eb_max_steps", int),
+        ("t_min", "eb_t_min", float),
+        ("t_max", "eb_t_max", float),
+        ("entropy_bound", "eb_entropy_bound", float),
+        ("stability_threshold", "eb_stability_threshold", int),
+        ("confidence_threshold", "eb_confidence_threshold", float),
+    ):
+        if stated.get(ours) is not None:
+            found[f"diffusion.{theirs}"] = kind(stated[ours])
+    return found

@@ -1,0 +1,275 @@
+"""Which tensors llama.cpp's `diffusion-gemma` reads, and which source bytes each is made of.
+
+    token_embd, output_norm, rope_freqs, self_cond_{pre_norm,gate,up,down}
+    blk.L.  attn_{norm,q,k,v,output,q_norm,k_norm}, post_attention_norm, ffn_{norm,gate,up,down},
+            ffn_gate_inp and ffn_gate_inp.scale (the router's), ffn_gate_up_exps (gate first),
+            ffn_down_exps and ffn_down_exps.scale (the router's scale of each expert), pre_ffw_norm_2,
+            post_ffw_norm{,_1,_2}, layer_output_scale and enc_layer_output_scale (the two trees')
+
+A matrix is BF16 as on disk, or Q8_0; vectors and the router are F32, exact, which that runtime wants.
+NVFP4 Linears become `.weight` with their codes and block scales and `.scale`, F32 [1] or one an expert:
+1 / weight_global_scale, which multiplies the product. Experts then stand in three tensors, since gate
+and up share a fused tensor there only without a scale; and `ffn_down_exps.scale`, which both want, is
+the product of the router's scale and 1 / weight_global_scale, in float32.
+
+`rope_freqs` divides the angles of full-attention layers: 1 where they rotate, 1e30 where they do not.
+The vision tower is left out, that runtime reads text only, and so are the calibrated scales of
+activations: it reads them and computes nothing with them. The embedding is also the output.
+
+Source: src/models/diffusion-gemma.cpp of unslothai/llama.cpp at c3fb9724, read for names and shapes.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+
+from quantize.checkpoints.layout import bf16_layout, schemes_by_module
+from quantize.checkpoints.load import read_finite
+from quantize.checkpoints.reader import FIX, Checkpoint
+from quantize.checkpoints.shards import Task
+from quantize.checkpoints.targets import linear_modules, linear_shape
+from quantize.errors import InputError
+from quantize.exports.blocks import NVFP4_BLOCK, Q8_0_BLOCK, nvfp4_blocks, q8_0_blocks
+from quantize.exports.metadata import text_config
+from quantize.recipe import Scheme
+from quantize.schemes import all_finite, is_nvfp4
+
+KeptAs = Literal["BF16", "Q8_0"]
+GGMLType = Literal["F32", "BF16", "Q8_0", "NVFP4"]
+BLOCKS: dict[GGMLType, tuple[int, int]] = {  # values and bytes of one block
+    "F32": (1, 4),
+    "BF16": (1, 2),
+    "Q8_0": (Q8_0_BLOCK, 34),
+    "NVFP4": (NVFP4_BLOCK, 36),
+}
+ALIGNMENT = 32  # of every tensor, GGUF's default
+TASK_BYTES = 1 << 22  # of source read at once, as convert does
+LARGEST_Q8_0 = 127 * 65504.0  # beyond it the F16 scale of a block is infinite
+NO_ROTATION = 1e30
+
+TOP = {
+    "model.decoder.embed_tokens": "token_embd",
+    "model.decoder.norm": "output_norm",
+    "model.decoder.self_conditioning.pre_norm": "self_cond_pre_norm",
+    "model.decoder.self_conditioning.gate_proj": "self_cond_gate",
+    "model.decoder.self_conditioning.up_proj": "self_cond_up",
+    "model.decoder.self_conditioning.down_proj": "self_cond_down",
+}
+LAYER = re.compile(r"model\.(decoder|encoder\.language_model)\.layers\.(\d+)\.(.+)")
+IN_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+    "layer_scalar": "layer_output_scale.weight",
+}
+ROUTER_SCALE = "router.per_expert_scale"
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """One tensor of the file, and the calls that make its bytes in order.
+
+    Attributes:
+        name: as llama.cpp knows it.
+        type: of its blocks.
+        shape: [..., out, in].
+        tasks: each returns the next bytes, uint8 [n].
+    """
+
+    name: str
+    type: GGMLType
+    shape: tuple[int, ...]
+    tasks: tuple[Task, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its blocks."""
+        values, size = BLOCKS[self.type]
+        return math.prod(self.shape) // values * size
+
+
+def gguf_name(name: str) -> str | None:
+    """Return what a tensor of the BF16 layout is called in the file; None for the vision tower's.
+
+    Raises:
+        InputError: a tensor that llama.cpp has no name for.
+    """
+    if name.startswith(("model.encoder.vision_tower.", "model.encoder.embed_vision.")):
+        return None
+    layer = LAYER.fullmatch(name)
+    plain = (layer[3] if layer else name).removesuffix(".weight")
+    found = (IN_LAYER if layer else TOP).get(plain)
+    if found is None:
+        raise InputError(f"{name}: llama.cpp's diffusion-gemma has no such tensor")
+    suffix = "" if "." in found else ".weight"
+    if layer is None:
+        return found + suffix
+    encoder = "" if layer[1] == "decoder" else "enc_"
+    return f"blk.{layer[2]}.{encoder}{found}{suffix}"
+
+
+def plan_tensors(source: Checkpoint, kept_as: KeptAs) -> list[GGUFTensor]:
+    """Return the tensors of the file in writing order. No weights are read yet.
+
+    Args:
+        source: a checkpoint whose layout was checked, BF16 or with NVFP4 Linears.
+        kept_as: type of the matrices that it holds in BF16.
+
+    Raises:
+        InputError: a scheme or a width that GGUF cannot hold.
+    """
+    schemes = schemes_by_module(source.config)
+    _refuse_schemes(source, schemes)
+    return list(_Planner(source, kept_as, schemes).tensors())
+
+
+def _refuse_schemes(source: Checkpoint, schemes: dict[str, Scheme]) -> None:
+    refused = [(module, scheme) for module, scheme in schemes.items() if not is_nvfp4(scheme)]
+    if refused:
+        module, scheme = refused[0]
+        raise InputError(
+            f"{source.folder}: {module} is {scheme} ({len(refused)} Linears in all), which GGUF cannot "
+            f"hold: it has BF16, Q8_0 and NVFP4; export the BF16 model with --type q8_0, or quantize "
+            f"it with the recipe nvfp4 or nvfp4a16"
+        )
+
+
+@dataclass(frozen=True)
+class _Planner:
+    source: Checkpoint
+    kept_as: KeptAs
+    schemes: dict[str, Scheme]
+
+    def tensors(self) -> Iterator[GGUFTensor]:
+        yield self._rope_freqs()
+        for name, spec in bf16_layout(self.source.config).items():
+            target = gguf_name(name)
+            modules = [m for m in linear_modules(name, spec.shape) if m in self.schemes]
+            if target is None:
+                continue
+            if len(spec.shape) == 3 and modules:
+                yield from self._experts(name, target, spec.shape, modules)
+            elif modules:
+                yield from self._linears(target, spec.shape, modules)
+            elif not self._is_multiplied(name):
+                yield self._kept(name, target, spec.shape)
+
+    def _is_multiplied(self, name: str) -> bool:
+        """Whether this is a router's scale that goes into its experts' `.scale`."""
+        down = f"{name.removesuffix(ROUTER_SCALE)}experts.0.down_proj"
+        return name.endswith(ROUTER_SCALE) and down in self.schemes
+
+    def _rope_freqs(self) -> GGUFTensor:
+        text = text_config(self.source)
+        full = text["layer_types"].index("full_attention")
+        norm = self.source.tensors[f"model.decoder.layers.{full}.self_attn.q_norm.weight"]
+        half = norm.shape[0] // 2
+        factor = text["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+        values = torch.full((half,), NO_ROTATION)
+        values[: int(half * factor)] = 1.0
+        return GGUFTensor("rope_freqs.weight", "F32", (half,), (lambda: values.view(torch.uint8),))
+
+    def _kept(self, name: str, target: str, shape: tuple[int, ...]) -> GGUFTensor:
+        exact = len(shape) == 1 or target.endswith("ffn_gate_inp.weight")
+        kind: GGMLType = "F32" if exact else self.kept_as
+        _check_width(name, shape, kind)
+        runs = _runs(shape[0], self.source.tensors[name].nbytes)
+        tasks = tuple(partial(self._read_kept, name, kind, *run) for run in runs)
+        return GGUFTensor(target, kind, shape, tasks)
+
+    def _read_kept(self, name: str, kind: GGMLType, start: int, stop: int) -> torch.Tensor:
+        rows, info = self.source.read_rows(name, start, stop), self.source.tensors[name]
+        if not all_finite(rows):
+            raise InputError(f"{info.file}: tensor {name!r} holds NaN or infinity; {FIX}")
+        if kind != "Q8_0":
+            return (rows.float() if kind == "F32" else rows).flatten().view(torch.uint8)
+        if float(rows.abs().amax()) > LARGEST_Q8_0:
+            raise InputError(f"{info.file}: tensor {name!r} is too large for Q8_0; use --type bf16")
+        return q8_0_blocks(rows)
+
+    def _linears(
+        self, target: str, shape: tuple[int, ...], modules: Sequence[str]
+    ) -> Iterator[GGUFTensor]:
+        """Yield weight and scale of Linears that stand in one tensor, one after the other."""
+        _check_width(modules[0], shape, "NVFP4")
+        each = math.prod(shape) // len(modules) // 2  # bytes of codes
+        runs = _runs(len(modules), each * len(modules))
+        tasks = tuple(partial(self._read_blocks, modules[start:stop]) for start, stop in runs)
+        yield GGUFTensor(target, "NVFP4", shape, tasks)
+        scale = target.removesuffix("weight") + "scale"
+        yield GGUFTensor(scale, "F32", (len(modules),), (partial(self._read_scales, modules),))
+
+    def _experts(
+        self, name: str, target: str, shape: tuple[int, ...], modules: Sequence[str]
+    ) -> Iterator[GGUFTensor]:
+        """Yield gate and up, or down, of all experts of a layer."""
+        each = len(modules) // shape[0]
+        separate = (shape[0], *linear_shape(shape, tuple(modules)))
+        parts = ("gate", "up") if each == 2 else ("down",)
+        for index, part in enumerate(parts):
+            part_target = target.replace("gate_up", part)
+            yield from self._linears(part_target, separate, modules[index::each])
+
+    def _read_blocks(self, modules: Sequence[str]) -> torch.Tensor:
+        return torch.cat([self._read_block(module) for module in modules])
+
+    def _read_block(self, module: str) -> torch.Tensor:
+        packed = "weight_packed" if f"{module}.weight_packed" in self.source.tensors else "weight"
+        scales = read_finite(self.source, f"{module}.weight_scale")
+        if bool((scales.view(torch.uint8) & 0x80).any()):
+            file = self.source.tensors[f"{module}.weight_scale"].file
+            raise InputError(f"{file}: {module}.weight_scale has a sign, which GGUF drops; {FIX}")
+        return nvfp4_blocks(self.source.read(f"{module}.{packed}"), scales)
+
+    def _read_scales(self, modules: Sequence[str]) -> torch.Tensor:
+        """Return 1 / global scale of each module, FP32; of down experts times the router's."""
+        scales = torch.cat([self._read_scale(module) for module in modules])
+        if modules[0].endswith("experts.0.down_proj"):
+            router = modules[0].removesuffix("experts.0.down_proj") + ROUTER_SCALE
+            scales = scales * read_finite(self.source, router).float()
+        return scales.view(torch.uint8)
+
+    def _read_scale(self, module: str) -> torch.Tensor:
+        inverse = f"{module}.weight_scale_2"  # ModelOpt's
+        if inverse in self.source.tensors:
+            return read_finite(self.source, inverse).reshape(1)
+        return 1 / read_finite(self.source, f"{module}.weight_global_scale")
+
+
+def _check_width(name: str, shape: tuple[int, ...], kind: GGMLType) -> None:
+    block = BLOCKS[kind][0]
+    if shape[-1] % block:
+        raise InputError(
+            f"{name} has {shape[-1]} inputs, and GGUF's {kind} blocks hold {block}: it cannot be "
+            f"exported in {kind}"
+        )
+
+
+def _runs(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Split rows of nbytes in all into (start, stop) of about TASK_BYTES."""
+    step = max(1, rows * TASK_BYTES // nbytes)
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)

@@ -1,0 +1,160 @@
+"""tokenizer.json and the chat template -> GGUF's tokenizer keys.
+
+llama.cpp knows a BPE by name, not by its rules, so two kinds of tokenizer can be written:
+
+    gemma4   byte fallback, spaces as "▁": Gemma's own
+    gpt2     bytes as characters, split beforehand by the bundled model's pattern; `starcoder` is the
+             one of llama.cpp's that splits digits one by one and words alike. It keeps runs of
+             punctuation together, which changes nothing: no merge of ours joins two of them
+
+and any other is refused by what it has instead. Special tokens become CONTROL; those of thinking and
+tool calls USER_DEFINED, which that runtime's chat parser must see in the text; other added tokens
+USER_DEFINED; `<0xXX>` BYTE. A vocabulary smaller than the embedding is filled up with UNUSED tokens.
+
+Source: conversion/gemma.py and src/llama-vocab.cpp of unslothai/llama.cpp at c3fb9724, read.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantize.checkpoints.reader import FIX, read_json_object
+from quantize.errors import InputError
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6  # GGUF's token types
+BUNDLED_PATTERN = r"\d|\n| ?[A-Za-z]+| ?[^\sA-Za-z\d]|\s"
+VISIBLE = frozenset(
+    (
+        "<|channel>",
+        "<channel|>",
+        "<|tool_call>",
+        "<tool_call|>",
+        "<|tool_response>",
+        "<tool_response|>",
+        '<|"|>',
+    )
+)
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+SPECIAL = ("bos", "eos", "unk", "pad", "mask")
+DEFAULT = {"mask": "<mask>"}  # Gemma's; `llama-diffusion-cli` does not start without one
+NAMES = {"unk": "unknown", "pad": "padding"}  # what GGUF calls them
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A vocabulary by id: texts and GGUF token types."""
+
+    texts: list[str]
+    types: list[int]
+
+
+def vocabulary(folder: Path, size: int) -> dict[str, Any]:
+    """Return GGUF key -> value of a checkpoint's tokenizer; `size` rows has its embedding.
+
+    Raises:
+        InputError: no tokenizer or chat template, one that llama.cpp cannot be told about, or a
+            token outside of the embedding.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise InputError(f"{path}: missing; a GGUF file carries the tokenizer, {FIX}")
+    stated = read_json_object(path)
+    try:
+        model, pre = _kind(path, stated)
+        tokens = _tokens(path, stated, size)
+        merges = [_merge(path, merge) for merge in stated["model"]["merges"]]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise InputError(f"{path}: not a tokenizer.json ({error!r}); {FIX}") from error
+    keys: dict[str, Any] = {
+        "model": model,
+        "pre": pre,
+        "tokens": tokens.texts,
+        "token_type": tokens.types,
+        "merges": merges,
+        "add_bos_token": True,  # that runtime takes away the one that the template writes
+        "add_space_prefix": False,
+    }
+    if model == "gemma4":
+        keys["scores"] = [-1000.0] * size  # wanted, and read by nothing: merges have ranks
+    keys |= _special_ids(folder, tokens.texts)
+    template = _chat_template(folder)
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | {
+        "tokenizer.chat_template": template
+    }
+
+
+def _kind(path: Path, stated: dict[str, Any]) -> tuple[str, str]:
+    """Return GGUF's names of the model and of what splits the text before it."""
+    model, splitter = stated["model"], stated.get("pre_tokenizer") or {}
+    if model["type"] != "BPE":
+        raise InputError(f"{path}: its model is {model['type']!r}; only BPE can be exported")
+    if model.get("byte_fallback") and "▁" in str(stated.get("normalizer")):
+        return "gemma4", "gemma4"
+    steps = splitter.get("pretokenizers", [splitter])
+    patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
+    if any(step.get("type") == "ByteLevel" for step in steps) and patterns == [BUNDLED_PATTERN]:
+        return "gpt2", "starcoder"
+    raise InputError(
+        f"{path}: it splits text by {patterns or splitter.get('type')!r}, which llama.cpp has no name "
+        f"for; Gemma's tokenizer and the bundled model's can be exported"
+    )
+
+
+def _tokens(path: Path, stated: dict[str, Any], size: int) -> Tokens:
+    added = {token["content"]: token for token in stated.get("added_tokens") or []}
+    ids: dict[str, int] = stated["model"]["vocab"] | {t: each["id"] for t, each in added.items()}
+    by_id = {index: text for text, index in ids.items()}
+    if len(by_id) != len(ids):
+        raise InputError(f"{path}: two of its tokens have the same id; {FIX}")
+    if outside := sorted(index for index in by_id if not 0 <= index < size):
+        raise InputError(
+            f"{path}: token {by_id[outside[0]]!r} has the id {outside[0]}, and the embedding has "
+            f"{size} rows; {FIX}"
+        )
+    texts = [by_id.get(index, f"<unused_row_{index}>") for index in range(size)]
+    types = [_type(t, added.get(t)) if i in by_id else UNUSED for i, t in enumerate(texts)]
+    return Tokens(texts, types)
+
+
+def _type(text: str, added: dict[str, Any] | None) -> int:
+    if text in VISIBLE:
+        return USER_DEFINED
+    if added is not None:
+        return CONTROL if added.get("special") else USER_DEFINED
+    return BYTE if BYTE_TOKEN.fullmatch(text) else NORMAL
+
+
+def _merge(path: Path, merge: str | Sequence[str]) -> str:
+    """Return a merge as GGUF holds it: both sides, a space between."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    if " " in left + right:
+        raise InputError(f"{path}: the merge {[left, right]} has a space, which GGUF cannot hold")
+    return f"{left} {right}"
+
+
+def _special_ids(folder: Path, texts: list[str]) -> dict[str, int]:
+    path = folder / "tokenizer_config.json"
+    stated = read_json_object(path) if path.is_file() else {}
+    found: dict[str, int] = {}
+    for name in SPECIAL:
+        token = stated.get(f"{name}_token", DEFAULT.get(name))
+        text = token.get("content") if isinstance(token, dict) else token
+        if text is None or (text not in texts and f"{name}_token" not in stated):
+            continue
+        if text not in texts:
+            raise InputError(f"{path}: {name}_token {text!r} is no token of tokenizer.json; {FIX}")
+        found[f"{NAMES.get(name, name)}_token_id"] = texts.index(text)
+    return found
+
+
+def _chat_template(folder: Path) -> str:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text("utf-8")
+    config = folder / "tokenizer_config.json"
+    stated = read_json_object(config).get("chat_template") if config.is_file() else None
+    if not isinstance(stated, str) or not stated:
+        raise InputError(f"{folder}: no chat template there (chat_template.jinja); {FIX}")
+    return stated

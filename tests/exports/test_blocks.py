@@ -1,0 +1,56 @@
+"""GGUF's blocks, byte by byte against the `gguf` package's own quantizers and dequantizers."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from quantize.exports.blocks import nvfp4_blocks, q8_0_blocks
+from quantize.schemes import FP8, GROUP, unpack_e2m1
+
+Q8_0, NVFP4 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.NVFP4
+
+
+def rows_of(kind: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn((7, 192), generator=generator).bfloat16()
+    if kind == "zeros":
+        rows[2] = 0
+        rows[3, :32] = -0.0
+    if kind == "halves":  # amax 127 makes d = 1, so that every x.5 is a tie
+        rows = torch.arange(-127, 127, 0.5).repeat(4)[: 7 * 192].view(7, 192).bfloat16()
+        rows[:, ::32] = 127
+    if kind == "outliers":
+        rows[:, 5] = 30000
+        rows[:, 40] = 1e-30
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["normal", "zeros", "halves", "outliers"])
+def test_q8_0_has_the_bytes_of_the_gguf_package(kind: str):
+    rows = rows_of(kind)
+    expected = gguf.quants.quantize(rows.float().numpy(), Q8_0)
+    assert np.array_equal(q8_0_blocks(rows).numpy(), expected.reshape(-1))
+
+
+def test_nvfp4_reads_back_as_every_code_times_every_block_scale():
+    generator = torch.Generator().manual_seed(1)
+    order = torch.randperm(960, generator=generator)
+    packed = (torch.arange(960) % 256).to(torch.uint8)[order].view(5, 3, 64)  # every pair of codes
+    scales = torch.arange(1, 127, dtype=torch.uint8).repeat(2)[: 5 * 3 * 8].view(5, 3, 8)
+    scales[0, 0, 0] = 0  # a zero scale is zero there too
+    blocks = nvfp4_blocks(packed, scales.view(FP8)).numpy().reshape(15, -1)
+    found = gguf.quants.dequantize(blocks, NVFP4)
+    values = unpack_e2m1(packed).view(15, -1, GROUP) * scales.view(FP8).float().view(15, -1, 1)
+    assert torch.equal(torch.from_numpy(found), values.view(15, -1))
+
+
+def test_nvfp4_keeps_code_and_scale_bits():
+    packed = torch.arange(32, dtype=torch.uint8).view(1, 32)
+    scales = torch.tensor([[1, 2, 3, 126]], dtype=torch.uint8)
+    block = nvfp4_blocks(packed, scales.view(FP8))
+    assert block[:4].tolist() == [1, 2, 3, 126]
+    codes = torch.stack((packed & 0xF, packed >> 4), -1).view(4, 16)
+    stored = block[4:].view(4, 8)
+    assert torch.equal(stored & 0xF, codes[:, :8])  # byte j holds values j and j + 8
+    assert torch.equal(stored >> 4, codes[:, 8:])
