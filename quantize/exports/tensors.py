@@ -36,8 +36,8 @@ from quantize.checkpoints.targets import linear_modules, linear_shape
 from quantize.errors import InputError
 from quantize.exports.blocks import NVFP4_BLOCK, Q8_0_BLOCK, nvfp4_blocks, q8_0_blocks
 from quantize.exports.metadata import text_config
-from quantize.recipe import Scheme
-from quantize.schemes import all_finite, is_nvfp4
+from quantize.rounding import E2M1_GROUPS, all_finite
+from quantize.schemes import Scheme
 
 KeptAs = Literal["BF16", "Q8_0"]
 GGMLType = Literal["F32", "BF16", "Q8_0", "NVFP4"]
@@ -147,7 +147,7 @@ def plan_tensors(source: Checkpoint, kept_as: KeptAs) -> list[GGUFTensor]:
 
 
 def _refuse_schemes(source: Checkpoint, schemes: dict[str, Scheme]) -> None:
-    refused = [(module, scheme) for module, scheme in schemes.items() if not is_nvfp4(scheme)]
+    refused = [(m, scheme) for m, scheme in schemes.items() if scheme.codes is not E2M1_GROUPS]
     if refused:
         module, scheme = refused[0]
         raise InputError(
