@@ -133,7 +133,7 @@ def quantize_groups(
     shared = global_scale([ranges]) if shared is None else shared
     *leading, inputs = weight.shape
     packed = weight.new_empty((*leading, inputs // 2), dtype=torch.uint8) if out is None else out
-    scale = _block_scale(ranges, shared.unsqueeze(-1))  # [..., out, in / 16] FP32
+    scale = block_scale(ranges, shared.unsqueeze(-1))  # [..., out, in / 16] FP32
     divisor = (scale / shared.unsqueeze(-1)).unsqueeze(-1)
     for block in _blocks(weight):
         scaled = weight[block].unflatten(-1, (-1, GROUP)) / divisor[block]
@@ -194,7 +194,7 @@ def round_groups(x: torch.Tensor, global_scale: float) -> torch.Tensor:
     """
     groups = x.float().unflatten(-1, (-1, GROUP))
     shared = torch.tensor([global_scale], dtype=torch.float32, device=x.device)
-    scale = _block_scale(groups.abs().amax(-1), shared) / shared
+    scale = block_scale(groups.abs().amax(-1), shared) / shared
     rounded = round_e2m1((groups / scale.unsqueeze(-1)).clamp_(-E2M1_MAX, E2M1_MAX))
     return (rounded * scale.unsqueeze(-1)).flatten(-2).to(x.dtype)
 
@@ -234,7 +234,12 @@ def _pack(codes: torch.Tensor) -> torch.Tensor:
     return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
-def _block_scale(ranges: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+def pack_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Pack e2m1 values [..., in] FP32 two codes a byte: uint8 [..., in / 2]. -0 keeps its sign."""
+    return _pack(_e2m1_codes(values.clone()) | (values.signbit().view(torch.uint8) << 3))
+
+
+def block_scale(ranges: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     """Return the scales of groups of 16: e4m3 numbers, held in FP32, never 0."""
     scale = (shared * _quotient(ranges, E2M1_MAX)).clamp(max=FP8_MAX).to(FP8).float()
     return scale.masked_fill_(scale == 0, SMALLEST_BLOCK_SCALE)

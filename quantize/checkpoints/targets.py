@@ -10,7 +10,7 @@ the router and self-conditioning without a quantization config; its embedding ta
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,9 @@ WHY_KEPT = {
     "layer_scalar": "not a Linear",
 }
 QUANTIZABLE = ("experts", "attention", "mlp")
+
+# Linears that servers fuse into one matrix with one global scale.
+FUSED = re.compile(r"(.*\.self_attn)\.[qkv]_proj\.weight|(.*\.mlp)\.(?:gate|up)_proj\.weight")
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,15 @@ def linear_shape(shape: tuple[int, ...], modules: tuple[str, ...]) -> tuple[int,
         return shape[0], shape[1]
     experts, rows, columns = shape
     return rows * experts // len(modules), columns
+
+
+def fused_units(targets: Sequence[Target]) -> list[list[Target]]:
+    """Group Linears that share a global scale; every other tensor stands alone. Order is kept."""
+    units: dict[str, list[Target]] = {}
+    for target in targets:
+        match = FUSED.fullmatch(target.name)
+        units.setdefault(match[1] or match[2] if match else target.name, []).append(target)
+    return list(units.values())
 
 
 def _scheme(name: str, modules: tuple[str, ...], quantization: Quantization) -> Scheme | None:

@@ -67,6 +67,7 @@ def convert(
     *,
     recipe: Recipe,
     input_scales: Path | None = None,
+    rounded: Path | None = None,
     max_shard_bytes: float = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> Conversion:
@@ -81,6 +82,7 @@ def convert(
         out: must not exist, unless `overwrite`.
         recipe: gives the weight observer and the config groups.
         input_scales: `<module>.input_global_scale` FP32 [1] of every NVFP4 module, from calibrate.
+        rounded: folder of codes and scales that `round_weights` found; None rounds to nearest.
         max_shard_bytes: size of the tensors in a shard.
         overwrite: replace `out`, once the new one is complete.
 
@@ -94,7 +96,8 @@ def convert(
     check_layout(source)
     before = _fingerprint(source)
     scales = _read_input_scales(input_scales, targets)
-    pieces = Quantizer(source, recipe.quantization.observer, scales).plan(targets)
+    found = _read_rounded(rounded) if rounded else {}
+    pieces = Quantizer(source, recipe.quantization.observer, scales, found).plan(targets)
     shards = plan_shards(pieces, max_shard_bytes)
     identity = json.dumps([before, recipe.quantization.observer, sorted(scales.items())])
     with folder_when_complete(out, keep_partial=True) as folder:
@@ -143,6 +146,21 @@ def _read_input_scales(path: Path | None, targets: list[Target]) -> dict[str, fl
         )
     reader = Checkpoint(path.parent, {}, header)
     return {module: _positive(reader, name) for name, module in wanted.items()}
+
+
+def _read_rounded(folder: Path) -> dict[str, Checkpoint]:
+    """Return tensor name -> the file that holds it.
+
+    Raises:
+        InputError: no rounded layer there.
+    """
+    found: dict[str, Checkpoint] = {}
+    for path in sorted(folder.glob("layer-*.safetensors")):
+        header = read_header(path)
+        found |= dict.fromkeys(header, Checkpoint(folder, {}, header))
+    if not found:
+        raise InputError(f"{folder}: no rounded weights there; run `quantize round RUN`")
+    return found
 
 
 def _positive(reader: Checkpoint, name: str) -> float:

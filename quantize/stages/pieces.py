@@ -11,9 +11,8 @@ Every tensor of the plan becomes one or more pieces of about 4 MB of input, in s
 A Linear's tensors lie next to each other: codes, scale, global scales.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -22,7 +21,7 @@ from quantize.checkpoints.experts import split_experts
 from quantize.checkpoints.layout import TensorSpec, scheme_tensors
 from quantize.checkpoints.reader import DTYPES, FIX, Checkpoint, TensorInfo
 from quantize.checkpoints.shards import Piece
-from quantize.checkpoints.targets import Target, linear_shape
+from quantize.checkpoints.targets import Target, fused_units, linear_shape
 from quantize.errors import InputError
 from quantize.rounding import Observer, all_finite, global_scale
 from quantize.schemes import Scheme
@@ -30,9 +29,6 @@ from quantize.schemes import Scheme
 # An expert's down of the 26B model; its gate and up are 8 MB. From 4 to 16 MB a piece costs the same
 # CPU time, and small ones hold less memory.
 PIECE_BYTES = 1 << 22
-
-# Linears that servers fuse into one matrix with one global scale.
-FUSED = re.compile(r"(.*\.self_attn)\.[qkv]_proj\.weight|(.*\.mlp)\.(?:gate|up)_proj\.weight")
 
 
 @dataclass(frozen=True)
@@ -43,11 +39,14 @@ class Quantizer:
         source: the BF16 checkpoint.
         observer: how the ranges of weights are found.
         input_scales: module -> input global scale, for NVFP4.
+        rounded: tensor name -> the file with codes and scales that were found already; empty for
+            rounding to nearest.
     """
 
     source: Checkpoint
     observer: Observer
     input_scales: Mapping[str, float]
+    rounded: Mapping[str, Checkpoint] = field(default_factory=dict[str, Checkpoint])
 
     def plan(self, targets: Sequence[Target]) -> list[Piece]:
         """Return the pieces of a plan, in its order. No weights are read yet.
@@ -55,7 +54,7 @@ class Quantizer:
         Raises:
             InputError: Linears that servers fuse have different schemes.
         """
-        return [piece for unit in _units(targets) for piece in self._pieces(unit)]
+        return [piece for unit in fused_units(targets) for piece in self._pieces(unit)]
 
     def _pieces(self, unit: list[Target]) -> Iterator[Piece]:
         scheme = _one_scheme(unit)
@@ -130,7 +129,11 @@ class Quantizer:
         columns = records.split([spec.nbytes for spec in specs.values()], dim=1)
         shape, dtype = next((spec.shape, DTYPES[spec.dtype]) for spec in specs.values())
         codes = columns[0].view(dtype).unflatten(1, shape)  # written where they belong: no copy
-        tensors = scheme.quantize(weight, ranges, shared, codes)
+        if self.rounded:
+            tensors = self._rounded(modules, specs)
+            codes.copy_(tensors[next(iter(tensors))])
+        else:
+            tensors = scheme.quantize(weight, ranges, shared, codes)
         if scheme.calibrated:
             values = [[self.input_scales[module]] for module in modules]
             tensors["input_global_scale"] = torch.tensor(values, dtype=torch.float32)
@@ -138,14 +141,17 @@ class Quantizer:
             column.copy_(tensors[name.removeprefix(".")].flatten(1).view(torch.uint8))
         return records.flatten()
 
-
-def _units(targets: Sequence[Target]) -> list[list[Target]]:
-    """Group Linears that share a global scale; every other tensor stands alone. Order is kept."""
-    units: dict[str, list[Target]] = {}
-    for target in targets:
-        match = FUSED.fullmatch(target.name)
-        units.setdefault(match[1] or match[2] if match else target.name, []).append(target)
-    return list(units.values())
+    def _rounded(
+        self, modules: Sequence[str], specs: Mapping[str, TensorSpec]
+    ) -> dict[str, torch.Tensor]:
+        """Read modules' tensors, stacked: suffix -> [modules, ...]."""
+        return {
+            name.removeprefix("."): torch.stack(
+                [self.rounded[module + name].read(module + name) for module in modules]
+            )
+            for name in specs
+            if name != ".input_global_scale"
+        }
 
 
 def _one_scheme(unit: list[Target]) -> Scheme | None:

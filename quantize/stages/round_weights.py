@@ -1,0 +1,310 @@
+"""Round weights with GPTQ, on Hessians of what real denoising feeds each Linear.
+
+    recorded trajectories --replay through BF16--> H = mean x x^T of every Linear's inputs
+    weights, H --gptq--> codes and scales, one file a layer, which `convert` writes as they are
+
+The replay shows encoder passes (prompts, committed canvases) and every denoising step, each token
+counting alike. Hessians of a layer of the 26B model take 4.5 GB, so as many layers as `budget` bytes
+hold are collected in one replay, and the next replay takes the next ones. Trajectories are replayed in
+batches of `BATCH`, in the order of their index, whatever the budget: sums do not depend on it.
+
+A layer's file is written aside and renamed, so a run that was killed goes on behind the last finished
+layer, with the same bytes. An expert that saw few tokens leans on its layer's mean Hessian
+(`gptq.shrink`); one whose Hessian has no factor is rounded to nearest, and counted in rounding.json.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantize.checkpoints.load import load
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import Target, fused_units, linear_shape
+from quantize.errors import InputError
+from quantize.gptq import Rounded, gptq, shrink
+from quantize.manifest import fingerprint
+from quantize.progress import say, track
+from quantize.rounding import global_scale
+from quantize.run_dir import folder_when_complete, read_json, sync_file, write_json
+from quantize.runtime.modules.inputs import watch_inputs
+from quantize.runtime.modules.passes import text_config
+from quantize.runtime.trajectory import INDEX, TENSORS, load_trajectories
+from quantize.schemes import Scheme
+
+BATCH = 16  # trajectories replayed together
+BUDGET = 4 << 30  # bytes of Hessians held at a time
+EXPERTS_AT_ONCE = 16  # of the 26B model 16 float64 Hessians and their factors take 4 GB
+IDENTITY, SUMMARY = "identity.json", "rounding.json"
+
+
+class Hessians:
+    """Sums of x x^T and token counts of the inputs of chosen Linears, on the device of the inputs.
+
+    Attributes:
+        names: the inputs that are summed, as `watch_inputs` names them.
+        sums: name -> [E, in, in] float32; E is 1 for a dense Linear.
+        tokens: name -> [E] int64.
+    """
+
+    def __init__(self, names: Sequence[str], experts: int) -> None:
+        self.names, self._experts = frozenset(names), experts
+        self.sums: dict[str, Tensor] = {}
+        self.tokens: dict[str, Tensor] = {}
+
+    def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
+        """Observe one input."""
+        if name not in self.names:
+            return
+        x = rows.flatten(0, -2).float()
+        if name not in self.sums:
+            count = 1 if experts is None else self._experts
+            self.sums[name] = x.new_zeros(count, x.shape[1], x.shape[1])
+            self.tokens[name] = torch.zeros(count, dtype=torch.int64, device=x.device)
+        if experts is None:
+            self._add(name, 0, x)
+            return
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        counts = flat.bincount(minlength=self._experts).tolist()
+        for expert, own in enumerate(order.split(counts)):
+            if len(own):
+                self._add(name, expert, x[own // experts.shape[1]])
+
+    def _add(self, name: str, expert: int, x: Tensor) -> None:
+        self.sums[name][expert].addmm_(x.T, x)
+        self.tokens[name][expert] += len(x)
+
+    def mean(self, name: str) -> Tensor:
+        """Return the shrunk mean Hessians [E, in, in] of an input.
+
+        Raises:
+            QuantizeError: it saw no token, or one that was not finite.
+        """
+        tokens = self.tokens[name].clamp(min=1)[:, None, None]
+        return shrink(self.sums[name] / tokens, self.tokens[name])
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Linears that read one input and share one global scale.
+
+    Attributes:
+        reads: name of the input.
+        targets: fused experts alone, or q/k/v, gate/up, o or down of a layer.
+        scheme: of all of them.
+    """
+
+    reads: str
+    targets: tuple[Target, ...]
+    scheme: Scheme
+
+    @property
+    def layer(self) -> int:
+        """Index of the decoder layer."""
+        return int(re.findall(r"layers\.(\d+)\.", self.reads)[0])
+
+    @property
+    def hessian_bytes(self) -> int:
+        """Bytes of the float32 Hessians of its input."""
+        shape = self.targets[0].shape
+        return 4 * shape[-1] ** 2 * (shape[0] if len(shape) == 3 else 1)
+
+
+def units_of(targets: Sequence[Target]) -> list[Unit]:
+    """Return what is rounded together.
+
+    Raises:
+        InputError: the plan quantizes nothing.
+    """
+    found = [
+        Unit(_input_name(unit[0].name), tuple(unit), unit[0].scheme)
+        for unit in fused_units(targets)
+        if unit[0].scheme is not None
+    ]
+    if not found:
+        raise InputError("the recipe quantizes no Linear: there is nothing to round")
+    return found
+
+
+def _input_name(tensor: str) -> str:
+    """Return the name under which an input is observed: that of the first Linear that reads it."""
+    name = tensor.removesuffix(".weight")
+    return re.sub(r"(self_attn\.)[kv]_proj$|(mlp\.)up_proj$", _first_reader, name)
+
+
+def _first_reader(match: re.Match[str]) -> str:
+    return f"{match[1]}q_proj" if match[1] else f"{match[2]}gate_proj"
+
+
+def groups_of(units: Sequence[Unit], budget: int) -> Iterator[list[Unit]]:
+    """Yield the units of as many whole layers as fit `budget` bytes of Hessians, one at least."""
+    by_layer: dict[int, list[Unit]] = {}
+    for unit in units:
+        by_layer.setdefault(unit.layer, []).append(unit)
+    group: list[Unit] = []
+    for _, layer in sorted(by_layer.items()):
+        if group and sum(unit.hessian_bytes for unit in [*group, *layer]) > budget:
+            yield group
+            group = []
+        group += layer
+    yield group
+
+
+def round_unit(unit: Unit, source: Checkpoint, hessians: Hessians) -> tuple[dict[str, Tensor], Any]:
+    """Return a unit's tensors by on-disk name, and what rounding.json says of it."""
+    weight = torch.cat([_stack(source.read(target.name)) for target in unit.targets], 1)
+    mean = hessians.mean(unit.reads)
+    device, shares = mean.device, unit.scheme.shares_global_scale
+    shared = global_scale([unit.scheme.observe(weight, "memoryless_minmax")])
+    done = [
+        gptq(
+            unit.scheme, weight[at].to(device), mean[at], shared[at].to(device) if shares else None
+        )
+        for start in range(0, len(weight), EXPERTS_AT_ONCE)
+        for at in [slice(start, start + EXPERTS_AT_ONCE)]
+    ]
+    tensors = {key: torch.cat([each.tensors[key] for each in done]) for key in done[0].tensors}
+    return _by_module(unit, tensors), _facts(unit, done, hessians)
+
+
+def _stack(weight: Tensor) -> Tensor:
+    """View a dense weight as one expert: [1, out, in]; fused experts stay as they are."""
+    return weight if weight.dim() == 3 else weight[None]
+
+
+def _by_module(unit: Unit, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Split the rows of a unit among its modules; each gets a copy of what they share."""
+    found: dict[str, Tensor] = {}
+    modules = [module for target in unit.targets for module in target.modules]
+    rows = [linear_shape(t.shape, t.modules)[0] for t in unit.targets for _ in t.modules]
+    experts = len(tensors["weight_scale"])
+    each = len(modules) // experts
+    for suffix, stacked in tensors.items():
+        for expert, tensor in enumerate(stacked.cpu()):
+            own = slice(expert * each, (expert + 1) * each)
+            is_shared = suffix == "weight_global_scale"
+            parts = [tensor] * each if is_shared else tensor.split(rows[own])
+            for module, part in zip(modules[own], parts, strict=True):
+                found[f"{module}.{suffix}"] = part.clone()
+    return found
+
+
+def _facts(unit: Unit, done: Sequence[Rounded], hessians: Hessians) -> dict[str, Any]:
+    loss, nearest = (torch.cat([getattr(d, k) for d in done]) for k in ("loss", "nearest"))
+    return {
+        "scheme": unit.scheme.name,
+        "tokens": hessians.tokens[unit.reads].tolist(),
+        "layer_loss": _digits(loss.mean()),
+        "layer_loss_of_nearest": _digits(nearest.mean()),
+        "fell_back": torch.cat([d.fell_back for d in done]).nonzero().flatten().tolist(),
+    }
+
+
+def _digits(value: Tensor) -> float:
+    return float(f"{value.item():.6g}")
+
+
+def round_weights(
+    source: Checkpoint,
+    targets: Sequence[Target],
+    calibration: Path,
+    out: Path,
+    *,
+    device: str = "cpu",
+    budget: int = BUDGET,
+) -> None:
+    """Write the codes and scales of every quantized Linear, one file a layer, to the folder `out`.
+
+    Args:
+        source: the BF16 checkpoint.
+        targets: its plan.
+        calibration: folder with the trajectories that calibrate recorded; held-out ones are left out.
+        out: layer-NN.safetensors and rounding.json; it appears when it is complete.
+        device: where the model, the Hessians and the rounding run.
+        budget: bytes of Hessians held at a time.
+
+    Raises:
+        InputError: nothing to round, or no trajectory was recorded.
+        QuantizeError: a Linear saw no token, or an input that was not finite.
+    """
+    from quantize.stages.fidelity import replay
+
+    trajectories, sampler = load_trajectories(calibration)
+    observed = [item for item in trajectories if not item.held_out]
+    if not observed:
+        raise InputError(f"{calibration}: no observed trajectory; run calibrate again")
+    units = units_of(targets)
+    identity = _identity(source, targets, calibration)
+    with folder_when_complete(out, keep_partial=True) as folder:
+        _start(folder, identity)
+        left = [unit for unit in units if not (folder / _file(unit.layer)).exists()]
+        model = load(source.folder, dtype=_dtype(device), device=device) if left else None
+        for group in groups_of(left, budget) if left else ():
+            hessians = Hessians([unit.reads for unit in group], text_config(model).num_experts)
+            with watch_inputs(model, hessians.see):
+                replay(model, [], observed, sampler, batch_size=BATCH)
+            for layer in track(sorted({unit.layer for unit in group}), "rounding layers"):
+                _write_layer(
+                    folder, layer, [u for u in group if u.layer == layer], source, hessians
+                )
+        _summarize(folder)
+
+
+def _dtype(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def _file(layer: int) -> str:
+    return f"layer-{layer:02}.safetensors"
+
+
+def _write_layer(
+    folder: Path, layer: int, units: Sequence[Unit], source: Checkpoint, hessians: Hessians
+) -> None:
+    tensors: dict[str, Tensor] = {}
+    facts: dict[str, Any] = {}
+    for unit in units:
+        found, facts[unit.reads] = round_unit(unit, source, hessians)
+        tensors |= found
+    write_json(folder / _file(layer).replace(".safetensors", ".json"), facts)
+    temporary = folder / "layer.partial"
+    save_file(tensors, temporary)
+    sync_file(temporary)
+    temporary.replace(folder / _file(layer))
+
+
+def _identity(source: Checkpoint, targets: Sequence[Target], calibration: Path) -> str:
+    """Return a digest of what the rounded weights depend on."""
+    digest = hashlib.sha256((calibration / TENSORS).read_bytes())
+    digest.update((calibration / INDEX).read_bytes())
+    digest.update(
+        json.dumps([fingerprint(source), [(t.name, str(t.scheme)) for t in targets]]).encode()
+    )
+    return digest.hexdigest()
+
+
+def _start(folder: Path, identity: str) -> None:
+    """Keep the layers of an interrupted try that had the same inputs; remove those of another."""
+    path = folder / IDENTITY
+    if not path.exists() or read_json(path) != identity:
+        for file in folder.iterdir():
+            file.unlink()
+        write_json(path, identity)
+
+
+def _summarize(folder: Path) -> None:
+    facts: dict[str, Any] = {}
+    for path in sorted(folder.glob("layer-*.json")):
+        facts |= read_json(path)
+        path.unlink()
+    fell_back = sum(len(each["fell_back"]) for each in facts.values())
+    write_json(folder / SUMMARY, {"fell_back": fell_back, "linears": facts})
+    say(f"rounding: {len(facts)} inputs, {fell_back} Hessians without a factor")

@@ -1,0 +1,205 @@
+"""Hessians of a replay beside plain hooks; rounded layers that resume, and that convert writes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conversions import recipe_for
+from safetensors.torch import load_file
+from tiny import EXPERTS, LAYERS, tiny_model
+from torch import Tensor, nn
+
+from quantize.checkpoints.load import load
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import Target, plan_targets
+from quantize.errors import InputError
+from quantize.gptq import layer_loss
+from quantize.run_dir import read_json
+from quantize.runtime import Sampler, generate
+from quantize.runtime.modules.inputs import watch_inputs
+from quantize.runtime.trajectory import Prompt, record, save_trajectories
+from quantize.schemes import SCHEMES
+from quantize.stages import round_weights as stage
+from quantize.stages.convert import convert
+from quantize.stages.round_weights import Hessians, groups_of, round_weights, units_of
+
+SAMPLER = Sampler(max_denoising_steps=3, eos_token_ids=(1, 50), pad_token_id=0)
+LAYER = "model.decoder.layers.1"
+PROMPTS = [[2, 110, 120, 130], [2, 140, 150, 160, 170, 180]]
+
+
+def targets_of(source: Path, scheme: str = "NVFP4A16") -> list[Target]:
+    recipe = recipe_for(scheme)  # type: ignore[arg-type]
+    return plan_targets(Checkpoint.open(source).tensors, recipe.quantization)
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trajectories of the tiny model: 18 observed in two batches, 1 held out."""
+    folder = tmp_path_factory.mktemp("rounding") / "calibration"
+    folder.mkdir()
+    model = tiny_model().float()
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        Prompt(tuple(torch.randint(110, 480, (4 + n % 3,), generator=generator).tolist()), False)
+        for n in range(19)
+    ]
+    seeds = list(range(19))
+    found = record(model, prompts[:18], seeds[:18], sampler=SAMPLER, canvases=1, held_out=False)
+    found += record(model, prompts[18:], seeds[18:], sampler=SAMPLER, canvases=1, held_out=True)
+    save_trajectories(folder, found, SAMPLER)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rounded(tiny_checkpoint: Path, calibration: Path) -> Path:
+    out = calibration.parent / "rounded"
+    source = Checkpoint.open(tiny_checkpoint)
+    round_weights(source, targets_of(tiny_checkpoint), calibration, out)
+    return out
+
+
+def test_hessians_are_sums_over_what_enters_the_linears() -> None:
+    """A dense Linear's by a plain hook; the experts' from the router's choices, token by token."""
+    model = tiny_model().float()
+    names = [f"{LAYER}.self_attn.o_proj", f"{LAYER}.experts.gate_up_proj"]
+    hessians = Hessians(names, EXPERTS)
+    dense: list[Tensor] = []
+    routed: list[tuple[Tensor, Tensor]] = []
+
+    def note_dense(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        dense.append(args[0].flatten(0, -2).double())
+
+    def note_routed(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        routed.append((args[0].double(), args[1]))
+
+    handles = []
+    for tower in (model.model.decoder, model.model.encoder.language_model):
+        layer = tower.layers[1]
+        handles.append(layer.self_attn.o_proj.register_forward_pre_hook(note_dense))
+        handles.append(layer.experts.register_forward_pre_hook(note_routed))
+    with watch_inputs(model, hessians.see):
+        generate(model, PROMPTS, [0, 1], max_new_tokens=16, sampler=SAMPLER)
+    for handle in handles:
+        handle.remove()
+    x = torch.cat(dense)
+    torch.testing.assert_close(hessians.sums[names[0]][0].double(), x.T @ x, rtol=1e-4, atol=1e-4)
+    assert hessians.tokens[names[0]].tolist() == [len(x)]
+    for expert in range(EXPERTS):
+        own = torch.cat([x[(ids == expert).any(-1)] for x, ids in routed])
+        assert hessians.tokens[names[1]][expert] == len(own)
+        found = hessians.sums[names[1]][expert].double()
+        torch.testing.assert_close(found, own.T @ own, rtol=1e-4, atol=1e-4)
+
+
+def test_every_linear_is_rounded_and_none_worse_than_nearest(rounded: Path) -> None:
+    summary = read_json(rounded / stage.SUMMARY)
+    assert len(summary["linears"]) == LAYERS * 6  # qkv, o, gate/up, down, experts' two
+    assert summary["fell_back"] == 0
+    for name, facts in summary["linears"].items():
+        assert facts["layer_loss"] < facts["layer_loss_of_nearest"], name
+
+
+def test_convert_writes_the_rounded_codes(
+    tiny_checkpoint: Path, rounded: Path, tmp_path: Path
+) -> None:
+    """The artifact loads, holds the codes bit for bit, and differs from rounding to nearest."""
+    source, targets = Checkpoint.open(tiny_checkpoint), targets_of(tiny_checkpoint)
+    recipe = recipe_for("NVFP4A16")
+    for name, folder in (("gptq", rounded), ("nearest", None)):
+        convert(source, targets, tmp_path / name, recipe=recipe, rounded=folder)
+    written = load_file(tmp_path / "gptq" / "model.safetensors")
+    nearest = load_file(tmp_path / "nearest" / "model.safetensors")
+    layers = [load_file(path) for path in sorted(rounded.glob("layer-*.safetensors"))]
+    expected = {name: tensor for layer in layers for name, tensor in layer.items()}
+    assert len(layers) == LAYERS
+    assert all(name in written for name in expected)
+    for name, tensor in expected.items():
+        assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    changed = [n for n in expected if not torch.equal(written[n].float(), nearest[n].float())]
+    assert any(name.endswith("weight_packed") for name in changed)
+    assert not any(name.endswith("weight_global_scale") for name in changed)
+    load(tmp_path / "gptq")
+
+
+def test_the_output_of_a_layer_is_nearer_on_inputs_not_seen(
+    tiny_checkpoint: Path, rounded: Path
+) -> None:
+    """The layer's loss on the Hessian of other prompts falls too, with the weights of the files."""
+    model = load(tiny_checkpoint)
+    name = f"{LAYER}.mlp.down_proj"
+    other = Hessians([name], EXPERTS)
+    with watch_inputs(model, other.see):
+        generate(model, PROMPTS, [7, 8], max_new_tokens=16, sampler=SAMPLER)
+    tensors = load_file(rounded / "layer-01.safetensors")
+    weight = model.get_submodule(name).weight.detach()[None]
+    suffixes = ("weight_packed", "weight_scale", "weight_global_scale")
+    gptq = {suffix: tensors[f"{name}.{suffix}"][None] for suffix in suffixes}
+    scheme = SCHEMES["NVFP4A16"]
+    ranges = scheme.observe(weight.bfloat16(), "memoryless_minmax")
+    plain = scheme.quantize(weight.bfloat16(), ranges, None, None)
+    losses = [
+        layer_loss(weight, scheme.dequantize(each).float(), other.sums[name]).item()
+        for each in (gptq, plain)
+    ]
+    assert losses[0] < losses[1]
+
+
+def test_budget_and_interruption_change_no_byte(
+    tiny_checkpoint: Path, calibration: Path, rounded: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One layer of Hessians at a time, stopped in the fourth layer, then finished by another call."""
+    source, targets = Checkpoint.open(tiny_checkpoint), targets_of(tiny_checkpoint)
+    out, write, written = tmp_path / "rounded", stage._write_layer, []
+
+    def breaking(folder: Path, layer: int, *rest: object) -> None:
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(layer)
+        write(folder, layer, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stage, "_write_layer", breaking)
+    with pytest.raises(KeyboardInterrupt):
+        round_weights(source, targets, calibration, out, budget=1)
+    assert not out.exists()
+    monkeypatch.setattr(
+        stage, "_write_layer", lambda f, n, *r: (written.append(n), write(f, n, *r))
+    )
+    round_weights(source, targets, calibration, out, budget=1)
+    assert written == list(range(LAYERS))  # no layer twice
+    for path in sorted(rounded.iterdir()):
+        assert path.read_bytes() == (out / path.name).read_bytes(), path.name
+
+
+def test_layers_of_another_calibration_are_not_kept(
+    tiny_checkpoint: Path, calibration: Path, tmp_path: Path
+) -> None:
+    partial = tmp_path / "rounded.partial"
+    partial.mkdir()
+    (partial / stage.IDENTITY).write_text('"of other trajectories"')
+    (partial / "layer-00.safetensors").write_bytes(b"stale")
+    source, targets = Checkpoint.open(tiny_checkpoint), targets_of(tiny_checkpoint)
+    round_weights(source, targets, calibration, tmp_path / "rounded")
+    assert load_file(tmp_path / "rounded" / "layer-00.safetensors")
+
+
+def test_groups_hold_whole_layers_within_the_budget(tiny_checkpoint: Path) -> None:
+    units = units_of(targets_of(tiny_checkpoint))
+    each = sum(unit.hessian_bytes for unit in units if unit.layer == 0)
+    sizes = [len({u.layer for u in g}) for g in groups_of(units, 2 * each + each // 2)]
+    assert sizes == [2, 2, 2]
+    assert [len({u.layer for u in g}) for g in groups_of(units, 1)] == [1] * LAYERS
+
+
+def test_without_observed_trajectories_the_stage_says_so(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    found = record(
+        tiny_model().float(), [Prompt((2, 110), False)], [0], sampler=SAMPLER, canvases=1,
+        held_out=True,
+    )  # fmt: skip
+    save_trajectories(tmp_path, found, SAMPLER)
+    source, targets = Checkpoint.open(tiny_checkpoint), targets_of(tiny_checkpoint)
+    with pytest.raises(InputError, match="no observed trajectory"):
+        round_weights(source, targets, tmp_path, tmp_path / "rounded")
