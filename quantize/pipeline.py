@@ -1,6 +1,6 @@
 """The stages in order, each skipped when its result is already there: what `quantize run` does.
 
-    plan -> calibrate -> convert -> verify -> fidelity -> evaluate -> report
+    plan -> calibrate -> round -> convert -> verify -> fidelity -> evaluate -> report
 
 The run folder is named after the recipe and a hash of the resolved recipe and the model's
 fingerprint, so the same run finds itself again. Stages (`quantize.stage` lists them) know nothing of

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quantize.errors import InputError
 from quantize.rounding import Observer
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     SchemeName = str
 else:
     SchemeName = Literal[*SCHEMES]
+Rounding = Literal["nearest", "gptq"]
 ActivationMode = Literal["none", "per_expert", "per_layer"]
 ACTIVATION_MODES: tuple[ActivationMode, ...] = get_args(ActivationMode)
 
@@ -44,13 +45,15 @@ class Quantization(Section):
 
     `scheme` is one scheme for all `targets`, or a mapping scheme -> targets of its own. A target or
     ignore entry is a module class (`Linear`), a module name, or `re:` and a regular expression that
-    matches from the start of the name.
+    matches from the start of the name. `rounding: gptq` rounds weights on Hessians of the calibration
+    prompts' denoising (`quantize.gptq`); `nearest` reads no activations.
     """
 
     scheme: SchemeName | dict[SchemeName, list[str]]
     targets: list[str] = ["Linear"]
     ignore: list[str]
     observer: Observer = "memoryless_minmax"
+    rounding: Rounding = "nearest"
 
     def targets_by_scheme(self) -> dict[SchemeName, list[str]]:
         """Return scheme -> targets, whichever form the recipe used."""
@@ -150,6 +153,12 @@ class Recipe(Section):
         limit = dict.fromkeys(self.evaluation.tasks, problems)
         evaluation = self.evaluation.model_copy(update={"limit": limit})
         return self.model_copy(update={"evaluation": evaluation})
+
+    @model_validator(mode="after")
+    def _gptq_has_prompts(self) -> "Recipe":
+        if self.quantization.rounding == "gptq" and self.calibration is None:
+            raise ValueError("quantization.rounding gptq needs a `calibration` section")
+        return self
 
     @property
     def needs_calibration(self) -> bool:

@@ -46,6 +46,11 @@ class RunDir:
         return self.path / "calibration"
 
     @property
+    def rounding(self) -> Path:
+        """Codes and scales of every quantized Linear that GPTQ found, one file a layer."""
+        return self.path / "rounding"
+
+    @property
     def checkpoint(self) -> Path:
         """The quantized checkpoint: a Hub-ready folder."""
         return self.path / "checkpoint"

@@ -1,6 +1,6 @@
 """The stages of a run, one record each, in order.
 
-    plan -> calibrate -> convert -> verify -> fidelity -> evaluate -> report
+    plan -> calibrate -> round -> convert -> verify -> fidelity -> evaluate -> report
 
 A record says everything about a stage once: its name and command, the file or folder that it leaves,
 the stages whose results it reads, its work and its exit code. `pipeline` runs the list, the command
@@ -79,6 +79,16 @@ def _calibrate(run: Run) -> None:
     calibrate(run.source.folder, run.recipe, run.folder.calibration, device=best_device())
 
 
+def _round(run: Run) -> None:
+    from quantize.stages.round_weights import round_weights
+
+    round_weights(run.source, run.targets, run.recipe, run.folder.rounding, device=best_device())
+
+
+def _rounds_weights(run: Run) -> bool:
+    return run.recipe.quantization.rounding == "gptq"
+
+
 def _convert(run: Run) -> None:
     from quantize.stages.convert import convert
 
@@ -89,6 +99,7 @@ def _convert(run: Run) -> None:
         run.folder.checkpoint,
         recipe=run.recipe,
         input_scales=scales if run.recipe.needs_calibration else None,
+        rounded=run.folder.rounding if _rounds_weights(run) else None,
         overwrite=True,
     )
 
@@ -191,9 +202,17 @@ STAGES = (
         is_needed=lambda run: run.recipe.needs_calibration,
     ),
     Stage(
+        "round",
+        "rounding",
+        ("plan",),
+        _round,
+        "Round the weights of a run again: GPTQ on Hessians of denoising canvases.",
+        is_needed=_rounds_weights,
+    ),
+    Stage(
         "convert",
         "checkpoint",
-        ("plan", "calibrate"),
+        ("plan", "calibrate", "round"),
         _convert,
         "Write the quantized checkpoint of a run again.",
     ),

@@ -1,12 +1,12 @@
 """Round weights with GPTQ, on Hessians of what real denoising feeds each Linear.
 
-    recorded trajectories --replay through BF16--> H = mean x x^T of every Linear's inputs
+    prompts --BF16 model's denoising loop--> H = mean x x^T of every Linear's inputs
     weights, H --gptq--> codes and scales, one file a layer, which `convert` writes as they are
 
-The replay shows encoder passes (prompts, committed canvases) and every denoising step, each token
-counting alike. Hessians of a layer of the 26B model take 4.5 GB, so as many layers as `budget` bytes
-hold are collected in one replay, and the next replay takes the next ones. Trajectories are replayed in
-batches of `BATCH`, in the order of their index, whatever the budget: sums do not depend on it.
+The loop is that of calibrate, with its prompts and seeds: encoder passes and every denoising step are
+seen, each token counting alike. Hessians of a layer of the 26B model take 4.5 GB, so as many layers as
+`budget` bytes hold are collected in one run of the loop, and the next run takes the next ones. Batches
+are the recipe's, whatever the budget: sums do not depend on it.
 
 A layer's file is written aside and renamed, so a run that was killed goes on behind the last finished
 layer, with the same bytes. An expert that saw few tokens leans on its layer's mean Hessian
@@ -17,7 +17,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,19 @@ from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, fused_units, linear_shape
 from quantize.errors import InputError
-from quantize.gptq import Rounded, gptq, shrink
+from quantize.gptq import DAMPING, NEIGHBOURS, SWEEPS, Rounded, gptq, shrink
 from quantize.manifest import fingerprint
 from quantize.progress import say, track
+from quantize.recipe import Calibration, Recipe
 from quantize.rounding import global_scale
 from quantize.run_dir import folder_when_complete, read_json, sync_file, write_json
 from quantize.runtime.modules.inputs import watch_inputs
 from quantize.runtime.modules.passes import text_config
-from quantize.runtime.trajectory import INDEX, TENSORS, load_trajectories
+from quantize.runtime.sampler import Sampler
+from quantize.runtime.trajectory import Prompt, record_all
 from quantize.schemes import Scheme
+from quantize.stages.prompts import load_prompts
 
-BATCH = 16  # trajectories replayed together
 BUDGET = 4 << 30  # bytes of Hessians held at a time
 EXPERTS_AT_ONCE = 16  # of the 26B model 16 float64 Hessians and their factors take 4 GB
 IDENTITY, SUMMARY = "identity.json", "rounding.json"
@@ -215,7 +218,7 @@ def _digits(value: Tensor) -> float:
 def round_weights(
     source: Checkpoint,
     targets: Sequence[Target],
-    calibration: Path,
+    recipe: Recipe,
     out: Path,
     *,
     device: str = "cpu",
@@ -226,36 +229,52 @@ def round_weights(
     Args:
         source: the BF16 checkpoint.
         targets: its plan.
-        calibration: folder with the trajectories that calibrate recorded; held-out ones are left out.
+        recipe: its `calibration` section names the prompts.
         out: layer-NN.safetensors and rounding.json; it appears when it is complete.
         device: where the model, the Hessians and the rounding run.
         budget: bytes of Hessians held at a time.
 
     Raises:
-        InputError: nothing to round, or no trajectory was recorded.
+        InputError: nothing to round, or no calibration section.
         QuantizeError: a Linear saw no token, or an input that was not finite.
     """
-    from quantize.stages.fidelity import replay
-
-    trajectories, sampler = load_trajectories(calibration)
-    observed = [item for item in trajectories if not item.held_out]
-    if not observed:
-        raise InputError(f"{calibration}: no observed trajectory; run calibrate again")
+    if recipe.calibration is None:
+        raise InputError(f"recipe {recipe.name}: gptq needs a `calibration` section")
     units = units_of(targets)
-    identity = _identity(source, targets, calibration)
+    loop = _Loop(source, recipe.calibration, device)
     with folder_when_complete(out, keep_partial=True) as folder:
-        _start(folder, identity)
+        _start(folder, _identity(source, units, recipe.calibration, loop.prompts))
         left = [unit for unit in units if not (folder / _file(unit.layer)).exists()]
-        model = load(source.folder, dtype=_dtype(device), device=device) if left else None
         for group in groups_of(left, budget) if left else ():
-            hessians = Hessians([unit.reads for unit in group], text_config(model).num_experts)
-            with watch_inputs(model, hessians.see):
-                replay(model, [], observed, sampler, batch_size=BATCH)
+            hessians = loop.hessians_of(group)
             for layer in track(sorted({unit.layer for unit in group}), "rounding layers"):
                 _write_layer(
                     folder, layer, [u for u in group if u.layer == layer], source, hessians
                 )
         _summarize(folder)
+
+
+class _Loop:
+    """The denoising loop over the calibration prompts, run once a group of layers."""
+
+    def __init__(self, source: Checkpoint, settings: Calibration, device: str) -> None:
+        self.prompts = load_prompts(source.folder, settings, settings.prompts)
+        self._source, self._settings, self._device = source, settings, device
+        self._sampler = Sampler.from_checkpoint(source.folder)
+
+    @cached_property
+    def _model(self) -> Any:
+        return load(self._source.folder, dtype=_dtype(self._device), device=self._device)
+
+    def hessians_of(self, units: Sequence[Unit]) -> Hessians:
+        """Run the loop and return the Hessians of what the units read."""
+        hessians = Hessians([unit.reads for unit in units], text_config(self._model).num_experts)
+        with watch_inputs(self._model, hessians.see):
+            record_all(
+                self._model, self.prompts, self._settings, self._sampler,
+                title=f"Hessians of {len({unit.layer for unit in units})} layers",
+            )  # fmt: skip
+        return hessians
 
 
 def _dtype(device: str) -> torch.dtype:
@@ -281,14 +300,16 @@ def _write_layer(
     temporary.replace(folder / _file(layer))
 
 
-def _identity(source: Checkpoint, targets: Sequence[Target], calibration: Path) -> str:
+def _identity(
+    source: Checkpoint, units: Sequence[Unit], settings: Calibration, prompts: Sequence[Prompt]
+) -> str:
     """Return a digest of what the rounded weights depend on."""
-    digest = hashlib.sha256((calibration / TENSORS).read_bytes())
-    digest.update((calibration / INDEX).read_bytes())
-    digest.update(
-        json.dumps([fingerprint(source), [(t.name, str(t.scheme)) for t in targets]]).encode()
-    )
-    return digest.hexdigest()
+    schemes = [(unit.reads, unit.scheme.name) for unit in units]
+    facts = [
+        fingerprint(source), schemes, settings.model_dump(), [asdict(prompt) for prompt in prompts],
+        DAMPING, NEIGHBOURS, SWEEPS,
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _start(folder: Path, identity: str) -> None:

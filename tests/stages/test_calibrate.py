@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from chats import add_chats
 from oneshot import oneshot_scales
 from safetensors.torch import load_file
-from tiny import CANVAS, EXPERTS, LAYERS, VOCAB
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny import CANVAS, EXPERTS, LAYERS
 from torch import nn
-from transformers import PreTrainedTokenizerFast
 
 from quantize.checkpoints.load import load
 from quantize.errors import InputError, QuantizeError, ResourceError
@@ -35,19 +34,6 @@ from quantize.stages.calibrate import (
 from quantize.stages.prompts import load_prompts
 
 NVFP4_MODULES = LAYERS * EXPERTS * 3 + LAYERS * 7 - 1  # the full-attention layer has no v_proj
-SHORT = {"max_denoising_steps": 3, "eos_token_id": [1], "pad_token_id": 0}
-
-
-def write_tokenizer(folder: Path) -> None:
-    words = {f"w{i}": i for i in range(VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.chat_template = (
-        "w2 {% for m in messages %}{{ m['content'] }} {% endfor %}"
-        "{{ 'w98' if enable_thinking else 'w100' }}"
-    )
-    fast.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +41,8 @@ def source(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     """The tiny checkpoint with a tokenizer, a short schedule, and a jsonl of chats beside it."""
     folder = tmp_path_factory.mktemp("calibrate") / "source"
     shutil.copytree(tiny_checkpoint, folder)
-    write_tokenizer(folder)
-    (folder / "generation_config.json").write_text(json.dumps(SHORT))
-    rows = [
-        {"messages": [
-            {"role": "user", "content": words_of(i)},
-            {"role": "assistant", "content": "w400"},
-        ]}
-        for i in range(40)
-    ]  # fmt: skip
-    text = "\n".join(json.dumps(row) for row in rows)
-    (folder / "chats.jsonl").write_text(text)
+    add_chats(folder)
     return folder
-
-
-def words_of(i: int) -> str:
-    return " ".join(f"w{110 + (7 * i + j) % 300}" for j in range(5 + i % 9))
 
 
 def recipe_for(source: Path, **changes: object) -> Recipe:

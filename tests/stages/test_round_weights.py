@@ -1,9 +1,12 @@
 """Hessians of a replay beside plain hooks; rounded layers that resume, and that convert writes."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from chats import add_chats
 from conversions import recipe_for
 from safetensors.torch import load_file
 from tiny import EXPERTS, LAYERS, tiny_model
@@ -14,10 +17,10 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.errors import InputError
 from quantize.gptq import layer_loss
+from quantize.recipe import Calibration, Recipe, load_recipe, parse_recipe
 from quantize.run_dir import read_json
 from quantize.runtime import Sampler, generate
 from quantize.runtime.modules.inputs import watch_inputs
-from quantize.runtime.trajectory import Prompt, record, save_trajectories
 from quantize.schemes import SCHEMES
 from quantize.stages import round_weights as stage
 from quantize.stages.convert import convert
@@ -28,34 +31,30 @@ LAYER = "model.decoder.layers.1"
 PROMPTS = [[2, 110, 120, 130], [2, 140, 150, 160, 170, 180]]
 
 
-def targets_of(source: Path, scheme: str = "NVFP4A16") -> list[Target]:
-    recipe = recipe_for(scheme)  # type: ignore[arg-type]
-    return plan_targets(Checkpoint.open(source).tensors, recipe.quantization)
+@pytest.fixture(scope="module")
+def source(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("rounding") / "source"
+    shutil.copytree(tiny_checkpoint, folder)
+    add_chats(folder)
+    return Checkpoint.open(folder)
+
+
+def recipe_of(source: Checkpoint, prompts: int = 6) -> Recipe:
+    settings = Calibration(
+        datasets=[str(source.folder / "chats.jsonl")], prompts=prompts, canvases=1, thinking=0.5,
+        batch_size=4,
+    )  # fmt: skip
+    return recipe_for("NVFP4A16").model_copy(update={"calibration": settings})
+
+
+def targets_of(source: Checkpoint) -> list[Target]:
+    return plan_targets(source.tensors, recipe_of(source).quantization)
 
 
 @pytest.fixture(scope="module")
-def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trajectories of the tiny model: 18 observed in two batches, 1 held out."""
-    folder = tmp_path_factory.mktemp("rounding") / "calibration"
-    folder.mkdir()
-    model = tiny_model().float()
-    generator = torch.Generator().manual_seed(0)
-    prompts = [
-        Prompt(tuple(torch.randint(110, 480, (4 + n % 3,), generator=generator).tolist()), False)
-        for n in range(19)
-    ]
-    seeds = list(range(19))
-    found = record(model, prompts[:18], seeds[:18], sampler=SAMPLER, canvases=1, held_out=False)
-    found += record(model, prompts[18:], seeds[18:], sampler=SAMPLER, canvases=1, held_out=True)
-    save_trajectories(folder, found, SAMPLER)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def rounded(tiny_checkpoint: Path, calibration: Path) -> Path:
-    out = calibration.parent / "rounded"
-    source = Checkpoint.open(tiny_checkpoint)
-    round_weights(source, targets_of(tiny_checkpoint), calibration, out)
+def rounded(source: Checkpoint) -> Path:
+    out = source.folder.parent / "rounded"
+    round_weights(source, targets_of(source), recipe_of(source), out)
     return out
 
 
@@ -101,11 +100,10 @@ def test_every_linear_is_rounded_and_none_worse_than_nearest(rounded: Path) -> N
 
 
 def test_convert_writes_the_rounded_codes(
-    tiny_checkpoint: Path, rounded: Path, tmp_path: Path
+    source: Checkpoint, rounded: Path, tmp_path: Path
 ) -> None:
     """The artifact loads, holds the codes bit for bit, and differs from rounding to nearest."""
-    source, targets = Checkpoint.open(tiny_checkpoint), targets_of(tiny_checkpoint)
-    recipe = recipe_for("NVFP4A16")
+    targets, recipe = targets_of(source), recipe_of(source)
     for name, folder in (("gptq", rounded), ("nearest", None)):
         convert(source, targets, tmp_path / name, recipe=recipe, rounded=folder)
     written = load_file(tmp_path / "gptq" / "model.safetensors")
@@ -123,10 +121,10 @@ def test_convert_writes_the_rounded_codes(
 
 
 def test_the_output_of_a_layer_is_nearer_on_inputs_not_seen(
-    tiny_checkpoint: Path, rounded: Path
+    source: Checkpoint, rounded: Path
 ) -> None:
     """The layer's loss on the Hessian of other prompts falls too, with the weights of the files."""
-    model = load(tiny_checkpoint)
+    model = load(source.folder)
     name = f"{LAYER}.mlp.down_proj"
     other = Hessians([name], EXPERTS)
     with watch_inputs(model, other.see):
@@ -146,11 +144,11 @@ def test_the_output_of_a_layer_is_nearer_on_inputs_not_seen(
 
 
 def test_budget_and_interruption_change_no_byte(
-    tiny_checkpoint: Path, calibration: Path, rounded: Path, tmp_path: Path,
+    source: Checkpoint, rounded: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """One layer of Hessians at a time, stopped in the fourth layer, then finished by another call."""
-    source, targets = Checkpoint.open(tiny_checkpoint), targets_of(tiny_checkpoint)
+    targets, recipe = targets_of(source), recipe_of(source)
     out, write, written = tmp_path / "rounded", stage._write_layer, []
 
     def breaking(folder: Path, layer: int, *rest: object) -> None:
@@ -161,45 +159,36 @@ def test_budget_and_interruption_change_no_byte(
 
     monkeypatch.setattr(stage, "_write_layer", breaking)
     with pytest.raises(KeyboardInterrupt):
-        round_weights(source, targets, calibration, out, budget=1)
+        round_weights(source, targets, recipe, out, budget=1)
     assert not out.exists()
     monkeypatch.setattr(
         stage, "_write_layer", lambda f, n, *r: (written.append(n), write(f, n, *r))
     )
-    round_weights(source, targets, calibration, out, budget=1)
+    round_weights(source, targets, recipe, out, budget=1)
     assert written == list(range(LAYERS))  # no layer twice
     for path in sorted(rounded.iterdir()):
         assert path.read_bytes() == (out / path.name).read_bytes(), path.name
 
 
-def test_layers_of_another_calibration_are_not_kept(
-    tiny_checkpoint: Path, calibration: Path, tmp_path: Path
-) -> None:
+def test_layers_of_another_calibration_are_not_kept(source: Checkpoint, tmp_path: Path) -> None:
     partial = tmp_path / "rounded.partial"
     partial.mkdir()
     (partial / stage.IDENTITY).write_text('"of other trajectories"')
     (partial / "layer-00.safetensors").write_bytes(b"stale")
-    source, targets = Checkpoint.open(tiny_checkpoint), targets_of(tiny_checkpoint)
-    round_weights(source, targets, calibration, tmp_path / "rounded")
+    round_weights(source, targets_of(source), recipe_of(source), tmp_path / "rounded")
     assert load_file(tmp_path / "rounded" / "layer-00.safetensors")
 
 
-def test_groups_hold_whole_layers_within_the_budget(tiny_checkpoint: Path) -> None:
-    units = units_of(targets_of(tiny_checkpoint))
+def test_groups_hold_whole_layers_within_the_budget(source: Checkpoint) -> None:
+    units = units_of(targets_of(source))
     each = sum(unit.hessian_bytes for unit in units if unit.layer == 0)
     sizes = [len({u.layer for u in g}) for g in groups_of(units, 2 * each + each // 2)]
     assert sizes == [2, 2, 2]
     assert [len({u.layer for u in g}) for g in groups_of(units, 1)] == [1] * LAYERS
 
 
-def test_without_observed_trajectories_the_stage_says_so(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    found = record(
-        tiny_model().float(), [Prompt((2, 110), False)], [0], sampler=SAMPLER, canvases=1,
-        held_out=True,
-    )  # fmt: skip
-    save_trajectories(tmp_path, found, SAMPLER)
-    source, targets = Checkpoint.open(tiny_checkpoint), targets_of(tiny_checkpoint)
-    with pytest.raises(InputError, match="no observed trajectory"):
-        round_weights(source, targets, tmp_path, tmp_path / "rounded")
+def test_gptq_without_prompts_is_refused_when_the_recipe_is_read() -> None:
+    recipe = load_recipe("fp8_dynamic").model_dump(mode="json")
+    recipe["quantization"]["rounding"], recipe["calibration"] = "gptq", None
+    with pytest.raises(InputError, match="gptq needs a `calibration` section"):
+        parse_recipe(yaml.safe_dump(recipe), "mine.yaml")
