@@ -258,8 +258,8 @@ def compare(run_a: Path, run_b: Path) -> int:
 @click.option("--seed", default=0, show_default=True, help="Of the sampling noise.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Rounded up to whole canvases.")
 @click.option(
-    "--activations", type=click.Choice(["none", "per_expert", "per_layer"]), default="none",
-    show_default=True, help="How a quantized model's activations are rounded.",
+    "--activations", type=click.Choice(["none", "per_expert", "per_layer"]),
+    help="How a quantized model's activations are rounded; else as its kernels do, on a CPU not.",
 )  # fmt: skip
 @click.option(
     "--plain",
@@ -274,7 +274,7 @@ def generate(
     thinking: bool,
     seed: int,
     max_new_tokens: int | None,
-    activations: "ActivationMode",
+    activations: "ActivationMode | None",
     plain: bool,
 ) -> None:
     """Answer one prompt and show the canvas denoise: quantize generate CHECKPOINT "prompt".
@@ -338,14 +338,14 @@ def generate(
     help="Seconds that running requests get after SIGTERM.",
 )  # fmt: skip
 @click.option(
-    "--activations", type=click.Choice(["none", "per_expert", "per_layer"]), default="none",
-    show_default=True, help="How a quantized model's activations are rounded.",
+    "--activations", type=click.Choice(["none", "per_expert", "per_layer"]),
+    help="How a quantized model's activations are rounded; else as its kernels do, on a CPU not.",
 )  # fmt: skip
 @click.option(
     "--log-prompts", is_flag=True, help="Log prompts and answers; off, neither is logged."
 )
 def serve(
-    checkpoint: str, model_name: str | None, activations: "ActivationMode", **settings: Any
+    checkpoint: str, model_name: str | None, activations: "ActivationMode | None", **settings: Any
 ) -> None:
     """Serve a checkpoint as an OpenAI-compatible endpoint: quantize serve CHECKPOINT.
 

@@ -35,7 +35,7 @@ def watch(
     thinking: bool,
     seed: int,
     max_new_tokens: int | None,
-    activations: ActivationMode,
+    activations: ActivationMode | None,
     plain: bool,
     device: str,
     pictures: Sequence[Path],

@@ -20,6 +20,7 @@ from quantize.errors import InputError, ResourceError
 from quantize.runtime import Sample, Sampler, generate, open
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.images import open_picture, place, prepare
+from quantize.runtime.modules.engine import ModelEngine
 from quantize.watch import _Drawing, _Output, watch
 
 SETTINGS: dict[str, Any] = {
@@ -35,7 +36,9 @@ def test_the_answer_is_the_one_of_the_runtime() -> None:
     model, tokenizer = load(CHECKPOINT), load_tokenizer(CHECKPOINT)
     sampler = Sampler.from_checkpoint(CHECKPOINT)
     ids = encode_chat(tokenizer, [{"role": "user", "content": QUESTION}], thinking=False)
-    (sample,) = generate(model, [ids], [3], max_new_tokens=sampler.max_new_tokens, sampler=sampler)
+    (sample,) = generate(
+        ModelEngine(model), [ids], [3], max_new_tokens=sampler.max_new_tokens, sampler=sampler
+    )
     assert done.stdout == tokenizer.decode(sample.tokens, skip_special_tokens=True) + "\n"
     assert "####" in done.stdout
     assert f"{sample.new_tokens} tokens in {sample.canvases} canvases" in done.stderr

@@ -28,6 +28,7 @@ from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import complete
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.modules.engine import ModelEngine
 
 NEVER = 1e-30
 VOCABULARY = {"fp8 lm_head": ("fp8", "bf16"), "fp8 vocabulary": ("fp8", "fp8")}
@@ -100,7 +101,11 @@ def _reference(
     for start in range(0, len(prompts), BATCH):
         part = slice(start, start + BATCH)
         samples += generate(
-            model, prompts[part], seeds[part], max_new_tokens=own.max_new_tokens, sampler=own
+            ModelEngine(model),
+            prompts[part],
+            seeds[part],
+            max_new_tokens=own.max_new_tokens,
+            sampler=own,
         )
     return samples
 

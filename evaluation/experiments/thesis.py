@@ -37,7 +37,8 @@ from quantize.recipe import ActivationMode, Calibration, load_recipe
 from quantize.run_dir import read_json, write_json
 from quantize.runtime import Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.modules.inputs import Ranges, watch_inputs
+from quantize.runtime.modules.engine import ModelEngine
+from quantize.runtime.modules.inputs import watch_inputs
 from quantize.runtime.modules.passes import (
     canvas_length,
     decode_canvas,
@@ -45,6 +46,7 @@ from quantize.runtime.modules.passes import (
     text_config,
 )
 from quantize.runtime.noise import CounterNoise
+from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import Prompt, Trajectory, record, record_all
 from quantize.schemes import SCHEMES
 from quantize.simulate import simulate_activations
@@ -56,7 +58,8 @@ from quantize.stages.calibrate import (
 )
 from quantize.stages.convert import convert
 from quantize.stages.coverage import Coverage
-from quantize.stages.fidelity import bootstrap_interval, by_trajectory, replay
+from quantize.stages.fidelity import bootstrap_interval, by_trajectory
+from quantize.stages.replay import Compared, replay
 
 Model = DiffusionGemmaForBlockDiffusion
 ARMS = ("clean text", "random canvas", "trajectories")
@@ -131,7 +134,7 @@ def trajectories(model: Model, seed: int, budget: int) -> None:
         datasets=["bundled"], prompts=PROMPTS, canvases=CANVASES, thinking=0.5, seed=seed,
         batch_size=BATCH,
     )  # fmt: skip
-    record_all(model, prompts, settings, SAMPLER, title=f"trajectories, seed {seed}")
+    record_all(ModelEngine(model), prompts, settings, SAMPLER, title=f"trajectories, seed {seed}")
 
 
 RUN: dict[str, Callable[[Model, int, int], None]] = {
@@ -184,7 +187,11 @@ def answers(model: Model, title: str) -> list[bool]:
     for start in track(range(0, PROBLEMS, BATCH_PROBLEMS), title):
         batch = order[start : start + BATCH_PROBLEMS]
         samples = generate(
-            model, [prompts[i] for i in batch], batch, max_new_tokens=128, sampler=SAMPLER
+            ModelEngine(model),
+            [prompts[i] for i in batch],
+            batch,
+            max_new_tokens=128,
+            sampler=SAMPLER,
         )
         for i, sample in zip(batch, samples, strict=True):
             text: str = TOKENIZER.decode(sample.tokens, skip_special_tokens=False)
@@ -200,7 +207,9 @@ def held_out(reference: Model) -> list[Trajectory]:
         Prompt(tuple(prompt_of(row, i % 2 == 1)), i % 2 == 1) for i, row in enumerate(chosen)
     ]
     seeds = list(range(1000, 1000 + TRAJECTORIES))
-    return record(reference, prompts, seeds, sampler=SAMPLER, canvases=CANVASES, held_out=True)
+    return record(
+        ModelEngine(reference), prompts, seeds, sampler=SAMPLER, canvases=CANVASES, held_out=True
+    )
 
 
 def settings() -> Iterator[tuple[str, str | None, ActivationMode]]:
@@ -248,7 +257,8 @@ def replay_all(out: Path, build: Callable[[str], Model]) -> None:
     if not names:
         return
     reference = load(CHECKPOINT)
-    found = replay(reference, [build(name) for name in names], held_out(reference), SAMPLER)
+    compared = [Compared(ModelEngine(build(name))) for name in names]
+    found = replay(ModelEngine(reference), compared, held_out(reference), SAMPLER)
     for name, distances in zip(names, found, strict=True):
         kl = by_trajectory(distances, lambda d: d.kl.mean().item())
         top1 = by_trajectory(distances, lambda d: d.agrees.double().mean().item())

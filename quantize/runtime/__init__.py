@@ -4,7 +4,7 @@
 decisions on logits) -> an engine's passes -> canvases, batches, stopping.
 """
 
-from quantize.runtime.modules.generate import generate
+from quantize.runtime.batch import generate
 from quantize.runtime.opening import open
 from quantize.runtime.sample import Sample
 from quantize.runtime.sampler import Sampler, StepRecord

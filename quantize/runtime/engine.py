@@ -8,9 +8,13 @@ its own, so a sample does not depend on who shares its canvases, or on when they
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from quantize.runtime.images import Images
 from quantize.runtime.sample import Sample, canvas_budgets
@@ -22,6 +26,68 @@ OnDraft = Callable[[int, int, list[int], list[bool]], None]
 Meanwhile = Callable[[], None]
 # (index of the prompt, its sample so far), after every canvas
 OnCanvas = Callable[[int, Sample], None]
+
+# (name of a Linear as on disk, rows that enter it, experts of the rows or None): see `watching`
+Observer = Callable[[str, Tensor, Tensor | None], None]
+PIECE = 1 << 26  # logits looked at together: 268 MB in float32, and a few times that in temporaries
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a decoder's pass over B canvases of L tokens found.
+
+    Attributes:
+        shape: (B, L, V) of the logits.
+        experts: int [B, layers, L, k], chosen by the routers, in any order.
+        logits: some of the B rows -> their logits [b, L, V] float32, soft-capped, not divided by the
+            temperature. All at once they would be 17 GB for 64 canvases of the real vocabulary.
+    """
+
+    shape: Sequence[int]
+    experts: Tensor
+    logits: Callable[[slice], Tensor]
+
+    def pieces(self) -> Iterator[slice]:
+        """Yield slices of the B rows, of at most PIECE logits each, or one row."""
+        B, L, V = self.shape
+        step = max(1, PIECE // (L * V))
+        for start in range(0, B, step):
+            yield slice(start, min(start + step, B))
+
+
+class Passes(Protocol):
+    """The passes over one batch of sequences, one at a time, told what to read.
+
+    Rows are indices into the batch, in ascending order. A call to `decode` may leave rows out; one that
+    `encode` leaves out is gone.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are taken and given."""
+        ...
+
+    @property
+    def canvas_length(self) -> int:
+        """L, tokens of one canvas."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """V, tokens there are."""
+        ...
+
+    def encode(self, rows: list[int], tokens: Tensor) -> None:
+        """Append `tokens` int64 [B, L] to what `rows` have encoded."""
+        ...
+
+    def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
+        """Decode `canvas` int64 [B, L] behind `rows`; `conditioning` [B, ...] is of `condition`."""
+        ...
+
+    def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
+        """Return what the next step is conditioned on, [b, ...], from this one's logits [b, L, V]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -90,6 +156,32 @@ class Engine(Protocol):
         """Free a slot."""
         ...
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        ...
+
+    def passes(
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
+    ) -> Passes:
+        """Encode `prompts`, at most `capacity`, as a batch whose passes the caller orders.
+
+        No slot may be taken meanwhile.
+
+        Raises:
+            InputError: prompts or images that the model cannot take.
+        """
+        ...
+
+    def watching(
+        self, *observers: Observer, on_encoded: Callable[[], object] = lambda: None
+    ) -> AbstractContextManager[None]:
+        """Show what enters every Linear of the passes while the block runs; padding is never shown.
+
+        `on_encoded` is called at the end of every pass of the encoder.
+        """
+        ...
+
     def warm_up(self, sampler: Sampler) -> None:
         """Do beforehand what the first canvases under `sampler` would wait for."""
         ...
@@ -121,6 +213,30 @@ def complete(
     Raises:
         InputError: a prompt or images that the engine cannot take, or nothing fits behind a prompt.
     """
+    found = each_completed(
+        engine, prompts, seeds, max_new_tokens=max_new_tokens, sampler=sampler, on_draft=on_draft,
+        images=images, on_canvas=on_canvas,
+    )  # fmt: skip
+    samples = dict(found)
+    return [samples[index] for index in range(len(prompts))]
+
+
+def each_completed(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampler: Sampler,
+    on_draft: OnDraft | None = None,
+    images: Sequence[Images | None] | None = None,
+    on_canvas: OnCanvas | None = None,
+) -> Iterator[tuple[int, Sample]]:
+    """Yield (index, sample) of each prompt as it is finished; its slot is given to the next at once.
+
+    Raises:
+        InputError: as `complete`.
+    """
     budgets = canvas_budgets(
         prompts, max_new_tokens, sampler, engine.max_length, engine.canvas_length
     )
@@ -143,4 +259,4 @@ def complete(
             if samples[index].finish == "eos" or samples[index].canvases >= budgets[index]:
                 engine.release(slot)
                 del running[slot]
-    return samples
+                yield index, samples[index]

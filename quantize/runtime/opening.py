@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import torch
 
+from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.progress import track
 from quantize.recipe import ActivationMode
 from quantize.runtime.engine import Engine
 from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.inputs import inputs_of
 from quantize.runtime.fused.random_weights import random_weights
 from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.modules.engine import ModelEngine
@@ -43,7 +45,7 @@ def open(
     checkpoint: Path | RandomModel,
     *,
     device: str,
-    activations: ActivationMode = "none",
+    activations: ActivationMode | None = None,
     capacity: int = 4,
     max_context: int | None = None,
     batch_invariant: bool = False,
@@ -52,13 +54,15 @@ def open(
     soft_embedding: Width = "bf16",
     resident: int | None = None,
     kind: Kind | None = None,
+    beside: Engine | None = None,
 ) -> Engine:
     """Load a checkpoint and return the engine that runs it.
 
     Args:
         checkpoint: folder of a BF16 or quantized checkpoint, or random weights (fused alone).
         device: "cpu", "cuda" or "cuda:1".
-        activations: how a quantized model's activations are rounded.
+        activations: how a quantized model's activations are rounded; None for as the engine serves:
+            BF16 in modules, in the kernels 8 bits for FP8 and INT8 and BF16 for NVFP4.
         capacity: slots, samples that are denoised together.
         max_context: positions that a sample may take; None for the engine's own limit.
         batch_invariant: whether a sample's tokens must be the same whoever is beside it (fused alone).
@@ -69,40 +73,49 @@ def open(
         resident: layers that stay on the device, the others being streamed from the files in every
             pass (fused alone); None for all. `runtime.memory` says how many fit.
         kind: which engine; None for the device's default.
+        beside: an engine of the same checkpoint, whose weights are shared where they can be.
 
     Raises:
         InputError: a checkpoint that cannot be loaded, or settings that the engine does not have.
         ResourceError: it does not fit, or the device lacks what the kernels need.
     """
-    kind = kind or default_kind(device, activations)
+    kind = kind or default_kind(device, dtype)
     if kind == "modules":
         if batch_invariant:
             raise InputError(
-                "batch-invariant is a property of the kernels: it needs a GPU, and no activations "
-                "other than the kernels' own"
+                "batch-invariant is a property of the kernels: it needs a GPU, or kind='fused'"
             )
         if isinstance(checkpoint, RandomModel):
             raise InputError("random weights are made for the kernels: they need a GPU")
-        return _modules(checkpoint, device, activations, capacity, max_context, dtype)
+        return _modules(checkpoint, device, activations or "none", capacity, max_context, dtype)
     vocabulary = {"head": lm_head, "soft": soft_embedding}
     if isinstance(checkpoint, RandomModel):
         weights = random_weights(
             checkpoint.config, dict(checkpoint.schemes), device,
             experts_hit=checkpoint.experts_hit, **vocabulary,
         )  # fmt: skip
+    elif isinstance(beside, FusedEngine):
+        weights = beside.model.weights
     else:
         weights = load_packed(
             checkpoint, device, head=lm_head, soft=soft_embedding, resident=resident,
             on_layer=lambda layers: track(layers, "layers loaded"),
         )  # fmt: skip
+    inputs = None
+    if activations is not None and isinstance(checkpoint, Path):
+        inputs = inputs_of(Checkpoint.open(checkpoint), weights, activations)
     return FusedEngine(
-        weights, capacity=capacity, max_context=max_context, batch_invariant=batch_invariant
+        weights,
+        capacity=capacity,
+        max_context=max_context,
+        batch_invariant=batch_invariant,
+        inputs=inputs,
     )
 
 
-def default_kind(device: str, activations: ActivationMode) -> Kind:
-    """Return the engine of a device: the kernels on a GPU, unless activations are simulated."""
-    return "modules" if device == "cpu" or activations != "none" else "fused"
+def default_kind(device: str, dtype: torch.dtype | None = None) -> Kind:
+    """Return the engine of a device: the kernels on a GPU, unless float32 is asked for."""
+    return "modules" if device == "cpu" or dtype == torch.float32 else "fused"
 
 
 def _modules(

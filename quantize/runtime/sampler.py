@@ -158,7 +158,8 @@ class CanvasState:
         canvas: [B, L] token ids the decoder reads next.
         argmax: [B, L] most probable tokens of the last step: what would be committed.
         history: [stability_threshold, B, L] argmax of the steps before; -1 where there was none.
-        self_conditioning: [B, L, V] temperature-divided logits of the last step, None at the first.
+        self_conditioning: [B, ...] what the next step is conditioned on, None at the first: the
+            temperature-divided logits [B, L, V], or what an engine's `condition` makes of them.
         finished: [B] bool.
     """
 
@@ -239,11 +240,50 @@ class StepRecord:
         return self.entropy.mean(-1)
 
 
+@dataclass(frozen=True)
+class Look:
+    """What a step's logits say at each position, all [B, L].
+
+    Attributes:
+        sampled: int64, drawn from softmax(logits / T).
+        replacement: int64, drawn uniformly: where the sample is not accepted.
+        argmax: int64, the most probable token.
+        entropy: float32, nats.
+    """
+
+    sampled: Tensor
+    replacement: Tensor
+    argmax: Tensor
+    entropy: Tensor
+
+    @classmethod
+    def join(cls, parts: Sequence["Look"]) -> "Look":
+        """Return the parts of a batch as one."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = zip(
+            *((p.sampled, p.replacement, p.argmax, p.entropy) for p in parts), strict=True
+        )
+        return cls(*(torch.cat(column) for column in columns))
+
+
+def look(scaled: Tensor, canvas: int, step: int | Tensor, rows: Tensor, noise: Noise) -> Look:
+    """Draw from `scaled`, logits / T [B, L, V] float32, of `rows` of the batch; see `Look`."""
+    sampled, replacement = noise.draw(scaled.softmax(-1), canvas, step, rows)
+    return Look(sampled, replacement, scaled.argmax(-1), token_entropy(scaled))
+
+
 def denoise_step(
-    state: CanvasState, logits: Tensor, canvas: int, step: int, sampler: Sampler, noise: Noise
+    state: CanvasState,
+    seen: Look,
+    conditioning: Tensor,
+    canvas: int,
+    step: int,
+    sampler: Sampler,
 ) -> tuple[CanvasState, StepRecord]:
-    """Decide one denoising step, as `decide`, of rows that are all at the same; and record it."""
-    after, accepted, entropy = decide(state, logits, canvas, step, sampler, noise)
+    """Decide one denoising step of rows that are all at the same, and record it."""
+    after, accepted = advance(state, seen, conditioning, sampler)
+    entropy = seen.entropy
     finished = after.finished & ~state.finished
     record = StepRecord(
         canvas, step, state.rows, state.canvas, after.argmax, accepted, entropy, finished
@@ -272,20 +312,28 @@ def decide(
     Returns:
         The state after it, what was accepted [B, L] bool, and the entropy [B, L] in nats.
     """
-    logits = logits / sampler.temperature(step).to(logits.device).view(-1, 1, 1)
-    probabilities = logits.softmax(-1)
-    sampled, replacement = noise.draw(probabilities, canvas, step, state.rows)
-    argmax = logits.argmax(-1)
-    entropy = token_entropy(logits)
-    accepted = accept(entropy, sampler.entropy_bound)
-    stable = (state.history == argmax).all(-1).all(0)  # true for an empty history
-    finished = stable & (entropy.mean(-1) < sampler.confidence_threshold)
+    scaled = logits / sampler.temperature(step).to(logits.device).view(-1, 1, 1)
+    seen = look(scaled, canvas, step, state.rows, noise)
+    after, accepted = advance(state, seen, scaled, sampler)
+    return after, accepted, seen.entropy
+
+
+def advance(
+    state: CanvasState, seen: Look, conditioning: Tensor, sampler: Sampler
+) -> tuple[CanvasState, Tensor]:
+    """Return the state after a step, and what was accepted [B, L] bool.
+
+    `conditioning` [B, ...] is what the next step is conditioned on: the state carries it.
+    """
+    accepted = accept(seen.entropy, sampler.entropy_bound)
+    stable = (state.history == seen.argmax).all(-1).all(0)  # true for an empty history
+    finished = stable & (seen.entropy.mean(-1) < sampler.confidence_threshold)
     after = CanvasState(
         state.rows,
-        torch.where(accepted, sampled, replacement),
-        argmax,
-        torch.cat([state.history, argmax[None]])[1:],
-        logits,
+        torch.where(accepted, seen.sampled, seen.replacement),
+        seen.argmax,
+        torch.cat([state.history, seen.argmax[None]])[1:],
+        conditioning,
         state.finished | finished,
     )
-    return after, accepted, entropy
+    return after, accepted

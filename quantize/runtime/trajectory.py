@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DiffusionGemmaForBlockDiffusion
 
+from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.processes import ALONE, Processes
 from quantize.progress import track
 from quantize.recipe import Calibration
 from quantize.run_dir import read_json, write_json
-from quantize.runtime.modules.generate import OnStep, generate
-from quantize.runtime.modules.passes import canvas_length
+from quantize.runtime.batch import OnStep, generate
+from quantize.runtime.engine import Engine
 from quantize.runtime.sampler import Sampler, StepRecord
 
 TENSORS, INDEX = "trajectories.safetensors", "trajectories.json"
@@ -60,7 +60,7 @@ class Trajectory:
 
 
 def record(
-    model: DiffusionGemmaForBlockDiffusion,
+    engine: Engine,
     prompts: Sequence[Prompt],
     seeds: Sequence[int],
     *,
@@ -83,10 +83,10 @@ def record(
             on_step(step)
 
     samples = generate(
-        model,
+        engine,
         [prompt.ids for prompt in prompts],
         seeds,
-        max_new_tokens=canvases * canvas_length(model),
+        max_new_tokens=canvases * engine.canvas_length,
         sampler=sampler,
         on_step=remember,
     )
@@ -103,7 +103,7 @@ def record(
 
 
 def record_all(
-    model: DiffusionGemmaForBlockDiffusion,
+    engine: Engine,
     prompts: Sequence[Prompt],
     settings: Calibration,
     sampler: Sampler,
@@ -122,7 +122,7 @@ def record_all(
     for start in track(processes.mine(range(first, len(prompts), settings.batch_size)), title):
         batch = prompts[start : start + settings.batch_size]
         trajectories += record(
-            model,
+            engine,
             batch,
             [(settings.seed << 32) + start + row for row in range(len(batch))],
             sampler=sampler,
@@ -133,6 +133,17 @@ def record_all(
     for theirs in processes.others(trajectories):
         trajectories += theirs
     return sorted(trajectories, key=lambda trajectory: trajectory.seed)
+
+
+def context_of(checkpoint: Path, prompts: Sequence[Sequence[int]], canvases: int) -> int:
+    """Return the positions that the longest of `prompts` and `canvases` behind it take."""
+    length: int = Checkpoint.open(checkpoint).config["canvas_length"]
+    return max(len(prompt) for prompt in prompts) + canvases * length
+
+
+def longest(trajectories: Sequence[Trajectory]) -> int:
+    """Return the positions of the longest trajectory."""
+    return max(len(item.prompt.ids) + item.committed.numel() for item in trajectories)
 
 
 def save_trajectories(folder: Path, trajectories: Sequence[Trajectory], sampler: Sampler) -> None:

@@ -74,7 +74,7 @@ def make_server(
 
 
 def open_engine(
-    checkpoint: Path, options: Options, activations: ActivationMode, device: str
+    checkpoint: Path, options: Options, activations: ActivationMode | None, device: str
 ) -> Engine:
     """Load a checkpoint, and warm the engine up."""
     engine = open(
@@ -90,7 +90,9 @@ def open_engine(
     return engine
 
 
-def serve(checkpoint: Path, options: Options, *, activations: ActivationMode, device: str) -> None:
+def serve(
+    checkpoint: Path, options: Options, *, activations: ActivationMode | None, device: str
+) -> None:
     """Serve a checkpoint until SIGINT or SIGTERM.
 
     Raises:

@@ -1,11 +1,13 @@
 """A checkpoint that answers evaluation's requests in this process.
 
-Weights are dequantized and activations rounded as asked, so the accuracy of W4A4 can be scored
-without a Blackwell GPU. The recipe says in which dtype both models compute; else float32 on a CPU (the
-BF16 model too: its weights are BF16 values) and BF16 on a GPU.
+On a GPU the kernels answer, batch-invariantly, so that a sample does not depend on who is denoised
+beside it: slots are refilled as samples end. On a CPU the modules answer fixed batches, one after the
+other: float32 sums of other shapes would be other numbers. Activations are rounded as asked, so the
+accuracy of W4A4 can be scored without a Blackwell GPU. The recipe says in which dtype both models
+compute; else float32 on a CPU (the BF16 model too: its weights are BF16 values) and BF16 on a GPU.
 """
 
-import time
+import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,13 +15,13 @@ from typing import Any
 
 import torch
 from recovery.samples import Batch, Completion, Finished, Request
-from transformers import DiffusionGemmaForBlockDiffusion
 
+from quantize.checkpoints.reader import Checkpoint
 from quantize.recipe import ActivationMode
-from quantize.runtime import Sampler, StepRecord, generate, open
+from quantize.runtime import Sample, Sampler, StepRecord, generate, open
 from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.modules.engine import ModelEngine
-from quantize.runtime.modules.passes import canvas_length, decode_canvas, encode_prompts
+from quantize.runtime.engine import Engine, each_completed
+from quantize.runtime.opening import Kind, default_kind
 
 RECORDED_CANVASES = 2
 
@@ -34,6 +36,12 @@ class Answerer:
         sampler: of both models that are compared.
         device: where the model runs.
         dtype: name of the dtype it computes in, None for the device's own.
+        capacity: samples that are denoised together.
+        kind: of its engine, None for the device's own.
+
+    Attributes:
+        one_by_one: whether samples depend on their requests alone, so that any may be asked for.
+        made_with: what they depend on besides.
     """
 
     def __init__(
@@ -44,86 +52,112 @@ class Answerer:
         sampler: Sampler,
         device: str,
         dtype: str | None = None,
+        capacity: int = 64,
+        kind: Kind | None = None,
     ) -> None:
-        self.dtype: torch.dtype = getattr(
-            torch, dtype or ("float32" if device == "cpu" else "bfloat16")
-        )
-        self.folder = folder
+        asked: torch.dtype | None = getattr(torch, dtype) if dtype else None
+        self.kind: Kind = kind or default_kind(device, asked)
+        self.one_by_one = self.kind == "fused"
+        own = torch.float32 if device == "cpu" and not self.one_by_one else torch.bfloat16
+        self.dtype = asked or own
+        self.folder, self.device, self.capacity = folder, device, capacity
         self.activations: ActivationMode = activations
-        self.device = device
         self.sampler = sampler
         self.tokenizer = load_tokenizer(folder)
-        self.sampler_settings: dict[str, Any] = asdict(sampler) | {"dtype": str(self.dtype)}
+        self.sampler_settings: dict[str, Any] = asdict(sampler) | {
+            "dtype": str(self.dtype),
+            "engine": self.kind,
+            "batch_invariant": self.one_by_one,
+        }
         self.made_with: dict[str, Any] = {
             "model": digest,
             "activations": activations,
+            "engine": self.kind,
             "device": device if device == "cpu" else torch.cuda.get_device_name(device),
             # Sums of another order are other float32 numbers; a GPU's do not depend on the CPU.
             "threads": torch.get_num_threads() if device == "cpu" else None,
             "torch": torch.__version__,
         }
-        self._model: DiffusionGemmaForBlockDiffusion | None = None
+        self._engine: Engine | None = None
 
-    @property
-    def model(self) -> DiffusionGemmaForBlockDiffusion:
-        """The model, loaded when it is first needed: a finished task needs none."""
-        if self._model is None:
-            engine = open(
-                self.folder, device=self.device, activations=self.activations, dtype=self.dtype,
-                kind="modules",
-            )  # fmt: skip
-            assert isinstance(engine, ModelEngine)  # as asked
-            self._model = engine.model
-        return self._model
+    def engine(self, context: int) -> Engine:
+        """Return the engine, loaded when it is first needed, with room for `context` positions.
 
-    @property
-    def canvas_length(self) -> int:
-        """Tokens of one canvas."""
-        return canvas_length(self.model)
+        A finished task needs none; a task of longer answers than those before loads it again.
+        """
+        if self._engine is None or self._engine.max_length < context:
+            self.release()
+            self._engine = open(
+                self.folder,
+                device=self.device,
+                activations=self.activations,
+                capacity=self.capacity,
+                max_context=context if self.one_by_one else None,
+                batch_invariant=self.one_by_one,
+                dtype=self.dtype,
+                kind=self.kind,
+            )
+        return self._engine
 
-    def seconds_per_step(self, batch_size: int) -> float:
-        """Time one denoising step of a batch of canvases, the second of two."""
-        prefix = encode_prompts(self.model, [self.tokenizer.encode("0")] * batch_size)
-        canvas = torch.zeros(batch_size, self.canvas_length, dtype=torch.long, device=self.device)
-        seconds = 0.0
-        for _ in range(2):
-            started = time.perf_counter()
-            decode_canvas(self.model, prefix, canvas, None).sum().item()  # waits for a GPU
-            seconds = time.perf_counter() - started
-        return seconds
+    def release(self) -> None:
+        """Give the model's memory back, until it is asked again."""
+        if self._engine is None:
+            return
+        self._engine = None
+        gc.collect()
+        if self.device != "cpu":
+            torch.cuda.empty_cache()
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        """Answer batches, one after the other."""
-        for batch in batches:
-            yield batch, self.answer(batch)
+        """Answer batches in order; one by one, all requests together, each when it is finished."""
+        if not self.one_by_one:
+            for batch in batches:
+                yield batch, self._answer(batch)
+            return
+        requests = [request for batch in batches for request in batch]
+        prompts, engine, budget = self._ready(requests)
+        seeds = [request.seed for request in requests]
+        done = each_completed(engine, prompts, seeds, max_new_tokens=budget, sampler=self.sampler)
+        for index, sample in done:
+            yield [requests[index]], [self._completion(sample)]
 
-    def answer(self, batch: Batch) -> list[Completion]:
+    def _answer(self, batch: Batch) -> list[Completion]:
         """Answer the requests of one task as one batch of the model."""
-        samples = generate(
-            self.model,
-            [self._encode(request) for request in batch],
-            [request.seed for request in batch],
-            max_new_tokens=max(request.max_new_tokens for request in batch),
-            sampler=self.sampler,
+        prompts, engine, budget = self._ready(batch)
+        seeds = [request.seed for request in batch]
+        samples = generate(engine, prompts, seeds, max_new_tokens=budget, sampler=self.sampler)
+        return [self._completion(sample) for sample in samples]
+
+    def _ready(self, requests: Sequence[Request]) -> tuple[list[list[int]], Engine, int]:
+        """Return the prompts, an engine with room for the answers, and their token limit."""
+        prompts = [self._encode(request) for request in requests]
+        budget = max(request.max_new_tokens for request in requests)
+        config = Checkpoint.open(self.folder).config
+        canvas: int = config["canvas_length"]
+        room = max(map(len, prompts)) + -(-budget // canvas) * canvas
+        limit: int = config["text_config"]["max_position_embeddings"]
+        return prompts, self.engine(min(room, limit)), budget
+
+    def _completion(self, sample: Sample) -> Completion:
+        return Completion(
+            text=self.tokenizer.decode(sample.tokens, skip_special_tokens=False),
+            tokens=sample.new_tokens,
+            denoising_steps=sample.steps_per_canvas,
+            truncated=sample.finish == "length",
         )
-        return [
-            Completion(
-                text=self.tokenizer.decode(sample.tokens, skip_special_tokens=False),
-                tokens=sample.new_tokens,
-                denoising_steps=sample.steps_per_canvas,
-                truncated=sample.finish == "length",
-            )
-            for sample in samples
-        ]
 
     def record(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return how the first canvases of some samples came about, to look at.
+
+        Args:
+            requests: of which so many are recorded as are denoised together.
 
         Returns:
             `vocabulary`, id -> text of every token that occurs; `samples`, one entry a request: its
             prompt and its steps, each with the canvas' index, the most probable `ids` at every
             position ("7 105 9") and which of them were `accepted` ("101").
         """
+        requests = requests[: self.capacity]
         samples: list[dict[str, Any]] = [{"prompt": r.prompt, "steps": []} for r in requests]
 
         def note(record: StepRecord) -> None:
@@ -132,12 +166,12 @@ class Answerer:
                 step = {"canvas": record.canvas, "ids": _joined(ids, " ")}
                 samples[row]["steps"].append(step | {"accepted": _joined(accepted, "")})
 
-        longest = max(request.max_new_tokens for request in requests)
+        prompts, engine, budget = self._ready(requests)
         generate(
-            self.model,
-            [self._encode(request) for request in requests],
+            engine,
+            prompts,
             [request.seed for request in requests],
-            max_new_tokens=min(longest, RECORDED_CANVASES * canvas_length(self.model)),
+            max_new_tokens=min(budget, RECORDED_CANVASES * engine.canvas_length),
             sampler=self.sampler,
             on_step=note,
         )

@@ -6,7 +6,7 @@ denoising loop it runs: the causal encoder reads clean text, the decoder reads c
 at first, with self-conditioning after the first step. So the real loop runs here, encoder passes,
 every step, every canvas, and the model's own sampler and stopping.
 
-`runtime.modules.inputs` shows every input, of both towers under one name, as vLLM's single backbone
+An engine's `watching` shows every input, of both towers under one name, as vLLM's single backbone
 sees them; experts see only the tokens routed to them. An expert with fewer than
 `min_tokens_per_expert` takes the largest amax of its layer, and is listed.
 
@@ -27,7 +27,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError, QuantizeError
@@ -35,10 +34,10 @@ from quantize.processes import Processes, joined
 from quantize.recipe import Calibration, Quantization, Recipe
 from quantize.rounding import E2M1_MAX, FP8_MAX
 from quantize.run_dir import folder_when_complete, write_json
-from quantize.runtime.modules.inputs import Ranges, watch_inputs
-from quantize.runtime.modules.passes import text_config
+from quantize.runtime import open
+from quantize.runtime.ranges import Ranges
 from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import Trajectory, record_all, save_trajectories
+from quantize.runtime.trajectory import Trajectory, context_of, record_all, save_trajectories
 from quantize.stages.coverage import Coverage, StepStatistics
 from quantize.stages.prompts import load_prompts
 
@@ -95,16 +94,14 @@ def _denoise(source: Path, settings: Calibration, device: str, processes: Proces
     """Run the loop on the observed prompts, then, unobserved, on the held-out ones."""
     prompts = load_prompts(source, settings, settings.prompts + HELD_OUT_PROMPTS)
     sampler = Sampler.from_checkpoint(source)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model = load(source, dtype=dtype, device=device)
-    experts: int = text_config(model).num_experts
-    ranges, coverage, statistics = Ranges(experts), Coverage(experts), StepStatistics(model)
-    with (
-        statistics.collecting(),
-        watch_inputs(model, ranges.see, coverage.see, statistics.see),
-    ):
+    context = context_of(source, [prompt.ids for prompt in prompts], settings.canvases)
+    engine = open(source, device=device, capacity=settings.batch_size, max_context=context)
+    experts: int = Checkpoint.open(source).config["text_config"]["num_experts"]
+    ranges, coverage, statistics = Ranges(experts), Coverage(experts), StepStatistics()
+    observers = (ranges.see, coverage.see, statistics.see)
+    with engine.watching(*observers, on_encoded=statistics.on_encoded):
         trajectories = record_all(
-            model,
+            engine,
             prompts[: settings.prompts],
             settings,
             sampler,
@@ -113,7 +110,7 @@ def _denoise(source: Path, settings: Calibration, device: str, processes: Proces
             on_step=statistics.on_step,
         )
     held_out = record_all(
-        model,
+        engine,
         prompts,
         settings,
         sampler,

@@ -1,16 +1,14 @@
 """What flows through a model while it denoises: tokens per expert, and activations by step.
 
-Both are observers for `watch_inputs`: they see encoder and decoder, and real tokens only.
+Both are observers for an engine's `watching`: they see encoder and decoder, and real tokens only.
 """
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.processes import Processes
 from quantize.recipe import Calibration
@@ -103,16 +101,9 @@ class _Step:
 class StepStatistics:
     """Magnitude of activations, acceptance and entropy by denoising step."""
 
-    def __init__(self, model: DiffusionGemmaForBlockDiffusion) -> None:
-        self._encoder = model.model.encoder
+    def __init__(self) -> None:
         self._pending: list[tuple[str, Tensor, Tensor, int]] = []
         self._steps: dict[int, _Step] = {}
-
-    @contextmanager
-    def collecting(self) -> Generator[None]:
-        """Book while the block runs; pass `see` to `watch_inputs` and `on_step` to the generation."""
-        with self._encoder.register_forward_hook(lambda *_: self._flush(0)):
-            yield
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
         """Observe one input; an expert's counts once for every expert that reads it."""
@@ -122,6 +113,10 @@ class StepStatistics:
             x = rows.abs()
             total = x.sum(dtype=torch.float64) * times
             self._pending.append((kind, x.amax(), total, x.numel() * times))
+
+    def on_encoded(self) -> None:
+        """Book what a pass of the encoder has shown."""
+        self._flush(0)
 
     def _flush(self, step: int) -> _Step:
         """Book everything measured since the last call under `step`."""

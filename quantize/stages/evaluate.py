@@ -20,9 +20,11 @@ are the same. The first process writes what they have found.
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,14 +61,21 @@ class Backend(Protocol):
 
     sampler_settings: dict[str, Any]
     made_with: dict[str, Any]
+    one_by_one: bool  # whether samples are asked for on their own, not in fixed batches
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
         """Yield each batch as it is finished."""
         ...
 
+    def release(self) -> None:
+        """Give the model's memory back: its jobs are done."""
+        ...
+
 
 class ServedModel:
     """A model behind a server."""
+
+    one_by_one = True
 
     def __init__(self, url: str, in_flight: int) -> None:
         self.server = Server(url, in_flight=in_flight, api_key=os.environ.get("OPENAI_API_KEY"))
@@ -76,7 +85,10 @@ class ServedModel:
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
         """Ask for every sample on its own, several at a time."""
-        return self.server([[request] for batch in batches for request in batch])
+        return self.server(batches)
+
+    def release(self) -> None:
+        """Do nothing: the server stays."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +153,9 @@ def evaluate(
     def model(folder: Path, identity: str, mode: ActivationMode, url: str | None) -> Backend:
         if url is not None:
             return ServedModel(url, in_flight)
-        return Answerer(folder, identity, mode, sampler, device, settings.dtype)
+        return Answerer(
+            folder, identity, mode, sampler, device, settings.dtype, settings.batch_size
+        )
 
     share = _join()
     try:
@@ -154,9 +168,11 @@ def evaluate(
             backend = model(run.checkpoint, quantized, mode, server)
             sides.append(Side(name, backend, settings.seed))
         jobs = _jobs(run, sides, settings, data)
-        _announce(jobs, settings.batch_size, sampler, share)
-        for job in jobs:
+        _announce(jobs)
+        for job, following in zip_longest(jobs, jobs[1:]):
             _score(run, job, settings, share)
+            if following is None or following.side.backend is not job.side.backend:
+                job.side.backend.release()
     except ServerError as error:
         raise ResourceError(str(error)) from error
     if share.rank == 0:
@@ -241,25 +257,15 @@ def _jobs(
     return jobs
 
 
-def _announce(jobs: Sequence[Job], batch_size: int, sampler: Sampler, share: Share) -> None:
-    """Say how much there is to do: samples, and the most tokens and hours they can take."""
-    tokens, seconds = 0, 0.0
+def _announce(jobs: Sequence[Job]) -> None:
+    """Say how much there is to do at most; the rate is known when a first minute has passed."""
     for job in jobs:
         say(
             f"{job.task}, {job.side.name}: {job.samples} samples of at most {job.token_limit} tokens"
         )
-        tokens += job.samples * job.token_limit
-        if isinstance(model := job.side.backend, Answerer):
-            batches = -(-job.samples // batch_size)
-            canvases = -(-job.token_limit // model.canvas_length)
-            steps = batches * canvases * sampler.max_denoising_steps
-            seconds += steps * model.seconds_per_step(min(batch_size, job.samples))
     if jobs:
-        hours = f" and {seconds / share.processes / 3600:.1f} hours" if seconds else ""
-        say(
-            f"at most {tokens:,} tokens{hours}, were no answer to end before its limit and no canvas "
-            f"before its last step"
-        )
+        tokens = sum(job.samples * job.token_limit for job in jobs)
+        say(f"at most {tokens:,} tokens, were no answer to end before its limit")
 
 
 def _score(run: RunDir, job: Job, settings: Evaluation, share: Share) -> None:
@@ -276,7 +282,7 @@ def _score(run: RunDir, job: Job, settings: Evaluation, share: Share) -> None:
         limit=settings.limit.get(task),
         repeats=settings.repeats.get(task, 1),
         seed=side.seed,
-        batch_size=settings.batch_size,
+        batch_size=1 if side.backend.one_by_one else settings.batch_size,
         sampler=side.backend.sampler_settings,
         progress=lambda finished, total: _track(finished, total, task, side.name),
     )
@@ -293,7 +299,19 @@ def _score(run: RunDir, job: Job, settings: Evaluation, share: Share) -> None:
 
 
 def _track(finished: Iterator[Finished], total: int, task: str, side: str) -> Iterable[Finished]:
-    return track(finished, f"{task}, {side}", total)
+    return track(_with_rate(finished, total), f"{task}, {side}", total)
+
+
+def _with_rate(finished: Iterator[Finished], total: int) -> Iterator[Finished]:
+    """Pass finished batches on; after a minute say how fast they come, and what that means."""
+    started, tokens, said = time.monotonic(), 0, False
+    for count, (batch, completions) in enumerate(finished, 1):
+        tokens += sum(completion.tokens for completion in completions)
+        seconds = time.monotonic() - started
+        if seconds > 60 and not said:
+            hours, said = seconds / count * (total - count) / 3600, True
+            say(f"{tokens / seconds:,.0f} tokens/s: about {hours:.1f} hours for the rest")
+        yield batch, completions
 
 
 def _digest(file: Path | None) -> str | None:

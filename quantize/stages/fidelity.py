@@ -19,57 +19,35 @@ independent), fixed seed. The gate: a mean KL above the recipe's `gate.max_kl_na
 fault, and ends a run before anything is scored.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import DiffusionGemmaForBlockDiffusion
+from torch import Tensor
 
-from quantize.checkpoints.load import load
-from quantize.progress import track
 from quantize.recipe import ActivationMode, Calibration
 from quantize.run_dir import write_json
-from quantize.runtime.modules.passes import Prefix, decode_canvas, encode_prompts, encode_tokens
-from quantize.runtime.sampler import Sampler, accept, token_entropy
-from quantize.runtime.trajectory import Trajectory, load_trajectories, record_all
+from quantize.runtime import open
+from quantize.runtime.engine import Engine
+from quantize.runtime.sampler import Sampler
+from quantize.runtime.trajectory import (
+    Trajectory,
+    context_of,
+    load_trajectories,
+    longest,
+    record_all,
+)
 from quantize.stages.prompts import BUNDLED, load_prompts
+from quantize.stages.replay import Compared, StepDistance, replay
 
 # BF16 entropy of a position in nats: certain, nearly so, undecided, noise.
 ENTROPY_BINS = (0.0, 0.01, 0.1, 1.0, float("inf"))
 RESAMPLES = 2000
 # Without a calibration (FP8 needs none) these are recorded first: word problems fit any model.
+BATCH = 16  # trajectories replayed together
 FRESH = Calibration(datasets=[BUNDLED], prompts=16, canvases=2, thinking=0.5)
-
-
-@dataclass(frozen=True)
-class StepDistance:
-    """Distance at one step of one trajectory; tensors are [L], one value a position.
-
-    Attributes:
-        trajectory: index into the replayed trajectories.
-        canvas: index of the canvas, from 0.
-        step: denoising step, from 1.
-        is_last: whether the canvas was committed after this step.
-        kl: KL(BF16 || quantized) in nats.
-        agrees: whether the argmax is the same.
-        entropy: BF16's, in nats.
-        jaccard: of the accepted positions.
-        routing: [layers] share of equal experts among a position's top k, mean over positions.
-    """
-
-    trajectory: int
-    canvas: int
-    step: int
-    is_last: bool
-    kl: Tensor
-    agrees: Tensor
-    entropy: Tensor
-    jaccard: float
-    routing: Tensor
 
 
 def fidelity(
@@ -95,14 +73,13 @@ def fidelity(
         limits: largest mean KL in nats by activation mode; a mode without one is not judged.
         device: where the models run.
     """
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    reference = load(source, dtype=dtype, device=device)
-    trajectories, sampler = held_out_trajectories(reference, source, calibration)
+    trajectories, sampler = held_out_trajectories(source, calibration, device)
     modes: list[ActivationMode] = list(dict.fromkeys(("none", activations)))
-    models = [load(checkpoint, activations=mode, dtype=dtype, device=device) for mode in modes]
-    replayed = replay(reference, models, trajectories, sampler)
+    models = open_all(source, checkpoint, modes, longest(trajectories), device)
+    compared = [Compared(models[mode]) for mode in modes]
+    compared.append(Compared(models[activations], own_conditioning=True))
+    *replayed, own = replay(models["bf16"], compared, trajectories, sampler, batch_size=BATCH)
     results = {mode: summarize(each) for mode, each in zip(modes, replayed, strict=True)}
-    (own,) = replay(reference, models[-1:], trajectories, sampler, own_conditioning=True)
     content = {
         "trajectories": len(trajectories),
         "max_kl_nats": dict(limits),
@@ -124,8 +101,20 @@ def find_faults(
     ]
 
 
+def open_all(
+    source: Path, checkpoint: Path, modes: Sequence[ActivationMode], context: int, device: str
+) -> dict[str, Engine]:
+    """Open BF16, and the quantized model in each of `modes`; these share weights where they can."""
+    room: dict[str, Any] = {"device": device, "capacity": BATCH, "max_context": context}
+    engines = {"bf16": open(source, **room)}
+    beside: Engine | None = None
+    for mode in modes:
+        engines[mode] = beside = open(checkpoint, activations=mode, beside=beside, **room)
+    return engines
+
+
 def held_out_trajectories(
-    reference: DiffusionGemmaForBlockDiffusion, source: Path, calibration: Path
+    source: Path, calibration: Path, device: str
 ) -> tuple[list[Trajectory], Sampler]:
     """Load the recorded trajectories that calibration did not observe, or record fresh ones."""
     if calibration.is_dir():
@@ -133,140 +122,9 @@ def held_out_trajectories(
         return [item for item in trajectories if item.held_out], sampler
     sampler = Sampler.from_checkpoint(source)
     prompts = load_prompts(source, FRESH, FRESH.prompts)
+    context = context_of(source, [prompt.ids for prompt in prompts], FRESH.canvases)
+    reference = open(source, device=device, capacity=FRESH.batch_size, max_context=context)
     return record_all(reference, prompts, FRESH, sampler, title="recording BF16"), sampler
-
-
-def replay(
-    reference: DiffusionGemmaForBlockDiffusion,
-    models: Sequence[DiffusionGemmaForBlockDiffusion],
-    trajectories: Sequence[Trajectory],
-    sampler: Sampler,
-    *,
-    batch_size: int = 16,
-    own_conditioning: bool = False,
-) -> list[list[StepDistance]]:
-    """Replay `trajectories` of `reference` through `models`, teacher-forced; one result a model.
-
-    Args:
-        reference: the BF16 model that made the trajectories; it runs once for all models.
-        models: the models to compare.
-        trajectories: what to replay.
-        sampler: the settings they were recorded with.
-        batch_size: trajectories at once.
-        own_conditioning: whether a model reads its own logits of the step before, not BF16's.
-    """
-    distances: list[list[StepDistance]] = [[] for _ in models]
-    title = "replaying, own self-conditioning" if own_conditioning else "replaying"
-    for start in track(range(0, len(trajectories), batch_size), title):
-        rows = list(range(start, min(start + batch_size, len(trajectories))))
-        replayed = _replay_batch(
-            (reference, *models), trajectories, rows, sampler, own_conditioning
-        )
-        for index, distance in replayed:
-            distances[index].append(distance)
-    return distances
-
-
-def _replay_batch(
-    models: Sequence[DiffusionGemmaForBlockDiffusion],
-    trajectories: Sequence[Trajectory],
-    rows: list[int],
-    sampler: Sampler,
-    own_conditioning: bool,
-) -> Iterator[tuple[int, StepDistance]]:
-    """Yield (index of the compared model, distance); `models[0]` is the reference."""
-    prompts = [trajectories[row].prompt.ids for row in rows]
-    prefixes = [encode_prompts(each, prompts) for each in models]
-    canvas = 0
-    while rows:
-        yield from _replay_canvas(
-            models, prefixes, trajectories, rows, canvas, sampler, own_conditioning
-        )
-        canvas += 1
-        keep = [i for i, row in enumerate(rows) if len(trajectories[row].steps) > canvas]
-        rows = [rows[i] for i in keep]
-        if rows:
-            device = models[0].device
-            committed = torch.stack([trajectories[row].committed[canvas - 1] for row in rows])
-            index = torch.tensor(keep, device=device)
-            prefixes = [
-                encode_tokens(each, prefix.select(index), committed.to(device))
-                for each, prefix in zip(models, prefixes, strict=True)
-            ]
-
-
-def _replay_canvas(
-    models: Sequence[DiffusionGemmaForBlockDiffusion],
-    prefixes: list[Prefix],
-    trajectories: Sequence[Trajectory],
-    rows: list[int],
-    canvas: int,
-    sampler: Sampler,
-    own_conditioning: bool,
-) -> Iterator[tuple[int, StepDistance]]:
-    conditioning: list[Tensor | None] = [None] * len(models)
-    steps = {row: trajectories[row].steps[canvas] for row in rows}
-    for step in range(1, max(len(ids) for ids in steps.values()) + 1):
-        keep = [i for i, row in enumerate(rows) if len(steps[row]) >= step]
-        if len(keep) < len(rows):
-            index = torch.tensor(keep, device=models[0].device)
-            rows = [rows[i] for i in keep]
-            prefixes = [prefix.select(index) for prefix in prefixes]
-            conditioning = [None if each is None else each[index] for each in conditioning]
-        read = torch.stack([steps[row][step - 1] for row in rows]).to(models[0].device)
-        temperature = sampler.temperature(step).to(read.device)
-        ours, our_experts = _decode(models[0], prefixes[0], read, conditioning[0], temperature)
-        for i in range(1, len(models)):
-            theirs, experts = _decode(models[i], prefixes[i], read, conditioning[i], temperature)
-            measured = (*_distance(ours, theirs, sampler), _overlap(our_experts, experts))
-            for at, row in enumerate(rows):
-                kl, agrees, entropy, jaccard, routing = (each[at].cpu() for each in measured)
-                last = step == len(steps[row])
-                yield (
-                    i - 1,
-                    StepDistance(
-                        row, canvas, step, last, kl, agrees, entropy, jaccard.item(), routing
-                    ),
-                )
-            conditioning[i] = theirs if own_conditioning else ours
-        conditioning[0] = ours
-
-
-def _decode(
-    model: DiffusionGemmaForBlockDiffusion,
-    prefix: Prefix,
-    canvas: Tensor,
-    conditioning: Tensor | None,
-    temperature: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return temperature-divided logits [B, L, V] and the chosen experts [B, layers, L, k]."""
-    chosen: list[Tensor] = []
-
-    def note(_: nn.Module, __: object, output: tuple[Tensor, ...]) -> None:
-        chosen.append(output[-1].view(*canvas.shape, -1))
-
-    layers = cast(Sequence[nn.Module], model.model.decoder.layers)
-    hooks = [layer.get_submodule("router").register_forward_hook(note) for layer in layers]
-    logits = decode_canvas(model, prefix, canvas, conditioning) / temperature
-    for hook in hooks:
-        hook.remove()
-    return logits, torch.stack(chosen, dim=1)
-
-
-def _overlap(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the share of equal experts by layer, [B, layers], of choices [B, layers, L, k]."""
-    return (ours[..., None] == theirs[..., None, :]).any(-1).float().mean((-1, -2))
-
-
-def _distance(ours: Tensor, theirs: Tensor, sampler: Sampler) -> tuple[Tensor, ...]:
-    """Compare temperature-divided logits [B, L, V]: KL, agreement, entropy [B, L], Jaccard [B]."""
-    log_p, log_q = ours.log_softmax(-1), theirs.log_softmax(-1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
-    entropy = token_entropy(ours)
-    mine = accept(entropy, sampler.entropy_bound)
-    other = accept(token_entropy(theirs), sampler.entropy_bound)
-    jaccard = (mine & other).sum(-1) / (mine | other).sum(-1)
-    return kl, ours.argmax(-1) == theirs.argmax(-1), entropy, jaccard
 
 
 def summarize(distances: Sequence[StepDistance]) -> dict[str, Any]:

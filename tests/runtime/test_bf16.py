@@ -23,6 +23,7 @@ from quantize.checkpoints.load import load
 from quantize.runtime import Sampler, generate
 from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.modules.passes import decode_canvas, encode_prompts
 
 LENGTH = 64  # a canvas of the bundled model
@@ -79,13 +80,11 @@ def test_kernels_in_bf16_agree_with_transformers(
         taken.append((canvas.clone(), None if given is None else given.clone(), logits[0].clone()))
         return logits
 
-    monkeypatch.setattr(
-        import_module("quantize.runtime.modules.generate"), "decode_canvas", recorded
-    )
+    monkeypatch.setattr(import_module("quantize.runtime.modules.batch"), "decode_canvas", recorded)
     slot, sampler, found = torch.zeros(1, dtype=torch.int32), Sampler(), Agreement()
     for seed, ids in enumerate(prompts(thinking=False)[:count]):
         taken.clear()
-        generate(exact, [ids], [seed], max_new_tokens=LENGTH, sampler=sampler)
+        generate(ModelEngine(exact), [ids], [seed], max_new_tokens=LENGTH, sampler=sampler)
         prefix = encode_prompts(bf16, [ids])
         fused.encode(torch.tensor([ids]), slot, slot)
         rows = fused.behind(slot, torch.tensor([len(ids)], dtype=torch.int32), LENGTH)
@@ -94,7 +93,7 @@ def test_kernels_in_bf16_agree_with_transformers(
             if given is not None:
                 signal = fused.soft_embedding(given[0].to(torch.bfloat16), torch.ones(LENGTH))
             out = torch.empty(LENGTH, logits.shape[-1], dtype=torch.bfloat16)
-            fused.decode(canvas, rows, signal, out)
+            fused.logits(fused.decode(canvas, rows, signal), out)
             theirs = decode_canvas(bf16, prefix, canvas, given)[0].float()
             found.add(out.float(), theirs, logits)
     print(json.dumps(vars(found)))

@@ -41,7 +41,7 @@ def test_samples_that_join_late_are_those_of_generate(
     asked = prompts(6)
     samplers = [SAMPLER, SAMPLER, CAREFUL, SAMPLER, CAREFUL, SAMPLER]
     alone = [
-        generate(model, [prompt], [seed], max_new_tokens=192, sampler=sampler)[0]
+        generate(ModelEngine(model), [prompt], [seed], max_new_tokens=192, sampler=sampler)[0]
         for seed, (prompt, sampler) in enumerate(zip(asked, samplers, strict=True))
     ]
     assert max(sample.canvases for sample in alone) > 1  # the cache grew

@@ -100,7 +100,7 @@ def test_logits(recipe: str, artifacts: dict[str, Path]) -> None:
         soft = fused.soft_embedding(first[0].to(torch.bfloat16), torch.full((length,), 1 / 0.7))
         for step, signal in enumerate((None, soft)):
             rows = fused.behind(integers(2), integers(context), canvas.shape[1])
-            fused.decode(canvas, rows, signal, out[step])
+            fused.logits(fused.decode(canvas, rows, signal), out[step])
         errors += relative(out.unsqueeze(1).unbind(), (first, second))
     assert (yardstick / len(CONTEXTS) < 0.2).all(), yardstick
     assert (errors <= 1.5 * yardstick).all(), (errors, yardstick)
@@ -150,7 +150,7 @@ def test_chunks_and_slots_do_not_matter(tiny_checkpoint: Path) -> None:
     fused.encode(prompt[:, :50], integers(1), integers(0))
     out = torch.empty(3 * length, vocabulary, dtype=torch.bfloat16)
     rows = fused.behind(integers(0, 2, 1), integers(90, 90, 50), canvas.shape[1])
-    fused.decode(canvas.expand(3, -1), rows, None, out)
+    fused.logits(fused.decode(canvas.expand(3, -1), rows, None), out)
     whole, pieces, shorter = out.float().unflatten(0, (3, length))
     scale = whole.norm()
     assert (whole - pieces).norm() / scale < 0.05
@@ -205,7 +205,8 @@ def logits_behind(fused: FusedModel, canvas: torch.Tensor, slot: int, context: i
     """Logits [L, V] of a canvas without self-conditioning, behind what a slot holds."""
     length = canvas.shape[1]
     out = torch.empty(length, len(fused.weights.embedding), dtype=torch.bfloat16)
-    fused.decode(canvas, fused.behind(integers(slot), integers(context), length), None, out)
+    behind = fused.behind(integers(slot), integers(context), length)
+    fused.logits(fused.decode(canvas, behind, None), out)
     return out.float()
 
 

@@ -115,7 +115,7 @@ def test_logits_of_a_ragged_batch(artifact: tuple[str, Path]) -> None:
     soft = fused.soft_embedding(given, torch.full((len(given),), 1 / 0.7, device="cuda"))
     for step, signal in enumerate((None, soft)):
         placed = fused.behind(integers(0, 1, 2, 3), integers(*CONTEXTS), CANVAS)
-        fused.decode(canvas, placed, signal, out)
+        fused.logits(fused.decode(canvas, placed, signal), out)
         for row, actual in enumerate(out.unflatten(0, (4, CANVAS))):
             found = error(actual, exact[row, step])
             allowed = error(wanted[torch.bfloat16][row, step], exact[row, step])
@@ -213,7 +213,7 @@ def test_pictures(artifact: tuple[str, Path]) -> None:
     engine.admit(1, prompt, 0, SAMPLER, images)
     out = torch.empty(CANVAS, VOCABULARY, dtype=torch.bfloat16, device="cuda")
     placed = engine.model.behind(integers(1), integers(len(prompt)), CANVAS)
-    engine.model.decode(canvas, placed, None, out)
+    engine.model.logits(engine.model.decode(canvas, placed, None), out)
     exact = wanted[torch.float32]
     found, allowed = error(out, exact), error(wanted[torch.bfloat16], exact)
     print(

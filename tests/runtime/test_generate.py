@@ -10,6 +10,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler, StepRecord, generate
 from quantize.runtime.images import Images
+from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.modules.passes import decode_canvas, encode_prompts, encode_tokens
 
 # A stop threshold that random weights reach now and then (their mean entropy is 3.8 to 5.5 nats), and
@@ -79,7 +80,8 @@ def test_reference_noise_gives_the_tokens_of_transformers(
         expected, per_forward = transformers_generate(model, prompts, canvases, STOPPING)
         torch.manual_seed(seed)
         got = generate(
-            model, prompts, [0] * batch, max_new_tokens=canvases * CANVAS, sampler=STOPPING,
+            ModelEngine(model), prompts, [0] * batch, max_new_tokens=canvases * CANVAS,
+            sampler=STOPPING,
             noise="reference",
         )  # fmt: skip
         for row, sample in enumerate(got):
@@ -103,7 +105,12 @@ def test_finished_rows_go_on_drawing_as_in_transformers(
         expected, _ = transformers_generate(model, prompts, 6, often)
         torch.manual_seed(seed)
         got = generate(
-            model, prompts, [0] * 3, max_new_tokens=6 * CANVAS, sampler=often, noise="reference"
+            ModelEngine(model),
+            prompts,
+            [0] * 3,
+            max_new_tokens=6 * CANVAS,
+            sampler=often,
+            noise="reference",
         )
         for row, sample in enumerate(got):
             assert flat(sample) == expected[row][: len(flat(sample))]
@@ -145,7 +152,7 @@ def test_images_give_the_tokens_of_transformers(
         )  # fmt: skip
         torch.manual_seed(7)
         got = generate(
-            model, [prompt], [0], max_new_tokens=2 * CANVAS, sampler=STOPPING,
+            ModelEngine(model), [prompt], [0], max_new_tokens=2 * CANVAS, sampler=STOPPING,
             noise="reference", images=[images],
         )  # fmt: skip
         assert flat(got[0]) == expected[0][: len(flat(got[0]))]
@@ -162,7 +169,7 @@ def test_images_and_placeholders_must_fit(model: DiffusionGemmaForBlockDiffusion
         ([*prompt[:-7], 5], images, "do not fit"),
     ):
         with pytest.raises(InputError, match=message):
-            generate(model, [tokens], [0], images=[given], **arguments)
+            generate(ModelEngine(model), [tokens], [0], images=[given], **arguments)
 
 
 def test_default_sampler_gives_the_tokens_of_transformers(
@@ -174,7 +181,12 @@ def test_default_sampler_gives_the_tokens_of_transformers(
     expected, _ = transformers_generate(model, prompts, 2, sampler)
     torch.manual_seed(3)
     got = generate(
-        model, prompts, [0], max_new_tokens=2 * CANVAS, sampler=sampler, noise="reference"
+        ModelEngine(model),
+        prompts,
+        [0],
+        max_new_tokens=2 * CANVAS,
+        sampler=sampler,
+        noise="reference",
     )
     assert flat(got[0]) == expected[0]
     assert got[0].steps_per_canvas == [12, 12]
@@ -184,15 +196,17 @@ def test_default_sampler_gives_the_tokens_of_transformers(
 def test_a_sample_does_not_depend_on_its_batch(model: DiffusionGemmaForBlockDiffusion) -> None:
     prompts = random_prompts([3, 40, 17, 33, 70])
     seeds = [5, 2**40 + 1, -7, 0, 99]
-    together = generate(model, prompts, seeds, max_new_tokens=3 * CANVAS, sampler=STOPPING)
+    together = generate(
+        ModelEngine(model), prompts, seeds, max_new_tokens=3 * CANVAS, sampler=STOPPING
+    )
     alone = [
-        generate(model, [p], [s], max_new_tokens=3 * CANVAS, sampler=STOPPING)[0]
+        generate(ModelEngine(model), [p], [s], max_new_tokens=3 * CANVAS, sampler=STOPPING)[0]
         for p, s in zip(prompts, seeds, strict=True)
     ]
     assert together == alone
     assert len({tuple(sample.steps_per_canvas) for sample in alone}) > 1  # rows left at other times
     shuffled = generate(
-        model, prompts[::-1], seeds[::-1], max_new_tokens=3 * CANVAS, sampler=STOPPING
+        ModelEngine(model), prompts[::-1], seeds[::-1], max_new_tokens=3 * CANVAS, sampler=STOPPING
     )
     assert shuffled == together[::-1]
 
@@ -215,10 +229,19 @@ def test_seed_and_step_records(model: DiffusionGemmaForBlockDiffusion) -> None:
     prompts = random_prompts([9, 12])
     records: list[StepRecord] = []
     one = generate(
-        model, prompts, [1, 2], max_new_tokens=CANVAS, sampler=STOPPING, on_step=records.append
+        ModelEngine(model),
+        prompts,
+        [1, 2],
+        max_new_tokens=CANVAS,
+        sampler=STOPPING,
+        on_step=records.append,
     )
-    assert one == generate(model, prompts, [1, 2], max_new_tokens=CANVAS, sampler=STOPPING)
-    assert one != generate(model, prompts, [1, 3], max_new_tokens=CANVAS, sampler=STOPPING)
+    assert one == generate(
+        ModelEngine(model), prompts, [1, 2], max_new_tokens=CANVAS, sampler=STOPPING
+    )
+    assert one != generate(
+        ModelEngine(model), prompts, [1, 3], max_new_tokens=CANVAS, sampler=STOPPING
+    )
     for row, sample in enumerate(one):
         mine = [record for record in records if row in record.rows.tolist()]
         assert [record.step for record in mine] == list(range(1, sample.denoising_steps + 1))
@@ -240,7 +263,11 @@ def test_eos_trims_and_pads() -> None:
 def test_max_length_limits_the_canvases_of_each_row(model: DiffusionGemmaForBlockDiffusion) -> None:
     sampler = Sampler(max_denoising_steps=2, max_length=60)
     got = generate(
-        model, random_prompts([10, 30]), [0, 1], max_new_tokens=10 * CANVAS, sampler=sampler
+        ModelEngine(model),
+        random_prompts([10, 30]),
+        [0, 1],
+        max_new_tokens=10 * CANVAS,
+        sampler=sampler,
     )
     assert [sample.canvases for sample in got] == [4, 2]  # ceil(50 / 16), ceil(30 / 16)
 
@@ -259,4 +286,6 @@ def test_bad_prompts_are_refused(
     model: DiffusionGemmaForBlockDiffusion, prompts: list[list[int]], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        generate(model, prompts, [0] * len(prompts), max_new_tokens=16, sampler=Sampler())
+        generate(
+            ModelEngine(model), prompts, [0] * len(prompts), max_new_tokens=16, sampler=Sampler()
+        )

@@ -36,9 +36,10 @@ def logits(weights: TextWeights) -> torch.Tensor:
     model.encode(tokens, integers(0, 1), integers(0, 0))
     canvas = tokens[:, :16]
     out = torch.empty(2, 32, len(weights.embedding), dtype=torch.bfloat16)
-    model.decode(canvas, model.behind(integers(0, 1), integers(40, 40), 16), None, out[0])
+    behind = model.behind(integers(0, 1), integers(40, 40), 16)
+    model.logits(model.decode(canvas, behind, None), out[0])
     soft = model.soft_embedding(out[0], torch.ones(32))
-    model.decode(canvas, model.behind(integers(0, 1), integers(40, 40), 16), soft, out[1])
+    model.logits(model.decode(canvas, behind, soft), out[1])
     return out
 
 

@@ -16,6 +16,7 @@ from quantize.errors import InputError
 from quantize.runtime import Sample, generate
 from quantize.runtime.chat import encode_chat
 from quantize.runtime.images import place, prepare
+from quantize.runtime.modules.engine import ModelEngine
 from quantize.serve.pictures import MAX_BYTES, MAX_PICTURES, read
 
 QUESTION = {"type": "text", "text": "What is this?"}
@@ -44,7 +45,7 @@ def in_process(pictures: list[Image.Image], soft_tokens: int) -> Sample:
     ids = encode_chat(tokenizer(), [{"role": "user", "content": content}], thinking=False)
     images, counts = prepare(pictures, model().config, soft_tokens)
     (sample,) = generate(
-        model(), [place(ids, counts, model().config)], [3], max_new_tokens=64,
+        ModelEngine(model()), [place(ids, counts, model().config)], [3], max_new_tokens=64,
         sampler=replace(SAMPLER, max_denoising_steps=STEPS), images=[images],
     )  # fmt: skip
     return sample

@@ -14,6 +14,7 @@ from serving import SAMPLER, Running, in_process, model, running, text_of, token
 from quantize.bundled import HELDOUT
 from quantize.runtime import generate
 from quantize.runtime.chat import encode_chat
+from quantize.runtime.modules.engine import ModelEngine
 
 IN_FLIGHT = 8
 COUNTS = [5, pytest.param(200, marks=pytest.mark.slow)]
@@ -45,7 +46,8 @@ def here(request: Request) -> Completion:
         tokenizer(), [{"role": "user", "content": request.prompt}], thinking=request.thinking
     )
     (sample,) = generate(
-        model(), [ids], [request.seed % 2**63], max_new_tokens=request.max_new_tokens, sampler=SAMPLER
+        ModelEngine(model()), [ids], [request.seed % 2**63],
+        max_new_tokens=request.max_new_tokens, sampler=SAMPLER,
     )  # fmt: skip
     text = tokenizer().decode(sample.tokens, skip_special_tokens=False)
     return Completion(text, sample.new_tokens, [], sample.finish == "length")

@@ -22,7 +22,9 @@ from quantize.errors import InputError, QuantizeError, ResourceError
 from quantize.recipe import Calibration, Quantization, Recipe, load_recipe
 from quantize.run_dir import read_json
 from quantize.runtime import Sampler, generate
-from quantize.runtime.modules.inputs import Ranges, watch_inputs
+from quantize.runtime.modules.engine import ModelEngine
+from quantize.runtime.modules.inputs import watch_inputs
+from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import load_trajectories
 from quantize.stages.calibrate import (
     calibrate,
@@ -122,7 +124,7 @@ def test_scales_equal_those_of_plain_hooks(source: Path, calibrated: Path) -> No
     for start in (0, 4):  # the recipe's batches
         batch = observed[start : start + 4]
         generate(
-            model,
+            ModelEngine(model),
             [t.prompt.ids for t in batch],
             [t.seed for t in batch],
             max_new_tokens=2 * CANVAS,
@@ -179,7 +181,11 @@ def test_trajectories_replay_their_own_generation(source: Path, calibrated: Path
     assert sampler == Sampler(max_denoising_steps=3, eos_token_ids=(1,), pad_token_id=0)
     item = trajectories[-1]
     sample = generate(
-        load(source), [item.prompt.ids], [item.seed], max_new_tokens=2 * CANVAS, sampler=sampler
+        ModelEngine(load(source)),
+        [item.prompt.ids],
+        [item.seed],
+        max_new_tokens=2 * CANVAS,
+        sampler=sampler,
     )[0]
     assert item.committed.tolist() == sample.committed
     assert [len(steps) for steps in item.steps] == sample.steps_per_canvas
@@ -270,7 +276,7 @@ def test_scales_are_those_of_llm_compressors_oneshot(source: Path) -> None:
 
     def denoise(model: Any) -> None:
         sampler = Sampler.from_checkpoint(source)
-        generate(model, prompts, range(6), max_new_tokens=2 * CANVAS, sampler=sampler)
+        generate(ModelEngine(model), prompts, range(6), max_new_tokens=2 * CANVAS, sampler=sampler)
 
     model, ranges = load(source), Ranges(EXPERTS)
     with watch_inputs(model, ranges.see):

@@ -17,6 +17,7 @@ from quantize.errors import InputError
 from quantize.recipe import Evaluation, load_recipe, shipped_recipes
 from quantize.run_dir import RunDir, write_json
 from quantize.runtime import Sampler
+from quantize.runtime.modules.engine import ModelEngine
 from quantize.stage import Run, evaluate_more
 from quantize.stages.answerer import Answerer
 from quantize.stages.evaluate import evaluate, quantized_sides
@@ -45,7 +46,9 @@ def test_dtype_is_the_recipes_else_the_devices_and_a_condition(asked: str | None
     sampler = Sampler.from_checkpoint(CHECKPOINT)
     model = Answerer(CHECKPOINT, "", "none", sampler, "cpu", asked)
     assert model.sampler_settings["dtype"] == f"torch.{got}"
-    assert next(model.model.parameters()).dtype == getattr(torch, got)
+    engine = model.engine(64)
+    assert isinstance(engine, ModelEngine)
+    assert engine.model.dtype == getattr(torch, got)
 
 
 def test_a_batch_size_for_the_machine_overrules_the_recipes(

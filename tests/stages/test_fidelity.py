@@ -9,6 +9,7 @@ from tiny import CANVAS, tiny_model
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.runtime import Sampler, StepRecord
+from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.trajectory import (
     Prompt,
     Trajectory,
@@ -16,13 +17,8 @@ from quantize.runtime.trajectory import (
     record,
     save_trajectories,
 )
-from quantize.stages.fidelity import (
-    StepDistance,
-    bootstrap_interval,
-    by_trajectory,
-    replay,
-    summarize,
-)
+from quantize.stages.fidelity import bootstrap_interval, by_trajectory, summarize
+from quantize.stages.replay import Compared, StepDistance, replay
 
 # Stop at mean entropies that random weights reach now and then: canvases of unequal length.
 SAMPLER = Sampler(
@@ -43,7 +39,20 @@ def trajectories(model: DiffusionGemmaForBlockDiffusion) -> list[Trajectory]:
         Prompt(tuple(torch.randint(110, 480, (n,), generator=generator).tolist()), n % 2 == 0)
         for n in (5, 40, 23, 34)
     ]
-    return record(model, prompts, [3, 1, 4, 1], sampler=SAMPLER, canvases=3, held_out=True)
+    return record(
+        ModelEngine(model), prompts, [3, 1, 4, 1], sampler=SAMPLER, canvases=3, held_out=True
+    )
+
+
+def replay_one(
+    reference: DiffusionGemmaForBlockDiffusion,
+    model: DiffusionGemmaForBlockDiffusion,
+    trajectories: list[Trajectory],
+    batch_size: int = 16,
+) -> list[StepDistance]:
+    compared = [Compared(ModelEngine(each)) for each in (reference, model)]
+    engine = ModelEngine(reference)
+    return replay(engine, compared, trajectories, SAMPLER, batch_size=batch_size)[1]
 
 
 def test_recorded_steps_are_uneven(trajectories: list[Trajectory]) -> None:
@@ -53,7 +62,7 @@ def test_recorded_steps_are_uneven(trajectories: list[Trajectory]) -> None:
 def test_a_model_replays_itself_exactly(
     model: DiffusionGemmaForBlockDiffusion, trajectories: list[Trajectory]
 ) -> None:
-    distances = replay(model, [model], trajectories, SAMPLER, batch_size=3)[0]
+    distances = replay_one(model, model, trajectories, batch_size=3)
     assert len(distances) == sum(len(steps) for t in trajectories for steps in t.steps)
     for d in distances:
         assert d.agrees.all()
@@ -72,8 +81,16 @@ def test_replay_meets_what_the_recording_run_computed(
             seen[row, step.canvas, step.step] = entropy
 
     prompts, seeds = [t.prompt for t in trajectories], [t.seed for t in trajectories]
-    record(model, prompts, seeds, sampler=SAMPLER, canvases=3, held_out=True, on_step=on_step)
-    distances = replay(model, [model], trajectories, SAMPLER, batch_size=3)[0]
+    record(
+        ModelEngine(model),
+        prompts,
+        seeds,
+        sampler=SAMPLER,
+        canvases=3,
+        held_out=True,
+        on_step=on_step,
+    )
+    distances = replay_one(model, model, trajectories, batch_size=3)
     assert len(distances) == len(seen)
     for d in distances:
         expected = seen[d.trajectory, d.canvas, d.step]
@@ -91,7 +108,7 @@ def test_damage_grows_with_the_size_of_the_change(
             for layer in damaged.model.decoder.layers:
                 weight = layer.get_submodule("mlp.down_proj").weight
                 weight += size * weight.std() * torch.randn(weight.shape, generator=generator)
-        summary = summarize(replay(model, [damaged], trajectories, SAMPLER)[0])
+        summary = summarize(replay_one(model, damaged, trajectories))
         kls.append(summary["kl_nats"]["mean"])
         low, high = summary["kl_nats"]["interval"]
         assert low <= kls[-1] <= high
@@ -111,7 +128,7 @@ def test_kl_is_that_of_torch(
     with torch.no_grad():
         damaged.model.decoder.norm.weight *= 1.5
     item = trajectories[1]
-    first = replay(model, [model, damaged], [item], SAMPLER)[1][0]
+    first = replay_one(model, damaged, [item])[0]
     ids, canvas = torch.tensor([item.prompt.ids]), item.steps[0][:1]
     with torch.no_grad():
         p, q = (

@@ -9,6 +9,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.runtime import Sample, Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.modules.engine import ModelEngine
 
 NEW_TOKENS = 128  # two canvases
 
@@ -29,7 +30,7 @@ def assert_same(model: DiffusionGemmaForBlockDiffusion, batch: list[list[int]], 
     output = model.generate(torch.tensor(batch), max_new_tokens=NEW_TOKENS)
     torch.manual_seed(seed)
     samples: list[Sample] = generate(
-        model, batch, [0] * len(batch), max_new_tokens=NEW_TOKENS, sampler=sampler,
+        ModelEngine(model), batch, [0] * len(batch), max_new_tokens=NEW_TOKENS, sampler=sampler,
         noise="reference",
     )  # fmt: skip
     new = output.sequences[:, len(batch[0]) :].tolist()

@@ -45,7 +45,9 @@ def in_process(
 ) -> Sample:  # fmt: skip
     """What the runtime answers without any server."""
     ids = encode_chat(tokenizer(), [{"role": "user", "content": question}], thinking=thinking)
-    (sample,) = generate(model(), [ids], [seed], max_new_tokens=max_tokens, sampler=sampler)
+    (sample,) = generate(
+        ModelEngine(model()), [ids], [seed], max_new_tokens=max_tokens, sampler=sampler
+    )
     return sample
 
 

@@ -16,8 +16,10 @@ tokens; longer ones are encoded in chunks as they are admitted, each a graph unl
 a CPU the same calls run without graphs, on the kernels' torch references.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,8 +29,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from quantize.errors import InputError, ResourceError
-from quantize.runtime.engine import Canvas, Meanwhile, OnDraft, by_sampler
-from quantize.runtime.fused.graphs import Commit, Pool, Step, Steps
+from quantize.runtime.engine import Canvas, Meanwhile, Observer, OnDraft, by_sampler
+from quantize.runtime.fused.batch import FusedPasses
+from quantize.runtime.fused.graphs import CANVASES_A_PIECE, Commit, Pool, Step, Steps
+from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.prompt_pieces import Span, pictures, pieces, soft_tokens
 from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import TextWeights
@@ -63,6 +67,7 @@ class FusedEngine:
             same whoever is denoised beside it. Otherwise a bucket of its size has kernels of its own,
             which round differently: in bf16 that may tip a token.
         graphs: replay CUDA graphs; False, and streamed weights, run every step kernel by kernel.
+        inputs: what is done to the rows that enter products; None multiplies as the kernels serve.
 
     Raises:
         ResourceError: the cache does not fit beside the weights.
@@ -76,6 +81,7 @@ class FusedEngine:
         max_context: int | None = None,
         batch_invariant: bool = False,
         graphs: bool = True,
+        inputs: Inputs | None = None,
     ) -> None:
         config = weights.config
         limit: int = config.text_config.max_position_embeddings
@@ -89,20 +95,15 @@ class FusedEngine:
         self._short = min(max(SHORT, self.canvas_length), self.max_length)
         self._vocabulary: int = config.text_config.vocab_size
         self._placeholder: int | None = config.image_token_id
-        largest = _bucket(capacity)
-        self._smallest = largest if batch_invariant else 1
+        self._smallest = _bucket(capacity) if batch_invariant else 1
         try:
             cache = Cache.allocate(config, capacity, self.max_length, self._chunk, self.device)
-            self._logits = torch.empty(
-                largest * self.canvas_length, self._vocabulary,
-                dtype=torch.bfloat16, device=self.device,
-            )  # fmt: skip
         except torch.OutOfMemoryError as error:
             raise ResourceError(
                 f"no GPU memory for {capacity} sequences of {self.max_length} positions beside "
                 f"{weights.nbytes / 1e9:.1f} GB of weights; lower the context or the batch"
             ) from error
-        self.model = FusedModel(weights, cache)
+        self.model = FusedModel(weights, cache, inputs)
         self._graphs = graphs and self.device.type == "cuda" and not weights.streamed
         self._pool: Pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._slots: dict[int, _Sequence] = {}
@@ -159,6 +160,47 @@ class FusedEngine:
     def release(self, slot: int) -> None:
         """Free a slot; one that is free already stays so."""
         self._slots.pop(slot, None)
+
+    @cached_property
+    def _logits(self) -> Tensor:
+        """Where the logits of a step's pieces are written."""
+        rows = min(_bucket(self.capacity), CANVASES_A_PIECE) * self.canvas_length
+        return torch.empty(rows, self._vocabulary, dtype=torch.bfloat16, device=self.device)
+
+    def passes(
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
+    ) -> FusedPasses:
+        """Encode `prompts` into the slots, of which none may be taken, as a batch.
+
+        Raises:
+            InputError: as `admit`; or more prompts than slots.
+        """
+        if self._slots or len(prompts) > self.capacity:
+            raise InputError(f"{len(prompts)} prompts for {self.capacity} slots that must be free")
+        encoded = [0] * len(prompts)
+        given = [None] * len(prompts) if images is None else images
+        for slot, (prompt, own) in enumerate(zip(prompts, given, strict=True)):
+            self._check(prompt, own)
+            self.model.cache.clear(slot)
+            if own is not None:
+                sequence = _Sequence(0, Sampler(), unencoded=list(prompt))
+                self._encode_long(slot, sequence, own)
+                encoded[slot] = sequence.context
+        return FusedPasses(self.model, prompts, self._chunk, encoded)
+
+    @contextmanager
+    def watching(
+        self, *observers: Observer, on_encoded: Callable[[], object] = lambda: None
+    ) -> Generator[None]:
+        """Show what enters every Linear of `passes` while the block runs; the weights must be BF16."""
+        model, own = self.model, self.model.inputs
+        model.inputs = Inputs(model.weights.config.text_config, None, bf16=True)
+        model.on_encoded = on_encoded
+        try:
+            with model.inputs.shown_to(observers):
+                yield
+        finally:
+            model.inputs, model.on_encoded = own, _nothing
 
     def warm_up(self, sampler: Sampler) -> None:
         """Compile the kernels and capture the graphs that `sampler` needs, for every size of batch.
@@ -329,6 +371,10 @@ class FusedEngine:
 def _denoising(sampler: Sampler) -> Sampler:
     """The settings that a canvas depends on, the rest as the defaults: equal ones share a graph."""
     return replace(sampler, max_new_tokens=1, max_length=None, eos_token_ids=(), pad_token_id=None)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _within(event: Any, part: Any) -> bool:

@@ -20,6 +20,7 @@ from quantize.runtime.sampler import Sampler
 CAPTURED = 8  # (rows, settings) beside those of the warm-up whose graphs are kept
 WORTH = 8  # canvases after which further settings are worth a capture
 
+CANVASES_A_PIECE = 8  # whose logits are held at once: 1.1 GB of the real vocabulary
 Pool = Any  # torch's handle of CUDA graphs' memory; None where nothing is captured
 
 
@@ -71,7 +72,11 @@ class Step:
     ) -> None:
         device, length = model.weights.device, model.weights.config.canvas_length
         self._model, self._sampler, self._pool = model, sampler, pool
-        self._logits = logits[: rows * length]
+        self._logits = logits
+        config = model.weights.config.text_config
+        self._signal = torch.zeros(
+            rows * length, config.hidden_size, dtype=torch.bfloat16, device=device
+        )
         # slot, context, seed and canvas index of each sequence
         self._given = torch.zeros(4, rows, dtype=torch.int64, device=device)
         slots, context = self._given[:2].int()
@@ -137,28 +142,47 @@ class Step:
             return
         if first not in self._graphs:
             before = {name: tensor.clone() for name, tensor in vars(self.state).items()}
-            logits = None if first else self._logits.clone()
+            signal = self._signal.clone()
             self._graphs[first] = captured(lambda: self.compute(first), self._pool)
             for name, tensor in before.items():
                 getattr(self.state, name).copy_(tensor)
-            if logits is not None:
-                self._logits.copy_(logits)
+            self._signal.copy_(signal)
         self._graphs[first].replay()
 
     def compute(self, first: bool) -> None:
         """Take one step, kernel by kernel."""
         state, sampler = self.state, self._sampler
-        signal = None
-        if not first:
-            signal = self._model.soft_embedding(self._logits, state.inverse_temperature.flatten())
-        self._model.decode(state.canvas, self._rows, signal, self._logits)
-        logits = self._logits.view(*state.canvas.shape, -1)
+        h = self._model.decode(state.canvas, self._rows, None if first else self._signal)
+        draws = [self._look(h, start) for start in range(0, len(state.canvas), CANVASES_A_PIECE)]
+        draw = draws[0]
+        if len(draws) > 1:
+            draw = denoising.Draw(*(torch.cat(column) for column in zip(*draws, strict=True)))
         with part("sampler"):
             denoising.accept(
-                denoising.sample(logits, state, self._schedule), state, self._schedule,
+                draw, state, self._schedule,
                 entropy_bound=sampler.entropy_bound,
                 confidence_threshold=sampler.confidence_threshold,
             )  # fmt: skip
+
+    def _look(self, h: Tensor, start: int) -> denoising.Draw:
+        """Draw from the logits of a piece of canvases, and make of them the next step's signal."""
+        canvases = slice(start, start + CANVASES_A_PIECE)
+        state = _part_of(self.state, canvases)
+        count, length = state.canvas.shape
+        rows = slice(start * length, (start + count) * length)
+        logits = self._model.logits(h[rows], self._logits[: count * length])
+        with part("sampler"):
+            draw = denoising.sample(logits.view(count, length, -1), state, self._schedule)
+        taken = state.step.long().clamp(max=len(self._schedule)) - 1
+        inverse = (1 / self._schedule)[taken].repeat_interleave(length)
+        self._signal[rows] = self._model.soft_embedding(logits, inverse)
+        return draw
+
+
+def _part_of(state: denoising.CanvasState, canvases: slice) -> denoising.CanvasState:
+    """Return the state of some of the canvases, in the same memory."""
+    own = {name: tensor[canvases] for name, tensor in vars(state).items() if name != "history"}
+    return denoising.CanvasState(history=state.history[:, canvases], **own)
 
 
 class Steps:

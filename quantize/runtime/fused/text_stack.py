@@ -15,7 +15,8 @@ where transformers' bf16 model rounds; the logits are too, after their softcap, 
 float32.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +43,7 @@ from fused_dequant.layer import CELLS, Activation
 from torch import Tensor
 from torch.profiler import record_function as part
 
+from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.packing import EIGHT_BIT, LayerWeights, Rows, input_scheme
 from quantize.runtime.fused.weights import TextWeights
 
@@ -148,11 +150,14 @@ class FusedModel:
 
     Attributes:
         routed: None, or a list to which every pass adds the expert ids [M, topk] of each layer.
+        inputs: None, or what is done to the rows that enter products (`inputs`).
+        on_encoded: called at the end of every pass of the encoder.
     """
 
-    def __init__(self, weights: TextWeights, cache: Cache) -> None:
-        self.weights, self.cache = weights, cache
+    def __init__(self, weights: TextWeights, cache: Cache, inputs: Inputs | None = None) -> None:
+        self.weights, self.cache, self.inputs = weights, cache, inputs
         self.routed: list[Tensor] | None = None
+        self.on_encoded: Callable[[], object] = lambda: None
         on_gpu = weights.device.type == "cuda" and BESIDE
         self._side = torch.cuda.Stream(weights.device) if on_gpu else None
         text = weights.config.text_config
@@ -175,30 +180,47 @@ class FusedModel:
         rows = self._encoder_rows(slots, start, tokens.shape[1])
         if soft is None:
             self._layers(*self._begin(tokens, None, decoder=False), rows, decoder=False)
-            return
+        else:
+            self._encode_soft(tokens, rows, soft)
+        self.on_encoded()
+
+    def _encode_soft(self, tokens: Tensor, rows: Placement, soft: SoftTokens) -> None:
         h = F.embedding(tokens.flatten(), self.weights.embedding) * self.embed_scale
         h[soft.rows] = soft.embeddings  # as they are: only tokens' embeddings are scaled
         each = torch.arange(len(h), device=h.device)
-        inputs = begin(each, h, 1.0, None, *self.weights.entrances[0], self.eps, normed=False)
+        inputs = begin(each, h, 1.0, None, *self._entrance(0), self.eps, normed=False)
         self._layers(*inputs, rows.widened(soft), decoder=False)
 
-    def decode(self, canvas: Tensor, rows: Placement, signal: Tensor | None, out: Tensor) -> None:
-        """Write the soft-capped logits of a canvas into `out`.
+    def decode(self, canvas: Tensor, rows: Placement, signal: Tensor | None) -> Tensor:
+        """Return what `logits` reads: the normalised rows behind the last layer, bf16 [B * L, H].
 
         Args:
             canvas: [B, L] token ids.
             rows: of `behind`.
             signal: bf16 [B * L, H] soft embedding of the step before, None at the first step.
-            out: bf16 [B * L, V].
         """
         update = None
         if signal is not None:
             own = self.weights.self_conditioning
             x = scaled_norm(signal, self.embed_scale, own.pre_norm, self.eps)
             update = linear(gelu_mul(linear(x, own.gate_up)), own.down)
-        h = self._layers(*self._begin(canvas, update, decoder=True), rows, decoder=True)
+        return self._layers(*self._begin(canvas, update, decoder=True), rows, decoder=True)
+
+    @contextmanager
+    def showing(self, real: Tensor) -> Generator[None]:
+        """Show observers the rows `real` alone, int64, of the passes in the block."""
+        if self.inputs is not None:
+            self.inputs.real = real
+        try:
+            yield
+        finally:
+            if self.inputs is not None:
+                self.inputs.real = None
+
+    def logits(self, h: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the soft-capped logits bf16 [m, V] of rows [m, H] of `decode`, in `out` if given."""
         with part("vocabulary"):
-            lm_head(h, self.weights.head, self.softcap, out=out)
+            return lm_head(h, self.weights.head, self.softcap, out=out)
 
     def soft_embedding(self, logits: Tensor, inverse_temperature: Tensor) -> Tensor:
         """Return softmax(logits / T) @ embedding, not yet scaled as embeddings are: bf16 [M, H]."""
@@ -211,7 +233,7 @@ class FusedModel:
         """Embed; the decoder adds the self-conditioning and normalises, with an update or without."""
         return begin(
             tokens.flatten(), self.weights.embedding, self.embed_scale, update,
-            *self.weights.entrances[0], self.eps, normed=decoder,
+            *self._entrance(0), self.eps, normed=decoder,
         )  # fmt: skip
 
     def _layers(self, h: Tensor, x: Activation, rows: Placement, *, decoder: bool) -> Tensor:
@@ -222,14 +244,14 @@ class FusedModel:
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
             q = self._heads(index, layer, x, rows)
-            if last and not decoder:
+            if last and not decoder and not (self.inputs and self.inputs.shown):
                 break
             h, x = self._rest(index, layer, h, q, rows, decoder=decoder)
         return x[0]
 
     def _heads(self, index: int, layer: LayerWeights, x: Activation, rows: Placement) -> Tensor:
         with part("dense"):
-            qkv = _product(x, layer.qkv)
+            qkv = self._product(index, "qkv", x, layer.qkv)
         with part("attention"):
             return attention_heads(
                 qkv, layer.q_norm, layer.k_norm, *rows.angles[layer.sliding],
@@ -251,27 +273,48 @@ class FusedModel:
         visible = rows.visible[layer.sliding]
         keys, values = self.cache.keys[index], self.cache.values[index]
         with part("attention"):
-            o = attend_quantized(q, keys, values, rows.slots, *visible, input_scheme((layer.o,)))
+            o = attend_quantized(q, keys, values, rows.slots, *visible, self._scheme((layer.o,)))
         with part("dense"):
-            o = _product(o, (layer.o,))
+            o = self._product(index, "o", o, (layer.o,))
         n = layer.norms
         before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
-        schemes = input_scheme(layer.gate_up), input_scheme((layer.experts_gate_up,))
+        schemes = self._scheme(layer.gate_up), self._scheme((layer.experts_gate_up,))
         h, x, x_experts, x_router = after_attention(h, o, before, schemes, self.eps)
         with self._beside(), part("dense"):
-            dense = _down(_product(x, layer.gate_up), layer.down)
+            dense = self._down(index, self._product(index, "gate_up", x, layer.gate_up), layer.down)
         ids, routing = choose_experts(x_router, layer.router, layer.per_expert_scale, self.topk)
         if self.routed is not None:
             self.routed.append(ids)
         with part("experts"):
-            routed = routed_experts(
-                *x_experts, ids, routing, layer.experts_gate_up, layer.experts_down
-            )
+            both = layer.experts_gate_up, layer.experts_down
+            if self.inputs is None or x_experts[1] is not None:
+                routed = routed_experts(*x_experts, ids, routing, *both)
+            else:
+                routed = self.inputs.experts(index, x_experts[0], ids, routing, *both)
         self._join()
         norm, scheme = self._next(index)
         after = (n["post_dense"], n["post_experts"], n["post"], norm)
         scalar = layer.decoder_scalar if decoder else layer.encoder_scalar
         return after_experts(h, dense, routed, after, scalar, scheme, self.eps)
+
+    def _scheme(self, rows: Rows) -> str:
+        """Return the scheme that an input shared by several weights is quantized with, or bf16."""
+        return "bf16" if self.inputs is not None and self.inputs.bf16 else input_scheme(rows)
+
+    def _product(self, index: int, kind: str, x: Activation, rows: Rows) -> Tensor:
+        """Multiply by one matrix, or by several side by side: bf16 [M, sum of N]."""
+        codes, scale = x
+        if scale is not None:
+            return _beside_each_other([linear_quantized(codes, scale, w) for w in rows])
+        if self.inputs is not None:
+            codes, rows = self.inputs.dense(index, kind, codes, rows)
+        return _beside_each_other([linear(codes, w) for w in rows])
+
+    def _down(self, index: int, gate_up: Tensor, down: Weight) -> Tensor:
+        scheme = self._scheme((down,))
+        if scheme in EIGHT_BIT:
+            return linear_quantized(*quantize_rows(gate_up, scheme, gelu_mul=True), down)
+        return self._product(index, "down", (gelu_mul(gate_up), None), (down,))
 
     def _beside(self) -> AbstractContextManager[object]:
         """Run a branch on a stream of its own until `_join`: small kernels beside small kernels.
@@ -279,7 +322,7 @@ class FusedModel:
         Memory is safe: what the branch allocates is used by the main stream before the next branch
         starts, and what the main stream lends it is held until after `_join`.
         """
-        if self._side is None:
+        if self._side is None or self.inputs is not None:
             return nullcontext()
         self._side.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._side)
@@ -290,8 +333,13 @@ class FusedModel:
 
     def _next(self, index: int) -> tuple[Tensor, str]:
         """Return the norm and the scheme of what follows a layer: the next, or the final norm."""
-        entrances = self.weights.entrances
-        return entrances[index + 1] if index + 1 < len(entrances) else (self.weights.norm, "bf16")
+        last = index + 1 == len(self.weights.entrances)
+        return (self.weights.norm, "bf16") if last else self._entrance(index + 1)
+
+    def _entrance(self, index: int) -> tuple[Tensor, str]:
+        """Return the norm and the scheme of a layer's input, without touching its weights."""
+        norm, scheme = self.weights.entrances[index]
+        return norm, "bf16" if self.inputs is not None and self.inputs.bf16 else scheme
 
     def behind(self, slots: Tensor, context: Tensor, length: int) -> Placement:
         """Where canvases of `length` stand, behind `context` int32 [B] encoded positions."""
@@ -334,14 +382,5 @@ def _rope_frequencies(text: Any, device: torch.device) -> dict[bool, Tensor]:
     }
 
 
-def _product(x: Activation, rows: Rows) -> Tensor:
-    """Multiply by one matrix, or by several side by side: bf16 [M, sum of N]."""
-    codes, scale = x
-    parts = [linear(codes, w) if scale is None else linear_quantized(codes, scale, w) for w in rows]
+def _beside_each_other(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def _down(gate_up: Tensor, down: Weight) -> Tensor:
-    if down.scheme in EIGHT_BIT:
-        return linear_quantized(*quantize_rows(gate_up, down.scheme, gelu_mul=True), down)
-    return linear(gelu_mul(gate_up), down)

@@ -1,16 +1,19 @@
 """The `Engine` over transformers' modules: what serves on a CPU, and simulated activations anywhere."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
-from quantize.runtime.engine import Canvas, Meanwhile, OnDraft, by_sampler
+from quantize.runtime.engine import Canvas, Meanwhile, Observer, OnDraft, by_sampler
 from quantize.runtime.images import Images
+from quantize.runtime.modules.batch import ModulePasses
+from quantize.runtime.modules.inputs import watch_inputs
 from quantize.runtime.modules.passes import (
     Prefix,
     canvas_length,
@@ -80,7 +83,7 @@ class ModelEngine:
     def __init__(
         self,
         model: DiffusionGemmaForBlockDiffusion,
-        capacity: int,
+        capacity: int = 1,
         max_context: int | None = None,
     ) -> None:
         limit: int = text_config(model).max_position_embeddings
@@ -154,6 +157,31 @@ class ModelEngine:
                 self._finished |= part.take()
             part.work = None  # had it failed, the slots that stay take the step again
         self._finished.pop(slot, None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.device
+
+    def passes(
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
+    ) -> ModulePasses:
+        """Encode `prompts` as a batch; the slots have nothing to do with it.
+
+        Raises:
+            InputError: as `encode_prompts`.
+        """
+        return ModulePasses(self.model, prompts, images)
+
+    @contextmanager
+    def watching(
+        self, *observers: Observer, on_encoded: Callable[[], object] = lambda: None
+    ) -> Generator[None]:
+        """Show what enters every Linear while the block runs; one thread must do the passes."""
+        encoder = self.model.model.encoder
+        with encoder.register_forward_hook(lambda *_: on_encoded()):  # noqa: SIM117
+            with watch_inputs(self.model, *observers):
+                yield
 
     def warm_up(self, sampler: Sampler) -> None:
         """Do nothing: modules run as they are."""

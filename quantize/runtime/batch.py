@@ -1,12 +1,14 @@
-"""Block-diffusion generation: one batch of ragged prompts to finished samples.
+"""Block-diffusion generation of one batch, step by step: what is recorded, observed and compared.
 
     encode the prompts
     for each canvas:  noise -> denoise until every row has stopped -> commit the argmax canvases
                       rows that met an EOS or their budget leave; the rest encode what they committed
 
-Rows leave the computation as soon as they stop, within a canvas too: most of a batch's steps are run
-by its slowest rows. This needs noise with addresses (`noise="counter"`). With `noise="reference"` no
-row leaves before the last one stops, because transformers draws for all of them.
+It drives an engine's `passes`, so every engine can be watched while it runs, and each step's decisions
+are recorded. `engine.complete` answers the same requests faster and shows less. Rows leave the
+computation as soon as they stop, within a canvas too: most of a batch's steps are run by its slowest
+rows. This needs noise with addresses (`noise="counter"`). With `noise="reference"` no row leaves before
+the last one stops, because transformers draws for all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,27 +16,19 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
+from quantize.runtime.engine import Engine, Passes
 from quantize.runtime.images import Images
-from quantize.runtime.modules.passes import (
-    Prefix,
-    canvas_length,
-    decode_canvas,
-    encode_prompts,
-    encode_tokens,
-    text_config,
-)
 from quantize.runtime.noise import CounterNoise, Noise, ReferenceNoise
 from quantize.runtime.sample import Sample, canvas_budgets
-from quantize.runtime.sampler import CanvasState, Sampler, StepRecord, denoise_step
+from quantize.runtime.sampler import CanvasState, Look, Sampler, StepRecord, denoise_step, look
 
 OnStep = Callable[[StepRecord], None]
 
 
 def generate(
-    model: DiffusionGemmaForBlockDiffusion,
+    engine: Engine,
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     *,
@@ -47,7 +41,7 @@ def generate(
     """Generate one sample for each prompt, as one batch.
 
     Args:
-        model: BF16, float32 or simulated-quantized; on any device.
+        engine: of whose slots none is taken.
         prompts: token ids, of any lengths.
         seeds: one int64 seed a prompt; equal (prompt, seed) give equal samples in any batch.
         max_new_tokens: budget; as in transformers whole canvases are generated until it is reached.
@@ -58,40 +52,38 @@ def generate(
         images: of each prompt, where its image placeholders are.
 
     Raises:
-        InputError: no prompts, or prompts that `encode_prompts` refuses or `max_length` leaves no
-            room behind.
+        InputError: no prompts, or prompts that the engine refuses or `max_length` leaves no room
+            behind.
     """
     if not prompts or len(seeds) != len(prompts):
         raise InputError(f"generate: {len(prompts)} prompts and {len(seeds)} seeds")
-    limit = text_config(model).max_position_embeddings
-    canvases = canvas_budgets(prompts, max_new_tokens, sampler, limit, canvas_length(model))
+    budgets = canvas_budgets(
+        prompts, max_new_tokens, sampler, engine.max_length, engine.canvas_length
+    )
     stream: Noise = (
         ReferenceNoise()
         if noise == "reference"
-        else CounterNoise(torch.tensor(seeds, dtype=torch.int64, device=model.device))
+        else CounterNoise(torch.tensor(seeds, dtype=torch.int64, device=engine.device))
     )
     samples = [Sample() for _ in prompts]
-    prefix = encode_prompts(model, prompts, images)
-    rows = torch.arange(len(prompts), device=model.device)
-    for canvas in range(max(canvases)):
-        argmax, steps = denoise_canvas(model, prefix, rows, canvas, sampler, stream, on_step)
+    passes = engine.passes(prompts, images)
+    rows = list(range(len(prompts)))
+    for canvas in range(max(budgets)):
+        argmax, steps = denoise_canvas(passes, rows, canvas, sampler, stream, on_step)
         committed = argmax.clone()
-        for i, row in enumerate(rows.tolist()):
+        for i, row in enumerate(rows):
             sample = samples[row]
-            if not _is_done(sample, canvases[row]):
+            if not _is_done(sample, budgets[row]):
                 sample.commit(argmax[i].tolist(), int(steps[i]), sampler)
                 committed[i] = argmax.new_tensor(sample.committed[-1])
             elif sampler.pad_token_id is not None:  # with reference noise finished rows go on
                 committed[i] = sampler.pad_token_id
-        running = [
-            i for i, row in enumerate(rows.tolist()) if not _is_done(samples[row], canvases[row])
-        ]
+        running = [i for i, row in enumerate(rows) if not _is_done(samples[row], budgets[row])]
         if not running:
             break
-        if stream.rows_may_leave and len(running) < len(rows):
-            keep = torch.tensor(running, device=rows.device)
-            rows, committed, prefix = rows[keep], committed[keep], prefix.select(keep)
-        prefix = encode_tokens(model, prefix, committed)
+        if stream.rows_may_leave:
+            rows, committed = [rows[i] for i in running], committed[running]
+        passes.encode(rows, committed)
     return samples
 
 
@@ -100,9 +92,8 @@ def _is_done(sample: Sample, budget: int) -> bool:
 
 
 def denoise_canvas(
-    model: DiffusionGemmaForBlockDiffusion,
-    prefix: Prefix,
-    rows: Tensor,
+    passes: Passes,
+    rows: list[int],
     canvas: int,
     sampler: Sampler,
     noise: Noise,
@@ -111,8 +102,7 @@ def denoise_canvas(
     """Denoise one canvas of each row until all have stopped.
 
     Args:
-        model: transformers' module.
-        prefix: what the rows have encoded so far.
+        passes: what the rows have encoded so far.
         rows: [B] index of each row in the batch as it was given.
         canvas: index of the canvas, from 0.
         sampler: settings.
@@ -122,15 +112,15 @@ def denoise_canvas(
     Returns:
         Committed canvases [B, L] and the number of steps each row took [B].
     """
-    length, vocab = canvas_length(model), text_config(model).vocab_size
-    start = noise.initial_canvas(canvas, rows, length, vocab)
-    state = CanvasState.begin(start, rows, sampler)
-    committed = start.new_zeros(int(rows.max()) + 1, length)  # by index in the batch
+    index = torch.tensor(rows, device=passes.device)
+    start = noise.initial_canvas(canvas, index, passes.canvas_length, passes.vocabulary)
+    state = CanvasState.begin(start, index, sampler)
+    committed = start.new_zeros(max(rows) + 1, passes.canvas_length)  # by index in the batch
     steps = start.new_zeros(len(committed))
     for step in range(1, sampler.max_denoising_steps + 1):
-        logits = decode_canvas(model, prefix, state.canvas, state.self_conditioning)
+        seen, conditioning = _see(passes, state, canvas, step, sampler, noise)
         running = ~state.finished
-        state, record = denoise_step(state, logits, canvas, step, sampler, noise)
+        state, record = denoise_step(state, seen, conditioning, canvas, step, sampler)
         committed[state.rows[running]] = state.argmax[running]
         steps[state.rows[running]] = step
         if on_step is not None:
@@ -138,6 +128,25 @@ def denoise_canvas(
         if state.finished.all():
             break
         if noise.rows_may_leave and state.finished.any():
-            keep = (~state.finished).nonzero()[:, 0]
-            state, prefix = state.select(keep), prefix.select(keep)
-    return committed[rows], steps[rows]
+            state = state.select((~state.finished).nonzero()[:, 0])
+    return committed[index], steps[index]
+
+
+def _see(
+    passes: Passes, state: CanvasState, canvas: int, step: int, sampler: Sampler, noise: Noise
+) -> tuple[Look, Tensor]:
+    """Decode, and look at the logits in pieces; return what they say, and the next conditioning."""
+    decoded = passes.decode(state.rows.tolist(), state.canvas, state.self_conditioning)
+    temperature = sampler.temperature(step).to(passes.device)
+    looks: list[Look] = []
+    conditioning: list[Tensor] = []
+    for piece in decoded.pieces():
+        logits = decoded.logits(piece)
+        looks.append(look(logits / temperature, canvas, step, state.rows[piece], noise))
+        conditioning.append(passes.condition(logits, temperature))
+    return Look.join(looks), joined(conditioning)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the pieces of a batch as one tensor; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

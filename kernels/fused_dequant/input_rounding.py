@@ -1,0 +1,72 @@
+"""Activations rounded as NVFP4 serves them (W4A4), as bf16 rows that any kernel multiplies.
+
+    s = e4m3(min(g * amax / 6, 448)), 0.125 where that is 0       a block of 16, g the global scale
+    y = e2m1(clamp(x / (s / g), -6, 6)) * s                       what is stored
+
+x ~ y / g. A code has 2 significant bits and a block scale 4, so y is exact in bf16 (at most 6 * 448);
+1 / g goes in float32 into the factor of the product's weight. The numbers are those of
+compressed-tensors in float32, ties to the even code. e4m3 is rounded with additions: sm_80 has no such
+type. NaN stays NaN.
+"""
+
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def round_e4m3(s):
+    """Round 0 <= s <= 448 to e4m3, half to even: adding 1.5 * 2^20 steps leaves whole steps."""
+    exponent = tl.maximum(s.to(tl.int32, bitcast=True) >> 23, 121)  # 2^-6: subnormals below
+    magic = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
+    return (s + magic) - magic
+
+
+@triton.jit
+def round_e2m1(v):
+    """Nearest e2m1 value of -6 <= v <= 6, ties to the even code."""
+    a = tl.abs(v)
+    r = 0.5 * (a > 0.25).to(tl.float32) + 0.5 * (a >= 0.75).to(tl.float32)
+    r += 0.5 * (a > 1.25).to(tl.float32) + 0.5 * (a >= 1.75).to(tl.float32)
+    r += (a > 2.5).to(tl.float32) + (a >= 3.5).to(tl.float32) + 2.0 * (a > 5.0).to(tl.float32)
+    return tl.where(v < 0.0, -r, r)
+
+
+@triton.jit
+def round_nvfp4_kernel(
+    x, experts, global_scale, y, K, TOPK: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Program (m, i) rounds GROUPS blocks of row m, which is row m // TOPK of x."""
+    m = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    k = group[:, None] * 16 + tl.arange(0, 16)[None, :]
+    h = tl.load(x + m // TOPK * K + k, mask=k < K, other=0.0).to(tl.float32)
+    g = tl.load(global_scale + (tl.load(experts + m) if EACH else 0))
+    s = round_e4m3(tl.minimum(g * tl.div_rn(tl.max(tl.abs(h), 1), 6.0), 448.0))
+    s = tl.where(s == 0.0, 0.125, s)[:, None]
+    v = tl.div_rn(h, tl.div_rn(s, g))
+    rounded = round_e2m1(tl.minimum(tl.maximum(v, -6.0), 6.0)) * s
+    rounded = tl.where(h == h, rounded, h)
+    tl.store(y + m * K + k, rounded.to(tl.bfloat16), mask=k < K)
+
+
+def round_nvfp4(
+    x: torch.Tensor, global_scale: torch.Tensor, experts: torch.Tensor | None
+) -> torch.Tensor:
+    """See `simulated.round_nvfp4`."""
+    M, K = x.shape
+    topk = 1 if experts is None else experts.numel() // M
+    y = torch.empty(M * topk, K, dtype=torch.bfloat16, device=x.device)
+    groups = 32
+    grid = (M * topk, triton.cdiv(K, 16 * groups))
+    round_nvfp4_kernel[grid](
+        x, global_scale if experts is None else experts, global_scale, y, K,
+        TOPK=topk, EACH=experts is not None, GROUPS=groups,
+    )  # fmt: skip
+    return y

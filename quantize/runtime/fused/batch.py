@@ -1,0 +1,84 @@
+"""`Passes` over the kernels: a batch in the engine's slots, every pass kernel by kernel.
+
+Ragged rows are filled up and go through one pass, so that streamed weights are read once for all of
+them; what comes of the filling lies behind a row's tokens, where nothing sees it before it is
+overwritten, and no observer is shown it. Logits are made when they are looked at.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quantize.runtime.engine import Decoded
+from quantize.runtime.fused.text_stack import FusedModel
+
+
+class FusedPasses:
+    """The passes of one batch, begun with its prompts, in slots 0 to len(prompts) - 1.
+
+    Args:
+        model: over a cache with so many slots.
+        prompts: token ids, checked.
+        chunk: tokens that a pass of the encoder may add to a row.
+        encoded: positions that a prompt's slot holds already (pictures); its prompt is skipped.
+    """
+
+    def __init__(
+        self,
+        model: FusedModel,
+        prompts: Sequence[Sequence[int]],
+        chunk: int,
+        encoded: Sequence[int],
+    ) -> None:
+        self._model = model
+        config = model.weights.config
+        self.device = model.weights.device
+        self.canvas_length: int = config.canvas_length
+        self.vocabulary: int = config.text_config.vocab_size
+        self._context = list(encoded)
+        left = {row: list(prompt) for row, prompt in enumerate(prompts) if not encoded[row]}
+        while left:
+            self._encode({row: tokens[:chunk] for row, tokens in left.items()})
+            left = {row: tokens[chunk:] for row, tokens in left.items() if tokens[chunk:]}
+
+    def encode(self, rows: list[int], tokens: Tensor) -> None:
+        """Append `tokens` [B, L] to what `rows` have encoded."""
+        self._encode(dict(zip(rows, tokens.tolist(), strict=True)))
+
+    def _encode(self, tokens: dict[int, list[int]]) -> None:
+        longest = max(map(len, tokens.values()))
+        filled = [own + [0] * (longest - len(own)) for own in tokens.values()]
+        real = [i * longest + at for i, own in enumerate(tokens.values()) for at in range(len(own))]
+        start = self._integers([self._context[row] for row in tokens])
+        with self._model.showing(torch.tensor(real, device=self.device)):
+            self._model.encode(
+                torch.tensor(filled, device=self.device), self._integers(tokens), start
+            )
+        for row, own in tokens.items():
+            self._context[row] += len(own)
+
+    def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
+        """Decode `canvas` [B, L] behind `rows`; `conditioning` bf16 [B, L, H] is of `condition`."""
+        model, (B, L) = self._model, canvas.shape
+        context = self._integers([self._context[row] for row in rows])
+        placement = model.behind(self._integers(rows), context, L)
+        signal = None if conditioning is None else conditioning.flatten(0, 1)
+        model.routed = []
+        h = model.decode(canvas, placement, signal).view(B, L, -1)
+        experts = torch.stack([ids.view(B, L, -1) for ids in model.routed], 1)
+        model.routed = None
+
+        def logits(piece: slice) -> Tensor:
+            return model.logits(h[piece].flatten(0, 1)).view(-1, L, self.vocabulary).float()
+
+        return Decoded((B, L, self.vocabulary), experts, logits)
+
+    def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
+        """Return the soft embedding of logits [b, L, V] over the temperature: bf16 [b, L, H]."""
+        rows = logits.flatten(0, 1).to(torch.bfloat16)
+        inverse = (1 / temperature).expand(len(rows)).contiguous()
+        return self._model.soft_embedding(rows, inverse).view(*logits.shape[:2], -1)
+
+    def _integers(self, values: Sequence[int] | dict[int, list[int]]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=self.device)

@@ -1,0 +1,175 @@
+"""What is done to the rows that enter a product: rounded as W4A4 serves them, shown, or left in bf16.
+
+The kernels multiply 8-bit weights with 8-bit rows and NVFP4 weights with bf16 rows. To score a
+checkpoint otherwise:
+
+    per_expert, per_layer   NVFP4: rows are rounded under the calibrated global scales, each expert's
+                            own or the widest of the layer (`fused_dequant.simulated`)
+    none                    FP8 and INT8: weights are dequantized to bf16 layer by layer, in every pass
+
+Linears that share an input have one scale; where a checkpoint gives them several, the widest range
+counts, as it does where a server fuses them.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from fused_dequant import Weight, simulated
+from torch import Tensor
+
+from quantize.checkpoints.layout import stated_schemes
+from quantize.checkpoints.load import read_input_schemes
+from quantize.checkpoints.reader import Checkpoint
+from quantize.errors import InputError
+from quantize.recipe import ActivationMode
+from quantize.runtime.engine import Observer
+from quantize.runtime.fused.weights import TextWeights
+
+EIGHT_BIT = ("fp8", "int8")
+# Kinds of products, and the Linears that read their input.
+DENSE = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+EXPERTS = {"experts_gate_up": ("gate_proj", "up_proj"), "experts_down": ("down_proj",)}
+Scales = Mapping[
+    str, Tensor
+]  # kind -> f32 [1], or [E] for experts; kinds without one are not rounded
+
+
+class Inputs:
+    """The inputs of every layer's products.
+
+    Args:
+        config: transformers' configuration of the text stack.
+        scales: of each layer; None rounds nothing.
+        bf16: whether rows stay bf16 where the kernels would multiply 8-bit ones.
+    """
+
+    def __init__(self, config: Any, scales: Sequence[Scales] | None, *, bf16: bool) -> None:
+        self.scales = scales or [{}] * config.num_hidden_layers
+        self.bf16 = bf16
+        self._kinds: list[str] = config.layer_types
+        self._observers: tuple[Observer, ...] = ()
+        self.real: Tensor | None = None  # int64, the rows of this pass that are no padding
+
+    @property
+    def shown(self) -> bool:
+        """Whether somebody watches: even what nothing depends on is computed then."""
+        return bool(self._observers)
+
+    @contextmanager
+    def shown_to(self, observers: Sequence[Observer]) -> Generator[None]:
+        """Show rows, before they are rounded, to `observers` while the block runs."""
+        self._observers = tuple(observers)
+        try:
+            yield
+        finally:
+            self._observers = ()
+
+    def dense(
+        self, index: int, kind: str, x: Tensor, rows: Sequence[Weight]
+    ) -> tuple[Tensor, tuple[Weight, ...]]:
+        """Return the input of a dense product as it is multiplied, and the weights to multiply with.
+
+        Args:
+            index: of the layer.
+            kind: a key of DENSE.
+            x: bf16 [M, K].
+            rows: the weights that read it.
+        """
+        if self._observers and any(weight.scheme != "bf16" for weight in rows):
+            raise InputError("inputs are watched in a BF16 model: calibrate with that")
+        for linear in DENSE[kind]:
+            if linear.endswith("v_proj") and self._kinds[index] == "full_attention":
+                continue  # its values are the keys
+            self._show(f"{index}.{linear}", x, None)
+        scale = self.scales[index].get(kind)
+        if scale is None:
+            return x, tuple(simulated.plain(weight) for weight in rows)
+        weights = tuple(
+            simulated.scaled(weight, scale) for weight in rows
+        )  # before x: see `scaled`
+        return simulated.round_nvfp4(x, scale), weights
+
+    def experts(
+        self, index: int, x: Tensor, ids: Tensor, routing: Tensor, gate_up: Weight, down: Weight
+    ) -> Tensor:
+        """Return the routed experts' addends, bf16 [M, C, H], of bf16 rows [M, H]."""
+        self._show(f"{index}.experts.gate_up_proj", x, ids)
+        own = self.scales[index]
+        scales = tuple(own[kind] for kind in EXPERTS if kind in own)
+        return simulated.experts(
+            x, ids, routing, simulated.plain(gate_up), simulated.plain(down),
+            (scales[0], scales[1]) if len(scales) == 2 else None,
+            lambda hidden: self._show_hidden(index, hidden, ids),
+        )  # fmt: skip
+
+    def _show_hidden(self, index: int, hidden: Tensor, ids: Tensor) -> None:
+        if not self._observers:
+            return
+        if self.real is not None:
+            hidden = hidden.view(*ids.shape, -1)[self.real].flatten(0, 1)
+            ids = ids[self.real]
+        for see in self._observers:
+            see(
+                f"model.decoder.layers.{index}.experts.down_proj", hidden, ids.reshape(-1, 1).long()
+            )
+
+    def _show(self, name: str, x: Tensor, ids: Tensor | None) -> None:
+        if not self._observers:
+            return
+        if self.real is not None:
+            x, ids = x[self.real], None if ids is None else ids[self.real]
+        for see in self._observers:
+            see(f"model.decoder.layers.{name}", x, None if ids is None else ids.long())
+
+
+def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode) -> Inputs | None:
+    """Return what `mode` does to a checkpoint's inputs, None where it is what the kernels do."""
+    schemes = stated_schemes(checkpoint.config)
+    text = weights.config.text_config
+    if schemes is None:
+        return None
+    if mode == "none":
+        eight = any(scheme.kernel in EIGHT_BIT for scheme in schemes.used)
+        return Inputs(text, None, bf16=True) if eight else None
+    scales = read_scales(checkpoint, weights.config, mode, weights.device)
+    return Inputs(text, scales, bf16=False) if any(scales) else None
+
+
+def read_scales(
+    checkpoint: Checkpoint, config: Any, mode: ActivationMode, device: torch.device
+) -> list[dict[str, Tensor]]:
+    """Return the global scales that `mode` rounds a checkpoint's NVFP4 inputs with, layer by layer.
+
+    Raises:
+        InputError: a layer whose experts have scales in part.
+    """
+    text = config.text_config
+    schemes = read_input_schemes(checkpoint)
+    found = {name: scale for name, (_, scale) in schemes.items() if scale is not None}
+    layers: list[dict[str, Tensor]] = []
+    for index in range(text.num_hidden_layers):
+        prefix = f"model.decoder.layers.{index}."
+        scales: dict[str, list[float]] = {}
+        for kind, linears in DENSE.items():
+            own = [found[prefix + name] for name in linears if prefix + name in found]
+            if own:
+                scales[kind] = [min(own)]
+        for kind, linears in EXPERTS.items():
+            each = [
+                [found[key] for name in linears if (key := f"{prefix}experts.{e}.{name}") in found]
+                for e in range(text.num_experts)
+            ]
+            if all(each):
+                widest = [min(own) for own in each]
+                scales[kind] = [min(widest)] if mode == "per_layer" else widest
+            elif any(each):
+                raise InputError(f"{checkpoint.folder}: {prefix}experts: some lack input scales")
+        layers.append({k: torch.tensor(v, device=device) for k, v in scales.items()})
+    return layers

@@ -1,0 +1,93 @@
+"""`Passes` over transformers' modules: one left-padded prefix for the batch."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from quantize.runtime.engine import Decoded
+from quantize.runtime.images import Images
+from quantize.runtime.modules.passes import (
+    Prefix,
+    canvas_length,
+    decode_canvas,
+    encode_prompts,
+    encode_tokens,
+    text_config,
+)
+
+
+class ModulePasses:
+    """The passes of one batch, begun with its prompts.
+
+    Raises:
+        InputError: as `encode_prompts`.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionGemmaForBlockDiffusion,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Images | None] | None,
+    ) -> None:
+        self._model = model
+        self.device = model.device
+        self.canvas_length = canvas_length(model)
+        self.vocabulary: int = text_config(model).vocab_size
+        self._encoded = _Rows(list(range(len(prompts))), encode_prompts(model, prompts, images))
+        self._decoding = self._encoded  # of rows that have not left the canvas
+
+    def encode(self, rows: list[int], tokens: Tensor) -> None:
+        """Append `tokens` [B, n] to the prefixes of `rows`; rows left out are gone."""
+        kept = self._encoded.select(rows)
+        prefix = encode_tokens(self._model, kept.prefix, tokens)
+        self._encoded = self._decoding = _Rows(rows, prefix)
+
+    def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
+        """Decode `canvas` [B, L] behind the prefixes of `rows`."""
+        held = self._decoding if set(rows) <= set(self._decoding.rows) else self._encoded
+        self._decoding = held.select(rows)
+        with _chosen_experts(self._model) as chosen:
+            logits = decode_canvas(self._model, self._decoding.prefix, canvas, conditioning)
+        experts = torch.stack([ids.view(*canvas.shape, -1) for ids in chosen], dim=1)
+        return Decoded(logits.shape, experts, lambda piece: logits[piece])
+
+    def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
+        """Return what the next step is conditioned on: the logits over the temperature."""
+        return logits / temperature
+
+
+class _Rows:
+    """The prefixes of some rows of the batch."""
+
+    def __init__(self, rows: list[int], prefix: Prefix) -> None:
+        self.rows, self.prefix = rows, prefix
+
+    def select(self, rows: list[int]) -> "_Rows":
+        """Return those of `rows`; nothing is copied when they are all."""
+        if rows == self.rows:
+            return self
+        index = torch.tensor(
+            [self.rows.index(row) for row in rows], device=self.prefix.lengths.device
+        )
+        return _Rows(rows, self.prefix.select(index))
+
+
+@contextmanager
+def _chosen_experts(model: DiffusionGemmaForBlockDiffusion) -> Generator[list[Tensor]]:
+    """Yield a list that every router of the decoder adds its choice [tokens, k] to."""
+    chosen: list[Tensor] = []
+
+    def note(_: nn.Module, __: object, output: tuple[Tensor, ...]) -> None:
+        chosen.append(output[-1])
+
+    layers = cast(Sequence[nn.Module], model.model.decoder.layers)
+    hooks = [layer.get_submodule("router").register_forward_hook(note) for layer in layers]
+    try:
+        yield chosen
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,51 @@
+"""The largest |x| that entered each Linear: an observer for an engine's `watching`."""
+
+import re
+
+import torch
+from torch import Tensor
+
+from quantize.processes import Processes
+
+
+class Ranges:
+    """The largest |x| that entered each Linear, exact in any order of tokens and batches."""
+
+    def __init__(self, experts: int) -> None:
+        self._experts = experts
+        self._amax: dict[str, Tensor] = {}
+
+    def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
+        """Observe one input."""
+        largest = rows.abs().flatten(0, -2).amax(-1)
+        if experts is None:
+            found = largest.amax(0, keepdim=True)
+        else:
+            each = largest.repeat_interleave(experts.shape[1])
+            found = largest.new_zeros(self._experts)
+            found = found.scatter_reduce(0, experts.flatten(), each, "amax")
+        self._keep(name, found)
+
+    def _keep(self, name: str, found: Tensor) -> None:
+        before = self._amax.get(name)
+        self._amax[name] = (
+            found if before is None else torch.maximum(before, found.to(before.device))
+        )
+
+    def pool(self, processes: Processes) -> None:
+        """Add what the other processes have seen: maxima of maxima, so nothing is rounded."""
+        for amax in processes.others({name: found.cpu() for name, found in self._amax.items()}):
+            for name, found in amax.items():
+                self._keep(name, found)
+
+    def amax(self, module: str) -> float:
+        """Return the largest |x| of a module by its on-disk name; 0 when nothing entered it."""
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj", module)
+        if match is None:
+            return self._value(module, 0)
+        return self._value(
+            f"{match[1]}.{'down' if match[3] == 'down' else 'gate_up'}_proj", int(match[2])
+        )
+
+    def _value(self, name: str, index: int) -> float:
+        return self._amax[name][index].item() if name in self._amax else 0.0

@@ -1,0 +1,177 @@
+"""Teacher-forced replay of recorded trajectories: several models beside the one that made them.
+
+At every step all models read the canvas the reference read, behind the tokens it committed; each
+encodes the prefix itself. They run in lockstep, one step of all models at a time, and their logits are
+compared in pieces of whole canvases: nothing of a step is kept but what the next one is conditioned on.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantize.progress import track
+from quantize.runtime.batch import joined
+from quantize.runtime.engine import Decoded, Engine
+from quantize.runtime.sampler import Sampler, accept, token_entropy
+from quantize.runtime.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class StepDistance:
+    """Distance at one step of one trajectory; tensors are [L], one value a position.
+
+    Attributes:
+        trajectory: index into the replayed trajectories.
+        canvas: index of the canvas, from 0.
+        step: denoising step, from 1.
+        is_last: whether the canvas was committed after this step.
+        kl: KL(BF16 || quantized) in nats.
+        agrees: whether the argmax is the same.
+        entropy: BF16's, in nats.
+        jaccard: of the accepted positions.
+        routing: [layers] share of equal experts among a position's top k, mean over positions.
+    """
+
+    trajectory: int
+    canvas: int
+    step: int
+    is_last: bool
+    kl: Tensor
+    agrees: Tensor
+    entropy: Tensor
+    jaccard: float
+    routing: Tensor
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A model to compare; with `own_conditioning` it reads its own logits of the step before."""
+
+    engine: Engine
+    own_conditioning: bool = False
+
+
+def replay(
+    reference: Engine,
+    compared: Sequence[Compared],
+    trajectories: Sequence[Trajectory],
+    sampler: Sampler,
+    *,
+    batch_size: int = 16,
+) -> list[list[StepDistance]]:
+    """Replay `trajectories` of `reference` through other models; one result for each of `compared`.
+
+    Args:
+        reference: the BF16 model that made the trajectories; it runs once for all models.
+        compared: what to compare; an engine may come twice, with and without its own conditioning.
+        trajectories: what to replay.
+        sampler: the settings they were recorded with.
+        batch_size: trajectories at once, at most the engines' capacity.
+    """
+    distances: list[list[StepDistance]] = [[] for _ in compared]
+    for start in track(range(0, len(trajectories), batch_size), "replaying"):
+        rows = range(start, min(start + batch_size, len(trajectories)))
+        batch = _Batch(reference, compared, {row: trajectories[row] for row in rows})
+        for index, distance in batch.replay(sampler):
+            distances[index].append(distance)
+    return distances
+
+
+class _Batch:
+    """Some trajectories, and every model's passes over them; an engine has one set of passes."""
+
+    def __init__(
+        self, reference: Engine, compared: Sequence[Compared], trajectories: dict[int, Trajectory]
+    ) -> None:
+        self._names = list(trajectories)
+        self._trajectories = list(trajectories.values())
+        prompts = [item.prompt.ids for item in self._trajectories]
+        engines = {id(each): each for each in (reference, *(item.engine for item in compared))}
+        self._passes = {key: engine.passes(prompts) for key, engine in engines.items()}
+        self._runs = [self._passes[id(item.engine)] for item in compared]
+        self._own = [item.own_conditioning for item in compared]
+        self._reference = self._passes[id(reference)]
+
+    def replay(self, sampler: Sampler) -> Iterator[tuple[int, StepDistance]]:
+        """Yield (index of the compared model, distance), step by step."""
+        rows, canvas = list(range(len(self._trajectories))), 0
+        while rows:
+            yield from self._canvas(rows, canvas, sampler)
+            canvas += 1
+            rows = [row for row in rows if len(self._trajectories[row].steps) > canvas]
+            if rows:
+                committed = [self._trajectories[row].committed[canvas - 1] for row in rows]
+                for passes in self._passes.values():
+                    passes.encode(rows, torch.stack(committed).to(passes.device))
+
+    def _canvas(
+        self, rows: list[int], canvas: int, sampler: Sampler
+    ) -> Iterator[tuple[int, StepDistance]]:
+        recorded = {row: self._trajectories[row].steps[canvas] for row in rows}
+        given: list[Tensor | None] = [None] * (1 + len(self._runs))  # conditioning; reference first
+        for step in range(1, max(len(ids) for ids in recorded.values()) + 1):
+            keep = [i for i, row in enumerate(rows) if len(recorded[row]) >= step]
+            if len(keep) < len(rows):
+                rows = [rows[i] for i in keep]
+                given = [None if each is None else each[keep] for each in given]
+            read = torch.stack([recorded[row][step - 1] for row in rows])
+            given, measured = self._step(rows, read, given, sampler.temperature(step), sampler)
+            for index, columns in enumerate(measured):
+                for at, row in enumerate(rows):
+                    kl, agrees, entropy, jaccard, routing = (each[at] for each in columns)
+                    last = step == len(recorded[row])
+                    yield index, StepDistance(
+                        self._names[row], canvas, step, last, kl, agrees, entropy, jaccard.item(),
+                        routing,
+                    )  # fmt: skip
+
+    def _step(
+        self,
+        rows: list[int],
+        canvas: Tensor,
+        given: list[Tensor | None],
+        temperature: Tensor,
+        sampler: Sampler,
+    ) -> tuple[list[Tensor | None], list[tuple[Tensor, ...]]]:
+        """Run one step of all models; return what the next is conditioned on, and the distances."""
+        runs = [self._reference, *self._runs]
+        decoded = [
+            passes.decode(rows, canvas.to(passes.device), conditioning)
+            for passes, conditioning in zip(runs, given, strict=True)
+        ]
+        T = temperature.to(self._reference.device)
+        following: list[list[Tensor]] = [[] for _ in runs]
+        found: list[list[tuple[Tensor, ...]]] = [[] for _ in self._runs]
+        for piece in decoded[0].pieces():
+            ours = decoded[0].logits(piece)
+            following[0].append(self._reference.condition(ours, T))
+            for i, passes in enumerate(self._runs):
+                theirs = decoded[i + 1].logits(piece)
+                found[i].append(_distance(ours / T, theirs / T, sampler))
+                following[i + 1].append(passes.condition(theirs if self._own[i] else ours, T))
+        overlaps = (_overlap(decoded[0], each).cpu() for each in decoded[1:])
+        measured = [
+            (*(joined(column) for column in zip(*each, strict=True)), overlap)
+            for each, overlap in zip(found, overlaps, strict=True)
+        ]
+        return [joined(each) for each in following], measured
+
+
+def _overlap(ours: Decoded, theirs: Decoded) -> Tensor:
+    """Return the share of equal experts by layer, [B, layers]."""
+    equal = ours.experts[..., None] == theirs.experts[..., None, :]
+    return equal.any(-1).float().mean((-1, -2))
+
+
+def _distance(ours: Tensor, theirs: Tensor, sampler: Sampler) -> tuple[Tensor, ...]:
+    """Compare temperature-divided logits [B, L, V]: KL, agreement, entropy [B, L], Jaccard [B]."""
+    log_p, log_q = ours.log_softmax(-1), theirs.log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    entropy = token_entropy(ours)
+    mine = accept(entropy, sampler.entropy_bound)
+    other = accept(token_entropy(theirs), sampler.entropy_bound)
+    jaccard = (mine & other).sum(-1) / (mine | other).sum(-1)
+    agrees = ours.argmax(-1) == theirs.argmax(-1)
+    return kl.cpu(), agrees.cpu(), entropy.cpu(), jaccard.cpu()

@@ -1,0 +1,137 @@
+"""Inputs rounded as W4A4 serves them: the numbers of the scheme's own record, bit for bit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fused_dequant import cases, reference, simulated, weights
+from kernels_support.device import DEVICE, INTERPRETED, MARKS
+
+from quantize.schemes import SCHEMES
+
+
+def rows(count: int, width: int) -> torch.Tensor:
+    """Rows of very different sizes, a row of zeros, and values at and beside every tie."""
+    x = cases.random_tokens(count, width, "cpu").float() * torch.logspace(-4, 3, count)[:, None]
+    x[1] = 0
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    x[2, :8], x[2, 8:16] = ties, -ties
+    return x.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("scale", [1.0, 448.0, 300.7, 1e-3, 1e5])
+def test_rows_are_those_of_the_scheme(scale: float) -> None:
+    x = rows(40, 208)
+    rounded = SCHEMES["NVFP4"].round_activations
+    assert rounded is not None
+    found = simulated.round_nvfp4(x, torch.tensor([scale]))
+    codes = found.float().unflatten(-1, (-1, 16))
+    expected = rounded(x.float(), scale).unflatten(-1, (-1, 16))
+    # What is stored lacks the division by the global scale: the scheme rounds that once more.
+    torch.testing.assert_close(codes / scale, expected, rtol=2e-7, atol=0)
+    assert torch.equal(codes == 0, expected == 0)
+
+
+def test_every_expert_has_its_own_scale() -> None:
+    x, scales = rows(6, 64), torch.tensor([3.0, 700.0, 40.0])
+    ids = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [2, 1], [1, 0]], dtype=torch.int32)
+    found = simulated.round_nvfp4(x, scales, ids).view(6, 2, 64)
+    for token in range(6):
+        for choice in range(2):
+            alone = simulated.round_nvfp4(x[token, None], scales[ids[token, choice], None])
+            assert torch.equal(found[token, choice], alone[0])
+
+
+def test_a_nan_stays_one() -> None:
+    x = rows(4, 32)
+    x[0, 3] = float("nan")
+    assert simulated.round_nvfp4(x, torch.ones(1))[0, 3].isnan()
+
+
+def weight(E: int, N: int, K: int, scheme: str = "nvfp4") -> weights.Weight:
+    return cases.random_weight(scheme, E, N, K, "cpu")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_multiply_rounded_inputs(shared: bool) -> None:
+    """Against one expert after the other in float64, with the scheme's own rounding."""
+    M, H, inner, E = 24, 64, 48, 4
+    x, up, down = cases.random_tokens(M, H, "cpu"), weight(E, 2 * inner, H), weight(E, H, inner)
+    ids = torch.stack([torch.randperm(E)[:2] for _ in range(M)]).int()
+    routing = torch.rand(M, 2)
+    scales = (torch.tensor([500.0, 90.0, 1200.0, 33.0]), torch.tensor([60.0, 40.0, 11.0, 300.0]))
+    if shared:
+        scales = (scales[0][:1], scales[1][:1])
+    shown: list[torch.Tensor] = []
+    found = simulated.experts(x, ids, routing, up, down, scales, shown.append)
+    rounded = SCHEMES["NVFP4"].round_activations
+    assert rounded is not None
+    expected = torch.zeros(M, H, dtype=torch.float64)
+    ups, downs = weights.dequantize(up, torch.float64), weights.dequantize(down, torch.float64)
+    hidden = torch.zeros(M, 2, inner)
+    for token in range(M):
+        for choice, expert in enumerate(ids[token].tolist()):
+            a, b = (scale[0 if shared else expert].item() for scale in scales)
+            runs = (rounded(x[token].float(), a).double() @ ups[expert].T).unflatten(-1, (-1, 2, 8))
+            hidden[token, choice] = reference.gelu_mul(*runs.unbind(-2)).flatten(-2)
+            y = rounded(hidden[token, choice], b).double() @ downs[expert].T
+            expected[token] += y * routing[token, choice]
+    assert reference.relative_error(found.sum(1), expected) < 4e-3
+    torch.testing.assert_close(shown[0].view(M, 2, inner).float(), hidden, rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_of_8_bits_becomes_bf16() -> None:
+    eight = weight(1, 32, 64, "fp8")
+    found = simulated.plain(eight)
+    assert found.scheme == "bf16"
+    expected = weights.dequantize(eight, torch.float32).to(torch.bfloat16)
+    assert torch.equal(found.data, expected)
+
+
+class TestOnTheKernels:
+    pytestmark = MARKS
+
+    @pytest.mark.parametrize("scale", [1.0, 300.7, 1e-3, 1e5])
+    def test_rows_are_those_of_torch(self, scale: float) -> None:
+        from fused_dequant import input_rounding
+
+        x, one = rows(12, 208), torch.tensor([scale])
+        found = input_rounding.round_nvfp4(x.to(DEVICE), one.to(DEVICE), None)
+        assert torch.equal(found.cpu(), simulated.round_nvfp4(x, one))
+        scales, ids = torch.tensor([3.0, scale]), torch.tensor([[0, 1]] * 12, dtype=torch.int32)
+        found = input_rounding.round_nvfp4(x.to(DEVICE), scales.to(DEVICE), ids.to(DEVICE))
+        assert torch.equal(found.cpu(), simulated.round_nvfp4(x, scales, ids))
+
+    @pytest.mark.skipif(INTERPRETED, reason="the products are the GPU's")
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_experts_are_those_of_torch(self, shared: bool) -> None:
+        M, H, inner, E = 256, 2816, 704, 16
+        x, up, down = cases.random_tokens(M, H, "cpu"), weight(E, 2 * inner, H), weight(E, H, inner)
+        packed = [
+            cases.random_weight("nvfp4", E, w.shape[1], w.shape[2], DEVICE) for w in (up, down)
+        ]
+        ids = torch.stack([torch.randperm(E)[:8] for _ in range(M)]).int()
+        routing = torch.rand(M, 8)
+        own = 1 if shared else E
+        scales = (torch.full((own,), 600.0), torch.full((own,), 200.0))
+        expected = simulated.experts(x, ids, routing, up, down, scales).sum(1)
+        on_gpu = tuple(scale.to(DEVICE) for scale in scales)
+        found = simulated.experts(
+            x.to(DEVICE), ids.to(DEVICE), routing.to(DEVICE), packed[0], packed[1],
+            (on_gpu[0], on_gpu[1]),
+        )  # fmt: skip
+        assert reference.relative_error(found.sum(1).cpu(), expected) < 1e-2
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
+def test_the_kernel_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider"]
+    command += ["-W", "ignore::RuntimeWarning", __file__, "-k", "TestOnTheKernels"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "4 passed" in done.stdout, done.stdout

@@ -1,0 +1,190 @@
+"""Passes of both engines: the same inputs seen, the same logits within BF16's rounding, in any pieces.
+
+The modules in float32 are the truth and the modules in BF16 the yardstick: the kernels' references
+round where those do, so their error may be a little more than the modules' own.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quantize.bundled import CALIBRATION, CHECKPOINT
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import plan_targets
+from quantize.errors import InputError
+from quantize.recipe import ActivationMode, load_recipe
+from quantize.runtime import Sampler, generate, open
+from quantize.runtime import engine as protocol
+from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.engine import Engine, complete
+from quantize.runtime.fused import graphs
+from quantize.runtime.opening import Kind
+from quantize.runtime.ranges import Ranges
+from quantize.runtime.trajectory import Prompt, Trajectory, record
+from quantize.stages.calibrate import calibrated_modules, input_scales
+from quantize.stages.convert import convert
+from quantize.stages.coverage import Coverage
+from quantize.stages.fidelity import summarize
+from quantize.stages.replay import Compared, replay
+
+PROMPTS, STEPS, ROOM = 4, 3, 512
+SAMPLER = replace(Sampler.from_checkpoint(CHECKPOINT), max_denoising_steps=STEPS)
+KINDS: tuple[Kind, ...] = ("modules", "fused")
+
+
+def opened(folder: Path, kind: Kind, **settings: object) -> Engine:
+    return open(folder, device="cpu", kind=kind, capacity=PROMPTS, max_context=ROOM, **settings)  # type: ignore[arg-type]
+
+
+def prompts() -> list[list[int]]:
+    """Word problems of different lengths."""
+    tokenizer, rows = load_tokenizer(CHECKPOINT), CALIBRATION.read_text().splitlines()[:PROMPTS]
+    chats = [[{"role": "user", "content": json.loads(row)["question"]}] for row in rows]
+    return [encode_chat(tokenizer, chat, thinking=False) for chat in chats]
+
+
+@pytest.fixture(scope="module")
+def trajectories() -> list[Trajectory]:
+    """What the float32 modules read on their way to two canvases."""
+    given = [Prompt(tuple(ids), False) for ids in prompts()]
+    engine = opened(CHECKPOINT, "modules")
+    return record(engine, given, range(PROMPTS), sampler=SAMPLER, canvases=2, held_out=True)
+
+
+@pytest.fixture(scope="module")
+def seen(trajectories: list[Trajectory]) -> dict[Kind, tuple[Ranges, Coverage, int]]:
+    """What each engine shows of the same passes: a teacher-forced walk along the trajectories."""
+    experts = Checkpoint.open(CHECKPOINT).config["text_config"]["num_experts"]
+    found: dict[Kind, tuple[Ranges, Coverage, int]] = {}
+    for kind in KINDS:
+        engine, ranges, coverage = opened(CHECKPOINT, kind), Ranges(experts), Coverage(experts)
+        encoded: list[int] = []
+        with engine.watching(ranges.see, coverage.see, on_encoded=lambda e=encoded: e.append(1)):
+            replay(engine, [], trajectories, SAMPLER)
+        found[kind] = ranges, coverage, len(encoded)
+    return found
+
+
+def test_both_engines_see_the_same_inputs(
+    seen: dict[Kind, tuple[Ranges, Coverage, int]], trajectories: list[Trajectory]
+) -> None:
+    """The same Linears, the same tokens and no padding, magnitudes within BF16's rounding."""
+    (ours, counts, encoded), (theirs, their_counts, also) = seen["fused"], seen["modules"]
+    modules = calibrated_modules(CHECKPOINT, load_recipe("nvfp4").quantization)
+    a, b = (input_scales(each, modules) for each in (ours, theirs))
+    ratios = torch.cat([a[m] / b[m] for m in modules if b[m].isfinite() and a[m].isfinite()])
+    assert len(ratios) > 0.9 * len(modules)
+    assert (ratios - 1).abs().median() < 2**-8
+    dense = torch.cat([a[m] / b[m] for m in modules if "experts" not in m])
+    assert (dense - 1).abs().max() < 2**-4
+    assert len(dense) > 30
+    tokens = sum(
+        len(t.prompt.ids) + t.committed[:-1].numel() + sum(len(s) * s.shape[1] for s in t.steps)
+        for t in trajectories
+    )
+    topk = Checkpoint.open(CHECKPOINT).config["text_config"]["top_k_experts"]
+    assert {sum(c) for c in counts.tokens.values()} == {tokens * topk}
+    assert {sum(c) for c in their_counts.tokens.values()} == {tokens * topk}
+    assert encoded >= 2
+    assert also >= 2
+
+
+@pytest.fixture(scope="module")
+def quantized(
+    seen: dict[Kind, tuple[Ranges, Coverage, int]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """The bundled model in NVFP4, with scales of these passes, and in FP8."""
+    folder, source = tmp_path_factory.mktemp("passes"), Checkpoint.open(CHECKPOINT)
+    made: dict[str, Path] = {}
+    for name in ("nvfp4", "fp8_dynamic"):
+        recipe = load_recipe(name)
+        targets, scales = plan_targets(source.tensors, recipe.quantization), None
+        if name == "nvfp4":
+            modules = calibrated_modules(CHECKPOINT, recipe.quantization)
+            found = input_scales(seen["modules"][0], modules)
+            finite = {m: s if s.isfinite() else torch.full((1,), 100.0) for m, s in found.items()}
+            scales = folder / "input_scales.safetensors"
+            save_file({f"{m}.input_global_scale": s for m, s in finite.items()}, scales)
+        made[name] = folder / name
+        convert(source, targets, made[name], recipe=recipe, input_scales=scales)
+    return made
+
+
+CASES: list[tuple[str, ActivationMode]] = [
+    ("nvfp4", "none"), ("nvfp4", "per_expert"), ("fp8_dynamic", "none"), ("fp8_dynamic", "per_layer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_the_kernels_are_as_far_from_float32_as_the_modules_in_bf16(
+    name: str, mode: ActivationMode, quantized: dict[str, Path], trajectories: list[Trajectory]
+) -> None:
+    """Replay KL from the same checkpoint in float32, all rounding the same inputs."""
+    exact = opened(quantized[name], "modules", activations=mode)
+    bf16 = opened(quantized[name], "modules", activations=mode, dtype=torch.bfloat16)
+    fused = opened(quantized[name], "fused", activations=mode)
+    yardstick, ours = (
+        summarize(each)["kl_nats"]["mean"]
+        for each in replay(exact, [Compared(bf16), Compared(fused)], trajectories, SAMPLER)
+    )
+    assert yardstick > 0
+    # Where nothing is rounded both are noise of BF16 logits, a tenth of what NVFP4's weights cost.
+    assert ours < max(1.5 * yardstick, 1e-3), (ours, yardstick)
+
+
+def test_modes_differ_as_they_should(
+    quantized: dict[str, Path], trajectories: list[Trajectory]
+) -> None:
+    """Against BF16 on the same engine: rounded activations cost more than none, and differ."""
+    reference = opened(CHECKPOINT, "fused")
+    modes: list[ActivationMode] = ["none", "per_expert", "per_layer"]
+    first = opened(quantized["nvfp4"], "fused", activations="none")
+    compared = [Compared(reference), Compared(first)]
+    for mode in modes[1:]:
+        beside = opened(quantized["nvfp4"], "fused", activations=mode, beside=first)
+        compared.append(Compared(beside))
+    compared.append(Compared(compared[-1].engine, own_conditioning=True))
+    same, none, per_expert, per_layer, own = (
+        summarize(each) for each in replay(reference, compared, trajectories, SAMPLER)
+    )
+    assert same["kl_nats"]["max"] == 0
+    assert min(same["routing_overlap"]) == 1
+    assert 0 < none["kl_nats"]["mean"] < per_expert["kl_nats"]["mean"]
+    assert per_layer["kl_nats"]["mean"] != per_expert["kl_nats"]["mean"]
+    assert own["kl_nats"]["mean"] != per_layer["kl_nats"]["mean"]
+    first_steps = [d for d in own["by_step"] if d["step"] == 1]
+    assert first_steps == [d for d in per_layer["by_step"] if d["step"] == 1]
+
+
+def test_pieces_change_nothing(
+    trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits looked at canvas by canvas, and all at once."""
+    engine = opened(CHECKPOINT, "fused")
+    asked = {"max_new_tokens": 64, "sampler": SAMPLER}
+    whole = [complete(engine, prompts(), range(PROMPTS), **asked)]
+    whole.append(generate(engine, prompts(), range(PROMPTS), **asked))
+    monkeypatch.setattr(graphs, "CANVASES_A_PIECE", 1)
+    monkeypatch.setattr(protocol, "PIECE", 1)
+    engine = opened(CHECKPOINT, "fused")
+    assert complete(engine, prompts(), range(PROMPTS), **asked) == whole[0]
+    assert generate(engine, prompts(), range(PROMPTS), **asked) == whole[1]
+
+
+def test_what_passes_refuse() -> None:
+    engine = opened(CHECKPOINT, "fused")
+    with pytest.raises(InputError, match="5 prompts for 4 slots"):
+        engine.passes([[5]] * 5)
+    engine.admit(1, [5], 0, SAMPLER)
+    with pytest.raises(InputError, match="must be free"):
+        engine.passes([[5]])
+
+
+def test_quantized_weights_are_not_watched(quantized: dict[str, Path]) -> None:
+    engine = opened(quantized["fp8_dynamic"], "fused")
+    with pytest.raises(InputError, match="BF16 model"), engine.watching(lambda *_: None):
+        engine.passes([[5, 6]])
