@@ -45,8 +45,8 @@ def start(
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise InputError(
-            "`quantize run` is one process; torchrun is for `quantize calibrate RUN` and "
-            "`quantize evaluate RUN`"
+            "`quantize run` is one process; torchrun is for `quantize calibrate RUN`, `quantize "
+            "fidelity RUN` and `quantize evaluate RUN`"
         )
     recipe = load_recipe(recipe_name)
     source = Checkpoint.open(resolve(model, revision))

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantize.processes import Processes, joined
 from quantize.recipe import ActivationMode, Calibration
 from quantize.run_dir import write_json
 from quantize.runtime import open
@@ -73,12 +74,17 @@ def fidelity(
         limits: largest mean KL in nats by activation mode; a mode without one is not judged.
         device: where the models run.
     """
-    trajectories, sampler = held_out_trajectories(source, calibration, device)
     modes: list[ActivationMode] = list(dict.fromkeys(("none", activations)))
-    models = open_all(source, checkpoint, modes, longest(trajectories), device)
-    compared = [Compared(models[mode]) for mode in modes]
-    compared.append(Compared(models[activations], own_conditioning=True))
-    *replayed, own = replay(models["bf16"], compared, trajectories, sampler, batch_size=BATCH)
+    with joined() as processes:
+        trajectories, sampler = held_out_trajectories(source, calibration, device, processes)
+        models = open_all(source, checkpoint, modes, longest(trajectories), device)
+        compared = [Compared(models[mode]) for mode in modes]
+        compared.append(Compared(models[activations], own_conditioning=True))
+        *replayed, own = replay(
+            models["bf16"], compared, trajectories, sampler, batch_size=BATCH, processes=processes
+        )
+    if processes.rank > 0:
+        return
     results = {mode: summarize(each) for mode, each in zip(modes, replayed, strict=True)}
     content = {
         "trajectories": len(trajectories),
@@ -114,7 +120,7 @@ def open_all(
 
 
 def held_out_trajectories(
-    source: Path, calibration: Path, device: str
+    source: Path, calibration: Path, device: str, processes: Processes
 ) -> tuple[list[Trajectory], Sampler]:
     """Load the recorded trajectories that calibration did not observe, or record fresh ones."""
     if calibration.is_dir():
@@ -124,7 +130,8 @@ def held_out_trajectories(
     prompts = load_prompts(source, FRESH, FRESH.prompts)
     context = context_of(source, [prompt.ids for prompt in prompts], FRESH.canvases)
     reference = open(source, device=device, capacity=FRESH.batch_size, max_context=context)
-    return record_all(reference, prompts, FRESH, sampler, title="recording BF16"), sampler
+    title = "recording BF16"
+    return record_all(reference, prompts, FRESH, sampler, title=title, processes=processes), sampler
 
 
 def summarize(distances: Sequence[StepDistance]) -> dict[str, Any]:

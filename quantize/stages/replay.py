@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantize.processes import ALONE, Processes
 from quantize.progress import track
 from quantize.runtime.batch import joined
 from quantize.runtime.engine import Decoded, Engine
@@ -60,6 +61,7 @@ def replay(
     sampler: Sampler,
     *,
     batch_size: int = 16,
+    processes: Processes = ALONE,
 ) -> list[list[StepDistance]]:
     """Replay `trajectories` of `reference` through other models; one result for each of `compared`.
 
@@ -69,14 +71,20 @@ def replay(
         trajectories: what to replay.
         sampler: the settings they were recorded with.
         batch_size: trajectories at once, at most the engines' capacity.
+        processes: share the batches, each as one process would replay it; all return all distances.
+
+    Returns:
+        Distances in the order of trajectory, canvas and step.
     """
-    distances: list[list[StepDistance]] = [[] for _ in compared]
-    for start in track(range(0, len(trajectories), batch_size), "replaying"):
+    found: list[tuple[int, StepDistance]] = []
+    for start in track(processes.mine(range(0, len(trajectories), batch_size)), "replaying"):
         rows = range(start, min(start + batch_size, len(trajectories)))
         batch = _Batch(reference, compared, {row: trajectories[row] for row in rows})
-        for index, distance in batch.replay(sampler):
-            distances[index].append(distance)
-    return distances
+        found += batch.replay(sampler)
+    for theirs in processes.others(found):
+        found += theirs
+    found.sort(key=lambda item: (item[1].trajectory, item[1].canvas, item[1].step))
+    return [[d for at, d in found if at == index] for index in range(len(compared))]
 
 
 class _Batch:

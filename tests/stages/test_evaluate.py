@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from recovery.samples import Completion, Request
 
-from quantize.bundled import CHECKPOINT
+from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.recipe import Evaluation, load_recipe, shipped_recipes
@@ -49,6 +50,26 @@ def test_dtype_is_the_recipes_else_the_devices_and_a_condition(asked: str | None
     engine = model.engine(64)
     assert isinstance(engine, ModelEngine)
     assert engine.model.dtype == getattr(torch, got)
+
+
+def test_a_sample_of_the_kernels_depends_on_its_request_alone() -> None:
+    """Not on what else is asked for, its order, or who shared its canvases; slots are refilled."""
+    rows = [json.loads(line) for line in HELDOUT.read_text().splitlines()[:5]]
+    requests = [Request(row["question"], 7 + i, 128) for i, row in enumerate(rows)]
+    sampler = Sampler.from_checkpoint(CHECKPOINT)
+
+    def answers(asked: Sequence[Request]) -> dict[Request, Completion]:
+        model = Answerer(CHECKPOINT, "", "none", sampler, "cpu", capacity=2, kind="fused")
+        assert model.one_by_one
+        assert model.sampler_settings["batch_invariant"]
+        found = {r: c for batch, done in model([asked]) for r, c in zip(batch, done, strict=True)}
+        model.release()
+        return found
+
+    together = answers(requests)
+    assert len(together) == 5
+    assert any("####" in each.text for each in together.values())
+    assert answers(requests[:0:-2]) == {r: together[r] for r in requests[:0:-2]}
 
 
 def test_a_batch_size_for_the_machine_overrules_the_recipes(

@@ -2,12 +2,14 @@
 
 import copy
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from tiny import CANVAS, tiny_model
 from transformers import DiffusionGemmaForBlockDiffusion
 
+from quantize.processes import ALONE, Processes
 from quantize.runtime import Sampler, StepRecord
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.trajectory import (
@@ -140,6 +142,35 @@ def test_kl_is_that_of_torch(
     expected = torch.distributions.kl_divergence(p, q)
     torch.testing.assert_close(first.kl, expected, rtol=1e-3, atol=1e-5)
     assert first.kl.mean() > 0.001
+
+
+def test_processes_share_the_batches_and_find_what_one_finds(
+    model: DiffusionGemmaForBlockDiffusion, trajectories: list[Trajectory]
+) -> None:
+    class Shared(Processes):
+        """Processes that run one after the other: each is told what those before have found."""
+
+        told: ClassVar[list[Any]] = []
+
+        def others(self, found: Any) -> list[Any]:
+            before = list(self.told)
+            self.told.append(list(found))
+            return before
+
+    engine, damaged = ModelEngine(model), copy.deepcopy(model)
+    with torch.no_grad():
+        damaged.model.decoder.norm.weight *= 1.5
+    compared = [Compared(engine), Compared(ModelEngine(damaged), own_conditioning=True)]
+    alone, first, both = (
+        replay(engine, compared, trajectories, SAMPLER, batch_size=1, processes=processes)
+        for processes in (ALONE, Shared(0, 2), Shared(1, 2))
+    )
+    assert 0 < len(first[0]) < len(alone[0])
+    for ours, theirs in zip(alone, both, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a.trajectory, a.canvas, a.step) == (b.trajectory, b.canvas, b.step)
+            assert torch.equal(a.kl, b.kl)
+            assert torch.equal(a.routing, b.routing)
 
 
 def test_trajectories_survive_the_disk(trajectories: list[Trajectory], tmp_path: Path) -> None:
