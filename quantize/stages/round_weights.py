@@ -26,7 +26,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, fused_units, linear_shape
 from quantize.errors import InputError
@@ -36,10 +35,10 @@ from quantize.progress import say, track
 from quantize.recipe import Calibration, Recipe
 from quantize.rounding import global_scale
 from quantize.run_dir import folder_when_complete, read_json, sync_file, write_json
-from quantize.runtime.modules.inputs import watch_inputs
-from quantize.runtime.modules.passes import text_config
+from quantize.runtime.engine import Engine
+from quantize.runtime.opening import open
 from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import Prompt, record_all
+from quantize.runtime.trajectory import Prompt, context_of, record_all
 from quantize.schemes import Scheme
 from quantize.stages.prompts import load_prompts
 
@@ -263,22 +262,19 @@ class _Loop:
         self._sampler = Sampler.from_checkpoint(source.folder)
 
     @cached_property
-    def _model(self) -> Any:
-        return load(self._source.folder, dtype=_dtype(self._device), device=self._device)
+    def _engine(self) -> Engine:
+        folder, settings = self._source.folder, self._settings
+        context = context_of(folder, [prompt.ids for prompt in self.prompts], settings.canvases)
+        return open(folder, device=self._device, capacity=settings.batch_size, max_context=context)
 
     def hessians_of(self, units: Sequence[Unit]) -> Hessians:
         """Run the loop and return the Hessians of what the units read."""
-        hessians = Hessians([unit.reads for unit in units], text_config(self._model).num_experts)
-        with watch_inputs(self._model, hessians.see):
-            record_all(
-                self._model, self.prompts, self._settings, self._sampler,
-                title=f"Hessians of {len({unit.layer for unit in units})} layers",
-            )  # fmt: skip
+        experts: int = self._source.config["text_config"]["num_experts"]
+        hessians = Hessians([unit.reads for unit in units], experts)
+        title = f"Hessians of {len({unit.layer for unit in units})} layers"
+        with self._engine.watching(hessians.see):
+            record_all(self._engine, self.prompts, self._settings, self._sampler, title=title)
         return hessians
-
-
-def _dtype(device: str) -> torch.dtype:
-    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def _file(layer: int) -> str:

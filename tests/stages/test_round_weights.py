@@ -20,7 +20,7 @@ from quantize.gptq import layer_loss
 from quantize.recipe import Calibration, Recipe, load_recipe, parse_recipe
 from quantize.run_dir import read_json
 from quantize.runtime import Sampler, generate
-from quantize.runtime.modules.inputs import watch_inputs
+from quantize.runtime.modules.engine import ModelEngine
 from quantize.schemes import SCHEMES
 from quantize.stages import round_weights as stage
 from quantize.stages.convert import convert
@@ -77,8 +77,9 @@ def test_hessians_are_sums_over_what_enters_the_linears() -> None:
         layer = tower.layers[1]
         handles.append(layer.self_attn.o_proj.register_forward_pre_hook(note_dense))
         handles.append(layer.experts.register_forward_pre_hook(note_routed))
-    with watch_inputs(model, hessians.see):
-        generate(model, PROMPTS, [0, 1], max_new_tokens=16, sampler=SAMPLER)
+    engine = ModelEngine(model, 2)
+    with engine.watching(hessians.see):
+        generate(engine, PROMPTS, [0, 1], max_new_tokens=16, sampler=SAMPLER)
     for handle in handles:
         handle.remove()
     x = torch.cat(dense)
@@ -127,8 +128,9 @@ def test_the_output_of_a_layer_is_nearer_on_inputs_not_seen(
     model = load(source.folder)
     name = f"{LAYER}.mlp.down_proj"
     other = Hessians([name], EXPERTS)
-    with watch_inputs(model, other.see):
-        generate(model, PROMPTS, [7, 8], max_new_tokens=16, sampler=SAMPLER)
+    engine = ModelEngine(model, 2)
+    with engine.watching(other.see):
+        generate(engine, PROMPTS, [7, 8], max_new_tokens=16, sampler=SAMPLER)
     tensors = load_file(rounded / "layer-01.safetensors")
     weight = model.get_submodule(name).weight.detach()[None]
     suffixes = ("weight_packed", "weight_scale", "weight_global_scale")
