@@ -68,7 +68,7 @@ def logits(weights: TextWeights, passes: int) -> torch.Tensor:
         soft = None
         if each:
             soft = model.soft_embedding(out[each - 1], torch.ones(512, device=device))
-        model.decode(tokens[:, :256], rows, soft, out[each])
+        model.logits(model.decode(tokens[:, :256], rows, soft), out[each])
     return out.cpu()
 
 
