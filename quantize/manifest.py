@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,15 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def checksums(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return shard name -> sha256 of all its bytes, as the Hub lists it."""
-    found: dict[str, str] = {}
-    for shard in checkpoint.shards:
-        with shard.open("rb") as file:
-            found[shard.name] = hashlib.file_digest(file, "sha256").hexdigest()
+def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return path -> sha256 of all bytes, as the Hub lists it, of every file of a checkpoint.
+
+    `known` holds those that need not be read again.
+    """
+    found = dict(known or {})
+    for path in sorted(file for file in checkpoint.folder.rglob("*") if file.is_file()):
+        name = path.relative_to(checkpoint.folder).as_posix()
+        if name not in found:
+            with path.open("rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found

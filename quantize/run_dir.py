@@ -56,6 +56,11 @@ class RunDir:
         return self.path / "checkpoint"
 
     @property
+    def conversion_json(self) -> Path:
+        """Checksum of every file of the checkpoint, as it was written."""
+        return self.path / "conversion.json"
+
+    @property
     def verification_json(self) -> Path:
         """What the static checks of the checkpoint found."""
         return self.path / "verification.json"

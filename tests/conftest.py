@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tiny import tiny_model
 
 from quantize.checkpoints.reader import Checkpoint
-from quantize.checkpoints.targets import Target, plan_targets
+from quantize.checkpoints.targets import Target, fused_with, plan_targets
 from quantize.recipe import Recipe, load_recipe
 from quantize.stages.convert import convert
 
@@ -23,6 +23,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random BF16 checkpoint in Google's layout: fused experts, decoder names."""
     folder = tmp_path_factory.mktemp("tiny") / "bf16"
     tiny_model().save_pretrained(folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     return folder
 
 
@@ -31,7 +32,8 @@ def fp8_artifact(tiny_checkpoint: Path) -> Path:
     """Folder of the tiny model in FP8_DYNAMIC."""
     recipe, targets = _planned(tiny_checkpoint, "fp8_dynamic")
     out = tiny_checkpoint.parent / "fp8"
-    convert(Checkpoint.open(tiny_checkpoint), targets, out, recipe=recipe, input_scales=None)
+    record = out.with_name("fp8.json")
+    convert(Checkpoint.open(tiny_checkpoint), targets, out, recipe=recipe, record=record)
     return out
 
 
@@ -40,9 +42,7 @@ def nvfp4_artifact(tiny_checkpoint: Path) -> Path:
     """Folder of the tiny model in NVFP4, every expert with an input scale of its own."""
     recipe, targets = _planned(tiny_checkpoint, "nvfp4")
     modules = [module for target in targets for module in target.modules]
-    # gate and up, q and k and v read one input: the name up to the projection decides.
-    inputs = {m: m.replace("up_proj", "gate_proj").replace("k_proj", "q_proj") for m in modules}
-    inputs = {m: name.replace("v_proj", "q_proj") for m, name in inputs.items()}
+    inputs = {m: fused_with(m) for m in modules}  # gate and up, q and k and v read one input
     order = {name: i for i, name in enumerate(sorted(set(inputs.values())))}
     scales = tiny_checkpoint.parent / "input_scales.safetensors"
     save_file(
@@ -53,7 +53,10 @@ def nvfp4_artifact(tiny_checkpoint: Path) -> Path:
         scales,
     )
     out = tiny_checkpoint.parent / "nvfp4"
-    convert(Checkpoint.open(tiny_checkpoint), targets, out, recipe=recipe, input_scales=scales)
+    convert(
+        Checkpoint.open(tiny_checkpoint), targets, out, recipe=recipe, input_scales=scales,
+        record=out.with_name("nvfp4.json"),
+    )  # fmt: skip
     return out
 
 

@@ -1,24 +1,27 @@
 """What is in a checkpoint: format, schemes, counts, what is left in BF16, and what is wrong with it.
 
-Reads config, index and headers only. The scheme of a module is told from its own tensors, so a config
-that says something else shows up as a problem. What makes a quantized Linear stands in the records
-of `quantize.schemes`: compressed-tensors' tensors (ours, llm-compressor's, RedHatAI's) and ModelOpt's
-(NVIDIA's).
+Reads config, index, headers and the scales of whole matrices. The scheme of a module is told from its
+own tensors, so a config that says something else shows up as a problem. What makes a quantized Linear
+stands in the records of `quantize.schemes`: compressed-tensors' tensors (ours, llm-compressor's,
+RedHatAI's) and ModelOpt's (NVIDIA's).
 
 Problems are what makes servers fail or answer nonsense: scales on modules that they read in BF16, two
-tensors for one module, experts missing or of several schemes, half a module, a config that disagrees.
+tensors for one module, experts missing or of several schemes, half a module, a config that disagrees,
+scales that are 0, missing, or not the same where a server fuses Linears, no tokenizer.
 """
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
 
 from quantize.checkpoints.layout import check_layout
-from quantize.checkpoints.reader import INDEX, Checkpoint, TensorInfo, read_json_object
+from quantize.checkpoints.reader import Checkpoint, TensorInfo, check_tokenizer, check_total_size
+from quantize.checkpoints.scales import complete, positive, read_scales, shared
 from quantize.checkpoints.targets import DROPPED, QUANTIZABLE, linear_modules, module_class
 from quantize.errors import InputError
 from quantize.schemes import GROUP, LAYOUTS, SUFFIXES
@@ -105,7 +108,7 @@ class Inspection:
 
 
 def inspect(folder: Path) -> Inspection:
-    """Inspect a DiffusionGemma checkpoint from its headers.
+    """Inspect a DiffusionGemma checkpoint: its headers, and its scales of whole matrices.
 
     Raises:
         InputError: config, index and headers contradict each other, or it is another model.
@@ -176,8 +179,10 @@ def _problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
     stated = checkpoint.is_quantized
     if stated != bool(quantized):
         yield f"config.json says {'quantized' if stated else 'nothing'}, {len(quantized)} modules are"
+    yield from _scale_problems(checkpoint)
+    yield from _refusals(partial(check_total_size, checkpoint))
+    yield from _refusals(partial(check_tokenizer, checkpoint.folder))
     yield from _layout_problems(checkpoint)
-    yield from _index_problems(checkpoint)
 
 
 def _summed(names: list[str], what: str) -> Iterator[str]:
@@ -217,18 +222,24 @@ def _layout_problems(checkpoint: Checkpoint) -> Iterator[str]:
     stated = checkpoint.config.get("quantization_config") or {}
     if stated and stated.get("quant_method") not in ("compressed-tensors", "modelopt"):
         return
+    yield from _refusals(partial(check_layout, checkpoint))
+
+
+def _refusals(check: Callable[[], object]) -> Iterator[str]:
     try:
-        check_layout(checkpoint)
+        check()
     except InputError as error:
         yield str(error)
 
 
-def _index_problems(checkpoint: Checkpoint) -> Iterator[str]:
-    path = checkpoint.folder / INDEX
-    if path.is_file():
-        total = (read_json_object(path).get("metadata") or {}).get("total_size")
-        if total != checkpoint.nbytes:
-            yield f"{INDEX}: total_size is {total}, the tensors have {checkpoint.nbytes} bytes"
+def _scale_problems(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield scales of whole matrices that a server would misread; of a kind the first one."""
+    scales = read_scales(checkpoint)
+    for check in (positive, complete, shared):
+        faults = [fault for ok, fault in check(scales) if not ok]
+        if faults:
+            more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+            yield faults[0] + more
 
 
 def inspection_table(found: Inspection) -> Table:

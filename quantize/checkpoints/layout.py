@@ -10,7 +10,7 @@ import textwrap
 from typing import Any
 
 from quantize.checkpoints.modelopt import ModelOptSchemes
-from quantize.checkpoints.reader import FIX, Checkpoint, TensorSpec
+from quantize.checkpoints.reader import FIX, Checkpoint, TensorSpec, check_total_size
 from quantize.checkpoints.targets import DROPPED, linear_modules, linear_shape, matches
 from quantize.errors import InputError
 from quantize.schemes import SCHEMES, SUFFIXES, Scheme
@@ -83,11 +83,12 @@ def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 
 
 def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
-    """Compare names, dtypes and shapes with what config.json calls for; return that layout.
+    """Compare names, dtypes, shapes and bytes with what config.json and index say; return the layout.
 
     Raises:
         InputError: names the first difference, and how many there are of its kind.
     """
+    check_total_size(checkpoint)
     schemes, wanted = stated_schemes(checkpoint.config), quantized_layout(checkpoint.config)
     passed_over = DROPPED if schemes is None else schemes.passed_over
     found = checkpoint.tensors

@@ -15,7 +15,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,6 +23,7 @@ from quantize.errors import InputError, ResourceError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+TOKENIZER = "tokenizer.json"
 MODELOPT = "hf_quant_config.json"  # where ModelOpt said what is quantized before config.json did
 MODEL_TYPE = "diffusion_gemma"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
@@ -82,7 +83,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         InputError: the file is missing, truncated, not safetensors, or its header contradicts itself.
     """
     header, data_start, size = _read_raw_header(path)
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise InputError(f"{path}: __metadata__ in the header is not an object; {FIX}")
     infos = [_tensor_info(path, name, entry, data_start) for name, entry in header.items()]
     infos.sort(key=lambda info: (info.begin, info.end))
     position = data_start
@@ -325,6 +328,35 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{path}: not a JSON object; {FIX}")
     return value
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Check that a checkpoint has a tokenizer, and that its files are JSON.
+
+    Raises:
+        InputError: names the file.
+    """
+    if not (folder / TOKENIZER).is_file():
+        raise InputError(f"{folder / TOKENIZER}: is missing, so no text can become tokens; {FIX}")
+    for file in (folder / TOKENIZER, *folder.glob("tokenizer_config.json")):
+        read_json_object(file)
+
+
+def check_total_size(checkpoint: Checkpoint) -> None:
+    """Check that the index, if there is one that says so, gives the bytes of the tensors.
+
+    Raises:
+        InputError: both numbers are named.
+    """
+    path = checkpoint.folder / INDEX
+    metadata: Any = read_json_object(path).get("metadata", {}) if path.is_file() else {}
+    if not isinstance(metadata, dict):
+        raise InputError(f"{path}: metadata is not an object; {FIX}")
+    total = cast(dict[str, Any], metadata).get("total_size", checkpoint.nbytes)
+    if total != checkpoint.nbytes:
+        raise InputError(
+            f"{path}: total_size is {total}, the tensors have {checkpoint.nbytes} bytes; {FIX}"
+        )
 
 
 def known_config(model: str) -> dict[str, Any] | None:

@@ -44,10 +44,11 @@ WHY_KEPT = {
     "norm": "not a Linear",
     "layer_scalar": "not a Linear",
 }
+OPTIONAL = "optional:"  # before an entry of `ignore` that may match nothing
 QUANTIZABLE = ("experts", "attention", "mlp")
 
 # Linears that servers fuse into one matrix with one global scale.
-FUSED = re.compile(r"(.*\.self_attn)\.[qkv]_proj\.weight|(.*\.mlp)\.(?:gate|up)_proj\.weight")
+FUSED = re.compile(r"(.*\.self_attn)\.[qkv]_proj|(.*\.(?:mlp|experts\.\d+))\.(?:gate|up)_proj")
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,28 @@ def plan_targets(tensors: Mapping[str, TensorInfo], quantization: Quantization) 
     targets = [
         _target(info, quantization) for name, info in tensors.items() if not DROPPED.fullmatch(name)
     ]
+    _check_patterns(targets, quantization)
     for name in quantization.targets_by_scheme():
         if not any(target.scheme is SCHEMES[name] for target in targets):
             raise InputError(f"the recipe's scheme {name} matches no module of this model")
     return targets
+
+
+def _check_patterns(targets: list[Target], quantization: Quantization) -> None:
+    """Refuse an entry of the recipe that names nothing: a misspelt one would do something else."""
+    names = ["lm_head"]
+    for target in targets:
+        modules = linear_modules(target.name, target.shape)
+        names += [target.name.removesuffix(".weight"), *modules]
+    entries = [("ignore", entry) for entry in quantization.ignore if not entry.startswith(OPTIONAL)]
+    for patterns in quantization.targets_by_scheme().values():
+        entries += [("targets", entry) for entry in patterns if entry != "Linear"]
+    for key, entry in entries:
+        if not any(matches(name, entry) for name in names):
+            raise InputError(
+                f"quantization.{key}: {entry!r} matches no module of this model; mend it, remove it, "
+                f"or in ignore write '{OPTIONAL}{entry}'"
+            )
 
 
 def _target(info: TensorInfo, quantization: Quantization) -> Target:
@@ -143,9 +162,14 @@ def fused_units(targets: Sequence[Target]) -> list[list[Target]]:
     """Group Linears that share a global scale; every other tensor stands alone. Order is kept."""
     units: dict[str, list[Target]] = {}
     for target in targets:
-        match = FUSED.fullmatch(target.name)
-        units.setdefault(match[1] or match[2] if match else target.name, []).append(target)
+        units.setdefault(fused_with(target.name.removesuffix(".weight")), []).append(target)
     return list(units.values())
+
+
+def fused_with(module: str) -> str:
+    """Return what Linears have in common that servers fuse; a Linear that stands alone, its name."""
+    match = FUSED.fullmatch(module)
+    return match[1] or match[2] if match else module
 
 
 def _scheme(name: str, modules: tuple[str, ...], quantization: Quantization) -> Scheme | None:
@@ -160,7 +184,7 @@ def _scheme(name: str, modules: tuple[str, ...], quantization: Quantization) -> 
 
 
 def _module_scheme(module: str, quantization: Quantization) -> Scheme | None:
-    if any(matches(module, pattern) for pattern in quantization.ignore):
+    if any(matches(module, entry.removeprefix(OPTIONAL)) for entry in quantization.ignore):
         return None
     names = [
         name

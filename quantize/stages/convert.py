@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from quantize.checkpoints.layout import TensorSpec, check_layout
-from quantize.checkpoints.reader import Checkpoint, read_header
+from quantize.checkpoints.reader import Checkpoint, read_header, read_json_object
 from quantize.checkpoints.shards import Piece, plan_shards, state_path, write_shards
 from quantize.checkpoints.targets import Target, ignore_for_config
 from quantize.errors import InputError
+from quantize.manifest import checksums
 from quantize.recipe import Recipe
 from quantize.run_dir import folder_when_complete, write_json
 from quantize.schemes import SCHEMES
@@ -68,6 +69,7 @@ def convert(
     recipe: Recipe,
     input_scales: Path | None = None,
     rounded: Path | None = None,
+    record: Path | None = None,
     max_shard_bytes: float = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> Conversion:
@@ -83,6 +85,7 @@ def convert(
         recipe: gives the weight observer and the config groups.
         input_scales: `<module>.input_global_scale` FP32 [1] of every NVFP4 module, from calibrate.
         rounded: folder of codes and scales that `round_weights` found; None rounds to nearest.
+        record: where the checksums of all files go, for verify to compare with.
         max_shard_bytes: size of the tensors in a shard.
         overwrite: replace `out`, once the new one is complete.
 
@@ -107,6 +110,8 @@ def convert(
         if _fingerprint(source) != before:
             raise InputError(f"{source.folder}: a shard changed while it was read; convert again")
         _check_written(Checkpoint.open(folder), pieces)
+        if record is not None:
+            write_json(record, {"files": checksums(Checkpoint.open(folder), hashes)})
     state_path(folder).unlink()
     return Conversion(
         hashes,
@@ -183,6 +188,8 @@ def _carry_files(source: Path, folder: Path) -> None:
     """Copy tokenizer, processor, chat template, generation config and licences as they are."""
     for file in sorted(source.iterdir()):
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in CARRIED):
+            if file.suffix == ".json":
+                read_json_object(file)  # refused here rather than by whoever serves it
             shutil.copyfile(file, folder / file.name)
 
 

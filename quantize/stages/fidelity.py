@@ -11,12 +11,14 @@ the prefix itself. So a step's distance is that step's alone: no sampling noise,
     commit  share of equal argmax at the last step of a canvas: tokens that would be committed
     routing share of the top-k experts that both routers choose, by layer
 
+Every quantized Linear is also compared alone, on the inputs that BF16 gives it: `linears`.
+
 A second replay, of the gated mode alone, lets the quantized model condition itself on its own logits:
 errors then add up over the steps of a canvas, as they do while serving.
 
 Intervals: percentile bootstrap over trajectories (positions and steps of one sample are not
-independent), fixed seed. The gate: a mean KL above the recipe's `gate.max_kl_nats` of its mode is a
-fault, and ends a run before anything is scored.
+independent), fixed seed. The gate: a mean KL above the recipe's `gate.max_kl_nats` of its mode, or a
+Linear that is not what BF16's rounded would be, is a fault, and ends a run before anything is scored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +42,7 @@ from quantize.runtime.trajectory import (
     longest,
     record_all,
 )
+from quantize.stages.linears import check_linears
 from quantize.stages.prompts import BUNDLED, load_prompts
 from quantize.stages.replay import Compared, StepDistance, replay
 
@@ -86,10 +89,12 @@ def fidelity(
     if processes.rank > 0:
         return
     results = {mode: summarize(each) for mode, each in zip(modes, replayed, strict=True)}
+    linears, linear_faults = check_linears(models["bf16"], source, checkpoint, trajectories[:BATCH])
     content = {
         "trajectories": len(trajectories),
         "max_kl_nats": dict(limits),
-        "faults": find_faults(results, limits),
+        "faults": [*find_faults(results, limits), *linear_faults],
+        "linears": linears,
         "activations": results,
         "own_conditioning": {"activations": activations} | summarize(own),
     }

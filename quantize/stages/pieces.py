@@ -30,6 +30,9 @@ from quantize.schemes import Scheme
 # CPU time, and small ones hold less memory.
 PIECE_BYTES = 1 << 22
 
+# Of a quantized weight: rounding up takes larger ones beyond BF16's largest number, 3.39e38.
+LARGEST = 1e38
+
 
 @dataclass(frozen=True)
 class Quantizer:
@@ -82,7 +85,7 @@ class Quantizer:
     def _copy(self, info: TensorInfo, start: int, stop: int) -> torch.Tensor:
         rows = self.source.read_rows(info.name, start, stop)
         if not all_finite(rows):
-            raise _not_finite(info, f"in rows {start} to {stop - 1}")
+            raise _refused(info, f"in rows {start} to {stop - 1}")
         return rows.flatten().view(torch.uint8)
 
     def _quantize_experts(
@@ -93,7 +96,8 @@ class Quantizer:
         weight = split_experts(fused, each)  # [e, each, out, in]
         ranges = scheme.observe(weight, self.observer)
         if bad := _bad(ranges):
-            raise _not_finite(self.source.tensors[target.name], f"in expert {start + bad[0]}")
+            info, where = self.source.tensors[target.name], f"in expert {start + bad[0]}"
+            raise _refused(info, where, _unusable(ranges))
         shared = None
         if scheme.shares_global_scale:
             both = ranges.flatten(1, 2)  # [e, each * out, groups]
@@ -106,7 +110,8 @@ class Quantizer:
         ranges = [scheme.observe(weight, self.observer) for weight in weights]
         for target, found in zip(unit, ranges, strict=True):
             if bad := _bad(found[0]):
-                raise _not_finite(self.source.tensors[target.name], f"in row {bad[0]}")
+                info = self.source.tensors[target.name]
+                raise _refused(info, f"in row {bad[0]}", _unusable(found))
         shared = global_scale(ranges) if scheme.shares_global_scale else None
         records = [
             self._records(target.modules, scheme, weight, found, shared)
@@ -183,9 +188,14 @@ def _runs(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _bad(ranges: torch.Tensor) -> list[int]:
-    """Return the indices in dimension 0 under which a range is NaN or infinite."""
-    return (~ranges.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+    """Return the indices in dimension 0 under which a range is NaN, infinite or too large."""
+    return (~(ranges <= LARGEST)).flatten(1).any(1).nonzero().flatten().tolist()
 
 
-def _not_finite(info: TensorInfo, where: str) -> InputError:
-    return InputError(f"{info.file}: tensor {info.name!r} holds NaN or infinity {where}; {FIX}")
+def _refused(info: TensorInfo, where: str, what: str = "NaN or infinity") -> InputError:
+    return InputError(f"{info.file}: tensor {info.name!r} holds {what} {where}; {FIX}")
+
+
+def _unusable(ranges: torch.Tensor) -> str:
+    """Say what makes ranges unusable that `_bad` found."""
+    return f"a weight above {LARGEST:g}" if ranges.isfinite().all() else "NaN or infinity"

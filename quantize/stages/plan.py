@@ -14,7 +14,13 @@ from typing import Any
 from rich.table import Table
 
 from quantize.checkpoints.layout import bf16_layout
-from quantize.checkpoints.reader import Checkpoint, TensorInfo, known_config, read_json_object
+from quantize.checkpoints.reader import (
+    Checkpoint,
+    TensorInfo,
+    check_tokenizer,
+    known_config,
+    read_json_object,
+)
 from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
 from quantize.recipe import Recipe
 from quantize.run_dir import RunDir, write_text
@@ -42,6 +48,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, run: RunDir) -> list[Target]:
         InputError: the checkpoint is already quantized, has an unknown tensor, or does not fit the
             recipe.
     """
+    check_tokenizer(checkpoint.folder)
     targets = plan_targets(checkpoint.tensors, recipe.quantization)
     write_text(run.recipe_yaml, recipe.to_yaml())
     write_text(run.targets_csv, targets_as_csv(targets))

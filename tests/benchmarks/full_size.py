@@ -97,7 +97,8 @@ def convert(folder: Path, name: str) -> Facts:
 
     source, recipe = Checkpoint.open(folder / "bf16"), shipped(name)
     targets = plan_targets(source.tensors, recipe.quantization)
-    done = convert_checkpoint(source, targets, folder / name, recipe=recipe)
+    record = folder / f"{name}-run" / "conversion.json"
+    done = convert_checkpoint(source, targets, folder / name, recipe=recipe, record=record)
     return {
         "bytes_in": done.bytes_in,
         "bytes": done.bytes_out,
@@ -119,7 +120,9 @@ def verify(folder: Path, name: str) -> Facts:
     return {
         "summary": found.summary(),
         "looked_at": {check.name: check.looked_at for check in found.checks.values()},
-        "worst_relative_error": max(found.relative_error.values()),
+        "worst_relative_error": max(
+            error for error in found.relative_error.values() if error is not None
+        ),
     }
 
 

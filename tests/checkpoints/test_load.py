@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from conversions import recipe_for, run
 from safetensors.torch import load_file, save_file
 from tiny import EXPERTS, LAYERS
 
+from quantize.checkpoints import load as load_module
 from quantize.checkpoints.load import lazy_weights, load, read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.stages.verify import Decompressor
+from quantize.stages.verify_weights import Decompressor
 
 EXPERT = "model.decoder.layers.2.experts.3.up_proj"
 Tensors = dict[str, torch.Tensor]
@@ -148,3 +150,30 @@ def test_a_config_that_does_not_say_quantized_is_refused(artifact: Path, tmp_pat
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="missing"):
         load(folder)
+
+
+def test_what_transformers_misses_is_an_error(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own report counts, should a key that the layout asks for not arrive at a module."""
+    complete = load_module.lazy_weights
+
+    def one_short(checkpoint: Checkpoint) -> dict:
+        found = complete(checkpoint)
+        del found["model.decoder.layers.2.mlp.up_proj.weight"]
+        return found
+
+    monkeypatch.setattr(load_module, "lazy_weights", one_short)
+    with pytest.raises(InputError, match=r"missing_keys: .*layers\.2\.mlp\.up_proj"):
+        load(tiny_checkpoint)
+
+
+def test_a_total_size_that_lies_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    run(tiny_checkpoint, tmp_path / "out", recipe_for("FP8_DYNAMIC"), max_shard_bytes=400_000)
+    path = tmp_path / "out/model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    load(tmp_path / "out")
+    index["metadata"]["total_size"] += 1
+    path.write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"index\.json: total_size is \d+, the tensors have \d+"):
+        load(tmp_path / "out")

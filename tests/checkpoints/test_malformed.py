@@ -195,6 +195,11 @@ CASES: dict[str, tuple[Edit, str]] = {
         raw_header(b'{"a":{"dtype":"U8"},"a":{"dtype":"U8"}}'),
         "stands twice",
     ),
+    "__metadata__ a list": (
+        header(lambda h: h.update(__metadata__=["pt"])),
+        "__metadata__ in the header is not an object",
+    ),
+    "__metadata__ null": (header(lambda h: h.update(__metadata__=None)), "is not an object"),
     "entry null": (header(lambda h: h.update({NORM: None})), f"{NORM}' has a malformed"),
     "entry a text": (header(lambda h: h.update({NORM: "BF16"})), f"{NORM}' has a malformed"),
     "entry without dtype": (header(lambda h: h[NORM].pop("dtype")), f"{NORM}' has a malformed"),

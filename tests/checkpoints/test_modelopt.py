@@ -174,10 +174,21 @@ def test_kernels_weights_are_exact(case: Case) -> None:
     assert len(made.exact) >= LAYERS * EXPERTS * 3
 
 
-def test_inspect_finds_nothing_wrong(case: Case) -> None:
-    found = inspect(case[2])
+@pytest.mark.parametrize("name", CASES)
+def test_inspect_finds_nothing_wrong(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
+    kinds, stated = CASES[name]
+    made = foreign(tiny_checkpoint, kinds, fuses=True)
+    found = inspect(made.write(tmp_path / name, config_with(stated)))
     assert found.problems == []
-    assert found.quantized_modules == len(case[1].exact)
+    assert found.quantized_modules == len(made.exact)
+
+
+def test_inspect_finds_scales_that_a_server_would_take_for_others(case: Case) -> None:
+    """Each Linear here has scales of its own, as nothing but the loaders may read them."""
+    problems = inspect(case[2]).problems
+    expected = [] if case[0] == "redhat-fp8" else ["a server fuses them (and"]
+    assert len(problems) == len(expected)
+    assert all(text in problem for text, problem in zip(expected, problems, strict=True))
 
 
 ONE = "model.decoder.layers.2.experts.3.up_proj"

@@ -140,3 +140,34 @@ def test_a_foreign_quantization_config_is_refused(tiny_checkpoint: Path) -> None
     ):
         with pytest.raises(InputError, match=message):
             quantized_layout({**config, "quantization_config": bad})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"ignore": [*IGNORE, "re:.*ruoter.*"]},
+            r"quantization\.ignore: 're:\.\*ruoter\.\*' matches no",
+        ),
+        ({"ignore": [*IGNORE, "model.decoder.layers.99.mlp.up_proj"]}, "matches no module"),
+        (
+            {"scheme": {"NVFP4A16": ["re:.*experts.*", "re:.*self_atn.*"]}, "ignore": IGNORE},
+            "quantization.targets: 're:.*self_atn.*' matches no",
+        ),
+    ],
+)
+def test_an_entry_that_matches_nothing_is_refused(
+    tiny_checkpoint: Path, changed: dict, message: str
+) -> None:
+    tensors = Checkpoint.open(tiny_checkpoint).tensors
+    fields = {"scheme": "NVFP4A16", "ignore": IGNORE} | changed
+    with pytest.raises(InputError, match=message):
+        plan_targets(tensors, Quantization.model_validate(fields))
+
+
+def test_an_optional_entry_may_match_nothing_and_still_ignores(tiny_checkpoint: Path) -> None:
+    tensors = Checkpoint.open(tiny_checkpoint).tensors
+    ignore = [*IGNORE, "optional:re:.*ruoter.*", "optional:re:.*layers.2.mlp.*"]
+    recipe = Quantization.model_validate({"scheme": "NVFP4A16", "ignore": ignore})
+    kept = {t.name for t in plan_targets(tensors, recipe) if t.reason == "ignored by the recipe"}
+    assert kept == {f"model.decoder.layers.2.mlp.{p}_proj.weight" for p in ("gate", "up", "down")}

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from quantize.errors import InputError, ResourceError
 from quantize.recipe import Recipe, load_recipe, shipped_recipes
 from quantize.run_dir import read_json
 from quantize.schemes import SCHEMES, Scheme
+from quantize.stages import convert as convert_module
 from quantize.stages.convert import convert
 
 
@@ -120,7 +122,7 @@ def test_kept_tensors_names_and_files(tiny_checkpoint: Path, tmp_path: Path):
     source_folder = tmp_path / "bf16"
     shutil.copytree(tiny_checkpoint, source_folder)
     for name in ("tokenizer.json", "chat_template.jinja", "processor_config.json", "LICENSE"):
-        (source_folder / name).write_text(f"the {name}")
+        (source_folder / name).write_text(json.dumps({"the": name}))
     (source_folder / "training.log").write_text("not carried over")
     run(source_folder, tmp_path / "out", recipe_for("NVFP4"))
     out = tmp_path / "out"
@@ -148,7 +150,7 @@ def test_kept_tensors_names_and_files(tiny_checkpoint: Path, tmp_path: Path):
         source_folder / "generation_config.json"
     ).read_bytes()
     for name in ("tokenizer.json", "chat_template.jinja", "processor_config.json", "LICENSE"):
-        assert (out / name).read_text() == f"the {name}"
+        assert json.loads((out / name).read_text()) == {"the": name}
     assert not (out / "training.log").exists()
     plain = read_json(out / "config.json")
     quantization = plain.pop("quantization_config")
@@ -384,3 +386,56 @@ def test_other_versions_of_compressed_tensors_parse_the_config(
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip().endswith(f"parsed {len(configs)}")
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "INT8_DYNAMIC", "NVFP4A16"])
+def test_a_weight_that_would_round_to_infinity_is_refused(
+    tiny_checkpoint: Path, tmp_path: Path, scheme: str
+):
+    folder = tmp_path / "bf16"
+    shutil.copytree(tiny_checkpoint, folder)
+    name = "model.decoder.layers.2.mlp.up_proj.weight"
+    change(folder, name, lambda weight: weight[3].fill_(3.3895e38))
+    with pytest.raises(InputError, match=f"{name}' holds a weight above 1e\\+38 in row 3"):
+        run(folder, tmp_path / "out", recipe_for(scheme))
+    assert not (tmp_path / "out").exists()
+
+
+def test_headers_on_disk_are_compared_with_the_plan(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A tensor renamed on its way: same bytes, same size, and the layout is another one."""
+    real = convert_module.write_shards
+
+    def renaming(shards, folder, identity):
+        hashes = real(shards, folder, identity)
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes().replace(b"layers.5.mlp.up_", b"layers.5.mlp.uq_", 1))
+        return hashes
+
+    monkeypatch.setattr(convert_module, "write_shards", renaming)
+    with pytest.raises(RuntimeError, match="not the planned ones"):
+        run(tiny_checkpoint, tmp_path / "out", recipe_for("FP8_DYNAMIC"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_carried_file_that_is_no_json_is_refused(tiny_checkpoint: Path, tmp_path: Path):
+    folder = tmp_path / "bf16"
+    shutil.copytree(tiny_checkpoint, folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match=r"tokenizer\.json: not readable as JSON"):
+        run(folder, tmp_path / "out", recipe_for("FP8_DYNAMIC"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_record_holds_the_checksum_of_every_file(tiny_checkpoint: Path, tmp_path: Path):
+    record = tmp_path / "conversion.json"
+    conversion, _ = run(
+        tiny_checkpoint, tmp_path / "out", recipe_for("FP8_DYNAMIC"), record=record,
+        max_shard_bytes=200_000,
+    )  # fmt: skip
+    files = list((tmp_path / "out").iterdir())
+    expected = {file.name: sha256(file.read_bytes()).hexdigest() for file in files}
+    assert read_json(record) == {"files": expected}
+    assert conversion.shards.items() <= expected.items()
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= expected.keys()

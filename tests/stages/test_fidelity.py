@@ -19,7 +19,7 @@ from quantize.runtime.trajectory import (
     record,
     save_trajectories,
 )
-from quantize.stages.fidelity import bootstrap_interval, by_trajectory, summarize
+from quantize.stages.fidelity import bootstrap_interval, by_trajectory, find_faults, summarize
 from quantize.stages.replay import Compared, StepDistance, replay
 
 # Stop at mean entropies that random weights reach now and then: canvases of unequal length.
@@ -200,3 +200,40 @@ def test_bootstrap_interval_covers_the_mean_of_its_trajectories() -> None:
         StepDistance(7, 0, 1, True, 5 * one, one > 0, one, 1.0, one),
     ]
     assert by_trajectory(distances, lambda d: d.kl.mean().item()) == {0: 2.0, 7: 5.0}
+
+
+def test_own_conditioning_reads_the_models_own_logits(
+    model: DiffusionGemmaForBlockDiffusion, trajectories: list[Trajectory]
+) -> None:
+    """Step 1 has none; step 2 is what transformers computes from the model's own step 1."""
+    damaged = copy.deepcopy(model)
+    with torch.no_grad():
+        damaged.model.decoder.norm.weight *= 1.5
+    item = next(t for t in trajectories if len(t.steps[0]) > 1)
+    engine = ModelEngine(damaged)
+    both = [Compared(engine), Compared(engine, own_conditioning=True)]
+    forced, own = replay(ModelEngine(model), both, [item], SAMPLER)
+    assert torch.equal(forced[0].kl, own[0].kl)
+    assert not torch.allclose(forced[1].kl, own[1].kl)
+
+    def step(net: DiffusionGemmaForBlockDiffusion, at: int, logits: torch.Tensor | None):
+        ids, canvas = torch.tensor([item.prompt.ids]), item.steps[0][at : at + 1]
+        with torch.no_grad():
+            out = net(input_ids=ids, decoder_input_ids=canvas, self_conditioning_logits=logits)
+        return out.logits / SAMPLER.temperature(at + 1)
+
+    p = step(model, 1, step(model, 0, None)).log_softmax(-1)[0]
+    for found, first in ((own, damaged), (forced, model)):
+        q = step(damaged, 1, step(first, 0, None)).log_softmax(-1)[0]
+        expected = (p.exp() * (p - q)).sum(-1)
+        torch.testing.assert_close(found[1].kl, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_mean_just_above_its_limit_is_a_fault() -> None:
+    results = {"none": {"kl_nats": {"mean": 0.0201}}, "per_layer": {"kl_nats": {"mean": 0.05}}}
+    assert find_faults(results, {"none": 0.0202, "per_layer": 0.05, "per_expert": 1e-9}) == []
+    (fault,) = find_faults(results, {"none": 0.02, "per_layer": 0.05})
+    assert "0.0201" in fault
+    assert "activations none" in fault
+    assert "0.02" in fault.split("above")[1]
+    assert len(find_faults({"none": {"kl_nats": {"mean": float("nan")}}}, {"none": 1e9})) == 1

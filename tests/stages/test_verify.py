@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
+from quantize.manifest import checksums
 from quantize.recipe import load_recipe
-from quantize.run_dir import RunDir, read_json
+from quantize.run_dir import RunDir, read_json, write_json
+from quantize.stages import verify_weights
 from quantize.stages.verify import Verification, verify
 
 LAYER = "model.decoder.layers.2."
@@ -28,21 +31,37 @@ def artifact(request: pytest.FixtureRequest, scheme: str) -> Path:
     return request.getfixturevalue(f"{scheme}_artifact")
 
 
-def run_verify(artifact: Path, source: Path, scheme: str, out: Path) -> Verification:
+def run_verify(
+    artifact: Path, source: Path, scheme: str, out: Path, *, as_written: bool = True
+) -> Verification:
+    """Verify as in a run folder `out`; `as_written` records the artifact as convert's own."""
+    run = RunDir(out)
+    if as_written:
+        files = checksums(Checkpoint.open(artifact))
+        write_json(run.conversion_json, {"files": files})
+    run.calibration.mkdir(exist_ok=True)
+    if (scales := source.parent / "input_scales.safetensors").exists():
+        shutil.copy(scales, run.calibration)
     recipe = load_recipe({"fp8": "fp8_dynamic", "nvfp4": "nvfp4"}[scheme])
     bf16 = Checkpoint.open(source)
     targets = plan_targets(bf16.tensors, recipe.quantization)
-    return verify(Checkpoint.open(artifact), bf16, targets, recipe, RunDir(out))
+    return verify(Checkpoint.open(artifact), bf16, targets, recipe, run)
 
 
 def test_what_convert_wrote_passes(
     artifact: Path, tiny_checkpoint: Path, scheme: str, tmp_path: Path
 ) -> None:
-    found = run_verify(artifact, tiny_checkpoint, scheme, tmp_path)
+    shutil.copy(artifact.with_suffix(".json"), RunDir(tmp_path).conversion_json)
+    found = run_verify(artifact, tiny_checkpoint, scheme, tmp_path, as_written=False)
     assert found.passed, found.summary()
     assert all(check.looked_at > 0 for check in found.checks.values())
     assert len(found.relative_error) == 6 * 2 + 6 * 3 + 6 * 4 - 1
-    assert read_json(tmp_path / "verification.json")["passed"] is True
+    assert {"shared", "calibrated"} <= found.checks.keys() or scheme == "fp8"
+    written = read_json(tmp_path / "verification.json")
+    assert written["passed"] is True
+    files = [file for file in artifact.iterdir() if file.is_file()]
+    assert written["sha256"] == {f.name: sha256(f.read_bytes()).hexdigest() for f in files}
+    assert "model.safetensors" in written["sha256"]
 
 
 def exchange_experts(tensors: Tensors) -> str:
@@ -80,6 +99,16 @@ def keep_an_encoder_copy(tensors: Tensors) -> str:
     name = f"{LAYER}mlp.up_proj.weight_scale"
     copy = name.replace("model.decoder.", "model.encoder.language_model.")
     tensors[copy] = tensors[name].clone()
+    return "one owner"
+
+
+def quantize_the_router(tensors: Tensors) -> str:
+    tensors[f"{LAYER}router.proj.weight_scale"] = torch.ones(8, 1).bfloat16()
+    return "counts"
+
+
+def add_a_tensor(tensors: Tensors) -> str:
+    tensors[f"{LAYER}mlp.up_proj.bias"] = torch.ones(8).bfloat16()
     return "layout"
 
 
@@ -92,6 +121,8 @@ def keep_an_encoder_copy(tensors: Tensors) -> str:
         negate_a_scale,
         poison_a_scale,
         keep_an_encoder_copy,
+        quantize_the_router,
+        add_a_tensor,
     ],
 )
 def test_damage_is_found_by_its_check(
@@ -109,6 +140,176 @@ def test_damage_is_found_by_its_check(
     found = run_verify(folder, tiny_checkpoint, scheme, tmp_path)
     assert not found.passed
     assert found.checks[check].faults, found.summary()
+
+
+def scale_of_an_input(factor: float) -> Callable[[Tensors], str]:
+    def change(tensors: Tensors) -> str:
+        tensors[f"{LAYER}experts.3.down_proj.input_global_scale"] *= factor
+        return "calibrated"
+
+    return change
+
+
+def global_scale_of_k(tensors: Tensors) -> str:
+    tensors[f"{LAYER}self_attn.k_proj.weight_global_scale"] *= 1.001
+    return "shared"
+
+
+def global_scale_of_an_experts_up(tensors: Tensors) -> str:
+    tensors[f"{LAYER}experts.3.up_proj.weight_global_scale"] *= 1.001
+    return "shared"
+
+
+def input_scale_of_v(tensors: Tensors) -> str:
+    tensors[f"{LAYER}self_attn.v_proj.input_global_scale"] *= 2
+    return "shared"
+
+
+def input_scale_of(value: float) -> Callable[[Tensors], str]:
+    def change(tensors: Tensors) -> str:
+        tensors[f"{LAYER}experts.3.down_proj.input_global_scale"][0] = value
+        return "scales"
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        scale_of_an_input(1e6),
+        scale_of_an_input(1e-6),
+        scale_of_an_input(1 + 2**-22),
+        global_scale_of_k,
+        global_scale_of_an_experts_up,
+        input_scale_of_v,
+        input_scale_of(0.0),
+        input_scale_of(float("nan")),
+        input_scale_of(float("inf")),
+    ],
+)
+def test_wrong_scales_of_nvfp4_are_found(
+    nvfp4_artifact: Path, tiny_checkpoint: Path, tmp_path: Path, damage: Callable[[Tensors], str]
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(nvfp4_artifact, folder)
+    tensors = load_file(folder / "model.safetensors")
+    check = damage(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    found = run_verify(folder, tiny_checkpoint, "nvfp4", tmp_path)
+    assert not found.passed
+    assert found.checks[check].faults, found.summary()
+    assert read_json(tmp_path / "verification.json")["passed"] is False
+
+
+def flip_a_byte(share: float) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[int(len(data) * share)] ^= 1
+        path.write_bytes(data)
+
+    return change
+
+
+def route_to_one_expert(folder: Path) -> None:
+    config = read_json(folder / "config.json")
+    config["text_config"]["top_k_experts"] = 1
+    write_json(folder / "config.json", config)
+
+
+def change_generation(folder: Path) -> None:
+    write_json(folder / "generation_config.json", {"max_denoising_steps": 3})
+
+
+def leave_a_file(folder: Path) -> None:
+    (folder / ".env").write_text("TOKEN=1")
+
+
+def lose_the_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+EDITS = [
+    flip_a_byte(0.3), flip_a_byte(0.6), route_to_one_expert, change_generation, leave_a_file,
+    lose_the_tokenizer,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_convert_did_not_write_is_not_blessed(
+    nvfp4_artifact: Path, tiny_checkpoint: Path, tmp_path: Path, edit: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "edited"
+    shutil.copytree(nvfp4_artifact, folder)
+    shutil.copy(nvfp4_artifact.with_suffix(".json"), RunDir(tmp_path).conversion_json)
+    edit(folder)
+    found = run_verify(folder, tiny_checkpoint, "nvfp4", tmp_path, as_written=False)
+    assert "convert" in found.checks["unchanged"].faults[0]
+    assert read_json(tmp_path / "verification.json")["passed"] is False
+
+
+def test_without_convert_s_record_nothing_is_verified(
+    fp8_artifact: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    found = run_verify(fp8_artifact, tiny_checkpoint, "fp8", tmp_path, as_written=False)
+    assert "conversion.json is missing" in found.summary()
+
+
+def test_config_and_tokenizer_are_checked_by_themselves(
+    fp8_artifact: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Even where the record was made anew for the edited files."""
+    folder = tmp_path / "edited"
+    shutil.copytree(fp8_artifact, folder)
+    route_to_one_expert(folder)
+    (folder / "tokenizer.json").write_text("no JSON")
+    config = read_json(folder / "config.json")
+    config["quantization_config"]["ignore"].append("re:.*layers.4.mlp.*")
+    write_json(folder / "config.json", config)
+    found = run_verify(folder, tiny_checkpoint, "fp8", tmp_path)
+    faults = found.checks["config"].faults
+    assert any("text_config differs" in fault for fault in faults)
+    assert any("layers.4.mlp.gate_proj is BF16; the plan has FP8" in fault for fault in faults)
+    assert "not readable as JSON" in found.checks["tokenizer"].faults[0]
+
+
+@pytest.mark.parametrize("whole", [16, 1])
+def test_every_module_is_decompressed_at_least_in_part(
+    nvfp4_artifact: Path,
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    whole: int,
+) -> None:
+    """Our loader and compressed-tensors disagree by a sign of zero: no error sees that."""
+    monkeypatch.setattr(verify_weights, "DECOMPRESSED_PER_TENSOR", whole)
+    monkeypatch.setattr(verify_weights, "FAULTS_KEPT", 10_000)
+    read = verify_weights.read_module
+
+    def otherwise(*given: object) -> torch.Tensor:
+        weight = read(*given)  # type: ignore[arg-type]
+        return torch.where(weight == 0, -weight, weight)
+
+    monkeypatch.setattr(verify_weights, "read_module", otherwise)
+    found = run_verify(nvfp4_artifact, tiny_checkpoint, "nvfp4", tmp_path)
+    check = found.checks["decompression"]
+    assert len(check.faults) == check.looked_at == 6 * 8 * 3 + 6 * 3 + 6 * 4 - 1
+    assert [c.name for c in found.checks.values() if not c.passed] == ["decompression"]
+
+
+def test_weights_too_large_for_float32_squares(
+    fp8_artifact: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """An infinite error is no number in JSON, and fails."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(fp8_artifact, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = f"{LAYER}mlp.up_proj"
+    tensors[f"{name}.weight_scale"][:] = 3e38
+    save_file(tensors, folder / "model.safetensors")
+    found = run_verify(folder, tiny_checkpoint, "fp8", tmp_path)
+    assert any(name in fault for fault in found.checks["error"].faults)
+    assert read_json(tmp_path / "verification.json")["relative_error"][f"{name}.weight"] is None
 
 
 def test_another_source_is_found(

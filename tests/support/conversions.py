@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from tiny import LAYERS
 
 from quantize.checkpoints.reader import Checkpoint
-from quantize.checkpoints.targets import Target, plan_targets
+from quantize.checkpoints.targets import Target, fused_with, plan_targets
 from quantize.recipe import Recipe, load_recipe
 from quantize.stages.convert import Conversion, convert
 
@@ -26,9 +26,11 @@ def recipe_for(scheme: str | dict[str, list[str]], observer="memoryless_minmax")
 
 
 def write_input_scales(path: Path, targets: list[Target]) -> dict[str, float]:
-    """Write a scale of its own for every NVFP4 module."""
+    """Write a scale for every NVFP4 module, one of its own for every input."""
     modules = [m for t in targets if t.scheme and t.scheme.calibrated for m in t.modules]
-    scales = {m: 100.0 + i for i, m in enumerate(modules)}
+    inputs = {m: fused_with(m) for m in modules}  # what a server fuses reads one input
+    order = {name: i for i, name in enumerate(dict.fromkeys(inputs.values()))}
+    scales = {m: 100.0 + order[name] for m, name in inputs.items()}
     tensors = {f"{m}.input_global_scale": torch.tensor([s]) for m, s in scales.items()}
     save_file(tensors, path)
     return scales

@@ -43,6 +43,12 @@ class Foreign:
     exact: dict[str, np.ndarray] = field(default_factory=dict)
     single: dict[str, np.ndarray] = field(default_factory=dict)
     shared: dict[str, np.float32] = field(default_factory=dict)
+    fuses: bool = False
+
+    def scale(self, module: str, suffix: str, value: np.float32) -> np.float32:
+        """The first one's scale of Linears that a server fuses, where the maker sees to that."""
+        fused = re.sub("[qkv]_proj|(gate|up)_proj", "fused", module)
+        return self.shared.setdefault(f"{fused}.{suffix}", value) if self.fuses else value
 
     def add(self, name: str, dtype: str, shape: list[int], data: bytes) -> None:
         assert len(data) == DTYPES[dtype] * int(np.prod(shape)), name
@@ -55,6 +61,7 @@ class Foreign:
         """Write config.json and model.safetensors."""
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config))
+        (folder / "tokenizer.json").write_text("{}")
         header: dict[str, Any] = {}
         end = 0
         for name, (dtype, shape, data) in self.tensors.items():
@@ -87,9 +94,9 @@ def add_nvfp4(out: Foreign, module: str, rows: int, columns: int, kind: Format, 
     codes = rng.integers(0, 16, (rows, columns))
     blocks = rng.integers(0x38, 0x48, (rows, columns // 16))  # 1 to 3.75
     unit = np.float32(rng.uniform(0.2, 0.3) * columns**-0.5 / 6)
-    if kind == "ct-nvfp4":  # its inverse, shared by Linears that a server fuses
-        fused = re.sub("[qkv]_proj|(gate|up)_proj", "fused", module)
-        unit = out.shared.setdefault(fused, np.float32(1 / unit))
+    if kind == "ct-nvfp4":
+        unit = np.float32(1 / unit)
+    unit = out.scale(module, "weight", unit)
     packed = bytearray()
     for row in codes:
         for column in range(0, columns, 2):
@@ -101,12 +108,14 @@ def add_nvfp4(out: Foreign, module: str, rows: int, columns: int, kind: Format, 
     scale = E4M3[blocks].astype(np.float32)
     if kind == "ct-nvfp4":
         out.number(f"{module}.weight_global_scale", [1], unit)
-        out.number(f"{module}.input_global_scale", [1], np.float32(rng.uniform(300, 600)))
+        given = out.scale(module, "input", np.float32(rng.uniform(300, 600)))
+        out.number(f"{module}.input_global_scale", [1], given)
         scale, exact = scale / unit, E4M3[blocks] / float(unit)
     else:
         out.number(f"{module}.weight_scale_2", [], unit)
         if kind == "modelopt-nvfp4":
-            out.number(f"{module}.input_scale", [], np.float32(rng.uniform(0.001, 0.003)))
+            given = out.scale(module, "input", np.float32(rng.uniform(0.001, 0.003)))
+            out.number(f"{module}.input_scale", [], given)
         scale, exact = scale * unit, E4M3[blocks] * float(unit)
     assert scale.dtype == np.float32
     out.exact[module] = E2M1[codes] * np.repeat(exact, 16, axis=1)
@@ -119,7 +128,8 @@ def add_fp8(out: Foreign, module: str, rows: int, columns: int, kind: Format, rn
     if kind == "modelopt-fp8":
         scale = np.float32(rng.uniform(0.2, 0.3) * columns**-0.5)
         out.number(f"{module}.weight_scale", [], scale)
-        out.number(f"{module}.input_scale", [], np.float32(rng.uniform(0.01, 0.03)))
+        given = out.scale(module, "input", np.float32(rng.uniform(0.01, 0.03)))
+        out.number(f"{module}.input_scale", [], given)
         scales = np.full((1, 1), scale)
     else:
         scales = (rng.uniform(0.2, 0.3, (rows, 1)) * columns**-0.5).astype(np.float32)
@@ -128,9 +138,9 @@ def add_fp8(out: Foreign, module: str, rows: int, columns: int, kind: Format, rn
     out.single[module] = E4M3[codes].astype(np.float32) * scales
 
 
-def foreign(source: Path, kinds: dict[str, Format]) -> Foreign:
+def foreign(source: Path, kinds: dict[str, Format], *, fuses: bool = False) -> Foreign:
     """Quantize a BF16 checkpoint's Linears of each class ("experts", "self_attn", "mlp") as stated."""
-    out, rng = Foreign(), np.random.default_rng(0)
+    out, rng = Foreign(fuses=fuses), np.random.default_rng(0)
     for name, tensor in load_file(source / "model.safetensors").items():
         shape = list(tensor.shape)
         found = linears(name, shape)

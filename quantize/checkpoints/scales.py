@@ -1,0 +1,64 @@
+"""The scales of whole matrices, global ones and those of inputs: what a server makes of them.
+
+A server reads q/k/v of a layer as one matrix with one global scale, and gate/up of an expert or MLP
+as another; it takes the first one's, or the largest, and multiplies all rows with it. A scale of 0 is
+divided by, and one that is missing is loaded as 0. Experts may differ from each other.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import fused_with
+from quantize.schemes import INPUT_SCALES, TENSOR_SCALES
+
+LAYER_EXPERT = re.compile(r"(.*\.experts)\.\d+\..+")
+Scales = dict[str, dict[str, float]]  # module -> suffix -> value
+Finding = tuple[bool, str]  # whether it is right, and what is wrong if not
+
+
+def read_scales(checkpoint: Checkpoint) -> Scales:
+    """Read every scale of a whole matrix: one number a tensor."""
+    found: Scales = defaultdict(dict)
+    for name in checkpoint.tensors:
+        module, _, suffix = name.rpartition(".")
+        if suffix in TENSOR_SCALES and checkpoint.tensors[name].shape in ((), (1,)):
+            found[module][suffix] = checkpoint.read(name).item()
+    return dict(found)
+
+
+def positive(scales: Scales) -> Iterator[Finding]:
+    """Find scales that are not finite numbers above 0."""
+    for module, own in scales.items():
+        for suffix, value in own.items():
+            ok = math.isfinite(value) and value > 0
+            yield ok, f"{module}.{suffix} is {value}, not above 0"
+
+
+def shared(scales: Scales) -> Iterator[Finding]:
+    """Find Linears that a server fuses, and whose scales differ."""
+    first: dict[tuple[str, str], tuple[str, float]] = {}
+    for module, own in scales.items():
+        for suffix, value in own.items():
+            other, expected = first.setdefault((fused_with(module), suffix), (module, value))
+            fault = (
+                f"{module}.{suffix} is {value:g} and {other}'s is {expected:g}: a server fuses them"
+            )
+            if module != other:
+                yield value == expected or (math.isnan(value) and math.isnan(expected)), fault
+
+
+def complete(scales: Scales) -> Iterator[Finding]:
+    """Find Linears without the input scale that another one of their matrix or layer of experts has."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for module in scales:
+        match = LAYER_EXPERT.fullmatch(module)
+        groups[match[1] if match else fused_with(module)].append(module)
+    for modules in groups.values():
+        for suffix in INPUT_SCALES:
+            if having := [module for module in modules if suffix in scales[module]]:
+                for module in modules:
+                    missing = f"{module}.{suffix} is missing, and {having[0]} has one"
+                    yield suffix in scales[module], missing

@@ -1,0 +1,174 @@
+"""Every quantized Linear alone, on what really flows into it: which one is wrong, which range is.
+
+The logits of a replay average over all experts and layers; one expert in another's place moves them
+less than rounding does. Here BF16 denoises held-out trajectories and each of its inputs x also meets
+the quantized weight W' of that Linear:
+
+    error    |x W^T - x W'^T| / |x W^T| over all tokens of a first canvas that reached it
+    range    largest |x| in prompts and canvas, over the calibrated range 6 * 448 / input_global_scale
+    clipped  share of the values beyond that range
+
+Rounded weights have an error near that of the weights themselves (0.1 for NVFP4, 0.03 for FP8),
+another expert's weights one of about 1.4. A range is at fault beyond a factor of 8 in either
+direction: held-out activations are not those that calibration saw, and an expert that few tokens
+reached has its layer's range. An error in checkpoint and calibration alike shows here too.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantize.checkpoints.layout import schemes_by_module
+from quantize.checkpoints.load import read_input_schemes, read_module
+from quantize.checkpoints.reader import Checkpoint
+from quantize.rounding import E2M1_MAX, FP8_MAX
+from quantize.runtime.engine import Engine
+from quantize.runtime.trajectory import Trajectory
+
+ERRORS_ALLOWED = 3.0  # times the error that the scheme's weights may have
+RANGE_FACTOR = 8.0
+MAX_CLIPPED = 0.01
+PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
+
+
+def check_linears(
+    reference: Engine,
+    source: Path,
+    artifact: Path,
+    trajectories: Sequence[Trajectory],
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what fidelity.json holds of the quantized Linears, and one sentence for every fault.
+
+    `trajectories`: at most `reference.capacity`, a batch.
+    """
+    errors = Errors(Checkpoint.open(source), Checkpoint.open(artifact))
+    ranges = InputRanges(errors.artifact)
+    canvas = torch.stack([item.steps[0][-1] for item in trajectories])
+    with reference.watching(ranges.see):
+        passes = reference.passes([item.prompt.ids for item in trajectories])
+    with reference.watching(ranges.see, errors.see):
+        passes.decode(list(range(len(trajectories))), canvas.to(passes.device), None)
+    return {"error": errors.summary()}, [*errors.faults(), *ranges.faults()]
+
+
+class Errors:
+    """Compares the products of BF16 and quantized weights with the same inputs."""
+
+    def __init__(self, source: Checkpoint, artifact: Checkpoint) -> None:
+        self.source, self.artifact = source, artifact
+        self.schemes = schemes_by_module(artifact.config)
+        self.found: dict[str, float] = {}
+
+    def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
+        """Observe one input: see `Engine.watching`."""
+        x = rows.flatten(0, -2).float()
+        if experts is None:
+            self._compare(name, x, self.source.read(f"{name}.weight"))
+            return
+        layer, projections = name.rpartition(".")[0], PROJECTIONS[name.rpartition(".")[2]]
+        x = x.repeat_interleave(experts.shape[1], 0)
+        for expert in experts.unique().tolist():
+            fused = self.source.read_rows(name, expert, expert + 1)[0]
+            own = x[experts.flatten() == expert]
+            for part, weight in zip(projections, fused.chunk(len(projections)), strict=True):
+                self._compare(f"{layer}.{expert}.{part}", own, weight)
+
+    def _compare(self, module: str, x: Tensor, weight: Tensor) -> None:
+        if module not in self.schemes:
+            return
+        mine = read_module(self.artifact, module, self.schemes[module])
+        difference = (weight.float() - mine.float()).to(x.device)
+        distance, norm = (x @ difference.T).norm(), (x @ weight.float().to(x.device).T).norm()
+        self.found[module] = (distance / norm).item() if norm > 0 else distance.item()
+
+    def summary(self) -> dict[str, float]:
+        """Return the largest error by Linear; of a layer's experts, by kind of projection."""
+        largest: dict[str, float] = {}
+        for module, error in self.found.items():
+            name = EXPERT.sub(r"\1.\3_proj", module)
+            largest[name] = max(largest.get(name, 0.0), float(f"{error:.4g}"))
+        return largest
+
+    def faults(self) -> list[str]:
+        """Return one sentence for every Linear whose products are not rounded ones."""
+        return [
+            f"{module}: its products on BF16's inputs are {error:.3g} away, above {limit:.3g}"
+            for module, error in self.found.items()
+            for limit in [ERRORS_ALLOWED * self.schemes[module].max_relative_error]
+            if not error <= limit
+        ]
+
+
+@dataclass
+class _Seen:
+    """Of one module: its calibrated range, the largest |x|, values seen and values beyond the range."""
+
+    range: float
+    amax: float = 0.0
+    count: int = 0
+    clipped: int = 0
+
+
+@dataclass
+class InputRanges:
+    """Compares what enters each calibrated Linear with the range its input scale stands for."""
+
+    artifact: Checkpoint
+    modules: dict[str, _Seen] = field(init=False)
+
+    def __post_init__(self) -> None:
+        scales = read_input_schemes(self.artifact).items()
+        self.modules = {
+            m: _Seen(FP8_MAX * E2M1_MAX / scale) for m, (_, scale) in scales if scale is not None
+        }
+
+    def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
+        """Observe one input: see `Engine.watching`."""
+        x = rows.flatten(0, -2).abs()
+        if experts is None:
+            self._note(name, x)
+            return
+        layer, projection = name.rsplit(".", 1)
+        for expert in experts.unique().tolist():
+            own = x[(experts == expert).any(-1)]
+            for part in PROJECTIONS[projection]:
+                self._note(f"{layer}.{expert}.{part}", own)
+
+    def _note(self, module: str, magnitude: Tensor) -> None:
+        if (seen := self.modules.get(module)) is not None:
+            seen.amax = max(seen.amax, magnitude.max().item())
+            seen.count += magnitude.numel()
+            seen.clipped += int((magnitude > seen.range).sum())
+
+    def faults(self) -> list[str]:
+        """Return one sentence for every range that clips too much or is far from what is there."""
+        layers: dict[str, float] = {}  # an expert may have the range of its layer's largest
+        for module, seen in self.modules.items():
+            kind = EXPERT.sub(r"\1.\3", module)
+            layers[kind] = max(layers.get(kind, 0.0), seen.amax)
+        return [
+            fault
+            for module, seen in self.modules.items()
+            if seen.count and (fault := _fault(module, seen, layers[EXPERT.sub(r"\1.\3", module)]))
+        ]
+
+
+def _fault(module: str, seen: _Seen, largest: float) -> str | None:
+    clipped = seen.clipped / seen.count
+    if clipped > MAX_CLIPPED:
+        return (
+            f"{module}: its input scale clips {clipped:.2%} of held-out activations, above "
+            f"{MAX_CLIPPED:.2%}"
+        )
+    if not seen.amax / RANGE_FACTOR <= seen.range <= largest * RANGE_FACTOR:
+        return (
+            f"{module}: its input scale stands for a range of {seen.range:.4g}, and held-out "
+            f"activations reach {seen.amax:.4g}; calibrate again"
+        )
+    return None

@@ -1,0 +1,115 @@
+"""Each quantized Linear alone on BF16's inputs: what the logits' mean hides, and which module it is."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conversions import recipe_for, run
+from safetensors.torch import load_file, save_file
+
+from quantize.checkpoints.load import load
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import plan_targets
+from quantize.recipe import load_recipe
+from quantize.runtime import Sampler
+from quantize.runtime.modules.engine import ModelEngine
+from quantize.runtime.ranges import Ranges
+from quantize.runtime.trajectory import Prompt, Trajectory, record
+from quantize.stages.calibrate import input_scales
+from quantize.stages.convert import convert
+from quantize.stages.linears import check_linears
+
+SAMPLER = Sampler(max_denoising_steps=3, eos_token_ids=(1, 50), pad_token_id=0)
+LAYER = "model.decoder.layers.3."
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Path) -> ModelEngine:
+    return ModelEngine(load(tiny_checkpoint), capacity=16)
+
+
+def recorded(model: ModelEngine, seed: int) -> list[Trajectory]:
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [
+        Prompt(tuple(torch.randint(110, 480, (n,), generator=generator).tolist()), False)
+        for n in (30, 30, 23, 34, 41, 41)
+    ]
+    return record(model, prompts, range(seed, seed + 6), sampler=SAMPLER, canvases=1, held_out=True)
+
+
+@pytest.fixture(scope="module")
+def trajectories(model: ModelEngine) -> list[Trajectory]:
+    return recorded(model, 10)
+
+
+@pytest.fixture(scope="module")
+def artifact(
+    model: ModelEngine,
+    tiny_checkpoint: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """NVFP4 with input scales of other prompts than those that are replayed."""
+    folder, recipe = tmp_path_factory.mktemp("linears"), load_recipe("nvfp4")
+    ranges = Ranges(8)
+    with model.watching(ranges.see):
+        recorded(model, 20)
+    source = Checkpoint.open(tiny_checkpoint)
+    targets = plan_targets(source.tensors, recipe.quantization)
+    scales = input_scales(ranges, [module for target in targets for module in target.modules])
+    path = folder / "scales.safetensors"
+    save_file({f"{m}.input_global_scale": s for m, s in scales.items()}, path)
+    convert(source, targets, folder / "out", recipe=recipe, input_scales=path)
+    return folder / "out"
+
+
+def faults_of(model, source, artifact, trajectories) -> list[str]:
+    return check_linears(model, source, artifact, trajectories)[1]
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "INT8_DYNAMIC", "NVFP4A16"])
+def test_rounded_weights_have_no_fault(model, tiny_checkpoint, trajectories, tmp_path, scheme):
+    run(tiny_checkpoint, tmp_path / "out", recipe_for(scheme))
+    found, faults = check_linears(model, tiny_checkpoint, tmp_path / "out", trajectories)
+    assert faults == []
+    assert len(found["error"]) == 6 * 3 + 6 * 3 + 6 * 4 - 1  # experts by kind, MLP, attention
+    assert 0.001 < min(found["error"].values()) < max(found["error"].values()) < 0.2
+
+
+def swap_two_experts(tensors: Tensors) -> set[str]:
+    for name in [n for n in tensors if n.startswith(f"{LAYER}experts.1.")]:
+        other = name.replace("experts.1.", "experts.4.")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+    return {f"{LAYER}experts.{e}.{p}_proj" for e in (1, 4) for p in ("gate", "up", "down")}
+
+
+def input_scale(module: str, factor: float) -> Callable[[Tensors], set[str]]:
+    def change(tensors: Tensors) -> set[str]:
+        tensors[f"{LAYER}{module}.input_global_scale"] *= factor
+        return {f"{LAYER}{module}"}
+
+    return change
+
+
+DAMAGE = [swap_two_experts] + [
+    input_scale(module, factor)
+    for module in ("self_attn.o_proj", "experts.2.gate_proj", "experts.2.down_proj")
+    for factor in (16, 1 / 16)
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_wrong_is_named_and_nothing_else(
+    model, tiny_checkpoint, artifact, trajectories, tmp_path, damage
+):
+    """An input scale 16 times too large or small would agree with a calibration that is as wrong."""
+    assert faults_of(model, tiny_checkpoint, artifact, trajectories) == []
+    folder = tmp_path / "damaged"
+    shutil.copytree(artifact, folder)
+    tensors = load_file(folder / "model.safetensors")
+    expected = damage(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    faults = faults_of(model, tiny_checkpoint, folder, trajectories)
+    assert {fault.split(":")[0] for fault in faults} == expected
