@@ -23,7 +23,7 @@ from quantize.progress import console, say
 from quantize.recipe import load_recipe, parse_recipe
 from quantize.run_dir import RunDir, read_json, write_json
 from quantize.stage import STAGES, Run, Stage
-from quantize.stages.estimate import estimate_table, sizes_table
+from quantize.stages.estimate import cannot_pass, estimate_table, sizes_table
 from quantize.stages.plan import plan_table, tensors_of_known
 
 
@@ -68,6 +68,8 @@ def start(
     if not folder.manifest_json.exists():
         write_json(folder.manifest_json, new_manifest(source, digest, recipe.name, model))
     console.print(plan_table(run.targets, f"{recipe.name}: {source.folder.name} -> {folder.path}"))
+    for sentence in cannot_pass(recipe):
+        say(sentence)
     return run
 
 
@@ -82,6 +84,8 @@ def show_plan(recipe_name: str, model: str | None, revision: str | None) -> None
     targets = plan_targets(tensors, recipe.quantization)
     screen = Console()
     screen.print(plan_table(targets, f"{recipe.name}: {model or 'the bundled model'}"))
+    for sentence in cannot_pass(recipe):
+        say(sentence)
     if model is not None:  # the rates are those of the real layer shapes
         screen.print(estimate_table(targets, recipe), sizes_table(tensors))
 

@@ -8,11 +8,21 @@ import difflib
 import hashlib
 import importlib.resources
 import json
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+from recovery.catalog import known_tasks
 
 from quantize.errors import InputError
 from quantize.rounding import Observer
@@ -25,6 +35,29 @@ else:
 Rounding = Literal["nearest", "gptq"]
 ActivationMode = Literal["none", "per_expert", "per_layer"]
 ACTIVATION_MODES: tuple[ActivationMode, ...] = get_args(ActivationMode)
+Estimand = Literal["these_questions", "such_questions"]
+
+
+def _existing_task(name: str) -> str:
+    known = known_tasks()
+    if name not in known:
+        raise ValueError(
+            f"no task named {name!r}{_nearest(name, known)}; there are: {', '.join(known)}"
+        )
+    return name
+
+
+def _valid_pattern(entry: str) -> str:
+    try:
+        re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+    except re.error as error:
+        raise ValueError(f"{entry!r} is not a regular expression: {error}") from error
+    return entry
+
+
+Task = Annotated[str, AfterValidator(_existing_task)]
+Pattern = Annotated[str, AfterValidator(_valid_pattern)]
+Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -49,9 +82,9 @@ class Quantization(Section):
     prompts' denoising (`quantize.gptq`); `nearest` reads no activations.
     """
 
-    scheme: SchemeName | dict[SchemeName, list[str]]
-    targets: list[str] = ["Linear"]
-    ignore: list[str]
+    scheme: SchemeName | dict[SchemeName, list[Pattern]]
+    targets: list[Pattern] = ["Linear"]
+    ignore: list[Pattern]
     observer: Observer = "memoryless_minmax"
     rounding: Rounding = "nearest"
 
@@ -80,7 +113,7 @@ class Calibration(Section):
 class Verification(Section):
     """Largest allowed relative error |W - W'| / |W| of any quantized source tensor, per scheme."""
 
-    max_relative_error: dict[SchemeName, float]
+    max_relative_error: dict[SchemeName, Limit]
 
 
 class Evaluation(Section):
@@ -89,9 +122,9 @@ class Evaluation(Section):
     `dtype` is that of both models' arithmetic, None for float32 on a CPU and BF16 on a GPU.
     """
 
-    tasks: list[str] = Field(min_length=1)
-    limit: dict[str, int] = {}
-    repeats: dict[str, int] = {}
+    tasks: list[Task] = Field(min_length=1)
+    limit: dict[Task, PositiveInt] = {}
+    repeats: dict[Task, PositiveInt] = {}
     seed: int = 0
     batch_size: int = Field(default=64, gt=0)
     activations: ActivationMode = "per_layer"
@@ -101,12 +134,16 @@ class Evaluation(Section):
 class Gate(Section):
     """The release gate.
 
-    `margin_pp`: allowed loss of accuracy in percentage points per task. `max_kl_nats`: largest mean
-    KL from BF16 on replayed trajectories per activation mode; a mode without one is not judged.
+    `estimand`: of what the loss is judged: `these_questions`, the benchmark as it stands, or
+    `such_questions`, of which it is a sample (recovery.estimands). It has no default: a margin says
+    nothing until it is known of what. `margin_pp`: allowed loss of accuracy in percentage points per
+    task. `max_kl_nats`: largest mean KL from BF16 on replayed trajectories per activation mode; a mode
+    without one is not judged.
     """
 
-    margin_pp: dict[str, float]
-    max_kl_nats: dict[ActivationMode, float] = {}
+    estimand: Estimand
+    margin_pp: dict[Task, Limit]
+    max_kl_nats: dict[ActivationMode, Limit] = {}
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
 
 
@@ -130,12 +167,21 @@ class Recipe(Section):
     gate: Gate
     bundled: Bundled = Bundled()
 
-    @field_validator("gate", mode="after")
-    @classmethod
-    def _margins_are_positive(cls, gate: Gate) -> Gate:
-        if any(margin <= 0 for margin in gate.margin_pp.values()):
-            raise ValueError("every margin_pp must be above 0")
-        return gate
+    @model_validator(mode="after")
+    def _has_every_limit(self) -> "Recipe":
+        """Find a limit that is missing now, not after hours of work."""
+        limits = self.verification.max_relative_error
+        for scheme in self.quantization.targets_by_scheme():
+            if scheme not in limits:
+                raise ValueError(
+                    f"verification.max_relative_error has no limit for scheme {scheme}"
+                )
+        bundled = self.bundled
+        _every_task_has_a_margin("", self.evaluation, self.gate)
+        _every_task_has_a_margin(
+            "bundled.", bundled.evaluation or self.evaluation, bundled.gate or self.gate
+        )
+        return self
 
     def for_bundled_model(self) -> "Recipe":
         """Return the recipe with its `bundled` sections in force."""
@@ -175,6 +221,12 @@ class Recipe(Section):
         return hashlib.sha256(text.encode()).hexdigest()[:7]
 
 
+def _every_task_has_a_margin(where: str, evaluation: Evaluation, gate: Gate) -> None:
+    for task in evaluation.tasks:
+        if task not in gate.margin_pp:
+            raise ValueError(f"{where}gate.margin_pp has no margin for task {task!r}")
+
+
 def shipped_recipes() -> dict[str, str]:
     """Return name -> YAML text of every recipe that ships with quantize."""
     folder = importlib.resources.files("quantize.recipes")
@@ -211,8 +263,10 @@ def load_recipe(name_or_path: str) -> Recipe:
 def parse_recipe(text: str, source: str) -> Recipe:
     """Parse and check the YAML text of a recipe; `source` names it in errors."""
     try:
-        fields = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        fields = yaml.load(text, _UniqueKeys)
+    except RecursionError as error:
+        raise InputError(f"recipe {source}: nested deeper than any recipe is") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise InputError(
             f"recipe {source}: not valid YAML: {' '.join(str(error).split())}"
         ) from error
@@ -221,19 +275,36 @@ def parse_recipe(text: str, source: str) -> Recipe:
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
-        # A misspelt key is reported before the key that it leaves missing.
-        first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+        # A misspelt key is reported before the key that it leaves missing, a wrong value before the
+        # other form that a field may take.
+        telling = ("extra_forbidden", "value_error")
+        first = min(error.errors(), key=lambda e: [e["type"] != kind for kind in telling])
         raise InputError(f"recipe {source}: {_explain(first)}") from error
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice: YAML's last one would win without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} stands twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
 
 
 def _explain(error: Any) -> str:
     """Turn pydantic's first error into one line: key, what is wrong, nearest known key."""
-    path = [str(part) for part in error["loc"]]
+    path = [str(part) for part in error["loc"] if "[" not in str(part)]  # not pydantic's own
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r}{_nearest(path[-1], _known_keys(path[:-1]))}"
     if error["type"] == "missing":
         return f"key {key!r} is missing"
+    if error["type"] == "value_error":  # one of the checks above
+        return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
     return f"{key}: {error['msg']} (found {error['input']!r})"
 
 

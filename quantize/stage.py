@@ -165,6 +165,7 @@ def evaluate_more(
         run.source.folder,
         digest,
         settings,
+        gate=run.recipe.gate,
         modes=[mode for mode in ACTIVATION_MODES if mode in modes],
         device=best_device(),
         **options,

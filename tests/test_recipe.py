@@ -1,5 +1,6 @@
-"""Recipes are strict: a misspelt key must never pass as a default."""
+"""Recipes are strict: a misspelt key must never pass as a default, nor a limit that limits nothing."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import yaml
 
 from quantize.errors import InputError
 from quantize.recipe import load_recipe, parse_recipe, shipped_recipes
+from quantize.stages.estimate import cannot_pass
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -53,7 +55,44 @@ def edited(**changes: object) -> str:
         ),
         ({"quantization__scheme": "NVFP5"}, "quantization.scheme"),
         ({"calibration__thinking": 2}, "calibration.thinking"),
-        ({"gate__margin_pp": {"gsm8k": 0}}, "above 0"),
+        ({"gate__margin_pp": {"gsm8k": 0}}, "gate.margin_pp.gsm8k: Input should be greater than 0"),
+        ({"gate__margin_pp__gsm8k": math.nan}, "gate.margin_pp.gsm8k: Input should be"),
+        ({"gate__margin_pp__gsm8k": math.inf}, "gate.margin_pp.gsm8k: Input should be"),
+        ({"gate__confidence": math.nan}, "gate.confidence: Input should be"),
+        ({"bundled__gate__max_kl_nats__none": math.nan}, "bundled.gate.max_kl_nats.none: Input"),
+        (
+            {"verification__max_relative_error": {"NVFP4": math.inf}},
+            "verification.max_relative_error.NVFP4: Input should be",
+        ),
+        (
+            {"verification__max_relative_error": {"FP8_DYNAMIC": 0.04}},
+            "verification.max_relative_error has no limit for scheme NVFP4",
+        ),
+        (
+            {"gate__estimand": "all_questions"},
+            "gate.estimand: Input should be 'these_questions' or",
+        ),
+        (
+            {"gate__margin_pp": {"aime25": 3, "gsm8k": 2}},
+            "gate.margin_pp has no margin for task 'gpqa_diamond'",
+        ),
+        (
+            {"bundled__evaluation__tasks": ["word_problems", "svamp"]},
+            "bundled.gate.margin_pp has no margin for task 'svamp'",
+        ),
+        ({"evaluation__tasks": ["gsm9k"]}, "no task named 'gsm9k' (did you mean 'gsm8k'?)"),
+        ({"evaluation__repeats": {"aime52": 64}}, "no task named 'aime52'"),
+        ({"evaluation__repeats__gsm8k": 0}, "evaluation.repeats.gsm8k: Input should be greater"),
+        ({"evaluation__limit": {"gsm8k": -1}}, "evaluation.limit.gsm8k: Input should be greater"),
+        (
+            {"quantization__ignore": ["lm_head", "re:(*router["]},
+            "quantization.ignore.1: 're:(*router[' is not a regular expression",
+        ),
+        ({"quantization__targets": ["re:["]}, "quantization.targets.0: 're:[' is not a regular"),
+        (
+            {"quantization__scheme": {"NVFP4": ["re:("]}},
+            "'re:(' is not a regular expression",
+        ),
     ],
 )
 def test_a_wrong_key_or_value_is_named(changes: dict[str, object], message: str) -> None:
@@ -69,6 +108,39 @@ def test_text_that_is_no_recipe_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(InputError) as error:
         parse_recipe(text, "mine.yaml")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 20_000, "nested deeper"),
+        ("[" * 20_000 + "]" * 20_000, "nested deeper"),
+        ("name: a\nname: b\n", "key 'name' stands twice"),
+        ("gate: {margin_pp: {gsm8k: 2, gsm8k: 50}}", "key 'gsm8k' stands twice"),
+        ("name: 2026-13-45", "not valid YAML"),
+    ],
+    ids=["open", "closed", "twice", "twice inside", "no date"],
+)
+def test_yaml_that_says_nothing_certain_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse_recipe(text, "mine.yaml")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_estimand_has_no_default() -> None:
+    fields = yaml.safe_load(edited())
+    del fields["gate"]["estimand"]
+    with pytest.raises(InputError, match=r"key 'gate\.estimand' is missing"):
+        parse_recipe(yaml.safe_dump(fields), "mine.yaml")
+
+
+def test_a_plan_says_on_which_tasks_pass_cannot_be_reached() -> None:
+    assert cannot_pass(load_recipe("nvfp4")) == []
+    such = parse_recipe(edited(gate__estimand="such_questions"), "mine.yaml")
+    (sentence,) = cannot_pass(such)
+    assert sentence.startswith("aime25: PASS cannot be reached: 30 questions cannot exclude")
+    assert len(cannot_pass(such.limited_to(20))) == 3
 
 
 def test_unknown_recipe_names_the_nearest() -> None:

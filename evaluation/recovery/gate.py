@@ -1,13 +1,17 @@
 """The verdict: PASS, FAIL or INCONCLUSIVE against a margin declared before the run.
 
+The recipe also declares what is judged (`estimands`): `these_questions`, the loss on this benchmark as
+it stands, or `such_questions`, the loss on questions like these.
+
 Per task, with L and U the one-sided lower and upper confidence bounds of the paired difference:
   PASS          L > -margin: a loss as large as the margin is excluded (non-inferiority)
   FAIL          U < -margin: a loss larger than the margin is shown
-  INCONCLUSIVE  neither; the verdict says how many questions would decide
-At 95 % confidence a model that loses exactly the margin passes one time in twenty, and fails one
-time in twenty. "Not significantly worse" is not PASS: that would reward small evaluations. Nor is an
-interval of width 0 over a handful of questions: PASS also needs enough samples to have met a loss as
-large as the margin (`statistics.unseen_loss_p`).
+  INCONCLUSIVE  neither; the verdict says how much would decide
+At 95 % confidence a model that loses exactly the margin passes at most one time in twenty, and fails at
+most one time in twenty. "Not significantly worse" is not PASS: that would reward small evaluations. Nor
+is an interval of width 0 over a handful of questions: PASS also needs enough units (answers to these
+questions, or such questions) to have met a loss as large as the margin (`estimands.unseen_loss_p`).
+Where a recipe asks for fewer, PASS cannot be reached, and `out_of_reach` says so before the run.
 
 What decides is the comparison's two p-values alone; the bounds say the same (see `statistics`).
 
@@ -16,14 +20,20 @@ when some task fails after Holm's correction, so that many tasks do not make a f
 NOT COMPARABLE when the two sides were not asked the same under the same conditions.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from recovery.statistics import Comparison, holm, questions_needed
+from recovery.estimands import ROUNDING, Estimand, unseen_loss_p
+from recovery.statistics import Comparison, holm
 
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT COMPARABLE"]
 EXIT_CODES: dict[Outcome, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 4, "NOT COMPARABLE": 4}
+IN_WORDS: dict[Estimand, str] = {
+    "these_questions": "on these questions",
+    "such_questions": "on questions like these",
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Verdict:
 
     outcome: Outcome
     reason: str
+    estimand: Estimand | None = None  # what was judged; None when it did not come to that
 
     @property
     def exit_code(self) -> int:
@@ -41,31 +52,54 @@ class Verdict:
 
 def judge_task(task: str, comparison: Comparison) -> Verdict:
     """Judge one task on its own."""
+    seen, estimand = _seen(task, comparison), comparison.estimand
     if _within(comparison.p_at_least_margin, comparison):
-        return Verdict("PASS", _seen(task, comparison))
+        return Verdict("PASS", seen, estimand)
     if _within(comparison.p_at_most_margin, comparison):
-        return Verdict("FAIL", _seen(task, comparison))
-    return Verdict("INCONCLUSIVE", f"{_seen(task, comparison)}; {_needed(comparison)}")
+        return Verdict("FAIL", seen, estimand)
+    return Verdict("INCONCLUSIVE", f"{seen}; {_needed(comparison)}", estimand)
 
 
 def judge(comparisons: Mapping[str, Comparison]) -> Verdict:
     """Judge a run over all its tasks.
 
     Raises:
-        ValueError: there is no task.
+        ValueError: there is no task, or tasks have differing estimands.
     """
     if not comparisons:
         raise ValueError("no task was compared")
+    estimand = next(iter(comparisons.values())).estimand
+    if odd := [task for task, c in comparisons.items() if c.estimand != estimand]:
+        raise ValueError(f"{odd[0]} is not judged on {estimand}, as other tasks are")
     verdicts = {task: judge_task(task, c) for task, c in comparisons.items()}
     adjusted = holm({task: c.p_at_most_margin for task, c in comparisons.items()})
     failed = [task for task, c in comparisons.items() if _within(adjusted[task], c)]
     if failed:
-        return Verdict("FAIL", "; ".join(verdicts[task].reason for task in failed))
+        return Verdict("FAIL", "; ".join(verdicts[task].reason for task in failed), estimand)
     if all(verdict.outcome == "PASS" for verdict in verdicts.values()):
-        return Verdict("PASS", "; ".join(verdict.reason for verdict in verdicts.values()))
-    return Verdict(
-        "INCONCLUSIVE",
-        "; ".join(_open(verdict) for verdict in verdicts.values() if verdict.outcome != "PASS"),
+        return Verdict("PASS", "; ".join(verdict.reason for verdict in verdicts.values()), estimand)
+    still_open = (_open(verdict) for verdict in verdicts.values() if verdict.outcome != "PASS")
+    return Verdict("INCONCLUSIVE", "; ".join(still_open), estimand)
+
+
+def out_of_reach(
+    task: str,
+    estimand: Estimand,
+    *,
+    questions: int,
+    repeats: int,
+    margin_pp: float,
+    confidence: float,
+) -> str | None:
+    """Return why PASS cannot be reached whatever the answers are, None when it can."""
+    units = questions if estimand == "such_questions" else questions * repeats
+    if unseen_loss_p(units, margin_pp) <= 1 - confidence + ROUNDING:
+        return None
+    least = math.ceil(-math.log(1 - confidence) / margin_pp * 100)
+    what = "questions" if estimand == "such_questions" else "answers"
+    return (
+        f"{task}: PASS cannot be reached: {units} {what} cannot exclude a loss of {margin_pp:g} pp "
+        f"{IN_WORDS[estimand]} at {confidence:.0%}, {least} can; FAIL can be reached"
     )
 
 
@@ -80,13 +114,13 @@ def not_comparable(base: Mapping[str, Any], quantized: Mapping[str, Any]) -> Ver
 
 
 def _within(p_value: float, comparison: Comparison) -> bool:
-    return p_value <= 1 - comparison.confidence + 1e-12  # 1 - 0.9 is a little under 0.1
+    return p_value <= 1 - comparison.confidence + ROUNDING
 
 
 def _seen(task: str, comparison: Comparison) -> str:
     bounds = comparison.difference_bounds
     return (
-        f"{task}: {comparison.difference_pp:+.2f} pp "
+        f"{task}: {comparison.difference_pp:+.2f} pp {IN_WORDS[comparison.estimand]} "
         f"(one-sided {comparison.confidence:.0%} bounds {bounds.low:+.2f} and {bounds.high:+.2f}), "
         f"margin {comparison.margin_pp:g} pp, "
         f"{comparison.questions} questions x {comparison.repeats}"
@@ -94,16 +128,13 @@ def _seen(task: str, comparison: Comparison) -> str:
 
 
 def _needed(comparison: Comparison) -> str:
-    needed = questions_needed(
-        comparison.difference_pp,
-        comparison.deviation_pp,
-        comparison.margin_pp,
-        comparison.confidence,
-        comparison.repeats,
-    )
-    if needed is None:
+    if comparison.needed is None:
         return "no number of questions decides, were the difference as observed"
-    return f"about {needed} questions would decide, were the difference as observed"
+    if comparison.estimand == "these_questions":
+        answers = math.ceil(comparison.repeats * comparison.needed)
+        return f"about {answers} answers a question would decide, were the difference as observed"
+    questions = math.ceil(comparison.questions * comparison.needed)
+    return f"about {questions} questions would decide, were the difference as observed"
 
 
 def _open(verdict: Verdict) -> str:

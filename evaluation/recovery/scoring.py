@@ -8,7 +8,6 @@ A private task (GPQA) leaves no text behind: its rows hold hashes, letters and c
 datasets library makes of a local file lies in a temporary folder.
 """
 
-import importlib.resources
 import json
 import logging
 import tempfile
@@ -22,6 +21,7 @@ import yaml
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
+from recovery.catalog import TASKS, THINKING, is_private, known_tasks
 from recovery.filters import final_choice
 from recovery.lm import BlockDiffusionLM, without_thinking
 from recovery.samples import (
@@ -34,8 +34,6 @@ from recovery.samples import (
     SampleStore,
 )
 
-TASKS = Path(str(importlib.resources.files("recovery").joinpath("tasks")))
-THINKING = "_thinking"
 READERS = {".jsonl": "json", ".csv": "csv"}  # what a local data set may be, and who reads it
 NO_ANSWER = "[invalid]"  # what lm-eval's regex filter returns when nothing matches
 
@@ -90,11 +88,6 @@ class Scoring:
         for row in self.rows:
             scores.setdefault(f"{row.doc_id}-{row.doc_hash}", []).append(row.score)
         return scores
-
-
-def known_tasks() -> list[str]:
-    """Return the names of the tasks that ship."""
-    return sorted(path.stem for path in TASKS.glob("*.yaml"))
 
 
 def local_data(task: str, folder: Path) -> Path | None:
@@ -210,12 +203,6 @@ def _remedy(task: str) -> str:
     )
     name = task.removesuffix(THINKING)
     return f"{token}put {name}.jsonl or {name}.csv into a folder for --data-dir"
-
-
-def is_private(task: str) -> bool:
-    """Return whether a task's questions and answers must not be written anywhere."""
-    text = (TASKS / f"{task.removesuffix(THINKING)}.yaml").read_text("utf-8")
-    return "private: true" in text
 
 
 def _letter(text: str) -> str:

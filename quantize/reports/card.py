@@ -23,6 +23,7 @@ from jinja2 import Environment, StrictUndefined
 
 from quantize.errors import InputError
 from quantize.recipe import Recipe
+from quantize.reports.render import JUDGED, OTHER_INTERVAL
 from quantize.run_dir import RunDir, read_json
 
 # Task -> (data set on the Hub, name of the task in it): gpqa_diamond is the Hub's own name, the others
@@ -90,6 +91,8 @@ def card(run: RunDir, recipe: Recipe, repo: str, override: Override | None) -> s
         front_matter=front_matter(run, recipe, manifest, base),
         name=repo.split("/")[-1],
         interval=_interval,
+        judged=JUDGED[recipe.gate.estimand],
+        other_interval=OTHER_INTERVAL[recipe.gate.estimand],
         repo=repo,
         base=base,
         report=report,
@@ -193,7 +196,8 @@ def eval_results(report: dict[str, Any]) -> dict[str, str]:
             task_id=dataset[1],
             value=round(100 * task["quantized"], 4),
             notes=(
-                f"accuracy in %, {task['confidence']:.0%} interval {low:.2f} to {high:.2f}; "
+                f"accuracy in %, {task['confidence']:.0%} interval {low:.2f} to {high:.2f} "
+                f"({task['estimand'].replace('_', ' ')}); "
                 f"{task['questions']} questions x {task['repeats']}; thinking "
                 f"{'on' if name.endswith(THINKING) else 'off'}; BF16 under the same conditions "
                 f"{100 * task['base']:.2f}; activations {task['activations']}"

@@ -1,8 +1,8 @@
 """Two runs side by side: their quantized models on the same questions, paired.
 
 The question of a recipe's author: did this change of scheme, calibration or ignore list matter? The
-interval of the paired difference answers it; two recoveries side by side do not. Scores are compared
-only where both runs asked the same under the same conditions.
+interval of the paired difference answers it, for questions like those asked; two recoveries side by
+side do not. Scores are compared only where both runs asked the same under the same conditions.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,9 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
     entries: dict[str, dict[str, Any]] = {}
     for task in tasks_of[0]:
         ours, theirs = (read_scoring(run.evaluation / QUANTIZED, task) for run in (a, b))
-        entries[task], _ = pair(ours, theirs, margin_pp=100, confidence=CONFIDENCE)
+        entries[task], _ = pair(
+            ours, theirs, estimand="such_questions", margin_pp=100, confidence=CONFIDENCE
+        )
     reasons = (f"{t}: {e['not_comparable']}" for t, e in entries.items() if e["not_comparable"])
     return RunComparison(entries, _facts(a, b), next(reasons, None))
 

@@ -28,6 +28,19 @@ FIDELITY = {  # key in fidelity.json -> what it is called
     "acceptance_jaccard": "acceptance, Jaccard",
     "commit_agreement": "commit agreement",
 }
+JUDGED = {  # estimand -> what is judged, and what is not
+    "these_questions": (
+        "Judged: the loss on these questions, the benchmark as it stands; chance is in the answers."
+    ),
+    "such_questions": (
+        "Judged: the loss on questions like these, of which they are a sample; chance is in the "
+        "questions."
+    ),
+}
+OTHER_INTERVAL = {  # estimand -> what the interval of the other one is called
+    "these_questions": "on such questions, pp",
+    "such_questions": "on these questions, pp",
+}
 OUTCOME_TAGS = {"FAIL": "failure", "INCONCLUSIVE": "skipped", "NOT COMPARABLE": "error"}
 
 
@@ -40,6 +53,8 @@ def html(content: dict[str, Any]) -> str:
         report=content,
         plots=plots,
         note=BUNDLED_NOTE,
+        judged=JUDGED[content["verdict"]["estimand"]],
+        other_interval=OTHER_INTERVAL[content["verdict"]["estimand"]],
         scored_with=scored_with(content["tasks"]),
         fidelity_columns=FIDELITY,
         fidelity_rows=fidelity_rows(content["fidelity"]) if content["fidelity"] else [],
@@ -52,6 +67,7 @@ def summary(content: dict[str, Any]) -> Group:
     colour = {"PASS": "green", "FAIL": "red"}.get(verdict["outcome"], "yellow")
     head = Text.assemble((verdict["outcome"], f"bold {colour}"), f"  {content['recipe']['name']}\n")
     head.append(f"{verdict['reason']}\n")
+    head.append(f"{JUDGED[verdict['estimand']]}\n", "dim")
     head.append(f"{BUNDLED_NOTE if model['bundled'] else model['model']}\n", "dim")
     table = Table("", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in ("BF16", "quantized", "difference, pp", "recovery, %"):
@@ -125,6 +141,7 @@ def markdown(content: dict[str, Any]) -> str:
     parts = [
         f"# {content['verdict']['outcome']}: {content['recipe']['name']}",
         content["verdict"]["reason"],
+        JUDGED[content["verdict"]["estimand"]],
         BUNDLED_NOTE if content["model"]["bundled"] else f"Model: {content['model']['model']}",
         "## Recovery",
         _recovery_table(content["tasks"]),
@@ -174,11 +191,11 @@ def _noise_floor_section(tasks: list[dict[str, Any]]) -> list[str]:
 
 def _recovery_table(tasks: list[dict[str, Any]]) -> str:
     columns = ("task", "activations", "n x k", "BF16", "quantized", "difference, pp", "recovery, %",
-               "lost / won", "tokens per forward")  # fmt: skip
+               OTHER_INTERVAL[tasks[0]["estimand"]], "lost / won", "tokens per forward")  # fmt: skip
     rows: list[tuple[object, ...]] = []
     for t in tasks:
         if t["not_comparable"]:
-            rows.append((t["task"], t["activations"], "-", t["not_comparable"], *["-"] * 5))
+            rows.append((t["task"], t["activations"], "-", t["not_comparable"], *["-"] * 6))
             continue
         rows.append(
             (
@@ -191,6 +208,7 @@ def _recovery_table(tasks: list[dict[str, Any]]) -> str:
                 "-"
                 if t["recovery"] is None
                 else f"{t['recovery']:.1f} {_interval(t['recovery_interval'], '.1f')}",
+                _interval(t["other_interval"], "+.2f"),
                 "-" if t["lost"] is None else f"{t['lost']} / {t['won']}",
                 _both(t, "tokens_per_forward"),
             )

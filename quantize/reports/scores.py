@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from recovery.gate import not_comparable
+from recovery.estimands import Estimand
+from recovery.gate import Verdict, not_comparable
 from recovery.scoring import Row, Scoring
 from recovery.statistics import Comparison, compare
 
@@ -20,6 +21,7 @@ def pair(
     base: Scoring,
     other: Scoring,
     *,
+    estimand: Estimand,
     margin_pp: float,
     confidence: float,
     other_seed: bool = False,
@@ -29,9 +31,10 @@ def pair(
     Args:
         base: what `bf16_counts` describes.
         other: what `quantized_counts` describes.
+        estimand: of what the difference is judged.
         margin_pp: allowed loss.
         confidence: of the intervals.
-        other_seed: whether the two may have different seeds (the noise floor).
+        other_seed: whether the two must have different seeds (the noise floor).
     """
     ignored = {"seed", "seeds"} if other_seed else set[str]()
     ours, theirs = (
@@ -39,19 +42,31 @@ def pair(
         for side in (base, other)
     )
     differs = not_comparable(ours, theirs)
+    if other_seed and _share_a_seed(base, other):
+        differs = Verdict(
+            "NOT COMPARABLE", "both sides have the same seed: no noise is between them"
+        )
     comparison = None
     if differs is None:
         comparison = compare(
-            base.by_question(), other.by_question(), margin_pp=margin_pp, confidence=confidence
+            base.by_question(),
+            other.by_question(),
+            estimand=estimand,
+            margin_pp=margin_pp,
+            confidence=confidence,
         )
     entry = {
         "not_comparable": differs.reason if differs else None,
-        **(asdict(comparison) if comparison else {"margin_pp": margin_pp}),
+        **(asdict(comparison) if comparison else {"estimand": estimand, "margin_pp": margin_pp}),
         "made_with": other.made_with | {"dtype": other.conditions.get("sampler", {}).get("dtype")},
         "bf16_counts": counts(base.rows),
         "quantized_counts": counts(other.rows),
     }
     return entry, comparison
+
+
+def _share_a_seed(base: Scoring, other: Scoring) -> bool:
+    return any(a.seed == b.seed for a, b in zip(base.rows, other.rows, strict=False))
 
 
 def read_scoring(folder: Path, task: str) -> Scoring:

@@ -9,6 +9,8 @@ says what it assumes.
 import os
 from collections.abc import Mapping
 
+from recovery.catalog import questions
+from recovery.gate import out_of_reach
 from rich.table import Table
 
 from quantize.checkpoints.reader import TensorInfo
@@ -23,7 +25,6 @@ CALIBRATION_STEP_SECONDS = 25.2 / (64 * 16)
 CALIBRATION_GPU_BYTES = 81.9e9  # the most allocated in that run; 52 GB of it are the weights
 SERVED_TOKENS_A_SECOND = 1450  # vLLM 0.26, BF16, batch 4, 16 steps a canvas, one H200
 ASSUMED_ANSWER_TOKENS = 1024
-QUESTIONS = {"aime25": 30, "gpqa_diamond": 198, "gsm8k": 1319}
 # Bytes of published checkpoints: what a plan can be compared with.
 PUBLISHED = {
     "fp8_dynamic": "27.2 GB, RedHatAI FP8-dynamic",
@@ -77,13 +78,35 @@ def calibration_steps(recipe: Recipe, steps: int = 48) -> int:
 
 def evaluation_answers(recipe: Recipe) -> int:
     """Return how many answers each model gives, over the tasks whose size is known."""
-    evaluation = recipe.evaluation
-    limit = evaluation.limit or {}
     return sum(
-        min(QUESTIONS[task], limit.get(task, QUESTIONS[task])) * evaluation.repeats.get(task, 1)
-        for task in evaluation.tasks
-        if task in QUESTIONS
+        questions * recipe.evaluation.repeats.get(task, 1)
+        for task, questions in known_sizes(recipe).items()
     )
+
+
+def known_sizes(recipe: Recipe) -> dict[str, int]:
+    """Return task -> questions that are asked, of the tasks whose data set's size is known."""
+    found: dict[str, int] = {}
+    for task in recipe.evaluation.tasks:
+        if (size := questions(task)) is not None:
+            found[task] = min(size, recipe.evaluation.limit.get(task, size))
+    return found
+
+
+def cannot_pass(recipe: Recipe) -> list[str]:
+    """Return a sentence for each task on which the gate cannot PASS, whatever the answers are."""
+    found = (
+        out_of_reach(
+            task,
+            recipe.gate.estimand,
+            questions=questions,
+            repeats=recipe.evaluation.repeats.get(task, 1),
+            margin_pp=recipe.gate.margin_pp[task],
+            confidence=recipe.gate.confidence,
+        )
+        for task, questions in known_sizes(recipe).items()
+    )
+    return [sentence for sentence in found if sentence]
 
 
 def sizes_table(tensors: Mapping[str, TensorInfo]) -> Table:

@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from recovery.catalog import is_private, known_tasks
+from recovery.gate import out_of_reach
 from recovery.samples import Batch, Finished, SampleStore, Share
 from recovery.scoring import (
     Scoring,
     first_requests,
-    is_private,
-    known_tasks,
     local_data,
     score,
     size,
@@ -46,7 +46,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.manifest import fingerprint
 from quantize.progress import say, track
-from quantize.recipe import ActivationMode, Evaluation
+from quantize.recipe import ActivationMode, Evaluation, Gate
 from quantize.run_dir import RunDir, read_json, write_json, write_text
 from quantize.runtime import Sampler
 from quantize.stages.answerer import Answerer
@@ -118,6 +118,7 @@ def evaluate(
     digest: str,
     settings: Evaluation,
     *,
+    gate: Gate | None = None,
     modes: Sequence[ActivationMode] = (),
     noise_floor: bool = False,
     data_dir: Path | None = None,
@@ -133,6 +134,7 @@ def evaluate(
         source: folder of the BF16 checkpoint.
         digest: its fingerprint.
         settings: tasks, limits, repeats, seed.
+        gate: what the scores will be judged by; where PASS cannot be reached, that is said first.
         modes: activation modes to score besides the recipe's.
         noise_floor: whether BF16 is scored once more, with another seed.
         data_dir: folder with <task>.jsonl or .csv files in place of data sets on the Hub.
@@ -168,6 +170,8 @@ def evaluate(
             backend = model(run.checkpoint, quantized, mode, server)
             sides.append(Side(name, backend, settings.seed))
         jobs = _jobs(run, sides, settings, data)
+        if gate is not None:
+            _announce_limits(jobs, gate)
         _announce(jobs)
         for job, following in zip_longest(jobs, jobs[1:]):
             _score(run, job, settings, share)
@@ -266,6 +270,23 @@ def _announce(jobs: Sequence[Job]) -> None:
     if jobs:
         tokens = sum(job.samples * job.token_limit for job in jobs)
         say(f"at most {tokens:,} tokens, were no answer to end before its limit")
+
+
+def _announce_limits(jobs: Sequence[Job], gate: Gate) -> None:
+    """Say on which tasks PASS cannot be reached, now that the sizes of their data sets are known."""
+    for job in jobs:
+        if job.side.name == QUANTIZED:
+            repeats = job.made_with["repeats"]
+            sentence = out_of_reach(
+                job.task,
+                gate.estimand,
+                questions=job.samples // repeats,
+                repeats=repeats,
+                margin_pp=gate.margin_pp[job.task],
+                confidence=gate.confidence,
+            )
+            if sentence:
+                say(sentence)
 
 
 def _score(run: RunDir, job: Job, settings: Evaluation, share: Share) -> None:

@@ -5,7 +5,8 @@ report.json, by key:
   model         which model, and whether it is the small bundled one
   artifact      fingerprint of the quantized checkpoint that was verified
   recipe        name and scheme
-  verdict       outcome, reason, exit_code
+  verdict       outcome, reason, exit_code, estimand: of what the loss is judged, these_questions or
+                such_questions
   tasks         one entry a task and activation mode: recovery.statistics.Comparison, the margin,
                 whether it is gated, why it is not comparable (or null), what it was scored with,
                 counts of both sides
@@ -73,7 +74,11 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
         "model": manifest["source"],
         "artifact": verification.get("artifact"),
         "recipe": {"name": recipe.name, "scheme": recipe.quantization.scheme},
-        "verdict": {**asdict(verdict), "exit_code": verdict.exit_code},
+        "verdict": {
+            **asdict(verdict),
+            "estimand": recipe.gate.estimand,
+            "exit_code": verdict.exit_code,
+        },
         "tasks": tasks,
         "noise_floor": _noise_floor(run, recipe),
         "sizes": _sizes(targets),
@@ -118,11 +123,10 @@ def _entry(
     run: RunDir, task: str, base_side: str, side: str, recipe: Recipe, *, other_seed: bool = False
 ) -> tuple[dict[str, Any], Comparison | None]:
     """Compare two sides on one task, for the report and for the gate."""
-    if task not in recipe.gate.margin_pp:
-        raise InputError(f"recipe {recipe.name}: gate.margin_pp has no margin for task {task!r}")
     return pair(
         read_scoring(run.evaluation / base_side, task),
         read_scoring(run.evaluation / side, task),
+        estimand=recipe.gate.estimand,
         margin_pp=recipe.gate.margin_pp[task],
         confidence=recipe.gate.confidence,
         other_seed=other_seed,

@@ -69,6 +69,7 @@ def test_a_model_is_seldom_declared_different_from_itself(
         found = compare(
             {str(i): row.tolist() for i, row in enumerate(a)},
             {str(i): row.tolist() for i, row in enumerate(b)},
+            estimand="such_questions",
             margin_pp=MARGIN_PP,
         )
         low, high = found.difference_interval.low, found.difference_interval.high

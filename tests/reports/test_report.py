@@ -76,7 +76,11 @@ def mock_data(folder: Path) -> Path:
 def recipe() -> Recipe:
     fields = yaml.safe_load(shipped_recipes()["nvfp4"])
     fields["evaluation"] = {"tasks": list(TASKS), "repeats": {"gpqa_diamond": 2}}
-    fields["gate"] = {"margin_pp": dict.fromkeys(TASKS, 20), "max_kl_nats": {"none": 0.02}}
+    fields["gate"] = {
+        "estimand": "these_questions",
+        "margin_pp": dict.fromkeys(TASKS, 20),
+        "max_kl_nats": {"none": 0.02},
+    }
     return parse_recipe(yaml.safe_dump(fields), "test")
 
 

@@ -47,7 +47,12 @@ def finished_run(folder: Path, *, outcome: str = "PASS", shards: int = 3) -> Run
         "model": manifest["source"],
         "artifact": digest,
         "recipe": {"name": "nvfp4", "scheme": "NVFP4"},
-        "verdict": {"outcome": outcome, "reason": f"it ended in {outcome}", "exit_code": 0},
+        "verdict": {
+            "outcome": outcome,
+            "reason": f"it ended in {outcome}",
+            "exit_code": 0,
+            "estimand": recipe.gate.estimand,
+        },
         "tasks": [
             comparison(task, recipe.gate.margin_pp[task]) for task in recipe.evaluation.tasks
         ],
@@ -92,6 +97,7 @@ def comparison(task: str, margin: float) -> dict[str, Any]:
         "activations": "per_layer",
         "gated": True,
         "not_comparable": None,
+        "estimand": "these_questions",
         "questions": 198,
         "repeats": 32,
         "base": 0.641,
@@ -100,6 +106,7 @@ def comparison(task: str, margin: float) -> dict[str, Any]:
         "quantized_interval": {"low": 0.575, "high": 0.69},
         "difference_pp": -0.7,
         "difference_interval": {"low": -1.9, "high": 0.5},
+        "other_interval": {"low": -2.6, "high": 1.2},
         "recovery": 98.9,
         "recovery_interval": {"low": 97.1, "high": 100.8},
         "margin_pp": margin,
