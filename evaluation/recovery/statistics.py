@@ -201,7 +201,8 @@ def _recovery(x: Floats, y: Floats, estimand: Estimand, level: float) -> Interva
         excess = replace(total(y - r * x, estimand), jump=jump * max(1.0, r))
         return limits(excess, level)[side]
 
-    if _accuracy(total(x, estimand), level).low == 0:
+    base = replace(total(x, estimand), jump=jump)
+    if base.value <= base.reach(level):
         return Interval(None, None)  # the base may score nothing
     above = 1.0
     while limit(above, 1) >= 0:

@@ -155,6 +155,15 @@ def test_recovery_holds_the_ratios_that_are_not_excluded(estimand: Estimand) -> 
         assert limits(further, 0.975)[0] < 0 < limits(further, 0.975)[1]
 
 
+@pytest.mark.parametrize("estimand", ESTIMANDS)
+def test_a_base_that_may_score_nothing_has_no_interval_of_the_recovery(estimand: Estimand) -> None:
+    """2 of 40 right on both sides: less than the next event, 3.7 at 97.5 %."""
+    few = scores([1.0, 1.0] + [0.0] * 38)
+    found = compare(few, few, estimand=estimand, margin_pp=3)
+    assert found.recovery == 100
+    assert found.recovery_interval.low is None
+
+
 def test_intervals_agree_with_the_normal_one_on_many_questions() -> None:
     """100 of 1,000 differ: wider than the normal interval by the next event, about 15 %."""
     found = flips(1000, both=600, lost=60, won=40)
