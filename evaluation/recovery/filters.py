@@ -1,10 +1,10 @@
 r"""What lm-eval's own filters cannot do: integers in \boxed{}, and GPQA's options and letters.
 
-AIME answers are integers from 0 to 999, so they are compared as integers: "070", "70.0" and "70" are
-one answer (lm-eval's aime25 compares strings and calls the first two wrong). GPQA's options get an
-order that depends on their text alone (lm-eval shuffles them with the global random state, so two
-machines ask different questions), and of an answer only its letter is ever kept: the data set's terms
-ask that its questions are not shown in plain text.
+AIME answers are integers from 0 to 999, so they are compared as integers: "070", "70.0",
+"70^\circ", "m+n=70" and "70" are one answer (lm-eval's aime25 compares strings: of these only the
+last is right). GPQA's options get an order that depends on their text alone (lm-eval shuffles them
+with the global random state, so two machines ask different questions), and of an answer only its
+letter is ever kept: the data set's terms ask that its questions are not shown in plain text.
 """
 
 import hashlib
@@ -12,13 +12,30 @@ import re
 from typing import Any
 
 LETTERS = "ABCD"
-_CHOICE = re.compile(r"answer is:?\s*\**\s*\(?([A-D])\b", re.IGNORECASE)
+# What may stand between "answer is" or a box and the letter: spaces, Markdown, brackets, TeX.
+_MARKUP = r"(?:[\s*_$:({\[\"'`]|\\[(\[]|\\(?:boxed|fbox|text\w*|math\w+)\b)*"
+# A capital that begins no word or formula, or a small letter that ends its phrase (not "a bit").
+_LETTER = r"([A-D](?![\w'’-])(?!\s*=)|[a-d](?=\s*(?:[)\]}*$.,;`\"]|\\[)\]]|$)))"
+_NOT_ONE_OF_TWO = r"(?![\s)*\]}$]*(?:or|and|/)\s*[*($]*[A-D](?!\w))"
+_CHOICE = re.compile(
+    r"(?:(?i:answer|option|choice)[\s*_]*(?::|=|(?i:is|would be|should be|must be))[\s*_]*"
+    r"(?i:option|choice|letter)?|\\(?:boxed|fbox)\s*\{)" + _MARKUP + _LETTER + _NOT_ONE_OF_TWO,
+    re.MULTILINE,
+)
+_ALONE = re.compile(_MARKUP + r"([A-D])[\s*_$)}\]\"'`.]*(?:\\[)\]])?[\s$.*]*")
+_BESIDE_A_NUMBER = re.compile(
+    r"\\(?:text|mathrm|mbox)\s*\{[^{}\d]*\}|\^\s*\{?\s*\\circ\s*\}?|\\degree|°|\bdegrees?\b"
+    r"|\\[,;:!() \[\]]|\\(?:text\w*|math\w+|bf|left|right|displaystyle)\b|[\s,$*{}()~]"
+)
 _OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
 def boxed_integer(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     r"""Score the content of the last \boxed{} (lm-eval's `process_results`)."""
-    return {"exact_match": float(integer(results[0]) == int(doc["answer"]))}
+    gold = integer(str(doc["answer"]))
+    if gold is None:
+        raise ValueError(f"the data set's answer {doc['answer']!r} is no integer")
+    return {"exact_match": float(integer(results[0]) == gold)}
 
 
 def equal_numbers(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
@@ -30,8 +47,8 @@ def equal_numbers(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def integer(text: str) -> int | None:
-    """Return the integer that `text` spells, None when it spells none."""
-    bare = re.sub(r"\\[,;! ]|\\text|[\s,$*{}]", "", text).rstrip(".")
+    """Return the integer that `text` spells, also as a sum's value or in degrees, else None."""
+    bare = _BESIDE_A_NUMBER.sub("", text.rpartition("=")[2]).rstrip(".")
     match = re.fullmatch(r"([+-]?\d+)(\.0*)?", bare)
     return int(match[1]) if match else None
 
@@ -48,6 +65,11 @@ def _with_options(doc: dict[str, str]) -> dict[str, str]:
 
 
 def final_choice(answer: str) -> str:
-    """Return the last "answer is (X)" of an answer as "(X)", or nothing."""
-    letters = _CHOICE.findall(answer)
-    return f"({letters[-1].upper()})" if letters else ""
+    """Return the last "answer is (X)" or box of an answer as "(X)", or nothing.
+
+    Where there is neither, a last line that is a letter and markup alone counts.
+    """
+    if letters := _CHOICE.findall(answer):
+        return f"({letters[-1].upper()})"
+    alone = _ALONE.fullmatch(answer.strip().rpartition("\n")[2])
+    return f"({alone[1]})" if alone else ""

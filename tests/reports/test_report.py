@@ -25,6 +25,7 @@ from quantize.checkpoints.targets import Target, plan_targets
 from quantize.manifest import fingerprint, new_manifest
 from quantize.recipe import Evaluation, Recipe, parse_recipe, shipped_recipes
 from quantize.reports.compare import compare_runs
+from quantize.reports.scores import pair, read_scoring
 from quantize.run_dir import RunDir, read_json, write_json
 from quantize.stages import evaluate
 from quantize.stages.report import report
@@ -197,6 +198,27 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+
+
+def test_every_rendering_says_what_was_judged(full: RunDir) -> None:
+    content = read_json(full.report_json)
+    assert content["verdict"]["estimand"] == "these_questions"
+    assert {task["estimand"] for task in content["tasks"]} == {"these_questions"}
+    for text in (full.report_md.read_text("utf-8"), Page(full.report_html.read_text("utf-8")).text):
+        assert "Judged: the loss on these questions" in text
+        assert "on such questions, pp" in text
+
+
+def test_a_noise_floor_has_seeds_of_its_own(full: RunDir) -> None:
+    """BF16 under one seed twice gives the same answers: a floor of exactly 0 that shows nothing."""
+    base, again = (read_scoring(full.evaluation / side, "gsm8k") for side in ("bf16", "bf16-again"))
+    assert not {row.seed for row in base.rows} & {row.seed for row in again.rows}
+    floor = read_json(full.report_json)["noise_floor"]
+    assert [task["not_comparable"] for task in floor] == [None] * len(TASKS)
+    judged: dict[str, Any] = {"estimand": "these_questions", "margin_pp": 3, "confidence": 0.95}
+    entry, comparison = pair(base, base, other_seed=True, **judged)
+    assert comparison is None
+    assert "same seed" in str(entry["not_comparable"])
 
 
 def test_the_page_is_whole_and_refers_to_nothing_outside(full: RunDir) -> None:
