@@ -71,6 +71,8 @@ class Comparison:
         won: the other way round.
         mcnemar_p: exact two-sided p of lost against won, None when k > 1.
         confidence: of every interval.
+        looks: where the run was looked at on the way (`sequential`), one entry a look; the p-values
+            above are sequential ones then, and the bounds those of the last look alone.
     """
 
     estimand: Estimand
@@ -95,6 +97,7 @@ class Comparison:
     won: int | None
     mcnemar_p: float | None
     confidence: float
+    looks: tuple[Mapping[str, float], ...] = ()
 
 
 def compare(

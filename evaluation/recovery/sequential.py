@@ -1,0 +1,204 @@
+"""A verdict as soon as it is one: up to five looks at a run, with the error rates of one.
+
+Looking often and stopping at the first small p-value errs more often than stated. So the level
+alpha is spent over the looks (Lan and DeMets 1983), of O'Brien and Fleming's type: at information
+fraction t
+
+    spent(t) = 2 - 2 Phi(z / sqrt t),   z = Phi^-1(1 - alpha / 2)
+
+which is next to nothing early and leaves nearly all of alpha to the last look. Sums of independent
+units are a Brownian motion in information, so the nominal level of look j, such that look j is the
+first to cross with probability spent(t_j) - spent(t_j-1), comes from integrating the motion's
+density over what has not crossed yet (Armitage, McPherson and Rowe 1969). PASS and FAIL are spent
+apart, each alpha.
+
+Information is that of the estimand: repeats of all questions for these questions, where each repeat
+adds the same; questions for such questions, all their repeats at once and in a seeded random order,
+of which any first part is a sample like the whole. With one answer a question both go over
+questions.
+
+The sequential p-value is the least alpha whose levels are crossed by one of the looks so far (Liu
+and Anderson 2008): it replaces the p-value in the verdict, Holm's correction over tasks included,
+and never grows when looking on.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import ndtr, ndtri
+
+from recovery.estimands import Estimand, Floats
+from recovery.gate import judge
+from recovery.statistics import Comparison, Scores, compare
+
+# Of the units. Nothing is decided before 0.3 at such levels; an undamaged run is mostly at 0.4 or 0.5.
+FRACTIONS = (0.3, 0.4, 0.5, 0.7, 1.0)
+POINTS = 400  # of the grid; the levels move by less than 1e-5 with twice as many
+
+
+@dataclass(frozen=True)
+class Look:
+    """How much is answered when a run is looked at: the first so many questions, repeats of each."""
+
+    questions: int
+    repeats: int
+    fraction: float  # of the information of the whole run
+
+
+def plan_looks(estimand: Estimand, questions: int, repeats: int) -> list[Look]:
+    """Return when to look at a run of so many questions and repeats: five times at most."""
+    over_repeats = estimand == "these_questions" and repeats > 1
+    units, least = (repeats, 2) if over_repeats else (questions, min(20, questions))
+    counts = sorted({max(least, math.ceil(units * share)) for share in FRACTIONS})
+    return [
+        Look(questions if over_repeats else n, n if over_repeats else repeats, n / units)
+        for n in counts
+    ]
+
+
+def in_random_order(names: Sequence[str], seed: int) -> list[str]:
+    """Return questions in the order in which looks take them: of their names and the seed alone."""
+    return sorted(names, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
+
+
+def spent(fraction: float, alpha: float) -> float:
+    """Return how much of alpha is spent at a fraction of the information."""
+    return 2 * float(ndtr(ndtri(alpha / 2) / math.sqrt(fraction)))
+
+
+@lru_cache(maxsize=4096)
+def nominal_levels(fractions: tuple[float, ...], alpha: float) -> tuple[float, ...]:
+    """Return the level at which each look's own p-value decides."""
+    levels: list[float] = []
+    at, density = np.zeros(1), np.ones(1)  # the motion before the first look: at 0, weight 1
+    before = already = 0.0
+    for fraction in fractions:
+        step, to_spend = math.sqrt(fraction - before), spent(fraction, alpha) - already
+        bound = _bound(at, density, step, to_spend, fraction)
+        levels.append(float(ndtr(-bound / math.sqrt(fraction))))
+        at, density = _go_on(at, density, step, bound, fraction)
+        before, already = fraction, already + to_spend
+    return tuple(levels)
+
+
+def _bound(at: Floats, density: Floats, step: float, to_spend: float, fraction: float) -> float:
+    """Return the bound that the motion exceeds with probability `to_spend` after the next step."""
+
+    def excess(bound: float) -> float:
+        return float((density * ndtr((at - bound) / step)).sum()) - to_spend
+
+    end = 9 * math.sqrt(fraction)
+    if excess(end) > 0:  # nothing to spend that could be told from 0
+        return end
+    found: float = brentq(excess, -end, end)  # type: ignore[assignment]
+    return found
+
+
+def _go_on(
+    at: Floats, density: Floats, step: float, bound: float, fraction: float
+) -> tuple[Floats, Floats]:
+    """Return a grid below the bound and the motion's weight at each of its points."""
+    grid = np.linspace(-9 * math.sqrt(fraction), bound, POINTS + 1)
+    width = (grid[1] - grid[0]) / 3  # Simpson's rule: 1 4 2 4 ... 4 1
+    weights = width * np.array([1, *([4, 2] * (POINTS // 2 - 1)), 4, 1])
+    normal = np.exp(-(((grid[:, None] - at) / step) ** 2) / 2) / (step * math.sqrt(2 * math.pi))
+    return grid, weights * (normal @ density)
+
+
+def sequential_p(fractions: Sequence[float], p_values: Sequence[float]) -> float:
+    """Return the least alpha that the looks so far would have decided at, 1 where none below 1/2."""
+
+    def crossed(alpha: float) -> bool:
+        levels = nominal_levels(tuple(fractions), alpha)
+        return any(p <= level for p, level in zip(p_values, levels, strict=True))
+
+    low, high = math.log(1e-9), math.log(0.5)
+    if not crossed(0.5):
+        return 1.0
+    if len(fractions) == 1 and fractions[0] == 1:
+        return float(p_values[0])
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if crossed(math.exp(middle)) else (middle, high)
+    return math.exp(high)
+
+
+def compare_at_looks(
+    base: Scores,
+    quantized: Scores,
+    looks: Sequence[Look],
+    *,
+    seed: int,
+    estimand: Estimand,
+    margin_pp: float,
+    confidence: float = 0.95,
+) -> Comparison:
+    """Compare what is answered by the last of `looks`, with sequential p-values in place of its own.
+
+    Args:
+        base: question -> its scores, of at least as many questions and repeats as the last look has.
+        quantized: the same for the quantized model.
+        looks: those that were taken, from the first on; `plan_looks` made them.
+        seed: of the order of questions.
+        estimand: what is judged.
+        margin_pp: allowed loss.
+        confidence: 1 - alpha.
+    """
+    order = in_random_order(list(base), seed)
+
+    def seen(scores: Scores, look: Look) -> Scores:
+        return {name: scores[name][: look.repeats] for name in order[: look.questions]}
+
+    found = [
+        compare(
+            seen(base, look),
+            seen(quantized, look),
+            estimand=estimand,
+            margin_pp=margin_pp,
+            confidence=confidence,
+        )
+        for look in looks
+    ]
+    fractions = [look.fraction for look in looks]
+    return replace(
+        found[-1],
+        p_at_least_margin=sequential_p(fractions, [each.p_at_least_margin for each in found]),
+        p_at_most_margin=sequential_p(fractions, [each.p_at_most_margin for each in found]),
+        looks=tuple(
+            {
+                "questions": look.questions,
+                "repeats": look.repeats,
+                "fraction": look.fraction,
+                "difference_pp": each.difference_pp,
+                "p_at_least_margin": each.p_at_least_margin,
+                "p_at_most_margin": each.p_at_most_margin,
+                "level": level,
+            }
+            for look, each, level in zip(
+                looks, found, nominal_levels(tuple(fractions), 1 - confidence), strict=True
+            )
+        ),
+    )
+
+
+def still_open(seen: Mapping[str, Comparison | None]) -> list[str]:
+    """Return the tasks that are to be asked on: none once the run's verdict is certain.
+
+    Args:
+        seen: every task of the gate -> its comparison at the last look, None before the first. A task
+            without one counts in Holm's correction as one that does not fail.
+    """
+    compared = {task: comparison for task, comparison in seen.items() if comparison is not None}
+    if not compared:
+        return list(seen)
+    some = next(iter(compared.values()))
+    unseen = replace(some, p_at_least_margin=1.0, p_at_most_margin=1.0)
+    if judge({task: comparison or unseen for task, comparison in seen.items()}).outcome == "FAIL":
+        return []
+    alone = {task: judge({task: comparison}).outcome for task, comparison in compared.items()}
+    return [task for task in seen if alone.get(task) != "PASS"]

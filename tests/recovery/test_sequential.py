@@ -1,0 +1,207 @@
+"""Looks at a run: known boundaries, nested decisions, and what stopping early errs and costs."""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import pytest
+from recovery.estimands import ESTIMANDS, Estimand, margin_p_values, total
+from recovery.gate import judge_task
+from recovery.sequential import (
+    FRACTIONS,
+    compare_at_looks,
+    in_random_order,
+    nominal_levels,
+    plan_looks,
+    sequential_p,
+    spent,
+    still_open,
+)
+from scipy.special import ndtri
+from worlds import CERTAIN, DAMAGE, RECIPES, Bench, World, answers, by_name, three_sigma
+
+EVENLY = (0.2, 0.4, 0.6, 0.8, 1.0)
+ALPHA, BLOCK = 0.05, 50
+
+
+def test_levels_are_those_of_the_tables() -> None:
+    """Lan and DeMets' O'Brien-Fleming bounds for five even looks, one-sided 2.5 %, in any textbook."""
+    bounds = -ndtri(np.array(nominal_levels(EVENLY, 0.025)))
+    assert bounds == pytest.approx([4.877, 3.357, 2.680, 2.290, 2.031], abs=1e-3)
+
+
+def test_all_of_alpha_is_spent_at_the_end() -> None:
+    assert nominal_levels((1.0,), ALPHA)[0] == pytest.approx(ALPHA)
+    assert spent(1.0, ALPHA) == pytest.approx(ALPHA)
+    assert spent(0.3, ALPHA) < 0.001 < spent(0.5, ALPHA) < 0.01
+
+
+def test_a_motion_without_drift_crosses_as_often_as_stated() -> None:
+    """At each look, cumulated, in 200,000 random motions."""
+    rounds = 200_000
+    steps = np.diff(FRACTIONS, prepend=0.0)
+    motion = np.random.default_rng(0).normal(size=(rounds, 5)) * np.sqrt(steps)
+    z = motion.cumsum(1) / np.sqrt(FRACTIONS)
+    crossed = z >= -ndtri(np.array(nominal_levels(FRACTIONS, ALPHA)))
+    for look, fraction in enumerate(FRACTIONS):
+        share = crossed[:, : look + 1].any(1).mean()
+        assert abs(share - spent(fraction, ALPHA)) <= three_sigma(spent(fraction, ALPHA), rounds)
+
+
+@pytest.mark.parametrize("alpha", [0.001, 0.0166, 0.05, 0.2])
+def test_the_sequential_p_value_decides_as_the_levels_do(alpha: float) -> None:
+    levels = nominal_levels(FRACTIONS[:3], alpha)
+    for look, level in enumerate(levels):
+        p_values = [1.0] * 3
+        p_values[look] = level * 0.999
+        assert sequential_p(FRACTIONS[:3], p_values) <= alpha
+        p_values[look] = level * 1.001
+        assert sequential_p(FRACTIONS[:3], p_values) > alpha
+
+
+def test_looking_on_never_raises_the_sequential_p_value() -> None:
+    first = sequential_p(FRACTIONS[:2], (0.4, 0.001))
+    assert sequential_p(FRACTIONS[:3], (0.4, 0.001, 0.9)) == pytest.approx(first)
+    assert sequential_p(FRACTIONS[:3], (0.4, 0.001, 1e-6)) < first
+    assert sequential_p((1.0,), (0.03,)) == 0.03
+    assert sequential_p(FRACTIONS[:1], (1.0,)) == 1.0
+
+
+def test_looks_are_planned_in_the_unit_of_the_estimand() -> None:
+    these = plan_looks("these_questions", 30, 64)
+    assert [(each.questions, each.repeats) for each in these] == [
+        (30, 20), (30, 26), (30, 32), (30, 45), (30, 64)
+    ]  # fmt: skip
+    assert [each.fraction for each in these] == [n / 64 for n in (20, 26, 32, 45, 64)]
+    such = plan_looks("such_questions", 198, 32)
+    assert [(each.questions, each.repeats) for each in such][:2] == [(60, 32), (80, 32)]
+    assert plan_looks("these_questions", 1319, 1) == plan_looks("such_questions", 1319, 1)
+    assert [each.repeats for each in plan_looks("these_questions", 30, 3)] == [2, 3]
+    assert len(plan_looks("such_questions", 12, 1)) == 1
+    for estimand in ESTIMANDS:
+        last = plan_looks(estimand, 30, 64)[-1]
+        assert (last.questions, last.repeats, last.fraction) == (30, 64, 1)
+
+
+def test_questions_come_in_an_order_of_the_seed_alone() -> None:
+    names = [str(i) for i in range(50)]
+    order = in_random_order(names, 7)
+    assert sorted(order) == sorted(names)
+    assert order == in_random_order(names[::-1], 7)
+    assert order != in_random_order(names, 8)
+    assert order[:20] == [name for name in order if name in set(order[:20])]
+
+
+def stored(difference: np.ndarray) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Scores of a base that is always right and of one that differs so [n, k] from it."""
+    return by_name(np.ones_like(difference)), by_name(1 + difference)
+
+
+def test_a_run_is_compared_as_far_as_it_was_looked_at() -> None:
+    """30 x 64 equal answers: decided at the second look, 26 repeats of 64; the later ones unread."""
+    difference = np.zeros((30, 64))
+    difference[:, 40:] = -1  # after the second look
+    base, quantized = stored(difference)
+    looks = plan_looks("these_questions", 30, 64)[:2]
+    settings: dict[str, Any] = {"seed": 0, "estimand": "these_questions", "margin_pp": 3}
+    found = compare_at_looks(base, quantized, looks, **settings)
+    assert (found.questions, found.repeats, found.difference_pp) == (30, 26, 0)
+    assert [look["repeats"] for look in found.looks] == [20, 26]
+    p_values = [look["p_at_least_margin"] for look in found.looks]
+    assert p_values == pytest.approx([np.exp(-18), np.exp(-23.4)])
+    fractions = [look.fraction for look in looks]
+    assert found.p_at_least_margin == sequential_p(fractions, p_values)
+    assert judge_task("t", found).outcome == "PASS"
+
+
+def test_looks_over_questions_take_them_in_random_order() -> None:
+    difference = np.zeros((100, 2))
+    names = [str(i) for i in range(100)]
+    first = in_random_order(names, 3)[:30]
+    for name in first:
+        difference[int(name)] = -1
+    base, quantized = stored(difference)
+    looks = plan_looks("such_questions", 100, 2)[:1]
+    found = compare_at_looks(base, quantized, looks, seed=3, estimand="such_questions", margin_pp=3)
+    assert (found.questions, found.repeats, found.difference_pp) == (30, 2, -100)
+    assert judge_task("t", found).outcome == "FAIL"
+
+
+def test_a_run_goes_on_until_every_task_passed_or_one_failed() -> None:
+    base, equal = stored(np.zeros((200, 4)))
+    _, worse = stored(-np.ones((200, 4)))
+    looks = plan_looks("these_questions", 200, 4)[:1]
+    settings: dict[str, Any] = {"seed": 0, "estimand": "these_questions", "margin_pp": 3}
+    good, bad = (compare_at_looks(base, x, looks, **settings) for x in (equal, worse))
+    weak = replace(good, p_at_least_margin=0.9, p_at_most_margin=0.03)
+    assert still_open({"a": None, "b": None}) == ["a", "b"]
+    assert still_open({"a": good, "b": None}) == ["b"]
+    assert still_open({"a": good, "b": good}) == []
+    assert still_open({"a": bad, "b": None}) == []
+    assert still_open({"a": weak}) == []
+    assert still_open({"a": weak, "b": None}) == ["a", "b"]  # Holm: 0.03 is one of two tasks'
+
+
+# --- what it errs and costs ---------------------------------------------------------------------
+
+
+def look_on(world: World, generator: np.random.Generator) -> tuple[str, float]:
+    """Return the verdict of one run that stops when it is decided, and its share of the samples."""
+    base, quantized = answers(world, generator)
+    difference = quantized.astype(float) - base
+    looks = plan_looks(world.estimand, *difference.shape)
+    levels = nominal_levels(tuple(look.fraction for look in looks), ALPHA)
+    for look, level in zip(looks, levels, strict=True):
+        seen = total(difference[: look.questions, : look.repeats], world.estimand)
+        at_least, at_most = margin_p_values(seen, world.bench.margin_pp)
+        if min(at_least, at_most) <= level:
+            return ("PASS" if at_least <= level else "FAIL"), look.fraction
+    return "INCONCLUSIVE", 1.0
+
+
+def look_on_block(world: World, block: int) -> list[tuple[str, float]]:
+    seed = [world.bench.questions, int(world.loss_pp * 10), DAMAGE.index(world.damage), block]
+    generator = np.random.default_rng(seed)
+    return [look_on(world, generator) for _ in range(BLOCK)]
+
+
+def check(world: World, rounds: int) -> float:
+    """Hold the error rates against the stated 5 %, within its limits; return the mean cost."""
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, mp_context=get_context("fork")) as pool:
+        blocks = pool.map(partial(look_on_block, world), range(rounds // BLOCK))
+        found = [each for block in blocks for each in block]
+    passed, failed = (sum(v == verdict for v, _ in found) / rounds for verdict in ("PASS", "FAIL"))
+    cost = sum(share for _, share in found) / rounds
+    print(f"{world}, {rounds} rounds: PASS {passed:.2%}, FAIL {failed:.2%}, cost {cost:.1%}")
+    stated = ALPHA + three_sigma(ALPHA, rounds)
+    assert passed <= (stated if world.loss_pp >= world.bench.margin_pp else 1)
+    assert failed <= (stated if world.loss_pp <= world.bench.margin_pp else 1)
+    return cost
+
+
+@pytest.mark.parametrize("estimand", ESTIMANDS)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_error_rates_in_short(estimand: Estimand, damage: str) -> None:
+    """Few rounds where every loss is a rare event: catches a wrong spending, not a small bias."""
+    for bench in CERTAIN:
+        check(World(bench, estimand, damage, bench.margin_pp), 200)
+
+
+def test_an_undamaged_run_is_decided_by_half_of_its_samples() -> None:
+    for loss in (0.0, 6.0):
+        assert check(World(RECIPES[1], "these_questions", "single", loss), 100) <= 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("estimand", ESTIMANDS)
+@pytest.mark.parametrize("bench", RECIPES + CERTAIN, ids=str)
+def test_error_rates_and_cost(bench: Bench, estimand: Estimand) -> None:
+    for times in (0, 0.5, 1, 2):
+        for damage in DAMAGE if times else DAMAGE[:1]:
+            check(World(bench, estimand, damage, times * bench.margin_pp), 2000)

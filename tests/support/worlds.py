@@ -1,0 +1,102 @@
+"""Answers of two models whose difference is known: what intervals and verdicts are held against.
+
+Each estimand has its own truth. These questions: the n questions stay the same in every round,
+answers are drawn anew, the truth is their own mean loss. Such questions: questions too are drawn anew,
+the truth is the mean loss of all that could be drawn. And each is damaged in two ways:
+
+  single   every answer that was right is lost with the same small probability
+  whole    some questions are lost outright: never right again, however often asked
+
+Question i is solved with probability p_i ~ Beta, such that 55 % of p (1 - p) lies between questions
+(50 to 60 % were seen on real benchmarks), or always ("certain": every loss is a rare event and nothing
+else varies, which is what normal intervals fail on). Half of the answers share their noise with the
+base's.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from recovery.estimands import Estimand, Floats
+
+BETWEEN = 0.55
+DAMAGE = ("single", "whole")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """n questions, k answers each, base accuracy (1: certain), margin in pp."""
+
+    questions: int
+    repeats: int
+    accuracy: float
+    margin_pp: float
+
+    def __str__(self) -> str:
+        certain = ", certain" if self.accuracy == 1 else ""
+        return f"{self.questions} x {self.repeats}{certain}, margin {self.margin_pp:g}"
+
+
+RECIPES = [Bench(30, 64, 0.437, 3), Bench(198, 32, 0.641, 3), Bench(1319, 1, 0.943, 2)]
+CERTAIN = [Bench(30, 64, 1, 3), Bench(198, 32, 1, 3), Bench(1319, 1, 1, 2)]
+FEW = [Bench(n, 64, accuracy, 3) for n in (2, 5, 10, 20, 40) for accuracy in (0.641, 1)]
+FEW += [
+    Bench(2, 2, 0.641, 10),
+    Bench(10, 8, 0.641, 10),
+    Bench(40, 2, 0.641, 10),
+    Bench(40, 1, 1, 10),
+]
+
+
+@dataclass(frozen=True)
+class World:
+    """A bench, what is asked of it, how it is damaged, and how much is truly lost."""
+
+    bench: Bench
+    estimand: Estimand
+    damage: str
+    loss_pp: float
+
+    def __str__(self) -> str:
+        return f"{self.bench}: {self.estimand}, {self.damage} lost, {self.loss_pp:g} pp"
+
+
+def solved(bench: Bench, generator: np.random.Generator) -> Floats:
+    """Return the probability [n] with which the base solves each question."""
+    if bench.accuracy == 1:
+        return np.ones(bench.questions)
+    total = 1 / BETWEEN - 1  # a + b of the Beta: Var(p_i) = p (1 - p) / (a + b + 1)
+    return generator.beta(bench.accuracy * total, (1 - bench.accuracy) * total, bench.questions)
+
+
+def questions(world: World, generator: np.random.Generator) -> tuple[Floats, Floats]:
+    """Return the probabilities [n] of base and quantized for one round."""
+    share = world.loss_pp / 100 / world.bench.accuracy  # of the right answers that are lost
+    if world.estimand == "such_questions":
+        p = solved(world.bench, generator)
+        lost = generator.random(len(p)) < share if world.damage == "whole" else share
+        return p, p * (1 - np.asarray(lost))
+    p = solved(world.bench, np.random.default_rng(world.bench.questions))  # the same in every round
+    if world.damage == "single":
+        return p, p * (1 - world.loss_pp / 100 / p.mean())
+    left = world.loss_pp / 100 * len(p)  # of the mass to take away, question after question
+    return p, p - np.minimum(p, np.clip(left - (np.cumsum(p) - p), 0, None))
+
+
+def answers(world: World, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return which answers [n, k] of base and quantized are right in one round."""
+    p, q = questions(world, generator)
+    shape = (len(p), world.bench.repeats)
+    noise = generator.random(shape)
+    other = np.where(generator.random(shape) < 0.5, noise, generator.random(shape))
+    return noise < p[:, None], other < q[:, None]
+
+
+def by_name(values: np.ndarray) -> dict[str, list[float]]:
+    """Scores [questions] or [questions, k] as `compare` takes them."""
+    rows = np.atleast_2d(values.T).T.astype(float).tolist()
+    return {str(i): row for i, row in enumerate(rows)}
+
+
+def three_sigma(p: float, rounds: int) -> float:
+    return 3 * math.sqrt(p * (1 - p) / rounds)
