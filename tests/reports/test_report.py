@@ -40,6 +40,8 @@ VOID = {"meta", "link", "input", "br"}
 class Scripted:
     """A served model that knows every answer; the quantized one forgets some."""
 
+    one_by_one = True
+
     def __init__(self, url: str, in_flight: int) -> None:
         self.sampler_settings = {"sampler": "scripted"}
         self.forgets = url == "quantized"
@@ -53,6 +55,9 @@ class Scripted:
                 forgotten = request.seed % (4 if self.forgets else 9) == 0
                 text = "?" if forgotten else self.answer(request.prompt)
                 yield [request], [Completion(text, 5, [], False)]
+
+    def release(self) -> None:
+        """Hold nothing."""
 
     def answer(self, prompt: str) -> str:
         if MARKER not in prompt:
