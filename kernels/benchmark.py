@@ -226,38 +226,22 @@ def vocabulary_rows(limits: Ceilings) -> Iterator[Row]:
     table = cases.random_weight("bf16", 1, VOCABULARY, HIDDEN, "cuda")
     few = slice(0, 4)
     head_time = measure([lambda: x @ table.data[0].T])
-    for scheme in ("bf16", "fp8"):
-        weight = (
-            table
-            if scheme == "bf16"
-            else cases.random_weight(scheme, 1, VOCABULARY, HIDDEN, "cuda")
-        )
-        run = partial(fd.lm_head, x, weight, 30.0)
-        values = weights.dequantize(weight, torch.float64)[0]
-        expected = reference.lm_head(cases.rounded(x[few], scheme), values, 30.0, torch.float64)
-        error = reference.relative_error(run()[few], expected)
-        floor = limits.floor(weight.bytes, flop, scheme)
-        time = measure([run])
-        yield Row("lm_head + softcap", scheme, M, time, weight.bytes + 2 * M * VOCABULARY, floor,
-                  head_time, error, "<= 1.25 x floor", time <= 1.25 * floor)  # fmt: skip
-        del values, expected
+    floor = limits.floor(table.bytes, flop, "bf16")
+    run = partial(fd.lm_head, x, table.data[0], 30.0)
+    expected = reference.lm_head(x[few], table.data[0], 30.0, torch.float64)
+    error = reference.relative_error(run()[few], expected)
+    time = measure([run])
+    yield Row("lm_head + softcap", "bf16", M, time, table.bytes + 2 * M * VOCABULARY, floor,
+              head_time, error, "<= 1.25 x floor", time <= 1.25 * floor)  # fmt: skip
     logits = cases.random_tokens(M, VOCABULARY, "cuda", seed=3) * 5
     sharpness = torch.full((M,), 1 / 0.6, device="cuda")
     product_time = measure([lambda: logits @ table.data[0]])
-    for scheme in ("bf16", "fp8"):
-        embedding, values = table.data[0], table.data[0]
-        if scheme == "fp8":
-            embedding = cases.random_weight(scheme, 1, HIDDEN, VOCABULARY, "cuda")
-            values = weights.dequantize(embedding)[0].T
-        run = partial(fd.soft_embedding, logits, embedding, sharpness)
-        expected = reference.soft_embedding(logits[few], values, sharpness[few], torch.float64)
-        error = reference.relative_error(run()[few], expected)
-        bytes_ = VOCABULARY * HIDDEN * (2 if scheme == "bf16" else 1)
-        floor = limits.floor(bytes_, flop, scheme)
-        time = measure([run])
-        yield Row("soft embedding", scheme, M, time, bytes_ + 2 * M * VOCABULARY, floor, product_time,
-                  error, "<= 1.25 x floor" if scheme == "bf16" else "",
-                  time <= 1.25 * floor if scheme == "bf16" else None)  # fmt: skip
+    run = partial(fd.soft_embedding, logits, table.data[0], sharpness)
+    expected = reference.soft_embedding(logits[few], table.data[0], sharpness[few], torch.float64)
+    error = reference.relative_error(run()[few], expected)
+    time = measure([run])
+    yield Row("soft embedding", "bf16", M, time, table.bytes + 2 * M * VOCABULARY, floor,
+              product_time, error, "<= 1.25 x floor", time <= 1.25 * floor)  # fmt: skip
 
 
 def sampler_rows(limits: Ceilings) -> Iterator[Row]:

@@ -31,7 +31,7 @@ from quantize.runtime import Sampler, open
 from quantize.runtime.fused.cost import Rates, decoder_floor, measure_rates
 from quantize.runtime.fused.engine import PARTS, FusedEngine
 from quantize.runtime.fused.weights import TextWeights, model_config
-from quantize.runtime.opening import RandomModel, Width
+from quantize.runtime.opening import RandomModel
 
 NEVER = 1e-30  # nats: a mean entropy that no canvas is below
 MIXES = {
@@ -71,8 +71,6 @@ class Bench:
     device: str
     torch: str
     context: int
-    lm_head: str
-    soft_embedding: str
     weight_bytes: int
     peak_bytes: int
     load_seconds: float
@@ -90,8 +88,6 @@ def bench(
     batches: Sequence[int],
     context: int,
     canvases: int,
-    lm_head: Width = "bf16",
-    soft_embedding: Width = "bf16",
     experts_hit: int | None = None,
     hourly_price: float | None = None,
 ) -> Bench:
@@ -105,8 +101,6 @@ def bench(
         batches: canvases denoised together.
         context: tokens of the prompt.
         canvases: canvases measured for each row, at least 1.
-        lm_head: "bf16" or "fp8".
-        soft_embedding: the same.
         experts_hit: with random weights, route to so many experts only.
         hourly_price: of the machine, for the cost of a million tokens.
 
@@ -127,8 +121,6 @@ def bench(
         device="cuda",
         capacity=max(batches),
         max_context=context + 2 * _canvas_length(checkpoint, config),
-        lm_head=lm_head,
-        soft_embedding=soft_embedding,
         kind="fused",
     )
     assert isinstance(engine, FusedEngine)  # as asked
@@ -146,8 +138,6 @@ def bench(
         device=torch.cuda.get_device_name(),
         torch=torch.__version__,
         context=context,
-        lm_head=lm_head,
-        soft_embedding=soft_embedding,
         weight_bytes=weights.nbytes,
         peak_bytes=0,
         load_seconds=loaded,
@@ -280,9 +270,8 @@ def tables(result: Bench) -> list[Table]:
     """Show a result: speed, then where a step's time goes."""
     title = (
         f"{result.model} on {result.device}: {result.weight_bytes / 1e9:.1f} GB of weights, "
-        f"{result.peak_bytes / 1e9:.1f} GB at most, context {result.context}, lm_head "
-        f"{result.lm_head}, soft embedding {result.soft_embedding}, loaded in "
-        f"{result.load_seconds:.0f} s"
+        f"{result.peak_bytes / 1e9:.1f} GB at most, context {result.context}, "
+        f"loaded in {result.load_seconds:.0f} s"
     )
     speed = Table(title=title, title_justify="left")
     columns = ["batch", "steps", "ms/forward", "ms/canvas", "tokens/s", "first canvas ms", "floor"]

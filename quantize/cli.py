@@ -18,7 +18,6 @@ from quantize.stage import STAGES, Stage
 
 if TYPE_CHECKING:
     from quantize.recipe import ActivationMode
-    from quantize.runtime.opening import Width
 
 RUN_FOLDER = click.argument("run", type=click.Path(path_type=Path))
 NOISE_FLOOR = click.option(
@@ -437,15 +436,6 @@ def _served_name(checkpoint: str, folder: Path) -> str:
     help="Canvases measured for each row; the median counts.",
 )  # fmt: skip
 @click.option(
-    "--lm-head", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True,
-    help="fp8 rounds the output embedding at load: the bundled model then scores 0.9 points less.",
-)  # fmt: skip
-@click.option(
-    "--soft-embedding", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True,
-    help="fp8 rounds what self-conditioning multiplies with, in a copy of 0.7 GB; behind an FP8 "
-    "lm_head the bundled model's score did not change.",
-)  # fmt: skip
-@click.option(
     "--experts-hit", type=click.IntRange(8, 128),
     help="With random weights: route to so many experts only.",
 )  # fmt: skip
@@ -460,8 +450,6 @@ def bench(
     batches: tuple[int, ...],
     context: int,
     canvases: int,
-    lm_head: "Width",
-    soft_embedding: "Width",
     experts_hit: int | None,
     hourly_price: float | None,
     as_json: bool,
@@ -491,8 +479,6 @@ def bench(
         batches=sorted(set(batches)),
         context=context,
         canvases=canvases,
-        lm_head=lm_head,
-        soft_embedding=soft_embedding,
         experts_hit=experts_hit,
         hourly_price=hourly_price,
     )

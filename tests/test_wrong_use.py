@@ -113,40 +113,32 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], free: 
 
 
 @pytest.mark.parametrize(
-    ("capability", "artifact", "head", "message"),
+    ("capability", "artifact", "message"),
     [
         (
             (7, 5),
             "tiny_checkpoint",
-            "bf16",
             "GPU X has compute capability 7.5 .* need 8.0 or newer",
         ),
-        ((7, 5), "nvfp4_artifact", "bf16", "GPU X has compute capability 7.5 .* need 8.0 or newer"),
-        ((7, 0), "fp8_artifact", "bf16", "GPU X has compute capability 7.0 .* need 8.0 or newer"),
+        ((7, 5), "nvfp4_artifact", "GPU X has compute capability 7.5 .* need 8.0 or newer"),
+        ((7, 0), "fp8_artifact", "GPU X has compute capability 7.0 .* need 8.0 or newer"),
         (
             (8, 0),
             "fp8_artifact",
-            "bf16",
             r"fp8 needs compute capability 8.9 or newer; GPU X has 8.0",
         ),
-        (
-            (8, 6),
-            "nvfp4_artifact",
-            "fp8",
-            r"fp8 needs compute capability 8.9 or newer; GPU X has 8.6",
-        ),
+        ((8, 6), "fp8_artifact", r"fp8 needs compute capability 8.9 or newer; GPU X has 8.6"),
         # what runs fails on the next check only: no memory is free
-        ((8, 0), "tiny_checkpoint", "bf16", "cuda has 0.0 GB free"),
-        ((8, 0), "nvfp4_artifact", "bf16", "cuda has 0.0 GB free"),
-        ((8, 9), "fp8_artifact", "fp8", "cuda has 0.0 GB free"),
-        ((9, 0), "fp8_artifact", "fp8", "cuda has 0.0 GB free"),
-        ((10, 0), "nvfp4_artifact", "bf16", "cuda has 0.0 GB free"),
+        ((8, 0), "tiny_checkpoint", "cuda has 0.0 GB free"),
+        ((8, 0), "nvfp4_artifact", "cuda has 0.0 GB free"),
+        ((8, 9), "fp8_artifact", "cuda has 0.0 GB free"),
+        ((9, 0), "fp8_artifact", "cuda has 0.0 GB free"),
+        ((10, 0), "nvfp4_artifact", "cuda has 0.0 GB free"),
     ],
 )
 def test_a_gpu_that_a_scheme_does_not_run_on(
     capability: tuple[int, int],
     artifact: str,
-    head: str,
     message: str,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -154,7 +146,7 @@ def test_a_gpu_that_a_scheme_does_not_run_on(
     folder: Path = request.getfixturevalue(artifact)
     pretend(monkeypatch, capability, free=0)
     with pytest.raises(ResourceError, match=message) as error:
-        load_packed(folder, "cuda", head=head)
+        load_packed(folder, "cuda")
     assert error.value.exit_code == 3
 
 

@@ -124,38 +124,33 @@ def grouped(
 
 
 def lm_head(
-    x: torch.Tensor, weight: Weight, softcap: float, out: torch.Tensor | None = None
+    x: torch.Tensor, embedding: torch.Tensor, softcap: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `ops.lm_head`."""
-    config = tuning.choose("lm_head", weight.scheme, len(x), *weight.shape[1:], x.device)
-    return head(*_quantize(x, weight), weight, softcap, config, out)
+    V, H = embedding.shape
+    config = tuning.choose("lm_head", "bf16", len(x), V, H, x.device)
+    return head(x, embedding, softcap, config, out)
 
 
 def head(
     x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    weight: Weight,
+    embedding: torch.Tensor,
     softcap: float,
     config: tuning.Config,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """lm_head with activations as `_quantize` returns them; a config with STAGES is Hopper's."""
-    w_scale = None if weight.scale is None else weight.scale[0]
+    """lm_head in a given configuration; one with STAGES is of Hopper's kernel."""
     product = vocabulary_hopper.lm_head if "STAGES" in config else vocabulary.lm_head
-    return product(x, weight.data[0], x_scale, w_scale, softcap, config, out)
+    return product(x, embedding, softcap, config, out)
 
 
 def soft_embedding(
-    logits: torch.Tensor,
-    embedding: torch.Tensor,
-    scale: torch.Tensor | None,
-    inverse_temperature: torch.Tensor,
+    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: torch.Tensor
 ) -> torch.Tensor:
-    """See `ops.soft_embedding`; `scale` of an embedding e4m3 [H, V]."""
-    H, V = embedding.shape[::-1] if scale is None else embedding.shape
-    scheme = "bf16" if scale is None else "fp8"
-    config = tuning.choose("soft_embedding", scheme, len(logits), H, V, logits.device)
-    return vocabulary.soft_embedding(logits, embedding, scale, inverse_temperature, config)
+    """See `ops.soft_embedding`."""
+    V, H = embedding.shape
+    config = tuning.choose("soft_embedding", "bf16", len(logits), H, V, logits.device)
+    return vocabulary.soft_embedding(logits, embedding, inverse_temperature, config)
 
 
 def attend_parts(

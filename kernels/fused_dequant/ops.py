@@ -5,7 +5,7 @@
     routed_experts(...)                                 the same before a token's choices are added up
     quantize_rows(x, scheme)                            dynamic FP8 or INT8, gated first or not
     linear_quantized(q, scale, weight)                  x @ w.T of activations already quantized
-    lm_head(x, weight, softcap)                         bf16 logits
+    lm_head(x, embedding, softcap)                      bf16 logits
     soft_embedding(logits, embedding, 1 / T)            softmax(logits / T) @ embedding
 
 On CUDA the Triton kernels run, elsewhere `reference` in float32, rounded to bf16 at the same
@@ -140,48 +140,42 @@ def quantize_rows(
 
 
 def lm_head(
-    x: torch.Tensor, weight: Weight, softcap: float, out: OptionalTensor = None
+    x: torch.Tensor, embedding: torch.Tensor, softcap: float, out: OptionalTensor = None
 ) -> torch.Tensor:
-    """X bf16 [M, H], weight bf16 or fp8 [1, V, H] -> softcap * tanh(x @ w.T / softcap), bf16 [M, V].
+    """X bf16 [M, H], embedding bf16 [V, H] -> softcap * tanh(x @ embedding.T / softcap), bf16 [M, V].
 
     `out` receives the logits: 134 MB that a captured step then does not have to copy.
     """
-    _check_width(x, weight)
-    if weight.scheme not in ("bf16", "fp8", "int8"):
-        raise ValueError(f"lm_head takes bf16, fp8 or int8 weights, not {weight.scheme}")
-    if out is None:
-        return lm_head_op(x, weight.data, weight.scale, weight.scheme, softcap)
+    if x.shape[1] != embedding.shape[1]:
+        raise ValueError(f"x {tuple(x.shape)} does not fit an embedding {tuple(embedding.shape)}")
     if not x.is_cuda:
-        return out.copy_(lm_head_op(x, weight.data, weight.scale, weight.scheme, softcap))
+        logits = reference.lm_head(x, embedding, softcap).to(torch.bfloat16)
+        return logits if out is None else out.copy_(logits)
     from fused_dequant import launch
 
-    require(weight.scheme, x.device)
-    return launch.lm_head(x.contiguous(), weight, softcap, out)
+    return launch.lm_head(x.contiguous(), embedding, softcap, out)
 
 
 def soft_embedding(
     logits: torch.Tensor,
-    embedding: torch.Tensor | Weight,
+    embedding: torch.Tensor,
     inverse_temperature: torch.Tensor | float,
 ) -> torch.Tensor:
-    """Logits bf16 or f32 [M, V], embedding [V, H] -> softmax(logits / T) @ embedding, bf16 [M, H].
+    """Logits bf16 or f32 [M, V], embedding bf16 [V, H] -> softmax(logits / T) @ embedding, bf16 [M, H].
 
-    The embedding is bf16 [V, H], or a weight of FP8 [1, H, V]: transposed, a scale per column of the
-    embedding; probabilities are rounded to e4m3 then. A tensor f32 [M] holds a temperature a row, which
-    a CUDA graph may find changed at each replay.
+    A tensor f32 [M] holds 1 / T of each row, which a CUDA graph may find changed at each replay.
     """
     if not isinstance(inverse_temperature, torch.Tensor):
         inverse_temperature = torch.full((len(logits),), inverse_temperature, device=logits.device)
-    scale = None
-    if isinstance(embedding, Weight):
-        if embedding.scheme != "fp8" or embedding.scale is None:
-            raise ValueError(f"the soft embedding takes bf16 or fp8, not {embedding.scheme}")
-        embedding, scale = embedding.data[0], embedding.scale[0]
-    if logits.shape[1] != embedding.shape[0 if scale is None else 1]:
+    if logits.shape[1] != len(embedding):
         raise ValueError(
             f"logits {tuple(logits.shape)} and embedding {tuple(embedding.shape)}: V differs"
         )
-    return soft_embedding_op(logits, embedding, scale, inverse_temperature)
+    if not logits.is_cuda:
+        return reference.soft_embedding(logits, embedding, inverse_temperature).to(torch.bfloat16)
+    from fused_dequant import launch
+
+    return launch.soft_embedding(logits.contiguous(), embedding, inverse_temperature)
 
 
 @torch.library.custom_op("fused_dequant::linear", mutates_args=(), device_types="cuda")
@@ -357,73 +351,6 @@ def _(x: torch.Tensor, gelu_mul: bool, scheme: str) -> tuple[torch.Tensor, torch
     columns = x.shape[1] // 2 if gelu_mul else x.shape[1]
     q = x.new_empty(len(x), columns, dtype=EIGHT_BIT[scheme])
     return q, x.new_empty(len(x), dtype=torch.float32)
-
-
-@torch.library.custom_op("fused_dequant::lm_head", mutates_args=(), device_types="cuda")
-def lm_head_op(
-    x: torch.Tensor, data: torch.Tensor, scale: OptionalTensor, scheme: str, softcap: float
-) -> torch.Tensor:
-    """CUDA implementation of `lm_head`."""
-    from fused_dequant import launch
-
-    require(scheme, x.device)
-    return launch.lm_head(x.contiguous(), Weight(scheme, data, scale), softcap)
-
-
-@lm_head_op.register_kernel("cpu")
-def _(
-    x: torch.Tensor, data: torch.Tensor, scale: OptionalTensor, scheme: str, softcap: float
-) -> torch.Tensor:
-    x = _round_activation(x, scheme, None)
-    weight = weights.dequantize(Weight(scheme, data, scale))[0]
-    return reference.lm_head(x, weight, softcap).to(torch.bfloat16)
-
-
-@lm_head_op.register_fake
-def _(
-    x: torch.Tensor, data: torch.Tensor, scale: OptionalTensor, scheme: str, softcap: float
-) -> torch.Tensor:
-    return x.new_empty(len(x), data.shape[1], dtype=torch.bfloat16)
-
-
-@torch.library.custom_op("fused_dequant::soft_embedding", mutates_args=(), device_types="cuda")
-def soft_embedding_op(
-    logits: torch.Tensor,
-    embedding: torch.Tensor,
-    scale: OptionalTensor,
-    inverse_temperature: torch.Tensor,
-) -> torch.Tensor:
-    """CUDA implementation of `soft_embedding`."""
-    from fused_dequant import launch
-
-    if scale is not None:
-        require("fp8", logits.device)
-    return launch.soft_embedding(logits.contiguous(), embedding, scale, inverse_temperature)
-
-
-@soft_embedding_op.register_kernel("cpu")
-def _(
-    logits: torch.Tensor,
-    embedding: torch.Tensor,
-    scale: OptionalTensor,
-    inverse_temperature: torch.Tensor,
-) -> torch.Tensor:
-    if scale is not None:
-        soft = reference.soft_embedding_fp8(logits, embedding, scale, inverse_temperature)
-    else:
-        soft = reference.soft_embedding(logits, embedding, inverse_temperature)
-    return soft.to(torch.bfloat16)
-
-
-@soft_embedding_op.register_fake
-def _(
-    logits: torch.Tensor,
-    embedding: torch.Tensor,
-    scale: OptionalTensor,
-    inverse_temperature: torch.Tensor,
-) -> torch.Tensor:
-    H = embedding.shape[1] if scale is None else len(embedding)
-    return logits.new_empty(len(logits), H, dtype=torch.bfloat16)
 
 
 def _round_activation(x: torch.Tensor, scheme: str, input_scale: OptionalTensor) -> torch.Tensor:

@@ -76,23 +76,6 @@ def soft_embedding(
     return torch.softmax(scaled, -1) @ embedding.to(dtype)
 
 
-def soft_embedding_fp8(
-    logits: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    inverse_temperature: torch.Tensor,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """The same with codes e4m3 [H, V], scale [H], and probabilities rounded to e4m3.
-
-    The largest of a row is 2^3, the least that the kernels, which round by ranges of a row, give it.
-    """
-    x = logits.to(dtype) * inverse_temperature.to(dtype)[:, None]
-    p = torch.exp(x - x.amax(1, keepdim=True)) * 8
-    p = p.to(torch.float8_e4m3fn).to(dtype)
-    return (p / p.sum(1, keepdim=True)) @ codes.to(dtype).T * scale.to(dtype)
-
-
 def attention_heads(
     qkv: torch.Tensor,
     q_weight: torch.Tensor,

@@ -70,10 +70,9 @@ def products() -> Iterator[Product]:
         ("fp8", "nvfp4_fragments"), TOKENS[1:], (*cases.LINEAR_SHAPES, (9216, 2816))
     ):
         yield Product("linear", scheme, M, N, K)
-    for scheme, M in itertools.product(("bf16", "fp8"), TOKENS[1:]):
-        yield Product("lm_head", scheme, M, cases.VOCABULARY, cases.HIDDEN)
-    for scheme, M in itertools.product(("bf16", "fp8"), TOKENS[1:]):
-        yield Product("soft_embedding", scheme, M, cases.HIDDEN, cases.VOCABULARY)
+    for M in TOKENS[1:]:
+        yield Product("lm_head", "bf16", M, cases.VOCABULARY, cases.HIDDEN)
+        yield Product("soft_embedding", "bf16", M, cases.HIDDEN, cases.VOCABULARY)
     for scheme, M, (N, K) in itertools.product(("int8", "bf16"), TOKENS[1:], cases.LINEAR_SHAPES):
         yield Product("linear", scheme, M, N, K)
 
@@ -104,7 +103,7 @@ def _sweep(product: Product) -> Iterator[Config]:
         for splits, (BM, BN, warps), BK, stages in itertools.product(
             (3, 6, 12),
             ((128, 256, 8), (128, 128, 8), (256, 128, 8), (64, 256, 4)),
-            (32, 64) if product.scheme == "bf16" else (64, 128),
+            (32, 64),
             (3, 4),
         ):
             yield _config("SPLITS BM BN BK num_warps num_stages", splits, BM, BN, BK, warps, stages)
@@ -189,11 +188,11 @@ def operands(product: Product, device: str) -> Operands:
     """Random operands, or blank ones on "meta"."""
     grouped, down = product.verb.startswith("experts"), product.verb == "experts_down"
     rows = product.M * (cases.TOPK if down else 1)
-    # The soft embedding takes logits; its bf16 weight lies as the embedding does.
+    # The soft embedding takes logits; its weight lies as the embedding does.
     soft = product.verb == "soft_embedding"
-    N, K = (product.K, product.N) if soft and product.scheme == "bf16" else (product.N, product.K)
+    N, K = (product.K, product.N) if soft else (product.N, product.K)
     experts = cases.EXPERTS if grouped else 1
-    scheme = "bf16" if soft else product.scheme
+    scheme = product.scheme
     dtype = EIGHT_BIT.get(scheme, torch.bfloat16)
     row_weight = torch.ones(rows, device=device) if down else None
     if device == "meta":
@@ -224,13 +223,12 @@ def call(product: Product, o: Operands, config: Config) -> torch.Tensor:
     """Launch one product as `launch` does, with a given configuration."""
     if product.verb == "soft_embedding":
         sharpness = torch.full((len(o.x),), 1.5, device=o.x.device)
-        scale = None if o.weight.scale is None else o.weight.scale[0]
-        return vocabulary.soft_embedding(o.x, o.weight.data[0], scale, sharpness, config)
+        return vocabulary.soft_embedding(o.x, o.weight.data[0], sharpness, config)
     if o.blocks:
         blocks = o.blocks[tuning.block_rows(config)]
         return launch.grouped(o.x, o.x_scale, o.weight, blocks, config, o.row_weight)
     if product.verb == "lm_head":
-        return launch.head(o.x, o.x_scale, o.weight, 30.0, config)
+        return launch.head(o.x, o.weight.data[0], 30.0, config)
     return launch.dense(o.x, o.x_scale, o.weight, config)
 
 

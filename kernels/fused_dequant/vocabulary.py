@@ -12,7 +12,7 @@ Soft embedding, softmax(logits / T) @ embedding, the input of self-conditioning:
 K = V is 262,144 long and M x H only 22 tiles, so K is split into S ranges to fill the machine,
 each with an anchor a_s of its own, near its maximum:
 
-    1. `exponential_kernel`  p = exp((l - a_s) / T) as bf16 or e4m3 [M, V], a_s and sum_s(p) [S, M]
+    1. `exponential_kernel`  p = exp((l - a_s) / T) as bf16 [M, V], a_s and sum_s(p) [S, M]
     2. `split_k_kernel`      partial_s f32 [S, M, H] = p[:, range s] @ embedding[range s]
     3. `reduce_kernel`       sum_s w_s * partial_s / sum_s w_s * sum_s(p), w_s = exp((a_s - max a) / T)
 
@@ -22,12 +22,6 @@ more than those.
 
 No atomics: two runs are equal bit for bit. p is unnormalised, so rounding it to bf16 costs 2^-9 of
 itself; the sums are of the rounded values, so the weights of a row add up to 1.
-
-FP8: with a per-row scale of the embedding the head is an ordinary FP8 product. The soft embedding wants
-a copy of its own (738 MB): Hopper's FP8 tensor cores take operands that are contiguous along K, here V,
-so the embedding is transposed, with a scale per column. e4m3 holds 2^-9 to 448, and 2^-10 rounds to 0.
-p is 2^3 at the first maximum, and 2^8 at the maximum of a range that is done again: tokens less than
-2^-13 to 2^-18 as probable as the likeliest of their range count as impossible.
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
@@ -45,10 +39,8 @@ from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import LOG2_E, LOWEST, tanh
 from fused_dequant.tuning import processors
 
-# How large p may become, and what it is at a maximum: the first one, and that of a range done again.
-# Base-2 logarithms. bf16: 262,144 of 2^96 times values of 1,000 are 2^124.
-REACH, FIRST, AGAIN = tl.constexpr(96.0), tl.constexpr(0.0), tl.constexpr(0.0)
-REACH_8BIT, FIRST_8BIT, AGAIN_8BIT = tl.constexpr(8.5), tl.constexpr(3.0), tl.constexpr(8.0)
+# How large p may become, a base-2 logarithm: 262,144 of 2^96 times values of 1,000 are 2^124.
+REACH = tl.constexpr(96.0)
 
 
 @triton.jit
@@ -56,15 +48,12 @@ def lm_head_kernel(
     x,
     w,
     y,
-    x_scale,
-    w_scale,
     M,
     V,
     H,
     cap,
     programs,
     CHAINED: tl.constexpr,
-    SCALED: tl.constexpr,
     HARDWARE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -78,12 +67,7 @@ def lm_head_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(0, H, BK):
             acc = tl.dot(x.load([m, k]), w.load([n, k]).T, acc)
-        if SCALED:  # loaded before the products they would take 66 registers and spill
-            row, column = m + tl.arange(0, BM), n + tl.arange(0, BN)
-            acc *= tl.load(x_scale + row, mask=row < M, other=0.0)[:, None] / cap
-            acc *= tl.load(w_scale + column, mask=column < V, other=0.0)[None, :]
-        else:
-            acc *= 1.0 / cap
+        acc *= 1.0 / cap
         # Two halves: the staging buffer of the store takes half the shared memory.
         left, right = tl.split(acc.reshape(BM, 2, BN // 2).permute(0, 2, 1))
         y.store([m, n], (cap * tanh(left, HARDWARE)).to(tl.bfloat16))
@@ -93,15 +77,13 @@ def lm_head_kernel(
 def lm_head(
     x: torch.Tensor,
     w: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
     cap: float,
     config: dict[str, int],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """X [M, H], w [V, H], both bf16 or both 8-bit with scales f32 [M] and [V] -> bf16 [M, V].
+    """Multiply x [M, H] by w [V, H].T, both bf16, and cap: bf16 [M, V].
 
-    Rows must be multiples of 16 bytes: V % 8 == 0 and H % 8 == 0 (16 for 8-bit).
+    Rows must be multiples of 16 bytes: V % 8 == 0 and H % 8 == 0.
     """
     (M, H), V = x.shape, len(w)
     y = torch.empty(M, V, dtype=torch.bfloat16, device=x.device) if out is None else out
@@ -111,9 +93,7 @@ def lm_head(
     lm_head_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [BM, BK]), TensorDescriptor.from_tensor(w, [BN, BK]),
         TensorDescriptor.from_tensor(y, [BM, BN // 2]),
-        y if x_scale is None else x_scale, y if w_scale is None else w_scale,
-        M, V, H, cap, programs, SCALED=x_scale is not None, HARDWARE=x.device.type != "cpu",
-        **chained(x.device), **config,
+        M, V, H, cap, programs, HARDWARE=x.device.type != "cpu", **chained(x.device), **config,
     )  # fmt: skip
     return y
 
@@ -138,31 +118,6 @@ def rounded_exponential(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def rounded_to_8_bits(x, HARDWARE: tl.constexpr):
-    """2^x as e4m3, at most 448, and that e4m3 as float32; zero up to 2^-10.
-
-    HARDWARE: four values at once. With the compiler's own conversions p was right and the sums were not
-    (triton 3.6, sm_90); their PTX shows no reason.
-    """
-    if HARDWARE:
-        p, p_wide = tl.inline_asm_elementwise(
-            "{ .reg .f32 e0, e1, e2, e3; .reg .b16 q0, q1, h0, h1; .reg .b32 h; "
-            "ex2.approx.ftz.f32 e0, $5; ex2.approx.ftz.f32 e1, $6; "
-            "ex2.approx.ftz.f32 e2, $7; ex2.approx.ftz.f32 e3, $8; "
-            "cvt.rn.satfinite.e4m3x2.f32 q0, e1, e0; cvt.rn.satfinite.e4m3x2.f32 q1, e3, e2; "
-            "mov.b32 $0, {q0, q1}; "
-            "cvt.rn.f16x2.e4m3x2 h, q0; mov.b32 {h0, h1}, h; cvt.f32.f16 $1, h0; cvt.f32.f16 $2, h1; "
-            "cvt.rn.f16x2.e4m3x2 h, q1; mov.b32 {h0, h1}, h; cvt.f32.f16 $3, h0; cvt.f32.f16 $4, h1; }",
-            "=r,=r,=r,=r,=r,r,r,r,r", [x], dtype=(tl.int8, tl.float32), is_pure=True, pack=4,
-        )  # fmt: skip
-        p = p.to(tl.float8e4nv, bitcast=True)
-    else:
-        p = tl.minimum(tl.exp2(x), 448.0).to(tl.float8e4nv)
-        p_wide = p.to(tl.float32)
-    return p, p_wide
-
-
-@triton.jit
 def range_exponentials(
     logits, p, count, anchor, sharpness, HARDWARE: tl.constexpr, EIGHTS: tl.constexpr
 ):
@@ -175,10 +130,7 @@ def range_exponentials(
         mask = column < count - start
         x = tl.load(logits + start + column, mask=mask, other=float("-inf")).to(tl.float32)
         tops = tl.maximum(tops, tl.max(x, 1))
-        if p.dtype.element_ty == tl.float8e4nv:
-            rounded, wide = rounded_to_8_bits((x - anchor) * sharpness, HARDWARE)
-        else:
-            rounded, wide = rounded_exponential((x - anchor) * sharpness, HARDWARE)
+        rounded, wide = rounded_exponential((x - anchor) * sharpness, HARDWARE)
         tl.store(p + start + column, rounded, mask=mask)
         sums += tl.sum(wide, 1)
     return tl.sum(sums), tl.max(tops)
@@ -200,12 +152,9 @@ def exponential_kernel(
 ):
     """Program (m, s): range s of row m, columns s * length to (s + 1) * length, 8 * EIGHTS at a time.
 
-    p is 2^FIRST at the maximum of the first of them, so that the logits are read once.
-    Where the range turns out to hold a token with a p beyond 2^REACH, it is done again, with 2^AGAIN
-    at its maximum.
+    p is 1 at the maximum of the first of them, so that the logits are read once. Where the range turns
+    out to hold a token with a p beyond 2^REACH, it is done again, with 1 at its maximum.
     """
-    EIGHT_BIT: tl.constexpr = p.dtype.element_ty == tl.float8e4nv
-    reach: tl.constexpr = REACH_8BIT if EIGHT_BIT else REACH
     follow(CHAINED)
     m, split = tl.program_id(0), tl.program_id(1)
     first = split * length
@@ -215,12 +164,10 @@ def exponential_kernel(
     column = tl.arange(0, 8 * EIGHTS)
     piece = tl.load(logits + column, mask=column < count, other=float("-inf"))
     sharpness = tl.load(inverse_temperature + m) * LOG2_E
-    softness = tl.where(sharpness > 0.0, 1.0 / sharpness, 0.0)
     anchor = tl.maximum(tl.max(piece.to(tl.float32)), LOWEST)
-    anchor -= softness * (FIRST_8BIT if EIGHT_BIT else FIRST)
     sums, top = range_exponentials(logits, p, count, anchor, sharpness, HARDWARE, EIGHTS)
-    if (top - anchor) * sharpness > reach:
-        anchor = top - softness * (AGAIN_8BIT if EIGHT_BIT else AGAIN)
+    if (top - anchor) * sharpness > REACH:
+        anchor = top
         sums, top = range_exponentials(logits, p, count, anchor, sharpness, HARDWARE, EIGHTS)
     tl.store(anchors + split * M + m, anchor)
     tl.store(total + split * M + m, sums)
@@ -236,7 +183,6 @@ def split_k_kernel(
     H,
     length,
     CHAINED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -244,17 +190,13 @@ def split_k_kernel(
     """partial[s] = p[:, range s] @ embedding[range s]; `length` is a multiple of BK.
 
     Descriptors of p [M, V] and embedding [V, H], boxes [BM, BK] and [BK, BN]: past V they read zeros.
-    TRANSPOSED: of embedding.T [H, V], box [BN, BK].
     """
     follow(CHAINED)
     m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
     split = tl.program_id(2)
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(split * length, tl.minimum((split + 1) * length, V), BK):
-        if TRANSPOSED:
-            acc = tl.dot(p.load([m, k]), embedding.load([n, k]).T, acc)
-        else:
-            acc = tl.dot(p.load([m, k]), embedding.load([k, n]), acc)
+        acc = tl.dot(p.load([m, k]), embedding.load([k, n]), acc)
     row, column = m + tl.arange(0, BM), n + tl.arange(0, BN)
     place = partial + (split * M + row).to(tl.int64)[:, None] * H + column[None, :]
     tl.store(place, acc, mask=(row < M)[:, None] & (column < H)[None, :])
@@ -265,21 +207,16 @@ def reduce_kernel(
     partial,
     anchors,
     total,
-    scale,
     out,
     M,
     H,
     inverse_temperature,
     CHAINED: tl.constexpr,
-    SCALED: tl.constexpr,
     SPLITS: tl.constexpr,
     RANGES: tl.constexpr,  # SPLITS rounded up to a power of two
     BLOCK: tl.constexpr,
 ):
-    """Combine the splits of row m, each weighted by exp((its anchor - the highest) / T).
-
-    SCALED: column h times scale[h].
-    """
+    """Combine the splits of row m, each weighted by exp((its anchor - the highest) / T)."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -294,24 +231,17 @@ def reduce_kernel(
         weight = tl.exp((tl.load(anchors + split * M + m) - highest) * sharpness)
         values = tl.load(partial + (split * M + m) * H + column, mask=column < H, other=0.0)
         acc += weight * values
-    if SCALED:
-        acc *= tl.load(scale + column, mask=column < H, other=0.0)
     tl.store(out + m * H + column, (acc / norm).to(out.dtype.element_ty), mask=column < H)
 
 
 def soft_embedding(
     logits: torch.Tensor,
     embedding: torch.Tensor,
-    scale: torch.Tensor | None,
     inverse_temperature: torch.Tensor,
     config: dict[str, int],
 ) -> torch.Tensor:
-    """Logits bf16 or f32 [M, V], 1 / T f32 [M] -> bf16 [M, H].
-
-    The embedding is bf16 [V, H], or e4m3 [H, V] with a scale f32 [H].
-    """
-    M, V = logits.shape
-    H = embedding.shape[1] if scale is None else len(embedding)
+    """Logits bf16 or f32 [M, V], embedding bf16 [V, H], 1 / T f32 [M] -> bf16 [M, H]."""
+    (M, V), H = logits.shape, embedding.shape[1]
     config = dict(config)
     length = triton.cdiv(triton.cdiv(V, config.pop("SPLITS")), config["BK"]) * config["BK"]
     splits = triton.cdiv(V, length)
@@ -322,18 +252,16 @@ def soft_embedding(
     out = torch.empty(M, H, dtype=torch.bfloat16, device=device)
     exponential_kernel[(M, splits)](
         logits, p, anchors, total, M, V, length, inverse_temperature, HARDWARE=device.type != "cpu",
-        EIGHTS=256 if scale is None else 512, num_warps=8, **chained(device),
+        EIGHTS=256, num_warps=8, **chained(device),
     )  # fmt: skip
     grid = (triton.cdiv(M, config["BM"]), triton.cdiv(H, config["BN"]), splits)
     BM, BN, BK = config["BM"], config["BN"], config["BK"]
     split_k_kernel[grid](
-        TensorDescriptor.from_tensor(p, [BM, BK]),
-        TensorDescriptor.from_tensor(embedding, [BK, BN] if scale is None else [BN, BK]),
-        partial, M, V, H, length, TRANSPOSED=scale is not None, **chained(device), **config,
+        TensorDescriptor.from_tensor(p, [BM, BK]), TensorDescriptor.from_tensor(embedding, [BK, BN]),
+        partial, M, V, H, length, **chained(device), **config,
     )  # fmt: skip
     reduce_kernel[(M, triton.cdiv(H, 1024))](
-        partial, anchors, total, total if scale is None else scale, out, M, H, inverse_temperature,
-        SCALED=scale is not None, SPLITS=splits, RANGES=triton.next_power_of_2(splits), BLOCK=1024,
-        **chained(device),
+        partial, anchors, total, out, M, H, inverse_temperature,
+        SPLITS=splits, RANGES=triton.next_power_of_2(splits), BLOCK=1024, **chained(device),
     )  # fmt: skip
     return out

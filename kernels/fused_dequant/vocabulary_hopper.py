@@ -1,10 +1,10 @@
 """lm_head on Hopper: copies, products and softcap run at the same time, each in warps of its own.
 
-Triton's loop (`vocabulary.lm_head_kernel`) leaves the tensor cores idle while a block scales, caps and
-stores a tile, a fifth of the time in FP8. Here a block has nine warps that work:
+Triton's loop (`vocabulary.lm_head_kernel`) leaves the tensor cores idle while a block caps and stores a
+tile. Here a block has nine warps that work:
 
     one             copies tiles of x [128, BK] and w [256, BK] into a ring of STAGES places (TMA)
-    two times four  multiply 64 rows each into accumulators of 64 x 256, then scale, cap and store them
+    two times four  multiply 64 rows each into accumulators of 64 x 256, then cap and store them
 
 The two sets share the ring and nothing else: while one is busy with its results the other may multiply.
 
@@ -59,23 +59,16 @@ def copy_tiles(x, w, x_tiles, w_tiles, ready, free, M, V, H, programs, STAGES: g
 
 @gluon.jit
 def multiply_and_cap(
-    y, x_scale, w_scale, x_tiles, w_tiles, results, ready, free, M, V, H, cap, programs,
-    SCALED: gl.constexpr, SET: gl.constexpr, STAGES: gl.constexpr,
+    y, x_tiles, w_tiles, results, ready, free, M, V, H, cap, programs,
+    SET: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 * SET .. 64 * SET + 63 of every tile of this program."""
     BK: gl.constexpr = x_tiles.shape[2]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, BK // 4])
-    loaded: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     rows, steps = gl.cdiv(M, BM), gl.cdiv(H, BK)
     step = 0
     for tile in range(gl.program_id(0), rows * gl.cdiv(V, BN), programs):
         m, n = (tile % rows) * BM + 64 * SET, (tile // rows) * BN
-        row_factor, column_factor = 1.0 / cap, 1.0
-        if SCALED:  # loaded before the products, two values a thread, and spread out after them
-            row = m + gl.arange(0, 64, gl.SliceLayout(1, mma))
-            row_factor = gl.load(x_scale + row, mask=row < M, other=0.0) / cap
-            column = n + gl.arange(0, BN, loaded)
-            column_factor = gl.load(w_scale + column, mask=column < V, other=0.0)
         acc = gl.zeros([64, BN], gl.float32, mma)
         for k in range(steps):
             place = step % STAGES
@@ -89,11 +82,7 @@ def multiply_and_cap(
             step += 1
         acc = warpgroup_mma_wait(0, (acc,))
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
-        if SCALED:
-            acc *= row_factor[:, None]
-            acc *= gl.convert_layout(column_factor, gl.SliceLayout(0, mma))[None, :]
-        else:
-            acc *= row_factor
+        acc *= 1.0 / cap
         store_capped(acc, y, results, m, n, cap)
     tma.store_wait(0)
 
@@ -123,15 +112,12 @@ def lm_head_hopper_kernel(
     x,
     w,
     y,
-    x_scale,
-    w_scale,
     M,
     V,
     H,
     cap,
     programs,
     CHAINED: gl.constexpr,
-    SCALED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Descriptors of x [M, H], w [V, H] and y [M, V], boxes [128, BK], [256, BK] and [64, 64]."""
@@ -150,12 +136,10 @@ def lm_head_hopper_kernel(
     gl.warp_specialize(
         [
             (multiply_and_cap, (
-                y, x_scale, w_scale, x_tiles, w_tiles, results, ready, free,
-                M, V, H, cap, programs, SCALED, 0, STAGES,
+                y, x_tiles, w_tiles, results, ready, free, M, V, H, cap, programs, 0, STAGES,
             )),
             (multiply_and_cap, (
-                y, x_scale, w_scale, x_tiles, w_tiles, more_results, ready, free,
-                M, V, H, cap, programs, SCALED, 1, STAGES,
+                y, x_tiles, w_tiles, more_results, ready, free, M, V, H, cap, programs, 1, STAGES,
             )),
             (copy_tiles, (x, w, x_tiles, w_tiles, ready, free, M, V, H, programs, STAGES)),
         ],
@@ -167,8 +151,6 @@ def lm_head_hopper_kernel(
 def lm_head(
     x: torch.Tensor,
     w: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
     cap: float,
     config: dict[str, int],
     out: torch.Tensor | None = None,
@@ -178,14 +160,11 @@ def lm_head(
     y = torch.empty(M, V, dtype=torch.bfloat16, device=x.device) if out is None else out
     tiles = triton.cdiv(M, BM.value) * triton.cdiv(V, BN.value)
     programs = min(tiles, processors(x.device))
-    BK = 128 // x.element_size()
-    operand = NVMMASharedLayout(128, 8 * x.element_size(), 2)
+    BK, operand = 64, NVMMASharedLayout(128, 16, 2)
     lm_head_hopper_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [BM.value, BK], operand),
         TensorDescriptor.from_tensor(w, [BN.value, BK], operand),
         TensorDescriptor.from_tensor(y, [64, PIECE.value], NVMMASharedLayout(128, 16, 2)),
-        y if x_scale is None else x_scale, y if w_scale is None else w_scale,
-        M, V, H, cap, programs, SCALED=x_scale is not None, num_warps=4,
-        **chained(x.device), **config,
+        M, V, H, cap, programs, num_warps=4, **chained(x.device), **config,
     )  # fmt: skip
     return y

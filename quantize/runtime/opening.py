@@ -23,7 +23,6 @@ from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.modules.engine import ModelEngine
 
 Kind = Literal["modules", "fused"]
-Width = Literal["bf16", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,6 @@ def open(
     max_context: int | None = None,
     batch_invariant: bool = False,
     dtype: torch.dtype | None = None,
-    lm_head: Width = "bf16",
-    soft_embedding: Width = "bf16",
     resident: int | None = None,
     kind: Kind | None = None,
     beside: Engine | None = None,
@@ -68,8 +65,6 @@ def open(
         batch_invariant: whether a sample's tokens must be the same whoever is beside it (fused alone).
         dtype: of the modules' arithmetic; None for float32 on a CPU and BF16 on a GPU. The kernels
             compute in BF16.
-        lm_head: "fp8" to round the output embedding at load (fused alone).
-        soft_embedding: the same for what self-conditioning multiplies with.
         resident: layers that stay on the device, the others being streamed from the files in every
             pass (fused alone); None for all. `runtime.memory` says how many fit.
         kind: which engine; None for the device's default.
@@ -88,17 +83,15 @@ def open(
         if isinstance(checkpoint, RandomModel):
             raise InputError("random weights are made for the kernels: they need a GPU")
         return _modules(checkpoint, device, activations or "none", capacity, max_context, dtype)
-    vocabulary = {"head": lm_head, "soft": soft_embedding}
     if isinstance(checkpoint, RandomModel):
         weights = random_weights(
-            checkpoint.config, dict(checkpoint.schemes), device,
-            experts_hit=checkpoint.experts_hit, **vocabulary,
-        )  # fmt: skip
+            checkpoint.config, dict(checkpoint.schemes), device, experts_hit=checkpoint.experts_hit
+        )
     elif isinstance(beside, FusedEngine):
         weights = beside.model.weights
     else:
         weights = load_packed(
-            checkpoint, device, head=lm_head, soft=soft_embedding, resident=resident,
+            checkpoint, device, resident=resident,
             on_layer=lambda layers: track(layers, "layers loaded"),
         )  # fmt: skip
     inputs = None

@@ -185,7 +185,6 @@ def test_opcheck() -> None:
             torch.library.opcheck(op, arguments, test_utils=tests)
 
         check(ops.linear.default, x, w.data, w.scale, None, None, scheme)
-        check(ops.lm_head.default, x, w.data, w.scale, scheme, 30.0)
         check(
             ops.experts.default, x, None, ids, routing_weights, up.data, up.scale, None, None,
             down.data, down.scale, None, None, scheme,
@@ -211,10 +210,6 @@ def test_opcheck() -> None:
         ),
     )  # fmt: skip
     torch.library.opcheck(ops.quantize_rows.default, (x, True, "int8"))
-    embedding = cases.random_tokens(64, 16, "cpu")
-    torch.library.opcheck(
-        ops.soft_embedding.default, (x, embedding, None, torch.full((len(x),), 1.5))
-    )
 
 
 def test_errors_name_what_is_wrong() -> None:
@@ -310,7 +305,7 @@ def test_candidates_fit_the_registers_and_hold_what_is_shipped() -> None:
         if product.verb.startswith("experts") or product.verb == "lm_head":
             assert table[product.key][str(product.M)] in candidates, product
             seen += 1
-    assert seen == 28
+    assert seen == 26
 
 
 def test_kernels_are_compiled_once_and_hoppers_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

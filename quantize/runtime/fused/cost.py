@@ -99,7 +99,5 @@ def decoder_floor(
         flop = 4 * rows * seen * text.num_attention_heads * own.head_dim
         parts["attention"] += rates.seconds(cells, flop, "bf16")
     V, H = weights.embedding.shape
-    soft = rates.seconds(2 * V * H, 2 * rows * V * H, "bf16")
-    if isinstance(weights.soft, Weight):
-        soft = product(weights.soft)
-    return parts | {"vocabulary": product(weights.head) + soft}
+    either = rates.seconds(2 * V * H, 2 * rows * V * H, "bf16")  # lm_head, or the soft embedding
+    return parts | {"vocabulary": 2 * either}

@@ -17,10 +17,8 @@ from quantize.runtime.fused.weights import (
     SelfConditioning,
     TextWeights,
     check_gpu,
-    head_weight,
     in_memory_of_its_own,
     model_config,
-    soft_weight,
 )
 
 
@@ -29,8 +27,6 @@ def random_weights(
     schemes: dict[str, str],
     device: str,
     *,
-    head: str = "bf16",
-    soft: str = "bf16",
     experts_hit: int | None = None,
 ) -> TextWeights:
     """Make the text stack.
@@ -39,14 +35,12 @@ def random_weights(
         config: config.json of a BF16 model.
         schemes: kernel scheme ("bf16", "fp8", "int8", "nvfp4") of "experts", "attention" and "mlp".
         device: where they are made.
-        head: as in `load_packed`.
-        soft: as in `load_packed`.
         experts_hit: route to the first so many experts only; None spreads routing over all.
 
     Raises:
         ResourceError: as `check_gpu`.
     """
-    check_gpu([head, soft, *schemes.values()], torch.device(device))
+    check_gpu(schemes.values(), torch.device(device))
     whole = model_config(config)
     text = whole.text_config
     H, E = text.hidden_size, text.num_experts
@@ -98,7 +92,4 @@ def random_weights(
         weights.bf16(plain(H, text.intermediate_size)),
     )  # fmt: skip
     layers = tuple(layer(i) for i in range(text.num_hidden_layers))
-    return TextWeights(
-        whole, embedding, head_weight(embedding, head), soft_weight(embedding, soft), ones(H),
-        conditioning, layers,
-    )  # fmt: skip
+    return TextWeights(whole, embedding, ones(H), conditioning, layers)

@@ -220,12 +220,12 @@ class FusedModel:
     def logits(self, h: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the soft-capped logits bf16 [m, V] of rows [m, H] of `decode`, in `out` if given."""
         with part("vocabulary"):
-            return lm_head(h, self.weights.head, self.softcap, out=out)
+            return lm_head(h, self.weights.embedding, self.softcap, out=out)
 
     def soft_embedding(self, logits: Tensor, inverse_temperature: Tensor) -> Tensor:
         """Return softmax(logits / T) @ embedding, not yet scaled as embeddings are: bf16 [M, H]."""
         with part("vocabulary"):
-            return soft_embedding(logits, self.weights.soft, inverse_temperature)
+            return soft_embedding(logits, self.weights.embedding, inverse_temperature)
 
     def _begin(
         self, tokens: Tensor, update: Tensor | None, *, decoder: bool

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import torch
-from fused_dequant import Weight, formats, require, weights
+from fused_dequant import Weight, require
 from torch import Tensor
 
 from quantize.checkpoints.layout import check_layout
@@ -42,16 +42,13 @@ class SelfConditioning:
 
 @dataclass(frozen=True)
 class TextWeights:
-    """The text stack, on one device. `embedding` bf16 [V, H]; `head` is it, or it in FP8.
+    """The text stack, on one device. `embedding` bf16 [V, H], which is lm_head as well.
 
-    `soft` is what the soft embedding multiplies with: the embedding, or it in FP8, transposed.
     `config` is transformers' configuration of the whole model.
     """
 
     config: Any
     embedding: Tensor
-    head: Weight
-    soft: Tensor | Weight
     norm: Tensor
     self_conditioning: SelfConditioning
     layers: tuple[LayerWeights, ...] | StreamedLayers
@@ -78,10 +75,6 @@ class TextWeights:
     def nbytes(self) -> int:
         """Bytes on the device of the products' weights and the embedding."""
         total = self.embedding.numel() * 2
-        if self.head.scheme != "bf16":
-            total += self.head.bytes
-        if isinstance(self.soft, Weight):
-            total += self.soft.bytes
         if isinstance(self.layers, StreamedLayers):
             return total + self.layers.nbytes
         return total + sum(w.bytes for layer in self.layers for w in layer.products)
@@ -91,8 +84,6 @@ def load_packed(
     folder: Path,
     device: str,
     *,
-    head: str = "bf16",
-    soft: str = "bf16",
     resident: int | None = None,
     on_layer: OnLayer = iter,
 ) -> TextWeights:
@@ -101,9 +92,6 @@ def load_packed(
     Args:
         folder: a checkpoint in Google's BF16 layout, in that of compressed-tensors or of ModelOpt.
         device: "cuda", "cuda:1", or "cpu" (the kernels' torch references).
-        head: "bf16", or "fp8" to also round lm_head, which reads 0.7 GB less each step; not what the
-            checkpoint's accuracy was measured with.
-        soft: the same for the soft embedding, whose FP8 copy takes 0.7 GB more memory.
         resident: how many layers stay on the device, the others being streamed; None for all.
         on_layer: wraps the iteration over layers, to show progress.
 
@@ -116,7 +104,7 @@ def load_packed(
     place, config = torch.device(device), model_config(checkpoint.config)
     packer = Packer(checkpoint, Transfer(place), config.text_config)
     used = packer.schemes.used if packer.schemes else ()
-    check_gpu([head, soft, *(scheme.kernel for scheme in used)], place)
+    check_gpu([scheme.kernel for scheme in used], place)
     layers = config.text_config.num_hidden_layers
     streamed = spread(layers, layers - min(layers, layers if resident is None else resident))
     _check_memory(checkpoint, place, layers, len(streamed))
@@ -126,8 +114,6 @@ def load_packed(
     return TextWeights(
         config,
         embedding,
-        head_weight(embedding, head),
-        soft_weight(embedding, soft),
         packer.plain(f"{decoder}norm.weight"),
         SelfConditioning(
             packer.plain(f"{conditioning}pre_norm.weight"),
@@ -175,24 +161,6 @@ def model_config(config: dict[str, Any]) -> Any:
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     return DiffusionGemmaConfig(**plain)
-
-
-def head_weight(embedding: Tensor, head: str) -> Weight:
-    """Return lm_head: the embedding itself, or the embedding in FP8, a scale a token."""
-    if head == "fp8":
-        return weights.eight_bit(*formats.quantize_rows(embedding, torch.float8_e4m3fn))
-    return weights.bf16(embedding)
-
-
-def soft_weight(embedding: Tensor, soft: str) -> Tensor | Weight:
-    """Return what the soft embedding multiplies with; in FP8 it is [1, H, V], a scale a column."""
-    if soft != "fp8":
-        return embedding
-    columns = [part.T.contiguous() for part in embedding.split(256, 1)]  # float32 of all is 3 GB
-    codes, scales = zip(
-        *(formats.quantize_rows(c, torch.float8_e4m3fn) for c in columns), strict=True
-    )
-    return weights.eight_bit(torch.cat(codes), torch.cat(scales))
 
 
 def in_memory_of_its_own(weight: Weight) -> Weight:
