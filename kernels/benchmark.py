@@ -5,7 +5,7 @@ replays. `bytes` counts what must be read and written once: the weights of every
 tokens, results. `share` is bytes / time over the copy bandwidth measured before. `reference` is
 torch on the same operands:
 
-    experts         `torch._grouped_mm` in bf16, the two bare products, no activation and no combine
+    experts         `torch._grouped_mm` in bf16, the two bare products, no activation
     linear, fp8     `torch._scaled_mm`, scales per token and channel; both sides get quantized tokens
     linear, nvfp4   bf16 `torch.mm` (cuBLAS)
     lm_head, soft   bf16 `torch.mm` alone, without softcap or softmax
@@ -107,7 +107,7 @@ def grouped_mm_time(ids: torch.Tensor) -> float:
 
 
 def experts_rows(limits: Ceilings) -> Iterator[Row]:
-    """Whole expert blocks: routing, both products, activation, routing weights, combine."""
+    """Whole expert blocks: routing, both products, activation, routing weights."""
     layouts = [(256, EXPERTS, 0.0), (256, EXPERTS, SPREAD[256]), (256, 40, 0.0)]
     layouts += [(1024, EXPERTS, 0.0), (1024, EXPERTS, SPREAD[1024]), (64, EXPERTS, 0.0)]
     routings = {
@@ -131,16 +131,15 @@ def scheme_rows(
     """One format's rows; times first, then the errors, whose float64 weights take gigabytes."""
     gate_up = cases.random_weight(scheme, EXPERTS, 2 * INNER, HIDDEN, "cuda")
     down = cases.random_weight(scheme, EXPERTS, HIDDEN, INNER, "cuda", seed=5)
+    tokens = {key: cases.random_tokens(key[0], HIDDEN, "cuda") for key in routings}
     runs = {
-        key: partial(
-            fd.experts, cases.random_tokens(key[0], HIDDEN, "cuda"), *routing, gate_up, down
-        )
+        key: partial(fd.routed_experts, tokens[key], None, *routing, gate_up, down)
         for key, routing in routings.items()
     }
     times = {key: measure([run]) for key, run in runs.items()}
     for (M, used, spread), run in runs.items():
-        x, ids, routing_weights, *_ = run.args
-        error = experts_error(run(), x, ids, routing_weights, gate_up, down)
+        x, _, ids, routing_weights, *_ = run.args
+        error = experts_error(run().float().sum(1), x, ids, routing_weights, gate_up, down)
         hit = ids.unique().numel()
         bytes_ = (gate_up.bytes + down.bytes) * hit // EXPERTS + 4 * M * HIDDEN
         flop = 6.0 * M * TOPK * HIDDEN * INNER

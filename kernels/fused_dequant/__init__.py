@@ -1,6 +1,6 @@
 """Fused dequantize-and-multiply kernels for DiffusionGemma: FP8, INT8 and NVFP4, dense and grouped.
 
-    from fused_dequant import experts, linear, weights
+    from fused_dequant import linear, routed_experts, weights
     w = weights.eight_bit(weight, weight_scale)       # or weights.nvfp4(...), weights.bf16(...)
     y = linear(x, w)                                  # bf16
 
@@ -22,7 +22,6 @@ from fused_dequant.layer import (
     scaled_norm,
 )
 from fused_dequant.ops import (
-    experts,
     linear,
     linear_quantized,
     lm_head,
@@ -43,7 +42,6 @@ __all__ = [
     "begin",
     "choose_experts",
     "denoising",
-    "experts",
     "formats",
     "gelu_mul",
     "linear",

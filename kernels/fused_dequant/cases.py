@@ -15,7 +15,7 @@ from fused_dequant.weights import Weight
 def random_weight(
     scheme: str, experts: int, rows: int, columns: int, device: str, seed: int = 0
 ) -> Weight:
-    """A weight [experts, rows, columns]; scheme bf16, fp8, int8, nvfp4 or nvfp4_w4a4."""
+    """A weight [experts, rows, columns]; scheme bf16, fp8, int8 or nvfp4."""
     generator = torch.Generator(device).manual_seed(seed)
     parts: list[tuple[torch.Tensor, ...]] = []
     for _ in range(experts):
@@ -32,8 +32,7 @@ def random_weight(
         return weights.bf16(*tensors)
     if scheme in EIGHT_BIT:
         return weights.eight_bit(*tensors)
-    input_scale = torch.tensor([400.0], device=device) if scheme == "nvfp4_w4a4" else None
-    return weights.nvfp4(*tensors, input_scale=input_scale)
+    return weights.nvfp4(*tensors)
 
 
 def random_tokens(tokens: int, columns: int, device: str, seed: int = 1) -> torch.Tensor:

@@ -30,12 +30,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fused_dequant.targets import forced
+
 
 @cache
 def chained(device: torch.device) -> dict[str, bool]:
     """Launch arguments of a kernel that has a parameter CHAINED."""
     # On "meta" a kernel is compiled for the GPU at hand (`tune`).
-    if device.type == "cpu" or torch.cuda.get_device_capability() < (9, 0):
+    if device.type == "cpu" or (forced() or torch.cuda.get_device_capability()) < (9, 0):
         return {"CHAINED": False}
     return {"CHAINED": True, "launch_pdl": True}
 

@@ -1,4 +1,4 @@
-"""The operations of one denoising step after the logits: `torch.library` custom ops.
+"""The operations of one denoising step after the logits, dispatched by device.
 
     sample(logits, seeds, canvas_index, step, schedule)     draws, argmax, entropy of each position
     accept(draw, state, schedule, ...)                      the next canvas and the stop, in place
@@ -8,9 +8,6 @@ no host synchronisation: the number of the step is in device memory. On CUDA the
 elsewhere `reference`. Drawing is by inverse CDF over sums of another order there, so a draw whose
 random number lies within rounding of a boundary may be the neighbouring token.
 """
-
-# torch.library's decorators carry no types.
-# pyright: reportUntypedFunctionDecorator=false
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -94,7 +91,14 @@ def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> 
         raise ValueError(
             f"logits {tuple(logits.shape)} do not fit a canvas {tuple(state.canvas.shape)}"
         )
-    return Draw(*sample_op(logits, state.seeds, state.canvas_index, state.step, schedule))
+    seeds, canvas_index, step = state.seeds, state.canvas_index, state.step
+    if logits.is_cuda:
+        from fused_dequant import sampling
+
+        return Draw(*sampling.sample(logits.contiguous(), seeds, canvas_index, step, schedule))
+    u = reference.uniforms(seeds, canvas_index, step, logits.shape[1])
+    temperature = schedule[step.clamp(max=len(schedule)).long() - 1]
+    return Draw(*reference.sample(logits, temperature, u))
 
 
 def accept(
@@ -106,132 +110,26 @@ def accept(
     confidence_threshold: float,
 ) -> None:
     """Write the next state: see `CanvasState`. Finished sequences, and those past step N, are left."""
-    accept_op(
-        draw.sampled, draw.replacement, draw.argmax, draw.entropy, schedule,
-        state.canvas, state.argmax, state.history, state.accepted, state.step, state.finished,
-        state.inverse_temperature, entropy_bound, confidence_threshold,
-    )  # fmt: skip
+    if draw.entropy.is_cuda:
+        from fused_dequant import sampling
 
-
-@torch.library.custom_op("fused_dequant::sample", mutates_args=(), device_types="cuda")
-def sample_op(
-    logits: torch.Tensor,
-    seeds: torch.Tensor,
-    canvas_index: torch.Tensor,
-    step: torch.Tensor,
-    schedule: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """CUDA implementation of `sample`."""
-    from fused_dequant import sampling
-
-    return sampling.sample(logits.contiguous(), seeds, canvas_index, step, schedule)
-
-
-@sample_op.register_kernel("cpu")
-def _(
-    logits: torch.Tensor,
-    seeds: torch.Tensor,
-    canvas_index: torch.Tensor,
-    step: torch.Tensor,
-    schedule: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    u = reference.uniforms(seeds, canvas_index, step, logits.shape[1])
-    temperature = schedule[step.clamp(max=len(schedule)).long() - 1]
-    return reference.sample(logits, temperature, u)
-
-
-@sample_op.register_fake
-def _(
-    logits: torch.Tensor,
-    seeds: torch.Tensor,
-    canvas_index: torch.Tensor,
-    step: torch.Tensor,
-    schedule: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens = logits.new_empty(3, *logits.shape[:2], dtype=torch.int64)
-    results = logits.new_empty(2, *logits.shape[:2], dtype=torch.float32)
-    return (
-        tokens[0].clone(), tokens[1].clone(), tokens[2].clone(),
-        results[0].clone(), results[1].clone(),
-    )  # fmt: skip
-
-
-_STATE = ("canvas", "argmax", "history", "accepted", "step", "finished", "inverse_temperature")
-
-
-@torch.library.custom_op("fused_dequant::accept", mutates_args=_STATE, device_types="cuda")
-def accept_op(
-    sampled: torch.Tensor,
-    replacement: torch.Tensor,
-    new_argmax: torch.Tensor,
-    entropy: torch.Tensor,
-    schedule: torch.Tensor,
-    canvas: torch.Tensor,
-    argmax: torch.Tensor,
-    history: torch.Tensor,
-    accepted: torch.Tensor,
-    step: torch.Tensor,
-    finished: torch.Tensor,
-    inverse_temperature: torch.Tensor,
-    bound: float,
-    confidence: float,
-) -> None:
-    """CUDA implementation of `accept`."""
-    from fused_dequant import sampling
-
-    sampling.accept(
-        sampled, replacement, new_argmax, entropy, schedule, canvas, argmax, history, accepted,
-        step, finished, inverse_temperature, bound, confidence,
-    )  # fmt: skip
-
-
-@accept_op.register_kernel("cpu")
-def _(
-    sampled: torch.Tensor,
-    replacement: torch.Tensor,
-    new_argmax: torch.Tensor,
-    entropy: torch.Tensor,
-    schedule: torch.Tensor,
-    canvas: torch.Tensor,
-    argmax: torch.Tensor,
-    history: torch.Tensor,
-    accepted: torch.Tensor,
-    step: torch.Tensor,
-    finished: torch.Tensor,
-    inverse_temperature: torch.Tensor,
-    bound: float,
-    confidence: float,
-) -> None:
-    live = ~finished & (step <= len(schedule))
+        sampling.accept(
+            draw.sampled, draw.replacement, draw.argmax, draw.entropy, schedule,
+            state.canvas, state.argmax, state.history, state.accepted, state.step, state.finished,
+            state.inverse_temperature, entropy_bound, confidence_threshold,
+        )  # fmt: skip
+        return
+    s = state
+    live = ~s.finished & (s.step <= len(schedule))
     row = live[:, None]
-    taken = reference.accept(entropy, bound)
-    stable = (history == new_argmax).all(-1).all(0)  # true for an empty history
-    stop = stable & (entropy.mean(-1) < confidence)
-    accepted.copy_(torch.where(row, taken, accepted))
-    canvas.copy_(torch.where(row, torch.where(taken, sampled, replacement), canvas))
-    argmax.copy_(torch.where(row, new_argmax, argmax))
-    history.copy_(torch.where(row, torch.cat([history, new_argmax[None]])[1:], history))
-    finished.copy_(finished | (live & stop))
-    now = schedule[step.clamp(max=len(schedule)).long() - 1]
-    inverse_temperature.copy_(torch.where(row, 1 / now[:, None], inverse_temperature))
-    step.add_(live.to(step.dtype))
-
-
-@accept_op.register_fake
-def _(
-    sampled: torch.Tensor,
-    replacement: torch.Tensor,
-    new_argmax: torch.Tensor,
-    entropy: torch.Tensor,
-    schedule: torch.Tensor,
-    canvas: torch.Tensor,
-    argmax: torch.Tensor,
-    history: torch.Tensor,
-    accepted: torch.Tensor,
-    step: torch.Tensor,
-    finished: torch.Tensor,
-    inverse_temperature: torch.Tensor,
-    bound: float,
-    confidence: float,
-) -> None:
-    return None
+    taken = reference.accept(draw.entropy, entropy_bound)
+    stable = (s.history == draw.argmax).all(-1).all(0)  # true for an empty history
+    stop = stable & (draw.entropy.mean(-1) < confidence_threshold)
+    s.accepted.copy_(torch.where(row, taken, s.accepted))
+    s.canvas.copy_(torch.where(row, torch.where(taken, draw.sampled, draw.replacement), s.canvas))
+    s.argmax.copy_(torch.where(row, draw.argmax, s.argmax))
+    s.history.copy_(torch.where(row, torch.cat([s.history, draw.argmax[None]])[1:], s.history))
+    s.finished.copy_(s.finished | (live & stop))
+    now = schedule[s.step.clamp(max=len(schedule)).long() - 1]
+    s.inverse_temperature.copy_(torch.where(row, 1 / now[:, None], s.inverse_temperature))
+    s.step.add_(live.to(s.step.dtype))

@@ -7,7 +7,6 @@ experts, for M tokens and topk choices:
     gate_up + gelu_mul   [slots, I] bf16, activation in the epilogue              1
     [quantize_rows]      fp8, int8: hidden rows to 8 bits                         1
     down * weight        [slots, H] bf16                                          1
-    [combine]            sum over the choices of a token, or `layer.after_experts`  1
 
 Both products read the same blocks, so their configurations share BM. Everything is allocated through
 torch's caching allocator and sized by shapes, so the sequence can be captured in a CUDA graph.
@@ -19,7 +18,6 @@ from fused_dequant import (
     attention,
     matmul,
     nvfp4,
-    nvfp4_blackwell,
     nvfp4_hopper,
     quantize,
     routing,
@@ -55,19 +53,13 @@ def dense(
     scale = _present(weight.scale)
     if weight.scheme == "nvfp4_fragments":
         return nvfp4_hopper.nvfp4_hopper(x, weight.data, scale, weight.factor, config)
-    if x_scale is None:
-        return nvfp4.nvfp4(x, weight.data[0], scale[0], weight.factor, config)
-    return nvfp4_blackwell.nvfp4_w4a4(
-        x, x_scale, weight.data[0], scale[0], weight.factor, _present(weight.input_scale), config
-    )
+    return nvfp4.nvfp4(x, weight.data[0], scale[0], weight.factor, config)
 
 
 def _quantize(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Activations as the weight's scheme multiplies them, and their scales."""
     if weight.scheme in EIGHT_BIT:
         return quantize.quantize_rows(x, EIGHT_BIT[weight.scheme])
-    if weight.input_scale is not None:
-        return quantize.quantize_nvfp4(x, weight.input_scale)
     return x, None
 
 
@@ -78,10 +70,8 @@ def experts(
     routing_weights: torch.Tensor,
     gate_up: Weight,
     down: Weight,
-    *,
-    combine: bool = True,
 ) -> torch.Tensor:
-    """See `ops.experts`, and `ops.routed_experts` for what is not combined."""
+    """See `ops.routed_experts`."""
     count, N, K = gate_up.shape
     up_config = tuning.choose("experts", gate_up.scheme, len(x), N, K, x.device)
     down_config = tuning.choose("experts", down.scheme, len(x), *down.shape[1:], x.device)
@@ -91,7 +81,7 @@ def experts(
     row_weight = routing_weights.flatten()
     hidden = grouped(x, x_scale, gate_up, blocks, up_config, None)
     y = grouped(*_quantize(hidden, down), down, blocks, down_config, row_weight)
-    return routing.combine(y, expert_ids, count) if combine else y.view(*expert_ids.shape, -1)
+    return y.view(*expert_ids.shape, -1)
 
 
 def grouped(
@@ -113,14 +103,9 @@ def grouped(
         return nvfp4_hopper.grouped_nvfp4_hopper(
             x, weight.data, scale, weight.factor, blocks, config, row_weight=row_weight
         )
-    if x_scale is None:
-        return nvfp4.grouped_nvfp4(
-            x, weight.data, scale, weight.factor, blocks, config, row_weight=row_weight
-        )
-    return nvfp4_blackwell.grouped_nvfp4_w4a4(
-        x, x_scale, weight.data, scale, weight.factor, _present(weight.input_scale), blocks,
-        config, row_weight=row_weight,
-    )  # fmt: skip
+    return nvfp4.grouped_nvfp4(
+        x, weight.data, scale, weight.factor, blocks, config, row_weight=row_weight
+    )
 
 
 def lm_head(

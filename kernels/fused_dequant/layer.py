@@ -9,8 +9,7 @@
     scaled_norm, gelu_mul   those of self-conditioning, and of a dense MLP in bf16
 
 On CUDA the Triton kernels run (`attention`, `residual`, `router`), elsewhere `reference`. They write
-into caches and hand out quantized activations with their scales; unlike the products (`ops`) they are
-no custom operations: torch.compile traces launches of Triton kernels itself.
+into caches and hand out quantized activations with their scales.
 """
 
 import torch

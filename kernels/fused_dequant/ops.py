@@ -1,26 +1,21 @@
-"""The operations: `torch.library` custom ops, dispatched by device, and the functions that call them.
+"""The products, dispatched by device: kernels on CUDA, `reference` elsewhere.
 
     linear(x, weight)                                   x @ w.T
-    experts(x, ids, routing_weights, gate_up, down)     routed gated experts
-    routed_experts(...)                                 the same before a token's choices are added up
+    routed_experts(...)                                 gated experts, before their sum
     quantize_rows(x, scheme)                            dynamic FP8 or INT8, gated first or not
     linear_quantized(q, scale, weight)                  x @ w.T of activations already quantized
     lm_head(x, embedding, softcap)                      bf16 logits
     soft_embedding(logits, embedding, 1 / T)            softmax(logits / T) @ embedding
 
-On CUDA the Triton kernels run, elsewhere `reference` in float32, rounded to bf16 at the same
-places. Each op has a fake kernel, so `torch.compile` and `opcheck` see shapes without running
-anything. Outputs are bf16. A scheme the device cannot run raises ValueError naming both: nothing
-falls back silently to a slower path.
+The reference computes in float32 and rounds to bf16 at the same places. Outputs are bf16. A scheme the
+device cannot run raises ValueError naming both: nothing falls back silently to a slower path.
 """
-
-# torch.library's decorators carry no types.
-# pyright: reportUntypedFunctionDecorator=false
 
 import torch
 
 from fused_dequant import formats, reference, weights
 from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.targets import capability
 from fused_dequant.weights import Weight
 
 # Lowest compute capability with the instructions of a scheme; fragments are for sm_90 alone.
@@ -30,7 +25,6 @@ _NEEDS = {
     "nvfp4": (8, 0),
     "fp8": (8, 9),
     "nvfp4_fragments": (9, 0),
-    "nvfp4_w4a4": (10, 0),
 }
 
 OptionalTensor = torch.Tensor | None
@@ -42,11 +36,11 @@ def require(scheme: str, device: torch.device) -> None:
         raise ValueError(f"unknown scheme {scheme!r}; known: {', '.join(_NEEDS)}")
     if device.type != "cuda":
         return
-    capability = torch.cuda.get_device_capability(device)
+    own = capability(device)
     exact = scheme == "nvfp4_fragments"
-    if capability < _NEEDS[scheme] or (exact and capability != _NEEDS[scheme]):
+    if own < _NEEDS[scheme] or (exact and own != _NEEDS[scheme]):
         need = ".".join(map(str, _NEEDS[scheme])) + ("" if exact else " or newer")
-        has = ".".join(map(str, capability))
+        has = ".".join(map(str, own))
         raise ValueError(
             f"scheme {scheme} needs compute capability {need}; "
             f"{torch.cuda.get_device_name(device)} has {has}. Use another scheme for this device."
@@ -58,36 +52,37 @@ def _check_width(x: torch.Tensor, weight: Weight) -> None:
         raise ValueError(f"x {tuple(x.shape)} does not fit a weight of K = {weight.shape[2]}")
 
 
+def _check_codes(q: torch.Tensor, weight: Weight) -> None:
+    if EIGHT_BIT.get(weight.scheme) != q.dtype:
+        raise ValueError(f"activations of {q.dtype} do not fit a weight of scheme {weight.scheme}")
+
+
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """X bf16 [..., K], dense weight (E = 1) -> bf16 [..., N]. Quantizes x if the scheme says so."""
+    """Multiply x bf16 [..., K] by a dense weight (E = 1): bf16 [..., N]; 8-bit schemes quantize x."""
     _check_width(x, weight)
-    w = weight
-    y = linear_op(x.flatten(0, -2), w.data, w.scale, w.factor, w.input_scale, w.scheme)
-    return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
+    rows = x.flatten(0, -2)
+    if x.is_cuda:
+        from fused_dequant import launch
+
+        require(weight.scheme, x.device)
+        y = launch.linear(rows.contiguous(), weight)
+    else:
+        values = weights.dequantize(weight)[0]
+        y = reference.matmul(_round_activation(rows, weight.scheme), values).to(torch.bfloat16)
+    return y.unflatten(0, x.shape[:-1])
 
 
 def linear_quantized(q: torch.Tensor, scale: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Q e4m3 or int8 [M, K] and scale f32 [M] from `quantize_rows`, weight likewise -> bf16 [M, N]."""
+    """Multiply 8-bit q [M, K] with scale f32 [M] of `quantize_rows` by a like weight: bf16 [M, N]."""
     _check_width(q, weight)
-    if weight.scale is None or EIGHT_BIT.get(weight.scheme) != q.dtype:
-        raise ValueError(f"activations of {q.dtype} do not fit a weight of scheme {weight.scheme}")
-    return linear_quantized_op(q, scale, weight.data, weight.scale, weight.scheme)
+    _check_codes(q, weight)
+    if q.is_cuda:
+        from fused_dequant import launch
 
-
-def experts(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    routing_weights: torch.Tensor,
-    gate_up: Weight,
-    down: Weight,
-) -> torch.Tensor:
-    """X bf16 [M, H], expert_ids int [M, topk], routing_weights [M, topk] -> bf16 [M, H].
-
-    gate_up is [E, 2I, H], interleaved; down [E, H, I], of the same scheme. An id outside 0..E-1
-    adds nothing. No host synchronisation: the launch depends on shapes alone and can be captured
-    in a CUDA graph.
-    """
-    return _experts(x, None, expert_ids, routing_weights, gate_up, down, combine=True)
+        require(weight.scheme, q.device)
+        return launch.linear_quantized(q.contiguous(), scale, weight)
+    values = weights.dequantize(weight)[0]
+    return reference.matmul(q.float() * scale[:, None], values).to(torch.bfloat16)
 
 
 def routed_experts(
@@ -98,33 +93,39 @@ def routed_experts(
     gate_up: Weight,
     down: Weight,
 ) -> torch.Tensor:
-    """Like `experts`, but bf16 [M, C, H], addends that `layer.after_experts` sums over C.
+    """Run each token through its experts; return bf16 [M, C, H], which `after_experts` sums over C.
 
-    x may come quantized as the scheme wants it, e4m3 or int8 with its scales f32 [M].
-    C is topk on a GPU, where an id outside 0..E-1 leaves its row unwritten; elsewhere 1, the sum.
+    No host synchronisation: the launch depends on shapes alone and can be captured in a CUDA graph.
+
+    Args:
+        x: bf16 [M, H], or quantized as the scheme wants it, e4m3 or int8, with its scales.
+        x_scale: f32 [M] of quantized tokens, else None.
+        expert_ids: int [M, topk].
+        routing_weights: [M, topk].
+        gate_up: [E, 2I, H], interleaved.
+        down: [E, H, I], of the same scheme.
+
+    C is topk on a GPU, where an id outside 0..E-1 leaves its row unwritten; elsewhere 1, the sum, to
+    which such an id adds nothing.
     """
-    return _experts(x, x_scale, expert_ids, routing_weights, gate_up, down, combine=False)
+    _check_width(x, gate_up)
+    if gate_up.scheme != down.scheme:
+        raise ValueError(f"gate_up is {gate_up.scheme} and down {down.scheme}: one scheme for both")
+    if x_scale is not None:
+        _check_codes(x, gate_up)
+    if x.is_cuda:
+        from fused_dequant import launch
 
-
-def _experts(
-    x: torch.Tensor,
-    x_scale: OptionalTensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    up: Weight,
-    down: Weight,
-    *,
-    combine: bool,
-) -> torch.Tensor:
-    _check_width(x, up)
-    if up.scheme != down.scheme:
-        raise ValueError(f"gate_up is {up.scheme} and down {down.scheme}: one scheme for both")
-    if x_scale is not None and EIGHT_BIT.get(up.scheme) != x.dtype:
-        raise ValueError(f"activations of {x.dtype} do not fit a weight of scheme {up.scheme}")
-    return experts_op(
-        x, x_scale, ids, weights, up.data, up.scale, up.factor, up.input_scale,
-        down.data, down.scale, down.factor, down.input_scale, up.scheme, combine,
+        require(gate_up.scheme, x.device)
+        ids, share = expert_ids.contiguous(), routing_weights.float().contiguous()
+        return launch.experts(x.contiguous(), x_scale, ids, share, gate_up, down)
+    y = reference.experts(
+        x.float() if x_scale is None else x.float() * x_scale[:, None],
+        weights.dequantize(gate_up), weights.dequantize(down), expert_ids, routing_weights,
+        # Rounding again what is rounded changes nothing: the same value is the largest of its row.
+        activation=lambda tokens: _round_activation(tokens, gate_up.scheme),
     )  # fmt: skip
+    return y.to(torch.bfloat16)[:, None]
 
 
 def quantize_rows(
@@ -136,7 +137,15 @@ def quantize_rows(
     """
     if scheme not in EIGHT_BIT:
         raise ValueError(f"activations are quantized to fp8 or int8, not {scheme}")
-    return quantize_rows_op(x, gelu_mul, scheme)
+    if x.is_cuda:
+        from fused_dequant import quantize
+
+        require(scheme, x.device)
+        return quantize.quantize_rows(x.contiguous(), EIGHT_BIT[scheme], gelu_mul=gelu_mul)
+    h = x.float()
+    if gelu_mul:
+        h = reference.gelu_mul(*h.chunk(2, -1))
+    return formats.quantize_rows(h, EIGHT_BIT[scheme])
 
 
 def lm_head(
@@ -178,186 +187,9 @@ def soft_embedding(
     return launch.soft_embedding(logits.contiguous(), embedding, inverse_temperature)
 
 
-@torch.library.custom_op("fused_dequant::linear", mutates_args=(), device_types="cuda")
-def linear_op(
-    x: torch.Tensor,
-    data: torch.Tensor,
-    scale: OptionalTensor,
-    factor: OptionalTensor,
-    input_scale: OptionalTensor,
-    scheme: str,
-) -> torch.Tensor:
-    """CUDA implementation of `linear`."""
-    from fused_dequant import launch
-
-    require(scheme, x.device)
-    return launch.linear(x.contiguous(), Weight(scheme, data, scale, factor, input_scale))
-
-
-@linear_op.register_kernel("cpu")
-def _(
-    x: torch.Tensor,
-    data: torch.Tensor,
-    scale: OptionalTensor,
-    factor: OptionalTensor,
-    input_scale: OptionalTensor,
-    scheme: str,
-) -> torch.Tensor:
-    weight = Weight(scheme, data, scale, factor, input_scale)
-    x = _round_activation(x, scheme, input_scale)
-    return reference.matmul(x, weights.dequantize(weight)[0]).to(torch.bfloat16)
-
-
-@linear_op.register_fake
-def _(
-    x: torch.Tensor,
-    data: torch.Tensor,
-    scale: OptionalTensor,
-    factor: OptionalTensor,
-    input_scale: OptionalTensor,
-    scheme: str,
-) -> torch.Tensor:
-    return x.new_empty(len(x), Weight(scheme, data).shape[1], dtype=torch.bfloat16)
-
-
-@torch.library.custom_op("fused_dequant::linear_quantized", mutates_args=(), device_types="cuda")
-def linear_quantized_op(
-    q: torch.Tensor, q_scale: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scheme: str
-) -> torch.Tensor:
-    """CUDA implementation of `linear_quantized`."""
-    from fused_dequant import launch
-
-    require(scheme, q.device)
-    return launch.linear_quantized(q.contiguous(), q_scale, Weight(scheme, data, scale))
-
-
-@linear_quantized_op.register_kernel("cpu")
-def _(
-    q: torch.Tensor, q_scale: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scheme: str
-) -> torch.Tensor:
-    weight = weights.dequantize(Weight(scheme, data, scale))[0]
-    return reference.matmul(q.float() * q_scale[:, None], weight).to(torch.bfloat16)
-
-
-@linear_quantized_op.register_fake
-def _(
-    q: torch.Tensor, q_scale: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scheme: str
-) -> torch.Tensor:
-    return q.new_empty(len(q), data.shape[1], dtype=torch.bfloat16)
-
-
-@torch.library.custom_op("fused_dequant::experts", mutates_args=(), device_types="cuda")
-def experts_op(
-    x: torch.Tensor,
-    x_scale: OptionalTensor,
-    expert_ids: torch.Tensor,
-    routing_weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scale: OptionalTensor,
-    gate_up_factor: OptionalTensor,
-    gate_up_input_scale: OptionalTensor,
-    down: torch.Tensor,
-    down_scale: OptionalTensor,
-    down_factor: OptionalTensor,
-    down_input_scale: OptionalTensor,
-    scheme: str,
-    combine: bool = True,
-) -> torch.Tensor:
-    """CUDA implementation of `experts`."""
-    from fused_dequant import launch
-
-    require(scheme, x.device)
-    return launch.experts(
-        x.contiguous(), x_scale, expert_ids.contiguous(), routing_weights.float().contiguous(),
-        Weight(scheme, gate_up, gate_up_scale, gate_up_factor, gate_up_input_scale),
-        Weight(scheme, down, down_scale, down_factor, down_input_scale), combine=combine,
-    )  # fmt: skip
-
-
-@experts_op.register_kernel("cpu")
-def _(
-    x: torch.Tensor,
-    x_scale: OptionalTensor,
-    expert_ids: torch.Tensor,
-    routing_weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scale: OptionalTensor,
-    gate_up_factor: OptionalTensor,
-    gate_up_input_scale: OptionalTensor,
-    down: torch.Tensor,
-    down_scale: OptionalTensor,
-    down_factor: OptionalTensor,
-    down_input_scale: OptionalTensor,
-    scheme: str,
-    combine: bool = True,
-) -> torch.Tensor:
-    up = Weight(scheme, gate_up, gate_up_scale, gate_up_factor)
-    out = Weight(scheme, down, down_scale, down_factor)
-    scales = iter((gate_up_input_scale, down_input_scale) * int(expert_ids.unique().numel()))
-    y = reference.experts(
-        x.float() if x_scale is None else x.float() * x_scale[:, None],
-        weights.dequantize(up), weights.dequantize(out), expert_ids, routing_weights,
-        # What is rounded already stays as it is: its largest value is the format's largest again.
-        activation=lambda tokens: _round_activation(tokens, scheme, next(scales)),
-    )  # fmt: skip
-    y = y.to(torch.bfloat16)
-    return y if combine else y[:, None]
-
-
-@experts_op.register_fake
-def _(
-    x: torch.Tensor,
-    x_scale: OptionalTensor,
-    expert_ids: torch.Tensor,
-    routing_weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scale: OptionalTensor,
-    gate_up_factor: OptionalTensor,
-    gate_up_input_scale: OptionalTensor,
-    down: torch.Tensor,
-    down_scale: OptionalTensor,
-    down_factor: OptionalTensor,
-    down_input_scale: OptionalTensor,
-    scheme: str,
-    combine: bool = True,
-) -> torch.Tensor:
-    if combine:
-        return x.new_empty(x.shape, dtype=torch.bfloat16)
-    choices = expert_ids.shape[1] if x.is_cuda else 1
-    return x.new_empty(len(x), choices, x.shape[1], dtype=torch.bfloat16)
-
-
-@torch.library.custom_op("fused_dequant::quantize_rows", mutates_args=(), device_types="cuda")
-def quantize_rows_op(
-    x: torch.Tensor, gelu_mul: bool, scheme: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """CUDA implementation of `quantize_rows`."""
-    from fused_dequant import quantize
-
-    require(scheme, x.device)
-    return quantize.quantize_rows(x.contiguous(), EIGHT_BIT[scheme], gelu_mul=gelu_mul)
-
-
-@quantize_rows_op.register_kernel("cpu")
-def _(x: torch.Tensor, gelu_mul: bool, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
-    h = x.float()
-    if gelu_mul:
-        h = reference.gelu_mul(*h.chunk(2, -1))
-    return formats.quantize_rows(h, EIGHT_BIT[scheme])
-
-
-@quantize_rows_op.register_fake
-def _(x: torch.Tensor, gelu_mul: bool, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
-    columns = x.shape[1] // 2 if gelu_mul else x.shape[1]
-    q = x.new_empty(len(x), columns, dtype=EIGHT_BIT[scheme])
-    return q, x.new_empty(len(x), dtype=torch.float32)
-
-
-def _round_activation(x: torch.Tensor, scheme: str, input_scale: OptionalTensor) -> torch.Tensor:
+def _round_activation(x: torch.Tensor, scheme: str) -> torch.Tensor:
     """What the scheme's kernel multiplies with, in float32."""
     if scheme in EIGHT_BIT:
         q, scale = formats.quantize_rows(x, EIGHT_BIT[scheme])
         return q.float() * scale[:, None]
-    if input_scale is not None:
-        return formats.dequantize_nvfp4(*formats.quantize_nvfp4(x, input_scale), input_scale)
     return x.to(torch.bfloat16).float()

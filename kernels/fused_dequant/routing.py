@@ -132,32 +132,3 @@ def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
         num_warps=8 if chunk > 1024 else 4, **chained(device),
     )  # fmt: skip
     return Routing(slots, block_expert, block_rows, block_count, block, expert_ids.shape[-1])
-
-
-@triton.jit
-def combine_kernel(
-    y, ids, out, H, E, CHAINED: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out[m] = sum over choices of y[m * TOPK + choice], in float32, in order of choice."""
-    follow(CHAINED)
-    m = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < H
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for choice in tl.static_range(TOPK):
-        id = tl.load(ids + m * TOPK + choice)
-        routed = inside & (id >= 0) & (id < E)  # nothing ever wrote the other rows
-        acc += tl.load(y + (m * TOPK + choice) * H + column, mask=routed, other=0.0).to(tl.float32)
-    tl.store(out + m * H + column, acc.to(out.dtype.element_ty), mask=inside)
-
-
-def combine(y: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """Y bf16 [M * topk, H], already multiplied by the routing weights -> bf16 [M, H]."""
-    tokens, topk = expert_ids.shape
-    width = y.shape[1]
-    out = torch.empty(tokens, width, dtype=y.dtype, device=y.device)
-    grid = (tokens, triton.cdiv(width, 1024))
-    combine_kernel[grid](
-        y, expert_ids, out, width, experts, TOPK=topk, BLOCK=1024, **chained(y.device)
-    )
-    return out

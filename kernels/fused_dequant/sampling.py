@@ -172,7 +172,6 @@ def sample(
     ranges = triton.cdiv(V, RANGE)
     width = min(RANGE, triton.next_power_of_2(V))
     top, total, moment = torch.empty(3, B * L, ranges, dtype=torch.float32, device=logits.device)
-    # Five tensors: what a custom operation returns may not share memory.
     tokens = [torch.empty(B, L, dtype=torch.int64, device=logits.device) for _ in range(3)]
     results = [torch.empty(B, L, dtype=torch.float32, device=logits.device) for _ in range(2)]
     statistics_kernel[(B * L, ranges)](

@@ -5,8 +5,9 @@
      "kernels": {"linear/fp8/4096x2816": {"256": {"BM": ...}, "1024": ...}, ...}}
 
 A key is verb/scheme/NxK; below it, buckets of M (tokens). A call takes the smallest bucket that
-holds its M, or the largest there is. Nothing is tuned while serving: a device or shape that the
-table does not know gets `default`, safe and untuned, and says so once.
+holds its M, or the largest there is. A device without a table takes that of its architecture: an H100
+runs what was tuned on an H200. Nothing is tuned while serving: a device or shape that no table knows
+gets `default`, untuned, which fits every target, and says so once.
 """
 
 import json
@@ -17,8 +18,13 @@ from pathlib import Path
 
 import torch
 
+from fused_dequant.targets import capability, forced
+
 Config = dict[str, int]
 FOLDER = Path(__file__).parent / "tuning"
+OF_ARCHITECTURE = {
+    (9, 0): "NVIDIA H200"
+}  # compute capability -> the device whose table stands for it
 _log = logging.getLogger(__name__)
 
 
@@ -42,8 +48,21 @@ def table(device_name: str) -> dict[str, dict[str, Config]]:
 
 def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device) -> Config:
     """The configuration for a launch on `device`."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return lookup(verb, scheme, M, N, K, name)
+    return lookup(verb, scheme, M, N, K, table_name(device))
+
+
+def table_name(device: torch.device) -> str:
+    """The device whose table is taken: this one, or one of its architecture that has a table.
+
+    With a target forced, the device itself is left out.
+    """
+    if device.type != "cuda":
+        return "cpu"
+    name, own = torch.cuda.get_device_name(device), capability(device)
+    alike = OF_ARCHITECTURE.get(own, name)
+    if forced() is not None:
+        return alike if own in OF_ARCHITECTURE else f"sm_{own[0]}{own[1]}"
+    return name if table_path(name).exists() else alike
 
 
 @cache

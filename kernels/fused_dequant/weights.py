@@ -3,13 +3,12 @@
     scheme            data                        scale                      factor
     bf16              bf16 [E, N, K]              none                       none
     fp8, int8         e4m3 or int8 [E, N, K]      f32 [E, N]                 none
-    nvfp4, nvfp4_w4a4 uint8 [E, N, K/2]           e4m3 [E, N, K/16]          f32 [E, 2]
+    nvfp4             uint8 [E, N, K/2]           e4m3 [E, N, K/16]          f32 [E, 2]
     nvfp4_fragments   int32 [E, N/64, K/64, 512]  int32 [E, N/64, K/64, 64]  f32 [E, 2]
 
 A dense weight has E = 1. `factor` is 128 / global_scale for gate rows and for up rows (equal if the
 weight has no such split); 128 undoes the powers of two of the exact decode. `nvfp4_fragments` is the
-same weight for Hopper (`formats.to_fragments`); `nvfp4_w4a4` also quantizes activations to NVFP4, on
-Blackwell, and then `input_scale` f32 [1] holds the calibrated global scale of its input.
+same weight for Hopper (`formats.to_fragments`).
 
 gate_up weights of experts are interleaved (`formats.interleave_gate_up`).
 """
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from fused_dequant import formats
+from fused_dequant.targets import capability
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class Weight:
     data: torch.Tensor
     scale: torch.Tensor | None = None
     factor: torch.Tensor | None = None
-    input_scale: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -51,9 +50,7 @@ class Weight:
         return self._each(torch.Tensor.clone)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Weight":
-        rest = (
-            None if t is None else change(t) for t in (self.scale, self.factor, self.input_scale)
-        )
+        rest = (None if t is None else change(t) for t in (self.scale, self.factor))
         return Weight(self.scheme, change(self.data), *rest)
 
     def to(self, device: torch.device | str) -> "Weight":
@@ -75,23 +72,14 @@ def eight_bit(weight: torch.Tensor, scale: torch.Tensor) -> Weight:
     return Weight(schemes[weight.dtype], data, scale.float().reshape(data.shape[:2]).contiguous())
 
 
-def nvfp4(
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor,
-    *,
-    input_scale: torch.Tensor | None = None,
-) -> Weight:
+def nvfp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> Weight:
     """Canonical NVFP4 (see `formats`), for the device that holds it.
 
-    packed uint8 [N, K/2] or [E, N, K/2]; global_scale f32 [1], [E] or, for gate and up, [E, 2]. With
-    `input_scale` the activations are quantized too (W4A4, Blackwell). On Hopper the weight is repacked
-    into fragments when N and K are multiples of 64.
+    packed uint8 [N, K/2] or [E, N, K/2]; global_scale f32 [1], [E] or, for gate and up, [E, 2]. On
+    Hopper the weight is repacked into fragments when N and K are multiples of 64.
     """
     data, blocks = _with_experts(packed), _with_experts(scale)
     factor = (128.0 / global_scale.float()).reshape(len(data), -1).expand(-1, 2).contiguous()
-    if input_scale is not None:
-        return Weight("nvfp4_w4a4", data, blocks, factor, input_scale.float().reshape(1))
     whole = data.shape[1] % formats.FRAGMENT == 0 and data.shape[2] % (formats.FRAGMENT // 2) == 0
     if whole and is_hopper(data.device):
         return Weight("nvfp4_fragments", *formats.to_fragments(data, blocks), factor)
@@ -119,7 +107,7 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tens
 
 def is_hopper(device: torch.device) -> bool:
     """Whether this is a GPU of sm_90, which alone has `wgmma`."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "cuda" and capability(device) == (9, 0)
 
 
 def _is_split(factor: torch.Tensor) -> bool:

@@ -48,6 +48,12 @@ def launch():
     return launch
 
 
+def summed(y: torch.Tensor, ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """What `after_experts` adds up: choices of experts that there are; others were not written."""
+    routed = ((ids >= 0) & (ids < experts))[..., None]
+    return torch.where(routed, y, 0).double().sum(1)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("M", "N", "K"), SHAPES)
 def test_linear(scheme: str, M: int, N: int, K: int) -> None:
@@ -87,7 +93,7 @@ def test_experts(scheme: str, tokens: int) -> None:
         tokens, experts, topk, DEVICE, used=max(topk, experts - 3)
     )
     ids[0, 0] = experts
-    y = launch().experts(x, None, ids, routing_weights, gate_up, down)
+    y = summed(launch().experts(x, None, ids, routing_weights, gate_up, down), ids, experts)
     expected = reference.experts(
         x.double(), *(weights.dequantize(w, torch.float64) for w in (gate_up, down)),
         ids, routing_weights, torch.float64, activation=lambda t: rounded(t.to(x.dtype), scheme),
@@ -117,7 +123,7 @@ def test_blocks_are_as_wide_as_their_rows(
     generator = torch.Generator().manual_seed(0)
     ids = ids[torch.randperm(len(ids), generator=generator)][:, None].to(DEVICE)
     x, one = cases.random_tokens(len(ids), hidden, DEVICE), torch.ones(len(ids), 1, device=DEVICE)
-    y = launch().experts(x, None, ids, one, gate_up, down)
+    y = launch().experts(x, None, ids, one, gate_up, down)[:, 0]
     assert chosen == ["experts", "experts"]
     expected = reference.experts(
         x.double(), *(weights.dequantize(w, torch.float64) for w in (gate_up, down)), ids, one,
@@ -135,7 +141,7 @@ def test_all_tokens_to_one_expert(scheme: str) -> None:
     x = cases.random_tokens(40, 64, DEVICE)
     ids = torch.full((40, 1), 2, dtype=torch.int32, device=DEVICE)
     one = torch.ones(40, 1, device=DEVICE)
-    y = launch().experts(x, None, ids, one, gate_up, down)
+    y = launch().experts(x, None, ids, one, gate_up, down)[:, 0]
     expected = reference.experts(
         x.double(), *(weights.dequantize(w, torch.float64) for w in (gate_up, down)), ids, one,
         torch.float64, activation=lambda t: rounded(t.to(x.dtype), scheme),
@@ -163,12 +169,13 @@ def test_choices_before_their_sum() -> None:
     down = cases.random_weight("bf16", 8, 64, 64, DEVICE, seed=5)
     x = cases.random_tokens(5, 64, DEVICE)
     ids, routing_weights = cases.random_routing(5, 8, 3, DEVICE)
-    parts = launch().experts(x, None, ids, routing_weights, gate_up, down, combine=False)
+    parts = launch().experts(x, None, ids, routing_weights, gate_up, down)
     assert parts.shape == (5, 3, 64)
     for choice in range(3):
         one = slice(choice, choice + 1)
         alone = ids[:, one].contiguous(), routing_weights[:, one].contiguous()
-        assert_close(parts[:, choice], launch().experts(x, None, *alone, gate_up, down), 1e-3)
+        own = launch().experts(x, None, *alone, gate_up, down)[:, 0]
+        assert_close(parts[:, choice], own.double(), 1e-3)
 
 
 def test_routing_sorts_every_slot_once() -> None:
@@ -210,21 +217,6 @@ def test_quantize_rows(scheme: str, gelu_mul: bool) -> None:
     # The last bit of h decides a tie here and there; never more than one step of the format.
     assert (q.float() == expected_q.float()).float().mean() > 0.99
     assert_close(q.double(), expected_q.double(), 2e-2)
-
-
-def test_quantize_nvfp4() -> None:
-    from fused_dequant import quantize
-
-    x = cases.random_tokens(5, 1120, DEVICE)
-    x[1] = 0
-    global_scale = torch.tensor([300.0], device=DEVICE)
-    packed, scale = quantize.quantize_nvfp4(x, global_scale)
-    expected_packed, expected_scale = formats.quantize_nvfp4(x, global_scale)
-    assert torch.equal(scale.view(torch.uint8), expected_scale.view(torch.uint8))
-    assert torch.equal(
-        formats.decode_e2m1(formats.unpack_nibbles(packed)),
-        formats.decode_e2m1(formats.unpack_nibbles(expected_packed)),
-    )
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8", "int8", "nvfp4"])
@@ -366,13 +358,3 @@ def test_dense_tiles_of_fragments(BM: int, MORE: int, BN: int, warps: int, parts
         y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(y, first)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="torch.compile needs a GPU for these kernels")
-def test_compile_full_graph() -> None:
-    import fused_dequant as fd
-
-    weight = cases.random_weight("fp8", 1, 128, 256, "cuda")
-    x = cases.random_tokens(17, 256, "cuda")
-    compiled = torch.compile(lambda t: fd.linear(t, weight) * 2, fullgraph=True)
-    assert torch.equal(compiled(x), fd.linear(x, weight) * 2)

@@ -80,13 +80,13 @@ def encoded(judge: Judge, prompt: Tensor, slot: int, chunk: int) -> dict[str, fl
 def decoded(judge: Judge, canvas: Tensor, slot: int, context: int) -> list[dict[str, float]]:
     """Two steps, the second conditioned on the first."""
     fused, length = judge.fused, canvas.shape[1]
-    out = torch.empty(length, len(fused.weights.embedding), dtype=torch.bfloat16)
     found: list[dict[str, float]] = []
     soft: Tensor | None = None
     given: Tensor | None = None
+    placed = fused.behind(integers(slot), integers(context), length)
     for _ in range(2):
         with recorded() as passes:
-            fused.decode(canvas, fused.behind(integers(slot), integers(context), length), soft, out)
+            out = fused.logits(fused.decode(canvas, placed, soft))
         made: Pass = passes[0]
         errors = judge.decoder(made, slot, context).worst()
         errors["embedded"] = relative(made.hidden[0], judge.embedded(canvas, given))

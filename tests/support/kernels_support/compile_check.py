@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from fused_dequant.targets import TARGETS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TENSOR_CORE = re.compile(r"\b(?:[HQIO]MMA|[HQI]GMMA|UTC\w*MMA)\b")
-SHARED_LIMIT = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may have
+SHARED_LIMIT = {10 * major + minor: own.shared for (major, minor), own in TARGETS.items()}  # KiB
 
 
 @dataclass(frozen=True)

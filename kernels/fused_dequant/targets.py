@@ -1,0 +1,66 @@
+"""The GPUs that kernels are compiled for, by compute capability, and which of them a device is.
+
+`QUANTIZE_TARGET=sm_89` makes launches choose as on that target: which kernels, which tiles. So what an
+RTX 4090 would run can be checked on a newer GPU.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+
+Capability = tuple[int, int]
+FORCE = "QUANTIZE_TARGET"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One compute capability.
+
+    Attributes:
+        example: a GPU of it.
+        shared: KiB of shared memory that a block may have.
+        fp8: whether its tensor cores multiply FP8.
+        fp4: whether they multiply NVFP4.
+    """
+
+    example: str
+    shared: int
+    fp8: bool = True
+    fp4: bool = False
+
+
+TARGETS: dict[Capability, Target] = {
+    (8, 0): Target("A100", 163, fp8=False),
+    (8, 6): Target("RTX 3090", 99, fp8=False),
+    (8, 9): Target("RTX 4090", 99),
+    (9, 0): Target("H100", 227),
+    (10, 0): Target("B200", 227, fp4=True),
+    (10, 3): Target("B300", 227, fp4=True),
+    (11, 0): Target("Jetson Thor", 227, fp4=True),
+    (12, 0): Target("RTX 5090", 99, fp4=True),
+    (12, 1): Target("DGX Spark", 99, fp4=True),
+}
+
+
+def forced() -> Capability | None:
+    """Return the capability that QUANTIZE_TARGET names, if it is set.
+
+    Raises:
+        ValueError: it names none of TARGETS.
+    """
+    name = os.environ.get(FORCE)
+    if not name:
+        return None
+    found = re.fullmatch(r"sm_(\d+)(\d)", name)
+    capability = (int(found[1]), int(found[2])) if found else (0, 0)
+    if capability not in TARGETS:
+        known = ", ".join(f"sm_{major}{minor}" for major, minor in TARGETS)
+        raise ValueError(f"{FORCE}={name}: one of {known}")
+    return capability
+
+
+def capability(device: torch.device) -> Capability:
+    """Return the compute capability that launches on a GPU are chosen for."""
+    return forced() or torch.cuda.get_device_capability(device)
