@@ -160,14 +160,16 @@ def test_modes_differ_as_they_should(
     assert first_steps == [d for d in per_layer["by_step"] if d["step"] == 1]
 
 
-def test_pieces_change_nothing(
+def test_pieces_change_nothing_and_both_ways_to_generate_agree(
     trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits looked at canvas by canvas, and all at once."""
     engine = opened(CHECKPOINT, "fused")
-    asked = {"max_new_tokens": 64, "sampler": SAMPLER}
+    longer = replace(SAMPLER, max_denoising_steps=8, confidence_threshold=1e-9)
+    asked = {"max_new_tokens": 64, "sampler": longer}
     whole = [complete(engine, prompts(), range(PROMPTS), **asked)]
     whole.append(generate(engine, prompts(), range(PROMPTS), **asked))
+    assert whole[0] == whole[1]  # the kernels' sampler, and torch's over the passes: one arithmetic
     monkeypatch.setattr(graphs, "CANVASES_A_PIECE", 1)
     monkeypatch.setattr(protocol, "PIECE", 1)
     engine = opened(CHECKPOINT, "fused")
