@@ -6,6 +6,9 @@ The chat template and the sampler are the server's; ours are the prompt, the see
 A server that is busy (429), broken for the moment (5xx) or unreachable is asked again, after what
 `Retry-After` says or 0.5, 1, 2, ... s; any other refusal ends the run with the server's own words.
 Several requests are in flight at once and each is stored when it is finished.
+
+A server of block diffusion must encode a finished canvas as plain embeddings; one that does names it in
+a header of its responses (`COMMIT_PASS`). vLLM 0.24 to 0.33 does not, unless a plugin repairs it.
 """
 
 import json
@@ -23,6 +26,7 @@ from recovery.samples import Batch, Completion, Finished, Request
 
 MEANING = {401: "set OPENAI_API_KEY", 404: "is the URL right, and the model's name?"}
 LONGEST_WAIT = 60.0
+COMMIT_PASS = "x-diffusiongemma-commit-pass"
 
 
 class ServerError(RuntimeError):
@@ -40,6 +44,9 @@ class Server:
         timeout: seconds for one answer.
         attempts: how often one request is sent at most.
         first_wait: seconds before the second attempt, doubled for each further one.
+
+    Attributes:
+        commit_pass: how it says that it encodes finished canvases; None when it does not say.
 
     Raises:
         ServerError: the server cannot be reached.
@@ -64,7 +71,9 @@ class Server:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self.model = model or self._first_model()
+        self.commit_pass: str | None = None
+        first = self._first_model()
+        self.model = model or first
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
         """Yield each batch when all of it is answered; give batches of one to lose nothing.
@@ -124,6 +133,7 @@ class Server:
             request = urllib.request.Request(f"{self.url}/{path}", data, self._headers)
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                    self.commit_pass = reply.headers.get(COMMIT_PASS)
                     return json.load(reply)
             except urllib.error.HTTPError as error:
                 last = f"HTTP {error.code} {error.read(200).decode(errors='replace')}".strip()

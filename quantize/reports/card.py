@@ -63,7 +63,9 @@ def docker_command(repo: str, canvas: int) -> str:
     """Return the same in a container; a private repository needs HF_TOKEN in the environment."""
     start = "docker run --gpus all --ipc=host -p 8000:8000 -e HF_TOKEN"
     cache = "-e HF_HOME=/models -v ~/.cache/huggingface:/models"
-    return " \\\n  ".join([start, cache, f"{serving()['image']} {repo}", *_flags(canvas)])
+    plugin = f'-v "$PWD/{serving()["plugin"]}:/plugin" --entrypoint sh {serving()["image"]}'
+    serve = """-c 'cp -r /plugin /tmp && pip install -q /tmp/plugin && exec vllm serve "$@"'"""
+    return " \\\n  ".join([start, cache, plugin, serve, f"vllm {repo}", *_flags(canvas)])
 
 
 def _flags(canvas: int) -> list[str]:

@@ -22,6 +22,7 @@ BODY_SECONDS = 30.0
 DRAINED = 8  # times the limit that is read and thrown away, so that the client hears why
 PUBLIC = ("/health", "/", "/page.js", "/page.css", "/icon.svg")
 OUT = {
+    "X-DiffusionGemma-Commit-Pass": "plain",  # finished canvases are encoded as transformers does it
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",

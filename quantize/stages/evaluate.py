@@ -173,6 +173,7 @@ def evaluate(
         if gate is not None:
             _announce_limits(jobs, gate)
         _announce(jobs)
+        _warn_of_servers(jobs, int(read_json(run.checkpoint / "config.json")["canvas_length"]))
         for job, following in zip_longest(jobs, jobs[1:]):
             _score(run, job, settings, share)
             if following is None or following.side.backend is not job.side.backend:
@@ -259,6 +260,18 @@ def _jobs(
             if not _is_done(run.evaluation / side.name, task, made_with):
                 jobs.append(Job(side, task, data[task], made_with, samples, token_limit))
     return jobs
+
+
+def _warn_of_servers(jobs: Sequence[Job], canvas_length: int) -> None:
+    """Name servers that may answer worse than their model, where answers take several canvases."""
+    longer = [job.side.backend for job in jobs if job.token_limit > canvas_length]
+    served = [backend.server for backend in longer if isinstance(backend, ServedModel)]
+    for url in sorted({server.url for server in served if server.commit_pass is None}):
+        say(
+            f"warning: {url} does not say how it encodes finished canvases: vLLM up to 0.33 does it "
+            f"wrong, and answers longer than {canvas_length} tokens get worse. Install the plugin in "
+            f"quantize/serve/vllm_plugin there, with its --middleware"
+        )
 
 
 def _announce(jobs: Sequence[Job]) -> None:

@@ -200,7 +200,13 @@ def test_serving_commands_are_those_of_the_data_file(run: RunDir) -> None:
         w.replace("{canvas}", "256") for e in serving()["flags"] for w in (e["flag"], e["value"])
     ]
     assert vllm[3:] == wanted
-    assert docker[-len(wanted) - 2 :] == [serving()["image"], REPO, *wanted]
+    image = docker.index(serving()["image"])
+    assert docker[image + 1] == "-c"
+    assert docker[image + 2].endswith('pip install -q /tmp/plugin && exec vllm serve "$@"')
+    assert docker[image + 3 :] == ["vllm", REPO, *wanted]
+    assert f"$PWD/{serving()['plugin']}:/plugin" in docker
+    assert f"pip install ./{serving()['plugin']}\n" in card_of(run)
+    assert (Path(__file__).parents[2] / serving()["plugin"] / "pyproject.toml").is_file()
     assert serving()["vllm"] in card_of(run)
     assert yaml.safe_load(vllm[vllm.index("--diffusion-config") + 1]) == {"canvas_length": 256}
     assert commands(f"```\n{serve_command(REPO, 64)}\n```", "vllm")[0][:3] == vllm[:3]

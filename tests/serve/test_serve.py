@@ -17,6 +17,7 @@ import openai
 import pytest
 from click.testing import CliRunner
 from pictures import part
+from recovery.served import Server
 from serving import QUESTION, SAMPLER, Running, ScriptedEngine, in_process, running, text_of
 
 from quantize.cli import _served_name, cli
@@ -200,6 +201,10 @@ def server_tokens(text: str) -> list[int]:
     from serving import tokenizer
 
     return tokenizer().encode(text, add_special_tokens=False)
+
+
+def test_the_server_says_how_it_encodes_canvases(server: Running) -> None:
+    assert Server(server.url).commit_pass == "plain"
 
 
 def test_the_model_is_listed(server: Running) -> None:

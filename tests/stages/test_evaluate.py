@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +23,14 @@ from quantize.runtime import Sampler
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.stage import Run, evaluate_more
 from quantize.stages.answerer import Answerer
-from quantize.stages.evaluate import evaluate, quantized_sides
+from quantize.stages.evaluate import (
+    Job,
+    ServedModel,
+    Side,
+    _warn_of_servers,
+    evaluate,
+    quantized_sides,
+)
 
 PROBLEMS, BATCH = 20, 4
 
@@ -40,6 +49,23 @@ def test_both_models_are_served_or_neither(one: str, tmp_path: Path) -> None:
     served = {one: "http://127.0.0.1:9"}
     with pytest.raises(InputError, match="go together"):
         evaluate(RunDir(tmp_path), tmp_path, "", settings, **served)
+
+
+@pytest.mark.parametrize(
+    ("commit_pass", "token_limit", "warned"),
+    [(None, 65, 1), (None, 64, 0), ("repaired", 65, 0)],
+)
+def test_a_server_that_may_encode_canvases_wrongly_is_warned_of(
+    commit_pass: str | None, token_limit: int, warned: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = ServedModel.__new__(ServedModel)
+    backend.server = cast(Any, SimpleNamespace(url="http://x/v1", commit_pass=commit_pass))
+    side = Side("quantized", backend, 0)
+    jobs = [Job(side, task, None, {}, 1, token_limit) for task in ("one", "two")]
+    _warn_of_servers(jobs, 64)
+    said = "".join(capsys.readouterr())
+    assert said.count("warning:") == warned
+    assert ("vllm_plugin" in said) == bool(warned)
 
 
 @pytest.mark.parametrize(("asked", "got"), [(None, "float32"), ("bfloat16", "bfloat16")])

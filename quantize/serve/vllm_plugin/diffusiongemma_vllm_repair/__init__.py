@@ -1,0 +1,43 @@
+"""A vLLM plugin: DiffusionGemma's finished canvases enter the cache as plain embeddings.
+
+vLLM calls `register` in each of its processes before it looks up a model. The subclass is named, not
+imported: `model` and vLLM's own file are read when a DiffusionGemma is served, and only then.
+"""
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+HEADER, REPAIRED = "x-diffusiongemma-commit-pass", "repaired"
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+def register() -> None:
+    """Have vLLM build the repaired model; called as often as vLLM likes."""
+    from vllm import ModelRegistry  # pyright: ignore
+
+    ModelRegistry.register_model(  # pyright: ignore
+        ARCHITECTURE, "diffusiongemma_vllm_repair.model:RepairedDiffusionGemma"
+    )
+
+
+class SaysRepaired:
+    """ASGI middleware (vLLM's --middleware) that names the repair in a header of every response."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                header = (HEADER.encode(), REPAIRED.encode())
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        await self.app(scope, receive, named)
