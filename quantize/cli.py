@@ -365,10 +365,12 @@ def serve(
     \b
       quantize serve bundled                 then open http://127.0.0.1:8000/
       curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-        -d '{"model": "bundled", "messages": [{"role": "user", "content": "What is 3 + 4?"}]}'
+        -d '{"model": "bundled", "messages": [{"role": "user", "content":
+        "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"}]}'
+      answers 226.
 
     \b
-    Also /v1/completions, /v1/models, /health, /metrics (Prometheus), /openapi.json.
+    Also /v1/completions, /v1/models, /health, /metrics (Prometheus), /version, /docs.
     Honoured: max_tokens, stop, seed, n, stream with stream_options.include_usage,
       image_url parts of a user's message (data URLs of PNG, JPEG or WebP; image_tokens, 70
       to 1120, is the most that one takes; nothing is fetched),

@@ -13,12 +13,20 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import (
+    FileResponse,
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 
 from quantize import __version__
 from quantize.errors import InputError
 from quantize.runtime import Sampler
 from quantize.runtime.images import Images
+from quantize.serve import docs
 from quantize.serve.answers import Shape, usage
 from quantize.serve.exchange import Exchange
 from quantize.serve.failures import RequestError, from_validation
@@ -28,6 +36,17 @@ from quantize.serve.options import Options
 from quantize.serve.pictures import Pictures
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 from quantize.serve.scheduler import Draft, Job, Scheduler
+from quantize.serve.schemas import (
+    ASKED,
+    REFUSED,
+    ChatCompletion,
+    Health,
+    Model,
+    Models,
+    TextCompletion,
+    Version,
+    streamed,
+)
 from quantize.serve.text import Answer, Text
 
 STATIC = Path(__file__).parent / "static"
@@ -103,7 +122,7 @@ class Service:
     async def _answer(
         self, body: ChatRequest | CompletionRequest, encode: Encode, prompts: int, request: Request
     ) -> Response:
-        self._check_model(body)
+        self.check_model(body.model)
         count = prompts * body.n
         exchange = Exchange(self.scheduler, request, self.options.request_timeout, count)
         try:
@@ -130,10 +149,16 @@ class Service:
         self._log(prompts, exchange.jobs)
         return JSONResponse(shape.whole(exchange.jobs, usage(prompt_tokens, exchange.jobs)))
 
-    def _check_model(self, body: ChatRequest | CompletionRequest) -> None:
-        if body.model != self.options.model_name:
-            known = self.options.model_name
-            message = f"model {body.model[:100]!r} is not served here; there is {known!r}"
+    @property
+    def model(self) -> dict[str, Any]:
+        """The one model, as the protocol lists it."""
+        model = {"id": self.options.model_name, "object": "model", "created": 0}
+        return model | {"owned_by": "quantize", "max_model_len": self.max_length}
+
+    def check_model(self, name: str) -> None:
+        """Refuse, with a 404, any name but the model's."""
+        if name != (known := self.options.model_name):
+            message = f"model {name[:100]!r} is not served here; there is {known!r}"
             raise RequestError(404, message, param="model", code="model_not_found")
 
     def _check_length(
@@ -256,26 +281,45 @@ def create_app(service: Service, metrics: Metrics) -> Guard:
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", response_class=JSONResponse)
+    @app.post(
+        "/v1/chat/completions",
+        response_model=ChatCompletion,
+        responses=streamed("chunks of OpenAI's chat.completion.chunk"),
+    )
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a chat; with `stream` as server-sent events, a delta a finished canvas."""
         return await service.chat(body, request)
 
-    @app.post("/v1/completions", response_class=JSONResponse)
+    @app.post(
+        "/v1/completions",
+        response_model=TextCompletion,
+        responses=streamed("chunks in the shape of the answer"),
+    )
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue text or tokens, without a chat template."""
         return await service.complete(body, request)
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    @app.get("/v1/models", response_model=Models, responses=ASKED)
+    async def models() -> Response:
         """List the one model."""
-        model = {"id": service.options.model_name, "object": "model", "created": 0}
-        entry = model | {"owned_by": "quantize", "max_model_len": service.max_length}
-        return {"object": "list", "data": [entry]}
+        return JSONResponse({"object": "list", "data": [service.model]})
+
+    @app.get("/v1/models/{name:path}", response_model=Model, responses=ASKED | {404: REFUSED[404]})
+    async def model(name: str) -> Response:
+        """Describe the one model."""
+        service.check_model(name)
+        return JSONResponse(service.model)
 
 
 def _add_pages(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    @app.get("/health")
+    @app.get("/version", response_model=Version, responses=ASKED)
+    async def version() -> Response:
+        """Name the version of this server."""
+        return JSONResponse({"version": __version__})
+
+    @app.get(
+        "/health", response_model=Health, responses={403: REFUSED[403], 503: {"model": Health}}
+    )
     async def health() -> Response:
         """Say whether new requests have a chance, and how many run and wait."""
         running, waiting = service.scheduler.load
@@ -286,10 +330,14 @@ def _add_pages(app: FastAPI, service: Service, metrics: Metrics) -> None:
             200 if healthy else 503,
         )
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=ASKED)
     async def metrics_page() -> Response:
         """Counters in Prometheus' text format."""
         return Response(metrics.page(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/docs", include_in_schema=False)
+    async def documentation() -> HTMLResponse:
+        return HTMLResponse(docs.page(app.openapi()))
 
     for path, name in (
         ("/", "index.html"),

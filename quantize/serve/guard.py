@@ -20,7 +20,7 @@ from quantize.serve.options import Options
 
 BODY_SECONDS = 30.0
 DRAINED = 8  # times the limit that is read and thrown away, so that the client hears why
-PUBLIC = ("/health", "/", "/page.js", "/page.css", "/icon.svg")
+PUBLIC = ("/health", "/", "/page.js", "/page.css", "/icon.svg", "/docs")
 OUT = {
     "X-DiffusionGemma-Commit-Pass": "plain",  # finished canvases are encoded as transformers does it
     "X-Content-Type-Options": "nosniff",

@@ -5,12 +5,13 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from socket import socket
+from socket import SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
 from types import FrameType
 
 import uvicorn
 
 from quantize.checkpoints.reader import Checkpoint
+from quantize.errors import ResourceError
 from quantize.progress import say
 from quantize.recipe import ActivationMode
 from quantize.runtime import Sampler, open
@@ -90,6 +91,24 @@ def open_engine(
     return engine
 
 
+def listening_socket(host: str, port: int) -> socket:
+    """Return a socket at that address, which takes connections once a server listens on it.
+
+    Raises:
+        ResourceError: the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = getaddrinfo(host, port, type=SOCK_STREAM)[0]
+        found = socket(family, kind, protocol)
+        found.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)  # a server that was stopped just now
+        found.bind(address)
+    except OSError as error:
+        raise ResourceError(
+            f"cannot listen at {host} port {port} ({error.strerror}): give another --host or --port"
+        ) from error
+    return found
+
+
 def serve(
     checkpoint: Path, options: Options, *, activations: ActivationMode | None, device: str
 ) -> None:
@@ -97,11 +116,12 @@ def serve(
 
     Raises:
         InputError: a checkpoint that cannot be loaded.
-        ResourceError: it does not fit.
+        ResourceError: it does not fit; or, noticed before weights are read, the port is taken.
     """
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
+    sock = listening_socket(options.host, options.port)
     text = Text(load_tokenizer(checkpoint))
     pictures = Pictures(model_config(Checkpoint.open(checkpoint).config))
     sampler = Sampler.from_checkpoint(checkpoint)
@@ -109,4 +129,4 @@ def serve(
     engine = open_engine(checkpoint, options, activations, device)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # uvicorn raises it again when all is done
-    make_server(engine, text, pictures, sampler, options).run()
+    make_server(engine, text, pictures, sampler, options).run([sock])

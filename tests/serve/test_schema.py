@@ -8,6 +8,11 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 from serving import Running, ScriptedEngine, running
 
 
@@ -21,6 +26,27 @@ def server() -> Generator[Running]:
         assert engine.slots == {}
 
 
+def test_what_it_answers_with_is_in_the_schema(server: Running) -> None:
+    """Answers of 200, which arbitrary requests hardly get: no field is missing, none is unnamed."""
+    schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
+    chat = {"model": "bundled", "messages": [{"role": "user", "content": "x"}], "max_tokens": 16}
+    text = {"model": "bundled", "prompt": "x", "n": 2, "max_tokens": 8}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text)):
+        for asked in (body, body | {"stream": True}):
+            reply = server.http.post(path, json=asked)
+            assert reply.status_code == 200
+            schema[path]["POST"].validate_response(reply)
+    for path in ("/v1/models", "/v1/models/bundled", "/version", "/health"):
+        schema[path.replace("/bundled", "/{name}")]["GET"].validate_response(server.http.get(path))
+
+
+def test_no_answer_of_422_is_promised(server: Running) -> None:
+    for methods in server.http.get("/openapi.json").json()["paths"].values():
+        for operation in methods.values():
+            assert "422" not in operation["responses"]
+    assert server.http.post("/v1/completions", json={}).status_code == 400
+
+
 def modes(operation: Any) -> list[GenerationMode]:
     """Without parameters or a body there is nothing to get wrong."""
     return [*GenerationMode] if operation.method == "post" else [GenerationMode.POSITIVE]
@@ -30,7 +56,7 @@ def modes(operation: Any) -> list[GenerationMode]:
 def test_no_server_error(server: Running, examples: int) -> None:
     schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
     operations = [found.ok() for found in schema.get_all_operations()]
-    assert len(operations) == 5
+    assert len(operations) == 7
     answers: Counter[tuple[str, str, int]] = Counter()
     for operation in operations:
         for mode in modes(operation):
@@ -45,6 +71,14 @@ def test_no_server_error(server: Running, examples: int) -> None:
                 assert reply.status_code < 500, reply.text
                 if reply.status_code >= 400:
                     assert reply.json()["error"]["message"]
+                case.validate_response(
+                    reply,
+                    checks=[
+                        response_schema_conformance,
+                        status_code_conformance,
+                        content_type_conformance,
+                    ],
+                )
 
             ask()
     for path in ("chat/completions", "completions"):

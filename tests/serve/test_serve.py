@@ -1,6 +1,7 @@
 """`quantize serve` through the official OpenAI client and plain HTTP."""
 
 import json
+import re
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ from pictures import part
 from recovery.served import Server
 from serving import QUESTION, SAMPLER, Running, ScriptedEngine, in_process, running, text_of
 
+from quantize import __version__
 from quantize.cli import _served_name, cli
 from quantize.errors import InputError, ResourceError
 from quantize.serve import guard
@@ -203,6 +205,44 @@ def server_tokens(text: str) -> list[int]:
     return tokenizer().encode(text, add_special_tokens=False)
 
 
+def test_a_model_is_described_by_its_name(server: Running) -> None:
+    (listed,) = server.openai.models.list().data
+    assert server.openai.models.retrieve("bundled") == listed
+    with pytest.raises(openai.NotFoundError, match="model 'org/other' is not served here"):
+        server.openai.models.retrieve("org/other")
+    assert server.http.get("/v1/models/org/other").status_code == 404
+
+
+def test_version_and_documentation(server: Running) -> None:
+    assert server.http.get("/version").json() == {"version": __version__}
+    page = server.http.get("/docs").text
+    assert "://" not in page
+    for said in ("POST /v1/chat/completions", "entropy_bound", 'id="Message"', "reasoning_content"):
+        assert said in page
+
+
+def test_a_port_that_is_taken_is_noticed_before_weights_are_read(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("QUANTIZE_API_KEY", raising=False)
+    monkeypatch.setattr("quantize.serve.server.load_tokenizer", pytest.fail)
+    port = server.url.rpartition(":")[2]
+    done = CliRunner().invoke(cli, ["serve", "bundled", "--port", port])
+    assert isinstance(done.exception, ResourceError)
+    assert f"cannot listen at 127.0.0.1 port {port} (Address already in use)" in str(done.exception)
+
+
+def test_the_example_of_the_help_is_solved(server: Running) -> None:
+    """Whatever its seed: a user's first answer should be right."""
+    text = CliRunner().invoke(cli, ["serve", "--help"], terminal_width=200).output
+    found = re.search(r"-d '(\{.*?\})'\s+answers? (\d+)", text, re.DOTALL)
+    assert found is not None, text
+    for seed in range(4):
+        body = json.loads(found[1]) | {"seed": seed}
+        reply = server.http.post("/v1/chat/completions", json=body).json()
+        assert reply["choices"][0]["message"]["content"].endswith(f"#### {found[2]}")
+
+
 def test_the_server_says_how_it_encodes_canvases(server: Running) -> None:
     assert Server(server.url).commit_pass == "plain"
 
@@ -351,7 +391,7 @@ def test_the_key_is_asked_for(capfd: pytest.CaptureFixture[str], caplog: Any) ->
         for path in ("/v1/models", "/metrics", "/openapi.json", "/v1/nothing"):
             reply = httpx.get(server.url + path)
             assert (reply.status_code, reply.headers["WWW-Authenticate"]) == (401, "Bearer")
-        for path in ("/", "/page.js", "/page.css", "/icon.svg", "/health"):
+        for path in ("/", "/page.js", "/page.css", "/icon.svg", "/docs", "/health"):
             assert httpx.get(server.url + path).status_code == 200
         basic = {"Authorization": "Basic sesame-1234"}
         assert httpx.get(f"{server.url}/v1/models", headers=basic).status_code == 401

@@ -1,0 +1,149 @@
+"""What the server answers with, for its OpenAPI schema; the tests hold every answer against it.
+
+Answers are made as plain dictionaries (`answers`): nothing is validated on the way out.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Finish = Literal["stop", "length"]
+
+
+class _Closed(BaseModel):
+    """An object without further fields, all of them always there."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Usage(_Closed):
+    """What a request cost; `denoising_steps` are decoder forwards, summed over choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    canvases: int
+    denoising_steps: int
+    tokens_per_forward: float
+
+
+class AnswerMessage(_Closed):
+    """The model's turn; what it wrote in its thinking channel is `reasoning_content`."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+    reasoning_content: str | None
+
+
+class ChatChoice(_Closed):
+    """One answer to a chat, and the seed that makes it again."""
+
+    index: int
+    finish_reason: Finish
+    logprobs: None
+    message: AnswerMessage
+    seed: int
+
+
+class ChatCompletion(_Closed):
+    """Answer to POST /v1/chat/completions without `stream`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class TextChoice(_Closed):
+    """One continuation."""
+
+    index: int
+    finish_reason: Finish
+    logprobs: None
+    text: str
+    seed: int
+
+
+class TextCompletion(_Closed):
+    """Answer to POST /v1/completions without `stream`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class Model(_Closed):
+    """The one model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class Models(_Closed):
+    """Answer to GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Version(_Closed):
+    """Answer to GET /version."""
+
+    version: str
+
+
+class Health(_Closed):
+    """Answer to GET /health; 503 with the same fields when new requests have no chance."""
+
+    status: Literal["ok", "unavailable"]
+    running: int
+    waiting: int
+    key_required: bool
+
+
+class Fault(_Closed):
+    """Why a request was refused; `param` names the parameter that is to blame."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Refusal(_Closed):
+    """Every answer other than 200, as OpenAI's clients read it."""
+
+    error: Fault
+
+
+REFUSED: dict[int | str, dict[str, Any]] = {
+    400: {"model": Refusal, "description": "A parameter cannot be honoured, or is not valid."},
+    401: {"model": Refusal, "description": "No API key, or a wrong one."},
+    403: {"model": Refusal, "description": "Asked under a name that is not this server's."},
+    404: {"model": Refusal, "description": "No such model."},
+    408: {"model": Refusal, "description": "The body did not arrive in time."},
+    413: {"model": Refusal, "description": "The body is too large."},
+    429: {"model": Refusal, "description": "The queue is full; see Retry-After."},
+    500: {"model": Refusal, "description": "The engine failed."},
+    503: {"model": Refusal, "description": "The server is shutting down; see Retry-After."},
+    504: {"model": Refusal, "description": "Not finished within the time a request may take."},
+    "default": {"model": Refusal, "description": "Refused for another reason."},  # and never 422
+}
+
+
+def streamed(chunk: str) -> dict[int | str, dict[str, Any]]:
+    """Return the responses of a route that may also stream; `chunk` says what its events hold."""
+    whole = f"The answer; with `stream` server-sent events: {chunk}, a canvas each, then [DONE]."
+    return REFUSED | {200: {"description": whole, "content": {"text/event-stream": {}}}}
+
+
+ASKED: dict[int | str, dict[str, Any]] = {code: REFUSED[code] for code in (401, 403, "default")}
