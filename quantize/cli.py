@@ -352,6 +352,10 @@ def generate(
     help="How a quantized model's activations are rounded; else as its kernels do, on a CPU not.",
 )  # fmt: skip
 @click.option(
+    "--ignore-unsupported", is_flag=True,
+    help="Ignore temperature, top_p, penalties and the like, and name them in a header; off, refuse.",
+)  # fmt: skip
+@click.option(
     "--log-prompts", is_flag=True, help="Log prompts and answers; off, neither is logged."
 )
 def serve(
@@ -377,7 +381,8 @@ def serve(
       chat_template_kwargs.enable_thinking (thoughts come back as reasoning_content),
       and the sampler's num_inference_steps, entropy_bound, t_min, t_max,
       confidence_threshold, stability_threshold.
-    Anything else is refused with 400 and its name: temperature, say, other than 1.
+    Anything else is refused with 400, its name and the way out: temperature, say, other than 1;
+      with --ignore-unsupported what only steers sampling is ignored and named in a header.
     A stream sends finished canvases; stream_options.include_drafts shows them denoise.
 
     Clients must send the key in the environment variable QUANTIZE_API_KEY, when there is one.

@@ -26,7 +26,7 @@ from quantize import __version__
 from quantize.errors import InputError
 from quantize.runtime import Sampler
 from quantize.runtime.images import Images
-from quantize.serve import docs
+from quantize.serve import docs, unsupported
 from quantize.serve.answers import Shape, usage
 from quantize.serve.exchange import Exchange
 from quantize.serve.failures import RequestError, from_validation
@@ -90,6 +90,7 @@ class Service:
         # waits for it waits here, not in the pool's queue, and may give up.
         self.encoder = ThreadPoolExecutor(1, "encoder")
         self._turn = asyncio.Lock()
+        self._named: set[str] = set()  # parameters that were ignored
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a chat."""
@@ -123,6 +124,7 @@ class Service:
         self, body: ChatRequest | CompletionRequest, encode: Encode, prompts: int, request: Request
     ) -> Response:
         self.check_model(body.model)
+        ignored = self._ignored(body)
         count = prompts * body.n
         exchange = Exchange(self.scheduler, request, self.options.request_timeout, count)
         try:
@@ -132,7 +134,27 @@ class Service:
         except BaseException:
             exchange.close()
             raise
-        return await self._reply(body, exchange, encoded)
+        reply = await self._reply(body, exchange, encoded)
+        if ignored:
+            reply.headers["X-Ignored-Parameters"] = ", ".join(ignored)
+        return reply
+
+    def _ignored(self, body: ChatRequest | CompletionRequest) -> list[str]:
+        """Return what the request asks for and does not get; each name is logged once.
+
+        Raises:
+            RequestError: 400, this server does not ignore it.
+        """
+        ignored = unsupported.asked(body.model_dump(include=set(unsupported.IGNORABLE)))
+        for name in ignored:
+            _, why, instead = unsupported.IGNORABLE[name]
+            message = unsupported.message(name, why, instead)
+            if not self.options.ignore_unsupported:
+                raise RequestError(400, message, param=name, code="unsupported_parameter")
+            if name not in self._named:
+                log.warning("ignored: %s", message)
+        self._named.update(ignored)
+        return ignored
 
     async def _reply(
         self,

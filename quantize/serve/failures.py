@@ -6,6 +6,8 @@ from typing import Any
 
 from starlette.responses import Response
 
+from quantize.serve.unsupported import refusal
+
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -60,7 +62,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     where = [str(part) for part in first["loc"] if part != "body"]
     param = ".".join(where) or None
     if first["type"] == "extra_forbidden":
-        message = f"{param}: this server does not know this parameter, or cannot honour it"
+        if message := refusal(where[-1]) if where else None:
+            return RequestError(400, message, param=param, code="unsupported_parameter")
+        message = f"{param}: this server knows no such parameter; GET /docs lists those it takes"
         return RequestError(400, message, param=param, code="unknown_parameter")
     if first["type"] == "value_error" and param is None:  # of several fields: it names one itself
         return RequestError(400, reason, param=reason.partition(":")[0], code="invalid_value")

@@ -24,6 +24,7 @@ class Options:
         max_body_bytes: largest request body.
         request_timeout: seconds that a request may take, waiting included.
         shutdown_grace: seconds that running requests get after SIGTERM.
+        ignore_unsupported: whether sampling parameters that block diffusion does not have are ignored.
         log_prompts: whether prompts and answers are logged.
 
     Raises:
@@ -42,6 +43,7 @@ class Options:
     max_body_bytes: int = 8 << 20
     request_timeout: float = 600.0
     shutdown_grace: float = 30.0
+    ignore_unsupported: bool = False
     log_prompts: bool = False
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """The bodies of requests: OpenAI's fields that block diffusion can honour, and its own controls.
 
 Whatever is not listed is refused by name. A field that is null counts as not given (clients send back
-whole messages with nulls). Neutral values of what cannot be honoured (temperature 1, top_p 1,
-penalties of 0) ask for nothing and pass.
+whole messages with nulls). What cannot be honoured is told in `unsupported`; its neutral values
+(temperature 1, top_p 1, penalties of 0) ask for nothing and pass.
 
 Diffusion controls are extra fields (`extra_body` in OpenAI's client), named as in generation_config:
 
@@ -15,7 +15,6 @@ Diffusion controls are extra fields (`extra_body` in OpenAI's client), named as 
 `image_tokens` of a chat is the most tokens that each of its pictures may take.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -37,15 +36,6 @@ MAX_STOPS, MAX_CHOICES, MAX_STEPS, MAX_STABILITY = 16, 16, 256, 16
 INT64 = 2**63
 
 
-def _only(neutral: float, instead: str) -> Callable[[float | None], float | None]:
-    def check(value: float | None) -> float | None:
-        if value is not None and value != neutral:
-            raise ValueError(f"only {neutral:g} can be honoured; {instead}")
-        return value
-
-    return check
-
-
 def _utf8(text: str) -> str:
     if not text.isascii():
         text.encode()  # half a surrogate pair is JSON, but no text; its error is a ValueError
@@ -53,9 +43,10 @@ def _utf8(text: str) -> str:
 
 
 String = Annotated[str, AfterValidator(_utf8)]
-Temperature = AfterValidator(_only(1, "set t_min and t_max, the range it falls over"))
-TopP = AfterValidator(_only(1, "set entropy_bound, how much uncertainty a step may accept"))
-Penalty = AfterValidator(_only(0, "block diffusion has no penalties"))
+Unused = Field(None, description="Accepted and neither used nor logged.")
+Ignorable = Field(
+    None, description="Refused but for its neutral value; with --ignore-unsupported ignored."
+)
 Positive = Field(gt=0, le=1000, allow_inf_nan=False)
 
 
@@ -89,7 +80,10 @@ class _Generation(_Strict):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Accepted and neither used nor logged.")
+    user: str | None = Unused
+    metadata: dict[str, str] | None = Unused
+    safety_identifier: str | None = Unused
+    prompt_cache_key: str | None = Unused
 
     num_inference_steps: int | None = Field(None, ge=1, le=MAX_STEPS)
     entropy_bound: Annotated[float, Positive] | None = None
@@ -98,10 +92,20 @@ class _Generation(_Strict):
     confidence_threshold: Annotated[float, Positive] | None = None
     stability_threshold: int | None = Field(None, ge=0, le=MAX_STABILITY)
 
-    temperature: Annotated[float | None, Temperature] = None
-    top_p: Annotated[float | None, TopP] = None
-    frequency_penalty: Annotated[float | None, Penalty] = None
-    presence_penalty: Annotated[float | None, Penalty] = None
+    temperature: float | None = Ignorable
+    top_p: float | None = Ignorable
+    top_k: int | None = Ignorable
+    min_p: float | None = Ignorable
+    frequency_penalty: float | None = Ignorable
+    presence_penalty: float | None = Ignorable
+    repetition_penalty: float | None = Ignorable
+    length_penalty: float | None = Ignorable
+    logit_bias: dict[str, float] | None = Ignorable
+    reasoning_effort: str | None = Ignorable
+    verbosity: str | None = Ignorable
+    best_of: int | None = Ignorable
+    service_tier: str | None = Ignorable
+    store: bool | None = Ignorable
 
     @field_validator("stop")
     @classmethod

@@ -258,15 +258,18 @@ def test_the_model_is_listed(server: Running) -> None:
 @pytest.mark.parametrize(
     ("options", "param", "says"),
     [
-        ({"temperature": 0.3}, "temperature", "only 1 can be honoured"),
+        ({"temperature": 0.3}, "temperature", "not supported by block diffusion: canvases"),
         ({"temperature": 0}, "temperature", "t_min and t_max"),
         ({"top_p": 0.9}, "top_p", "entropy_bound"),
-        ({"frequency_penalty": 1}, "frequency_penalty", "only 0"),
-        ({"presence_penalty": -1}, "presence_penalty", "only 0"),
-        ({"logprobs": True}, "logprobs", "cannot honour"),
-        ({"tools": []}, "tools", "cannot honour"),
-        ({"extra_body": {"top_k": 40}}, "top_k", "cannot honour"),
-        ({"extra_body": {"chat_template_kwargs": {"tools": 1}}}, "chat_template_kwargs.tools", "can"),
+        ({"frequency_penalty": 1}, "frequency_penalty", "chosen at once"),
+        ({"presence_penalty": -1}, "presence_penalty", "chosen at once"),
+        ({"logprobs": True}, "logprobs", "not supported by block diffusion"),
+        ({"tools": []}, "tools", "describe the tools in the prompt"),
+        ({"extra_body": {"top_k": 40}}, "top_k", "entropy_bound"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "enable_thinking"),
+        ({"extra_body": {"colour": 1}}, "colour", "no such parameter; GET /docs"),
+        ({"extra_body": {"chat_template_kwargs": {"x": 1}}}, "chat_template_kwargs.x", "no such"),
+        ({"extra_body": {"top_p": "high"}}, "top_p", "valid number"),
         ({"response_format": {"type": "json_object"}}, "response_format.type", "text"),
         ({"n": 0}, "n", "greater"),
         ({"n": 100}, "n", "16"),
@@ -300,6 +303,27 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     if "stream_options" not in options:
         with pytest.raises(openai.BadRequestError, match=says):
             server.openai.chat.completions.create(**asked)
+
+
+def test_what_is_harmless_is_ignored_and_named_where_that_is_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = ScriptedEngine()
+    engine.free = True
+    with running(engine, ignore_unsupported=True) as server:
+        asked = {"temperature": 0.2, "top_p": 1, "extra_body": {"top_k": 40}, "max_tokens": 8}
+        raw = server.openai.chat.completions.with_raw_response
+        messages = [{"role": "user", "content": "hi"}]
+        for stream in (False, True):
+            reply = raw.create(model="bundled", messages=messages, stream=stream, **asked)  # type: ignore[arg-type]
+            assert reply.headers["X-Ignored-Parameters"] == "temperature, top_k"
+        assert caplog.text.count("ignored: temperature: not supported by block diffusion") == 1
+        plain = raw.create(model="bundled", messages=messages, temperature=1)  # type: ignore[arg-type]
+        assert "X-Ignored-Parameters" not in plain.headers
+        with pytest.raises(openai.BadRequestError, match="tools: not supported by block"):
+            server.ask(tools=[])
+        with pytest.raises(openai.BadRequestError, match="valid number"):
+            server.ask(extra_body={"temperature": "low"})
 
 
 def test_another_model_is_not_found(server: Running) -> None:

@@ -1,0 +1,68 @@
+"""What OpenAI's protocol and its servers have and block diffusion does not: said with the way out.
+
+Two kinds. IGNORABLE parameters steer how text is sampled or how much is thought: without them the
+answer is another one, but an answer to the same question. They are refused, or with
+`--ignore-unsupported` ignored and named. REFUSED ones change what comes back: they are never ignored.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+SAMPLING = "canvases are denoised, not sampled token by token"
+PENALTY = "a canvas' tokens are chosen at once"
+
+# name -> (values that ask for nothing, why not, the way out)
+IGNORABLE: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "temperature": ((1,), SAMPLING, "set t_min and t_max, the range it falls over"),
+    "top_p": ((1,), SAMPLING, "set entropy_bound, how much uncertainty a step may accept"),
+    "top_k": ((0, -1), SAMPLING, "set entropy_bound, how much uncertainty a step may accept"),
+    "min_p": ((0,), SAMPLING, "set entropy_bound, how much uncertainty a step may accept"),
+    "frequency_penalty": ((0,), PENALTY, "leave it out"),
+    "presence_penalty": ((0,), PENALTY, "leave it out"),
+    "repetition_penalty": ((1,), PENALTY, "leave it out"),
+    "length_penalty": ((1,), PENALTY, "leave it out"),
+    "logit_bias": (({},), PENALTY, "leave it out"),
+    "reasoning_effort": ((), "thinking is on or off", "set chat_template_kwargs.enable_thinking"),
+    "verbosity": ((), "the model has no such setting", "ask for it in the prompt"),
+    "best_of": ((1,), "an answer has no likelihood to compare", "set n, and choose"),
+    "service_tier": (("auto", "default"), "there is one queue", "leave it out"),
+    "store": ((False,), "nothing is stored", "leave it out"),
+}
+# name -> why not and the way out; neither is read beyond its name
+REFUSED = {
+    "logprobs": "the committed tokens' probabilities are not kept; leave it out",
+    "top_logprobs": "the committed tokens' probabilities are not kept; leave it out",
+    "tools": "tool calls are not parsed here; describe the tools in the prompt and read its text",
+    "tool_choice": "tool calls are not parsed here; leave it out",
+    "parallel_tool_calls": "tool calls are not parsed here; leave it out",
+    "functions": "tool calls are not parsed here; leave it out",
+    "function_call": "tool calls are not parsed here; leave it out",
+    "echo": "an answer holds no prompt; put it before the text yourself",
+    "suffix": "a canvas is not pinned at its end; put what follows into the prompt",
+    "guided_json": "a canvas is not constrained; say the format in the prompt and check the answer",
+    "guided_regex": "a canvas is not constrained; say the format in the prompt and check the answer",
+    "modalities": "the model writes text alone; leave it out",
+    "audio": "the model writes text alone; leave it out",
+    "prediction": "nothing is speculated; leave it out",
+    "web_search_options": "this server fetches nothing; put what it should know into the prompt",
+}
+
+
+def message(name: str, why: str, instead: str) -> str:
+    """Return the refusal of a parameter."""
+    return f"{name}: not supported by block diffusion: {why}; {instead}"
+
+
+def refusal(name: str) -> str | None:
+    """Return the refusal of a parameter that is never ignored; None for a name that nobody knows."""
+    why, _, instead = REFUSED.get(name, "").partition("; ")
+    return message(name, why, instead) if why else None
+
+
+def asked(given: Mapping[str, Any]) -> list[str]:
+    """Return which of the IGNORABLE parameters ask for something."""
+    return [
+        name
+        for name, (neutral, _, _) in IGNORABLE.items()
+        if given.get(name) is not None and given[name] not in neutral
+    ]
