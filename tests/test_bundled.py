@@ -2,12 +2,19 @@
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from experiments.bundled.score import heldout, score, wilson
+from experiments.bundled.train import released_form
 from safetensors import safe_open
-from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    DiffusionGemmaForBlockDiffusion,
+    PreTrainedTokenizerFast,
+)
 
 from quantize.bundled import CHECKPOINT
 
@@ -32,6 +39,18 @@ def test_the_file_is_the_one_that_was_trained() -> None:
     digest = hashlib.sha256((CHECKPOINT / "model.safetensors").read_bytes()).hexdigest()
     assert digest == json.loads((CHECKPOINT / "training.json").read_text())["sha256"]
     assert digest in (CHECKPOINT / "README.md").read_text()
+
+
+def test_its_config_is_in_the_released_form(tmp_path: Path) -> None:
+    """VLLM 0.26 fails on the `per_layer_config` that transformers 5.17 writes."""
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    text = config["text_config"]
+    assert (text["global_head_dim"], text["num_global_key_value_heads"]) == (64, 2)
+    assert "per_layer_config" not in text
+    AutoConfig.from_pretrained(CHECKPOINT).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert released_form(saved)["text_config"] == text
+    assert released_form(config) == config
 
 
 def test_it_is_small_and_in_google_layout() -> None:

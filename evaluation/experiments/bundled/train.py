@@ -231,6 +231,8 @@ def export(
     model.save_pretrained(folder, max_shard_size="20MB")
     tokenizer.save_pretrained(folder)
     generation.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(released_form(config), indent=2) + "\n", "utf-8")
     # Typed Any: with loading info the call returns a pair, which its annotation does not say.
     loaded_and_info: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(
         folder, dtype=torch.bfloat16, output_loading_info=True
@@ -239,6 +241,21 @@ def export(
     if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
         raise RuntimeError(f"{folder} does not load as written: {info}")
     return loaded.eval()
+
+
+def released_form(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json as Google released it: two fields for the layers of global attention.
+
+    transformers reads both forms and writes one entry a layer, on which vLLM 0.26 fails.
+    """
+    text = dict(config["text_config"])
+    layers = list(text.pop("per_layer_config", {}).values())
+    if layers:
+        if any(layer != layers[0] for layer in layers):
+            raise ValueError(f"layers of global attention differ: {layers}")
+        text["global_head_dim"] = layers[0]["head_dim"]
+        text["num_global_key_value_heads"] = layers[0]["num_key_value_heads"]
+    return config | {"text_config": dict(sorted(text.items()))}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
