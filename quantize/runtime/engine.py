@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quantize.runtime.given import Given
 from quantize.runtime.images import Images
 from quantize.runtime.sample import Sample, canvas_budgets
 from quantize.runtime.sampler import Sampler
@@ -135,11 +136,14 @@ class Engine(Protocol):
         seed: int,
         sampler: Sampler,
         images: Images | None = None,
+        given: Given | None = None,
     ) -> None:
         """Put `prompt` (token ids) into a free slot; `seed` is that of its noise, int64.
 
+        `given` is what is known of the answer.
+
         Raises:
-            InputError: a prompt or images that the model cannot take.
+            InputError: a prompt, images or known tokens that the model cannot take.
         """
         ...
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quantize.errors import InputError
+from quantize.runtime.given import FREE, certain, put
 from quantize.runtime.noise import Noise
 
 # Fields of generation_config.json that cannot change what this runtime returns.
@@ -161,6 +162,7 @@ class CanvasState:
         self_conditioning: [B, ...] what the next step is conditioned on, None at the first: the
             temperature-divided logits [B, L, V], or what an engine's `condition` makes of them.
         finished: [B] bool.
+        pinned: [B, L] token ids that stand whatever the model says, FREE elsewhere; None for none.
     """
 
     rows: Tensor
@@ -169,13 +171,16 @@ class CanvasState:
     history: Tensor
     self_conditioning: Tensor | None
     finished: Tensor
+    pinned: Tensor | None = None
 
     @classmethod
-    def begin(cls, canvas: Tensor, rows: Tensor, sampler: Sampler) -> "CanvasState":
-        """Return the state before the first step on `canvas` [B, L]."""
+    def begin(
+        cls, canvas: Tensor, rows: Tensor, sampler: Sampler, pinned: Tensor | None = None
+    ) -> "CanvasState":
+        """Return the state before the first step on `canvas` [B, L], which holds what is pinned."""
         history = torch.full((sampler.stability_threshold, *canvas.shape), -1, device=canvas.device)
         finished = torch.zeros(len(rows), dtype=torch.bool, device=canvas.device)
-        return cls(rows, canvas, canvas, history, None, finished)
+        return cls(rows, canvas, canvas, history, None, finished, pinned)
 
     @classmethod
     def join(cls, states: Sequence["CanvasState"]) -> "CanvasState":
@@ -195,6 +200,18 @@ class CanvasState:
             torch.cat([state.history for state in states], dim=1),
             torch.cat(filled) if filled else None,
             torch.cat([state.finished for state in states]),
+            cls._join_pinned(states),
+        )
+
+    @staticmethod
+    def _join_pinned(states: Sequence["CanvasState"]) -> Tensor | None:
+        if all(state.pinned is None for state in states):
+            return None
+        return torch.cat(
+            [
+                torch.full_like(state.canvas, FREE) if state.pinned is None else state.pinned
+                for state in states
+            ]
         )
 
     def select(self, keep: Tensor) -> "CanvasState":
@@ -207,6 +224,7 @@ class CanvasState:
             self.history[:, keep],
             conditioning,
             self.finished[keep],
+            None if self.pinned is None else self.pinned[keep],
         )
 
 
@@ -265,6 +283,11 @@ class Look:
             *((p.sampled, p.replacement, p.argmax, p.entropy) for p in parts), strict=True
         )
         return cls(*(torch.cat(column) for column in columns))
+
+    def holding(self, pinned: Tensor) -> "Look":
+        """Return the same with the tokens of `pinned` [B, L] in their places, where they are certain."""
+        entropy = certain(pinned, self.entropy)
+        return Look(put(pinned, self.sampled), self.replacement, put(pinned, self.argmax), entropy)
 
 
 def look(scaled: Tensor, canvas: int, step: int | Tensor, rows: Tensor, noise: Noise) -> Look:
@@ -325,6 +348,8 @@ def advance(
 
     `conditioning` [B, ...] is what the next step is conditioned on: the state carries it.
     """
+    if state.pinned is not None:
+        seen = seen.holding(state.pinned)
     accepted = accept(seen.entropy, sampler.entropy_bound)
     stable = (state.history == seen.argmax).all(-1).all(0)  # true for an empty history
     finished = stable & (seen.entropy.mean(-1) < sampler.confidence_threshold)
@@ -335,5 +360,6 @@ def advance(
         torch.cat([state.history, seen.argmax[None]])[1:],
         conditioning,
         state.finished | finished,
+        state.pinned,
     )
     return after, accepted

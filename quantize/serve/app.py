@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from starlette.responses import (
 from quantize import __version__
 from quantize.errors import InputError
 from quantize.runtime import Sampler
+from quantize.runtime.given import Given
 from quantize.runtime.images import Images
-from quantize.serve import docs, unsupported
+from quantize.serve import docs, infill, unsupported
 from quantize.serve.answers import Shape, usage
 from quantize.serve.exchange import Exchange
 from quantize.serve.failures import RequestError, from_validation
@@ -51,10 +53,28 @@ from quantize.serve.text import Answer, Text
 
 STATIC = Path(__file__).parent / "static"
 INT64 = 2**63
-# the prompts of a request as token ids, and the pictures of its only prompt
-Encode = Callable[[], tuple[list[list[int]], Images | None]]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request in tokens.
+
+    Attributes:
+        prompts: token ids.
+        images: of its only prompt.
+        given: what is known of each answer.
+        limit: tokens of an answer before its suffix; None where there is none.
+    """
+
+    prompts: list[list[int]]
+    images: Images | None
+    given: Given | None
+    limit: int | None
+
+
+Encode = Callable[[], Prepared]
 
 
 class Service:
@@ -97,23 +117,27 @@ class Service:
         turns = [message.turn for message in body.messages]
         thinking = body.chat_template_kwargs.enable_thinking
 
-        def encode() -> tuple[list[list[int]], Images | None]:
+        def encode() -> Prepared:
             prompt = self.text.encode_chat(turns, thinking=thinking)
             prompt, images = self.pictures.put(prompt, body.pictures, body.image_tokens)
-            return [prompt], images
+            return Prepared([prompt], images, *self._known(body))
 
         return await self._answer(body, encode, 1, request)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Answer a plain completion."""
 
-        def encode() -> tuple[list[list[int]], None]:
+        def encode() -> Prepared:
             text = self.text.encode
-            return [text(p) if isinstance(p, str) else p for p in body.prompts], None
+            prompts = [text(p) if isinstance(p, str) else p for p in body.prompts]
+            return Prepared(prompts, None, *self._known(body))
 
         return await self._answer(body, encode, len(body.prompts), request)
 
-    async def _encode(self, encode: Encode) -> tuple[list[list[int]], Images | None]:
+    def _known(self, body: ChatRequest | CompletionRequest) -> tuple[Given | None, int | None]:
+        return infill.known(body, self.text.encode_piece, self.scheduler.engine.canvas_length)
+
+    async def _encode(self, encode: Encode) -> Prepared:
         """Prepare a request when it is its turn; one that is given up keeps no one waiting."""
         await self._turn.acquire()
         work = asyncio.get_running_loop().run_in_executor(self.encoder, encode)
@@ -128,13 +152,13 @@ class Service:
         count = prompts * body.n
         exchange = Exchange(self.scheduler, request, self.options.request_timeout, count)
         try:
-            encoded, images = await exchange.prepare(self._encode(encode))
-            self._check_length(body, encoded)
-            exchange.submit(self._jobs(body, encoded, exchange, images))
+            prepared = await exchange.prepare(self._encode(encode))
+            self._check_length(body, prepared.prompts)
+            exchange.submit(self._jobs(body, prepared, exchange))
         except BaseException:
             exchange.close()
             raise
-        reply = await self._reply(body, exchange, encoded)
+        reply = await self._reply(body, exchange, prepared.prompts)
         if ignored:
             reply.headers["X-Ignored-Parameters"] = ", ".join(ignored)
         return reply
@@ -198,9 +222,8 @@ class Service:
     def _jobs(
         self,
         body: ChatRequest | CompletionRequest,
-        prompts: Sequence[Sequence[int]],
+        prepared: Prepared,
         exchange: Exchange,
-        images: Images | None,
     ) -> list[Job]:
         """Return one job a choice: choice j of a request with a seed has the noise of seed + j."""
         sampler = body.sampler(self.sampler)
@@ -208,17 +231,17 @@ class Service:
         split = self.text.split if isinstance(body, ChatRequest) else self.text.whole
         drafts = body.stream_options is not None and body.stream_options.include_drafts
         jobs: list[Job] = []
-        for prompt in prompts:
-            limit, length = (
-                body.token_limit or sampler.max_new_tokens,
-                self.scheduler.engine.canvas_length,
-            )
+        length, given = self.scheduler.engine.canvas_length, prepared.given
+        limit = prepared.limit or body.token_limit or sampler.max_new_tokens
+        for prompt in prepared.prompts:
             canvases = min(-(-limit // length), (self.max_length - len(prompt)) // length)
+            infill.check_room(given, canvases * length)
             for choice in range(body.n):
                 answer = Answer(split, sampler, limit, canvases, body.stops)
                 noise = (seed + choice + INT64) % (2 * INT64) - INT64
                 emit = _emitter(exchange, len(jobs))
-                jobs.append(Job(prompt, noise, sampler, answer, emit, drafts, images))
+                images = prepared.images
+                jobs.append(Job(prompt, noise, sampler, answer, emit, drafts, images, given))
         return jobs
 
     async def _stream(

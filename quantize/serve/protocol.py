@@ -11,6 +11,7 @@ Diffusion controls are extra fields (`extra_body` in OpenAI's client), named as 
     t_min, t_max           temperature at the last and at the first step
     confidence_threshold   nats; mean entropy below which a stable canvas is finished
     stability_threshold    steps over which it must not change
+    initial_text, pinned   what is known of the answer (`infill`); `suffix` of a completion too
 
 `image_tokens` of a chat is the most tokens that each of its pictures may take.
 """
@@ -33,6 +34,7 @@ from quantize.errors import InputError
 from quantize.runtime import Sampler
 
 MAX_STOPS, MAX_CHOICES, MAX_STEPS, MAX_STABILITY = 16, 16, 256, 16
+MAX_PINNED, MAX_POSITION = 64, 1 << 20
 INT64 = 2**63
 
 
@@ -70,6 +72,13 @@ class StreamOptions(_Strict):
     include_drafts: bool = False
 
 
+class PinnedText(_Strict):
+    """Text whose tokens are committed as they are, from a position of the answer on."""
+
+    position: int = Field(ge=0, le=MAX_POSITION, description="In tokens, from 0.")
+    text: String = Field(min_length=1)
+
+
 class _Generation(_Strict):
     """What chats and plain completions have in common."""
 
@@ -91,6 +100,11 @@ class _Generation(_Strict):
     t_max: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
     confidence_threshold: Annotated[float, Positive] | None = None
     stability_threshold: int | None = Field(None, ge=0, le=MAX_STABILITY)
+
+    initial_text: String | None = Field(
+        None, description="Stands in the canvas before the first step, in place of noise."
+    )
+    pinned: list[PinnedText] = Field(default_factory=list[PinnedText], max_length=MAX_PINNED)
 
     temperature: float | None = Ignorable
     top_p: float | None = Ignorable
@@ -270,6 +284,11 @@ class CompletionRequest(_Generation):
     """POST /v1/completions: no chat template, thinking is not told apart."""
 
     prompt: String | list[String] | list[int] | list[list[int]]
+    suffix: String | None = Field(
+        None,
+        description="Text behind the answer, which then has max_tokens positions at most; both must "
+        "fit into one canvas.",
+    )
 
     @field_validator("prompt")
     @classmethod

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from quantize.errors import InputError
 from quantize.runtime import Sampler
 from quantize.runtime.engine import Engine
+from quantize.runtime.given import Given
 from quantize.runtime.images import Images
 from quantize.serve.failures import RequestError
 from quantize.serve.metrics import Metrics
@@ -58,6 +59,7 @@ class Job:
         emit: gets its events, drafts on any thread; a `RequestError` or a finish is the last.
         drafts: whether it wants to see every denoising step.
         images: where the prompt has image placeholders.
+        given: what is known of the answer.
     """
 
     prompt: Sequence[int]
@@ -67,6 +69,7 @@ class Job:
     emit: Callable[[Event], None]
     drafts: bool = False
     images: Images | None = None
+    given: Given | None = None
     cancelled: bool = False
     started: float = 0.0
 
@@ -218,7 +221,7 @@ class Scheduler:
                 return
             job.started = time.monotonic()
             try:
-                self.engine.admit(slot, job.prompt, job.seed, job.sampler, job.images)
+                self.engine.admit(slot, job.prompt, job.seed, job.sampler, job.images, job.given)
             except InputError as error:
                 job.emit(RequestError(400, str(error), param="messages", code="invalid_prompt"))
             except Exception:  # logged and answered with a 500; the server outlives it

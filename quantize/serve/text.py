@@ -41,6 +41,10 @@ class Text:
         """Return the ids of plain text, with what the tokenizer puts before it."""
         return list(self.tokenizer.encode(prompt))
 
+    def encode_piece(self, text: str) -> list[int]:
+        """Return the ids of text in the middle of a canvas."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
     def split(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return (thoughts, answer): what the model wrote in its thinking channel, and the rest."""
         return split_thoughts(self.tokenizer, tokens)

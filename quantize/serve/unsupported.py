@@ -38,7 +38,7 @@ REFUSED = {
     "functions": "tool calls are not parsed here; leave it out",
     "function_call": "tool calls are not parsed here; leave it out",
     "echo": "an answer holds no prompt; put it before the text yourself",
-    "suffix": "a canvas is not pinned at its end; put what follows into the prompt",
+    "suffix": "a chat has none; pin text with pinned, or use /v1/completions",
     "guided_json": "a canvas is not constrained; say the format in the prompt and check the answer",
     "guided_regex": "a canvas is not constrained; say the format in the prompt and check the answer",
     "modalities": "the model writes text alone; leave it out",

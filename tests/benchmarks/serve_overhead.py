@@ -21,6 +21,7 @@ from full_size_serve import CANVASES, CONTEXT, FIXED, STEPS, asked, serving
 from streams import rate
 
 from quantize.runtime.engine import Canvas, Meanwhile, OnDraft
+from quantize.runtime.given import Given
 from quantize.runtime.images import Images
 from quantize.runtime.sampler import Sampler
 
@@ -39,7 +40,7 @@ class SleepingEngine:
 
     def admit(
         self, slot: int, prompt: Sequence[int], seed: int, sampler: Sampler,
-        images: Images | None = None,
+        images: Images | None = None, given: Given | None = None,
     ) -> None:  # fmt: skip
         time.sleep(PROMPT)
         self._ended = None

@@ -18,6 +18,7 @@ from quantize.runtime import Sample, Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Canvas, Engine, Meanwhile, OnDraft
 from quantize.runtime.fused.weights import model_config
+from quantize.runtime.given import Given
 from quantize.runtime.images import Images
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.serve.options import Options
@@ -73,7 +74,7 @@ class ScriptedEngine:
 
     def admit(
         self, slot: int, prompt: Sequence[int], seed: int, sampler: Sampler,
-        images: Images | None = None,
+        images: Images | None = None, given: Given | None = None,
     ) -> None:  # fmt: skip
         assert slot not in self.slots
         self.slots[slot] = 0

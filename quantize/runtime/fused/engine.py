@@ -36,6 +36,7 @@ from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.prompt_pieces import Span, pictures, pieces, soft_tokens
 from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import TextWeights
+from quantize.runtime.given import Given, initial, pinned
 from quantize.runtime.images import Images
 from quantize.runtime.sampler import Sampler
 
@@ -53,6 +54,7 @@ class _Sequence:
     context: int = 0
     canvases: int = 0
     unencoded: list[int] = field(default_factory=list)
+    given: Given | None = None
 
 
 class FusedEngine:
@@ -119,6 +121,7 @@ class FusedEngine:
         seed: int,
         sampler: Sampler,
         images: Images | None = None,
+        given: Given | None = None,
     ) -> None:
         """Put a prompt into a free slot; a short one is encoded by `denoise`, together with others.
 
@@ -131,8 +134,10 @@ class FusedEngine:
         if slot in self._slots or not 0 <= slot < self.capacity:
             raise InputError(f"slot {slot} of {self.capacity} is not free")
         self._check(prompt, images)
+        if given is not None:
+            given.check(self._vocabulary)
         self.model.cache.clear(slot)
-        sequence = _Sequence(seed, _denoising(sampler), unencoded=list(prompt))
+        sequence = _Sequence(seed, _denoising(sampler), unencoded=list(prompt), given=given)
         if images is not None or len(prompt) > self._short:
             self._encode_long(slot, sequence, images)
         self._slots[slot] = sequence
@@ -365,7 +370,11 @@ class FusedEngine:
     def _begin(self, step: Step, rows: list[int], graphs: bool) -> None:
         sequences = [self._slots[slot] for slot in rows]
         given = [(r, s.context, s.seed, s.canvases) for r, s in zip(rows, sequences, strict=True)]
-        step.begin(given, graphs)
+        whats = (initial, pinned)
+        begin, pins = (
+            [w(s.given, s.canvases, self.canvas_length) for s in sequences] for w in whats
+        )
+        step.begin(given, (begin, pins), graphs)
 
 
 def _denoising(sampler: Sampler) -> Sampler:

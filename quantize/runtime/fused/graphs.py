@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.profiler import record_function as part
 
 from quantize.runtime.fused.text_stack import FusedModel
+from quantize.runtime.given import FREE, certain, put
 from quantize.runtime.sampler import Sampler
 
 CAPTURED = 8  # (rows, settings) beside those of the warm-up whose graphs are kept
@@ -83,6 +84,8 @@ class Step:
         self._rows = model.behind(slots, context, length)
         steps = range(1, sampler.max_denoising_steps + 1)
         self._schedule = torch.stack([sampler.temperature(step) for step in steps]).to(device)
+        # initial and pinned tokens of each sequence
+        self._known = torch.full((2, rows, length), FREE, dtype=torch.int64, device=device)
         canvas = torch.zeros(rows, length, dtype=torch.int64, device=device)
         seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.state = denoising.CanvasState.begin(canvas, seeds, sampler.stability_threshold)
@@ -91,8 +94,17 @@ class Step:
         pinned = device.type == "cuda"
         self._flags = [torch.zeros(rows, dtype=torch.bool, pin_memory=pinned) for _ in range(2)]
 
-    def begin(self, sequences: list[tuple[int, int, int, int]], graphs: bool) -> None:
-        """Set the state before the first step; a sequence is its slot, context, seed, canvas index."""
+    def begin(
+        self,
+        sequences: list[tuple[int, int, int, int]],
+        known: tuple[list[list[int]], list[list[int]]],
+        graphs: bool,
+    ) -> None:
+        """Set the state before the first step; a sequence is its slot, context, seed, canvas index.
+
+        `known` are the initial and the pinned tokens of each.
+        """
+        self._known.copy_(torch.tensor(known))
         self._given.copy_(torch.tensor(sequences, dtype=torch.int64).T.contiguous())
         if not graphs:
             self._set_state()
@@ -110,7 +122,9 @@ class Step:
         noise = reference.uniforms(seeds, canvases, first, length)[..., 1]
         vocabulary = self._logits.shape[1]
         fresh = denoising.CanvasState.begin(
-            (noise * vocabulary).long(), seeds, self._sampler.stability_threshold
+            put(self._known[0], (noise * vocabulary).long()),
+            seeds,
+            self._sampler.stability_threshold,
         )
         for name, tensor in vars(fresh).items():
             getattr(self.state, name).copy_(tensor)
@@ -158,6 +172,12 @@ class Step:
         if len(draws) > 1:
             draw = denoising.Draw(*(torch.cat(column) for column in zip(*draws, strict=True)))
         with part("sampler"):
+            pinned = self._known[1]
+            draw = draw._replace(
+                sampled=put(pinned, draw.sampled),
+                argmax=put(pinned, draw.argmax),
+                entropy=certain(pinned, draw.entropy),
+            )
             denoising.accept(
                 draw, state, self._schedule,
                 entropy_bound=sampler.entropy_bound,

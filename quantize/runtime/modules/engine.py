@@ -11,6 +11,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
 from quantize.runtime.engine import Canvas, Meanwhile, Observer, OnDraft, by_sampler
+from quantize.runtime.given import Given, initial, pinned, put
 from quantize.runtime.images import Images
 from quantize.runtime.modules.batch import ModulePasses
 from quantize.runtime.modules.inputs import watch_inputs
@@ -60,6 +61,7 @@ class _Sequence:
     canvases: int = 0
     state: CanvasState | None = None  # of one row
     steps: int = 0  # that the canvas has taken
+    given: Given | None = None
 
 
 class ModelEngine:
@@ -108,6 +110,7 @@ class ModelEngine:
         seed: int,
         sampler: Sampler,
         images: Images | None = None,
+        given: Given | None = None,
     ) -> None:
         """Put a prompt into a free slot. One with images is encoded now: only the tower knows whether
         they fit; others in `denoise`, where slots share the cores.
@@ -118,8 +121,12 @@ class ModelEngine:
         if slot in self._slots or not 0 <= slot < self.capacity:
             raise InputError(f"slot {slot} of {self.capacity} is not free")
         check_prompts(self.model, [prompt], [images])
+        if given is not None:
+            given.check(text_config(self.model).vocab_size)
         taken = [sequence.part for sequence in self._slots.values()]
-        sequence = _Sequence(seed, sampler, min(self._parts, key=taken.count), list(prompt))
+        sequence = _Sequence(
+            seed, sampler, min(self._parts, key=taken.count), list(prompt), given=given
+        )
         if images is not None:
             sequence.prefix = encode_prompts(self.model, [prompt], [images])
             sequence.unencoded = []
@@ -230,7 +237,18 @@ class ModelEngine:
         vocabulary: int = text_config(self.model).vocab_size
         noise = _noise([sequence], self.model.device)
         canvas = noise.initial_canvas(0, row, self.canvas_length, vocabulary)
-        sequence.state, sequence.steps = CanvasState.begin(canvas, row, sequence.sampler), 0
+        known = None
+        if sequence.given is not None:
+            canvas = put(self._known(initial, sequence), canvas)
+            known = self._known(pinned, sequence)
+        sequence.state = CanvasState.begin(canvas, row, sequence.sampler, known)
+        sequence.steps = 0
+
+    def _known(
+        self, what: Callable[[Given | None, int, int], list[int]], sequence: _Sequence
+    ) -> torch.Tensor:
+        row = what(sequence.given, sequence.canvases, self.canvas_length)
+        return torch.tensor([row], device=self.model.device)
 
 
 class _Group:

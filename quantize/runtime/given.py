@@ -1,0 +1,66 @@
+"""What is known of an answer before it is denoised: text that stands (infilling), text to begin with.
+
+A pinned position shows the decoder its token at every step, counts as certain (no entropy: it takes
+nothing from what a step may accept), and commits it. An initial one replaces the canvas' noise before
+the first step, and is denoised like any other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantize.errors import InputError
+
+FREE = -1  # in place of a token: nothing is known of the position
+
+
+@dataclass(frozen=True)
+class Given:
+    """Token ids by position in the answer, from 0 at its first canvas' beginning.
+
+    Attributes:
+        pinned: are committed as they are.
+        initial: stand there before the first step.
+    """
+
+    pinned: Mapping[int, int] = field(default_factory=dict[int, int])
+    initial: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    def check(self, vocabulary: int) -> None:
+        """Refuse positions before the answer and tokens outside the vocabulary.
+
+        Raises:
+            InputError: the first of them.
+        """
+        for position, token in (*self.pinned.items(), *self.initial.items()):
+            if position < 0 or not 0 <= token < vocabulary:
+                raise InputError(
+                    f"canvas: token {token} at position {position}; positions begin at 0, tokens are "
+                    f"below {vocabulary}"
+                )
+
+
+def pinned(given: Given | None, canvas: int, length: int) -> list[int]:
+    """Return the pinned tokens of a canvas, FREE elsewhere."""
+    return _row({} if given is None else given.pinned, canvas, length)
+
+
+def initial(given: Given | None, canvas: int, length: int) -> list[int]:
+    """Return the tokens that a canvas begins with, FREE where it begins with noise."""
+    return _row({} if given is None else {**given.initial, **given.pinned}, canvas, length)
+
+
+def _row(tokens: Mapping[int, int], canvas: int, length: int) -> list[int]:
+    return [tokens.get(canvas * length + position, FREE) for position in range(length)]
+
+
+def put(known: Tensor, tokens: Tensor) -> Tensor:
+    """Return `tokens` with the known ones in their places; both of one shape, int64."""
+    return torch.where(known == FREE, tokens, known)
+
+
+def certain(known: Tensor, entropy: Tensor) -> Tensor:
+    """Return `entropy` with none where a token is known; both of one shape."""
+    return torch.where(known == FREE, entropy, 0.0)
