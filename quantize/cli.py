@@ -379,8 +379,9 @@ def serve(
       image_url parts of a user's message (data URLs of PNG, JPEG or WebP; image_tokens, 70
       to 1120, is the most that one takes; nothing is fetched),
       chat_template_kwargs.enable_thinking (thoughts come back as reasoning_content),
-      and the sampler's num_inference_steps, entropy_bound, t_min, t_max,
-      confidence_threshold, stability_threshold.
+      the sampler's num_inference_steps, entropy_bound, t_min, t_max,
+      confidence_threshold, stability_threshold,
+      and the canvas: suffix of a completion, pinned [{position, text}], initial_text.
     Anything else is refused with 400, its name and the way out: temperature, say, other than 1;
       with --ignore-unsupported what only steers sampling is ignored and named in a header.
     A stream sends finished canvases; stream_options.include_drafts shows them denoise.

@@ -7,5 +7,6 @@
 
 Diffusion commits a canvas at a time (256 tokens of the real model), so that is the unit of streaming,
 of batching and of cancelling. What OpenAI's protocol has and block diffusion cannot do (temperature,
-top_p, penalties, log-probabilities, tools) is refused by name, never ignored.
+top_p, penalties, log-probabilities, tools) is refused by name with the way out; what only steers
+sampling is ignored where the server was told to (`unsupported`).
 """
