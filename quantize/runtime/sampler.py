@@ -285,7 +285,7 @@ class Look:
         return cls(*(torch.cat(column) for column in columns))
 
     def holding(self, pinned: Tensor) -> "Look":
-        """Return the same with the tokens of `pinned` [B, L] in their places, where they are certain."""
+        """Return the same with the tokens of `pinned` [B, L] in their places, and certain."""
         entropy = certain(pinned, self.entropy)
         return Look(put(pinned, self.sampled), self.replacement, put(pinned, self.argmax), entropy)
 
