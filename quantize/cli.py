@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from quantize.recipe import ActivationMode
 
 RUN_FOLDER = click.argument("run", type=click.Path(path_type=Path))
-NOISE_FLOOR = click.option(
-    "--noise-floor", is_flag=True,
-    help="Score BF16 once more with another seed: what no quantization at all looks like.",
+GPU_MEMORY = click.option(
+    "--gpu-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
+    callback=lambda _, __, gb: None if gb is None else gb * 1e9,
+    help="Of the GPU, at most; weights that do not fit are streamed. Else all that is free.",
 )  # fmt: skip
 REAL_MODEL = "google/diffusiongemma-26B-A4B-it"
 EXIT_CODES = """\b
@@ -78,6 +79,33 @@ def _model_options(command: click.decorators.FC) -> click.decorators.FC:
     return command
 
 
+def _scoring_options(command: click.decorators.FC) -> click.decorators.FC:
+    for option in (
+        click.option(
+            "--in-flight", type=click.IntRange(min=1), default=8, show_default=True,
+            help="Requests to a server at once.",
+        ),
+        click.option("--base-server", help="URL of one with the BF16 model."),
+        click.option(
+            "--server", help="URL of an OpenAI-compatible server with the quantized model."
+        ),
+        click.option(
+            "--batch-size", type=click.IntRange(min=1),
+            help="Problems at once, in place of the recipe's number.",
+        ),
+        click.option(
+            "--noise-floor", is_flag=True,
+            help="Score BF16 once more with another seed: what no quantization at all looks like.",
+        ),
+        click.option(
+            "--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
+            help="Folder with TASK.jsonl files, in place of data sets on the Hub.",
+        ),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
 @cli.command()
 @_model_options
 @click.option(
@@ -91,7 +119,8 @@ def _model_options(command: click.decorators.FC) -> click.decorators.FC:
     default="report",
     help="Stop after it.",
 )
-@NOISE_FLOOR
+@_scoring_options
+@GPU_MEMORY
 @click.option("--resume", is_flag=True, help="Continue this run, or show it when it is complete.")
 def run(
     recipe: str,
@@ -100,8 +129,9 @@ def run(
     out: Path,
     limit: int | None,
     until: str,
-    noise_floor: bool,
     resume: bool,
+    gpu_memory: float | None,
+    **scoring: Any,
 ) -> int:
     """Do everything: plan, calibrate, convert, verify, replay, evaluate, report, gate."""
     from quantize.pipeline import advance, start
@@ -113,21 +143,24 @@ def run(
         resume=resume,
         revision=revision,
         limit=limit,
-        noise_floor=noise_floor,
+        gpu_memory=gpu_memory,
+        **scoring,
     )
     return advance(found, until)
 
 
 @click.command()
 @_model_options
-def plan(recipe: str, model: str | None, revision: str | None) -> None:
-    """Show what a recipe would do: modules, schemes, bytes. Reads no weights.
+@GPU_MEMORY
+def plan(recipe: str, model: str | None, revision: str | None, gpu_memory: float | None) -> None:
+    """Show what a recipe would do: modules, schemes, bytes, GPU memory. Reads no weights.
 
-    --model may also be a config.json: the plan then comes from the config alone.
+    --model may also be a config.json: the plan then comes from the config alone. Exits 3 when a
+    stage does not fit --gpu-memory; without it, GPUs of 24 to 141 GB are shown.
     """
     from quantize.pipeline import show_plan
 
-    show_plan(recipe, model, revision)
+    show_plan(recipe, model, revision, gpu_memory)
 
 
 @cli.command()
@@ -185,22 +218,9 @@ def inspect(checkpoint: str, out: Path | None) -> int:
     type=click.Choice(["none", "per_expert", "per_layer"]),
     help="Score this way of rounding activations too; may be given several times.",
 )  # fmt: skip
-@click.option(
-    "--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder with TASK.jsonl files, in place of data sets on the Hub.",
-)  # fmt: skip
-@NOISE_FLOOR
-@click.option(
-    "--batch-size", type=click.IntRange(min=1),
-    help="Problems at once, in place of the recipe's number.",
-)  # fmt: skip
-@click.option("--server", help="URL of an OpenAI-compatible server with the quantized model.")
-@click.option("--base-server", help="URL of one with the BF16 model.")
-@click.option(
-    "--in-flight", type=click.IntRange(min=1), default=8, show_default=True,
-    help="Requests to a server at once.",
-)  # fmt: skip
-def evaluate(run: Path, modes: tuple[str, ...], **options: Any) -> None:
+@_scoring_options
+@GPU_MEMORY
+def evaluate(run: Path, modes: tuple[str, ...], gpu_memory: float | None, **options: Any) -> None:
     """Score BF16 and quantized with the same prompts and seeds: what is not scored yet.
 
     \b
@@ -210,7 +230,7 @@ def evaluate(run: Path, modes: tuple[str, ...], **options: Any) -> None:
     from quantize.pipeline import open_run
     from quantize.stage import evaluate_more
 
-    evaluate_more(open_run(run), modes=modes, **options)
+    evaluate_more(open_run(run, gpu_memory), modes=modes, **options)
 
 
 def _command_of(stage: Stage) -> click.Command:
@@ -218,12 +238,12 @@ def _command_of(stage: Stage) -> click.Command:
 
     @click.command(name=stage.name, help=stage.summary)
     @RUN_FOLDER
-    def command(run: Path) -> int:
+    def command(run: Path, gpu_memory: float | None = None) -> int:
         from quantize.pipeline import open_run, run_stage
 
-        return run_stage(open_run(run), stage, again=True)
+        return run_stage(open_run(run, gpu_memory), stage, again=True)
 
-    return command
+    return GPU_MEMORY(command) if stage.runs_models else command
 
 
 for _stage in STAGES:

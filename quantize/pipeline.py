@@ -12,6 +12,7 @@ import os
 import resource
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,12 +20,16 @@ from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError
 from quantize.manifest import fingerprint, new_manifest
+from quantize.processes import best_device
 from quantize.progress import console, say
 from quantize.recipe import load_recipe, parse_recipe
 from quantize.run_dir import RunDir, read_json, write_json
+from quantize.runtime.memory import budget_of
+from quantize.runtime.memory import plan as fit
 from quantize.stage import STAGES, Run, Stage
 from quantize.stages.estimate import cannot_pass, estimate_table, sizes_table
-from quantize.stages.plan import plan_table, tensors_of_known
+from quantize.stages.needs import BUDGETS_GB, memory_table, needs
+from quantize.stages.plan import config_of_known, plan_table, tensors_from_config
 
 
 def start(
@@ -35,13 +40,17 @@ def start(
     resume: bool,
     revision: str | None = None,
     limit: int | None = None,
-    noise_floor: bool = False,
+    gpu_memory: float | None = None,
+    **scoring: Any,
 ) -> Run:
     """Resolve recipe and model, name the run folder, plan, and show the plan.
+
+    `gpu_memory` and `scoring` are those of `Run`.
 
     Raises:
         InputError: the run exists and `resume` is off, recipe or model are wrong, or torchrun
             started several processes.
+        ResourceError: a stage does not fit the GPU, or more of it is asked for than is free.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise InputError(
@@ -64,7 +73,8 @@ def start(
             f"{folder.path}: this run exists; --resume continues or shows it, --out starts elsewhere"
         )
     targets = plan_targets(source.tensors, recipe.quantization)
-    run = Run(folder, recipe, source, targets, is_bundled, noise_floor)
+    run = Run(folder, recipe, source, targets, is_bundled, scoring, gpu_memory)
+    _check_memory(run)
     if not folder.manifest_json.exists():
         write_json(folder.manifest_json, new_manifest(source, digest, recipe.name, model))
     console.print(plan_table(run.targets, f"{recipe.name}: {source.folder.name} -> {folder.path}"))
@@ -73,12 +83,23 @@ def start(
     return run
 
 
-def show_plan(recipe_name: str, model: str | None, revision: str | None) -> None:
-    """Print what a recipe would do to a model; from the config alone where that is enough."""
+def show_plan(
+    recipe_name: str, model: str | None, revision: str | None, gpu_memory: float | None = None
+) -> None:
+    """Print what a recipe would do to a model; from the config alone where that is enough.
+
+    How its stages fit is shown for GPUs of several sizes, or for one of `gpu_memory` bytes.
+
+    Raises:
+        ResourceError: a stage does not fit `gpu_memory`.
+    """
     recipe = load_recipe(recipe_name)
-    tensors = tensors_of_known(model) if model and revision is None else None
-    if tensors is None:
-        tensors = Checkpoint.open(resolve(model, revision)).tensors
+    config = config_of_known(model) if model and revision is None else None
+    if config is None:
+        source = Checkpoint.open(resolve(model, revision))
+        config, tensors = source.config, source.tensors
+    else:
+        tensors = tensors_from_config(config)
     if model is None:
         recipe = recipe.for_bundled_model()
     targets = plan_targets(tensors, recipe.quantization)
@@ -88,9 +109,15 @@ def show_plan(recipe_name: str, model: str | None, revision: str | None) -> None
         say(sentence)
     if model is not None:  # the rates are those of the real layer shapes
         screen.print(estimate_table(targets, recipe), sizes_table(tensors))
+    if model is not None or gpu_memory is not None:
+        budgets = [gb * 1e9 for gb in BUDGETS_GB] if gpu_memory is None else [gpu_memory]
+        for need in needs(recipe, config, tensors, targets):
+            screen.print(memory_table(need, config, budgets))
+            if gpu_memory is not None:
+                fit(need, config, gpu_memory)
 
 
-def open_run(path: Path) -> Run:
+def open_run(path: Path, gpu_memory: float | None = None) -> Run:
     """Open an existing run folder for a single stage.
 
     Raises:
@@ -105,7 +132,24 @@ def open_run(path: Path) -> Run:
     if fingerprint(source) != manifest["source"]["fingerprint"]:
         raise InputError(f"{source.folder}: the BF16 model has changed since this run began")
     targets = plan_targets(source.tensors, recipe.quantization)
-    return Run(folder, recipe, source, targets, manifest["source"]["bundled"])
+    bundled = manifest["source"]["bundled"]
+    run = Run(folder, recipe, source, targets, bundled, gpu_memory=gpu_memory)
+    _check_memory(run)
+    return run
+
+
+def _check_memory(run: Run) -> None:
+    """Plan every stage's GPU memory, so that one that cannot run is known before the first.
+
+    Raises:
+        ResourceError: a stage needs more than there is.
+    """
+    budget = budget_of(best_device(), run.gpu_memory)
+    if budget is None:
+        return
+    config = run.source.config
+    for need in needs(run.recipe, config, run.source.tensors, run.targets):
+        fit(need, config, budget)
 
 
 def advance(run: Run, until: str = STAGES[-1].name) -> int:

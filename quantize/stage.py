@@ -9,8 +9,8 @@ reading the list is cheap.
 """
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quantize.errors import GateError
@@ -25,14 +25,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its folder, resolved recipe, source checkpoint and plan."""
+    """One run: its folder, resolved recipe, source checkpoint and plan.
+
+    `scoring` are options of `evaluate_more`. `gpu_memory` is the bytes of a GPU that may be used, None
+    for all that are free; no result depends on it but where it makes a batch smaller.
+    """
 
     folder: RunDir
     recipe: "Recipe"
     source: "Checkpoint"
     targets: "list[Target]"
     is_bundled: bool
-    noise_floor: bool = False
+    scoring: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    gpu_memory: float | None = None
 
     def record(self, stage: str, facts: dict[str, Any]) -> None:
         """Add facts about a stage to the manifest; of several processes the first one does."""
@@ -56,6 +61,7 @@ class Stage:
             to say than a run folder.
         verdict: returns the exit code of the finished stage, 0 or 4; raises GateError for 1.
         is_needed: whether a run has this stage at all.
+        runs_models: whether it runs models on the device.
     """
 
     name: str
@@ -65,6 +71,7 @@ class Stage:
     summary: str | None = None
     verdict: Callable[[Run], int] = lambda _: 0
     is_needed: Callable[[Run], bool] = lambda _: True
+    runs_models: bool = False
 
 
 def _plan(run: Run) -> None:
@@ -76,7 +83,13 @@ def _plan(run: Run) -> None:
 def _calibrate(run: Run) -> None:
     from quantize.stages.calibrate import calibrate
 
-    calibrate(run.source.folder, run.recipe, run.folder.calibration, device=best_device())
+    calibrate(
+        run.source.folder,
+        run.recipe,
+        run.folder.calibration,
+        device=best_device(),
+        gpu_memory=run.gpu_memory,
+    )
 
 
 def _round(run: Run) -> None:
@@ -132,6 +145,7 @@ def _fidelity(run: Run) -> None:
         activations=run.recipe.evaluation.activations,
         limits=run.recipe.gate.max_kl_nats,
         device=best_device(),
+        gpu_memory=run.gpu_memory,
     )
 
 
@@ -142,7 +156,7 @@ def _close_enough(run: Run) -> int:
 
 
 def _evaluate(run: Run) -> None:
-    evaluate_more(run, noise_floor=run.noise_floor)
+    evaluate_more(run, **run.scoring)
 
 
 def evaluate_more(
@@ -168,6 +182,7 @@ def evaluate_more(
         gate=run.recipe.gate,
         modes=[mode for mode in ACTIVATION_MODES if mode in modes],
         device=best_device(),
+        gpu_memory=run.gpu_memory,
         **options,
     )
 
@@ -202,6 +217,7 @@ STAGES = (
         "On several GPUs, with the files of one:\n"
         "  torchrun --nproc-per-node 8 -m quantize calibrate RUN",
         is_needed=lambda run: run.recipe.needs_calibration,
+        runs_models=True,
     ),
     Stage(
         "round",
@@ -233,6 +249,7 @@ STAGES = (
         _fidelity,
         "Replay recorded trajectories: distance of the quantized model from BF16.",
         _close_enough,
+        runs_models=True,
     ),
     Stage("evaluate", "evaluation/done.json", ("plan", "convert"), _evaluate),
     Stage(

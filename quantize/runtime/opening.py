@@ -4,7 +4,7 @@ modules   transformers' modules: the reference on every device, and the default 
 fused     the kernels, over weights that stay quantized: the default on a GPU
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,13 +13,14 @@ import torch
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.progress import track
+from quantize.progress import say, track
 from quantize.recipe import ActivationMode
 from quantize.runtime.engine import Engine
-from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.engine import DEFAULT_CONTEXT, FusedEngine
 from quantize.runtime.fused.inputs import inputs_of
 from quantize.runtime.fused.random_weights import random_weights
 from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.memory import Need, Stack, budget_of, plan
 from quantize.runtime.modules.engine import ModelEngine
 
 Kind = Literal["modules", "fused"]
@@ -50,6 +51,7 @@ def open(
     batch_invariant: bool = False,
     dtype: torch.dtype | None = None,
     resident: int | None = None,
+    gpu_memory: float | None = None,
     kind: Kind | None = None,
     beside: Engine | None = None,
 ) -> Engine:
@@ -66,7 +68,9 @@ def open(
         dtype: of the modules' arithmetic; None for float32 on a CPU and BF16 on a GPU. The kernels
             compute in BF16.
         resident: layers that stay on the device, the others being streamed from the files in every
-            pass (fused alone); None for all. `runtime.memory` says how many fit.
+            pass (fused alone); None for as many as fit.
+        gpu_memory: bytes of a GPU that may be used, the process' own context included; None for what
+            is free. Where even streamed layers leave too little, the engine has fewer slots.
         kind: which engine; None for the device's default.
         beside: an engine of the same checkpoint, whose weights are shared where they can be.
 
@@ -90,6 +94,12 @@ def open(
     elif isinstance(beside, FusedEngine):
         weights = beside.model.weights
     else:
+        if resident is None:
+            found = placed(
+                [checkpoint], device, capacity=capacity, max_context=max_context,
+                gpu_memory=gpu_memory,
+            )  # fmt: skip
+            capacity, (resident,) = found
         weights = load_packed(
             checkpoint, device, resident=resident,
             on_layer=lambda layers: track(layers, "layers loaded"),
@@ -109,6 +119,53 @@ def open(
 def default_kind(device: str, dtype: torch.dtype | None = None) -> Kind:
     """Return the engine of a device: the kernels on a GPU, unless float32 is asked for."""
     return "modules" if device == "cpu" or dtype == torch.float32 else "fused"
+
+
+def placed(
+    checkpoints: Sequence[Path],
+    device: str,
+    *,
+    capacity: int,
+    max_context: int | None = None,
+    gpu_memory: float | None = None,
+    caches: int = 1,
+    compares: bool = False,
+) -> tuple[int, list[int | None]]:
+    """Plan how checkpoints fit a GPU together: return slots, and each one's `resident` for `open`.
+
+    Args:
+        checkpoints: folders; the first are streamed first.
+        device: on a CPU all fits, unless `gpu_memory` is given.
+        capacity: slots, at most.
+        max_context: as in `open`.
+        gpu_memory: as in `open`.
+        caches: engines, of which several may share a checkpoint.
+        compares: whether logits are compared.
+
+    Raises:
+        ResourceError: not even one slot over streamed layers fits.
+    """
+    budget = budget_of(device, gpu_memory)
+    if budget is None:
+        return capacity, [None] * len(checkpoints)
+    opened = [Checkpoint.open(folder) for folder in checkpoints]
+    stacks = tuple(
+        Stack.of(
+            each.folder.name, {name: info.nbytes for name, info in each.tensors.items()},
+            quantized=each.is_quantized,
+        )
+        for each in opened
+    )  # fmt: skip
+    title = " and ".join(str(folder) for folder in checkpoints)
+    need = Need(title, stacks, capacity, max_context or DEFAULT_CONTEXT, compares, caches)
+    found = plan(need, opened[0].config, budget)
+    if found.streamed or found.batch < capacity:
+        kept = ", ".join(map(str, found.resident))
+        say(
+            f"{title}: {kept} layers stay in {budget / 1e9:.1f} GB of GPU memory, "
+            f"{found.streamed / 1e9:.1f} GB are streamed a pass, {found.batch} canvases at once"
+        )
+    return found.batch, list(found.resident)
 
 
 def _modules(

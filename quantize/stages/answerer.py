@@ -38,6 +38,7 @@ class Answerer:
         dtype: name of the dtype it computes in, None for the device's own.
         capacity: samples that are denoised together.
         kind: of its engine, None for the device's own.
+        gpu_memory: bytes of a GPU that may be used, None for what is free.
 
     Attributes:
         one_by_one: whether samples depend on their requests alone, so that any may be asked for.
@@ -54,6 +55,7 @@ class Answerer:
         dtype: str | None = None,
         capacity: int = 64,
         kind: Kind | None = None,
+        gpu_memory: float | None = None,
     ) -> None:
         asked: torch.dtype | None = getattr(torch, dtype) if dtype else None
         self.kind: Kind = kind or default_kind(device, asked)
@@ -78,6 +80,7 @@ class Answerer:
             "threads": torch.get_num_threads() if device == "cpu" else None,
             "torch": torch.__version__,
         }
+        self.gpu_memory = gpu_memory
         self._engine: Engine | None = None
 
     def engine(self, context: int) -> Engine:
@@ -96,6 +99,7 @@ class Answerer:
                 batch_invariant=self.one_by_one,
                 dtype=self.dtype,
                 kind=self.kind,
+                gpu_memory=self.gpu_memory,
             )
         return self._engine
 
@@ -167,6 +171,8 @@ class Answerer:
                 samples[row]["steps"].append(step | {"accepted": _joined(accepted, "")})
 
         prompts, engine, budget = self._ready(requests)
+        if engine.capacity < len(requests):
+            return self.record(requests[: engine.capacity])
         generate(
             engine,
             prompts,

@@ -46,7 +46,14 @@ SCALES = "input_scales.safetensors"
 INPUT_SCALE = "input_global_scale"
 
 
-def calibrate(source: Path, recipe: Recipe, out: Path, *, device: str = "cpu") -> None:
+def calibrate(
+    source: Path,
+    recipe: Recipe,
+    out: Path,
+    *,
+    device: str = "cpu",
+    gpu_memory: float | None = None,
+) -> None:
     """Run the denoising loop on the recipe's prompts; write scales, coverage and trajectories.
 
     Args:
@@ -56,6 +63,7 @@ def calibrate(source: Path, recipe: Recipe, out: Path, *, device: str = "cpu") -
             statistics.json, trajectories.safetensors, trajectories.json. The same inputs give the
             same bytes.
         device: where the model runs.
+        gpu_memory: bytes of a GPU that may be used, None for what is free; a batch may be smaller.
 
     Raises:
         InputError, ResourceError: the recipe, the prompts or the checkpoint are wrong or missing.
@@ -66,7 +74,7 @@ def calibrate(source: Path, recipe: Recipe, out: Path, *, device: str = "cpu") -
         raise InputError(f"recipe {recipe.name}: NVFP4 needs a `calibration` section")
     modules = calibrated_modules(source, recipe.quantization)
     with joined() as processes:
-        seen = _denoise(source, settings, device, processes)
+        seen = _denoise(source, settings, device, gpu_memory, processes)
     scales = input_scales(seen.ranges, modules)
     scales, fallbacks = fall_back(scales, seen.coverage.tokens, settings.min_tokens_per_expert)
     check_scales(scales)
@@ -90,12 +98,22 @@ class _Seen:
     sampler: Sampler
 
 
-def _denoise(source: Path, settings: Calibration, device: str, processes: Processes) -> _Seen:
+def _denoise(
+    source: Path,
+    settings: Calibration,
+    device: str,
+    gpu_memory: float | None,
+    processes: Processes,
+) -> _Seen:
     """Run the loop on the observed prompts, then, unobserved, on the held-out ones."""
     prompts = load_prompts(source, settings, settings.prompts + HELD_OUT_PROMPTS)
     sampler = Sampler.from_checkpoint(source)
     context = context_of(source, [prompt.ids for prompt in prompts], settings.canvases)
-    engine = open(source, device=device, capacity=settings.batch_size, max_context=context)
+    engine = open(
+        source, device=device, capacity=settings.batch_size, max_context=context,
+        gpu_memory=gpu_memory,
+    )  # fmt: skip
+    settings = settings.model_copy(update={"batch_size": engine.capacity})
     experts: int = Checkpoint.open(source).config["text_config"]["num_experts"]
     ranges, coverage, statistics = Ranges(experts), Coverage(experts), StepStatistics()
     observers = (ranges.see, coverage.see, statistics.see)

@@ -126,6 +126,7 @@ def evaluate(
     base_server: str | None = None,
     in_flight: int = 8,
     device: str = "cpu",
+    gpu_memory: float | None = None,
 ) -> None:
     """Score every task of the recipe on every side; write evaluation/<side>/<task>.jsonl.
 
@@ -142,6 +143,7 @@ def evaluate(
         base_server: URL of a server with the BF16 model; both are served, or neither.
         in_flight: requests at once to a server.
         device: where the models run that are not served.
+        gpu_memory: bytes of a GPU that may be used, None for what is free.
 
     Raises:
         InputError: an unknown task, or one server of two.
@@ -156,8 +158,9 @@ def evaluate(
         if url is not None:
             return ServedModel(url, in_flight)
         return Answerer(
-            folder, identity, mode, sampler, device, settings.dtype, settings.batch_size
-        )
+            folder, identity, mode, sampler, device, settings.dtype, settings.batch_size,
+            gpu_memory=gpu_memory,
+        )  # fmt: skip
 
     share = _join()
     try:

@@ -32,7 +32,7 @@ from torch import Tensor
 from quantize.processes import Processes, joined
 from quantize.recipe import ActivationMode, Calibration
 from quantize.run_dir import write_json
-from quantize.runtime import open
+from quantize.runtime import open, placed
 from quantize.runtime.engine import Engine
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import (
@@ -63,6 +63,7 @@ def fidelity(
     activations: ActivationMode,
     limits: Mapping[ActivationMode, float],
     device: str = "cpu",
+    gpu_memory: float | None = None,
 ) -> None:
     """Replay held-out trajectories through BF16 and the quantized model; write fidelity.json.
 
@@ -76,15 +77,19 @@ def fidelity(
         activations: how activations are rounded while serving.
         limits: largest mean KL in nats by activation mode; a mode without one is not judged.
         device: where the models run.
+        gpu_memory: bytes of a GPU that may be used, None for what is free; a batch may be smaller.
     """
     modes: list[ActivationMode] = list(dict.fromkeys(("none", activations)))
     with joined() as processes:
-        trajectories, sampler = held_out_trajectories(source, calibration, device, processes)
-        models = open_all(source, checkpoint, modes, longest(trajectories), device)
+        trajectories, sampler = held_out_trajectories(
+            source, calibration, device, processes, gpu_memory
+        )
+        models = open_all(source, checkpoint, modes, longest(trajectories), device, gpu_memory)
         compared = [Compared(models[mode]) for mode in modes]
         compared.append(Compared(models[activations], own_conditioning=True))
+        batch = min(BATCH, *(model.capacity for model in models.values()))
         *replayed, own = replay(
-            models["bf16"], compared, trajectories, sampler, batch_size=BATCH, processes=processes
+            models["bf16"], compared, trajectories, sampler, batch_size=batch, processes=processes
         )
     if processes.rank > 0:
         return
@@ -113,19 +118,34 @@ def find_faults(
 
 
 def open_all(
-    source: Path, checkpoint: Path, modes: Sequence[ActivationMode], context: int, device: str
+    source: Path,
+    checkpoint: Path,
+    modes: Sequence[ActivationMode],
+    context: int,
+    device: str,
+    gpu_memory: float | None = None,
 ) -> dict[str, Engine]:
     """Open BF16, and the quantized model in each of `modes`; these share weights where they can."""
-    room: dict[str, Any] = {"device": device, "capacity": BATCH, "max_context": context}
-    engines = {"bf16": open(source, **room)}
+    batch, (own, quantized) = placed(
+        [source, checkpoint], device, capacity=BATCH, max_context=context, gpu_memory=gpu_memory,
+        caches=1 + len(modes), compares=True,
+    )  # fmt: skip
+    room: dict[str, Any] = {"device": device, "capacity": batch, "max_context": context}
+    engines = {"bf16": open(source, resident=own, **room)}
     beside: Engine | None = None
     for mode in modes:
-        engines[mode] = beside = open(checkpoint, activations=mode, beside=beside, **room)
+        engines[mode] = beside = open(
+            checkpoint, activations=mode, beside=beside, resident=quantized, **room
+        )
     return engines
 
 
 def held_out_trajectories(
-    source: Path, calibration: Path, device: str, processes: Processes
+    source: Path,
+    calibration: Path,
+    device: str,
+    processes: Processes,
+    gpu_memory: float | None = None,
 ) -> tuple[list[Trajectory], Sampler]:
     """Load the recorded trajectories that calibration did not observe, or record fresh ones."""
     if calibration.is_dir():
@@ -134,9 +154,14 @@ def held_out_trajectories(
     sampler = Sampler.from_checkpoint(source)
     prompts = load_prompts(source, FRESH, FRESH.prompts)
     context = context_of(source, [prompt.ids for prompt in prompts], FRESH.canvases)
-    reference = open(source, device=device, capacity=FRESH.batch_size, max_context=context)
+    reference = open(
+        source, device=device, capacity=FRESH.batch_size, max_context=context, gpu_memory=gpu_memory
+    )
+    settings = FRESH.model_copy(update={"batch_size": reference.capacity})
     title = "recording BF16"
-    return record_all(reference, prompts, FRESH, sampler, title=title, processes=processes), sampler
+    return record_all(
+        reference, prompts, settings, sampler, title=title, processes=processes
+    ), sampler
 
 
 def summarize(distances: Sequence[StepDistance]) -> dict[str, Any]:

@@ -55,16 +55,14 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, run: RunDir) -> list[Target]:
     return targets
 
 
-def tensors_of_known(model: str) -> dict[str, TensorInfo] | None:
-    """Return the tensors of a config.json, or of a published model whose config ships with quantize.
+def config_of_known(model: str) -> dict[str, Any] | None:
+    """Return a config.json, or that of a published model whose config ships with quantize.
 
     Returns None when `model` is neither; the weights then have to be found.
     """
     if model.endswith(".json"):
-        config: dict[str, Any] | None = read_json_object(Path(model))
-    else:
-        config = None if Path(model).is_dir() else known_config(model)
-    return tensors_from_config(config) if config else None
+        return read_json_object(Path(model))
+    return None if Path(model).is_dir() else known_config(model)
 
 
 def tensors_from_config(config: dict[str, Any]) -> dict[str, TensorInfo]:

@@ -14,7 +14,7 @@ from quantize.stages.estimate import (
     evaluation_answers,
     sizes_table,
 )
-from quantize.stages.plan import tensors_of_known
+from quantize.stages.plan import config_of_known, tensors_from_config
 
 REAL = "google/diffusiongemma-26B-A4B-it"
 
@@ -22,7 +22,9 @@ REAL = "google/diffusiongemma-26B-A4B-it"
 @pytest.fixture(scope="module")
 def nvfp4() -> tuple[list[Target], Recipe]:
     recipe = load_recipe("nvfp4")
-    return plan_targets(tensors_of_known(REAL) or {}, recipe.quantization), recipe
+    return plan_targets(
+        tensors_from_config(config_of_known(REAL) or {}), recipe.quantization
+    ), recipe
 
 
 def text_of(table: object) -> str:
@@ -65,7 +67,7 @@ def test_every_figure_says_where_it_is_from(nvfp4: tuple[list[Target], Recipe]) 
 
 
 def test_all_recipes_stand_beside_the_published_sizes() -> None:
-    rows = text_of(sizes_table(tensors_of_known(REAL) or {})).splitlines()
+    rows = text_of(sizes_table(tensors_from_config(config_of_known(REAL) or {}))).splitlines()
     sizes = {cells[1]: cells[3] for row in rows if len(cells := row.split()) > 4}
     assert sizes | {"fp8_dynamic": "27.20", "nvfp4": "16.45", "nvfp4_fp8": "17.17"} == sizes
     assert any("18.9 GB, NVIDIA" in row for row in rows)

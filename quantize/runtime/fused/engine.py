@@ -42,6 +42,7 @@ from quantize.runtime.sampler import Sampler
 
 CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 must fit
 SHORT = 256  # prompts up to here, or to a canvas, are encoded together in a pass of this length
+DEFAULT_CONTEXT = 8192  # positions of a sample, where nobody says how many
 PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
 
 
@@ -91,7 +92,7 @@ class FusedEngine:
             raise InputError(f"max_context {max_context}: this model takes 1 to {limit} positions")
         self.capacity = capacity
         self.canvas_length: int = config.canvas_length
-        self.max_length = min(max_context or 8192, limit)
+        self.max_length = min(max_context or DEFAULT_CONTEXT, limit)
         self.device = weights.device
         self._chunk = max(CHUNK, self.canvas_length)
         self._short = min(max(SHORT, self.canvas_length), self.max_length)

@@ -1,0 +1,238 @@
+"""GPU memory, planned before anything is loaded: what stays, what is streamed, how many canvases.
+
+    fixed        embedding, norms, routers, self-conditioning: always on the GPU
+    layers       the products' weights, where they stay
+    streaming    where others come in every pass: two slots of the largest, and what packing one takes
+    cache        keys and values of every slot
+    vocabulary   bf16 logits and probabilities of every row, partial soft embeddings
+    activations  of one pass' rows
+    comparison   float32 logits of one canvas, where models are compared
+    CUDA         the context, compiled kernels, what the allocator cannot use
+
+A batch is part of a result's conditions, so memory first takes layers off the GPU; only where one slot
+less of layers is not enough the batch is halved. Bytes are reckoned from shapes.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from quantize.errors import ResourceError
+
+CONTEXT_BYTES = 1.0e9  # the CUDA context, compiled kernels, what the allocator cannot use
+CHUNK, SHORT, CELLS = 1152, 256, 128  # of the fused engine: rows of a pass, cells of a block
+SPLITS = 16  # partial sums of the soft embedding, at most
+PRODUCT = re.compile(r"model\.decoder\.layers\.(\d+)\.(experts|self_attn\.\w_proj|mlp)\b")
+FLOAT_PASSES = 8  # float32 tensors of a canvas' logits that a comparison holds at once
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A text stack's bytes on a GPU: `fixed`, the products of each layer, what packing one takes."""
+
+    name: str
+    fixed: float
+    layers: tuple[float, ...]
+    packing: float
+
+    @classmethod
+    def of(cls, name: str, sizes: Mapping[str, int], *, quantized: bool) -> "Stack":
+        """Sum the bytes of tensors by on-disk name, or by that of the tensor they were made from."""
+        layers: dict[int, float] = {}
+        experts: dict[int, float] = {}
+        fixed = 0.0
+        for tensor, nbytes in sizes.items():
+            if (found := PRODUCT.match(tensor)) is None:
+                fixed += nbytes if tensor.startswith("model.decoder.") else 0
+                continue
+            index = int(found[1])
+            layers[index] = layers.get(index, 0) + nbytes
+            if found[2] == "experts":
+                experts[index] = experts.get(index, 0) + nbytes
+        way = (8 if quantized else 4) / 3  # fetched, stacked and packed; fetched and packed
+        ordered = tuple(layers[index] for index in sorted(layers))
+        return cls(name, fixed, ordered, way * max(experts.values()))
+
+    @property
+    def streaming(self) -> float:
+        """Bytes that streaming takes, however many layers are streamed."""
+        return 2 * max(self.layers) + self.packing
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a stage asks of a GPU at once.
+
+    Attributes:
+        stage: its name.
+        stacks: the models that are there together.
+        batch: canvases at once.
+        context: positions a sample takes, prompt and answer.
+        compares: whether logits of the models are compared.
+        caches: engines, of which several may share a model; each has keys and values of its own.
+    """
+
+    stage: str
+    stacks: tuple[Stack, ...]
+    batch: int
+    context: int
+    compares: bool = False
+    caches: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a stage fits: resident layers of each stack, canvases at once, bytes by part."""
+
+    need: Need
+    batch: int
+    resident: tuple[int, ...]
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def streamed(self) -> float:
+        """Bytes that one pass of every model takes from the files."""
+        stacks = zip(self.need.stacks, self.resident, strict=True)
+        return sum(sum(s.layers) * (1 - kept / len(s.layers)) for s, kept in stacks)
+
+
+def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
+    """Fit a stage into `budget` bytes of a GPU.
+
+    Args:
+        need: of the stage.
+        config: config.json of the model.
+        budget: bytes, of which CONTEXT_BYTES are not ours.
+
+    Raises:
+        ResourceError: not even one canvas over streamed layers fits; the message says what would.
+    """
+    batch = need.batch
+    while batch >= 1:
+        found = _fit(replace(need, batch=batch), config, budget)
+        if found is not None:
+            return replace(found, need=need)
+        batch //= 2
+    least = least_bytes(need, config)
+    raise ResourceError(
+        f"{need.stage}: there are {budget / 1e9:.1f} GB of GPU memory, and one canvas of "
+        f"{need.context:,} positions over streamed layers needs {least / 1e9:.1f} GB; use a larger "
+        f"GPU, free this one, or raise --gpu-memory"
+    )
+
+
+def budget_of(device: str, asked: float | None) -> float | None:
+    """Return the bytes that may be used of a GPU: those asked for, or all that are free.
+
+    Where bytes are asked for, the allocator is held to them from here on. On a CPU nothing is planned
+    unless it is asked for.
+
+    Raises:
+        ResourceError: less is free than asked for.
+    """
+    if device == "cpu":
+        return asked
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device)  # ours to use again
+    if asked is None:
+        return free + CONTEXT_BYTES  # of which this process' own context has been taken already
+    if asked > free + CONTEXT_BYTES:
+        raise ResourceError(
+            f"--gpu-memory {asked / 1e9:g}: {device} has {total / 1e9:.1f} GB, of which "
+            f"{free / 1e9:.1f} GB are free; end what else runs there, or ask for less"
+        )
+    share = max(0.0, asked - CONTEXT_BYTES) / total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+    return asked
+
+
+def least_bytes(need: Need, config: Mapping[str, Any]) -> float:
+    """Return the bytes that a stage needs with one canvas and every layer streamed."""
+    one = _parts(replace(need, batch=1), config)
+    return sum(one.values()) + sum(stack.fixed + stack.streaming for stack in need.stacks)
+
+
+def _fit(need: Need, config: Mapping[str, Any], budget: float) -> Plan | None:
+    """Keep as many bytes of layers as fit; of equal choices the first models are streamed."""
+    parts = _parts(need, config)
+    left = budget - sum(parts.values()) - sum(stack.fixed for stack in need.stacks)
+    best: Plan | None = None
+    for choice in product((False, True), repeat=len(need.stacks)):
+        kept = _kept(need.stacks, choice, left)
+        if kept is None:
+            continue
+        pairs = list(zip(need.stacks, kept, strict=True))
+        weights = {
+            "fixed": sum(stack.fixed for stack in need.stacks),
+            "layers": sum(_resident_bytes(*pair) for pair in pairs),
+            "streaming": sum(s.streaming for s, count in pairs if count < len(s.layers)),
+        }
+        found = Plan(need, need.batch, kept, weights | parts)
+        if best is None or found.streamed < best.streamed:
+            best = found
+    return best
+
+
+def _kept(stacks: Sequence[Stack], streamed: Sequence[bool], left: float) -> tuple[int, ...] | None:
+    """Return how many layers of each stack stay in `left` bytes, None where they do not fit."""
+    for stack, streams in zip(stacks, streamed, strict=True):
+        left -= stack.streaming if streams else sum(stack.layers)
+    if left < 0:
+        return None
+    kept: list[int] = []
+    for stack, streams in zip(stacks, streamed, strict=True):
+        count = len(stack.layers)
+        if streams:
+            count = min(count - 1, int(left / max(stack.layers)))
+            left -= _resident_bytes(stack, count)
+        kept.append(count)
+    return tuple(kept)
+
+
+def _resident_bytes(stack: Stack, kept: int) -> float:
+    """Bytes of resident layers: all, or so many of the largest."""
+    return sum(stack.layers) if kept == len(stack.layers) else kept * max(stack.layers)
+
+
+def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
+    """Return the bytes of everything but weights."""
+    text, L = config["text_config"], config["canvas_length"]
+    V, H = text["vocab_size"], text["hidden_size"]
+    rows = need.batch * max(L, min(SHORT, need.context))
+    passed = max(rows, min(max(CHUNK, L), need.context))
+    heads = text["num_attention_heads"] * (text.get("global_head_dim") or text["head_dim"])
+    experts = text["top_k_experts"] * (2 * H + 3 * text["moe_intermediate_size"])
+    each = 2 * (10 * H + experts + 4 * text["intermediate_size"] + 4 * heads)
+    parts = {
+        "cache": need.caches * need.batch * cache_bytes(config, need.context),
+        "vocabulary": need.batch * L * (4 * V + 4 * SPLITS * H),
+        "activations": passed * each,
+        "CUDA": CONTEXT_BYTES,
+    }
+    if need.compares:
+        parts["comparison"] = 4 * FLOAT_PASSES * L * V
+    return {name: float(value) for name, value in parts.items()}
+
+
+def cache_bytes(config: Mapping[str, Any], context: int) -> int:
+    """Return the bytes of one slot's keys and values, as `fused.text_stack.Cache` allocates them."""
+    text = config["text_config"]
+    full = _rounded_up(context)
+    ring = min(full, _rounded_up(text["sliding_window"] - 1 + max(CHUNK, config["canvas_length"])))
+    sliding = 4 * ring * text["num_key_value_heads"] * text["head_dim"]
+    heads = text.get("num_global_key_value_heads") or text["num_key_value_heads"]
+    whole = 4 * full * heads * (text.get("global_head_dim") or text["head_dim"])
+    return sum(sliding if kind == "sliding_attention" else whole for kind in text["layer_types"])
+
+
+def _rounded_up(cells: int) -> int:
+    return -(-cells // CELLS) * CELLS

@@ -1,0 +1,97 @@
+"""What every stage asks of a GPU at once, and tables of how that fits budgets of memory.
+
+Known before anything is loaded: from the headers, or the config, of the BF16 model and the plan of the
+quantized one. Prompts and answers are reckoned at their longest; a run that has read its prompts asks
+for less.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from quantize.checkpoints.reader import TensorInfo
+from quantize.checkpoints.targets import Target
+from quantize.errors import ResourceError
+from quantize.recipe import Recipe
+from quantize.runtime.memory import Need, Plan, Stack, least_bytes, plan
+from quantize.stages.prompts import MAX_PROMPT_TOKENS
+
+BUDGETS_GB = (24, 32, 48, 80, 96, 141)
+REPLAYED = 16  # trajectories at once
+# Tokens of the longest answer of a task, as its harness allows.
+ANSWER_TOKENS = {
+    "aime25": 32_768, "aime25_thinking": 32_768, "gpqa_diamond": 16_384,
+    "gpqa_diamond_thinking": 32_768, "gsm8k": 1024, "gsm8k_thinking": 8192, "svamp": 512,
+    "svamp_thinking": 4096, "word_problems": 128, "word_problems_thinking": 128,
+}  # fmt: skip
+QUESTION_TOKENS = 1024
+COLUMNS = ("streamed a pass", "weights", "cache", "vocabulary", "rest", "all")  # GB
+
+
+def needs(
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    targets: Sequence[Target],
+) -> list[Need]:
+    """Return what calibrate, fidelity and evaluate ask for, in that order."""
+    bf16 = Stack.of("BF16", {name: info.nbytes for name, info in tensors.items()}, quantized=False)
+    sizes = {target.name: target.bytes_after for target in targets}
+    quantized = Stack.of(recipe.name, sizes, quantized=True)
+    canvas = config["canvas_length"]
+    found: list[Need] = []
+    replayed = MAX_PROMPT_TOKENS + 2 * canvas
+    if recipe.needs_calibration and (settings := recipe.calibration):
+        replayed = MAX_PROMPT_TOKENS + settings.canvases * canvas
+        found.append(Need("calibrate", (bf16,), settings.batch_size, replayed))
+    found.append(Need("fidelity", (bf16, quantized), REPLAYED, replayed, True, 3))
+    longest = max(
+        ANSWER_TOKENS.get(task, max(ANSWER_TOKENS.values())) for task in recipe.evaluation.tasks
+    )
+    for stack in (bf16, quantized):
+        name = f"evaluate {stack.name}"
+        found.append(Need(name, (stack,), recipe.evaluation.batch_size, QUESTION_TOKENS + longest))
+    return found
+
+
+def memory_table(need: Need, config: Mapping[str, Any], budgets: Sequence[float]) -> Table:
+    """Return how a stage fits budgets of so many bytes, in GB by part."""
+    models = " and ".join(stack.name for stack in need.stacks)
+    table = Table(
+        title=f"{need.stage}: {models}, {need.context:,} positions a sample; GB",
+        title_justify="left",
+    )
+    columns = (
+        "GPU",
+        "batch",
+        "resident layers",
+        "streamed a pass",
+        "weights",
+        "cache",
+        "vocabulary",
+        "rest",
+        "all",
+    )
+    for name in columns:
+        table.add_column(name, justify="right")
+    for budget in budgets:
+        try:
+            table.add_row(f"{budget / 1e9:.0f} GB", *_cells(plan(need, config, budget)))
+        except ResourceError:
+            table.add_row(f"{budget / 1e9:.0f} GB", "-", _missing(need, config))
+    return table
+
+
+def _missing(need: Need, config: Mapping[str, Any]) -> str:
+    return f"needs {least_bytes(need, config) / 1e9:.1f} GB"
+
+
+def _cells(found: Plan) -> list[str]:
+    stacks = zip(found.resident, found.need.stacks, strict=True)
+    kept = ", ".join(f"{kept} of {len(stack.layers)}" for kept, stack in stacks)
+    parts = found.parts
+    weights = parts["fixed"] + parts["layers"] + parts["streaming"]
+    rest = found.total - weights - parts["cache"] - parts["vocabulary"]
+    numbers = (found.streamed, weights, parts["cache"], parts["vocabulary"], rest, found.total)
+    return [str(found.batch), kept, *(f"{number / 1e9:.1f}" for number in numbers)]

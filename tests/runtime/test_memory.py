@@ -1,0 +1,178 @@
+"""What fits a GPU is known before anything is loaded: plans within budgets, sizes as allocated."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantize import cli, runtime
+from quantize.checkpoints.reader import Checkpoint, known_config
+from quantize.checkpoints.targets import plan_targets
+from quantize.errors import ResourceError
+from quantize.recipe import load_recipe
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.text_stack import Cache
+from quantize.runtime.fused.weights import load_packed, model_config
+from quantize.runtime.memory import (
+    CONTEXT_BYTES,
+    Need,
+    Stack,
+    budget_of,
+    cache_bytes,
+    least_bytes,
+    plan,
+)
+from quantize.stages.needs import BUDGETS_GB, memory_table, needs
+from quantize.stages.plan import tensors_from_config
+
+REAL = known_config("google/diffusiongemma-26B-A4B-it") or {}
+
+
+def real_needs(name: str) -> dict[str, Need]:
+    recipe, tensors = load_recipe(name), tensors_from_config(REAL)
+    targets = plan_targets(tensors, recipe.quantization)
+    return {need.stage: need for need in needs(recipe, REAL, tensors, targets)}
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_dynamic"])
+def test_every_plan_keeps_its_budget_and_larger_ones_stream_less(recipe: str) -> None:
+    for need in real_needs(recipe).values():
+        streamed: list[float] = []
+        for gb in range(22, 200, 6):
+            found = plan(need, REAL, gb * 1e9)
+            assert found.total <= gb * 1e9
+            assert 1 <= found.batch <= need.batch
+            if found.batch == need.batch:
+                streamed.append(found.streamed)
+        assert streamed == sorted(streamed, reverse=True)
+        assert streamed[-1] == 0
+
+
+def test_weights_of_the_real_model() -> None:
+    """49.0 GB of products in BF16; 13.8 in NVFP4 (4.5 bits), and the embedding beside them."""
+    need = real_needs("nvfp4")["fidelity"]
+    bf16, nvfp4 = need.stacks
+    assert len(bf16.layers) == 30
+    assert sum(bf16.layers) == pytest.approx(48.97e9, rel=1e-3)
+    assert sum(nvfp4.layers) == pytest.approx(13.78e9, rel=1e-2)
+    for stack in need.stacks:
+        assert stack.fixed == pytest.approx(1.536e9, rel=1e-2)
+    assert bf16.streaming == pytest.approx(2 * 1.65e9 + 4 / 3 * 1.5225e9, rel=2e-2)
+
+
+def test_the_quantized_model_stays_and_bf16_is_streamed_beside_it() -> None:
+    found = plan(real_needs("nvfp4")["fidelity"], REAL, 48e9)
+    assert found.resident[1] == 30
+    assert found.resident[0] < 30
+    assert found.streamed == pytest.approx(48.97e9 * (1 - found.resident[0] / 30), rel=1e-3)
+
+
+def test_the_batch_is_halved_only_where_no_layer_can_stay() -> None:
+    """At the batch one larger than the plan's nothing fits, streamed or not."""
+    need = real_needs("nvfp4")["evaluate BF16"]
+    for gb in (10, 16, 24, 48, 80):
+        found = plan(need, REAL, gb * 1e9)
+        assert need.batch % found.batch == 0
+        if found.batch < need.batch:
+            doubled = Need(need.stage, need.stacks, 2 * found.batch, need.context)
+            assert plan(doubled, REAL, gb * 1e9).batch == found.batch
+
+
+def test_too_small_a_gpu_is_told_what_is_needed() -> None:
+    need = real_needs("nvfp4")["fidelity"]
+    least = least_bytes(need, REAL)
+    assert plan(need, REAL, least + 1).batch == 1
+    words = rf"fidelity: there are 10\.0 GB .* needs {least / 1e9:.1f} GB; use a larger"
+    with pytest.raises(ResourceError, match=words):
+        plan(need, REAL, 10e9)
+    with pytest.raises(ResourceError):
+        plan(need, REAL, least - 1)
+
+
+def test_the_cache_is_what_the_engine_allocates(tiny_checkpoint: Path) -> None:
+    config = Checkpoint.open(tiny_checkpoint).config
+    for context in (20, 300, 2000):
+        for slots in (1, 3):
+            cache = Cache.allocate(model_config(config), slots, context, 1152, torch.device("cpu"))
+            assert slots * cache_bytes(config, context) == cache.nbytes
+
+
+def test_stacks_are_what_is_loaded(fp8_artifact: Path, tiny_checkpoint: Path) -> None:
+    """All bytes but scales, which are BF16 on disk and float32 for the kernels."""
+    for folder, quantized in ((tiny_checkpoint, False), (fp8_artifact, True)):
+        tensors = Checkpoint.open(folder).tensors
+        sizes = {name: info.nbytes for name, info in tensors.items()}
+        stack = Stack.of("tiny", sizes, quantized=quantized)
+        loaded = load_packed(folder, "cpu")
+        products = [sum(w.bytes for w in layer.products) for layer in loaded.layers]
+        assert len(stack.layers) == len(products)
+        for reckoned, found in zip(stack.layers, products, strict=True):
+            assert reckoned <= found <= reckoned * (1.07 if quantized else 1)
+        assert loaded.embedding.numel() * 2 <= stack.fixed <= loaded.embedding.numel() * 2 * 2
+
+
+def test_table() -> None:
+    need = real_needs("nvfp4")["fidelity"]
+    table = memory_table(need, REAL, [gb * 1e9 for gb in (10, *BUDGETS_GB)])
+    columns = [list(column.cells) for column in table.columns]
+    assert columns[0] == ["10 GB", *(f"{gb} GB" for gb in BUDGETS_GB)]
+    assert columns[1][0] == "-"
+    assert columns[2][0] == f"needs {least_bytes(need, REAL) / 1e9:.1f} GB"
+    assert columns[2][-1] == "30 of 30, 30 of 30"
+    for gb, whole in zip(BUDGETS_GB, columns[-1][1:], strict=True):
+        assert float(str(whole)) <= gb
+
+
+def test_a_card_that_others_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20e9, 80e9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 4e9)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share)
+    )
+    assert budget_of("cpu", None) is None
+    assert budget_of("cuda:0", None) == 20e9 + 4e9 + CONTEXT_BYTES
+    assert not shares
+    with pytest.raises(ResourceError, match=r"--gpu-memory 60: cuda:0 .* 24\.0 GB are free"):
+        budget_of("cuda:0", 60e9)
+    assert budget_of("cuda:0", 21e9) == 21e9
+    assert shares == [pytest.approx((21e9 - CONTEXT_BYTES) / 80e9)]
+
+
+def test_the_command_line_says_so_before_anything_is_made(
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "outputs"
+    needed = f"{least_bytes(real_needs('nvfp4')['calibrate'], REAL) / 1e9:.1f} GB"
+    for words, least in (
+        (["plan", "--model", "google/diffusiongemma-26B-A4B-it"], needed),
+        (["run", "--model", tiny_checkpoint, "--out", out], "1."),
+    ):
+        monkeypatch.setattr("sys.argv", ["quantize", *map(str, words), "--gpu-memory", "0.9"])
+        assert cli._exit_code() == 3
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert line.startswith("error: calibrate: there are 0.9 GB of GPU memory, and one canvas")
+        assert f"needs {least}" in line
+    assert not out.exists()
+
+
+def test_an_engine_opens_streamed_where_memory_is_short(nvfp4_artifact: Path) -> None:
+    """All slots while layers can go, fewer when none is left; on a CPU nothing enforces it."""
+    checkpoint = Checkpoint.open(nvfp4_artifact)
+    sizes = {name: info.nbytes for name, info in checkpoint.tensors.items()}
+    stack = Stack.of("tiny", sizes, quantized=True)
+    need = Need("", (stack,), 4, 256)
+    whole = plan(need, checkpoint.config, 2e9).total
+    streamed = whole - sum(stack.layers) + stack.streaming
+    seen: list[tuple[bool, int]] = []
+    for budget in (whole, streamed, least_bytes(need, checkpoint.config)):
+        engine = runtime.open(
+            nvfp4_artifact, device="cpu", kind="fused", capacity=4, max_context=256,
+            gpu_memory=budget + 1,
+        )  # fmt: skip
+        assert isinstance(engine, FusedEngine)
+        seen.append((engine.model.weights.streamed, engine.capacity))
+    assert seen == [(False, 4), (True, 4), (True, 1)]
