@@ -240,7 +240,7 @@ def test_the_python_of_the_card_uses_what_exists(run: RunDir) -> None:
     modules: dict[str, Any] = {}
     for node in ours:
         exec(compile(ast.Module([node], []), "card", "exec"), modules)
-    assert callable(modules["load"])
+    assert callable(modules["open"])
     assert callable(modules["Sampler"].from_checkpoint)
     assert callable(modules["generate"])
 
