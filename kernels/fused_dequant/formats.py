@@ -47,6 +47,7 @@ EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: 127.0}  # symmetric: -128 is not used
 FRAGMENT = 64  # rows and columns of one fragment
 GATE_UP_RUN = 8
+FRAGMENTED_AT_ONCE = 1 << 24  # bytes of codes: enough for a GPU, and 128 MB of temporaries
 
 # Which word (0, 1, or 2 = the select of both) and which left rotation yields register i of a pair
 # of words: i = 4 * (k // 16 % 2) + 2 * (k // 8 % 2) + (row // 8 % 2); its halves are columns k, k+1.
@@ -171,7 +172,7 @@ def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
 
     packed uint8 [E, N, K/2], scale e4m3 [E, N, K/16] -> (words int32 [E, N/64, K/64, 512], scale bytes
     int32 [E, N/64, K/64, 64]). Raises ValueError if N or K is no multiple of 64, or a scale is negative
-    or NaN. Works expert by expert: the temporaries are 8 bytes a weight.
+    or NaN. Works on some experts at a time: the temporaries are about 4 bytes a weight.
     """
     experts, rows, half = packed.shape
     if rows % FRAGMENT or half % (FRAGMENT // 2):
@@ -187,14 +188,16 @@ def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
     )
     recode = _scale_table().to(packed.device)
     table = _bit_table().to(packed.device)
-    for expert in range(experts):
-        bytes_ = scale_bytes[expert]
-        codes = unpack_nibbles(packed[expert]).unflatten(-1, (-1, GROUP))
+    step = max(1, FRAGMENTED_AT_ONCE // (rows * half))
+    for start in range(0, experts, step):
+        part = slice(start, start + step)
+        bytes_ = scale_bytes[part].flatten(0, 1)  # rows of one expert behind those of another
+        codes = unpack_nibbles(packed[part].flatten(0, 1)).unflatten(-1, (-1, GROUP))
         codes = torch.where(bytes_[..., None] > 0, codes, torch.zeros_like(codes)).flatten(-2)
-        words[expert] = _fragment_words(codes, table)
+        words[part] = _fragment_words(codes, table).view(words[part].shape)
         # rows -> tile, warp, row//8, row%8; groups -> tile, pair of steps, step
-        runs = recode[bytes_.long()].reshape(rows // 64, 4, 2, 8, half // 32, 2, 2)
-        scales[expert] = runs.permute(0, 4, 1, 3, 5, 6, 2).flatten(-5)
+        runs = recode[bytes_.int()].reshape(-1, 4, 2, 8, half // 32, 2, 2)
+        scales[part] = runs.permute(0, 4, 1, 3, 5, 6, 2).reshape(scales[part].shape)
     return words, scales.view(torch.int32)
 
 
@@ -203,11 +206,11 @@ def _fragment_words(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     rows, columns = codes.shape
     # row = tile, warp, row//8, row%8;  k = tile, pair of steps, step, k//8 of the step, lane%4, k%2
     axes = codes.reshape(rows // 64, 4, 2, 8, columns // 64, 2, 2, 2, 4, 2)
-    # -> tiles, warp, row%8, lane%4, pair of steps | step, k//8, row//8, k%2
-    axes = axes.permute(0, 4, 1, 3, 8, 5, 6, 7, 2, 9).reshape(-1, 16).long()
-    words = torch.zeros(len(axes), 2, dtype=torch.int32, device=codes.device)
-    for position, bits in enumerate(table.reshape(16, 16, 2)):
-        words |= bits[axes[:, position]]
+    # -> step, k//8, row//8, k%2 | tiles, warp, row%8, lane%4, pair of steps
+    axes = axes.permute(6, 7, 2, 9, 0, 4, 1, 3, 8, 5).reshape(16, -1)
+    words = torch.zeros(axes.shape[1], 2, dtype=torch.int32, device=codes.device)
+    for own, bits in zip(axes, table.reshape(16, 16, 2), strict=True):
+        words |= bits[own.int()]
     return words.reshape(rows // 64, columns // 64, 512)
 
 

@@ -48,10 +48,13 @@ QUESTION = "A shop sells {0} boxes of {1} apples and {2} single ones. How many a
 
 
 class Peak:
-    """The most anonymous memory this process held, in bytes, sampled 20 times a second."""
+    """The most memory this process held, in bytes, sampled 20 times a second.
+
+    `most` is anonymous; `mapped` are pages of files and of shared memory: page cache, pinned buffers.
+    """
 
     def __init__(self) -> None:
-        self.most = 0
+        self.most = self.mapped = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -61,7 +64,12 @@ class Peak:
         def watch() -> None:
             while not stop.wait(0.05):
                 status = Path("/proc/self/status").read_text()
-                self.most = max(self.most, int(status.split("RssAnon:")[1].split()[0]) * 1024)
+                held = {
+                    kind: int(status.split(f"Rss{kind}:")[1].split()[0]) * 1024
+                    for kind in ("Anon", "File", "Shmem")
+                }
+                self.most = max(self.most, held["Anon"])
+                self.mapped = max(self.mapped, held["File"] + held["Shmem"])
 
         watcher = threading.Thread(target=watch)
         watcher.start()
@@ -77,12 +85,12 @@ def shipped(name: str) -> Recipe:
     return load_recipe(str(Path(__file__).parents[2] / "recipes" / f"{name}.yaml"))
 
 
-def write(folder: Path, layers: int, vocabulary: int) -> Facts:
+def write(folder: Path, layers: int, vocabulary: int, experts: int = 128) -> Facts:
     """Write the synthetic BF16 checkpoint."""
     from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 
     vision = 27 if layers == 30 else 1
-    config = synthetic_config(layers, vision_layers=vision, vocabulary=vocabulary)
+    config = synthetic_config(layers, experts, vision, vocabulary)
     checkpoint = Checkpoint.open(write_synthetic(folder / "bf16", config))
     return {
         "bytes": checkpoint.nbytes,
