@@ -78,7 +78,8 @@ class Quantization(Section):
 
     `scheme` is one scheme for all `targets`, or a mapping scheme -> targets of its own. A target or
     ignore entry is a module class (`Linear`), a module name, or `re:` and a regular expression that
-    matches from the start of the name. `rounding: gptq` rounds weights on Hessians of the calibration
+    matches from the start of the name; one that matches nothing is an error, but in `ignore` with
+    `optional:` before it. `rounding: gptq` rounds weights on Hessians of the calibration
     prompts' denoising (`quantize.gptq`); `nearest` reads no activations.
     """
 
