@@ -6,6 +6,7 @@ Heavy imports (torch, transformers) stay inside the commands: `quantize --help` 
 import errno
 import os
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantize import __version__
-from quantize.errors import QuantizeError
+from quantize.errors import LONGEST, QuantizeError, unexpected_in
 from quantize.stage import STAGES, Stage
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ Exit codes:
   2  usage or bad input
   3  environment: missing GPU, memory, disk, token or dataset
   4  inconclusive, or not comparable
+  70 a fault of ours; the message names the file with the traceback
 """
 
 
@@ -59,8 +61,8 @@ def cli() -> None:
       quantize plan --recipe nvfp4 --model google/diffusiongemma-26B-A4B-it
       quantize run  --recipe nvfp4 --model google/diffusiongemma-26B-A4B-it
 
-    A run lies in outputs/RECIPE-HASH/. Each stage is done when its file is there; a run that was
-    interrupted goes on with --resume.
+    A run lies in outputs/RECIPE-HASH/. A run that was interrupted, or whose files were changed, goes
+    on with --resume: what is done and stands is kept.
     """
 
 
@@ -134,9 +136,9 @@ def run(
     **scoring: Any,
 ) -> int:
     """Do everything: plan, calibrate, convert, verify, replay, evaluate, report, gate."""
-    from quantize.pipeline import advance, start
+    from quantize.pipeline import advance, started
 
-    found = start(
+    with started(
         recipe,
         model,
         out,
@@ -145,8 +147,8 @@ def run(
         limit=limit,
         gpu_memory=gpu_memory,
         **scoring,
-    )
-    return advance(found, until)
+    ) as found:
+        return advance(found, until)
 
 
 @click.command()
@@ -227,10 +229,12 @@ def evaluate(run: Path, modes: tuple[str, ...], gpu_memory: float | None, **opti
     On several GPUs, with the scores of one:
       torchrun --nproc-per-node 8 -m quantize evaluate RUN
     """
-    from quantize.pipeline import open_run
+    from quantize.pipeline import opened, run_alone
     from quantize.stage import evaluate_more
 
-    evaluate_more(open_run(run, gpu_memory), modes=modes, **options)
+    (stage,) = (stage for stage in STAGES if stage.name == "evaluate")
+    with opened(run, gpu_memory) as found:
+        run_alone(found, stage, partial(evaluate_more, modes=modes, **options))
 
 
 def _command_of(stage: Stage) -> click.Command:
@@ -239,9 +243,10 @@ def _command_of(stage: Stage) -> click.Command:
     @click.command(name=stage.name, help=stage.summary)
     @RUN_FOLDER
     def command(run: Path, gpu_memory: float | None = None) -> int:
-        from quantize.pipeline import open_run, run_stage
+        from quantize.pipeline import opened, run_alone
 
-        return run_stage(open_run(run, gpu_memory), stage, again=True)
+        with opened(run, gpu_memory) as found:
+            return run_alone(found, stage)
 
     return GPU_MEMORY(command) if stage.runs_models else command
 
@@ -612,7 +617,8 @@ QUIET = {
 def _exit_code() -> int:
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     try:
-        return cli.main(standalone_mode=False) or 0
+        with unexpected_in(Path(tempfile.gettempdir(), f"quantize-{os.getpid()}.log")):
+            return cli.main(standalone_mode=False) or 0
     except QuantizeError as error:
         return _complain(str(error), error.exit_code)
     except click.ClickException as error:
@@ -620,13 +626,14 @@ def _exit_code() -> int:
         return 2
     except (KeyboardInterrupt, click.Abort):
         return _complain("interrupted; --resume continues this run", 130)
-    except MemoryError as error:
-        return _complain(f"out of memory ({error}); free some, or use a larger machine", 3)
     except OSError as error:
+        place = error.filename or "the output folder"
         if error.errno == errno.ENOSPC:
-            place = error.filename or "the output folder"
             return _complain(f"{place}: the disk is full; free some space, then --resume", 3)
-        raise
+        return _complain(f"{place}: {error.strerror or error}", 3)
+    except (MemoryError, RuntimeError) as error:  # torch's, of a GPU, is a RuntimeError
+        text = " ".join(str(error).split())[:LONGEST]
+        return _complain(f"out of memory ({text}); free some, or use a larger machine", 3)
 
 
 def _complain(message: str, code: int) -> int:

@@ -1,9 +1,19 @@
 """The errors a user may meet, each with the exit code the command line ends with.
 
 Exit codes: 0 done and gate passed, 1 gate failed, 2 usage or bad input, 3 environment (missing GPU,
-memory, disk, token, dataset), 4 inconclusive or not comparable. A message is one line that says what
-is wrong, where (file, tensor, key), and what to do next.
+memory, disk, token, dataset), 4 inconclusive or not comparable, 70 a fault of ours. A message is one
+line that says what is wrong, where (file, tensor, key), and what to do next.
 """
+
+import os
+import tempfile
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+OUT_OF_MEMORY = "OutOfMemoryError"  # torch's, a RuntimeError
+LONGEST = 200  # characters of a foreign error's text in a message
 
 
 class QuantizeError(Exception):
@@ -34,3 +44,34 @@ class UndecidedError(QuantizeError):
     """The evaluation could not decide: inconclusive, or the two sides were not comparable."""
 
     exit_code = 4
+
+
+class UnexpectedError(QuantizeError):
+    """Something that we did not expect: the message names the file with the traceback."""
+
+    exit_code = 70
+
+
+@contextmanager
+def unexpected_in(log: Path) -> Generator[None]:
+    """Append the traceback of an unexpected error to `log`, and raise an UnexpectedError that names it.
+
+    Errors with a meaning for the user pass: our own, the operating system's, too little memory.
+    """
+    try:
+        yield
+    except (QuantizeError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__module__.startswith("click") or type(error).__name__ == OUT_OF_MEMORY:
+            raise
+        try:
+            with log.open("a", encoding="utf-8") as file:
+                traceback.print_exc(file=file)
+        except OSError:
+            log = Path(tempfile.gettempdir(), f"quantize-{os.getpid()}.log")
+            log.write_text(traceback.format_exc(), "utf-8")
+        text = " ".join(str(error).split())[:LONGEST]
+        raise UnexpectedError(
+            f"unexpected {type(error).__name__}: {text}; the traceback is in {log}"
+        ) from error

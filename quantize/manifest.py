@@ -3,12 +3,13 @@
 import hashlib
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from quantize.checkpoints.reader import Checkpoint, hub_commit
+from quantize.checkpoints.reader import SETTINGS, Checkpoint, hub_commit
 
 PACKAGES = (
     "diffusiongemma-quantize",
@@ -21,6 +22,14 @@ PACKAGES = (
 )
 HASHED_WHOLE = 2_000_000_000  # bytes of a checkpoint up to which every byte is hashed
 SAMPLE, SAMPLES = 65536, 64  # else this many bytes at this many places of each shard
+
+
+class Hash(Protocol):
+    """A hash of hashlib's."""
+
+    def update(self, data: bytes, /) -> None:
+        """Add bytes."""
+        ...
 
 
 def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None) -> dict[str, Any]:
@@ -70,22 +79,37 @@ def _cpu_name() -> str:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Return a sha256 that tells whether a checkpoint is still the same.
+    """Return a sha256 that tells whether a checkpoint would still give the same answers.
 
-    Over config.json and every byte of the shards; of checkpoints over 2 GB, over each shard's size
-    and samples spread over it, so that 52 GB take a second.
+    Over config.json, tokenizer, chat template, processor and generation settings, and every byte of
+    the shards; of more than 2 GB over sizes and samples, so that 52 GB take a second.
     """
-    digest = hashlib.sha256((checkpoint.folder / "config.json").read_bytes())
-    whole = checkpoint.nbytes <= HASHED_WHOLE
-    for shard in checkpoint.shards:
-        size = shard.stat().st_size
-        digest.update(f"{shard.name} {size}".encode())
+    digest = hashlib.sha256()
+    hash_files(digest, checkpoint.folder, [*settings_files(checkpoint.folder), *checkpoint.shards])
+    return digest.hexdigest()
+
+
+def settings_files(folder: Path) -> list[Path]:
+    """Return the small files of a checkpoint that can change an answer, in the order of their names."""
+    patterns = ("config.json", *SETTINGS)
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns)
+    )
+
+
+def hash_files(digest: Hash, root: Path, files: Sequence[Path]) -> None:
+    """Add names below `root`, sizes and bytes of files; of more than 2 GB, samples of large files."""
+    sizes = [file.stat().st_size for file in files]
+    whole = sum(sizes) <= HASHED_WHOLE
+    for path, size in zip(files, sizes, strict=True):
+        digest.update(f"{path.relative_to(root)} {size}\n".encode())
         step = SAMPLE if whole else max(SAMPLE, size // SAMPLES)
-        with shard.open("rb") as file:
+        with path.open("rb") as file:
             for position in range(0, size, step):
                 file.seek(position)
                 digest.update(file.read(SAMPLE))
-    return digest.hexdigest()
 
 
 def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The stages in order, each skipped when its result is already there: what `quantize run` does.
+"""The stages in order, each skipped when its result stands: what `quantize run` does.
 
     plan -> calibrate -> round -> convert -> verify -> fidelity -> evaluate -> report
 
@@ -11,6 +11,8 @@ and peak memory per stage; nothing that must be equal between two runs depends o
 import os
 import resource
 import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ from rich.console import Console
 
 from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import plan_targets
-from quantize.errors import InputError
+from quantize.errors import InputError, ResourceError, unexpected_in
+from quantize.locks import locked
 from quantize.manifest import fingerprint, new_manifest
-from quantize.processes import best_device
+from quantize.processes import best_device, is_first
 from quantize.progress import console, say
-from quantize.recipe import load_recipe, parse_recipe
+from quantize.recipe import Recipe, load_recipe, read_recipe
 from quantize.run_dir import RunDir, read_json, write_json
 from quantize.runtime.memory import budget_of
 from quantize.runtime.memory import plan as fit
@@ -30,9 +33,18 @@ from quantize.stage import STAGES, Run, Stage
 from quantize.stages.estimate import cannot_pass, estimate_table, sizes_table
 from quantize.stages.needs import BUDGETS_GB, memory_table, needs
 from quantize.stages.plan import config_of_known, plan_table, tensors_from_config
+from quantize.staleness import (
+    check_fresh,
+    forget,
+    input_digests,
+    remember,
+    upstream,
+    why_stale,
+)
 
 
-def start(
+@contextmanager
+def started(
     recipe_name: str,
     model: str | None,
     out: Path,
@@ -42,45 +54,82 @@ def start(
     limit: int | None = None,
     gpu_memory: float | None = None,
     **scoring: Any,
-) -> Run:
-    """Resolve recipe and model, name the run folder, plan, and show the plan.
+) -> Generator[Run]:
+    """Resolve recipe and model, name the run folder, show the plan; hold the run while the block runs.
 
     `gpu_memory` and `scoring` are those of `Run`.
 
     Raises:
-        InputError: the run exists and `resume` is off, recipe or model are wrong, or torchrun
-            started several processes.
-        ResourceError: a stage does not fit the GPU, or more of it is asked for than is free.
+        InputError: the run exists and `resume` is off, recipe or model are wrong, no folder can be made
+            there, or torchrun started several processes.
+        ResourceError: another process works in the run, a stage does not fit the GPU, or more of it is
+            asked for than is free.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise InputError(
             "`quantize run` is one process; torchrun is for `quantize calibrate RUN`, `quantize "
             "fidelity RUN` and `quantize evaluate RUN`"
         )
-    recipe = load_recipe(recipe_name)
+    recipe = _resolved(recipe_name, model, limit)
     source = Checkpoint.open(resolve(model, revision))
     if source.is_quantized:
         raise InputError(f"{source.folder}: already quantized; name the BF16 model")
-    is_bundled = model is None
-    if is_bundled:
-        recipe = recipe.for_bundled_model()
-    if limit is not None:
-        recipe = recipe.limited_to(limit)
+    targets = plan_targets(source.tensors, recipe.quantization)
     digest = fingerprint(source)
     folder = RunDir(out / f"{recipe.name}-{recipe.digest(digest)}")
-    if folder.manifest_json.exists() and not resume:
-        raise InputError(
-            f"{folder.path}: this run exists; --resume continues or shows it, --out starts elsewhere"
-        )
-    targets = plan_targets(source.tensors, recipe.quantization)
-    run = Run(folder, recipe, source, targets, is_bundled, scoring, gpu_memory)
+    run = Run(folder, recipe, source, targets, model is None, scoring, gpu_memory)
     _check_memory(run)
-    if not folder.manifest_json.exists():
-        write_json(folder.manifest_json, new_manifest(source, digest, recipe.name, model))
-    console.print(plan_table(run.targets, f"{recipe.name}: {source.folder.name} -> {folder.path}"))
-    for sentence in cannot_pass(recipe):
-        say(sentence)
-    return run
+    make_folder(folder.path)
+    with working_in(folder):
+        if not folder.manifest_json.exists():
+            write_json(folder.manifest_json, new_manifest(source, digest, recipe.name, model))
+        elif not resume:
+            raise InputError(
+                f"{folder.path}: this run exists; --resume continues or shows it, --out starts "
+                f"elsewhere"
+            )
+        console.print(plan_table(targets, f"{recipe.name}: {source.folder.name} -> {folder.path}"))
+        for sentence in cannot_pass(recipe):
+            say(sentence)
+        yield run
+
+
+def _resolved(recipe_name: str, model: str | None, limit: int | None) -> Recipe:
+    recipe = load_recipe(recipe_name)
+    if model is None:
+        recipe = recipe.for_bundled_model()
+    return recipe if limit is None else recipe.limited_to(limit)
+
+
+def make_folder(path: Path) -> None:
+    """Make a run's folder.
+
+    Raises:
+        InputError: a file stands where a folder should. ResourceError: the place cannot be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InputError(
+            f"{path}: no folder can be made there ({error.strerror}: {error.filename}); name another "
+            f"--out"
+        ) from error
+    except OSError as error:
+        raise ResourceError(
+            f"{path}: cannot be made ({error.strerror}); name another --out"
+        ) from error
+
+
+@contextmanager
+def working_in(folder: RunDir) -> Generator[None]:
+    """Hold a run's lock while the block runs, and keep the traceback of what nobody expects.
+
+    Raises:
+        ResourceError: another process works in the run.
+        UnexpectedError: something unexpected went wrong; the traceback is in run.log.
+    """
+    with locked(folder.lock, str(folder.path)), unexpected_in(folder.log):
+        yield
 
 
 def show_plan(
@@ -117,23 +166,32 @@ def show_plan(
                 fit(need, config, gpu_memory)
 
 
-def open_run(path: Path, gpu_memory: float | None = None) -> Run:
-    """Open an existing run folder for a single stage.
+@contextmanager
+def opened(path: Path, gpu_memory: float | None = None) -> Generator[Run]:
+    """Open an existing run folder for a single stage; hold it while the block runs.
 
     Raises:
-        InputError: no run there, or its source has changed since.
+        InputError: no run there, or its source, recipe or plan has changed since.
+        ResourceError: another process works in the run.
     """
     folder = RunDir(path)
     if not folder.manifest_json.exists():
         raise InputError(f"{path}: no manifest.json there; name a folder that `quantize run` made")
-    manifest = read_json(folder.manifest_json)
-    recipe = parse_recipe(folder.recipe_yaml.read_text("utf-8"), str(folder.recipe_yaml))
-    source = Checkpoint.open(Path(manifest["source"]["folder"]))
-    if fingerprint(source) != manifest["source"]["fingerprint"]:
+    with working_in(folder):
+        yield _open(folder, gpu_memory)
+
+
+def _open(folder: RunDir, gpu_memory: float | None) -> Run:
+    about = read_json(
+        folder.manifest_json, "stages", "source.folder", "source.fingerprint", "source.bundled"
+    )["source"]
+    recipe = read_recipe(folder.recipe_yaml)
+    check_fresh(folder, recipe, STAGES[:1])
+    source = Checkpoint.open(Path(about["folder"]))
+    if fingerprint(source) != about["fingerprint"]:
         raise InputError(f"{source.folder}: the BF16 model has changed since this run began")
     targets = plan_targets(source.tensors, recipe.quantization)
-    bundled = manifest["source"]["bundled"]
-    run = Run(folder, recipe, source, targets, bundled, gpu_memory=gpu_memory)
+    run = Run(folder, recipe, source, targets, about["bundled"], gpu_memory=gpu_memory)
     _check_memory(run)
     return run
 
@@ -153,7 +211,7 @@ def _check_memory(run: Run) -> None:
 
 
 def advance(run: Run, until: str = STAGES[-1].name) -> int:
-    """Run every stage up to `until` whose result is not there yet; return the exit code.
+    """Run every stage up to `until` that is not done or stale; return the exit code.
 
     0 done and gate passed, 4 inconclusive or not comparable.
 
@@ -162,28 +220,61 @@ def advance(run: Run, until: str = STAGES[-1].name) -> int:
     """
     code = 0
     for stage in STAGES:
-        code = run_stage(run, stage)
+        code = _advance(run, stage)
         if stage.name == until:
             break
     return code
 
 
-def run_stage(run: Run, stage: Stage, *, again: bool = False) -> int:
-    """Run one stage unless its result is there already (or `again`); return its exit code."""
-    if not stage.is_needed(run):
+def _advance(run: Run, stage: Stage) -> int:
+    if not stage.is_needed(run.recipe):
         say(f"{stage.name}: this recipe has none")
-    elif (run.folder.path / stage.result).exists() and not again:
+        return 0
+    reason = why_stale(run.folder, stage) or stage.lacks(run)
+    if reason is None:
         say(f"{stage.name}: done before ({stage.result})")
     else:
-        _work(run, stage)
+        if (run.folder.path / stage.result).exists():
+            say(f"{stage.name}: {reason}")
+        work(run, stage, stage.work)
     return stage.verdict(run)
 
 
-def _work(run: Run, stage: Stage) -> None:
+def run_alone(run: Run, stage: Stage, task: Callable[[Run], None] | None = None) -> int:
+    """Run one stage again, by `task` where that is not the stage's own work; return its exit code.
+
+    Says which results are stale now.
+
+    Raises:
+        InputError: a stage whose result this one reads is missing or stale.
+    """
+    if not stage.is_needed(run.recipe):
+        raise InputError(f"{run.folder.path}: recipe {run.recipe.name} has no {stage.name}")
+    check_fresh(run.folder, run.recipe, upstream(stage))
+    later = [s for s in STAGES if stage in upstream(s) and (run.folder.path / s.result).exists()]
+    work(run, stage, task or stage.work)
+    if is_first() and (stale := [s.name for s in later if _is_stale(run, s)]):
+        say(
+            f"{stage.name}: this made {', '.join(stale)} stale; "
+            f"`quantize run ... --resume` redoes what is stale"
+        )
+    return stage.verdict(run)
+
+
+def _is_stale(run: Run, stage: Stage) -> bool:
+    found = (why_stale(run.folder, s) for s in (*upstream(stage), stage) if s.is_needed(run.recipe))
+    return any(found)
+
+
+def work(run: Run, stage: Stage, task: Callable[[Run], None]) -> None:
+    """Do a stage's work; enter its time, its memory, what it was made from and what it made."""
     say(f"{stage.name}: started")
-    started = time.monotonic()
-    stage.work(run)
-    seconds = time.monotonic() - started
+    began = time.monotonic()
+    inputs = input_digests(run.folder, stage)
+    forget(run.folder, stage)
+    task(run)
+    remember(run.folder, stage, inputs)
+    seconds = time.monotonic() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
     run.record(stage.name, {"seconds": round(seconds, 2), "peak_rss_bytes": peak})
     say(f"{stage.name}: done in {seconds:.1f} s")

@@ -61,6 +61,11 @@ def joined() -> Generator[Processes]:
         distributed.destroy_process_group()
 
 
+def is_first() -> bool:
+    """Return whether this process writes what all have found: the first one, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def best_device() -> str:
     """Return the GPU, this process' own under torchrun, or cpu where there is none."""
     import torch

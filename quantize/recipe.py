@@ -245,20 +245,26 @@ def load_recipe(name_or_path: str) -> Recipe:
         InputError: no such recipe, not YAML, an unknown key or a wrong value; the key is named.
     """
     if name_or_path.endswith((".yaml", ".yml")):
-        source = name_or_path
-        try:
-            text = Path(name_or_path).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{source}: this recipe cannot be read ({error})") from error
-    else:
-        shipped = shipped_recipes()
-        if name_or_path not in shipped:
-            raise InputError(
-                f"no recipe named {name_or_path!r}{_nearest(name_or_path, shipped)}; "
-                f"there are: {', '.join(shipped)}"
-            )
-        source, text = name_or_path, shipped[name_or_path]
-    return parse_recipe(text, source)
+        return read_recipe(Path(name_or_path))
+    shipped = shipped_recipes()
+    if name_or_path not in shipped:
+        raise InputError(
+            f"no recipe named {name_or_path!r}{_nearest(name_or_path, shipped)}; "
+            f"there are: {', '.join(shipped)}"
+        )
+    return parse_recipe(shipped[name_or_path], name_or_path)
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe from a YAML file.
+
+    Raises:
+        InputError: it is missing, or no recipe.
+    """
+    try:
+        return parse_recipe(path.read_text("utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: this recipe cannot be read ({error})") from error
 
 
 def parse_recipe(text: str, source: str) -> Recipe:

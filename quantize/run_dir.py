@@ -11,8 +11,11 @@ import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from quantize.errors import InputError
+
+REDO = "it was changed or damaged: remove it, and `quantize run ... --resume` makes it again"
 TEMPORARY_SUFFIX = ".partial"
 
 
@@ -34,6 +37,16 @@ class RunDir:
     def manifest_json(self) -> Path:
         """Versions, hardware, seeds, seconds and peak memory per stage."""
         return self.path / "manifest.json"
+
+    @property
+    def stages_json(self) -> Path:
+        """What each stage's result was made from."""
+        return self.path / "stages.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process that works in the run."""
+        return self.path / ".lock"
 
     @property
     def targets_csv(self) -> Path:
@@ -97,7 +110,7 @@ class RunDir:
 
     @property
     def log(self) -> Path:
-        """What the run did and when."""
+        """Tracebacks of what went wrong unexpectedly."""
         return self.path / "run.log"
 
 
@@ -118,9 +131,25 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file of a run."""
-    return json.loads(path.read_text(encoding="utf-8"))
+def read_json(path: Path, *keys: str) -> Any:
+    """Read a JSON file of a run.
+
+    `keys` must be there, "source.folder" within "source".
+
+    Raises:
+        InputError: the file is not JSON, is not an object, or lacks a key.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON ({error}); {REDO}") from error
+    for key in keys:
+        found: Any = value
+        for part in key.split("."):
+            if not isinstance(found, dict) or part not in found:
+                raise InputError(f"{path}: {key!r} is missing there; {REDO}")
+            found = cast(dict[str, Any], found)[part]
+    return value
 
 
 @contextmanager

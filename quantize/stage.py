@@ -8,13 +8,12 @@ line makes its commands and `--until` from it. Works import what they need when 
 reading the list is cheap.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quantize.errors import GateError
-from quantize.processes import best_device
+from quantize.processes import best_device, is_first
 from quantize.run_dir import RunDir, read_json, write_json
 
 if TYPE_CHECKING:
@@ -41,9 +40,9 @@ class Run:
 
     def record(self, stage: str, facts: dict[str, Any]) -> None:
         """Add facts about a stage to the manifest; of several processes the first one does."""
-        if os.environ.get("RANK", "0") != "0":
+        if not is_first():
             return
-        manifest = read_json(self.folder.manifest_json)
+        manifest = read_json(self.folder.manifest_json, "stages")
         manifest["stages"].setdefault(stage, {}).update(facts)
         write_json(self.folder.manifest_json, manifest)
 
@@ -54,13 +53,15 @@ class Stage:
 
     Attributes:
         name: of the stage and of its command.
-        result: path in the run folder of the file or folder that the stage leaves.
+        result: path in the run folder whose presence says that the stage has been done.
         inputs: names of the stages whose results it reads.
         work: makes the result.
         summary: help text of the command that runs this stage alone; None where the command has more
             to say than a run folder.
         verdict: returns the exit code of the finished stage, 0 or 4; raises GateError for 1.
-        is_needed: whether a run has this stage at all.
+        files: all files and folders that it leaves, where that is not `result` alone.
+        lacks: says what a finished stage leaves to do of what was asked for this time.
+        is_needed: whether a recipe has this stage at all.
         runs_models: whether it runs models on the device.
     """
 
@@ -70,7 +71,9 @@ class Stage:
     work: Callable[[Run], None]
     summary: str | None = None
     verdict: Callable[[Run], int] = lambda _: 0
-    is_needed: Callable[[Run], bool] = lambda _: True
+    files: tuple[str, ...] = ()
+    lacks: Callable[[Run], str | None] = lambda _: None
+    is_needed: "Callable[[Recipe], bool]" = lambda _: True
     runs_models: bool = False
 
 
@@ -98,8 +101,8 @@ def _round(run: Run) -> None:
     round_weights(run.source, run.targets, run.recipe, run.folder.rounding, device=best_device())
 
 
-def _rounds_weights(run: Run) -> bool:
-    return run.recipe.quantization.rounding == "gptq"
+def _rounds_weights(recipe: "Recipe") -> bool:
+    return recipe.quantization.rounding == "gptq"
 
 
 def _convert(run: Run) -> None:
@@ -112,7 +115,7 @@ def _convert(run: Run) -> None:
         run.folder.checkpoint,
         recipe=run.recipe,
         input_scales=scales if run.recipe.needs_calibration else None,
-        rounded=run.folder.rounding if _rounds_weights(run) else None,
+        rounded=run.folder.rounding if _rounds_weights(run.recipe) else None,
         record=run.folder.conversion_json,
         overwrite=True,
     )
@@ -127,7 +130,7 @@ def _verify(run: Run) -> None:
 
 def _verified(run: Run) -> int:
     path = run.folder.verification_json
-    result = read_json(path)
+    result = read_json(path, "checks", "passed")
     faults = [fault for check in result["checks"] for fault in check["faults"]]
     if not result["passed"]:
         raise GateError(f"{path}: {faults[0] if faults else 'a check looked at nothing'}")
@@ -150,13 +153,18 @@ def _fidelity(run: Run) -> None:
 
 
 def _close_enough(run: Run) -> int:
-    if faults := read_json(run.folder.fidelity_json)["faults"]:
+    if faults := read_json(run.folder.fidelity_json, "faults")["faults"]:
         raise GateError(f"{run.folder.fidelity_json}: {faults[0]}")
     return 0
 
 
 def _evaluate(run: Run) -> None:
     evaluate_more(run, **run.scoring)
+
+
+def _lacks_noise_floor(run: Run) -> str | None:
+    is_scored = (run.folder.evaluation / "bf16-again").exists()
+    return "the noise floor is not scored" if run.scoring.get("noise_floor") and not is_scored else None
 
 
 def evaluate_more(
@@ -173,7 +181,7 @@ def evaluate_more(
     settings = run.recipe.evaluation
     if batch_size is not None:
         settings = settings.model_copy(update={"batch_size": batch_size})
-    digest = read_json(run.folder.manifest_json)["source"]["fingerprint"]
+    digest = read_json(run.folder.manifest_json, "source.fingerprint")["source"]["fingerprint"]
     evaluate(
         run.folder,
         run.source.folder,
@@ -197,7 +205,7 @@ def _judged(run: Run) -> int:
     from quantize.progress import console, say
     from quantize.reports.render import summary
 
-    content = read_json(run.folder.report_json)
+    content = read_json(run.folder.report_json, "verdict")
     verdict = content["verdict"]
     console.print(summary(content))
     say(f"report: {run.folder.report_html}")
@@ -207,7 +215,7 @@ def _judged(run: Run) -> int:
 
 
 STAGES = (
-    Stage("plan", "targets.csv", (), _plan),
+    Stage("plan", "targets.csv", (), _plan, files=("recipe.yaml", "targets.csv")),
     Stage(
         "calibrate",
         "calibration",
@@ -216,7 +224,7 @@ STAGES = (
         "Calibrate a run again: denoise on prompts, record input scales.\n\n\b\n"
         "On several GPUs, with the files of one:\n"
         "  torchrun --nproc-per-node 8 -m quantize calibrate RUN",
-        is_needed=lambda run: run.recipe.needs_calibration,
+        is_needed=lambda recipe: recipe.needs_calibration,
         runs_models=True,
     ),
     Stage(
@@ -233,6 +241,7 @@ STAGES = (
         ("plan", "calibrate", "round"),
         _convert,
         "Write the quantized checkpoint of a run again.",
+        files=("checkpoint", "conversion.json"),
     ),
     Stage(
         "verify",
@@ -251,7 +260,14 @@ STAGES = (
         _close_enough,
         runs_models=True,
     ),
-    Stage("evaluate", "evaluation/done.json", ("plan", "convert"), _evaluate),
+    Stage(
+        "evaluate",
+        "evaluation/done.json",
+        ("plan", "convert"),
+        _evaluate,
+        files=("evaluation",),
+        lacks=_lacks_noise_floor,
+    ),
     Stage(
         "report",
         "report.json",
@@ -259,5 +275,6 @@ STAGES = (
         _report,
         "Write the report of a run, and its verdict.",
         _judged,
+        files=("report.json", "report.md", "report.html", "junit.xml"),
     ),
 )

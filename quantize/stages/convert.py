@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from quantize.checkpoints.layout import TensorSpec, check_layout
-from quantize.checkpoints.reader import Checkpoint, read_header, read_json_object
+from quantize.checkpoints.reader import SETTINGS, Checkpoint, read_header, read_json_object
 from quantize.checkpoints.shards import Piece, plan_shards, state_path, write_shards
 from quantize.checkpoints.targets import Target, ignore_for_config
 from quantize.errors import InputError
@@ -36,18 +36,7 @@ from quantize.stages.pieces import Quantizer
 
 MAX_SHARD_BYTES = 5e9
 
-CARRIED = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*processor*.json",
-    "chat_template*",
-    "LICENSE*",
-    "NOTICE*",
-)
+CARRIED = (*SETTINGS, "LICENSE*", "NOTICE*")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""`quantize` in this process on the tiny model: real plan, convert, verify and report in a second.
+
+What needs a trained model is made up: the replay found no distance, and both models answered every
+problem as told, so that the verdict is what a test wants it to be.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from recovery.scoring import Row, Scoring
+
+from quantize import cli
+from quantize.checkpoints.reader import Checkpoint
+from quantize.manifest import fingerprint
+from quantize.recipe import Evaluation, shipped_recipes
+from quantize.run_dir import RunDir, write_json
+from quantize.stages import evaluate
+
+TASK = "word_problems"
+PROBLEMS = 60
+
+
+def quick_recipe(folder: Path) -> Path:
+    """Write an FP8 recipe with one task and a margin that 60 problems can decide."""
+    fields = yaml.safe_load(shipped_recipes()["fp8_dynamic"]) | {"name": "quick"}
+    fields["evaluation"] |= {"tasks": [TASK], "repeats": {}}
+    fields["gate"] |= {"margin_pp": {TASK: 30}}
+    path = folder / "quick.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    return path
+
+
+def rows(scores: list[float]) -> list[Row]:
+    """Return one row a problem with these scores."""
+    return [
+        Row(i, 0, f"d{i}", f"p{i}", "1", "1", {"exact": score}, i, "text", 3, [2], False)
+        for i, score in enumerate(scores)
+    ]
+
+
+def made_up_scores(
+    run: RunDir,
+    source: Path,
+    digest: str,
+    settings: Evaluation,
+    *,
+    noise_floor: bool = False,
+    lost: int = 0,
+    **_: Any,
+) -> None:
+    """Stand in for evaluate: the quantized model loses the first `lost` of 60 problems."""
+    quantized = fingerprint(Checkpoint.open(run.checkpoint))
+    sides = {"bf16": (digest, 0), "quantized": (quantized, lost)}
+    if noise_floor:
+        sides["bf16-again"] = (digest, 0)
+    for side, (model, wrong) in sides.items():
+        scores = [0.0] * wrong + [1.0] * (PROBLEMS - wrong)
+        conditions = {"task": TASK, "seed": settings.seed, "sampler": {"dtype": "torch.float32"}}
+        made_with = {"model": model, "device": "cpu", "torch": "2", "batch_size": 1, "seed": 0}
+        scoring = Scoring(TASK, rows(scores), conditions, made_with)
+        evaluate._write(run.evaluation / side, scoring)
+    write_json(run.evaluation / "done.json", {"tasks": settings.tasks})
+
+
+def made_up_replay(source: Path, checkpoint: Path, calibration: Path, out: Path, **_: Any) -> None:
+    """Stand in for fidelity: no distance."""
+    value = {"mean": 0.0, "interval": [0.0, 0.0]}
+    names = ("kl_nats", "top1_agreement", "acceptance_jaccard", "commit_agreement")
+    replay = dict.fromkeys(names, value) | {"routing_overlap": [1.0], "by_entropy": []}
+    replay["by_step"] = [{"step": 1, "canvases": 2, "kl_nats": 0.0, "top1_agreement": 1.0}]
+    own = replay | {"activations": "none"}
+    content = {"trajectories": 1, "max_kl_nats": {}, "faults": [], "activations": {"none": replay}}
+    write_json(out, content | {"own_conditioning": own})
+
+
+@dataclass
+class Done:
+    """How a command ended: exit code, output, and messages."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def last(self) -> str:
+        """The last line of its messages."""
+        return self.err.strip().splitlines()[-1]
+
+    def redone(self) -> list[str]:
+        """Return the stages that it did."""
+        lines = self.err.splitlines()
+        return [line.partition(":")[0] for line in lines if line.endswith(": started")]
+
+
+class Quick:
+    """The command line in this process, on a folder of runs of its own."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        self.out, self.model = folder / "outputs", model
+        self.recipe = quick_recipe(folder)
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+        monkeypatch.setattr("quantize.stages.fidelity.fidelity", made_up_replay)
+        monkeypatch.setattr("quantize.stages.evaluate.evaluate", made_up_scores)
+        monkeypatch.setattr("quantize.progress.console.width", 1000)
+
+    def __call__(self, *words: object) -> Done:
+        """Run one command."""
+        self.monkeypatch.setattr("sys.argv", ["quantize", *map(str, words)])
+        self.capsys.readouterr()
+        code = cli._exit_code()
+        text = self.capsys.readouterr()
+        assert "Traceback" not in text.err
+        return Done(code, text.out, text.err)
+
+    def run(self, *more: object) -> Done:
+        """Run the pipeline."""
+        return self("run", "--recipe", self.recipe, "--model", self.model, "--out", self.out, *more)
+
+    @property
+    def folder(self) -> RunDir:
+        """The one run."""
+        (found,) = self.out.glob("quick-*")
+        return RunDir(found)

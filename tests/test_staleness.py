@@ -1,0 +1,128 @@
+"""A stage is done while its result and everything it was made from stand; else it is done again."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from quick_run import Quick
+
+from quantize.run_dir import read_json, write_json
+from quantize.stage import STAGES
+
+NAMES = [stage.name for stage in STAGES if stage.name != "calibrate"]  # FP8 needs none
+
+
+@pytest.fixture
+def quick(
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Quick:
+    """A finished run of the tiny model."""
+    quantize = Quick(tmp_path, tiny_checkpoint, monkeypatch, capsys)
+    done = quantize.run()
+    assert done.code == 0, done.err
+    assert done.redone() == NAMES
+    return quantize
+
+
+def test_a_finished_run_is_shown_and_not_made_again(quick: Quick) -> None:
+    done = quick.run("--resume")
+    assert done.code == 0
+    assert done.redone() == []
+    assert done.err.count("done before") == len(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("path", "redone"),
+    [
+        ("recipe.yaml", ["plan"]),
+        ("targets.csv", ["plan"]),
+        ("checkpoint/config.json", ["convert"]),
+        ("checkpoint/generation_config.json", ["convert"]),
+        ("checkpoint/model.safetensors", ["convert"]),
+        ("verification.json", ["verify"]),
+        ("fidelity.json", ["fidelity"]),
+        ("evaluation/bf16/word_problems.jsonl", ["evaluate"]),
+        ("evaluation/quantized/word_problems.conditions.json", ["evaluate"]),
+        ("evaluation/done.json", ["evaluate"]),
+        ("report.json", ["report"]),
+        ("report.html", ["report"]),
+    ],
+)
+def test_a_changed_result_is_made_again(path: str, redone: list[str], quick: Quick) -> None:
+    """What comes out is the same as before, so that nothing behind it has to be redone."""
+    file = quick.folder.path / path
+    before = file.read_bytes()
+    file.write_bytes(before[:-9] + b"x" + before[-8:])
+    done = quick.run("--resume")
+    assert done.code == 0, done.err
+    assert done.redone() == redone
+    if path not in ("report.json", "report.html"):  # they hold seconds
+        assert file.read_bytes() == before
+
+
+def test_a_result_that_comes_out_different_makes_what_follows_stale(
+    quick: Quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (quick.folder.checkpoint / "generation_config.json").exists()
+    monkeypatch.setattr("quantize.stages.convert.CARRIED", ())
+    done = quick("convert", quick.folder.path)
+    assert done.code == 0
+    assert "this made verify, fidelity, evaluate, report stale" in done.err
+    refused = quick("report", quick.folder.path)
+    assert refused.code == 2
+    assert "verify is stale, convert changed since" in refused.last
+    assert quick.run("--resume").redone() == ["verify", "fidelity", "evaluate", "report"]
+
+
+def test_a_lost_or_damaged_record_of_inputs_means_stale(quick: Quick) -> None:
+    for text in ("", "[]", "{", '{"plan": 3}', "[" * 100_000):
+        quick.folder.stages_json.write_text(text)
+        assert quick.run("--resume").redone() == NAMES
+    records = read_json(quick.folder.stages_json)
+    del records["verify"]
+    write_json(quick.folder.stages_json, records)
+    assert quick.run("--resume").redone() == ["verify"]
+
+
+def test_the_noise_floor_asked_for_later_is_scored(quick: Quick) -> None:
+    assert quick.run("--resume", "--noise-floor").redone() == ["evaluate", "report"]
+    assert quick.run("--resume", "--noise-floor").redone() == []
+    assert quick.run("--resume").redone() == []
+
+
+def test_a_stage_that_fails_leaves_no_older_result(
+    quick: Quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed report the report of before must not pass for the run's."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr("quantize.stages.report.report", fail)
+    done = quick("report", quick.folder.path)
+    assert done.code == 70
+    assert done.last.startswith("error: unexpected RuntimeError: boom")
+    assert "boom" in quick.folder.log.read_text()
+    for name in ("report.json", "report.md", "report.html", "junit.xml"):
+        assert not (quick.folder.path / name).exists()
+    monkeypatch.undo()
+
+
+def test_another_source_ends_a_single_stage(quick: Quick, tmp_path: Path) -> None:
+    """open_run compares the model with the one that the run began with, its tokenizer included."""
+    copy = shutil.copytree(quick.model, tmp_path / "copy")
+    manifest = read_json(quick.folder.manifest_json)
+    write_json(
+        quick.folder.manifest_json,
+        manifest | {"source": manifest["source"] | {"folder": str(copy)}},
+    )
+    assert quick("verify", quick.folder.path).code == 0
+    config = copy / "generation_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_denoising_steps": 3}))
+    done = quick("verify", quick.folder.path)
+    assert done.code == 2
+    assert "the BF16 model has changed since this run began" in done.last
