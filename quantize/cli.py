@@ -87,6 +87,11 @@ def _scoring_options(command: click.decorators.FC) -> click.decorators.FC:
             "--in-flight", type=click.IntRange(min=1), default=8, show_default=True,
             help="Requests to a server at once.",
         ),
+        click.option("--base-server-revision", help="The same of the one with the BF16 model."),
+        click.option(
+            "--server-revision",
+            help="What the server serves, where it does not tell a fingerprint.",
+        ),
         click.option("--base-server", help="URL of one with the BF16 model."),
         click.option(
             "--server", help="URL of an OpenAI-compatible server with the quantized model."
@@ -416,8 +421,9 @@ def serve(
     on a GPU roundings depend on the batch, unless --batch-invariant.
     SIGTERM lets running requests finish and refuses those that wait.
     """
-    from quantize.checkpoints.reader import resolve
+    from quantize.checkpoints.reader import Checkpoint, resolve
     from quantize.errors import ResourceError
+    from quantize.manifest import fingerprint
     from quantize.processes import best_device
 
     try:
@@ -431,7 +437,13 @@ def serve(
         ) from error
     folder = resolve(None if checkpoint == "bundled" else checkpoint)
     name = model_name or _served_name(checkpoint, folder)
-    options = Options(name, api_key=os.environ.get(KEY_VARIABLE), **settings)
+    options = Options(
+        name,
+        api_key=os.environ.get(KEY_VARIABLE),
+        fingerprint=fingerprint(Checkpoint.open(folder)),
+        activations=activations,
+        **settings,
+    )
     serve_checkpoint(folder, options, activations=activations, device=best_device())
 
 

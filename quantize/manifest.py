@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from quantize.checkpoints.reader import SETTINGS, Checkpoint, hub_commit
+from quantize.checkpoints.reader import SETTINGS, TOKENIZER, Checkpoint, hub_commit
 
 PACKAGES = (
     "diffusiongemma-quantize",
@@ -85,13 +85,19 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     the shards; of more than 2 GB over sizes and samples, so that 52 GB take a second.
     """
     digest = hashlib.sha256()
-    hash_files(digest, checkpoint.folder, [*settings_files(checkpoint.folder), *checkpoint.shards])
+    settings = _matching(checkpoint.folder, ("config.json", *SETTINGS))
+    hash_files(digest, checkpoint.folder, [*settings, *checkpoint.shards])
     return digest.hexdigest()
 
 
-def settings_files(folder: Path) -> list[Path]:
-    """Return the small files of a checkpoint that can change an answer, in the order of their names."""
-    patterns = ("config.json", *SETTINGS)
+def tokenizer_digest(folder: Path) -> str:
+    """Return a sha256 over the files of a checkpoint's tokenizer and chat template."""
+    digest = hashlib.sha256()
+    hash_files(digest, folder, _matching(folder, TOKENIZER))
+    return digest.hexdigest()
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
     return sorted(
         file
         for file in folder.iterdir()

@@ -38,6 +38,14 @@ class Processes:
         distributed.all_gather_object(everyone, found)
         return everyone[: self.rank] + everyone[self.rank + 1 :]
 
+    def wait(self) -> None:
+        """Return when all processes have called it."""
+        if self.count > 1:
+            import torch
+
+            distributed: Any = torch.distributed
+            distributed.barrier()
+
 
 ALONE = Processes()
 

@@ -38,7 +38,7 @@ class Server:
 
     Args:
         url: of the server, with or without /v1.
-        model: its name there; the first that the server lists when None.
+        model: its name there; the first that the server lists when None. `about` is its entry there.
         in_flight: requests at once.
         api_key: sent as a bearer token, when there is one.
         timeout: seconds for one answer.
@@ -72,8 +72,8 @@ class Server:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.commit_pass: str | None = None
-        first = self._first_model()
-        self.model = model or first
+        self.about = self._listed(model)
+        self.model = str(self.about["id"])
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
         """Yield each batch when all of it is answered; give batches of one to lose nothing.
@@ -117,11 +117,13 @@ class Server:
         except (KeyError, IndexError, TypeError) as error:
             raise ServerError(f"{self.url}: an answer without {error}") from error
 
-    def _first_model(self) -> str:
-        models = self._ask("models", None).get("data") or []
-        if not models:
-            raise ServerError(f"{self.url}/models: lists no model")
-        return str(models[0]["id"])
+    def _listed(self, name: str | None) -> dict[str, Any]:
+        """Return what the server says of a model, of its first one when there is no name."""
+        models: list[dict[str, Any]] = self._ask("models", None).get("data") or []
+        found = [entry for entry in models if name in (None, entry.get("id"))]
+        if not found:
+            raise ServerError(f"{self.url}/models: lists no model {name or ''}")
+        return found[0]
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """Send one request until it is answered; GET when there is no body."""

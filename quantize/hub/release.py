@@ -109,8 +109,8 @@ def _check_artifact(run: RunDir, recipe: Recipe) -> None:
         raise InputError(f"{run.report_json}: older than the verification; run `quantize report`")
     for task in recipe.evaluation.tasks:
         path = run.evaluation / "quantized" / f"{task}.conditions.json"
-        scored = read_json(path)["made_with"].get("model") if path.exists() else None
-        if scored not in (digest, None):  # a served model has a name, no fingerprint
+        scored = read_json(path, "made_with.model.weights")["made_with"]["model"]["weights"]
+        if scored not in (digest, None):  # a server may tell no fingerprint; the card then says so
             raise InputError(
                 f"{path}: another checkpoint was scored; run `quantize evaluate` and `report` again"
             )

@@ -94,15 +94,22 @@ def scored_with(tasks: Sequence[dict[str, Any]]) -> list[str]:
     """Return on what the scores were made, one sentence each way that occurs."""
     found: dict[str, None] = {}
     for made in (task["made_with"] for task in tasks):
-        if "served_model" in made:
-            found[f"a server's model {made['served_model']}, seed {made['seed']}"] = None
+        if "served" in made["model"]:
+            found[f"a server's model {_named(made['model'])}, seed {made['seed']}"] = None
         else:
             dtype = str(made["dtype"]).removeprefix("torch.")
             found[
-                f"{made['device']}, torch {made['torch']}, {dtype}, "
+                f"{made['device']}, torch {made['versions']['torch']}, {dtype}, "
                 f"batches of {made['batch_size']}, seed {made['seed']}"
             ] = None
     return list(found)
+
+
+def _named(model: dict[str, Any]) -> str:
+    """Name a served model, and say what is known of its weights."""
+    if model["weights"]:
+        return f"{model['served']} (weights {model['weights'][:12]}, as the server says)"
+    return f"{model['served']} (revision {model['revision']}: a name that was not checked)"
 
 
 def junit(content: dict[str, Any]) -> str:

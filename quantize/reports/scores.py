@@ -41,7 +41,11 @@ def pair(
         {key: value for key, value in side.conditions.items() if key not in ignored}
         for side in (base, other)
     )
-    differs = not_comparable(ours, theirs)
+    made = (
+        {key: value for key, value in side.made_with.items() if key not in ignored | {"model"}}
+        for side in (base, other)
+    )
+    differs = not_comparable(ours, theirs) or not_comparable(*made)
     if other_seed and _share_a_seed(base, other):
         differs = Verdict(
             "NOT COMPARABLE", "both sides have the same seed: no noise is between them"
@@ -58,7 +62,7 @@ def pair(
     entry = {
         "not_comparable": differs.reason if differs else None,
         **(asdict(comparison) if comparison else {"estimand": estimand, "margin_pp": margin_pp}),
-        "made_with": other.made_with | {"dtype": other.conditions.get("sampler", {}).get("dtype")},
+        "made_with": other.made_with,
         "bf16_counts": counts(base.rows),
         "quantized_counts": counts(other.rows),
     }

@@ -199,7 +199,8 @@ class Service:
     def model(self) -> dict[str, Any]:
         """The one model, as the protocol lists it."""
         model = {"id": self.options.model_name, "object": "model", "created": 0}
-        return model | {"owned_by": "quantize", "max_model_len": self.max_length}
+        told = {"fingerprint": self.options.fingerprint, "activations": self.options.activations}
+        return model | {"owned_by": "quantize", "max_model_len": self.max_length} | told
 
     def check_model(self, name: str) -> None:
         """Refuse, with a 404, any name but the model's."""

@@ -26,6 +26,7 @@ class Options:
         shutdown_grace: seconds that running requests get after SIGTERM.
         ignore_unsupported: whether sampling parameters that block diffusion does not have are ignored.
         log_prompts: whether prompts and answers are logged.
+        fingerprint, activations: what is served, as /v1/models tells it.
 
     Raises:
         InputError: other machines could reach it and there is no key; or an empty key.
@@ -45,6 +46,8 @@ class Options:
     shutdown_grace: float = 30.0
     ignore_unsupported: bool = False
     log_prompts: bool = False
+    fingerprint: str | None = None
+    activations: str = "none"
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):

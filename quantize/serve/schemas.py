@@ -86,6 +86,8 @@ class Model(_Closed):
     created: int
     owned_by: str
     max_model_len: int
+    fingerprint: str | None
+    activations: str
 
 
 class Models(_Closed):

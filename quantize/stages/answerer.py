@@ -17,6 +17,7 @@ import torch
 from recovery.samples import Batch, Completion, Finished, Request
 
 from quantize.checkpoints.reader import Checkpoint
+from quantize.manifest import package_versions, tokenizer_digest
 from quantize.recipe import ActivationMode
 from quantize.runtime import Sample, Sampler, StepRecord, generate, open
 from quantize.runtime.chat import encode_chat, load_tokenizer
@@ -71,14 +72,17 @@ class Answerer:
             "engine": self.kind,
             "batch_invariant": self.one_by_one,
         }
+        # Everything that can change an answer; what is not of the model is equal on both sides.
         self.made_with: dict[str, Any] = {
-            "model": digest,
-            "activations": activations,
+            "model": {"weights": digest, "activations": activations},
+            "tokenizer": tokenizer_digest(folder),
+            "sampler": self.sampler_settings,
+            "dtype": str(self.dtype),
             "engine": self.kind,
             "device": device if device == "cpu" else torch.cuda.get_device_name(device),
             # Sums of another order are other float32 numbers; a GPU's do not depend on the CPU.
             "threads": torch.get_num_threads() if device == "cpu" else None,
-            "torch": torch.__version__,
+            "versions": package_versions(),
         }
         self.gpu_memory = gpu_memory
         self._engine: Engine | None = None

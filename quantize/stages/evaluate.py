@@ -23,12 +23,10 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from recovery.catalog import is_private, known_tasks
 from recovery.gate import out_of_reach
 from recovery.samples import Batch, Finished, SampleStore, Share
@@ -44,7 +42,9 @@ from recovery.served import Server, ServerError
 from quantize.bundled import HELDOUT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
-from quantize.manifest import fingerprint
+from quantize.locks import locked
+from quantize.manifest import fingerprint, package_versions
+from quantize.processes import Processes, joined
 from quantize.progress import say, track
 from quantize.recipe import ActivationMode, Evaluation, Gate
 from quantize.run_dir import RunDir, read_json, write_json, write_text
@@ -73,15 +73,35 @@ class Backend(Protocol):
 
 
 class ServedModel:
-    """A model behind a server."""
+    """A model behind a server.
+
+    Args:
+        url: of the server.
+        in_flight: requests at once.
+        digest: fingerprint of the checkpoint that it should serve.
+        revision: what the user says that it serves, for a server that tells no fingerprint.
+
+    Raises:
+        InputError: it serves something else, or nobody says what.
+    """
 
     one_by_one = True
 
-    def __init__(self, url: str, in_flight: int) -> None:
+    def __init__(self, url: str, in_flight: int, digest: str, revision: str | None) -> None:
         self.server = Server(url, in_flight=in_flight, api_key=os.environ.get("OPENAI_API_KEY"))
         # Its template, sampler and precision are the server's own; both sides must be served then.
         self.sampler_settings: dict[str, Any] = {"sampler": "the server's"}
-        self.made_with: dict[str, Any] = {"served_model": self.server.model}
+        weights = self.server.about.get("fingerprint")
+        if weights is None and revision is None:
+            raise InputError(
+                f"{url}: this server does not say which weights it serves; name them with "
+                f"--server-revision and --base-server-revision"
+            )
+        if weights not in (digest, None):
+            raise InputError(f"{url}: serves other weights ({weights}) than the run's ({digest})")
+        model = {"served": self.server.model, "weights": weights, "revision": revision}
+        model["activations"] = self.server.about.get("activations")
+        self.made_with: dict[str, Any] = {"model": model, "versions": package_versions()}
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
         """Ask for every sample on its own, several at a time."""
@@ -124,6 +144,8 @@ def evaluate(
     data_dir: Path | None = None,
     server: str | None = None,
     base_server: str | None = None,
+    server_revision: str | None = None,
+    base_server_revision: str | None = None,
     in_flight: int = 8,
     device: str = "cpu",
     gpu_memory: float | None = None,
@@ -141,6 +163,8 @@ def evaluate(
         data_dir: folder with <task>.jsonl or .csv files in place of data sets on the Hub.
         server: URL of a server with the quantized model.
         base_server: URL of a server with the BF16 model; both are served, or neither.
+        server_revision: what the server serves, where it does not tell.
+        base_server_revision: the same of the server with the BF16 model.
         in_flight: requests at once to a server.
         device: where the models run that are not served.
         gpu_memory: bytes of a GPU that may be used, None for what is free.
@@ -154,49 +178,55 @@ def evaluate(
     data = {task: data_file(task, data_dir) for task in known(settings.tasks)}
     sampler = Sampler.from_checkpoint(source)
 
-    def model(folder: Path, identity: str, mode: ActivationMode, url: str | None) -> Backend:
-        if url is not None:
-            return ServedModel(url, in_flight)
+    quantized = fingerprint(Checkpoint.open(run.checkpoint))
+
+    def base_model() -> Backend:
+        if base_server:
+            return ServedModel(base_server, in_flight, digest, base_server_revision)
+        return local(source, digest, "none")
+
+    def quantized_model(mode: ActivationMode) -> Backend:
+        if server:
+            return ServedModel(server, in_flight, quantized, server_revision)
+        return local(run.checkpoint, quantized, mode)
+
+    def local(folder: Path, identity: str, mode: ActivationMode) -> Backend:
         return Answerer(
             folder, identity, mode, sampler, device, settings.dtype, settings.batch_size,
             gpu_memory=gpu_memory,
         )  # fmt: skip
 
-    share = _join()
-    try:
-        base = model(source, digest, "none", base_server)
-        sides = [Side(BF16, base, settings.seed)]
-        if noise_floor:
-            sides.append(Side(BF16_AGAIN, base, settings.seed + 1))
-        quantized = fingerprint(Checkpoint.open(run.checkpoint))
-        for name, mode in quantized_sides(settings.activations, modes):
-            backend = model(run.checkpoint, quantized, mode, server)
-            sides.append(Side(name, backend, settings.seed))
-        jobs = _jobs(run, sides, settings, data)
-        if gate is not None:
-            _announce_limits(jobs, gate)
-        _announce(jobs)
-        _warn_of_servers(jobs, int(read_json(run.checkpoint / "config.json")["canvas_length"]))
-        for job, following in zip_longest(jobs, jobs[1:]):
-            _score(run, job, settings, share)
-            if following is None or following.side.backend is not job.side.backend:
-                job.side.backend.release()
-    except ServerError as error:
-        raise ResourceError(str(error)) from error
-    if share.rank == 0:
-        write_json(run.evaluation / "done.json", {"tasks": settings.tasks})
+    with joined() as processes:
+        try:
+            base = base_model()
+            sides = [Side(BF16, base, settings.seed)]
+            if noise_floor:
+                sides.append(Side(BF16_AGAIN, base, settings.seed + 1))
+            for name, mode in quantized_sides(settings.activations, modes):
+                sides.append(Side(name, quantized_model(mode), settings.seed))
+            jobs = _jobs(run, sides, settings, data)
+            if gate is not None:
+                _announce_limits(jobs, gate)
+            _warn_of_servers(
+                jobs, int(read_json(run.checkpoint / "config.json")["canvas_length"])
+            )
+            _score_all(run, jobs, settings, processes)
+        except ServerError as error:
+            raise ResourceError(str(error)) from error
+        if processes.rank == 0:
+            write_json(run.evaluation / "done.json", {"tasks": settings.tasks})
 
 
-def _join() -> Share:
-    """Return this process' share of the work: all of it, unless torchrun started several."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Share()
-    distributed: Any = torch.distributed
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # gloo on GPUs too: only barriers pass. A process may wait for the slowest as long as it takes.
-    distributed.init_process_group("gloo", timeout=timedelta(days=30))
-    return Share(distributed.get_rank(), distributed.get_world_size(), distributed.barrier)
+def _score_all(
+    run: RunDir, jobs: Sequence[Job], settings: Evaluation, processes: Processes
+) -> None:
+    """Score jobs in order; give a model's memory back when its last job is done."""
+    _announce(jobs)
+    share = Share(processes.rank, processes.count, processes.wait)
+    for job, following in zip_longest(jobs, jobs[1:]):
+        _score(run, job, settings, share)
+        if following is None or following.side.backend is not job.side.backend:
+            job.side.backend.release()
 
 
 def known(tasks: list[str]) -> list[str]:
@@ -259,6 +289,7 @@ def _jobs(
                 "seed": side.seed,
                 "batch_size": settings.batch_size,
             }
+            made_with = json.loads(json.dumps(made_with))  # as it is read back
             samples = repeats * min(documents, settings.limit.get(task, documents))
             if not _is_done(run.evaluation / side.name, task, made_with):
                 jobs.append(Job(side, task, data[task], made_with, samples, token_limit))
@@ -306,11 +337,17 @@ def _announce_limits(jobs: Sequence[Job], gate: Gate) -> None:
 
 
 def _score(run: RunDir, job: Job, settings: Evaluation, share: Share) -> None:
+    path = _store_path(run, job.side, job.task, job.made_with)
+    with locked(path.with_name(f".{path.stem}.lock"), str(path)):
+        try:
+            store = SampleStore(path, job.made_with, share)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        _complete(run, job, settings, store)
+
+
+def _complete(run: RunDir, job: Job, settings: Evaluation, store: SampleStore) -> None:
     side, task = job.side, job.task
-    try:
-        store = SampleStore(_store_path(run, side, task, job.made_with), job.made_with, share)
-    except ValueError as error:
-        raise InputError(str(error)) from error
     scoring = score(
         task,
         store,

@@ -302,7 +302,7 @@ def test_an_unverified_or_another_checkpoint_is_refused(
     write_json(run.verification_json, verification)
     conditions = run.evaluation / "quantized" / "gsm8k.conditions.json"
     scored = read_json(conditions)
-    write_json(conditions, {**scored, "made_with": {"model": "another"}})
+    write_json(conditions, {**scored, "made_with": {"model": {"weights": "another"}}})
     assert "another checkpoint was scored" in push("--no-gate").error
     write_json(conditions, scored)
     write_checkpoint(run.checkpoint, 3, seed=1)

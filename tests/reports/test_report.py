@@ -42,10 +42,10 @@ class Scripted:
 
     one_by_one = True
 
-    def __init__(self, url: str, in_flight: int) -> None:
+    def __init__(self, url: str, in_flight: int, digest: str, revision: str | None) -> None:
         self.sampler_settings = {"sampler": "scripted"}
         self.forgets = url == "quantized"
-        self.made_with = {"served_model": url}
+        self.made_with = {"model": {"served": url, "weights": None, "revision": "v1"}}
         rows = [json.loads(line) for line in GSM8K.read_text("utf-8").splitlines()]
         self.truth = {row["question"]: row["answer"].split("#### ")[1] for row in rows}
 
@@ -237,7 +237,10 @@ def test_the_page_is_whole_and_refers_to_nothing_outside(full: RunDir) -> None:
         assert f"{task} (gated)" in page.text
     assert page.text.count("BF16, other seed") == len(TASKS)
     assert f"recovery, {TASKS[0]}" in page.text
-    assert "Scores: a server's model quantized, seed 0" in page.text
+    assert (
+        "Scores: a server's model quantized (revision v1: a name that was not checked), seed 0"
+        in page.text
+    )
     assert "nan" not in page.text.lower().split()
 
 

@@ -41,7 +41,7 @@ def finished_run(folder: Path, *, outcome: str = "PASS", shards: int = 3) -> Run
     write_json(run.verification_json, verification)
     for task in recipe.evaluation.tasks:
         path = run.evaluation / "quantized" / f"{task}.conditions.json"
-        write_json(path, {"compared": {}, "made_with": {"model": digest}})
+        write_json(path, {"compared": {}, "made_with": {"model": {"weights": digest}}})
     report = {
         "format": 1,
         "model": manifest["source"],

@@ -59,7 +59,8 @@ def made_up_scores(
     for side, (model, wrong) in sides.items():
         scores = [0.0] * wrong + [1.0] * (PROBLEMS - wrong)
         conditions = {"task": TASK, "seed": settings.seed, "sampler": {"dtype": "torch.float32"}}
-        made_with = {"model": model, "device": "cpu", "torch": "2", "batch_size": 1, "seed": 0}
+        made_with = {"model": {"weights": model, "activations": "none"}, "dtype": "torch.float32"}
+        made_with |= {"device": "cpu", "versions": {"torch": "2"}, "batch_size": 1, "seed": 0}
         scoring = Scoring(TASK, rows(scores), conditions, made_with)
         evaluate._write(run.evaluation / side, scoring)
     write_json(run.evaluation / "done.json", {"tasks": settings.tasks})

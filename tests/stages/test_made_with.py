@@ -1,0 +1,153 @@
+"""Scores are reused and compared only where everything that can change an answer is the same."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quick_run import TASK, rows
+from recovery.samples import Batch, Completion, Finished
+from recovery.scoring import Scoring
+
+from quantize.bundled import CHECKPOINT
+from quantize.errors import InputError, ResourceError
+from quantize.locks import locked
+from quantize.manifest import tokenizer_digest
+from quantize.recipe import Evaluation
+from quantize.reports.scores import pair
+from quantize.run_dir import RunDir, read_json, write_json
+from quantize.runtime import Sampler
+from quantize.stages import answerer, evaluate
+from quantize.stages.answerer import Answerer
+
+SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
+SETTINGS = Evaluation(tasks=[TASK], limit={TASK: 3}, batch_size=2)
+
+
+def made(folder: Path = CHECKPOINT, **changes: Any) -> dict[str, Any]:
+    arguments = {"digest": "a", "activations": "none", "sampler": SAMPLER, "device": "cpu"}
+    return Answerer(folder, **arguments | {"dtype": None} | changes).made_with
+
+
+def test_everything_that_can_change_an_answer_is_in_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = made()
+    other = tmp_path / "other"
+    shutil.copytree(CHECKPOINT, other, ignore=shutil.ignore_patterns("*.safetensors"))
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    keys = {
+        "model": made(digest="b"),
+        "sampler": made(sampler=dataclasses.replace(SAMPLER, max_denoising_steps=3)),
+        "dtype": made(dtype="bfloat16"),
+        "tokenizer": made(other),
+    }
+    assert made(activations="per_layer")["model"] != usual["model"]
+    for package in ("diffusiongemma-quantize", "torch", "transformers", "compressed-tensors"):
+        versions = dict(usual["versions"])
+        assert versions.pop(package)
+        monkeypatch.setattr(answerer, "package_versions", lambda found=versions: found)
+        assert made()["versions"] != usual["versions"]
+        monkeypatch.undo()
+    for key, changed in keys.items():
+        assert changed[key] != usual[key], key
+    assert tokenizer_digest(other) != tokenizer_digest(CHECKPOINT)
+
+
+class Counting(Answerer):
+    """Answers nothing, and counts what it was asked."""
+
+    asked = 0
+
+    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+        for batch in batches:
+            Counting.asked += len(batch)
+            yield batch, [Completion("#### 1", 1, [1], False) for _ in batch]
+
+    def record(self, requests: object) -> dict[str, Any]:
+        return {"vocabulary": {}, "samples": []}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Score the bundled model against itself; return how many samples that took."""
+    monkeypatch.setattr(evaluate, "Answerer", Counting)
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.checkpoint.symlink_to(CHECKPOINT)
+
+    def score(**changes: Any) -> int:
+        Counting.asked = 0
+        evaluate.evaluate(run, CHECKPOINT, "source", SETTINGS.model_copy(update=changes))
+        return Counting.asked
+
+    score.run = run  # type: ignore[attr-defined]
+    return score
+
+
+def test_what_was_scored_with_other_settings_is_scored_again(asked: Any) -> None:
+    assert asked() == 6
+    assert asked() == 0
+    assert asked(dtype="bfloat16") == 6
+    assert asked(dtype="bfloat16") == 0
+    done = asked.run.evaluation / "quantized" / f"{TASK}.conditions.json"
+    conditions = read_json(done)
+    conditions["made_with"]["model"]["weights"] = "another"
+    write_json(done, conditions)
+    assert asked(dtype="bfloat16") == 3
+
+
+def test_the_second_process_on_a_store_is_refused(asked: Any) -> None:
+    """The store of BF16's samples is shared by runs; whoever opens it may cut off a torn line."""
+    assert asked() == 6
+    (store,) = (asked.run.path.parent / ".bf16").glob("*.jsonl")
+    shutil.rmtree(asked.run.evaluation)
+    with (
+        locked(store.with_name(f".{store.stem}.lock"), "held"),
+        pytest.raises(ResourceError, match=r"\.bf16.*process \d+ is at work") as error,
+    ):
+        asked()
+    assert error.value.exit_code == 3
+
+
+@pytest.mark.parametrize("key", ["dtype", "sampler", "tokenizer", "device", "threads", "versions"])
+def test_sides_made_differently_are_not_comparable(key: str) -> None:
+    def scoring(**changes: Any) -> Scoring:
+        with_ = json.loads(json.dumps(made())) | {"model": "any"} | changes
+        return Scoring(TASK, rows([1.0] * 40), {"task": TASK}, with_)
+
+    entry, _ = pair(scoring(), scoring(model="other"), margin_pp=30, confidence=0.95)
+    assert entry["not_comparable"] is None
+    entry, comparison = pair(scoring(), scoring(**{key: "x"}), margin_pp=30, confidence=0.95)
+    assert key in entry["not_comparable"]
+    assert comparison is None
+
+
+@pytest.mark.parametrize(
+    ("about", "revision", "fault"),
+    [
+        ({"fingerprint": "right"}, None, None),
+        ({}, "v1.2", None),
+        ({}, None, "does not say which weights"),
+        ({"fingerprint": "wrong"}, None, "serves other weights"),
+        ({"fingerprint": "wrong"}, "v1.2", "serves other weights"),
+    ],
+)
+def test_a_served_model_says_what_it_is(
+    about: dict[str, str], revision: str | None, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Listed:
+        def __init__(self, url: str, **_: Any) -> None:
+            self.model, self.about = "m", about
+
+    monkeypatch.setattr(evaluate, "Server", Listed)
+    if fault:
+        with pytest.raises(InputError, match=fault):
+            evaluate.ServedModel("http://x", 1, "right", revision)
+        return
+    model = evaluate.ServedModel("http://x", 1, "right", revision).made_with["model"]
+    assert (model["weights"], model["revision"]) == (about.get("fingerprint"), revision)
