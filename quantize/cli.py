@@ -567,9 +567,8 @@ def push(
 
     The token comes from HF_TOKEN or from `hf auth login`. Interrupted? The same command goes on.
     """
-    from quantize.hub.publish import push as push_run
     from quantize.hub.release import Request
-    from quantize.run_dir import RunDir
+    from quantize.pipeline import push as push_run
 
     def confirm() -> bool:
         if not (yes or sys.stdin.isatty()):
@@ -577,7 +576,7 @@ def push(
         return yes or click.confirm("Upload this?", err=True)
 
     request = Request(repo, to, tag, public, allow == "inconclusive", no_gate)
-    return push_run(RunDir(run), request, dry_run=dry_run, confirm=confirm)
+    return push_run(run, request, dry_run=dry_run, confirm=confirm)
 
 
 @cli.command()

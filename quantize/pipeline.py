@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -41,6 +41,9 @@ from quantize.staleness import (
     upstream,
     why_stale,
 )
+
+if TYPE_CHECKING:
+    from quantize.hub.release import Request
 
 
 @contextmanager
@@ -259,6 +262,25 @@ def run_alone(run: Run, stage: Stage, task: Callable[[Run], None] | None = None)
             f"`quantize run ... --resume` redoes what is stale"
         )
     return stage.verdict(run)
+
+
+def push(path: Path, request: "Request", *, dry_run: bool, confirm: Callable[[], bool]) -> int:
+    """Publish a run whose every result stands and whose report is what its scores give.
+
+    Raises:
+        InputError: a stage is stale or missing, or the report says something else than the scores.
+    """
+    from quantize.hub.publish import push as push_release
+    from quantize.stages.report import check_report
+
+    folder = RunDir(path)
+    if not folder.manifest_json.exists():
+        raise InputError(f"{path}: no manifest.json there; name a folder that `quantize run` made")
+    with working_in(folder):
+        recipe = read_recipe(folder.recipe_yaml)
+        check_fresh(folder, recipe, STAGES)
+        check_report(folder, recipe)
+        return push_release(folder, request, dry_run=dry_run, confirm=confirm)
 
 
 def _is_stale(run: Run, stage: Stage) -> bool:

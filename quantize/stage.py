@@ -164,7 +164,11 @@ def _evaluate(run: Run) -> None:
 
 def _lacks_noise_floor(run: Run) -> str | None:
     is_scored = (run.folder.evaluation / "bf16-again").exists()
-    return "the noise floor is not scored" if run.scoring.get("noise_floor") and not is_scored else None
+    return (
+        "the noise floor is not scored"
+        if run.scoring.get("noise_floor") and not is_scored
+        else None
+    )
 
 
 def evaluate_more(

@@ -1,20 +1,23 @@
 """What may be published: a verified checkpoint whose gate passed, with a card and checksums.
 
 The checkpoint must be the one that was verified and scored: verification.json, report.json and the
-scores name its fingerprint, and verification.json the sha256 of every shard. A verdict other than PASS
+scores name its fingerprint, and verification.json the sha256 of every file: these files are published
+and no others. A verdict other than PASS
 is published only by an option that says so; the card and publication.json then say so too.
 """
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import GateError, InputError, UndecidedError
-from quantize.hub.repository import File
+from quantize.hub.repository import File, Hub
 from quantize.manifest import fingerprint
-from quantize.progress import track
-from quantize.recipe import Recipe, parse_recipe
-from quantize.reports.card import Override, card, eval_results
+from quantize.progress import say, track
+from quantize.recipe import Recipe, read_recipe
+from quantize.reports.card import Override, base_model, card, eval_results
 from quantize.run_dir import RunDir, read_json
 
 PULL_REQUEST, MAIN = "pr", "main"
@@ -74,16 +77,12 @@ def prepare(run: RunDir, request: Request) -> Release:
     ):
         if not path.exists():
             raise InputError(f"{path}: missing; run `quantize {stage}` first")
-    recipe = parse_recipe(run.recipe_yaml.read_text("utf-8"), str(run.recipe_yaml))
+    recipe = read_recipe(run.recipe_yaml)
     _check_artifact(run, recipe)
     override = _check_verdict(run, request)
-    paths = sorted(p for p in run.checkpoint.rglob("*") if p.is_file() and p.name != README)
-    weights = [
-        File.of(path.relative_to(run.checkpoint).as_posix(), path)
-        for path in track(paths, "checksums")
-    ]
-    _check_bytes(run, weights)
-    texts = {README: card(run, recipe, request.repo, override)}
+    weights = _listed_files(run)
+    base = find_base(read_json(run.manifest_json, "source")["source"], recipe)
+    texts = {README: card(run, recipe, request.repo, override, base)}
     texts |= eval_results(read_json(run.report_json))
     cards = [File.of(path, text.encode()) for path, text in texts.items()]
     return Release(run.path.resolve().name, weights, cards, override)
@@ -94,7 +93,7 @@ def _check_artifact(run: RunDir, recipe: Recipe) -> None:
     artifact = Checkpoint.open(run.checkpoint)
     if not artifact.is_quantized:
         raise InputError(f"{run.checkpoint}: not quantized")
-    verification = read_json(run.verification_json)
+    verification = read_json(run.verification_json, "passed", "artifact")
     if not verification["passed"]:
         raise GateError(
             f"{run.verification_json}: static verification failed; nothing is published"
@@ -105,7 +104,7 @@ def _check_artifact(run: RunDir, recipe: Recipe) -> None:
             f"{run.checkpoint}: not the checkpoint that was verified; run `quantize verify`, "
             f"`evaluate` and `report` again"
         )
-    if read_json(run.report_json).get("artifact") != digest:
+    if read_json(run.report_json, "artifact")["artifact"] != digest:
         raise InputError(f"{run.report_json}: older than the verification; run `quantize report`")
     for task in recipe.evaluation.tasks:
         path = run.evaluation / "quantized" / f"{task}.conditions.json"
@@ -118,19 +117,67 @@ def _check_artifact(run: RunDir, recipe: Recipe) -> None:
         raise GateError(f"{run.fidelity_json}: {faults[0]}")
 
 
-def _check_bytes(run: RunDir, weights: list[File]) -> None:
-    """Compare every shard with its checksum from the verification."""
-    verified = read_json(run.verification_json)["sha256"]
-    for file in weights:
-        if file.path in verified and verified[file.path] != file.sha256:
+def _listed_files(run: RunDir) -> list[File]:
+    """Hash the files that the verification lists; they must be all that the checkpoint holds.
+
+    Raises:
+        InputError: a file that was not verified, a link, or one that is gone.
+        GateError: a file has other bytes than were verified.
+    """
+    listed: dict[str, str] = read_json(run.verification_json, "sha256")["sha256"]
+    paths = [run.checkpoint, *sorted(run.checkpoint.rglob("*"))]
+    for path in paths:
+        name = path.relative_to(run.checkpoint).as_posix()
+        if path.is_symlink():
+            raise InputError(
+                f"{path}: a link, and only files are published; put a copy in its place"
+            )
+        if path.is_file() and name not in (*listed, README):
+            raise InputError(f"{path}: not among the files that were verified; remove it")
+    if gone := sorted(name for name in listed if not (run.checkpoint / name).is_file()):
+        raise InputError(
+            f"{run.checkpoint / gone[0]}: was verified and is gone; run `quantize convert`"
+        )
+    files = [File.of(name, run.checkpoint / name) for name in track(sorted(listed), "checksums")]
+    for file in files:
+        if file.sha256 != listed[file.path]:
             raise GateError(
                 f"{run.checkpoint / file.path}: its bytes have changed since they were verified; run "
                 f"`quantize convert`, `verify`, `evaluate` and `report` again"
             )
+    return files
+
+
+def find_base(source: dict[str, Any], recipe: Recipe) -> str | None:
+    """Return the Hub id of the BF16 model when its config and weights are those of the Hub's revision.
+
+    A manifest or a folder may be called anything: what decides is the Hub's checksums. None, and a
+    line that says why, when they differ or the Hub has no such revision.
+    """
+    name = base_model(source, recipe)
+    if name is None:
+        return None
+    revision = source.get("commit") or recipe.model.revision or MAIN
+    hub, folder = Hub(name), Path(source["folder"])
+    hub.account()
+    try:
+        remote = hub.files(revision)
+    except InputError as error:
+        say(f"push: no base model is named: {error}")
+        return None
+    paths = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    wanted = {name for name in remote if "/" not in name and name.endswith(".safetensors")}
+    same = wanted == {path.name for path in paths[1:]} != set() and all(
+        path.is_file() and File.of(path.name, path).is_at(remote.get(path.name))
+        for path in track(paths, f"checksums of {name}")
+    )
+    if not same:
+        say(f"push: no base model is named: {folder} does not hold {name} at {revision}")
+    return name if same else None
 
 
 def _check_verdict(run: RunDir, request: Request) -> Override | None:
-    verdict = read_json(run.report_json)["verdict"]
+    verdict = read_json(run.report_json, "verdict.outcome", "verdict.reason")["verdict"]
     outcome, reason = verdict["outcome"], verdict["reason"]
     if outcome == "PASS":
         return None

@@ -75,15 +75,16 @@ def _flags(canvas: int) -> list[str]:
     ]
 
 
-def card(run: RunDir, recipe: Recipe, repo: str, override: Override | None) -> str:
-    """Return README.md of a release.
+def card(
+    run: RunDir, recipe: Recipe, repo: str, override: Override | None, base: str | None
+) -> str:
+    """Return README.md of a release; `base` is the Hub id of the BF16 model where that is certain.
 
     Raises:
         InputError: a file of the run is missing.
     """
     report, manifest = read_json(run.report_json), read_json(run.manifest_json)
     config = read_json(run.checkpoint / "config.json")
-    base = base_model(manifest["source"], recipe)
     canvas = int(config["canvas_length"])
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
@@ -113,7 +114,7 @@ def card(run: RunDir, recipe: Recipe, repo: str, override: Override | None) -> s
 
 
 def base_model(source: dict[str, Any], recipe: Recipe) -> str | None:
-    """Return the Hub id of the BF16 model; None for the bundled one, which is not on the Hub."""
+    """Return the Hub id that the BF16 model claims; None for the bundled one, which is not there."""
     if source["bundled"]:
         return None
     model = str(source["model"]).split("@")[0]

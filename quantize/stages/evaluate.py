@@ -207,9 +207,7 @@ def evaluate(
             jobs = _jobs(run, sides, settings, data)
             if gate is not None:
                 _announce_limits(jobs, gate)
-            _warn_of_servers(
-                jobs, int(read_json(run.checkpoint / "config.json")["canvas_length"])
-            )
+            _warn_of_servers(jobs, int(read_json(run.checkpoint / "config.json")["canvas_length"]))
             _score_all(run, jobs, settings, processes)
         except ServerError as error:
             raise ResourceError(str(error)) from error

@@ -4,6 +4,7 @@ report.json, by key:
   format        version of this layout, 1
   model         which model, and whether it is the small bundled one
   artifact      fingerprint of the quantized checkpoint that was verified
+  evidence      sha256 of recipe.yaml and of every file of scores that the verdict rests on
   recipe        name and scheme
   verdict       outcome, reason, exit_code, estimand: of what the loss is judged, these_questions or
                 such_questions
@@ -25,6 +26,8 @@ report.md and report.html are rendered from it, junit.xml for CI systems; where 
 names a file, report.md is appended to it.
 """
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -59,34 +62,16 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
     """
     manifest = _needed(run.manifest_json, "run")
     verification = _needed(run.verification_json, "verify")
-    comparisons: dict[str, Comparison] = {}  # of the gated entries
-    tasks: list[dict[str, Any]] = []
-    for task in recipe.evaluation.tasks:
-        for side, mode in _sides(run, task, recipe).items():
-            entry, comparison = _entry(run, task, "bf16", side, recipe)
-            tasks.append({"task": task, "activations": mode, "gated": side == "quantized"} | entry)
-            if side == "quantized" and comparison is not None:
-                comparisons[task] = comparison
-    fidelity = read_json(run.fidelity_json) if run.fidelity_json.exists() else None
-    verdict = _verdict(verification, fidelity, tasks, comparisons)
+    judged, verdict = judge_run(run, recipe)
     content = {
         "format": 1,
         "model": manifest["source"],
-        "artifact": verification.get("artifact"),
-        "recipe": {"name": recipe.name, "scheme": recipe.quantization.scheme},
-        "verdict": {
-            **asdict(verdict),
-            "estimand": recipe.gate.estimand,
-            "exit_code": verdict.exit_code,
-        },
-        "tasks": tasks,
-        "noise_floor": _noise_floor(run, recipe),
+        **judged,
         "sizes": _sizes(targets),
         "layers": _layers(targets, verification["relative_error"]),
         "error": _errors(verification["relative_error"]),
         "verification": {key: verification[key] for key in ("passed", "checks")},
         "coverage": _coverage(run),
-        "fidelity": fidelity,
         "canvases": _canvases(run, recipe.evaluation.tasks),
         "versions": manifest["versions"],
         "hardware": manifest["hardware"],
@@ -102,10 +87,65 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
     return verdict
 
 
+def check_report(run: RunDir, recipe: Recipe) -> None:
+    """Judge a run once more, from its scores, and compare with its report.
+
+    Raises:
+        InputError: report.json says something else than the run's own files, or is older.
+    """
+    judged, _ = judge_run(run, recipe)
+    stands = read_json(run.report_json, *judged)
+    for key, value in json.loads(json.dumps(judged)).items():
+        if stands[key] != value:
+            raise InputError(
+                f"{run.report_json}: {key!r} is not what the run's files give; it was changed, or they "
+                f"were: run `quantize report` again"
+            )
+
+
+def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
+    """Return what of report.json the verdict rests on, and the verdict."""
+    verification = _needed(run.verification_json, "verify")
+    comparisons: dict[str, Comparison] = {}  # of the gated entries
+    tasks: list[dict[str, Any]] = []
+    for task in recipe.evaluation.tasks:
+        for side, mode in _sides(run, task, recipe).items():
+            entry, comparison = _entry(run, task, "bf16", side, recipe)
+            tasks.append({"task": task, "activations": mode, "gated": side == "quantized"} | entry)
+            if side == "quantized" and comparison is not None:
+                comparisons[task] = comparison
+    fidelity = read_json(run.fidelity_json) if run.fidelity_json.exists() else None
+    verdict = _verdict(verification, fidelity, tasks, comparisons)
+    judged = {
+        "artifact": verification.get("artifact"),
+        "recipe": {"name": recipe.name, "scheme": recipe.quantization.scheme},
+        "verdict": {
+            **asdict(verdict),
+            "estimand": recipe.gate.estimand,
+            "exit_code": verdict.exit_code,
+        },
+        "tasks": tasks,
+        "noise_floor": _noise_floor(run, recipe),
+        "fidelity": fidelity,
+        "evidence": _evidence(run),
+    }
+    return judged, verdict
+
+
+def _evidence(run: RunDir) -> dict[str, str]:
+    """Return path in the run -> sha256 of the recipe and of all scores."""
+    scores = (file for file in run.evaluation.glob("*/*") if ".partial" not in file.name)
+    files = [file for file in (run.recipe_yaml, *sorted(scores)) if file.is_file()]
+    return {
+        file.relative_to(run.path).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+    }
+
+
 def _needed(path: Path, stage: str) -> Any:
     if not path.exists():
         raise InputError(f"{path}: missing; run `quantize {stage}` first")
-    return read_json(path)
+    return read_json(path, "source" if stage == "run" else "passed")
 
 
 def _sides(run: RunDir, task: str, recipe: Recipe) -> Mapping[str, ActivationMode]:

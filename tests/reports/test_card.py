@@ -20,6 +20,7 @@ from quantize.errors import InputError
 from quantize.recipe import Recipe, load_recipe, parse_recipe
 from quantize.reports.card import (
     Override,
+    base_model,
     card,
     docker_command,
     eval_results,
@@ -41,7 +42,9 @@ def recipe_of(run: RunDir) -> Recipe:
 
 
 def card_of(run: RunDir, override: Override | None = None) -> str:
-    return card(run, recipe_of(run), REPO, override)
+    recipe = recipe_of(run)
+    base = base_model(read_json(run.manifest_json)["source"], recipe)
+    return card(run, recipe, REPO, override, base)
 
 
 def edit(path: Path, **changes: Any) -> None:
