@@ -1,24 +1,27 @@
 """Publishing to a Hub on the loopback: what lands there, in which order, and after which faults."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_hub import FakeHub, Fault
-from finished_run import finished_run, write_checkpoint
+from finished_run import BASE, COMMIT, base_files, bless, finished_run, write_checkpoint
 from huggingface_hub import constants
 
 from quantize import cli
 from quantize.checkpoints.reader import Checkpoint, hub_commit, resolve
 from quantize.errors import InputError
 from quantize.manifest import new_manifest
+from quantize.recipe import read_recipe
 from quantize.run_dir import RunDir, read_json, write_json
+from quantize.stages.report import judge_run
 
 TOKEN = "hf_PlantedTokenThatNobodyMaySee"
 REPO = "org/model"
@@ -43,9 +46,29 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
         yield fake
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], RunDir]:
+    """Copies of finished runs, one made for each verdict."""
+    made: dict[str, Path] = {}
+
+    def copy(outcome: str, folder: Path) -> RunDir:
+        if outcome not in made:
+            made[outcome] = tmp_path_factory.mktemp("finished")
+            finished_run(made[outcome], outcome=outcome, judged=True)
+            (made[outcome] / "bf16" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+        shutil.copytree(made[outcome], folder, dirs_exist_ok=True)
+        run = RunDir(folder / "nvfp4-0123abc")
+        manifest = read_json(run.manifest_json)
+        manifest["source"]["folder"] = str(folder / "bf16")
+        write_json(run.manifest_json, manifest)
+        return run
+
+    return copy
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return finished_run(tmp_path)
+def run(finished: Callable[[str, Path], RunDir], tmp_path: Path) -> RunDir:
+    return finished("PASS", tmp_path)
 
 
 @pytest.fixture
@@ -276,9 +299,15 @@ def test_who_says_no_is_heard(hub: FakeHub, push: Any, monkeypatch: pytest.Monke
     ],
 )
 def test_only_a_pass_or_an_explicit_option_is_published(
-    outcome: str, options: tuple[str, ...], code: int, hub: FakeHub, tmp_path: Path, push: Any
+    outcome: str,
+    options: tuple[str, ...],
+    code: int,
+    hub: FakeHub,
+    tmp_path: Path,
+    push: Any,
+    finished: Callable[[str, Path], RunDir],
 ) -> None:
-    run = finished_run(tmp_path, outcome=outcome)
+    run = finished(outcome, tmp_path)
     done = push("--to", "main", *options)
     assert done.code == code, done.err
     if code:
@@ -293,51 +322,193 @@ def test_only_a_pass_or_an_explicit_option_is_published(
     assert override["outcome"] == outcome
 
 
+def test_what_changed_after_it_was_judged_is_refused(hub: FakeHub, run: RunDir, push: Any) -> None:
+    """Any file of the run: it makes its stage, or the report, stale."""
+    for path in (
+        "recipe.yaml",
+        "calibration/input_scales.safetensors",
+        "checkpoint/tokenizer.json",
+        "verification.json",
+        "fidelity.json",
+        "evaluation/bf16/gsm8k.jsonl",
+        "evaluation/quantized/gsm8k.conditions.json",
+        "report.json",
+    ):
+        file = run.path / path
+        before = file.read_bytes()
+        file.write_bytes(before + b" ")
+        done = push("--no-gate")
+        assert done.code == 2
+        assert "is stale" in done.error, path
+        file.write_bytes(before)
+    assert not hub.requests
+
+
+def change(path: Path, edit: Callable[[Any], Any]) -> None:
+    """Change a JSON file of a run."""
+    value = read_json(path)
+    edit(value)
+    write_json(path, value)
+
+
+def turn_right(run: RunDir) -> None:
+    """Turn a wrong answer into a right one."""
+    path = run.evaluation / "quantized" / "gsm8k.jsonl"
+    path.write_text(path.read_text().replace('"exact": 0.0', '"exact": 1.0', 1))
+
+
+@pytest.mark.parametrize(
+    ("edit", "word"),
+    [
+        (
+            lambda run: change(run.report_json, lambda r: r["tasks"][0].update(difference_pp=9)),
+            "tasks",
+        ),
+        (lambda run: change(run.report_json, lambda r: r["verdict"].update(reason="?")), "verdict"),
+        (lambda run: change(run.report_json, lambda r: r["evidence"].clear()), "evidence"),
+        (lambda run: change(run.report_json, lambda r: r.pop("fidelity")), "fidelity"),
+        (lambda run: change(run.report_json, lambda r: r.update(artifact="x")), "artifact"),
+        (turn_right, "verdict"),
+        (lambda run: run.report_json.write_text("[]"), "missing"),
+        (lambda run: run.report_json.write_text("{"), "not JSON"),
+        (
+            lambda run: run.recipe_yaml.write_text(
+                run.recipe_yaml.read_text().replace("gsm8k: 2.0", "gsm8k: 50.0")
+            ),
+            "verdict",
+        ),
+    ],
+)
+def test_a_report_that_is_not_what_the_scores_give(
+    edit: Callable[[RunDir], object], word: str, hub: FakeHub, run: RunDir, push: Any
+) -> None:
+    """Edited evidence, entered as if the stages had written it: the scores are judged once more."""
+    edit(run)
+    bless(run)
+    done = push("--no-gate")
+    assert done.code == 2, done.err
+    assert word in done.error
+    assert not hub.requests
+
+
 def test_an_unverified_or_another_checkpoint_is_refused(
     hub: FakeHub, run: RunDir, push: Any
 ) -> None:
     verification = read_json(run.verification_json)
     write_json(run.verification_json, {**verification, "passed": False})
-    assert push("--no-gate").code == 1
+    bless(run)
+    assert "'verdict' is not what" in push("--no-gate").error
     write_json(run.verification_json, verification)
     conditions = run.evaluation / "quantized" / "gsm8k.conditions.json"
-    scored = read_json(conditions)
-    write_json(conditions, {**scored, "made_with": {"model": {"weights": "another"}}})
+    change(conditions, lambda c: c["made_with"]["model"].update(weights="another"))
+    rejudge(run)
     assert "another checkpoint was scored" in push("--no-gate").error
-    write_json(conditions, scored)
     write_checkpoint(run.checkpoint, 3, seed=1)
+    bless(run)
     done = push("--no-gate")
     assert done.code == 2
     assert "quantize verify" in done.error
     (run.checkpoint / "model-00002-of-00003.safetensors").unlink()
     assert push("--no-gate").code == 2
     run.report_json.unlink()
-    assert "quantize report" in push("--no-gate").error
+    assert "is stale" in push("--no-gate").error
     assert not hub.requests
 
 
-def test_a_shard_that_rots_where_the_fingerprint_does_not_look(
-    hub: FakeHub, run: RunDir, push: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over 2 GB the fingerprint samples; the sha256 of the verification sees every byte."""
-    digest = read_json(run.verification_json)["artifact"]
-    monkeypatch.setattr("quantize.hub.release.fingerprint", lambda _: digest)
+def rejudge(run: RunDir) -> None:
+    """Write the report of what the run's files say now."""
+    judged, _ = judge_run(run, read_recipe(run.recipe_yaml))
+    write_json(run.report_json, read_json(run.report_json) | judged)
+    bless(run)
+
+
+def add_env(run: RunDir) -> None:
+    (run.checkpoint / ".env").write_text("SECRET=1")
+
+
+def add_link(run: RunDir) -> None:
+    (run.checkpoint / "notes.txt").symlink_to("/etc/hostname")
+
+
+def link_a_file(run: RunDir) -> None:
+    shard = run.checkpoint / "model-00002-of-00003.safetensors"
+    shard.rename(run.path / "shard")
+    shard.symlink_to(run.path / "shard")
+
+
+def change_tokenizer(run: RunDir) -> None:
+    (run.checkpoint / "tokenizer.json").write_text("{}")
+
+
+def change_generation(run: RunDir) -> None:
+    (run.checkpoint / "generation_config.json").write_text('{"max_new_tokens": 1}')
+
+
+def rot(run: RunDir) -> None:
     shard = run.checkpoint / "model-00002-of-00003.safetensors"
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "word"),
+    [
+        (add_env, 2, ".env"),
+        (add_link, 2, "notes.txt: a link"),
+        (link_a_file, 2, "a link"),
+        (lambda run: (run.checkpoint / "LICENSE").unlink(), 2, "LICENSE"),
+        (change_tokenizer, 1, "tokenizer.json"),
+        (change_generation, 1, "generation_config.json"),
+        (rot, 1, "model-00002-of-00003.safetensors"),
+    ],
+)
+def test_exactly_the_verified_files_are_published(
+    damage: Callable[[RunDir], object],
+    code: int,
+    word: str,
+    hub: FakeHub,
+    run: RunDir,
+    push: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over 2 GB the digests sample; the sha256 of the verification sees every byte of every file."""
+    digest = read_json(run.verification_json)["artifact"]
+    monkeypatch.setattr("quantize.hub.release.fingerprint", lambda _: digest)
+    damage(run)
+    bless(run)
     done = push("--no-gate")
-    assert done.code == 1
-    assert shard.name in done.error
+    assert done.code == code
+    assert word in done.error
     assert not hub.requests
 
 
 def test_a_fidelity_fault_is_refused(hub: FakeHub, run: RunDir, push: Any) -> None:
-    write_json(run.fidelity_json, {"faults": ["KL is over the limit"]})
+    change(run.fidelity_json, lambda found: found.update(faults=["KL is over the limit"]))
+    rejudge(run)
     done = push()
     assert done.code == 1
     assert "KL is over the limit" in done.error
     assert not hub.requests
+
+
+@pytest.mark.parametrize("other", [None, "config.json", "model.safetensors", "more.safetensors"])
+def test_the_base_model_is_named_when_the_hub_lists_its_files(
+    other: str | None, hub: FakeHub, run: RunDir, push: Any
+) -> None:
+    """Whatever the manifest says: checksums of config and weights decide."""
+    hub.create(BASE)
+    for name, content in base_files().items():
+        hub.put(BASE, "main", name, content)
+    if other:
+        hub.put(BASE, "main", other, b"another")
+    repo = hub.repos[BASE]
+    repo.commits[COMMIT] = repo.commits[repo.refs["main"]]
+    done = push("--to", "main")
+    assert done.code == 0, done.err
+    card = (remote_files(hub)["README.md"] or b"").decode()
+    assert ("base_model:" in card) == (other is None)
+    assert ("no base model is named" in done.err) == (other is not None)
 
 
 def test_bad_requests_are_usage(hub: FakeHub, push: Any) -> None:
@@ -522,6 +693,15 @@ def test_wrong_bytes_on_the_hub_stop_the_release(
     hub.garbled.clear()
     assert push("--to", "main", "--tag", "v1").code == 0
     assert_released(hub, run)
+
+
+def test_a_tag_on_an_older_commit_with_the_same_files(hub: FakeHub, run: RunDir, push: Any) -> None:
+    """A tag stands for one commit: that its files are equal does not make it the release's."""
+    assert push("--to", "main", "--tag", "v1").code == 0
+    hub.put(REPO, "main", "notes.txt", b"theirs")
+    done = push("--to", "main", "--tag", "v1")
+    assert done.code == 2
+    assert "stands for another commit" in done.error
 
 
 def test_a_tag_that_stands_for_something_else(hub: FakeHub, push: Any) -> None:
