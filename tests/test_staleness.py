@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from quick_run import Quick
 
+from quantize.recipe import load_recipe
 from quantize.run_dir import read_json, write_json
 from quantize.stage import STAGES
 
-NAMES = [stage.name for stage in STAGES if stage.name != "calibrate"]  # FP8 needs none
+NAMES = [stage.name for stage in STAGES if stage.is_needed(load_recipe("fp8_dynamic"))]
 
 
 @pytest.fixture
