@@ -261,7 +261,7 @@ def run_alone(run: Run, stage: Stage, task: Callable[[Run], None] | None = None)
             f"{stage.name}: this made {', '.join(stale)} stale; "
             f"`quantize run ... --resume` redoes what is stale"
         )
-    return stage.verdict(run)
+    return stage.verdict(run) if is_first() else 0
 
 
 def push(path: Path, request: "Request", *, dry_run: bool, confirm: Callable[[], bool]) -> int:
