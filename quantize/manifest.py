@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from quantize.checkpoints.reader import SETTINGS, TOKENIZER, Checkpoint, hub_commit
+from quantize.checkpoints.reader import SETTINGS, TOKENIZER_FILES, Checkpoint, hub_commit
 
 PACKAGES = (
     "diffusiongemma-quantize",
@@ -93,7 +93,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 def tokenizer_digest(folder: Path) -> str:
     """Return a sha256 over the files of a checkpoint's tokenizer and chat template."""
     digest = hashlib.sha256()
-    hash_files(digest, folder, _matching(folder, TOKENIZER))
+    hash_files(digest, folder, _matching(folder, TOKENIZER_FILES))
     return digest.hexdigest()
 
 

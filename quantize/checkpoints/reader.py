@@ -27,7 +27,7 @@ TOKENIZER = "tokenizer.json"
 MODELOPT = "hf_quant_config.json"  # where ModelOpt said what is quantized before config.json did
 MODEL_TYPE = "diffusion_gemma"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
-TOKENIZER = (
+TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -36,7 +36,7 @@ TOKENIZER = (
     "chat_template*",
 )
 # Files besides config.json and weights that can change an answer.
-SETTINGS = ("generation_config.json", *TOKENIZER, "*processor*.json")
+SETTINGS = ("generation_config.json", *TOKENIZER_FILES, "*processor*.json")
 CARD_FILES = ("README.md", "LICENSE*", "NOTICE*")  # say under which terms a model may be used
 FIX = "download or write the checkpoint again"
 

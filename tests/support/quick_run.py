@@ -4,6 +4,7 @@ What needs a trained model is made up: the replay found no distance, and both mo
 problem as told, so that the verdict is what a test wants it to be.
 """
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 from recovery.scoring import Row, Scoring
 
 from quantize import cli
+from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.manifest import fingerprint
 from quantize.recipe import Evaluation, shipped_recipes
@@ -106,7 +108,10 @@ class Quick:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        self.out, self.model = folder / "outputs", model
+        self.out = folder / "outputs"
+        self.model = shutil.copytree(model, folder / "bf16")
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(CHECKPOINT / name, self.model)
         self.recipe = quick_recipe(folder)
         self.monkeypatch, self.capsys = monkeypatch, capsys
         monkeypatch.setattr("quantize.stages.fidelity.fidelity", made_up_replay)
