@@ -226,6 +226,14 @@ def inspect(checkpoint: str, out: Path | None) -> int:
     help="Score this way of rounding activations too; may be given several times.",
 )  # fmt: skip
 @_scoring_options
+@click.option(
+    "--gguf", type=click.Path(path_type=Path),
+    help="Score the exported file too, in llama.cpp, with the same prompts and noise.",
+)  # fmt: skip
+@click.option(
+    "--llama-cpp", type=click.Path(path_type=Path), metavar="PROGRAM",
+    help="Its llama-diffusion-gemma-server, for --gguf.",
+)  # fmt: skip
 @GPU_MEMORY
 def evaluate(run: Path, modes: tuple[str, ...], gpu_memory: float | None, **options: Any) -> None:
     """Score BF16 and quantized with the same prompts and seeds: what is not scored yet.

@@ -30,9 +30,9 @@ from quantize.exports.tensors import ALIGNMENT, GGUFTensor, KeptAs, plan_tensors
 from quantize.exports.vocabulary import vocabulary
 from quantize.manifest import fingerprint
 from quantize.run_dir import TEMPORARY_SUFFIX, sync_folder
+from quantize.runtime.llama_cpp import FINGERPRINT
 
 STRETCH_BYTES = 1e9
-FINGERPRINT = "quantize.fingerprint"  # of the checkpoint that a file was made from
 FILE_TYPES = {"BF16": 32, "Q8_0": 7, "NVFP4": 39}  # what viewers call a file
 
 

@@ -96,6 +96,9 @@ def scored_with(tasks: Sequence[dict[str, Any]]) -> list[str]:
     for made in (task["made_with"] for task in tasks):
         if "served" in made["model"]:
             found[f"a server's model {_named(made['model'])}, seed {made['seed']}"] = None
+        elif "runtime" in made["model"]:
+            made_by = f"{made['model']['runtime']} on {made['model']['file'][:12]}"
+            found[f"{made_by}, seed {made['seed']}: {_judged(tasks)}"] = None
         else:
             dtype = str(made["dtype"]).removeprefix("torch.")
             found[
@@ -103,6 +106,12 @@ def scored_with(tasks: Sequence[dict[str, Any]]) -> list[str]:
                 f"batches of {made['batch_size']}, seed {made['seed']}"
             ] = None
     return list(found)
+
+
+def _judged(tasks: Sequence[dict[str, Any]]) -> str:
+    """Return what the gate says of each task that another runtime answered."""
+    other = [task for task in tasks if "runtime" in task["made_with"]["model"]]
+    return ", ".join(f"{task['task']} {task['outcome'] or 'NOT COMPARABLE'}" for task in other)
 
 
 def _named(model: dict[str, Any]) -> str:

@@ -5,9 +5,12 @@ beside it: slots are refilled as samples end. On a CPU the modules answer fixed 
 other: float32 sums of other shapes would be other numbers. Activations are rounded as asked, so the
 accuracy of W4A4 can be scored without a Blackwell GPU. The recipe says in which dtype both models
 compute; else float32 on a CPU (the BF16 model too: its weights are BF16 values) and BF16 on a GPU.
+
+`ExportedAnswerer` asks the same of llama.cpp: a GGUF file of the checkpoint, our prompts and noise.
 """
 
 import gc
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,11 +20,13 @@ import torch
 from recovery.samples import Batch, Completion, Finished, Request
 
 from quantize.checkpoints.reader import Checkpoint
+from quantize.errors import InputError
 from quantize.manifest import package_versions, tokenizer_digest
 from quantize.recipe import ActivationMode
 from quantize.runtime import Sample, Sampler, StepRecord, generate, open
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Engine, each_completed
+from quantize.runtime.llama_cpp import LlamaCpp, made_from
 from quantize.runtime.opening import Kind, default_kind
 
 RECORDED_CANVASES = 2
@@ -127,32 +132,24 @@ class Answerer:
         seeds = [request.seed for request in requests]
         done = each_completed(engine, prompts, seeds, max_new_tokens=budget, sampler=self.sampler)
         for index, sample in done:
-            yield [requests[index]], [self._completion(sample)]
+            yield [requests[index]], [_completion(self.tokenizer, sample)]
 
     def _answer(self, batch: Batch) -> list[Completion]:
         """Answer the requests of one task as one batch of the model."""
         prompts, engine, budget = self._ready(batch)
         seeds = [request.seed for request in batch]
         samples = generate(engine, prompts, seeds, max_new_tokens=budget, sampler=self.sampler)
-        return [self._completion(sample) for sample in samples]
+        return [_completion(self.tokenizer, sample) for sample in samples]
 
     def _ready(self, requests: Sequence[Request]) -> tuple[list[list[int]], Engine, int]:
         """Return the prompts, an engine with room for the answers, and their token limit."""
-        prompts = [self._encode(request) for request in requests]
+        prompts = [_encode(self.tokenizer, request) for request in requests]
         budget = max(request.max_new_tokens for request in requests)
         config = Checkpoint.open(self.folder).config
         canvas: int = config["canvas_length"]
         room = max(map(len, prompts)) + -(-budget // canvas) * canvas
         limit: int = config["text_config"]["max_position_embeddings"]
         return prompts, self.engine(min(room, limit)), budget
-
-    def _completion(self, sample: Sample) -> Completion:
-        return Completion(
-            text=self.tokenizer.decode(sample.tokens, skip_special_tokens=False),
-            tokens=sample.new_tokens,
-            denoising_steps=sample.steps_per_canvas,
-            truncated=sample.finish == "length",
-        )
 
     def record(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return how the first canvases of some samples came about, to look at.
@@ -189,9 +186,82 @@ class Answerer:
         words = {i: self.tokenizer.decode([int(i)]) for i in sorted(used, key=int)}
         return {"vocabulary": words, "samples": samples}
 
-    def _encode(self, request: Request) -> list[int]:
-        messages = [{"role": "user", "content": request.prompt}]
-        return encode_chat(self.tokenizer, messages, thinking=request.thinking)
+
+class ExportedAnswerer:
+    """A checkpoint's GGUF file in llama.cpp, with the prompts, noise and sampler of the other sides.
+
+    Args:
+        folder: the checkpoint, whose tokenizer and template are used.
+        digest: its fingerprint.
+        file: the GGUF file that `quantize export` made from it.
+        program: llama.cpp's `llama-diffusion-gemma-server`.
+        base: of the BF16 side, whose sampler this is.
+
+    Raises:
+        InputError: the file was made from another checkpoint, or there is no such program.
+    """
+
+    one_by_one = True
+
+    def __init__(
+        self, folder: Path, digest: str, file: Path, program: Path, base: Answerer
+    ) -> None:
+        if (stated := made_from(file)) != digest:
+            raise InputError(
+                f"{file}: made from {stated or 'something that it does not name'}, not from {folder} "
+                f"({digest}); export that again"
+            )
+        if not program.is_file():
+            raise InputError(f"{program}: no such program; name llama-diffusion-gemma-server")
+        self.folder, self.file, self.program, self.sampler = folder, file, program, base.sampler
+        self.tokenizer = load_tokenizer(folder)
+        self.sampler_settings = base.sampler_settings
+        model = {"weights": digest, "runtime": "llama.cpp"}
+        model |= {"program": _sha256(program), "file": _sha256(file)}
+        self.made_with: dict[str, Any] = base.made_with | {"model": model}
+        self._running: LlamaCpp | None = None
+
+    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+        """Answer one request after the other."""
+        if self._running is None:
+            canvas: int = Checkpoint.open(self.folder).config["canvas_length"]
+            self._running = LlamaCpp(self.program, self.file, canvas)
+        for batch in batches:
+            yield batch, [self._answer(self._running, request) for request in batch]
+
+    def release(self) -> None:
+        """End the process, until it is asked again."""
+        if self._running is not None:
+            self._running.close()
+        self._running = None
+
+    def _answer(self, running: LlamaCpp, request: Request) -> Completion:
+        sample = running.answer(
+            _encode(self.tokenizer, request),
+            request.seed,
+            max_new_tokens=request.max_new_tokens,
+            sampler=self.sampler,
+        )
+        return _completion(self.tokenizer, sample)
+
+
+def _encode(tokenizer: Any, request: Request) -> list[int]:
+    messages = [{"role": "user", "content": request.prompt}]
+    return encode_chat(tokenizer, messages, thinking=request.thinking)
+
+
+def _completion(tokenizer: Any, sample: Sample) -> Completion:
+    return Completion(
+        text=tokenizer.decode(sample.tokens, skip_special_tokens=False),
+        tokens=sample.new_tokens,
+        denoising_steps=sample.steps_per_canvas,
+        truncated=sample.finish == "length",
+    )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _joined(values: Iterable[int], separator: str) -> str:

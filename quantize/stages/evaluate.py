@@ -5,6 +5,7 @@ Sides, each a folder of `evaluation/`:
     bf16                 the base
     quantized            what the gate judges, activations rounded as the recipe says
     quantized-<mode>     further ways to round activations, when asked for
+    quantized-gguf       the GGUF file that was exported of it, in llama.cpp, when given
     bf16-again           BF16 with a second seed: the noise floor, when asked for
 
 Either model may sit behind an OpenAI-compatible server instead of in this process. A task is done on
@@ -49,9 +50,10 @@ from quantize.progress import say, track
 from quantize.recipe import ActivationMode, Evaluation, Gate
 from quantize.run_dir import RunDir, read_json, write_json, write_text
 from quantize.runtime import Sampler
-from quantize.stages.answerer import Answerer
+from quantize.stages.answerer import Answerer, ExportedAnswerer
 
 BF16, BF16_AGAIN, QUANTIZED = "bf16", "bf16-again", "quantized"
+EXPORTED = "quantized-gguf"
 BUNDLED_TASKS = ("word_problems", "word_problems_thinking")
 RECORDED = 8  # samples a side whose denoising is recorded for the report's viewer
 
@@ -147,6 +149,8 @@ def evaluate(
     server_revision: str | None = None,
     base_server_revision: str | None = None,
     in_flight: int = 8,
+    gguf: Path | None = None,
+    llama_cpp: Path | None = None,
     device: str = "cpu",
     gpu_memory: float | None = None,
 ) -> None:
@@ -166,15 +170,19 @@ def evaluate(
         server_revision: what the server serves, where it does not tell.
         base_server_revision: the same of the server with the BF16 model.
         in_flight: requests at once to a server.
+        gguf: a GGUF file of the quantized checkpoint, to be scored too.
+        llama_cpp: the program that computes its logits; both are given, or neither.
         device: where the models run that are not served.
         gpu_memory: bytes of a GPU that may be used, None for what is free.
 
     Raises:
-        InputError: an unknown task, or one server of two.
+        InputError: an unknown task, one server of two, or a GGUF file of another checkpoint.
         ResourceError: a data set or a server that cannot be had.
     """
     if (server is None) != (base_server is None):
         raise InputError("--server and --base-server go together: both models are served alike")
+    if (gguf is None) != (llama_cpp is None) or (gguf and server):
+        raise InputError("--gguf and --llama-cpp go together, and without --server")
     data = {task: data_file(task, data_dir) for task in known(settings.tasks)}
     sampler = Sampler.from_checkpoint(source)
 
@@ -204,6 +212,9 @@ def evaluate(
                 sides.append(Side(BF16_AGAIN, base, settings.seed + 1))
             for name, mode in quantized_sides(settings.activations, modes):
                 sides.append(Side(name, quantized_model(mode), settings.seed))
+            if gguf and llama_cpp and isinstance(base, Answerer):
+                exported = ExportedAnswerer(run.checkpoint, quantized, gguf, llama_cpp, base)
+                sides.append(Side(EXPORTED, exported, settings.seed))
             jobs = _jobs(run, sides, settings, data)
             if gate is not None:
                 _announce_limits(jobs, gate)

@@ -9,8 +9,8 @@ report.json, by key:
   verdict       outcome, reason, exit_code, estimand: of what the loss is judged, these_questions or
                 such_questions
   tasks         one entry a task and activation mode: recovery.statistics.Comparison, the margin,
-                whether it is gated, why it is not comparable (or null), what it was scored with,
-                counts of both sides
+                whether it is gated, the gate's outcome on it alone, why it is not comparable (or
+                null), what it was scored with, counts of both sides
   noise_floor   the same, BF16 against BF16 with a second seed
   sizes         bytes of BF16 and of the artifact; quantized modules
   layers        one entry a layer: bytes before and after, relative error of each class of weights
@@ -36,21 +36,22 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from recovery.gate import Verdict, judge
+from recovery.gate import Verdict, judge, judge_task
 from recovery.statistics import Comparison
 
 from quantize.checkpoints.targets import Target, module_class, sum_bytes
 from quantize.errors import InputError
-from quantize.recipe import ActivationMode, Recipe
+from quantize.recipe import Recipe
 from quantize.reports.render import html, junit, markdown
 from quantize.reports.scores import pair, read_scoring
 from quantize.run_dir import RunDir, read_json, write_json, write_text
 
 DECODER_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
-SIDES: dict[str, ActivationMode] = {
+SIDES: dict[str, str] = {
     "quantized-none": "none",
     "quantized-per-expert": "per_expert",
     "quantized-per-layer": "per_layer",
+    "quantized-gguf": "GGUF in llama.cpp",
 }
 
 
@@ -111,7 +112,9 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
     for task in recipe.evaluation.tasks:
         for side, mode in _sides(run, task, recipe).items():
             entry, comparison = _entry(run, task, "bf16", side, recipe)
-            tasks.append({"task": task, "activations": mode, "gated": side == "quantized"} | entry)
+            alone = judge_task(task, comparison).outcome if comparison else None
+            about = {"task": task, "activations": mode, "gated": side == "quantized"}
+            tasks.append(about | {"outcome": alone} | entry)
             if side == "quantized" and comparison is not None:
                 comparisons[task] = comparison
     fidelity = read_json(run.fidelity_json) if run.fidelity_json.exists() else None
@@ -148,14 +151,14 @@ def _needed(path: Path, stage: str) -> Any:
     return read_json(path, "source" if stage == "run" else "passed")
 
 
-def _sides(run: RunDir, task: str, recipe: Recipe) -> Mapping[str, ActivationMode]:
+def _sides(run: RunDir, task: str, recipe: Recipe) -> Mapping[str, str]:
     """Return the quantized sides on which a task was scored, the gated one first."""
-    scored: dict[str, ActivationMode] = {
+    scored = {
         side: mode
         for side, mode in SIDES.items()
         if (run.evaluation / side / f"{task}.jsonl").exists()
     }
-    gated: dict[str, ActivationMode] = {"quantized": recipe.evaluation.activations}
+    gated: dict[str, str] = {"quantized": recipe.evaluation.activations}
     return gated | scored
 
 

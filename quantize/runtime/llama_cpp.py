@@ -1,0 +1,178 @@
+"""Samples whose logits llama.cpp computes; everything else is ours.
+
+`llama-diffusion-gemma-server` of unslothai/llama.cpp loads a GGUF file once and takes one line a
+denoising step on stdin, the name of a request file:
+
+    request     int32 prompt length P, canvas length C, whether the step is self-conditioned; float32
+                temperature of the step; int32 ids of the P prompt and C canvas tokens
+    answer      FILE.resp: float32 logits [C, vocabulary], soft-capped, not divided by the temperature;
+                then the line "OK C"
+
+It keeps each step's logits and temperature for the next step's self-conditioning. Sampler, noise, chat
+template and EOS are those of the engines, so an answer differs from transformers' only by how
+that program computes logits: activations are rounded to the blocks that its products read (BF16 beside
+BF16 weights, 8 bits and a scale for 32 of them beside Q8_0 and NVFP4), GELU is a table of F16.
+"""
+
+import os
+import struct
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantize.errors import InputError, ResourceError
+from quantize.runtime.noise import CounterNoise
+from quantize.runtime.sample import Sample, canvas_budgets
+from quantize.runtime.sampler import CanvasState, Sampler, decide
+
+MAGIC = b"GGUF"
+FINGERPRINT = "quantize.fingerprint"  # the key that says which checkpoint a file was made from
+BEGINNING = 4096  # bytes in which that key stands
+MAX_LENGTH = 2048  # tokens; that program's buffers grow with the square of it
+SETTINGS = {"DG_KVCACHE": "1"}  # the prompt is computed once for all steps of a canvas
+
+
+def made_from(file: Path) -> str | None:
+    """Return the fingerprint of the checkpoint that `quantize export` made a GGUF file from.
+
+    Raises:
+        InputError: there is no such file, or it is none of GGUF's.
+    """
+    try:
+        with file.open("rb") as opened:
+            beginning = opened.read(BEGINNING)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror})") from error
+    if not beginning.startswith(MAGIC):
+        raise InputError(f"{file}: not a GGUF file")
+    _, found, behind = beginning.partition(FINGERPRINT.encode())
+    if not found:
+        return None
+    length = int.from_bytes(behind[4:12], "little")  # behind the type, U32
+    return behind[12 : 12 + length].decode(errors="replace")
+
+
+class LlamaCpp:
+    """One process of `llama-diffusion-gemma-server`, which answers one prompt after the other.
+
+    Args:
+        program: the built program.
+        file: the GGUF file.
+        canvas_length: of the model.
+
+    Raises:
+        ResourceError: the program cannot be started, or cannot load the file.
+    """
+
+    def __init__(self, program: Path, file: Path, canvas_length: int) -> None:
+        self.canvas_length = canvas_length
+        self.program = program
+        self._folder = tempfile.TemporaryDirectory()
+        self._request = Path(self._folder.name) / "request"
+        self._log = Path(self._folder.name) / "log"
+        try:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [program, file],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    env=os.environ | SETTINGS | {"MAXTOK": str(MAX_LENGTH)},
+                )
+        except OSError as error:
+            raise ResourceError(f"{program}: cannot be started ({error.strerror})") from error
+        word, *sizes = self._reply().split()
+        if word != "READY":
+            raise self._fault(word)
+        self.vocabulary = int(sizes[0])
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        self._process.wait()
+        self._folder.cleanup()
+
+    def answer(
+        self, prompt: Sequence[int], seed: int, *, max_new_tokens: int, sampler: Sampler
+    ) -> Sample:
+        """Generate one sample: what `generate` does, on a batch of one.
+
+        Raises:
+            InputError: nothing fits behind the prompt within MAX_LENGTH.
+            ResourceError: the program refused, or ended.
+        """
+        (budget,) = canvas_budgets(
+            [prompt], max_new_tokens, sampler, MAX_LENGTH, self.canvas_length
+        )
+        sample, tokens = Sample(), list(prompt)
+        while sample.finish != "eos" and sample.canvases < budget:
+            canvas, steps = self._canvas(tokens, seed, sample.canvases, sampler)
+            sample.commit(canvas, steps, sampler)
+            tokens += canvas
+        return sample
+
+    def _canvas(
+        self, tokens: Sequence[int], seed: int, index: int, sampler: Sampler
+    ) -> tuple[list[int], int]:
+        """Denoise the canvas behind `tokens`, the sample's `index`th; return it and its steps."""
+        row, noise = torch.zeros(1, dtype=torch.int64), CounterNoise(torch.tensor([seed]))
+        start = noise.initial_canvas(index, row, self.canvas_length, self.vocabulary)
+        state, step = CanvasState.begin(start, row, sampler), 0
+        while step < sampler.max_denoising_steps and not state.finished.any():
+            step += 1
+            logits = self.logits(
+                tokens,
+                state.canvas[0].tolist(),
+                conditioned=step > 1,
+                temperature=float(sampler.temperature(step)),
+            )
+            state, *_ = decide(state, logits[None], index, step, sampler, noise)
+        return state.argmax[0].tolist(), step
+
+    def logits(
+        self, prompt: Sequence[int], canvas: Sequence[int], *, conditioned: bool, temperature: float
+    ) -> Tensor:
+        """Return the logits [C, vocabulary] of one step, on the CPU.
+
+        Args:
+            prompt: what stands before the canvas.
+            canvas: tokens that the decoder reads.
+            conditioned: on the step before, which must have been of this canvas.
+            temperature: of this step, for the next one's self-conditioning.
+
+        Raises:
+            ResourceError: the program refused, or ended.
+        """
+        ids = np.asarray([*prompt, *canvas], dtype="<i4").tobytes()
+        head = struct.pack("<iiif", len(prompt), len(canvas), conditioned, temperature)
+        self._request.write_bytes(head + ids)
+        answer = self._reply(f"{self._request}\n")
+        if answer != f"OK {len(canvas)}":
+            raise self._fault(answer)
+        values: Any = np.fromfile(f"{self._request}.resp", dtype="<f4")
+        return torch.from_numpy(values).view(len(canvas), self.vocabulary)
+
+    def _reply(self, line: str = "") -> str:
+        """Send a line, if any, and return the next one; "nothing" when the process has ended."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            stdin.write(line)
+            stdin.flush()
+        except OSError:
+            return "nothing"
+        return stdout.readline().strip() or "nothing"
+
+    def _fault(self, answer: str) -> ResourceError:
+        lines = self._log.read_text(errors="replace").strip().splitlines() or ["nothing on stderr"]
+        self.close()
+        return ResourceError(f"{self.program}: answered {answer!r}, and last wrote: {lines[-1]}")

@@ -1,0 +1,116 @@
+"""llama.cpp as an engine: the same samples when its logits are ours, and every way it can fail."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from exported import copy_bundled
+from llama_cpp_program import install
+
+from quantize.bundled import CHECKPOINT, HELDOUT
+from quantize.checkpoints.load import load
+from quantize.checkpoints.reader import Checkpoint
+from quantize.errors import InputError, ResourceError
+from quantize.exports.gguf_file import export_gguf
+from quantize.manifest import fingerprint
+from quantize.recipe import Evaluation
+from quantize.reports.scores import pair, read_scoring
+from quantize.run_dir import RunDir
+from quantize.runtime import Sampler
+from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.engine import complete
+from quantize.runtime.llama_cpp import LlamaCpp, made_from
+from quantize.runtime.modules.engine import ModelEngine
+from quantize.stages.evaluate import evaluate
+
+SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(tmp_path_factory.mktemp("llama_cpp"))
+
+
+@pytest.fixture(scope="module")
+def file(program: Path) -> Path:
+    out = program.with_name("bundled.gguf")
+    export_gguf(Checkpoint.open(CHECKPOINT), out, name="bundled")
+    return out
+
+
+def prompts(count: int) -> list[list[int]]:
+    tokenizer = load_tokenizer(CHECKPOINT)
+    lines = HELDOUT.read_text("utf-8").splitlines()[:count]
+    asked = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]
+    return [encode_chat(tokenizer, messages, thinking=False) for messages in asked]
+
+
+def test_equal_logits_give_equal_samples(program: Path, file: Path):
+    theirs, ours = LlamaCpp(program, file, 64), ModelEngine(load(CHECKPOINT), 1)
+    torch.set_num_threads(1)
+    seeds = [5, 6, 7]
+    expected = complete(ours, prompts(3), seeds, max_new_tokens=128, sampler=SAMPLER)
+    found = [
+        theirs.answer(prompt, seed, max_new_tokens=128, sampler=SAMPLER)
+        for prompt, seed in zip(prompts(3), seeds, strict=True)
+    ]
+    theirs.close()
+    assert [s.committed for s in found] == [s.committed for s in expected]
+    assert [s.steps_per_canvas for s in found] == [s.steps_per_canvas for s in expected]
+    assert max(s.canvases for s in found) == 2  # the second one stands behind the first
+
+
+def test_the_file_says_what_it_was_made_from(file: Path, tmp_path: Path):
+    assert made_from(file) == fingerprint(Checkpoint.open(CHECKPOINT))
+    (tmp_path / "other.gguf").write_bytes(b"GGUF" + bytes(100))
+    assert made_from(tmp_path / "other.gguf") is None
+    with pytest.raises(InputError, match="not a GGUF file"):
+        made_from(CHECKPOINT / "config.json")
+    with pytest.raises(InputError, match="cannot be read"):
+        made_from(tmp_path / "none.gguf")
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [("ERR decode", "answered 'ERR decode'"), ("end", "answered 'nothing', .* wrote: no memory")],
+)
+def test_a_program_that_fails_is_named(
+    fault: str, expected: str, program: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("LLAMA_CPP_FAULT", fault)
+    failing = LlamaCpp(program, file, 64)
+    with pytest.raises(ResourceError, match=f"llama-diffusion-gemma-server: {expected}"):
+        failing.answer(prompts(1)[0], 0, max_new_tokens=64, sampler=SAMPLER)
+
+
+def test_a_program_that_does_not_start_is_named(tmp_path: Path, file: Path):
+    with pytest.raises(ResourceError, match=r"none: cannot be started"):
+        LlamaCpp(tmp_path / "none", file, 64)
+    (tmp_path / "bad").write_text("#!/bin/sh\necho unknown model >&2\n")
+    (tmp_path / "bad").chmod(0o755)
+    with pytest.raises(ResourceError, match=r"bad: answered 'nothing', .* unknown model"):
+        LlamaCpp(tmp_path / "bad", file, 64)
+
+
+def test_evaluate_scores_the_file_beside_the_checkpoint(program: Path, file: Path, tmp_path: Path):
+    run = RunDir(tmp_path)
+    copy_bundled(run.checkpoint)
+    settings = Evaluation(tasks=["word_problems"], limit={"word_problems": 3}, batch_size=2)
+    digest = fingerprint(Checkpoint.open(CHECKPOINT))
+    evaluate(run, CHECKPOINT, digest, settings, gguf=file, llama_cpp=program)
+    base, ours, theirs = (
+        read_scoring(run.evaluation / side, "word_problems")
+        for side in ("bf16", "quantized", "quantized-gguf")
+    )
+    assert [row.answer for row in theirs.rows] == [row.answer for row in ours.rows]
+    entry, comparison = pair(base, theirs, margin_pp=3.0, confidence=0.95)
+    assert comparison is not None
+    assert entry["not_comparable"] is None
+    assert entry["made_with"]["runtime"] == "llama.cpp"
+    other = tmp_path / "other.gguf"
+    other.write_bytes(file.read_bytes().replace(digest.encode(), b"0" * 64))
+    with pytest.raises(InputError, match=r"other\.gguf: made from 0+, not from .*checkpoint"):
+        evaluate(run, CHECKPOINT, digest, settings, gguf=other, llama_cpp=program)
+    with pytest.raises(InputError, match="--gguf and --llama-cpp go together"):
+        evaluate(run, CHECKPOINT, digest, settings, gguf=file)
