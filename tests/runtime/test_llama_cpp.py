@@ -1,5 +1,6 @@
 """llama.cpp as an engine: the same samples when its logits are ours, and every way it can fail."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from quantize.errors import InputError, ResourceError
 from quantize.exports.gguf_file import export_gguf
 from quantize.manifest import fingerprint
 from quantize.recipe import Evaluation
+from quantize.reports.render import scored_with
 from quantize.reports.scores import pair, read_scoring
 from quantize.run_dir import RunDir
 from quantize.runtime import Sampler
@@ -107,7 +109,9 @@ def test_evaluate_scores_the_file_beside_the_checkpoint(program: Path, file: Pat
     entry, comparison = pair(base, theirs, margin_pp=3.0, confidence=0.95)
     assert comparison is not None
     assert entry["not_comparable"] is None
-    assert entry["made_with"]["runtime"] == "llama.cpp"
+    digest_of_file = hashlib.sha256(file.read_bytes()).hexdigest()
+    said = scored_with([{"task": "word_problems", "outcome": "PASS"} | entry])
+    assert said == [f"llama.cpp on {digest_of_file[:12]}, seed 0: word_problems PASS"]
     other = tmp_path / "other.gguf"
     other.write_bytes(file.read_bytes().replace(digest.encode(), b"0" * 64))
     with pytest.raises(InputError, match=r"other\.gguf: made from 0+, not from .*checkpoint"):
