@@ -106,7 +106,8 @@ def test_evaluate_scores_the_file_beside_the_checkpoint(program: Path, file: Pat
         for side in ("bf16", "quantized", "quantized-gguf")
     )
     assert [row.answer for row in theirs.rows] == [row.answer for row in ours.rows]
-    entry, comparison = pair(base, theirs, margin_pp=3.0, confidence=0.95)
+    about = {"margin_pp": 3.0, "confidence": 0.95}
+    entry, comparison = pair(base, theirs, estimand="these_questions", **about)
     assert comparison is not None
     assert entry["not_comparable"] is None
     digest_of_file = hashlib.sha256(file.read_bytes()).hexdigest()
