@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -43,6 +44,7 @@ class Scripted:
     one_by_one = True
 
     def __init__(self, url: str, in_flight: int, digest: str, revision: str | None) -> None:
+        self.server = SimpleNamespace(url=url, commit_pass="scripted")
         self.sampler_settings = {"sampler": "scripted"}
         self.forgets = url == "quantized"
         self.made_with = {"model": {"served": url, "weights": None, "revision": "v1"}}

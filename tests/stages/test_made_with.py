@@ -24,6 +24,7 @@ from quantize.stages import answerer, evaluate
 from quantize.stages.answerer import Answerer
 
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
+GATE: dict[str, Any] = {"estimand": "these_questions", "margin_pp": 30, "confidence": 0.95}
 SETTINGS = Evaluation(tasks=[TASK], limit={TASK: 3}, batch_size=2)
 
 
@@ -120,9 +121,9 @@ def test_sides_made_differently_are_not_comparable(key: str) -> None:
         with_ = json.loads(json.dumps(made())) | {"model": "any"} | changes
         return Scoring(TASK, rows([1.0] * 40), {"task": TASK}, with_)
 
-    entry, _ = pair(scoring(), scoring(model="other"), margin_pp=30, confidence=0.95)
+    entry, _ = pair(scoring(), scoring(model="other"), **GATE)
     assert entry["not_comparable"] is None
-    entry, comparison = pair(scoring(), scoring(**{key: "x"}), margin_pp=30, confidence=0.95)
+    entry, comparison = pair(scoring(), scoring(**{key: "x"}), **GATE)
     assert key in entry["not_comparable"]
     assert comparison is None
 
