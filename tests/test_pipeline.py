@@ -1,5 +1,6 @@
 """The whole run on the bundled model, in small: verdicts, damage, interruption."""
 
+import hashlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from quantize.recipe import shipped_recipes
-from quantize.run_dir import RunDir
+from quantize.run_dir import RunDir, read_json, write_json
 from quantize.stage import STAGES
 from quantize.staleness import input_digests, remember
 
@@ -107,6 +108,9 @@ def test_exchanged_experts_fail_the_gate(small_recipe: Path, tmp_path: Path) -> 
     save_file(moved, shard, metadata={"format": "pt"})
     (convert,) = (stage for stage in STAGES if stage.name == "convert")
     run_folder = RunDir(folder)
+    recorded = read_json(run_folder.conversion_json)
+    recorded["files"][shard.name] = hashlib.sha256(shard.read_bytes()).hexdigest()
+    write_json(run_folder.conversion_json, recorded)
     remember(run_folder, convert, input_digests(run_folder, convert))  # as if convert had done it
     done = run(small_recipe, tmp_path, "--resume")
     assert done.returncode == 1, done.stderr

@@ -254,7 +254,7 @@ def _recorded_shards(path: Path, identity: str) -> dict[str, str]:
     try:
         state = read_json(path)
         same, finished = state["identity"] == identity, dict(state["finished"])
-    except (ValueError, KeyError, TypeError):
+    except (InputError, ValueError, KeyError, TypeError):
         same, finished = False, {}
     if not same:
         say(f"{path}: belongs to another source or plan; starting over")

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -268,7 +267,7 @@ def is_needed(stage: Any, words: list[str]) -> bool:
     from quantize.recipe import load_recipe
 
     recipe = load_recipe(words[words.index("--recipe") + 1])
-    return stage.is_needed(SimpleNamespace(recipe=recipe))
+    return stage.is_needed(recipe)
 
 
 def process(words: list[str], left: float, log: Path) -> Facts:

@@ -150,7 +150,7 @@ def test_ties_and_damage() -> None:
 
 @pytest.mark.parametrize("stability", [0, 2] if INTERPRETED else [0, 1, 2])
 def test_a_whole_canvas_follows_the_runtime(stability: int) -> None:
-    """All steps of three sequences, one of which stops early: states and sets of `denoise_step`."""
+    """All steps of three sequences, one of which stops early: states and sets of `sampler.decide`."""
     settings = sampler.Sampler(
         max_denoising_steps=5, entropy_bound=4.0, stability_threshold=stability,
         confidence_threshold=1e-3,
@@ -174,14 +174,14 @@ def test_a_whole_canvas_follows_the_runtime(stability: int) -> None:
         for b in range(B):
             if rows[b].finished.any():
                 continue
-            rows[b], record = sampler.denoise_step(
+            rows[b], accepted, _ = sampler.decide(
                 rows[b], logits[b : b + 1], 0, step, settings, draws
             )
-            assert torch.equal(state.accepted[b], record.accepted[0]), (step, b)
+            assert torch.equal(state.accepted[b], accepted[0]), (step, b)
             assert torch.equal(state.canvas[b], rows[b].canvas[0]), (step, b)
             expected = 1 / settings.temperature(step).expand(L)
             torch.testing.assert_close(state.inverse_temperature[b].cpu(), expected)
-            accepted_somewhere += int(record.accepted.sum())
+            accepted_somewhere += int(accepted.sum())
         for b in range(B):
             assert torch.equal(state.argmax[b], rows[b].argmax[0])
             assert torch.equal(state.history[:, b], rows[b].history[:, 0])

@@ -109,10 +109,11 @@ class TestOnTheKernels:
     @pytest.mark.parametrize("shared", [False, True])
     def test_experts_are_those_of_torch(self, shared: bool) -> None:
         M, H, inner, E = 256, 2816, 704, 16
-        x, up, down = cases.random_tokens(M, H, "cpu"), weight(E, 2 * inner, H), weight(E, H, inner)
-        packed = [
-            cases.random_weight("nvfp4", E, w.shape[1], w.shape[2], DEVICE) for w in (up, down)
-        ]
+        x, shapes = cases.random_tokens(M, H, "cpu"), ((2 * inner, H), (H, inner))
+        packed = [cases.random_weight("nvfp4", E, *shape, DEVICE) for shape in shapes]
+        up, down = (
+            weights.bf16(weights.dequantize(each).to(torch.bfloat16).cpu()) for each in packed
+        )
         ids = torch.stack([torch.randperm(E)[:8] for _ in range(M)]).int()
         routing = torch.rand(M, 8)
         own = 1 if shared else E

@@ -9,6 +9,7 @@ from tiny import LAYERS
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, fused_with, plan_targets
 from quantize.recipe import Recipe, load_recipe
+from quantize.schemes import SCHEMES
 from quantize.stages.convert import Conversion, convert
 
 DENSE = LAYERS * 7 - 1  # q, k, v, o, gate, up, down a layer; the full-attention layer has no v
@@ -22,7 +23,9 @@ MIXED = {
 def recipe_for(scheme: str | dict[str, list[str]], observer="memoryless_minmax") -> Recipe:
     recipe = load_recipe("nvfp4")
     changed = {**recipe.quantization.model_dump(), "scheme": scheme, "observer": observer}
-    return Recipe.model_validate({**recipe.model_dump(), "quantization": changed})
+    limits = {name: record.max_relative_error for name, record in SCHEMES.items()}
+    fields = {"quantization": changed, "verification": {"max_relative_error": limits}}
+    return Recipe.model_validate({**recipe.model_dump(), **fields})
 
 
 def write_input_scales(path: Path, targets: list[Target]) -> dict[str, float]:
