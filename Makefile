@@ -13,7 +13,7 @@ run: $(READY)
 	$(BIN)/quantize run --recipe $(RECIPE) --resume
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 4
 
 lint: $(READY)
 	$(BIN)/ruff check .

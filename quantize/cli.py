@@ -449,7 +449,7 @@ def serve(
         name,
         api_key=os.environ.get(KEY_VARIABLE),
         fingerprint=fingerprint(Checkpoint.open(folder)),
-        activations=activations,
+        activations=activations or "as served",
         **settings,
     )
     serve_checkpoint(folder, options, activations=activations, device=best_device())
