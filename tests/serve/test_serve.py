@@ -588,7 +588,7 @@ def test_a_body_must_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
                 b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
             )
-            reply = slow.recv(4096)
+            reply = slow.makefile("rb").read()
     assert reply.startswith(b"HTTP/1.1 408 ")
     assert b"no whole body within 0.2 s" in reply
 
