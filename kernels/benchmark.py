@@ -18,7 +18,6 @@ Experts "uneven" are routed as a random 26B model routes (`cases.SPREAD`), other
 """
 
 # M, N and K are the field's names, not constants; torch keeps its scaled and grouped products private.
-# pyright: reportConstantRedefinition=false, reportPrivateUsage=false
 
 import argparse
 import itertools

@@ -23,7 +23,7 @@ def test_canvases_stand_behind_the_context(context: int, monkeypatch: pytest.Mon
     plain = engine.denoise
 
     def denoise(slots: Sequence[int], *rest: Any) -> Any:
-        state = engine._slots[slots[0]]  # pyright: ignore[reportPrivateUsage]
+        state = engine._slots[slots[0]]
         before.append((state.context, len(state.unencoded)))
         return plain(slots, *rest)
 
@@ -31,7 +31,7 @@ def test_canvases_stand_behind_the_context(context: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(engine, "profile_step", lambda slots: {})
     sampler = replace(Sampler(), max_denoising_steps=2, confidence_threshold=1e-30)
     prompts = [[5] * context] * 2
-    times = bench._measure(engine, prompts, sampler, 3)  # pyright: ignore[reportPrivateUsage]
+    times = bench._measure(engine, prompts, sampler, 3)
     assert times.forwards == 3
     timed = before[4:-1:2]
     assert len(timed) == 3

@@ -29,9 +29,6 @@ On Hopper heads of 256 and 512 have kernels of their own, `attention_hopper` and
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
 # numbers for `constexpr`.
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from dataclasses import dataclass
 

@@ -20,9 +20,6 @@ Designs that were measured, with figures, are in kernels/README.md.
 """
 
 # Kernels are compiled from their syntax.
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

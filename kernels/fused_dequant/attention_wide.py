@@ -15,9 +15,6 @@ keys and values of a block, so the L2 bounds the kernel (kernels/README.md).
 """
 
 # Kernels are compiled from their syntax.
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -21,7 +21,6 @@ Needs sm_90; elsewhere, and in the interpreter, CHAINED is False and nothing is 
 """
 
 # Kernels are compiled from their syntax.
-# pyright: basic, reportArgumentType=false, reportCallIssue=false
 
 from functools import cache
 

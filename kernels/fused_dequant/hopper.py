@@ -1,7 +1,6 @@
 """What the Gluon kernels for Hopper share: the names of a barrier, and `chain.follow` in Gluon."""
 
 # Kernels are compiled from their syntax.
-# pyright: basic, reportAttributeAccessIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -14,9 +14,6 @@ dot go through shared memory, which is what holds this loop near 40 % of bandwid
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
 # numbers for `constexpr`.
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
 
 import torch
 import triton

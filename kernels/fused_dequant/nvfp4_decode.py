@@ -10,8 +10,6 @@ would have to move between threads.
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types.
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

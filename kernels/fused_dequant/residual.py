@@ -22,9 +22,6 @@ it (`chain`), the rest right after, since a load behind a reduction's barrier co
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
 # numbers for `constexpr`.
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
 
 import torch
 import triton

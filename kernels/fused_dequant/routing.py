@@ -20,9 +20,6 @@ an H200 that takes 3.1 us for 2,048 slots and 6.8 for 8,192, chained.
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
 # numbers for `constexpr`.
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
 
 from dataclasses import dataclass
 

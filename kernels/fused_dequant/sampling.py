@@ -28,9 +28,6 @@ entropy NaN: the position is not accepted and its sequence does not finish; toke
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
 # numbers for `constexpr`.
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
 
 import torch
 import triton

@@ -12,7 +12,6 @@ candidate that breaks the CUDA context of that process is named, and a new proce
 """
 
 # M, N, K and tile sizes are the field's names, not constants.
-# pyright: reportConstantRedefinition=false
 
 import argparse
 import itertools

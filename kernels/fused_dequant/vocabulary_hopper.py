@@ -13,9 +13,6 @@ when both sets have read it. Results leave through two buffers of 64 x 64 a set;
 """
 
 # Kernels are compiled from their syntax.
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 import torch
 import triton

@@ -151,7 +151,7 @@ def _window(fused: FusedModel) -> None:
         placed.visible[True] = ((first - 1).clamp(min=0), last)
         return placed
 
-    fused.behind = behind  # pyright: ignore
+    fused.behind = behind
 
 
 def _scalar(fused: FusedModel) -> None:

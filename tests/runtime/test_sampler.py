@@ -105,7 +105,7 @@ def test_temperature_is_that_of_transformers() -> None:
     ids = torch.zeros(1, 1, dtype=torch.long)
     for step in range(1, 49):
         remaining = torch.tensor(48 - step + 1, dtype=torch.int32)
-        expected = schedule(ids, torch.ones(1), remaining)  # pyright: ignore[reportArgumentType]
+        expected = schedule(ids, torch.ones(1), remaining)
         assert torch.equal(torch.ones(1) / sampler.temperature(step), expected)
     assert sampler.temperature(1) == pytest.approx(0.8)
     assert sampler.temperature(48) == pytest.approx(0.4 + 0.4 / 48)

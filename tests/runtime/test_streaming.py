@@ -91,7 +91,7 @@ def test_every_layer_is_read_once_a_pass(fp8_artifact: Path) -> None:
 
 
 def transfer_of(layers: StreamedLayers) -> Transfer:
-    closure = layers._pack.__closure__  # pyright: ignore[reportFunctionMemberAccess]
+    closure = layers._pack.__closure__
     cells = [cell.cell_contents for cell in closure]
     return next(cell.transfer for cell in cells if isinstance(cell, Packer))
 
