@@ -22,7 +22,8 @@ from recovery.served import Server
 from serving import QUESTION, SAMPLER, Running, ScriptedEngine, in_process, running, text_of
 
 from quantize import __version__
-from quantize.cli import _served_name, cli
+from quantize.cli import cli
+from quantize.cli.options import served_name
 from quantize.errors import InputError, ResourceError
 from quantize.serve import guard
 from quantize.serve.options import Options
@@ -714,5 +715,5 @@ def test_a_command_line_that_would_be_unsafe_is_refused(monkeypatch: pytest.Monk
 def test_a_served_model_is_named_after_its_run_or_id(tmp_path: Path) -> None:
     for folder, name in (("nvfp4-0123/checkpoint", "nvfp4-0123"), ("gemma", "gemma")):
         (tmp_path / folder).mkdir(parents=True)
-        assert _served_name(str(tmp_path / folder), tmp_path / folder) == name
-    assert _served_name("org/model@main", tmp_path / "snapshots" / "abc") == "org/model@main"
+        assert served_name(str(tmp_path / folder), tmp_path / folder) == name
+    assert served_name("org/model@main", tmp_path / "snapshots" / "abc") == "org/model@main"

@@ -1,0 +1,119 @@
+"""The command line: parse, call one function each, map errors to exit codes.
+
+A command lies in the file of its name and is imported when it is called or listed; heavy imports
+(torch, transformers) stay inside its function: `quantize --help` answers at once. A new command is one
+file and one line of `COMMANDS`.
+"""
+
+import errno
+import os
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from quantize import __version__
+from quantize.cli.stages import command_of
+from quantize.errors import LONGEST, QuantizeError, unexpected_in
+from quantize.stage import STAGES
+
+COMMANDS = (
+    "run",
+    *(stage.name for stage in STAGES),
+    "compare",
+    "push",
+    "recipes",
+    "inspect",
+    "generate",
+    "serve",
+    "bench",
+    "export",
+)
+EXIT_CODES = """\b
+Exit codes:
+  0  done, and the gate passed
+  1  the gate or the verification failed
+  2  usage or bad input
+  3  environment: missing GPU, memory, disk, token or dataset
+  4  inconclusive, or not comparable
+  70 a fault of ours; the message names the file with the traceback
+"""
+
+
+class _Commands(click.Group):
+    """Lists commands in the order of the pipeline and imports one when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of a file of its name, or the one that every stage has."""
+        if cmd_name not in COMMANDS:
+            return None
+        if Path(__file__).with_name(f"{cmd_name}.py").is_file():
+            return getattr(import_module(f"quantize.cli.{cmd_name}"), cmd_name)
+        (stage,) = (stage for stage in STAGES if stage.name == cmd_name)
+        return command_of(stage)
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=EXIT_CODES,
+)
+@click.version_option(__version__, prog_name="quantize")
+def cli() -> None:
+    """Quantize DiffusionGemma to FP8 or NVFP4, and prove that it still thinks.
+
+    \b
+    Start here (the bundled model, a few minutes on a CPU):
+      quantize run --recipe nvfp4
+    The real model (BF16 weights on disk or on the Hub):
+      quantize plan --recipe nvfp4 --model google/diffusiongemma-26B-A4B-it
+      quantize run  --recipe nvfp4 --model google/diffusiongemma-26B-A4B-it
+
+    A run lies in outputs/RECIPE-HASH/. A run that was interrupted, or whose files were changed, goes
+    on with --resume: what is done and stands is kept.
+    """
+
+
+def main() -> None:
+    """Run the command line and exit with the code that the outcome calls for."""
+    sys.exit(_exit_code())
+
+
+# The libraries' own bars and chatter would cut into ours; each can be turned on again from outside.
+QUIET = {
+    "TQDM_DISABLE": "1",
+    "LLM_COMPRESSOR_LOG_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+def _exit_code() -> int:
+    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+    try:
+        with unexpected_in(Path(tempfile.gettempdir(), f"quantize-{os.getpid()}.log")):
+            return cli.main(standalone_mode=False) or 0
+    except QuantizeError as error:
+        return _complain(str(error), error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        return _complain("interrupted; --resume continues this run", 130)
+    except OSError as error:
+        place = error.filename or "the output folder"
+        if error.errno == errno.ENOSPC:
+            return _complain(f"{place}: the disk is full; free some space, then --resume", 3)
+        return _complain(f"{place}: {error.strerror or error}", 3)
+    except (MemoryError, RuntimeError) as error:  # torch's, of a GPU, is a RuntimeError
+        text = " ".join(str(error).split())[:LONGEST]
+        return _complain(f"out of memory ({text}); free some, or use a larger machine", 3)
+
+
+def _complain(message: str, code: int) -> int:
+    click.echo(f"error: {message}", err=True)
+    return code

@@ -1,0 +1,84 @@
+"""`quantize bench`: how fast a checkpoint denoises on this GPU."""
+
+import click
+
+from quantize.cli.options import REAL_MODEL
+
+
+@click.command()
+@click.argument("checkpoint", required=False)
+@click.option(
+    "--random-weights", metavar="MIX",
+    help="Random weights of the exact 26B shape instead: bf16, fp8, int8, nvfp4 or nvfp4_fp8.",
+)  # fmt: skip
+@click.option(
+    "--steps", multiple=True, default=("16",), show_default=True, metavar="N|adaptive",
+    help="Denoising steps of a canvas: fixed, or as the checkpoint stops. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--batch", "batches", multiple=True, type=click.IntRange(1, 64), default=(1,),
+    show_default=True, help="Canvases denoised together. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--context",
+    type=click.IntRange(1),
+    default=1024,
+    show_default=True,
+    help="Tokens before each canvas.",
+)
+@click.option(
+    "--canvases", type=click.IntRange(1), default=5, show_default=True,
+    help="Canvases measured for each row; the median counts.",
+)  # fmt: skip
+@click.option(
+    "--experts-hit", type=click.IntRange(8, 128),
+    help="With random weights: route to so many experts only.",
+)  # fmt: skip
+@click.option(
+    "--hourly-price", type=float, help="Of the machine: adds the cost of a million tokens."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def bench(
+    checkpoint: str | None,
+    random_weights: str | None,
+    steps: tuple[str, ...],
+    batches: tuple[int, ...],
+    context: int,
+    canvases: int,
+    experts_hit: int | None,
+    hourly_price: float | None,
+    as_json: bool,
+) -> None:
+    """Measure how fast a checkpoint denoises on this GPU, and how far from the floor.
+
+    CHECKPOINT is a folder or a Hub id; leave it out with --random-weights. Shows ms per forward and
+    per canvas, tokens/s, time to the first canvas, memory, and where a step's time goes.
+
+    
+      quantize bench outputs/nvfp4-3f2a91c/checkpoint --steps 10 --steps adaptive --batch 1 --batch 4
+      quantize bench --random-weights nvfp4 --batch 1 --batch 4
+    """
+    from rich.console import Console
+
+    from quantize.bench import bench as measure
+    from quantize.bench import tables, to_json
+    from quantize.checkpoints.reader import known_config, resolve
+
+    if (checkpoint is None) == (random_weights is None):
+        raise click.UsageError("name a CHECKPOINT, or a mix of --random-weights")
+    result = measure(
+        None if checkpoint is None else resolve(None if checkpoint == "bundled" else checkpoint),
+        random=random_weights,
+        config=known_config(REAL_MODEL),
+        steps=steps,
+        batches=sorted(set(batches)),
+        context=context,
+        canvases=canvases,
+        experts_hit=experts_hit,
+        hourly_price=hourly_price,
+    )
+    if as_json:
+        click.echo(to_json(result))
+        return
+    for table in tables(result):
+        Console().print(table)

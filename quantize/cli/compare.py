@@ -1,0 +1,28 @@
+"""`quantize compare`: two runs, question by question."""
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run_a", type=click.Path(path_type=Path))
+@click.argument("run_b", type=click.Path(path_type=Path))
+def compare(run_a: Path, run_b: Path) -> int:
+    """Compare the quantized models of two runs, question by question.
+
+    Exits 4 when their scores are not comparable.
+    """
+    from rich.console import Console
+
+    from quantize.progress import say
+    from quantize.reports.compare import compare_runs, comparison_table
+    from quantize.run_dir import RunDir
+
+    a, b = RunDir(run_a), RunDir(run_b)
+    found = compare_runs(a, b)
+    Console().print(comparison_table(found, a, b))
+    if found.not_comparable:
+        say(f"NOT COMPARABLE: {found.not_comparable}")
+        return 4
+    return 0

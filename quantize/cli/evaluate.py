@@ -1,0 +1,42 @@
+"""`quantize evaluate`: scores of a run, and of what else is asked for."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantize.cli.options import GPU_MEMORY, RUN_FOLDER, scoring_options
+from quantize.stage import STAGES
+
+
+@click.command()
+@RUN_FOLDER
+@click.option(
+    "--activations", "modes", multiple=True,
+    type=click.Choice(["none", "per_expert", "per_layer"]),
+    help="Score this way of rounding activations too; may be given several times.",
+)  # fmt: skip
+@scoring_options
+@click.option(
+    "--gguf", type=click.Path(path_type=Path),
+    help="Score the exported file too, in llama.cpp, with the same prompts and noise.",
+)  # fmt: skip
+@click.option(
+    "--llama-cpp", type=click.Path(path_type=Path), metavar="PROGRAM",
+    help="Its llama-diffusion-gemma-server, for --gguf.",
+)  # fmt: skip
+@GPU_MEMORY
+def evaluate(run: Path, modes: tuple[str, ...], gpu_memory: float | None, **options: Any) -> None:
+    """Score BF16 and quantized with the same prompts and seeds: what is not scored yet.
+
+    \b
+    On several GPUs, with the scores of one:
+      torchrun --nproc-per-node 8 -m quantize evaluate RUN
+    """
+    from quantize.pipeline import opened, run_alone
+    from quantize.stage import evaluate_more
+
+    (stage,) = (stage for stage in STAGES if stage.name == "evaluate")
+    with opened(run, gpu_memory) as found:
+        run_alone(found, stage, partial(evaluate_more, modes=modes, **options))

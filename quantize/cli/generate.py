@@ -1,0 +1,69 @@
+"""`quantize generate`: one answer, its canvas denoising."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from quantize.recipe import ActivationMode
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.argument("prompt")
+@click.option(
+    "--image", "pictures", multiple=True, type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A picture shown before the prompt; repeatable.",
+)  # fmt: skip
+@click.option(
+    "--image-tokens", "soft_tokens", type=int, default=280, show_default=True,
+    help="Most tokens a picture takes: 70, 140, 280, 560 or 1120.",
+)  # fmt: skip
+@click.option("--thinking", is_flag=True, help="Let the model think before it answers.")
+@click.option("--seed", default=0, show_default=True, help="Of the sampling noise.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Rounded up to whole canvases.")
+@click.option(
+    "--activations", type=click.Choice(["none", "per_expert", "per_layer"]),
+    help="How a quantized model's activations are rounded; else as its kernels do, on a CPU not.",
+)  # fmt: skip
+@click.option(
+    "--plain",
+    is_flag=True,
+    help="Write finished canvases, draw none; so it is, too, where stderr is a pipe.",
+)
+def generate(
+    checkpoint: str,
+    prompt: str,
+    pictures: tuple[Path, ...],
+    soft_tokens: int,
+    thinking: bool,
+    seed: int,
+    max_new_tokens: int | None,
+    activations: "ActivationMode | None",
+    plain: bool,
+) -> None:
+    """Answer one prompt and show the canvas denoise: quantize generate CHECKPOINT "prompt".
+
+    CHECKPOINT is a folder or a Hub id, BF16 or quantized; `bundled` is the model that ships. The
+    answer goes to stdout, thoughts to stderr; with --plain each canvas as it is finished.
+    """
+    from quantize.checkpoints.reader import resolve
+    from quantize.processes import best_device
+    from quantize.watch import watch
+
+    watch(
+        resolve(None if checkpoint == "bundled" else checkpoint),
+        prompt,
+        thinking=thinking,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        activations=activations,
+        plain=plain or not sys.stderr.isatty(),
+        device=best_device(),
+        pictures=pictures,
+        soft_tokens=soft_tokens,
+        write=partial(click.echo, nl=False),
+    )

@@ -1,0 +1,70 @@
+"""Arguments and options that several commands share."""
+
+from pathlib import Path
+
+import click
+
+RUN_FOLDER = click.argument("run", type=click.Path(path_type=Path))
+GPU_MEMORY = click.option(
+    "--gpu-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
+    callback=lambda _, __, gb: None if gb is None else gb * 1e9,
+    help="Of the GPU, at most; weights that do not fit are streamed. Else all that is free.",
+)  # fmt: skip
+REAL_MODEL = "google/diffusiongemma-26B-A4B-it"
+
+
+def model_options(command: click.decorators.FC) -> click.decorators.FC:
+    """Add the options that name a recipe and a model."""
+    for option in (
+        click.option("--revision", help="Revision of a Hub model: branch, tag or commit."),
+        click.option(
+            "--model",
+            help="Checkpoint folder or Hub id (ORG/NAME@REVISION); else the bundled model.",
+        ),
+        click.option(
+            "--recipe", "recipe", default="nvfp4", show_default=True, help="Name or YAML file."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def scoring_options(command: click.decorators.FC) -> click.decorators.FC:
+    """Add the options of `quantize.stage.evaluate_more` that `run` and `evaluate` share."""
+    for option in (
+        click.option(
+            "--in-flight", type=click.IntRange(min=1), default=8, show_default=True,
+            help="Requests to a server at once.",
+        ),
+        click.option("--base-server-revision", help="The same of the one with the BF16 model."),
+        click.option(
+            "--server-revision",
+            help="What the server serves, where it does not tell a fingerprint.",
+        ),
+        click.option("--base-server", help="URL of one with the BF16 model."),
+        click.option(
+            "--server", help="URL of an OpenAI-compatible server with the quantized model."
+        ),
+        click.option(
+            "--batch-size", type=click.IntRange(min=1),
+            help="Problems at once, in place of the recipe's number.",
+        ),
+        click.option(
+            "--noise-floor", is_flag=True,
+            help="Score BF16 once more with another seed: what no quantization at all looks like.",
+        ),
+        click.option(
+            "--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
+            help="Folder with TASK.jsonl files, in place of data sets on the Hub.",
+        ),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def served_name(checkpoint: str, folder: Path) -> str:
+    """Name a model after its Hub id or folder; every run's folder is called checkpoint."""
+    if not Path(checkpoint).is_dir():
+        return checkpoint
+    path = folder.resolve()
+    return path.parent.name if path.name == "checkpoint" else path.name

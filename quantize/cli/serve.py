@@ -1,0 +1,117 @@
+"""`quantize serve`: an OpenAI-compatible endpoint."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantize.cli.options import served_name
+
+if TYPE_CHECKING:
+    from quantize.recipe import ActivationMode
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Elsewhere a key is required.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
+@click.option("--model-name", help="What clients ask for; else the name of the folder.")
+@click.option(
+    "--max-num-seqs", type=click.IntRange(1, 64), default=4, show_default=True,
+    help="Samples that are denoised together.",
+)  # fmt: skip
+@click.option(
+    "--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
+    help="Samples that may wait; more get 429 and Retry-After.",
+)  # fmt: skip
+@click.option(
+    "--max-context", type=click.IntRange(min=1),
+    help="Tokens of prompt and answer; else what the model takes, on a GPU at most 8192.",
+)  # fmt: skip
+@click.option(
+    "--batch-invariant", is_flag=True,
+    help="On a GPU: a seeded sample has the same text alone and beside others, at a full batch's cost.",
+)  # fmt: skip
+@click.option(
+    "--max-prompt-tokens", type=click.IntRange(min=1), help="Else what the context leaves."
+)
+@click.option(
+    "--max-body-bytes", type=click.IntRange(min=1), default=8 << 20, show_default=True,
+    help="Largest request body.",
+)  # fmt: skip
+@click.option(
+    "--request-timeout", type=click.FloatRange(min=0, min_open=True), default=600.0,
+    show_default=True, help="Seconds a request may take, waiting included.",
+)  # fmt: skip
+@click.option(
+    "--shutdown-grace", type=click.FloatRange(min=0), default=30.0, show_default=True,
+    help="Seconds that running requests get after SIGTERM.",
+)  # fmt: skip
+@click.option(
+    "--activations", type=click.Choice(["none", "per_expert", "per_layer"]),
+    help="How a quantized model's activations are rounded; else as its kernels do, on a CPU not.",
+)  # fmt: skip
+@click.option(
+    "--ignore-unsupported", is_flag=True,
+    help="Ignore temperature, top_p, penalties and the like, and name them in a header; off, refuse.",
+)  # fmt: skip
+@click.option(
+    "--log-prompts", is_flag=True, help="Log prompts and answers; off, neither is logged."
+)
+def serve(
+    checkpoint: str, model_name: str | None, activations: "ActivationMode | None", **settings: Any
+) -> None:
+    """Serve a checkpoint as an OpenAI-compatible endpoint: quantize serve CHECKPOINT.
+
+    CHECKPOINT is a folder or a Hub id, BF16 or quantized; `bundled` is the model that ships. Needs
+    the extra: pip install 'diffusiongemma-quantize[serve]'.
+
+    \b
+      quantize serve bundled                 then open http://127.0.0.1:8000/
+      curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{"model": "bundled", "messages": [{"role": "user", "content":
+        "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"}]}'
+      answers 226.
+
+    \b
+    Also /v1/completions, /v1/models, /health, /metrics (Prometheus), /version, /docs.
+    Honoured: max_tokens, stop, seed, n, stream with stream_options.include_usage,
+      image_url parts of a user's message (data URLs of PNG, JPEG or WebP; image_tokens, 70
+      to 1120, is the most that one takes; nothing is fetched),
+      chat_template_kwargs.enable_thinking (thoughts come back as reasoning_content),
+      the sampler's num_inference_steps, entropy_bound, t_min, t_max,
+      confidence_threshold, stability_threshold,
+      and the canvas: suffix of a completion, pinned [{position, text}], initial_text.
+    Anything else is refused with 400, its name and the way out: temperature, say, other than 1;
+      with --ignore-unsupported what only steers sampling is ignored and named in a header.
+    A stream sends finished canvases; stream_options.include_drafts shows them denoise.
+
+    Clients must send the key in the environment variable QUANTIZE_API_KEY, when there is one.
+    Choice j of a request with a seed has the noise of seed + j, whatever else is served meanwhile;
+    on a GPU roundings depend on the batch, unless --batch-invariant.
+    SIGTERM lets running requests finish and refuses those that wait.
+    """
+    from quantize.checkpoints.reader import Checkpoint, resolve
+    from quantize.errors import ResourceError
+    from quantize.manifest import fingerprint
+    from quantize.processes import best_device
+
+    try:
+        from quantize.serve.options import KEY_VARIABLE, Options
+        from quantize.serve.server import serve as serve_checkpoint
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "uvicorn", "prometheus_client", "starlette"):
+            raise
+        raise ResourceError(
+            f"serve needs {error.name}: pip install 'diffusiongemma-quantize[serve]'"
+        ) from error
+    folder = resolve(None if checkpoint == "bundled" else checkpoint)
+    name = model_name or served_name(checkpoint, folder)
+    options = Options(
+        name,
+        api_key=os.environ.get(KEY_VARIABLE),
+        fingerprint=fingerprint(Checkpoint.open(folder)),
+        activations=activations or "as served",
+        **settings,
+    )
+    serve_checkpoint(folder, options, activations=activations, device=best_device())
