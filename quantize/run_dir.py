@@ -164,9 +164,8 @@ def folder_when_complete(final: Path, *, keep_partial: bool = False) -> Generato
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True, exist_ok=True)
     yield temporary
-    for file in temporary.rglob("*"):
-        if file.is_file():
-            sync_file(file)
+    for path in temporary.rglob("*"):
+        sync_file(path)
     sync_folder(temporary)
     if final.exists():
         shutil.rmtree(final)
@@ -175,7 +174,7 @@ def folder_when_complete(final: Path, *, keep_partial: bool = False) -> Generato
 
 
 def sync_file(path: Path) -> None:
-    """Force a file's bytes to disk."""
+    """Force a file's bytes, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

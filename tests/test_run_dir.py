@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from syncs import noted_syncs, synced
 
 from quantize.run_dir import folder_when_complete, read_json, write_json, write_text
 
@@ -46,3 +47,28 @@ def test_a_second_result_replaces_the_first_whole(tmp_path: Path) -> None:
         with folder_when_complete(final) as folder:
             write_text(folder / name, name)
     assert [p.name for p in final.iterdir()] == ["two"]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_then_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.txt"
+    noted = noted_syncs(monkeypatch, path)
+    write_text(path, "whole")
+    assert synced(noted, path, appeared=False)
+    assert noted[0].size == len("whole")
+    assert synced(noted, tmp_path, appeared=True)
+
+
+def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name_and_then_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final = tmp_path / "checkpoint"
+    noted = noted_syncs(monkeypatch, final)
+    with folder_when_complete(final) as folder:
+        (folder / "within").mkdir()
+        for path in (folder / "a", folder / "within" / "b"):
+            path.write_text("not synced by whoever wrote it")
+    for path in (final, final / "a", final / "within", final / "within" / "b"):
+        assert synced(noted, path, appeared=False), path
+    assert synced(noted, tmp_path, appeared=True)

@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import math
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -37,6 +38,7 @@ from quantize.stages.pieces import Quantizer
 MAX_SHARD_BYTES = 5e9
 
 CARRIED = (*SETTINGS, "LICENSE*", "NOTICE*")
+LAYERS = "layer-*.safetensors"  # what `round_weights` writes
 
 
 @dataclass(frozen=True)
@@ -86,17 +88,18 @@ def convert(
     if out.exists() and not overwrite:
         raise InputError(f"{out}: exists already; name another folder or remove it")
     check_layout(source)
-    before = _fingerprint(source)
+    before = _stamps(source.shards)
     scales = _read_input_scales(input_scales, targets)
     found = _read_rounded(rounded) if rounded else {}
     pieces = Quantizer(source, recipe.quantization.observer, scales, found).plan(targets)
     shards = plan_shards(pieces, max_shard_bytes)
-    identity = json.dumps([before, recipe.quantization.observer, sorted(scales.items())])
+    codes = _stamps(sorted(rounded.glob(LAYERS)) if rounded else [])
+    identity = json.dumps([before, recipe.quantization.observer, sorted(scales.items()), codes])
     with folder_when_complete(out, keep_partial=True) as folder:
         hashes = write_shards(shards, folder, identity)
         _carry_files(source.folder, folder)
         write_json(folder / "config.json", quantized_config(source.config, targets, recipe))
-        if _fingerprint(source) != before:
+        if _stamps(source.shards) != before:
             raise InputError(f"{source.folder}: a shard changed while it was read; convert again")
         _check_written(Checkpoint.open(folder), pieces)
         if record is not None:
@@ -149,7 +152,7 @@ def _read_rounded(folder: Path) -> dict[str, Checkpoint]:
         InputError: no rounded layer there.
     """
     found: dict[str, Checkpoint] = {}
-    for path in sorted(folder.glob("layer-*.safetensors")):
+    for path in sorted(folder.glob(LAYERS)):
         header = read_header(path)
         found |= dict.fromkeys(header, Checkpoint(folder, {}, header))
     if not found:
@@ -167,9 +170,9 @@ def _positive(reader: Checkpoint, name: str) -> float:
     return value
 
 
-def _fingerprint(source: Checkpoint) -> list[tuple[str, int, int]]:
-    """Return name, size and time of change of every source shard."""
-    stats = [(shard.name, shard.stat()) for shard in source.shards]
+def _stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Return name, size in bytes and time of change, in ns, of every file."""
+    stats = [(file.name, file.stat()) for file in files]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 

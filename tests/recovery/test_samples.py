@@ -3,10 +3,12 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 from recovery.samples import Batch, Completion, Finished, Request, SampleStore, Share, sample_seed
+from syncs import noted_syncs
 
 REQUESTS = [Request("x" * (i % 5 + 1) + str(i), i, 64) for i in range(10)]
 MADE_WITH = {"model": "a", "sampler": {"t": 1}}
@@ -65,6 +67,18 @@ def test_a_line_torn_at_any_byte_is_run_again_and_nothing_else(tmp_path: Path) -
         assert torn.read_bytes() == whole
         kept = whole[:size].count(b"\n") - 1
         assert len(model.asked) == 4 - max(kept, 0)
+
+
+def test_every_batch_is_on_the_disk_before_the_next_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store"
+    noted = noted_syncs(monkeypatch, path)
+    complete(path, Model())
+    lines = path.read_bytes().splitlines(keepends=True)
+    ends = list(accumulate(map(len, lines)))
+    assert [sync.size for sync in noted] == ends[1:]  # the header goes with the first batch
+    assert {sync.inode for sync in noted} == {path.stat().st_ino}
 
 
 def test_samples_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from conversions import DENSE, MIXED, recipe_for, run, write_input_scales
 from oracle import assert_equal_quantization, assert_same_bits, oracle
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny import EXPERTS, LAYERS
 
 from quantize.checkpoints.load import load
@@ -330,7 +331,7 @@ def test_a_source_that_changes_meanwhile_is_refused(
     import quantize.stages.convert as module
 
     counter = iter(range(10))
-    monkeypatch.setattr(module, "_fingerprint", lambda source: [("x", next(counter), 0)])
+    monkeypatch.setattr(module, "_stamps", lambda files: [("x", next(counter), 0)])
     with pytest.raises(InputError, match="changed while it was read"):
         run(tiny_checkpoint, tmp_path / "out", recipe_for("FP8_DYNAMIC"))
     assert not (tmp_path / "out").exists()
@@ -439,3 +440,37 @@ def test_the_record_holds_the_checksum_of_every_file(tiny_checkpoint: Path, tmp_
     assert read_json(record) == {"files": expected}
     assert conversion.shards.items() <= expected.items()
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= expected.keys()
+
+
+def test_shards_of_other_settings_are_not_taken_up_again(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names, dtypes and shapes are equal whatever observer, input scales or codes made the bytes."""
+    source = Checkpoint.open(tiny_checkpoint)
+    targets = plan_targets(source.tensors, recipe_for("NVFP4").quantization)
+    first, second = tmp_path / "first.safetensors", tmp_path / "second.safetensors"
+    write_input_scales(first, targets)
+    save_file({name: 2 * scale for name, scale in load_file(first).items()}, second)
+
+    def converted(out: Path, **changes: Any) -> bytes:
+        settings = {"observer": "memoryless_minmax", "input_scales": first, **changes}
+        recipe = recipe_for("NVFP4", observer=settings.pop("observer"))
+        convert(source, targets, out, recipe=recipe, **settings)
+        return (out / "model.safetensors").read_bytes()
+
+    plain = converted(tmp_path / "plain")
+    codes = tmp_path / "codes"
+    codes.mkdir()
+    quantized = load_file(tmp_path / "plain" / "model.safetensors").items()
+    layer = {n: t for n, t in quantized if ".weight_" in n}
+    layer |= {n: torch.zeros_like(t) for n, t in layer.items() if n.endswith("_packed")}
+    save_file(layer, codes / "layer-00.safetensors")
+    for after in ({"observer": "memoryless_mse"}, {"input_scales": second}, {"rounded": codes}):
+        out = tmp_path / "-".join(after)
+        with monkeypatch.context() as patch:  # every shard is finished, and the folder is not
+            patch.setattr(convert_module, "_carry_files", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                converted(out)
+        resumed = converted(out, **after)
+        assert resumed != plain
+        assert resumed == converted(tmp_path / f"{out.name}-alone", **after)
