@@ -1,7 +1,8 @@
 """Recipes: what to quantize, how to calibrate, how to judge. A YAML file, strictly checked.
 
-The fields under `quantization` are those of llm-compressor's QuantizationModifier. An unknown key is
-an error that names the nearest known one: a misspelt `ignore` must not quantize the router.
+The fields under `quantization` are those of llm-compressor's QuantizationModifier; a whole recipe file
+of llm-compressor is read too (`quantize.llm_compressor`). An unknown key is an error that names the
+nearest known one: a misspelt `ignore` must not quantize the router.
 """
 
 import difflib
@@ -25,6 +26,7 @@ from pydantic import (
 from recovery.catalog import known_tasks
 
 from quantize.errors import InputError
+from quantize.llm_compressor import is_llm_compressor, quantization_of
 from quantize.rounding import Observer
 from quantize.schemes import SCHEMES
 
@@ -279,6 +281,8 @@ def parse_recipe(text: str, source: str) -> Recipe:
         ) from error
     if not isinstance(fields, dict):
         raise InputError(f"recipe {source}: not a mapping of sections")
+    if is_llm_compressor(fields):
+        fields = _completed(quantization_of(fields, source), source)
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
@@ -287,6 +291,26 @@ def parse_recipe(text: str, source: str) -> Recipe:
         telling = ("extra_forbidden", "value_error")
         first = min(error.errors(), key=lambda e: [e["type"] != kind for kind in telling])
         raise InputError(f"recipe {source}: {_explain(first)}") from error
+
+
+def _completed(quantization: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return a whole recipe around a `quantization` section: the rest is what ships for its scheme."""
+    shipped = [parse_recipe(text, name) for name, text in shipped_recipes().items()]
+    wanted = set(quantization["scheme"])
+    base = max(shipped, key=lambda each: _likeness(wanted, each))
+    limits = {name: SCHEMES[name].max_relative_error for name in wanted}
+    fields = base.model_dump()
+    if fields["calibration"] is None:
+        fields["calibration"] = next(r.calibration for r in shipped if r.calibration).model_dump()
+    name = re.sub(r"[^a-z0-9]+", "_", Path(source).stem.lower()).strip("_")
+    verification = {"max_relative_error": limits}
+    return {**fields, "name": name, "quantization": quantization, "verification": verification}
+
+
+def _likeness(wanted: set[str], recipe: Recipe) -> tuple[int, int]:
+    """Count schemes in common, then those that the recipe has beyond them, negative."""
+    schemes = set(recipe.quantization.targets_by_scheme())
+    return len(schemes & wanted), -len(schemes - wanted)
 
 
 class _UniqueKeys(yaml.SafeLoader):

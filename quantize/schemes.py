@@ -17,9 +17,9 @@ for all activations of a Linear, which get a scale a token here.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -143,6 +143,22 @@ def _round_groups(x: Tensor, input_global_scale: float | None) -> Tensor:
     return rounding.round_groups(x, input_global_scale)
 
 
+_NVFP4 = Scheme(
+    name="NVFP4",
+    compressed=OnDisk("nvfp4-pack-quantized", partial(_groups, True)),
+    modelopt=OnDisk("NVFP4", partial(_modelopt_groups, True)),
+    preset="NVFP4",
+    config_weights=("float", 4, "tensor_group"),
+    config_activations="local",
+    codes=E2M1_GROUPS,
+    quantize=rounding.quantize_groups,
+    dequantize=rounding.dequantize_groups,
+    round_activations=_round_groups,
+    calibrated=True,
+    kernel="nvfp4",
+    max_relative_error=0.13,
+    convert_seconds=2.6,
+)
 _ALL = (
     Scheme(
         name="FP8_DYNAMIC",
@@ -160,37 +176,17 @@ _ALL = (
         max_relative_error=0.04,
         convert_seconds=1.5,
     ),
-    Scheme(
-        name="NVFP4",
-        compressed=OnDisk("nvfp4-pack-quantized", partial(_groups, True)),
-        modelopt=OnDisk("NVFP4", partial(_modelopt_groups, True)),
-        preset="NVFP4",
-        config_weights=("float", 4, "tensor_group"),
-        config_activations="local",
-        codes=E2M1_GROUPS,
-        quantize=rounding.quantize_groups,
-        dequantize=rounding.dequantize_groups,
-        round_activations=_round_groups,
-        calibrated=True,
-        kernel="nvfp4",
-        max_relative_error=0.13,
-        convert_seconds=2.6,
-    ),
-    Scheme(
+    _NVFP4,
+    # The same weights under BF16 activations: nothing to calibrate.
+    replace(
+        _NVFP4,
         name="NVFP4A16",
         compressed=OnDisk("nvfp4-pack-quantized", partial(_groups, False)),
         modelopt=OnDisk("W4A16_NVFP4", partial(_modelopt_groups, False)),
         preset="NVFP4A16",
-        config_weights=("float", 4, "tensor_group"),
         config_activations=None,
-        codes=E2M1_GROUPS,
-        quantize=rounding.quantize_groups,
-        dequantize=rounding.dequantize_groups,
         round_activations=None,
         calibrated=False,
-        kernel="nvfp4",
-        max_relative_error=0.13,
-        convert_seconds=2.6,
     ),
     Scheme(
         name="INT8_DYNAMIC",
@@ -222,3 +218,15 @@ SUFFIXES = tuple(
 GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
 INPUT_SCALES = ("input_global_scale", "input_scale")
 TENSOR_SCALES = (*GLOBAL_SCALES, *INPUT_SCALES)  # one number for a whole matrix, above 0
+
+
+def scheme_of_group(group: Mapping[str, Any]) -> Scheme | None:
+    """Return the scheme of a compressed-tensors config group, None for one that is not written here."""
+    weights, activations = group.get("weights") or {}, group.get("input_activations")
+    key = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"))
+    dynamic = activations.get("dynamic", False) if activations else None
+    for scheme in SCHEMES.values():
+        same_groups = scheme.codes.group in (None, weights.get("group_size"))
+        if (key, dynamic) == (scheme.config_weights, scheme.config_activations) and same_groups:
+            return scheme
+    return None

@@ -13,7 +13,7 @@ from quantize.checkpoints.modelopt import ModelOptSchemes
 from quantize.checkpoints.reader import FIX, Checkpoint, TensorSpec, check_total_size
 from quantize.checkpoints.targets import DROPPED, linear_modules, linear_shape, matches
 from quantize.errors import InputError
-from quantize.schemes import SCHEMES, SUFFIXES, Scheme
+from quantize.schemes import SUFFIXES, Scheme, scheme_of_group
 
 MAX_LAYERS = 1000
 SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compressor"
@@ -196,18 +196,16 @@ class ConfigSchemes:
 
 
 def _group_scheme(name: str, group: dict[str, Any]) -> Scheme:
-    """Name the scheme of a config group from its weight and activation arguments."""
-    weights, activations = group.get("weights") or {}, group.get("input_activations")
-    key = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"))
-    dynamic = activations.get("dynamic", False) if activations else None
-    for scheme in SCHEMES.values():
-        same_groups = scheme.codes.group in (None, weights.get("group_size"))
-        if (key, dynamic) == (scheme.config_weights, scheme.config_activations) and same_groups:
-            return scheme
-    raise InputError(
-        f"quantization_config: group {name!r} has weights of type, bits, strategy {key}, "
-        f"which no known scheme has; {SCHEME_FIX}"
-    )
+    """Return the scheme of a config group."""
+    scheme = scheme_of_group(group)
+    if scheme is None:
+        weights = group.get("weights") or {}
+        key = tuple(weights.get(field) for field in ("type", "num_bits", "strategy"))
+        raise InputError(
+            f"quantization_config: group {name!r} has weights of type, bits, strategy {key}, "
+            f"which no known scheme has; {SCHEME_FIX}"
+        )
+    return scheme
 
 
 def schemes_by_module(config: dict[str, Any]) -> dict[str, Scheme]:

@@ -44,6 +44,13 @@ WHY_KEPT = {
     "norm": "not a Linear",
     "layer_scalar": "not a Linear",
 }
+# What servers build without a quantization config, by the patterns that `ignore` names it with.
+KEPT_LINEARS = {
+    "router": "re:.*router.*",
+    "self_conditioning": "re:.*self_conditioning.*",
+    "embedding": "re:.*embed_tokens.*",
+    "vision": "re:.*vision.*",
+}
 OPTIONAL = "optional:"  # before an entry of `ignore` that may match nothing
 QUANTIZABLE = ("experts", "attention", "mlp")
 
@@ -108,9 +115,9 @@ def plan_targets(tensors: Mapping[str, TensorInfo], quantization: Quantization) 
         InputError: an unknown tensor; a module matched by two schemes, or by one it cannot have; a
             target or scheme that matches nothing.
     """
-    targets = [
-        _target(info, quantization) for name, info in tensors.items() if not DROPPED.fullmatch(name)
-    ]
+    kept = [info for name, info in tensors.items() if not DROPPED.fullmatch(name)]
+    _check_kinds(kept, quantization)
+    targets = [_target(info, quantization) for info in kept]
     _check_patterns(targets, quantization)
     for name in quantization.targets_by_scheme():
         if not any(target.scheme is SCHEMES[name] for target in targets):
@@ -135,17 +142,36 @@ def _check_patterns(targets: list[Target], quantization: Quantization) -> None:
             )
 
 
-def _target(info: TensorInfo, quantization: Quantization) -> Target:
+def _check_kinds(tensors: Sequence[TensorInfo], quantization: Quantization) -> None:
+    """Refuse a recipe that would quantize what must stay BF16, and say what `ignore` lacks."""
+    found: dict[str, str] = {}
+    for info in tensors:
+        kind = _class_of(info)
+        if kind not in QUANTIZABLE and kind not in found:
+            modules = linear_modules(info.name, info.shape)
+            if _scheme(info.name, modules, quantization) is not None:
+                found[kind] = info.name
+    if found:
+        what = "; ".join(f"{name} ({kind}: {WHY_KEPT[kind]})" for kind, name in found.items())
+        add = ", ".join(f'"{KEPT_LINEARS[kind]}"' for kind in found)
+        raise InputError(f"the recipe would quantize {what}; add to quantization.ignore: {add}")
+
+
+def _class_of(info: TensorInfo) -> str:
     try:
-        kind = module_class(info.name)
+        return module_class(info.name)
     except InputError as error:
         raise InputError(f"{info.file}: {error}") from error
+
+
+def _target(info: TensorInfo, quantization: Quantization) -> Target:
+    kind = _class_of(info)
     modules = linear_modules(info.name, info.shape)
     scheme = _scheme(info.name, modules, quantization)
     if scheme is None:
         reason = WHY_KEPT.get(kind, "ignored by the recipe")
         return Target(info.name, kind, None, reason, info.shape, (), info.nbytes, info.nbytes)
-    _check_allowed(info, kind, scheme)
+    _check_allowed(info, scheme)
     after = len(modules) * quantized_bytes(scheme, *linear_shape(info.shape, modules))
     return Target(info.name, kind, scheme, "", info.shape, modules, info.nbytes, after)
 
@@ -203,11 +229,7 @@ def matches(module: str, pattern: str) -> bool:
     return pattern == module
 
 
-def _check_allowed(info: TensorInfo, kind: str, scheme: Scheme) -> None:
-    if kind not in QUANTIZABLE:
-        raise InputError(
-            f"the recipe would quantize {info.name} ({kind}: {WHY_KEPT[kind]}); add it to ignore"
-        )
+def _check_allowed(info: TensorInfo, scheme: Scheme) -> None:
     if info.dtype != "BF16":
         raise InputError(
             f"{info.file}: {info.name} is {info.dtype}; only BF16 weights are quantized"
@@ -236,13 +258,7 @@ def ignore_for_config(targets: list[Target]) -> list[str]:
     vLLM and compressed-tensors apply the scheme to each Linear that `ignore` does not name, the
     tied lm_head and the encoder's names included. Patterns follow the on-disk names.
     """
-    patterns = {
-        "router": "re:.*router.*",
-        "self_conditioning": "re:.*self_conditioning.*",
-        "embedding": "re:.*embed_tokens.*",
-        "vision": "re:.*vision.*",
-    }
-    ignore = ["lm_head", *patterns.values()]
+    ignore = ["lm_head", *KEPT_LINEARS.values()]
     for target in targets:
         kept_linear = target.scheme is None and target.module_class in QUANTIZABLE
         if kept_linear:
