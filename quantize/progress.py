@@ -1,29 +1,28 @@
-"""Progress bars with an estimate of the time left, on stderr, for every loop that takes seconds.
+"""How far a loop is, on stderr: units and tokens done, their rate, the time that is left.
 
-In a terminal a rich bar; elsewhere (CI, a pipe) one line when the loop starts and one when it ends,
-so that a log stays readable.
+In a terminal this is a bar; elsewhere (CI, a pipe) it is a line when the loop begins, one every 30
+seconds with an estimate of what is left, and one when it ends, so that a log stays readable.
 """
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Generator, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from quantize.units import duration
 
 T = TypeVar("T")
 
 # Of the processes that torchrun starts, the first speaks.
 console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
+EVERY = 30.0  # seconds between two lines where no bar is drawn
 
 
 def say(message: str) -> None:
@@ -31,36 +30,116 @@ def say(message: str) -> None:
     console.print(message, highlight=False, markup=False)
 
 
-def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
+class Meter:
+    """Counts what is done of a loop, and what is known of the part that is under way.
+
+    Args:
+        title: names the loop.
+        total: units that there are, None where that is not known.
+        unit: what is counted, in the plural.
+    """
+
+    def __init__(self, title: str, total: int | None, unit: str) -> None:
+        self.title, self.total, self.unit = title, total, unit
+        self.done = self.tokens = 0
+        self._ahead = [0, 0]  # units and tokens of work that is not handed over yet
+        self._began = time.monotonic()
+
+    def add(self, units: int = 1, tokens: int = 0) -> None:
+        """Count finished units and their tokens; what was announced of them is settled."""
+        self.done, self.tokens = self.done + units, self.tokens + tokens
+        self.announce(-units, -tokens)
+
+    def announce(self, units: int, tokens: int) -> None:
+        """Count units and tokens that are made, and not handed over yet."""
+        self._ahead = [max(0, self._ahead[0] + units), max(0, self._ahead[1] + tokens)]
+
+    @property
+    def made(self) -> int:
+        """Units that are made, handed over or not."""
+        return self.done + self._ahead[0]
+
+    def status(self) -> str:
+        """Return "37 of 120 samples, 8,214 tokens (513/s), 16 s, about 36 s left"."""
+        seconds = time.monotonic() - self._began
+        of = "" if self.total is None else f" of {self.total:,}"
+        parts = [f"{self.made:,}{of} {self.unit}".rstrip(), *self._token_rate(seconds)]
+        parts.append(duration(seconds))
+        if self.total is not None and 0 < self.made < self.total:
+            left = seconds / self.made * (self.total - self.made)
+            parts.append(f"about {duration(left)} left")
+        return ", ".join(parts)
+
+    def end(self) -> str:
+        """Return what was done, when the loop is over."""
+        seconds = time.monotonic() - self._began
+        parts = [f"{self.done:,} {self.unit}".rstrip() + " done", *self._token_rate(seconds)]
+        return f"{', '.join(parts)} in {seconds:.1f} s"
+
+    def _token_rate(self, seconds: float) -> list[str]:
+        tokens = self.tokens + self._ahead[1]
+        return [f"{tokens:,} tokens ({tokens / max(seconds, 1e-3):,.0f}/s)"] if tokens else []
+
+
+def track(items: Iterable[T], title: str, total: int | None = None, unit: str = "") -> Iterator[T]:
     """Yield `items` while showing how many are done and how long the rest will take.
 
-    `total` is taken from `len(items)` when it is not given; an unknown total shows a count only.
+    An item is done when the next one is asked for. `total` is taken from `len(items)` when it is not
+    given; an unknown total shows a count only.
     """
     if total is None and isinstance(items, Sized):
         total = len(items)
-    if sys.stderr.isatty():
-        yield from _with_bar(items, description, total)
-    else:
-        yield from _with_lines(items, description, total)
+    with metered(title, total, unit) as meter:
+        for item in items:
+            yield item
+            meter.add()
 
 
-def _with_bar(items: Iterable[T], description: str, total: int | None) -> Iterator[T]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
+@contextmanager
+def metered(title: str, total: int | None, unit: str) -> Generator[Meter]:
+    """Yield a meter and show it while the block runs, as a bar or as lines."""
+    meter = Meter(title, total, unit)
+    with _bar(meter) if sys.stderr.isatty() else _lines(meter):
+        yield meter
+
+
+class _Status(ProgressColumn):
+    """Shows a meter in words, and brings the bar beside it up to date."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self.meter = meter
+
+    def render(self, task: Task) -> Text:
+        """Return the meter's words."""
+        task.completed = self.meter.made
+        return Text(self.meter.status())
+
+
+@contextmanager
+def _bar(meter: Meter) -> Generator[None]:
+    columns = (TextColumn("{task.description}"), BarColumn(), _Status(meter))
     with Progress(*columns, console=console) as bar:
-        yield from bar.track(items, total=total, description=description)
+        task = bar.add_task(meter.title, total=meter.total)
+        yield
+        bar.update(task, completed=meter.made)
 
 
-def _with_lines(items: Iterable[T], description: str, total: int | None) -> Iterator[T]:
-    say(f"{description}: {total if total is not None else 'an unknown number'} to do")
-    started, count = time.monotonic(), 0
-    for item in items:
-        yield item
-        count += 1
-    say(f"{description}: {count} done in {time.monotonic() - started:.1f} s")
+@contextmanager
+def _lines(meter: Meter) -> Generator[None]:
+    of = "an unknown number of" if meter.total is None else f"{meter.total:,}"
+    say(f"{meter.title}: {of} {meter.unit}".rstrip() + " to do")
+    over = threading.Event()
+
+    def speak() -> None:
+        while not over.wait(EVERY):
+            say(f"{meter.title}: {meter.status()}")
+
+    speaker = threading.Thread(target=speak, daemon=True)
+    speaker.start()
+    try:
+        yield
+        say(f"{meter.title}: {meter.end()}")
+    finally:
+        over.set()
+        speaker.join()

@@ -7,8 +7,9 @@ everything else to stderr.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from quantize.runtime.images import open_picture, place, prepare
 from quantize.runtime.sample import canvas_budgets
 
 Write = Callable[[str], object]
+END = "\N{MIDDLE DOT}"  # how an EOS is drawn before the canvas' last word
 
 
 def watch(
@@ -82,7 +84,7 @@ def watch(
         sample = answer(None)
     else:
         with Live(console=console, transient=True, auto_refresh=False) as live:
-            sample = answer(_Drawing(tokenizer, live))
+            sample = answer(_Drawing(tokenizer, sampler.eos_token_ids, live))
     output.end(sample)
     say(_summary(sample, time.monotonic() - started))
 
@@ -147,10 +149,13 @@ class _Output:
 
 
 class _Drawing:
-    """Draws finished canvases and, below them, the one that is being denoised."""
+    """Draws finished canvases and, below them, the one that is being denoised.
 
-    def __init__(self, tokenizer: Any, live: Live) -> None:
-        self.tokenizer, self.live = tokenizer, live
+    The run of EOS that fills a canvas behind its answer is left out; an EOS before it is a dot.
+    """
+
+    def __init__(self, tokenizer: Any, eos: Collection[int], live: Live) -> None:
+        self.tokenizer, self.eos, self.live = tokenizer, eos, live
         self.finished, self.last = "", ""
         self.canvas = 0
 
@@ -158,10 +163,12 @@ class _Drawing:
         """Draw one denoising step; step 1 begins a canvas."""
         if step == 1:
             self.canvas, self.finished = self.canvas + 1, self.finished + self.last
-        self.last = self.tokenizer.decode(tokens)
+        self.last = self.tokenizer.decode(list(takewhile(lambda t: t not in self.eos, tokens)))
         text = Text(self.finished)
-        for token, is_accepted in zip(tokens, accepted, strict=True):
-            text.append(self.tokenizer.decode([token]), style="bold" if is_accepted else "dim")
+        length = max((i + 1 for i, token in enumerate(tokens) if token not in self.eos), default=0)
+        for token, is_accepted in list(zip(tokens, accepted, strict=True))[:length]:
+            word = END if token in self.eos else self.tokenizer.decode([token])
+            text.append(word, style="bold" if is_accepted else "dim")
         text.append(f"\ncanvas {self.canvas}, step {step}", style="cyan")
         self.live.update(text, refresh=True)
 

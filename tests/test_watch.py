@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from PIL import Image
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from quantize import watch as watching
 from quantize.bundled import CHECKPOINT
@@ -21,7 +22,7 @@ from quantize.runtime import Sample, Sampler, generate, open
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.images import open_picture, place, prepare
 from quantize.runtime.modules.engine import ModelEngine
-from quantize.watch import _Drawing, _Output, watch
+from quantize.watch import END, _Drawing, _Output, watch
 
 SETTINGS: dict[str, Any] = {
     "thinking": False, "seed": 3, "max_new_tokens": None, "activations": "none", "pictures": (),
@@ -51,13 +52,29 @@ def test_the_drawing_shows_every_token_and_marks_the_accepted() -> None:
     accepted = [True] * len(words[0]) + [False] * len(words[1])
     console = Console(file=out, force_terminal=True, width=400, color_system="standard")
     with Live(console=console, auto_refresh=False) as live:
-        drawing = _Drawing(tokenizer, live)
+        drawing = _Drawing(tokenizer, (), live)
         for step in (1, 2, 1, 4):
             drawing.draw(0, step, tokens, accepted)
     text = out.getvalue()
     assert "\x1b[1m apples" in text  # bold: accepted
     assert "\x1b[2m se" in text  # dim: not yet
     assert "apples seven\x1b" in text.rpartition("canvas 2, step 4")[0]  # canvas 1, finished
+
+
+def test_the_drawing_leaves_out_the_eos_that_fill_a_canvas() -> None:
+    """Also from what a finished canvas leaves behind; one before the last word is a dot."""
+    tokenizer, out = load_tokenizer(CHECKPOINT), io.StringIO()
+    (eos,) = tokenizer.convert_tokens_to_ids(["<eos>"])
+    words = tokenizer.encode(" seven", add_special_tokens=False)
+    console = Console(file=out, force_terminal=True, width=400)
+    with Live(console=console, auto_refresh=False) as live:
+        drawing = _Drawing(tokenizer, (eos,), live)
+        for tokens in ([*words, eos, *words, eos, eos], [eos, eos]):
+            drawing.draw(0, 1, tokens, [True] * len(tokens))
+    assert "<eos>" not in out.getvalue()
+    shown = [Text.from_ansi(frame).plain for frame in out.getvalue().split("canvas ")]
+    assert shown[0].strip() == f"seven{END} seven"
+    assert [frame.count("seven") for frame in shown[:2]] == [2, 1]
 
 
 def test_the_fused_kernels_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:

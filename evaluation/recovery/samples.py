@@ -123,7 +123,7 @@ class SampleStore:
             requests: all samples of the task, finished ones included.
             generate: answers batches.
             batch_size: requests a batch.
-            progress: wraps the finished batches, of which there will be so many.
+            progress: wraps the finished batches, which hold so many samples together.
             keep: what is kept of an answer's text; a private task keeps its letter only.
 
         Raises:
@@ -134,7 +134,7 @@ class SampleStore:
         mine = batches[self.share.rank :: self.share.processes]
         missing = [b for b in mine if any(request.key not in self.done for request in b)]
         if missing:
-            for batch, completions in progress(generate(missing), len(missing)):
+            for batch, completions in progress(generate(missing), sum(map(len, missing))):
                 if len(completions) != len(batch):
                     raise ValueError(f"{len(batch)} requests and {len(completions)} completions")
                 self._append(batch, [replace(each, text=keep(each.text)) for each in completions])

@@ -10,6 +10,7 @@ datasets library makes of a local file lies in a temporary folder.
 
 import json
 import logging
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lm_eval import simple_evaluate
+from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from recovery.catalog import TASKS, THINKING, is_private, known_tasks
@@ -35,6 +36,7 @@ from recovery.samples import (
 )
 
 READERS = {".jsonl": "json", ".csv": "csv"}  # what a local data set may be, and who reads it
+FEWSHOT_SEED = 1234  # lm-eval's own, of the order of a task's examples
 NO_ANSWER = "[invalid]"  # what lm-eval's regex filter returns when nothing matches
 
 
@@ -229,18 +231,21 @@ def _manager(task: str, data_file: Path | None, folder: Path) -> TaskManager:
 def _evaluate(
     model: BlockDiffusionLM, task: str, manager: TaskManager, limit: int | None
 ) -> dict[str, Any] | None:
-    """Return lm-eval's results; it has none in a process that torchrun started as other than 0."""
+    """Return lm-eval's results; it has none in a process that torchrun started as other than 0.
+
+    This is `simple_evaluate` without what it adds about the machine: that takes a second a call, and
+    asks git, which complains on stderr where there is no checkout.
+    """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    evaluate: Any = simple_evaluate  # its decorator hides the signature from type checkers
-    results: dict[str, Any] | None = evaluate(
-        model=model,
-        tasks=[task],
-        task_manager=manager,
-        limit=limit,
-        bootstrap_iters=0,
-        log_samples=True,
+    loaded: Any = manager.load([task])
+    asked = loaded["tasks"][task]
+    asked.set_config(key="num_fewshot", value=asked.get_config("num_fewshot") or 0)
+    asked.set_fewshot_seed(seed=FEWSHOT_SEED)
+    run: Any = evaluate  # its decorator hides the signature from type checkers
+    results: dict[str, Any] | None = run(
+        lm=model, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=True
     )
-    return results
+    return results if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
 
 
 def _rows(samples: list[dict[str, Any]], model: BlockDiffusionLM) -> list[Row]:

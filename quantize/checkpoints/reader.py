@@ -377,7 +377,7 @@ def known_config(model: str) -> dict[str, Any] | None:
 
 
 def resolve(model: str | None, revision: str | None = None) -> Path:
-    """Return the local folder of a model: the bundled one (None), a folder, or a Hub id.
+    """Return the local folder of a model: the bundled one (None or "bundled"), a folder, or a Hub id.
 
     A Hub id may carry its revision, `ORG/NAME@revision`. It is downloaded to the Hub's cache, or only
     looked up there when HF_HUB_OFFLINE is set; either way `hub_commit` tells the commit afterwards.
@@ -385,7 +385,7 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
     Raises:
         InputError: no such folder or model. ResourceError: the Hub cannot be reached.
     """
-    if model is None:
+    if model in (None, "bundled"):
         from quantize.bundled import CHECKPOINT
 
         return CHECKPOINT

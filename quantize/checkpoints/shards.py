@@ -179,6 +179,7 @@ def write_shards(
                 )
                 for shard in todo
             ]
+            next(blocks, None)  # the last block counts as done when the next one is asked for
             for future in finished:
                 future.result()
         if len({shard.name for shard in shards}) > 1:
@@ -292,7 +293,7 @@ def _produced(
     tasks = [task for shard in shards for piece in shard.pieces for task in piece.tasks]
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        yield track(_in_order(pool, tasks, 2 * workers), what, total=len(tasks))
+        yield track(_in_order(pool, tasks, 2 * workers), what, len(tasks), "blocks")
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -67,7 +67,7 @@ def bench(
     if (checkpoint is None) == (random_weights is None):
         raise click.UsageError("name a CHECKPOINT, or a mix of --random-weights")
     result = measure(
-        None if checkpoint is None else resolve(None if checkpoint == "bundled" else checkpoint),
+        None if checkpoint is None else resolve(checkpoint),
         random=random_weights,
         config=known_config(REAL_MODEL),
         steps=steps,

@@ -29,7 +29,7 @@ def export(checkpoint: str, format_: str, out: Path, kept_as: str) -> None:
 
     run = RunDir(Path(checkpoint))
     source = run.checkpoint if run.manifest_json.is_file() else None
-    folder = source or resolve(None if checkpoint == "bundled" else checkpoint)
+    folder = source or resolve(checkpoint)
     done = export_gguf(
         Checkpoint.open(folder),
         out,

@@ -55,7 +55,7 @@ def generate(
     from quantize.watch import watch
 
     watch(
-        resolve(None if checkpoint == "bundled" else checkpoint),
+        resolve(checkpoint),
         prompt,
         thinking=thinking,
         seed=seed,

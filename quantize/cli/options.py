@@ -18,13 +18,13 @@ def model_options(command: click.decorators.FC) -> click.decorators.FC:
     for option in (
         click.option("--revision", help="Revision of a Hub model: branch, tag or commit."),
         click.option(
-            "--model",
+            "--model", callback=lambda _, __, model: None if model == "bundled" else model,
             help="Checkpoint folder or Hub id (ORG/NAME@REVISION); else the bundled model.",
         ),
         click.option(
             "--recipe", "recipe", default="nvfp4", show_default=True, help="Name or YAML file."
         ),
-    ):
+    ):  # fmt: skip
         command = option(command)
     return command
 

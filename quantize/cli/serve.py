@@ -105,7 +105,7 @@ def serve(
         raise ResourceError(
             f"serve needs {error.name}: pip install 'diffusiongemma-quantize[serve]'"
         ) from error
-    folder = resolve(None if checkpoint == "bundled" else checkpoint)
+    folder = resolve(checkpoint)
     name = model_name or served_name(checkpoint, folder)
     options = Options(
         name,

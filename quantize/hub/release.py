@@ -138,7 +138,10 @@ def _listed_files(run: RunDir) -> list[File]:
         raise InputError(
             f"{run.checkpoint / gone[0]}: was verified and is gone; run `quantize convert`"
         )
-    files = [File.of(name, run.checkpoint / name) for name in track(sorted(listed), "checksums")]
+    files = [
+        File.of(name, run.checkpoint / name)
+        for name in track(sorted(listed), "checksums", unit="files")
+    ]
     for file in files:
         if file.sha256 != listed[file.path]:
             raise GateError(
@@ -169,7 +172,7 @@ def find_base(source: dict[str, Any], recipe: Recipe) -> str | None:
     wanted = {name for name in remote if "/" not in name and name.endswith(".safetensors")}
     same = wanted == {path.name for path in paths[1:]} != set() and all(
         path.is_file() and File.of(path.name, path).is_at(remote.get(path.name))
-        for path in track(paths, f"checksums of {name}")
+        for path in track(paths, f"checksums of {name}", unit="files")
     )
     if not same:
         say(f"push: no base model is named: {folder} does not hold {name} at {revision}")

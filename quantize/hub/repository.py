@@ -207,9 +207,8 @@ class Hub:
             ResourceError: `revision` no longer points to `parent`, or the Hub cannot be reached.
         """
         additions = [_addition(file) for file in files]
-        for addition in track(
-            additions, "upload"
-        ):  # one by one: a shard is large, and shows progress
+        # One by one: a shard is large, and shows progress.
+        for addition in track(additions, "upload", unit="files"):
             with explained(f"{self.repo}: cannot upload {addition.path_in_repo}"):
                 self.api.preupload_lfs_files(
                     self.repo, [addition], revision=revision, free_memory=False

@@ -87,6 +87,17 @@ def generate(
     return samples
 
 
+def ended(record: StepRecord, sampler: Sampler) -> list[tuple[int, bool]]:
+    """Return, of each canvas that ends with a step, its tokens up to an EOS and whether it has one."""
+    last = record.step == sampler.max_denoising_steps
+    found: list[tuple[int, bool]] = []
+    for ids, finished in zip(record.argmax.tolist(), record.finished.tolist(), strict=True):
+        if finished or last:
+            end = next((i for i, token in enumerate(ids) if token in sampler.eos_token_ids), None)
+            found.append((len(ids) if end is None else end + 1, end is not None))
+    return found
+
+
 def _is_done(sample: Sample, budget: int) -> bool:
     return sample.finish == "eos" or sample.canvases >= budget
 

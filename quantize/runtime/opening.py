@@ -102,7 +102,7 @@ def open(
             capacity, (resident,) = found
         weights = load_packed(
             checkpoint, device, resident=resident,
-            on_layer=lambda layers: track(layers, "layers loaded"),
+            on_layer=lambda layers: track(layers, "loading", unit="layers"),
         )  # fmt: skip
     inputs = None
     if activations is not None and isinstance(checkpoint, Path):

@@ -22,10 +22,10 @@ from torch import Tensor
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.processes import ALONE, Processes
-from quantize.progress import track
+from quantize.progress import metered
 from quantize.recipe import Calibration
 from quantize.run_dir import read_json, write_json
-from quantize.runtime.batch import OnStep, generate
+from quantize.runtime.batch import OnStep, ended, generate
 from quantize.runtime.engine import Engine
 from quantize.runtime.sampler import Sampler, StepRecord
 
@@ -119,17 +119,26 @@ def record_all(
     the batches, each as one process would make it, and all return all trajectories in prompt order.
     """
     trajectories: list[Trajectory] = []
-    for start in track(processes.mine(range(first, len(prompts), settings.batch_size)), title):
-        batch = prompts[start : start + settings.batch_size]
-        trajectories += record(
-            engine,
-            batch,
-            [(settings.seed << 32) + start + row for row in range(len(batch))],
-            sampler=sampler,
-            canvases=settings.canvases,
-            held_out=first > 0,
-            on_step=on_step,
-        )
+    starts = processes.mine(range(first, len(prompts), settings.batch_size))
+    batches = {start: prompts[start : start + settings.batch_size] for start in starts}
+    with metered(title, sum(map(len, batches.values())), "prompts") as meter:
+
+        def count(step: StepRecord) -> None:
+            meter.announce(0, sum(tokens for tokens, _ in ended(step, sampler)))
+            if on_step is not None:
+                on_step(step)
+
+        for start, batch in batches.items():
+            trajectories += record(
+                engine,
+                batch,
+                [(settings.seed << 32) + start + row for row in range(len(batch))],
+                sampler=sampler,
+                canvases=settings.canvases,
+                held_out=first > 0,
+                on_step=count,
+            )
+            meter.add(len(batch))
     for theirs in processes.others(trajectories):
         trajectories += theirs
     return sorted(trajectories, key=lambda trajectory: trajectory.seed)

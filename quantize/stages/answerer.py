@@ -11,7 +11,7 @@ compute; else float32 on a CPU (the BF16 model too: its weights are BF16 values)
 
 import gc
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from quantize.errors import InputError
 from quantize.manifest import package_versions, tokenizer_digest
 from quantize.recipe import ActivationMode
 from quantize.runtime import Sample, Sampler, StepRecord, generate, open
+from quantize.runtime.batch import ended
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Engine, each_completed
 from quantize.runtime.llama_cpp import LlamaCpp, made_from
@@ -49,6 +50,7 @@ class Answerer:
     Attributes:
         one_by_one: whether samples depend on their requests alone, so that any may be asked for.
         made_with: what they depend on besides.
+        announce: told of samples and tokens that are made before their batch is finished.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Answerer:
             "versions": package_versions(),
         }
         self.gpu_memory = gpu_memory
+        self.announce: Callable[[int, int], object] = lambda samples, tokens: None
         self._engine: Engine | None = None
 
     def engine(self, context: int) -> Engine:
@@ -130,7 +133,10 @@ class Answerer:
         requests = [request for batch in batches for request in batch]
         prompts, engine, budget = self._ready(requests)
         seeds = [request.seed for request in requests]
-        done = each_completed(engine, prompts, seeds, max_new_tokens=budget, sampler=self.sampler)
+        done = each_completed(
+            engine, prompts, seeds, max_new_tokens=budget, sampler=self.sampler,
+            on_canvas=lambda _, sample: self.announce(0, self._tokens_of_the_last(sample)),
+        )  # fmt: skip
         for index, sample in done:
             yield [requests[index]], [_completion(self.tokenizer, sample)]
 
@@ -138,8 +144,20 @@ class Answerer:
         """Answer the requests of one task as one batch of the model."""
         prompts, engine, budget = self._ready(batch)
         seeds = [request.seed for request in batch]
-        samples = generate(engine, prompts, seeds, max_new_tokens=budget, sampler=self.sampler)
+        last = -(-budget // engine.canvas_length) - 1
+
+        def announce(step: StepRecord) -> None:
+            for tokens, is_end in ended(step, self.sampler):
+                self.announce(int(is_end or step.canvas == last), tokens)
+
+        samples = generate(
+            engine, prompts, seeds, max_new_tokens=budget, sampler=self.sampler, on_step=announce
+        )
         return [_completion(self.tokenizer, sample) for sample in samples]
+
+    def _tokens_of_the_last(self, sample: Sample) -> int:
+        """Return the new tokens of a sample's last canvas."""
+        return sum(token != self.sampler.pad_token_id for token in sample.committed[-1])
 
     def _ready(self, requests: Sequence[Request]) -> tuple[list[list[int]], Engine, int]:
         """Return the prompts, an engine with room for the answers, and their token limit."""

@@ -16,6 +16,7 @@ from rich.table import Table
 from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
 from quantize.recipe import Recipe, load_recipe, shipped_recipes
+from quantize.units import duration, size
 
 HASH_BYTES_A_SECOND = 0.85e9  # sha256 on one core of the same machine
 # The converter's own memory on the same files: 0.66 GB with 2 threads, 1.44 GB with 16.
@@ -39,17 +40,19 @@ def estimate_table(targets: list[Target], recipe: Recipe) -> Table:
     table = Table(title="needs", title_justify="left")
     for name in ("what", "how much", "from"):
         table.add_column(name)
-    table.add_row("disk", f"{_gb(before)} + {_gb(after)}", "source and artifact")
+    table.add_row("disk", f"{size(before)} + {size(after)}", "source and artifact")
     own = CONVERT_BYTES + CONVERT_BYTES_A_THREAD * cores
-    table.add_row("memory, convert", _gb(own), f"{cores} threads; measured with 2 and 16")
+    table.add_row("memory, convert", size(own), f"{cores} threads; measured with 2 and 16")
     seconds = convert_seconds(targets, cores)
-    table.add_row("time, convert", _time(seconds), f"{cores} cores; CPU seconds a GB measured")
-    device = f"BF16 weights and the sampler's logits; {_gb(CALIBRATION_GPU_BYTES)} at batch 16, 26B"
-    table.add_row("GPU memory, calibrate and evaluate", f"over {_gb(before)}", device)
+    table.add_row("time, convert", duration(seconds), f"{cores} cores; CPU seconds a GB measured")
+    device = (
+        f"BF16 weights and the sampler's logits; {size(CALIBRATION_GPU_BYTES)} at batch 16, 26B"
+    )
+    table.add_row("GPU memory, calibrate and evaluate", f"over {size(before)}", device)
     if recipe.calibration and recipe.needs_calibration:
         steps = calibration_steps(recipe)
         source = f"at most {steps:,} steps; 24.6 ms each measured on an H200, 26B, batches of 16"
-        table.add_row("time, calibrate", _time(steps * CALIBRATION_STEP_SECONDS), source)
+        table.add_row("time, calibrate", duration(steps * CALIBRATION_STEP_SECONDS), source)
     answers = evaluation_answers(recipe)
     if answers:
         tokens = 2 * answers * ASSUMED_ANSWER_TOKENS
@@ -57,7 +60,7 @@ def estimate_table(targets: list[Target], recipe: Recipe) -> Table:
             f"2 x {answers:,} answers of {ASSUMED_ANSWER_TOKENS:,} tokens (assumed); 1,450 tokens/s "
             f"measured: vLLM 0.26, batch 4, H200"
         )
-        table.add_row("time, evaluate", _time(tokens / SERVED_TOKENS_A_SECOND), source)
+        table.add_row("time, evaluate", duration(tokens / SERVED_TOKENS_A_SECOND), source)
     return table
 
 
@@ -112,19 +115,9 @@ def cannot_pass(recipe: Recipe) -> list[str]:
 def sizes_table(tensors: Mapping[str, TensorInfo]) -> Table:
     """Return the size that every shipped recipe would give these tensors, beside published ones."""
     table = Table(title="all recipes", title_justify="left")
-    for name in ("recipe", "GB", "of BF16", "published"):
-        table.add_column(name, justify="right" if name in ("GB", "of BF16") else "left")
+    for name in ("recipe", "size", "of BF16", "published"):
+        table.add_column(name, justify="right" if name in ("size", "of BF16") else "left")
     for name in shipped_recipes():
         before, after = sum_bytes(plan_targets(tensors, load_recipe(name).quantization))
-        table.add_row(name, f"{after / 1e9:.2f}", f"{after / before:.1%}", PUBLISHED.get(name, ""))
+        table.add_row(name, size(after), f"{after / before:.1%}", PUBLISHED.get(name, ""))
     return table
-
-
-def _gb(count: float) -> str:
-    return f"{count / 1e9:.1f} GB"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

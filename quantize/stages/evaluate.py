@@ -21,8 +21,7 @@ are the same. The first process writes what they have found.
 import hashlib
 import json
 import os
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -46,7 +45,7 @@ from quantize.errors import InputError, ResourceError
 from quantize.locks import locked
 from quantize.manifest import fingerprint, package_versions
 from quantize.processes import Processes, joined
-from quantize.progress import say, track
+from quantize.progress import metered, say
 from quantize.recipe import ActivationMode, Evaluation, Gate
 from quantize.run_dir import RunDir, read_json, write_json, write_text
 from quantize.runtime import Sampler
@@ -367,7 +366,7 @@ def _complete(run: RunDir, job: Job, settings: Evaluation, store: SampleStore) -
         seed=side.seed,
         batch_size=1 if side.backend.one_by_one else settings.batch_size,
         sampler=side.backend.sampler_settings,
-        progress=lambda finished, total: _track(finished, total, task, side.name),
+        progress=lambda finished, samples: _counted(finished, samples, job),
     )
     if scoring is None:
         return
@@ -381,20 +380,15 @@ def _complete(run: RunDir, job: Job, settings: Evaluation, store: SampleStore) -
         store.remove()
 
 
-def _track(finished: Iterator[Finished], total: int, task: str, side: str) -> Iterable[Finished]:
-    return track(_with_rate(finished, total), f"{task}, {side}", total)
-
-
-def _with_rate(finished: Iterator[Finished], total: int) -> Iterator[Finished]:
-    """Pass finished batches on; after a minute say how fast they come, and what that means."""
-    started, tokens, said = time.monotonic(), 0, False
-    for count, (batch, completions) in enumerate(finished, 1):
-        tokens += sum(completion.tokens for completion in completions)
-        seconds = time.monotonic() - started
-        if seconds > 60 and not said:
-            hours, said = seconds / count * (total - count) / 3600, True
-            say(f"{tokens / seconds:,.0f} tokens/s: about {hours:.1f} hours for the rest")
-        yield batch, completions
+def _counted(finished: Iterator[Finished], samples: int, job: Job) -> Iterator[Finished]:
+    """Pass finished batches on, and show how many samples and tokens there are."""
+    backend = job.side.backend
+    with metered(f"{job.task}, {job.side.name}", samples, "samples") as meter:
+        if isinstance(backend, Answerer):
+            backend.announce = meter.announce
+        for batch, completions in finished:
+            meter.add(len(batch), sum(completion.tokens for completion in completions))
+            yield batch, completions
 
 
 def _digest(file: Path | None) -> str | None:

@@ -16,6 +16,7 @@ from quantize.errors import ResourceError
 from quantize.recipe import Recipe
 from quantize.runtime.memory import Need, Plan, Stack, least_bytes, plan
 from quantize.stages.prompts import MAX_PROMPT_TOKENS
+from quantize.units import size
 
 BUDGETS_GB = (24, 32, 48, 80, 96, 141)
 REPLAYED = 16  # trajectories at once
@@ -26,7 +27,6 @@ ANSWER_TOKENS = {
     "svamp_thinking": 4096, "word_problems": 128, "word_problems_thinking": 128,
 }  # fmt: skip
 QUESTION_TOKENS = 1024
-COLUMNS = ("streamed a pass", "weights", "cache", "vocabulary", "rest", "all")  # GB
 
 
 def needs(
@@ -59,7 +59,7 @@ def memory_table(need: Need, config: Mapping[str, Any], budgets: Sequence[float]
     """Return how a stage fits budgets of so many bytes, in GB by part."""
     models = " and ".join(stack.name for stack in need.stacks)
     table = Table(
-        title=f"{need.stage}: {models}, {need.context:,} positions a sample; GB",
+        title=f"{need.stage}: {models}, {need.context:,} positions a sample",
         title_justify="left",
     )
     columns = (
@@ -84,7 +84,7 @@ def memory_table(need: Need, config: Mapping[str, Any], budgets: Sequence[float]
 
 
 def _missing(need: Need, config: Mapping[str, Any]) -> str:
-    return f"needs {least_bytes(need, config) / 1e9:.1f} GB"
+    return f"needs {size(least_bytes(need, config))}"
 
 
 def _cells(found: Plan) -> list[str]:
@@ -94,4 +94,4 @@ def _cells(found: Plan) -> list[str]:
     weights = parts["fixed"] + parts["layers"] + parts["streaming"]
     rest = found.total - weights - parts["cache"] - parts["vocabulary"]
     numbers = (found.streamed, weights, parts["cache"], parts["vocabulary"], rest, found.total)
-    return [str(found.batch), kept, *(f"{number / 1e9:.1f}" for number in numbers)]
+    return [str(found.batch), kept, *map(size, numbers)]

@@ -6,6 +6,7 @@ not there: the class that transformers builds from the config tells every name a
 
 import csv
 import io
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from quantize.checkpoints.reader import (
 from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
 from quantize.recipe import Recipe
 from quantize.run_dir import RunDir, write_text
+from quantize.units import size
 
 BF16_BYTES = 2
 
@@ -69,10 +71,8 @@ def tensors_from_config(config: dict[str, Any]) -> dict[str, TensorInfo]:
     """Return the tensors that a BF16 checkpoint with this config would hold; no file is read."""
     tensors: dict[str, TensorInfo] = {}
     for name, spec in bf16_layout(config).items():
-        size = BF16_BYTES
-        for length in spec.shape:
-            size *= length
-        tensors[name] = TensorInfo(name, spec.dtype, spec.shape, Path("config.json"), 0, size)
+        count = BF16_BYTES * math.prod(spec.shape)
+        tensors[name] = TensorInfo(name, spec.dtype, spec.shape, Path("config.json"), 0, count)
     return tensors
 
 
@@ -114,25 +114,22 @@ def group(targets: Iterable[Target]) -> list[Group]:
 def plan_table(targets: list[Target], title: str) -> Table:
     """Return the plan as a table for the terminal."""
     table = Table(title=title, title_justify="left")
-    for name in ("modules", "count", "becomes", "GB before", "GB after", "kept because"):
-        table.add_column(name, justify="right" if name[:2] == "GB" or name == "count" else "left")
+    for name in ("modules", "count", "becomes", "before", "after", "kept because"):
+        numeric = name in ("count", "before", "after")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric)
     for g in group(targets):
         count = g.modules or g.tensors
         table.add_row(
             g.module_class,
             f"{count:,}",
             g.scheme or "BF16",
-            _gb(g.bytes_before),
-            _gb(g.bytes_after),
+            size(g.bytes_before),
+            size(g.bytes_after),
             g.reason,
         )
     before, after = sum_bytes(targets)
     modules = sum(len(t.modules) for t in targets)
     table.add_section()
     ratio = f"{after / before:.1%} of BF16"
-    table.add_row("all", f"{modules:,}", "quantized", _gb(before), _gb(after), ratio)
+    table.add_row("all", f"{modules:,}", "quantized", size(before), size(after), ratio)
     return table
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.3f}"

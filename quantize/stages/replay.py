@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantize.processes import ALONE, Processes
-from quantize.progress import track
+from quantize.progress import metered
 from quantize.runtime.batch import joined
 from quantize.runtime.engine import Decoded, Engine
 from quantize.runtime.sampler import Sampler, accept, token_entropy
@@ -77,10 +77,15 @@ def replay(
         Distances in the order of trajectory, canvas and step.
     """
     found: list[tuple[int, StepDistance]] = []
-    for start in track(processes.mine(range(0, len(trajectories), batch_size)), "replaying"):
-        rows = range(start, min(start + batch_size, len(trajectories)))
-        batch = _Batch(reference, compared, {row: trajectories[row] for row in rows})
-        found += batch.replay(sampler)
+    starts = processes.mine(range(0, len(trajectories), batch_size))
+    batches = [range(start, min(start + batch_size, len(trajectories))) for start in starts]
+    steps = sum(len(steps) for rows in batches for row in rows for steps in trajectories[row].steps)
+    with metered("replaying", steps * len(compared), "steps") as meter:
+        for rows in batches:
+            batch = _Batch(reference, compared, {row: trajectories[row] for row in rows})
+            for distance in batch.replay(sampler):
+                found.append(distance)
+                meter.add()
     for theirs in processes.others(found):
         found += theirs
     found.sort(key=lambda item: (item[1].trajectory, item[1].canvas, item[1].step))

@@ -246,7 +246,7 @@ def round_weights(
         left = [unit for unit in units if not (folder / _file(unit.layer)).exists()]
         for group in groups_of(left, budget) if left else ():
             hessians = loop.hessians_of(group)
-            for layer in track(sorted({unit.layer for unit in group}), "rounding layers"):
+            for layer in track(sorted({unit.layer for unit in group}), "rounding", unit="layers"):
                 _write_layer(
                     folder, layer, [u for u in group if u.layer == layer], source, hessians
                 )

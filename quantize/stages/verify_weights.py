@@ -80,7 +80,8 @@ def check_weights(
     norm: dict[str, float] = defaultdict(float)
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         parts = pool.map(lambda task: _check_part(decompressor, source, *task), tasks)
-        for (target, _, _), part in track(zip(tasks, parts, strict=True), "verify", len(tasks)):
+        pairs = track(zip(tasks, parts, strict=True), "verify", len(tasks), "parts of tensors")
+        for (target, _, _), part in pairs:
             for name, check in part.checks.items():
                 checks[name].add(check)
             distance[target.name] += part.distance

@@ -24,6 +24,7 @@ from quantize.runtime.memory import (
 )
 from quantize.stages.needs import BUDGETS_GB, memory_table, needs
 from quantize.stages.plan import tensors_from_config
+from quantize.units import size
 
 REAL = known_config("google/diffusiongemma-26B-A4B-it") or {}
 
@@ -117,10 +118,10 @@ def test_table() -> None:
     columns = [list(column.cells) for column in table.columns]
     assert columns[0] == ["10 GB", *(f"{gb} GB" for gb in BUDGETS_GB)]
     assert columns[1][0] == "-"
-    assert columns[2][0] == f"needs {least_bytes(need, REAL) / 1e9:.1f} GB"
+    assert columns[2][0] == f"needs {size(least_bytes(need, REAL))}"
     assert columns[2][-1] == "30 of 30, 30 of 30"
     for gb, whole in zip(BUDGETS_GB, columns[-1][1:], strict=True):
-        assert float(str(whole)) <= gb
+        assert float(str(whole).removesuffix(" GB")) <= gb
 
 
 def test_a_card_that_others_fill(monkeypatch: pytest.MonkeyPatch) -> None:

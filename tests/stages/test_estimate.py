@@ -68,6 +68,7 @@ def test_every_figure_says_where_it_is_from(nvfp4: tuple[list[Target], Recipe]) 
 
 def test_all_recipes_stand_beside_the_published_sizes() -> None:
     rows = text_of(sizes_table(tensors_from_config(config_of_known(REAL) or {}))).splitlines()
-    sizes = {cells[1]: cells[3] for row in rows if len(cells := row.split()) > 4}
-    assert sizes | {"fp8_dynamic": "27.20", "nvfp4": "16.45", "nvfp4_fp8": "17.17"} == sizes
+    sizes = {cells[1]: cells[3:5] for row in rows if len(cells := row.split()) > 4}
+    wanted = {"fp8_dynamic": ["27.2", "GB"], "nvfp4": ["16.5", "GB"], "nvfp4_fp8": ["17.2", "GB"]}
+    assert sizes | wanted == sizes
     assert any("18.9 GB, NVIDIA" in row for row in rows)

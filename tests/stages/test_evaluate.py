@@ -21,6 +21,7 @@ from quantize.recipe import Evaluation, load_recipe, shipped_recipes
 from quantize.run_dir import RunDir, write_json
 from quantize.runtime import Sampler
 from quantize.runtime.modules.engine import ModelEngine
+from quantize.runtime.opening import Kind
 from quantize.stage import Run, evaluate_more
 from quantize.stages.answerer import Answerer
 from quantize.stages.evaluate import (
@@ -96,6 +97,23 @@ def test_a_sample_of_the_kernels_depends_on_its_request_alone() -> None:
     assert len(together) == 5
     assert any("####" in each.text for each in together.values())
     assert answers(requests[:0:-2]) == {r: together[r] for r in requests[:0:-2]}
+
+
+@pytest.mark.parametrize("kind", ["modules", "fused"])
+def test_samples_are_told_of_before_their_batch_is_finished(kind: Kind) -> None:
+    """So that minutes in which one batch is denoised show something; what is told is what comes."""
+    rows = [json.loads(line) for line in HELDOUT.read_text().splitlines()[:4]]
+    requests = [Request(row["question"], 7 + i, 128) for i, row in enumerate(rows)]
+    sampler = Sampler.from_checkpoint(CHECKPOINT)
+    model = Answerer(CHECKPOINT, "", "none", sampler, "cpu", kind=kind)
+    told: list[tuple[int, int]] = []
+    model.announce = lambda samples, tokens: told.append((samples, tokens))
+    completions = [c for _, done in model([requests]) for c in done]
+    model.release()
+    assert len(told) == sum(len(c.denoising_steps) for c in completions) >= len(requests)
+    assert sum(tokens for _, tokens in told) == sum(c.tokens for c in completions)
+    # The kernels hand each sample over as it is finished: none has to be told of.
+    assert sum(n for n, _ in told) == (len(requests) if kind == "modules" else 0)
 
 
 def test_a_batch_size_for_the_machine_overrules_the_recipes(
