@@ -19,7 +19,7 @@ from quantize.runtime.engine import Engine
 from quantize.runtime.fused.engine import DEFAULT_CONTEXT, FusedEngine
 from quantize.runtime.fused.inputs import inputs_of
 from quantize.runtime.fused.random_weights import random_weights
-from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.fused.weights import TextWeights, load_packed
 from quantize.runtime.memory import Need, Stack, budget_of, plan
 from quantize.runtime.modules.engine import ModelEngine
 
@@ -78,8 +78,7 @@ def open(
         InputError: a checkpoint that cannot be loaded, or settings that the engine does not have.
         ResourceError: it does not fit, or the device lacks what the kernels need.
     """
-    kind = kind or default_kind(device, dtype)
-    if kind == "modules":
+    if (kind or default_kind(device, dtype)) == "modules":
         if batch_invariant:
             raise InputError(
                 "batch-invariant is a property of the kernels: it needs a GPU, or kind='fused'"
@@ -87,23 +86,11 @@ def open(
         if isinstance(checkpoint, RandomModel):
             raise InputError("random weights are made for the kernels: they need a GPU")
         return _modules(checkpoint, device, activations or "none", capacity, max_context, dtype)
-    if isinstance(checkpoint, RandomModel):
-        weights = random_weights(
-            checkpoint.config, dict(checkpoint.schemes), device, experts_hit=checkpoint.experts_hit
+    if resident is None and isinstance(checkpoint, Path) and not isinstance(beside, FusedEngine):
+        capacity, (resident,) = placed(
+            [checkpoint], device, capacity=capacity, max_context=max_context, gpu_memory=gpu_memory
         )
-    elif isinstance(beside, FusedEngine):
-        weights = beside.model.weights
-    else:
-        if resident is None:
-            found = placed(
-                [checkpoint], device, capacity=capacity, max_context=max_context,
-                gpu_memory=gpu_memory,
-            )  # fmt: skip
-            capacity, (resident,) = found
-        weights = load_packed(
-            checkpoint, device, resident=resident,
-            on_layer=lambda layers: track(layers, "loading", unit="layers"),
-        )  # fmt: skip
+    weights = _weights(checkpoint, device, resident, beside)
     inputs = None
     if activations is not None and isinstance(checkpoint, Path):
         inputs = inputs_of(Checkpoint.open(checkpoint), weights, activations)
@@ -114,6 +101,22 @@ def open(
         batch_invariant=batch_invariant,
         inputs=inputs,
     )
+
+
+def _weights(
+    checkpoint: Path | RandomModel, device: str, resident: int | None, beside: Engine | None
+) -> TextWeights:
+    """Make, share or load the weights of the kernels."""
+    if isinstance(checkpoint, RandomModel):
+        return random_weights(
+            checkpoint.config, dict(checkpoint.schemes), device, experts_hit=checkpoint.experts_hit
+        )
+    if isinstance(beside, FusedEngine):
+        return beside.model.weights
+    return load_packed(
+        checkpoint, device, resident=resident,
+        on_layer=lambda layers: track(layers, "loading", unit="layers"),
+    )  # fmt: skip
 
 
 def default_kind(device: str, dtype: torch.dtype | None = None) -> Kind:

@@ -5,6 +5,7 @@ attention gives all tokens nearly the same output; it enters with a tenth of the
 or the tokens would become alike layer by layer and meet in a dozen experts.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -43,53 +44,68 @@ def random_weights(
     check_gpu(schemes.values(), torch.device(device))
     whole = model_config(config)
     text = whole.text_config
-    H, E = text.hidden_size, text.num_experts
-    seeds = iter(range(1 << 20))
+    made = _Maker(text, schemes, device)
+    embedding = made.plain(text.vocab_size, text.hidden_size)
+    conditioning = SelfConditioning(
+        made.ones(text.hidden_size),
+        weights.bf16(made.plain(2 * text.intermediate_size, text.hidden_size)),
+        weights.bf16(made.plain(text.hidden_size, text.intermediate_size)),
+    )
+    layers = tuple(made.layer(i, experts_hit) for i in range(text.num_hidden_layers))
+    return TextWeights(whole, embedding, made.ones(text.hidden_size), conditioning, layers)
 
-    def dense(kind: str, rows: int, columns: int) -> Weight:
-        return random_weight(schemes[kind], 1, rows, columns, device, seed=next(seeds))
 
-    def routed(rows: int, columns: int) -> Weight:
-        made = random_weight(schemes["experts"], E, rows, columns, device, seed=next(seeds))
+class _Maker:
+    """Makes matrices, each from the next seed, so that equal calls give equal weights."""
+
+    def __init__(self, text: Any, schemes: dict[str, str], device: str) -> None:
+        self.text, self.schemes, self.device = text, schemes, device
+        self.seeds = itertools.count()
+
+    def dense(self, kind: str, rows: int, columns: int) -> Weight:
+        """Make a Linear of "attention" or "mlp"."""
+        scheme = self.schemes[kind]
+        return random_weight(scheme, 1, rows, columns, self.device, seed=next(self.seeds))
+
+    def routed(self, rows: int, columns: int) -> Weight:
+        """Make one Linear of every expert."""
+        scheme, count = self.schemes["experts"], self.text.num_experts
+        made = random_weight(scheme, count, rows, columns, self.device, seed=next(self.seeds))
         return in_memory_of_its_own(made)
 
-    def ones(*shape: int) -> Tensor:
-        return torch.ones(shape, dtype=torch.bfloat16, device=device)
+    def ones(self, *shape: int) -> Tensor:
+        """Make a BF16 tensor of ones."""
+        return torch.ones(shape, dtype=torch.bfloat16, device=self.device)
 
-    def plain(rows: int, columns: int) -> Tensor:
-        return random_weight("bf16", 1, rows, columns, device, seed=next(seeds)).data[0]
+    def plain(self, rows: int, columns: int) -> Tensor:
+        """Make a BF16 matrix."""
+        seed = next(self.seeds)
+        return random_weight("bf16", 1, rows, columns, self.device, seed=seed).data[0]
 
-    def layer(index: int) -> LayerWeights:
+    def layer(self, index: int, experts_hit: int | None) -> LayerWeights:
+        """Make a layer, whose router finds `experts_hit` experts, or all."""
+        text, H = self.text, self.text.hidden_size
         sliding = text.layer_types[index] == "sliding_attention"
         own = text.per_layer_config[index]
-        D, kv = own.head_dim, own.num_key_value_heads
-        heads = text.num_attention_heads
-        I, inner = text.intermediate_size, text.moe_intermediate_size  # noqa: E741
-        router = plain(E, H) * H**0.5
+        D, kv, heads = own.head_dim, own.num_key_value_heads, text.num_attention_heads
+        router = self.plain(text.num_experts, H) * H**0.5
         if experts_hit is not None:
             router[experts_hit:] = 0  # the top 8 of many random scores are above 0
+        ones = self.ones
         return LayerWeights(
             sliding=sliding,
             norms={key: ones(H) * (0.1 if key == "post_attention" else 1) for key in NORMS},
-            qkv=(dense("attention", (heads + kv * (2 if sliding else 1)) * D, H),),
+            qkv=(self.dense("attention", (heads + kv * (2 if sliding else 1)) * D, H),),
             q_norm=ones(D) * D**-0.5,  # scores of size 1: attention has no other scale
             k_norm=ones(D),
-            o=dense("attention", H, heads * D),
-            gate_up=(dense("mlp", 2 * I, H),),
-            down=dense("mlp", H, I),
+            o=self.dense("attention", H, heads * D),
+            gate_up=(self.dense("mlp", 2 * text.intermediate_size, H),),
+            down=self.dense("mlp", H, text.intermediate_size),
             router=router,
             router_scale=ones(H),
-            per_expert_scale=ones(E),
-            experts_gate_up=routed(2 * inner, H),
-            experts_down=routed(H, inner),
+            per_expert_scale=ones(text.num_experts),
+            experts_gate_up=self.routed(2 * text.moe_intermediate_size, H),
+            experts_down=self.routed(H, text.moe_intermediate_size),
             encoder_scalar=ones(1) * 0.2,
             decoder_scalar=ones(1) * 0.2,
         )
-
-    embedding = plain(text.vocab_size, H)
-    conditioning = SelfConditioning(
-        ones(H), weights.bf16(plain(2 * text.intermediate_size, H)),
-        weights.bf16(plain(H, text.intermediate_size)),
-    )  # fmt: skip
-    layers = tuple(layer(i) for i in range(text.num_hidden_layers))
-    return TextWeights(whole, embedding, ones(H), conditioning, layers)
