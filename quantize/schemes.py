@@ -16,7 +16,7 @@ and block scales are the same. Its FP8 has one scale for a matrix, and one fixed
 for all activations of a Linear, which get a scale a token here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -51,7 +51,6 @@ class Scheme:
         name: in recipes and in everything we write.
         compressed: as compressed-tensors writes it, which is how we do.
         modelopt: as ModelOpt writes it, None where it does not.
-        preset: compressed-tensors' preset for a config group.
         config_weights: type, num_bits and strategy of the weights in a config group.
         config_activations: `dynamic` of the activations in a config group, None for BF16 ones.
         codes: the number format of the weights.
@@ -69,7 +68,6 @@ class Scheme:
     name: str
     compressed: OnDisk
     modelopt: OnDisk | None
-    preset: str
     config_weights: tuple[str, int, str]
     config_activations: Literal[True, "local"] | None
     codes: Codes
@@ -93,6 +91,38 @@ class Scheme:
     def shares_global_scale(self) -> bool:
         """Whether Linears that a server fuses into one matrix must share a global scale."""
         return "weight_global_scale" in self.compressed.tensors(1, GROUP)
+
+    def config_group(self, targets: Sequence[str], observer: Observer) -> dict[str, Any]:
+        """Return the group of a compressed-tensors config whose `targets` have this scheme.
+
+        It holds what compressed-tensors' own preset of the scheme holds; importing that takes seconds.
+        """
+        kind, bits, strategy = self.config_weights
+        group = self.codes.group
+        shared = {
+            "num_bits": bits,
+            "type": kind,
+            "symmetric": True,
+            "group_size": group,
+            "block_structure": None,
+            "actorder": None,
+            "scale_dtype": "torch.float8_e4m3fn" if group else None,
+            "zp_dtype": None,
+            "observer_kwargs": {},
+        }
+        weights = {"strategy": strategy, "dynamic": False, "observer": observer}
+        activations = {
+            "strategy": strategy if group else "token",
+            "dynamic": self.config_activations,
+            "observer": "static_minmax" if group else None,
+        }
+        return {
+            "targets": list(targets),
+            "weights": shared | weights,
+            "input_activations": shared | activations if self.config_activations else None,
+            "output_activations": None,
+            "format": self.compressed.name,
+        }
 
     def observe(self, weight: Tensor, observer: Observer) -> Tensor:
         """Return the ranges [..., out, groups] of weights: see `rounding.observe`."""
@@ -147,7 +177,6 @@ _NVFP4 = Scheme(
     name="NVFP4",
     compressed=OnDisk("nvfp4-pack-quantized", partial(_groups, True)),
     modelopt=OnDisk("NVFP4", partial(_modelopt_groups, True)),
-    preset="NVFP4",
     config_weights=("float", 4, "tensor_group"),
     config_activations="local",
     codes=E2M1_GROUPS,
@@ -164,7 +193,6 @@ _ALL = (
         name="FP8_DYNAMIC",
         compressed=OnDisk("float-quantized", partial(_rows, "F8_E4M3")),
         modelopt=OnDisk("FP8", _modelopt_rows),
-        preset="FP8_DYNAMIC",
         config_weights=("float", 8, "channel"),
         config_activations=True,
         codes=E4M3_ROWS,
@@ -183,7 +211,6 @@ _ALL = (
         name="NVFP4A16",
         compressed=OnDisk("nvfp4-pack-quantized", partial(_groups, False)),
         modelopt=OnDisk("W4A16_NVFP4", partial(_modelopt_groups, False)),
-        preset="NVFP4A16",
         config_activations=None,
         round_activations=None,
         calibrated=False,
@@ -192,7 +219,6 @@ _ALL = (
         name="INT8_DYNAMIC",
         compressed=OnDisk("int-quantized", partial(_rows, "I8")),
         modelopt=None,
-        preset="INT8",
         config_weights=("int", 8, "channel"),
         config_activations=True,
         codes=INT8_ROWS,

@@ -4,7 +4,6 @@ import ast
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -86,15 +85,3 @@ def imported_packages(file: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names.add(node.module.split(".")[0])
     return names
-
-
-def test_help_answers_without_heavy_imports() -> None:
-    started = time.monotonic()
-    script = (
-        "import sys; sys.argv = ['quantize', '--help'];"
-        "from quantize.cli import cli; cli(standalone_mode=False);"
-        "heavy = {'torch', 'transformers', 'pydantic', 'rich'} & set(sys.modules);"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
-    assert time.monotonic() - started < 2.0  # 0.06 s on an idle machine; half a second is promised

@@ -33,6 +33,14 @@ def random_weight(*shape: int, seed: int = 0, spread: float = 2.0) -> torch.Tens
     return weight
 
 
+@every_scheme
+def test_a_config_group_is_compressed_tensors_preset(scheme: Scheme) -> None:
+    theirs = preset(scheme, OBSERVERS[1]).model_dump(mode="json")
+    assert scheme.config_group(["Linear"], OBSERVERS[1]) == theirs | {
+        "format": scheme.compressed.name
+    }
+
+
 @pytest.mark.parametrize("observer", OBSERVERS)
 @every_scheme
 @pytest.mark.parametrize("shape", [(24, 16), (7, 704), (33, 2816), (48, 80)])

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from scipy import stats
 from scipy.optimize import brentq
+from scipy.special import bdtr
 
 from recovery.estimands import (
     Estimand,
@@ -147,7 +147,7 @@ def compare(
 
 def mcnemar(lost: int, won: int) -> float:
     """Return the exact two-sided p-value of `lost` against `won` discordant pairs."""
-    return 1.0 if lost + won == 0 else float(stats.binomtest(lost, lost + won).pvalue)
+    return min(1.0, 2 * float(bdtr(min(lost, won), lost + won, 0.5)))
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

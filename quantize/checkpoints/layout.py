@@ -1,14 +1,17 @@
 """Which tensors a DiffusionGemma checkpoint must hold: names, dtypes and shapes, from its config.
 
-The BF16 layout is what transformers' own class builds (on the meta device: no memory, no weights),
-under on-disk names: 1,047 tensors for the 26B model. The quantized layout follows from it and from
-`quantization_config`: every Linear that a group targets and `ignore` does not name becomes the
-tensors of its scheme, experts one Linear each. Plan, load and verify all compare against this.
+The BF16 layout is what transformers' own class builds, under on-disk names: 1,047 tensors for the 26B
+model. `quantize.checkpoints.architecture` spells it out for configs that say everything a shape depends
+on, because importing transformers takes seconds; for other configs transformers is asked. The quantized
+layout follows from it and from `quantization_config`: every Linear that a group targets and `ignore`
+does not name becomes the tensors of its scheme, experts one Linear each. Plan, load and verify all
+compare against this.
 """
 
 import textwrap
 from typing import Any
 
+from quantize.checkpoints.architecture import spelled_out
 from quantize.checkpoints.modelopt import ModelOptSchemes
 from quantize.checkpoints.reader import FIX, Checkpoint, TensorSpec, check_total_size
 from quantize.checkpoints.targets import DROPPED, linear_modules, linear_shape, matches
@@ -25,10 +28,19 @@ def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
     Raises:
         InputError: transformers cannot build a model from this config.
     """
+    _check_depth(config)
+    return spelled_out(config) or built(config)
+
+
+def built(config: dict[str, Any]) -> dict[str, TensorSpec]:
+    """Return the BF16 layout of the model that transformers builds on the meta device: no memory.
+
+    Raises:
+        InputError: transformers cannot build a model from this config.
+    """
     import torch
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
-    _check_depth(config)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     try:
         with torch.device("meta"):

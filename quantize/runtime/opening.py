@@ -2,12 +2,15 @@
 
 modules   transformers' modules: the reference on every device, and the default on a CPU
 fused     the kernels, over weights that stay quantized: the default on a GPU
+
+An engine is imported when it is opened: who only plans memory waits neither for transformers nor for
+triton.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -16,12 +19,10 @@ from quantize.errors import InputError
 from quantize.progress import say, track
 from quantize.recipe import ActivationMode
 from quantize.runtime.engine import Engine
-from quantize.runtime.fused.engine import DEFAULT_CONTEXT, FusedEngine
-from quantize.runtime.fused.inputs import inputs_of
-from quantize.runtime.fused.random_weights import random_weights
-from quantize.runtime.fused.weights import TextWeights, load_packed
 from quantize.runtime.memory import Need, Stack, budget_of, plan
-from quantize.runtime.modules.engine import ModelEngine
+
+if TYPE_CHECKING:
+    from quantize.runtime.fused.weights import TextWeights
 
 Kind = Literal["modules", "fused"]
 
@@ -86,6 +87,9 @@ def open(
         if isinstance(checkpoint, RandomModel):
             raise InputError("random weights are made for the kernels: they need a GPU")
         return _modules(checkpoint, device, activations or "none", capacity, max_context, dtype)
+    from quantize.runtime.fused.engine import FusedEngine
+    from quantize.runtime.fused.inputs import inputs_of
+
     if resident is None and isinstance(checkpoint, Path) and not isinstance(beside, FusedEngine):
         capacity, (resident,) = placed(
             [checkpoint], device, capacity=capacity, max_context=max_context, gpu_memory=gpu_memory
@@ -105,8 +109,12 @@ def open(
 
 def _weights(
     checkpoint: Path | RandomModel, device: str, resident: int | None, beside: Engine | None
-) -> TextWeights:
+) -> "TextWeights":
     """Make, share or load the weights of the kernels."""
+    from quantize.runtime.fused.engine import FusedEngine
+    from quantize.runtime.fused.random_weights import random_weights
+    from quantize.runtime.fused.weights import load_packed
+
     if isinstance(checkpoint, RandomModel):
         return random_weights(
             checkpoint.config, dict(checkpoint.schemes), device, experts_hit=checkpoint.experts_hit
@@ -151,6 +159,8 @@ def placed(
     budget = budget_of(device, gpu_memory)
     if budget is None:
         return capacity, [None] * len(checkpoints)
+    from quantize.runtime.fused.engine import DEFAULT_CONTEXT
+
     opened = [Checkpoint.open(folder) for folder in checkpoints]
     stacks = tuple(
         Stack.of(
@@ -178,8 +188,9 @@ def _modules(
     capacity: int,
     max_context: int | None,
     dtype: torch.dtype | None,
-) -> ModelEngine:
+) -> Engine:
     from quantize.checkpoints.load import load
+    from quantize.runtime.modules.engine import ModelEngine
 
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     model = load(checkpoint, activations=activations, dtype=dtype, device=device)

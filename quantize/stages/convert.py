@@ -193,29 +193,22 @@ def quantized_config(
     A config group a scheme; `ignore` names on disk; the format is mixed-precision when the groups'
     formats differ, by compressed-tensors' rule.
     """
-    from compressed_tensors.config import CompressionFormat
-    from compressed_tensors.quantization import (
-        QuantizationConfig,
-        QuantizationStatus,
-        preset_name_to_scheme,
-    )
-
-    groups: dict[str, Any] = {}
-    for name, patterns in recipe.quantization.targets_by_scheme().items():
-        group = preset_name_to_scheme(SCHEMES[name].preset, patterns)
-        group.format = CompressionFormat(SCHEMES[name].compressed.name)
-        if group.weights is not None:
-            group.weights.observer = recipe.quantization.observer
-        groups[f"group_{len(groups)}"] = group
-    formats = {group.format for group in groups.values()}
-    quantization = QuantizationConfig(
-        config_groups=groups,
-        ignore=ignore_for_config(targets),
-        format=formats.pop() if len(formats) == 1 else "mixed-precision",
-        quantization_status=QuantizationStatus.COMPRESSED,
-    )
-    fields = quantization.model_dump(mode="json")
-    fields["version"] = importlib.metadata.version("compressed-tensors")
+    quantization = recipe.quantization
+    groups = [
+        SCHEMES[name].config_group(patterns, quantization.observer)
+        for name, patterns in quantization.targets_by_scheme().items()
+    ]
+    formats = {group["format"] for group in groups}
+    fields = {
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
+        "quant_method": "compressed-tensors",
+        "kv_cache_scheme": None,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": ignore_for_config(targets),
+        "version": importlib.metadata.version("compressed-tensors"),
+    }
     return {**config, "quantization_config": fields}
 
 
