@@ -4,7 +4,7 @@ Non-thinking prompts of DiffusionGemma end in an empty thought channel; `enable_
 real one. The template ships with the checkpoint: nothing of it is written here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,28 +35,58 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Message], *, thinking: bool) -> list[int]:
-    """Return the ids of a chat that ends where the model's turn begins."""
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    thinking: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
+    """Return the ids of a chat that ends where the model's turn begins; `tools` are declared in it."""
     encoded = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, enable_thinking=thinking, return_dict=True
+        list(messages),
+        tools=tools,
+        add_generation_prompt=True,
+        enable_thinking=thinking,
+        return_dict=True,
     )
     return list(encoded["input_ids"])
 
 
-def split_thoughts(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, str]:
-    """Return (thoughts, answer): what the model wrote in its thinking channel, and the rest."""
-    begin, end = tokenizer.convert_tokens_to_ids([OPEN, CLOSE])
-    thoughts: list[int] = []
-    answer: list[int] = []
-    into = answer
-    for token in tokens:
-        if token == begin:
-            into = thoughts
-        elif token == end:
-            into = answer
-        else:
-            into.append(token)
-    thought, text = (
-        tokenizer.decode(part, skip_special_tokens=True) for part in (thoughts, answer)
+def split_thoughts(
+    tokenizer: Any, tokens: Sequence[int], keep: Collection[int] = ()
+) -> tuple[str, str]:
+    """Return (thoughts, answer): what the model wrote in its thinking channel, and the rest.
+
+    Special tokens are left out, but for those to `keep` in the answer.
+    """
+    inside = in_thoughts(tokenizer, tokens)
+    channel = tokenizer.convert_tokens_to_ids([OPEN, CLOSE])
+    thoughts = [token for token, yes in zip(tokens, inside, strict=True) if yes]
+    answer = [token for token, yes in zip(tokens, inside, strict=True) if not yes]
+    thought = tokenizer.decode(
+        [token for token in thoughts if token not in channel], skip_special_tokens=True
     )
-    return "" if HEADER.startswith(thought) else thought.removeprefix(HEADER), text
+    return "" if HEADER.startswith(thought) else thought.removeprefix(HEADER), without_special(
+        tokenizer, [token for token in answer if token not in channel], keep
+    )
+
+
+def in_thoughts(tokenizer: Any, tokens: Sequence[int]) -> list[bool]:
+    """Return which tokens belong to the thinking channel, its two markers included."""
+    begin, end = tokenizer.convert_tokens_to_ids([OPEN, CLOSE])
+    found: list[bool] = []
+    inside = False
+    for token in tokens:
+        inside = inside or token == begin
+        found.append(inside or token == end)
+        inside = inside and token != end
+    return found
+
+
+def without_special(tokenizer: Any, tokens: Sequence[int], keep: Collection[int] = ()) -> str:
+    """Return the text of tokens without the special ones, but for those to `keep`."""
+    if not keep:
+        return tokenizer.decode(list(tokens), skip_special_tokens=True)
+    special = set(tokenizer.all_special_ids) - set(keep)
+    return tokenizer.decode([token for token in tokens if token not in special])

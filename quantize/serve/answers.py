@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quantize.serve.calls import Call
 from quantize.serve.scheduler import Draft, Job
 from quantize.serve.text import Delta, Text
 
@@ -44,9 +45,12 @@ class Shape:
         answer = job.answer
         text: dict[str, Any] = {"text": answer.content}
         if self.kind == "chat":
-            message = {"role": "assistant", "content": answer.content, "refusal": None}
-            text = {"message": message | {"reasoning_content": answer.reasoning or None}}
-        return self._ending(index, answer.finish) | text | {"seed": job.seed}
+            calls = [_call(call) for call in answer.calls]
+            said = None if calls and not answer.content else answer.content
+            message = {"role": "assistant", "content": said, "refusal": None}
+            message |= {"reasoning_content": answer.reasoning or None, "tool_calls": calls or None}
+            text = {"message": message}
+        return self._ending(index, _reason(job)) | text | {"seed": job.seed}
 
     def opening(self, index: int) -> dict[str, Any]:
         """Return the chunk that opens a choice of a chat."""
@@ -57,10 +61,12 @@ class Shape:
         text: dict[str, Any] = {"text": delta.content}
         if self.kind == "chat":
             pieces = {"reasoning_content": delta.reasoning, "content": delta.content}
-            text = {"delta": {name: piece for name, piece in pieces.items() if piece}}
+            calls = [{"index": n} | _call(call) for n, call in enumerate(delta.calls, delta.called)]
+            found = pieces | {"tool_calls": calls}
+            text = {"delta": {name: piece for name, piece in found.items() if piece}}
         if delta.finish:
             text["seed"] = job.seed
-        return self._chunk(index, text, delta.finish)
+        return self._chunk(index, text, _reason(job) if delta.finish else None)
 
     def draft(self, index: int, draft: Draft, text: Text) -> dict[str, Any]:
         """Return a canvas in the middle of denoising; clients that ignore it lose nothing."""
@@ -91,6 +97,16 @@ class Shape:
     def _frame(self, name: str) -> dict[str, Any]:
         frame = {"id": f"{PREFIXES[self.kind]}-{self.id}", "object": name}
         return frame | {"created": self.created, "model": self.model}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _reason(job: Job) -> str | None:
+    called = job.answer.calls and job.answer.finish == "stop"
+    return "tool_calls" if called else job.answer.finish
 
 
 def usage(prompt_tokens: int, jobs: Sequence[Job]) -> dict[str, Any]:

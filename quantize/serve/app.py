@@ -115,10 +115,11 @@ class Service:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a chat."""
         turns = [message.turn for message in body.messages]
+        tools = [tool.declaration for tool in body.tools]
         thinking = body.chat_template_kwargs.enable_thinking
 
         def encode() -> Prepared:
-            prompt = self.text.encode_chat(turns, thinking=thinking)
+            prompt = self.text.encode_chat(turns, thinking=thinking, tools=tools)
             prompt, images = self.pictures.put(prompt, body.pictures, body.image_tokens)
             return Prepared([prompt], images, *self._known(body))
 
@@ -229,7 +230,6 @@ class Service:
         """Return one job a choice: choice j of a request with a seed has the noise of seed + j."""
         sampler = body.sampler(self.sampler)
         seed = secrets.randbits(62) if body.seed is None else body.seed
-        split = self.text.split if isinstance(body, ChatRequest) else self.text.whole
         drafts = body.stream_options is not None and body.stream_options.include_drafts
         jobs: list[Job] = []
         length, given = self.scheduler.engine.canvas_length, prepared.given
@@ -238,12 +238,22 @@ class Service:
             canvases = min(-(-limit // length), (self.max_length - len(prompt)) // length)
             infill.check_room(given, canvases * length)
             for choice in range(body.n):
-                answer = Answer(split, sampler, limit, canvases, body.stops)
+                answer = self._empty(body, sampler, limit, canvases)
                 noise = (seed + choice + INT64) % (2 * INT64) - INT64
                 emit = _emitter(exchange, len(jobs))
                 images = prepared.images
                 jobs.append(Job(prompt, noise, sampler, answer, emit, drafts, images, given))
         return jobs
+
+    def _empty(
+        self, body: ChatRequest | CompletionRequest, sampler: Sampler, limit: int, canvases: int
+    ) -> Answer:
+        """Return the answer to a request before its first canvas."""
+        limits = (sampler, limit, canvases, body.stops)
+        if isinstance(body, CompletionRequest):
+            return Answer(self.text.whole, *limits)
+        split = self.text.split_calls if body.callable else self.text.split
+        return Answer(split, *limits, body.callable, not body.parallel_tool_calls)
 
     async def _stream(
         self,

@@ -60,6 +60,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
     reason = str(first["msg"]).removeprefix("Value error, ")
     where = [str(part) for part in first["loc"] if part != "body"]
+    if where[:1] == ["messages"]:
+        del where[2:3]  # the role: which of the kinds of messages was meant
     param = ".".join(where) or None
     if first["type"] == "extra_forbidden":
         if message := refusal(where[-1]) if where else None:

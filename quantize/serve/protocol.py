@@ -19,32 +19,26 @@ Diffusion controls are extra fields (`extra_body` in OpenAI's client), named as 
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from quantize.errors import InputError
 from quantize.runtime import Sampler
+from quantize.serve.fields import Strict, String
+from quantize.serve.messages import (
+    MAX_TOOLS,
+    Choice,
+    Message,
+    Question,
+    Tool,
+    ToolChoice,
+    check_results,
+)
 
 MAX_STOPS, MAX_CHOICES, MAX_STEPS, MAX_STABILITY = 16, 16, 256, 16
 MAX_PINNED, MAX_POSITION = 64, 1 << 20
 INT64 = 2**63
 
 
-def _utf8(text: str) -> str:
-    if not text.isascii():
-        text.encode()  # half a surrogate pair is JSON, but no text; its error is a ValueError
-    return text
-
-
-String = Annotated[str, AfterValidator(_utf8)]
 Unused = Field(None, description="Accepted and neither used nor logged.")
 Ignorable = Field(
     None, description="Refused but for its neutral value; with --ignore-unsupported ignored."
@@ -52,34 +46,21 @@ Ignorable = Field(
 Positive = Field(gt=0, le=1000, allow_inf_nan=False)
 
 
-class _Strict(BaseModel):
-    """A body in which unknown fields are errors and nulls are absent."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        return (
-            {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-        )
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """What a stream carries besides text; `include_drafts` shows the canvas while it denoises."""
 
     include_usage: bool = False
     include_drafts: bool = False
 
 
-class PinnedText(_Strict):
+class PinnedText(Strict):
     """Text whose tokens are committed as they are, from a position of the answer on."""
 
     position: int = Field(ge=0, le=MAX_POSITION, description="In tokens, from 0.")
     text: String = Field(min_length=1)
 
 
-class _Generation(_Strict):
+class _Generation(Strict):
     """What chats and plain completions have in common."""
 
     model: String
@@ -165,86 +146,13 @@ class _Generation(_Strict):
             raise InputError(str(error).removeprefix("generation config: ")) from error
 
 
-class TextPart(_Strict):
-    """Text of a message in parts."""
-
-    type: Literal["text"]
-    text: String
-
-
-class ImageUrl(_Strict):
-    """A picture as a data URL; what its tokens may be is `image_tokens` of the request."""
-
-    url: String
-    detail: Literal["auto"] | None = None
-
-
-class ImagePart(_Strict):
-    """Picture of a message in parts."""
-
-    type: Literal["image_url"]
-    image_url: ImageUrl
-
-
-def _kind(content: Any) -> str:
-    return "parts" if isinstance(content, list) else "text"
-
-
-Parts = list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
-Content = Annotated[
-    Annotated[String, Tag("text")] | Annotated[Parts, Tag("parts")], Discriminator(_kind)
-]  # a fault is then told of the one that was meant
-
-
-class Message(_Strict):
-    """One turn. Thoughts that a client sends back are not read: the template leaves them out."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    reasoning_content: str | None = None
-
-    @model_validator(mode="after")
-    def _pictures_are_the_users(self) -> "Message":
-        if self.pictures and self.role != "user":
-            raise ValueError("image_url: only in messages of the user")
-        return self
-
-    @model_validator(mode="after")
-    def _thoughts_are_the_models(self) -> "Message":
-        if self.reasoning_content is not None and self.role != "assistant":
-            raise ValueError("reasoning_content: only in messages of the assistant")
-        return self
-
-    @property
-    def pictures(self) -> list[tuple[int, str]]:
-        """Data URL of each picture, and the part of the message that it is."""
-        parts = [] if isinstance(self.content, str) else self.content
-        return [(n, p.image_url.url) for n, p in enumerate(parts) if isinstance(p, ImagePart)]
-
-    @property
-    def turn(self) -> dict[str, Any]:
-        """What the chat template reads; OpenAI's developer is this model's system."""
-        role = "system" if self.role == "developer" else self.role
-        content = self.content
-        if self.pictures:
-            return {"role": role, "content": [_template_part(part) for part in content]}
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content if isinstance(part, TextPart))
-        return {"role": role, "content": content}
-
-
-def _template_part(part: Any) -> dict[str, str]:
-    text = isinstance(part, TextPart)
-    return {"type": "text", "text": part.text} if text else {"type": "image"}
-
-
-class TemplateOptions(_Strict):
+class TemplateOptions(Strict):
     """What the chat template can be told."""
 
     enable_thinking: bool = False
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """Plain text is the only one."""
 
     type: Literal["text"]
@@ -258,6 +166,30 @@ class ChatRequest(_Generation):
     chat_template_kwargs: TemplateOptions = Field(default_factory=TemplateOptions)
     response_format: ResponseFormat | None = None
     image_tokens: Literal[70, 140, 280, 560, 1120] = 280
+    tools: list[Tool] = Field(default_factory=list[Tool], max_length=MAX_TOOLS)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _tools_that_there_are(self) -> "ChatRequest":
+        check_results(self.messages)
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two have the same name")
+        if isinstance(self.tool_choice, Choice) and self.tool_choice.function.name not in names:
+            name = self.tool_choice.function.name
+            raise ValueError(f"tool_choice: no tool of the request is named {name[:100]!r}")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: required, and the request has no tools")
+        return self
+
+    @property
+    def callable(self) -> frozenset[str]:
+        """Names of the tools that the answer may call."""
+        if isinstance(self.tool_choice, Choice):
+            return frozenset({self.tool_choice.function.name})
+        named = () if self.tool_choice == "none" else self.tools
+        return frozenset(tool.function.name for tool in named)
 
     @model_validator(mode="after")
     def _one_limit(self) -> "ChatRequest":
@@ -271,6 +203,7 @@ class ChatRequest(_Generation):
         return [
             (f"messages.{turn}.content.{part}.image_url", url)
             for turn, message in enumerate(self.messages)
+            if isinstance(message, Question)
             for part, url in message.pictures
         ]
 

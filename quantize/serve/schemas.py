@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 
 
 class _Closed(BaseModel):
@@ -27,13 +27,29 @@ class Usage(_Closed):
     tokens_per_forward: float
 
 
+class CalledFunction(_Closed):
+    """The function that is to be called, and a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Closed):
+    """A call that the client is to make; its result goes back with this id."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AnswerMessage(_Closed):
     """The model's turn; what it wrote in its thinking channel is `reasoning_content`."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
     reasoning_content: str | None
+    tool_calls: list[ToolCall] | None
 
 
 class ChatChoice(_Closed):

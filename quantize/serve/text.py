@@ -4,7 +4,7 @@ A canvas is final when it is committed, but text is not always: its last bytes m
 character, its last characters the beginning of a stop string. Both wait for the next canvas.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler
 from quantize.runtime.chat import HALF_CHARACTER, Message, encode_chat, split_thoughts
 from quantize.runtime.engine import Canvas
+from quantize.serve.calls import MARKERS, OPEN, Call, read_calls
 
 Split = Callable[[Sequence[int]], tuple[str, str]]
 
@@ -23,18 +24,30 @@ class Text:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.piece = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
+        vocabulary = tokenizer.get_vocab()
+        self._markers = {vocabulary[marker] for marker in MARKERS if marker in vocabulary}
 
-    def encode_chat(self, messages: Sequence[Message], *, thinking: bool) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        thinking: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """Return the ids of a chat that ends where the model's turn begins.
 
         Raises:
-            InputError: the chat template refuses it.
+            InputError: the chat template refuses it, or has no place for tools.
         """
         from jinja2 import TemplateError
 
+        declares = "tools" in str(self.tokenizer.chat_template)
+        if not declares and (tools or any(turn["role"] == "tool" for turn in messages)):
+            raise InputError("tools: this model's chat template has no place for them")
         try:
-            return encode_chat(self.tokenizer, messages, thinking=thinking)
-        except TemplateError as error:
+            return encode_chat(self.tokenizer, messages, thinking=thinking, tools=tools or None)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            # Schemas of tools have any shape, and a template takes them for the one it knows.
             raise InputError(f"messages: the chat template refuses them: {error}") from error
 
     def encode(self, prompt: str) -> list[int]:
@@ -49,6 +62,10 @@ class Text:
         """Return (thoughts, answer): what the model wrote in its thinking channel, and the rest."""
         return split_thoughts(self.tokenizer, tokens)
 
+    def split_calls(self, tokens: Sequence[int]) -> tuple[str, str]:
+        """Return what `split` does, with the markers of function calls in the answer."""
+        return split_thoughts(self.tokenizer, tokens, self._markers)
+
     def whole(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return no thoughts and all text."""
         return "", self._decode(tokens)
@@ -59,11 +76,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a canvas added to an answer; `finish` when it was the last."""
+    """What a canvas added to an answer, which had `called` calls; `finish` when it was the last."""
 
     reasoning: str
     content: str
     finish: Literal["stop", "length"] | None
+    calls: Sequence[Call] = ()
+    called: int = 0
 
 
 @dataclass
@@ -76,6 +95,8 @@ class Answer:
         max_tokens: most tokens of the answer.
         max_canvases: canvases that they can take.
         stops: strings that end the answer, and are not part of it; thoughts may hold them.
+        tools: names that may be called; without any, calls are text.
+        one_call: whether what follows a call is left out.
     """
 
     split: Split
@@ -83,9 +104,12 @@ class Answer:
     max_tokens: int
     max_canvases: int
     stops: Sequence[str] = ()
+    tools: Collection[str] = ()
+    one_call: bool = False
     sample: Sample = field(default_factory=Sample)
     reasoning: str = ""
     content: str = ""
+    calls: list[Call] = field(default_factory=list[Call])
     finish: Literal["stop", "length"] | None = None
 
     def commit(self, canvas: Canvas) -> None:
@@ -103,11 +127,26 @@ class Answer:
         if self.finish is None:
             reasoning = reasoning.rstrip(HALF_CHARACTER)
             content = content.rstrip(HALF_CHARACTER)
-            content = content[: len(content) - held(content, self.stops)]
-        delta = Delta(reasoning[len(self.reasoning) :], content[len(self.content) :], self.finish)
+            markers = [OPEN] if self.tools else []
+            content = content[: len(content) - held(content, [*self.stops, *markers])]
+        content, calls = self._calls(content)
+        delta = Delta(
+            reasoning[len(self.reasoning) :],
+            content[len(self.content) :],
+            self.finish,
+            calls[len(self.calls) :],
+            len(self.calls),
+        )
         self.reasoning += delta.reasoning
         self.content += delta.content
+        self.calls += delta.calls
         return delta
+
+    def _calls(self, content: str) -> tuple[str, list[Call]]:
+        if not self.tools:
+            return content, []
+        said, calls = read_calls(content, self.tools, whole=self.finish is not None)
+        return said, calls[:1] if self.one_call else calls
 
     def _read(self) -> tuple[str, str]:
         return self.split(self.sample.tokens[: self.max_tokens])

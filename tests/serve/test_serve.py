@@ -28,6 +28,8 @@ from quantize.errors import InputError, ResourceError
 from quantize.serve import guard
 from quantize.serve.options import Options
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
 
 @pytest.fixture(scope="module")
 def server() -> Generator[Running]:
@@ -265,7 +267,8 @@ def test_the_model_is_listed(server: Running) -> None:
         ({"frequency_penalty": 1}, "frequency_penalty", "chosen at once"),
         ({"presence_penalty": -1}, "presence_penalty", "chosen at once"),
         ({"logprobs": True}, "logprobs", "not supported by block diffusion"),
-        ({"tools": []}, "tools", "describe the tools in the prompt"),
+        ({"extra_body": {"functions": []}}, "functions", "the older form; set tools"),
+        ({"tools": [TOOL]}, None, "tools: this model's chat template has no place for them"),
         ({"extra_body": {"top_k": 40}}, "top_k", "entropy_bound"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "enable_thinking"),
         ({"extra_body": {"colour": 1}}, "colour", "no such parameter; GET /docs"),
@@ -282,12 +285,13 @@ def test_the_model_is_listed(server: Running) -> None:
         ({"extra_body": {"t_min": 0.9}}, None, "t_max > t_min"),
         ({"extra_body": {"num_inference_steps": 10**9}}, "num_inference_steps", "256"),
         ({"messages": []}, "messages", "at least 1"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "system"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0", "system"),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages.0.content.parts.0", "expected tags: 'text', 'image_url'",
         ),
-        ({"messages": [{"role": "system", "content": [part("x")]}]}, "messages.0", "of the user"),
+        ({"messages": [{"role": "system", "content": [part("x")]}]},
+         "messages.0.content.parts.0.image_url", "of the user"),
         ({"extra_body": {"image_tokens": 100}}, "image_tokens", "70, 140, 280, 560 or 1120"),
         ({"messages": [{"role": "user", "content": "<|image|>"}]}, "messages", "image placeholder"),
         ({"messages": [{"role": "user", "content": "long " * 5000}]}, "messages", "at most 4032"),
@@ -321,8 +325,8 @@ def test_what_is_harmless_is_ignored_and_named_where_that_is_asked_for(
         assert caplog.text.count("ignored: temperature: not supported by block diffusion") == 1
         plain = raw.create(model="bundled", messages=messages, temperature=1)  # type: ignore[arg-type]
         assert "X-Ignored-Parameters" not in plain.headers
-        with pytest.raises(openai.BadRequestError, match="tools: not supported by block"):
-            server.ask(tools=[])
+        with pytest.raises(openai.BadRequestError, match="echo: not supported by block"):
+            server.ask(extra_body={"echo": True})
         with pytest.raises(openai.BadRequestError, match="valid number"):
             server.ask(extra_body={"temperature": "low"})
 

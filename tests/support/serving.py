@@ -5,6 +5,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -102,6 +103,37 @@ class ScriptedEngine:
         return (ids + tokenizer().encode(" go" * 8, add_special_tokens=False))[:8]
 
 
+class TellingEngine(ScriptedEngine):
+    """Answers prompt after prompt with the texts that it was given; remembers the prompts."""
+
+    canvas_length = 16
+
+    def __init__(self, *texts: str, capacity: int = 1) -> None:
+        super().__init__(capacity)
+        self.free = True
+        self.texts = list(texts)
+        self.prompts: list[list[int]] = []
+        self.saying: dict[int, list[int]] = {}
+
+    def admit(self, slot: int, prompt: Sequence[int], *rest: Any, **options: Any) -> None:
+        super().admit(slot, prompt, *rest, **options)
+        self.prompts.append(list(prompt))
+        self.saying[slot] = tokenizer().encode(self.texts.pop(0), add_special_tokens=False)
+
+    def _say(self, slot: int) -> list[int]:
+        canvas = self.saying[slot][: self.canvas_length]
+        self.saying[slot] = self.saying[slot][self.canvas_length :]
+        return canvas + [1] * (self.canvas_length - len(canvas))
+
+
+@cache
+def text_with_tools() -> Text:
+    """The bundled tokenizer, with a chat template that declares tools as Gemma 4's does."""
+    found = load_tokenizer(CHECKPOINT)
+    found.chat_template = (Path(__file__).parent / "tool_template.jinja").read_text("utf-8")
+    return Text(found)
+
+
 class Running:
     """A server that runs, and clients for it."""
 
@@ -133,13 +165,15 @@ class Running:
 
 
 @contextmanager
-def running(engine: Engine | None = None, **settings: Any) -> Generator[Running]:
+def running(
+    engine: Engine | None = None, text: Text | None = None, **settings: Any
+) -> Generator[Running]:
     """A server on a free port until the block ends."""
     options = Options("bundled", port=0, **settings)
     engine = engine or ModelEngine(model(), options.max_num_seqs)
     server = make_server(
         engine,
-        Text(tokenizer()),
+        text or Text(tokenizer()),
         Pictures(model_config(Checkpoint.open(CHECKPOINT).config)),
         SAMPLER,
         options,

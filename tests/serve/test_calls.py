@@ -1,0 +1,97 @@
+"""Function calls read from text: the inverse of what a template writes, and everything else is text."""
+
+import json
+from functools import cache
+from typing import Any
+
+import jinja2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serving import text_with_tools
+
+from quantize.serve.calls import MARKERS, Call, read_call, read_calls
+
+NAMES = ("weather", "a.b-c")
+WORDS = st.text("aZ0_é", min_size=1, max_size=4)
+STRINGS = st.text('a9.,:{}[]<|"> \n€', max_size=12).filter(
+    lambda s: not any(m in s for m in MARKERS)
+)
+VALUES: Any = st.recursive(
+    st.booleans() | st.none() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | STRINGS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@cache
+def template() -> jinja2.Template:
+    return jinja2.Template(text_with_tools().tokenizer.chat_template)
+
+
+def written(arguments: dict[str, Any]) -> str:
+    """A call as the template of the tests writes it, which a second parser reads as Gemma 4's."""
+    turn = {"role": "assistant", "content": ""}
+    turn |= {"tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}  # type: ignore[dict-item]
+    rendered = template().render(messages=[turn], bos_token="")
+    return rendered[rendered.index("<|tool_call>") : rendered.index("<|turn>model", 30)]
+
+
+@given(st.dictionaries(WORDS, VALUES, max_size=4))
+def test_what_the_template_writes_is_read_back(arguments: dict[str, Any]) -> None:
+    content, (call,) = read_calls("so: " + written(arguments), NAMES, whole=False)
+    assert (content, call.name) == ("so: ", "weather")
+    assert json.loads(call.arguments) == arguments
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ("call:weather{}", {}),
+        ('call:weather{c:<|"|>a,}]b<|"|>,days:-3,x:1.5e3}', {"c": "a,}]b", "days": -3, "x": 1.5e3}),
+        ('call:weather{l:[<|"|>a<|"|>,[],{k:null}],t:true}', {"l": ["a", [], {"k": None}], "t": True}),
+        (' call:weather { "c" : "Par\\"is" , <|"|>k l<|"|>: no }\n', {"c": 'Par"is', "k l": "no"}),
+        ("call:weather{day:2026-11-22,n:007,z:None}", {"day": "2026-11-22", "n": "007", "z": None}),
+    ],
+)  # fmt: skip
+def test_calls_that_are_read(body: str, arguments: dict[str, Any]) -> None:
+    assert read_call(body, NAMES) == Call("weather", json.dumps(arguments, ensure_ascii=False))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "", "call:", "call:weather", "weather{}", "call:other{}", "call:weather{}{}",
+        "call:weather[]", "call:weather{a}", "call:weather{a:}", "call:weather{a:1",
+        "call:weather{a:1,}", "call:weather{:1}",
+        'call:weather{a:<|"|>x}', "call:weather{a:[1}", 'call:weather{a:"x}',
+        "call:weather{a:" + "[" * 40 + "]" * 40 + "}", "call:weather{a:" + "9" * 5000 + "}",
+        "call:weather{a:1e999}", 'call:weather{a:"\\x"}',
+    ],
+)  # fmt: skip
+def test_calls_that_stay_text(body: str) -> None:
+    assert read_call(body, NAMES) is None
+    text = f"<|tool_call>{body}<tool_call|>."
+    assert read_calls(text, NAMES, whole=True) == (text, [])
+
+
+CHOPPED = (
+    'I ask.<|tool_call>call:weather{d:1}<tool_call|><|tool_call>call:weather{d:<|"|>x<|"|>}<tool_call|>'
+    "<|tool_call>call:nobody{}<tool_call|>and<|tool_call>call:weather{"
+)
+
+
+def test_text_and_calls_only_grow_while_an_answer_does() -> None:
+    content, calls = "", list[Call]()
+    for end in range(len(CHOPPED) + 1):
+        now, found = read_calls(CHOPPED[:end], NAMES, whole=False)
+        if "<|tool_call>".startswith(now[len(content) :]) and now != content:
+            continue  # half a marker, which the answer holds back
+        assert now.startswith(content)
+        assert found[: len(calls)] == calls
+        content, calls = now, found
+    assert content == "I ask.<|tool_call>call:nobody{}<tool_call|>and"
+    assert [json.loads(call.arguments) for call in calls] == [{"d": 1}, {"d": "x"}]
+    whole, _ = read_calls(CHOPPED, NAMES, whole=True)
+    assert whole == content + "<|tool_call>call:weather{"
