@@ -141,12 +141,14 @@ class Gate(Section):
     `such_questions`, of which it is a sample (recovery.estimands). It has no default: a margin says
     nothing until it is known of what. `margin_pp`: allowed loss of accuracy in percentage points per
     task. `max_kl_nats`: largest mean KL from BF16 on replayed trajectories per activation mode; a mode
-    without one is not judged.
+    without one is not judged. `max_step_inflation`: largest share of denoising steps a token beyond
+    BF16's (0.05 is 5 %); None does not judge it.
     """
 
     estimand: Estimand
     margin_pp: dict[Task, Limit]
     max_kl_nats: dict[ActivationMode, Limit] = {}
+    max_step_inflation: Limit | None = None
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
 
 

@@ -12,6 +12,7 @@ from recovery.estimands import Estimand
 from recovery.gate import Verdict, not_comparable
 from recovery.scoring import Row, Scoring
 from recovery.statistics import Comparison, compare
+from recovery.steps import StepInflation, share_at, step_inflation
 
 from quantize.errors import InputError
 from quantize.run_dir import read_json
@@ -62,11 +63,34 @@ def pair(
     entry = {
         "not_comparable": differs.reason if differs else None,
         **(asdict(comparison) if comparison else {"estimand": estimand, "margin_pp": margin_pp}),
+        "step_inflation": asdict(steps) if (steps := _steps(base, other, confidence)) else None,
         "made_with": other.made_with,
         "bf16_counts": counts(base.rows),
         "quantized_counts": counts(other.rows),
     }
     return entry, comparison
+
+
+def _steps(base: Scoring, other: Scoring, confidence: float) -> StepInflation | None:
+    """Return how many more steps `other` takes; None where a server tells no steps."""
+    sides = (base, other)
+    if any(not row.denoising_steps for side in sides for row in side.rows) or len(base.rows) < 2:
+        return None
+    costs: list[dict[str, tuple[int, int]]] = []
+    for side in sides:
+        sums: dict[str, tuple[int, int]] = {}
+        for row in side.rows:
+            steps, tokens = sums.get(row.doc_hash, (0, 0))
+            sums[row.doc_hash] = steps + sum(row.denoising_steps), tokens + row.tokens
+        costs.append(sums)
+    if costs[0].keys() != costs[1].keys() or len(costs[0]) < 2:
+        return None
+    most = base.conditions["sampler"]["max_denoising_steps"]
+    ours, theirs = (
+        share_at([step for row in side.rows for step in row.denoising_steps], most)
+        for side in sides
+    )
+    return step_inflation(*costs, (ours, theirs), confidence=confidence)
 
 
 def _share_a_seed(base: Scoring, other: Scoring) -> bool:

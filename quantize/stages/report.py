@@ -10,7 +10,8 @@ report.json, by key:
                 such_questions
   tasks         one entry a task and activation mode: recovery.statistics.Comparison, the margin,
                 whether it is gated, the gate's outcome on it alone, why it is not comparable (or
-                null), what it was scored with, counts of both sides
+                null), what it was scored with, counts of both sides, step_inflation
+                (recovery.steps.StepInflation; null where a server tells no steps)
   noise_floor   the same, BF16 against BF16 with a second seed
   sizes         bytes of BF16 and of the artifact; quantized modules
   layers        one entry a layer: bytes before and after, relative error of each class of weights
@@ -38,6 +39,7 @@ from typing import Any
 
 from recovery.gate import Verdict, judge, judge_task
 from recovery.statistics import Comparison
+from recovery.steps import StepInflation
 
 from quantize.checkpoints.targets import Target, module_class, sum_bytes
 from quantize.errors import InputError
@@ -119,6 +121,8 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
                 comparisons[task] = comparison
     fidelity = read_json(run.fidelity_json) if run.fidelity_json.exists() else None
     verdict = _verdict(verification, fidelity, tasks, comparisons)
+    if verdict.outcome in ("PASS", "INCONCLUSIVE"):
+        verdict = _with_steps(verdict, tasks, recipe.gate.max_step_inflation)
     judged = {
         "artifact": verification.get("artifact"),
         "recipe": {"name": recipe.name, "scheme": recipe.quantization.scheme},
@@ -204,6 +208,27 @@ def _verdict(
         if entry["gated"] and entry["not_comparable"]:
             return Verdict("NOT COMPARABLE", f"{entry['task']}: {entry['not_comparable']}")
     return judge(comparisons)
+
+
+def _with_steps(
+    verdict: Verdict, tasks: Sequence[Mapping[str, Any]], most: float | None
+) -> Verdict:
+    """Return the verdict once the steps that the quantized model takes are judged as well."""
+    if most is None:
+        return verdict
+    for entry in tasks:
+        stated = entry["step_inflation"]
+        if not entry["gated"] or stated is None:
+            continue
+        found = StepInflation(**stated)
+        outcome = found.outcome(most)
+        if outcome == "FAIL" or (outcome == "INCONCLUSIVE" and verdict.outcome == "PASS"):
+            reason = (
+                f"{entry['task']}: {found.ratio - 1:+.1%} denoising steps a token "
+                f"({found.low - 1:+.1%} to {found.high - 1:+.1%}), at most {most:+.1%} allowed"
+            )
+            verdict = Verdict(outcome, reason, verdict.estimand)
+    return verdict
 
 
 def _sizes(targets: list[Target]) -> dict[str, float]:

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from recovery.gate import Verdict
 from recovery.samples import Batch, Completion, Finished
+from recovery.scoring import Row, Scoring
 
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
@@ -29,7 +30,7 @@ from quantize.reports.compare import compare_runs
 from quantize.reports.scores import pair, read_scoring
 from quantize.run_dir import RunDir, read_json, write_json
 from quantize.stages import evaluate
-from quantize.stages.report import report
+from quantize.stages.report import _with_steps, report
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
 MARKER = "MARKERSTRING"
@@ -370,3 +371,39 @@ def test_two_runs_are_compared_question_by_question(
     write_json(reseeded.evaluation / "done.json", {"tasks": ["gsm8k"]})
     fewer = compare_runs(RunDir(scored), reseeded)
     assert str(fewer.not_comparable).startswith("tasks differ")
+
+
+def scoring(steps: int) -> Scoring:
+    """A scoring of 40 questions, all answered right, whose canvases take `steps` steps."""
+    rows = [
+        Row(
+            doc_id=i, repeat=0, doc_hash=str(i), prompt_hash="p", target="1", answer="1",
+            scores={"exact": 1.0}, seed=0, text="1", tokens=60 + i, denoising_steps=[steps + i % 3],
+            truncated=False,
+        )
+        for i in range(40)
+    ]  # fmt: skip
+    return Scoring("gsm8k", rows, {"sampler": {"max_denoising_steps": 30}}, {"model": "m"})
+
+
+@pytest.mark.parametrize(
+    ("steps", "limit", "outcome"),
+    [(21, 0.10, "PASS"), (24, 0.10, "FAIL"), (24, None, "PASS"), (22, 0.0953, "INCONCLUSIVE")],
+)
+def test_a_model_that_takes_too_many_steps_fails_the_gate(
+    steps: int, limit: float | None, outcome: str
+) -> None:
+    entry, _ = pair(
+        scoring(20), scoring(steps), estimand="these_questions", margin_pp=3, confidence=0.95
+    )
+    found = entry["step_inflation"]
+    assert found["ratio"] == pytest.approx((steps + 0.975) / 20.975, rel=1e-3)
+    assert found["never_stopped"] == (0.0, 0.0)
+    tasks = [{"task": "gsm8k", "gated": True, **entry}]
+    verdict = _with_steps(Verdict("PASS", "as good"), tasks, limit)
+    assert verdict.outcome == outcome
+    assert ("denoising steps a token" in verdict.reason) == (outcome != "PASS")
+    failed = Verdict("INCONCLUSIVE", "open")
+    assert _with_steps(failed, tasks, limit).outcome == (
+        "FAIL" if outcome == "FAIL" else "INCONCLUSIVE"
+    )
