@@ -9,7 +9,7 @@ torch on the same operands:
     linear, fp8     `torch._scaled_mm`, scales per token and channel; both sides get quantized tokens
     linear, nvfp4   bf16 `torch.mm` (cuBLAS)
     lm_head, soft   bf16 `torch.mm` alone, without softcap or softmax
-    sampler         the same draw in separate torch operations (`reference.sample`)
+    sampler         the same draw in separate torch operations (`canvas.sample`)
 
 Experts "uneven" are routed as a random 26B model routes (`cases.SPREAD`), others evenly.
 `error` is relative Frobenius against float64 of the dequantized operands, on a few tokens.
@@ -23,7 +23,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from typing import Any
 import fused_dequant as fd
 import torch
 import triton
-from fused_dequant import cases, reference, weights
+from fused_dequant import canvas, cases, reference, weights
 from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, SPREAD, TOPK, VOCABULARY
 from fused_dequant.timing import measure
 
@@ -177,7 +177,7 @@ def linear_rows(limits: Ceilings) -> Iterator[Row]:
         copies = [weight, *(weight.clone() for _ in range(max(1, 200 * 2**20 // weight.bytes)))]
         if scheme == "fp8":
             q, scale = fd.quantize_rows(x, "fp8")
-            ours = [partial(fd.linear_quantized, q, scale, w) for w in copies]
+            ours = [partial(fd.linear, q, w, scale) for w in copies]
             theirs = [
                 partial(scaled_mm, q, scale, w.data[0], w.scale[0])
                 for w in copies
@@ -246,28 +246,25 @@ def sampler_rows(limits: Ceilings) -> Iterator[Row]:
     """One step of the sampler: draw and acceptance; the floor is one read of the logits."""
     for B in (1, 4):
         logits = cases.random_tokens(256 * B, VOCABULARY, "cuda", seed=3).view(B, 256, -1) * 5
-        canvas = torch.zeros(B, 256, dtype=torch.int64, device="cuda")
+        tokens = torch.zeros(B, 256, dtype=torch.int64, device="cuda")
         seeds = torch.arange(B, device="cuda")
-        state = fd.denoising.CanvasState.begin(canvas, seeds, 1)
+        state = fd.CanvasState.begin(tokens, seeds, 1)
         schedule = torch.linspace(0.8, 0.4, 2**14, device="cuda")
         run = partial(sampler_step, logits, state, schedule)
         draw = run()
-        u = reference.uniforms(seeds, state.canvas_index, state.step, 256)
-        temperature = schedule[:1].expand(B)
-        expected = reference.sample(logits[:, :4], temperature, u[:, :4])[4]
+        first = replace(state, step=torch.ones_like(state.step))
+        expected = canvas.token_entropy(logits[:, :4].float() / schedule[0])
         error = reference.relative_error(draw.entropy[:, :4], expected)
         bytes_ = logits.numel() * 2
-        theirs = measure([partial(reference.sample, logits, temperature, u)])
+        theirs = measure([partial(canvas.sample, logits, first, schedule)])
         yield Row("sampler", "bf16", 256 * B, measure([run]), bytes_, bytes_ / limits.copy * 1e6,
                   theirs, error, "", None)  # fmt: skip
 
 
-def sampler_step(
-    logits: torch.Tensor, state: fd.denoising.CanvasState, schedule: torch.Tensor
-) -> fd.denoising.Draw:
+def sampler_step(logits: torch.Tensor, state: fd.CanvasState, schedule: torch.Tensor) -> fd.Draw:
     """Draw and accept, as at the end of a denoising step."""
-    draw = fd.denoising.sample(logits, state, schedule)
-    fd.denoising.accept(draw, state, schedule, entropy_bound=0.1, confidence_threshold=0.005)
+    draw = fd.sample(logits, state, schedule)
+    fd.accept(draw, state, schedule, entropy_bound=0.1, confidence_threshold=0.005)
     return draw
 
 

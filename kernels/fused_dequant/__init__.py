@@ -1,56 +1,57 @@
 """Fused dequantize-and-multiply kernels for DiffusionGemma: FP8, INT8 and NVFP4, dense and grouped.
 
-    from fused_dequant import linear, routed_experts, weights
+    from fused_dequant import linear, weights
     w = weights.eight_bit(weight, weight_scale)       # or weights.nvfp4(...), weights.bf16(...)
     y = linear(x, w)                                  # bf16
 
-`ops` lists the products, `layer` what stands between them, `denoising` what follows the logits,
-`weights` the schemes and `formats` the number formats. On a GPU each runs as Triton or Gluon kernels,
-elsewhere as plain torch (`reference`). Only torch and triton are needed.
+`operations` is the face: every operation, on a GPU as Triton or Gluon kernels, elsewhere in torch.
+`weights` has the schemes, `formats` the number formats. Only torch and triton are needed.
 """
 
-from fused_dequant import denoising, formats, reference, weights
-from fused_dequant.layer import (
+from fused_dequant import formats, reference, weights
+from fused_dequant.activations import Activation, quantize_rows
+from fused_dequant.canvas import CanvasState, Draw
+from fused_dequant.operations import (
+    CELLS,
+    accept,
     after_attention,
     after_experts,
     attend,
-    attend_quantized,
     attention_heads,
     begin,
     choose_experts,
     gelu_mul,
-    scaled_norm,
-)
-from fused_dequant.ops import (
     linear,
-    linear_quantized,
     lm_head,
-    quantize_rows,
-    require,
     routed_experts,
+    sample,
+    scaled_norm,
     soft_embedding,
 )
-from fused_dequant.weights import Weight
+from fused_dequant.weights import Weight, require
 
 __all__ = [
+    "CELLS",
+    "Activation",
+    "CanvasState",
+    "Draw",
     "Weight",
+    "accept",
     "after_attention",
     "after_experts",
     "attend",
-    "attend_quantized",
     "attention_heads",
     "begin",
     "choose_experts",
-    "denoising",
     "formats",
     "gelu_mul",
     "linear",
-    "linear_quantized",
     "lm_head",
     "quantize_rows",
     "reference",
     "require",
     "routed_experts",
+    "sample",
     "scaled_norm",
     "soft_embedding",
     "weights",

@@ -40,10 +40,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_dequant import attention_hopper, attention_wide
+from fused_dequant.activations import Activation
 from fused_dequant.chain import chained, follow
-from fused_dequant.formats import LARGEST
+from fused_dequant.formats import EIGHT_BIT, LARGEST
 from fused_dequant.quantize import codes, magnitude, quantize_rows, scale_of
 from fused_dequant.tiles import FAR, LOG2_E
+from fused_dequant.tuning import processors
+from fused_dequant.weights import is_hopper
 
 COMBINED = 8  # lines a program of `combine_kernel`
 
@@ -252,7 +255,7 @@ def combine_quantized_kernel(
     tl.store(scale + m, s)
 
 
-def heads(
+def attention_heads(
     qkv: torch.Tensor,
     q_weight: torch.Tensor,
     k_weight: torch.Tensor,
@@ -265,7 +268,7 @@ def heads(
     q_heads: int,
     eps: float,
 ) -> torch.Tensor:
-    """See `layer.attention_heads`."""
+    """See `operations.attention_heads`."""
     rows, width = qkv.shape
     _, capacity, kv_heads, D = keys.shape
     q = torch.empty(rows, q_heads, D, dtype=qkv.dtype, device=qkv.device)
@@ -276,6 +279,27 @@ def heads(
         num_warps=4, **chained(qkv.device),
     )  # fmt: skip
     return q
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    scheme: str,
+) -> Activation:
+    """See `operations.attend`."""
+    rows, q_heads, D = q.shape
+    config = configure(
+        rows, len(slots), q_heads, keys.shape[2], D, processors(q.device),
+        hopper=is_hopper(q.device),
+    )  # fmt: skip
+    parts = attend_parts(q, keys, values, slots, first, last, config)
+    if scheme in EIGHT_BIT:
+        return combine_quantized(parts, scheme)
+    return combine(parts).flatten(1), None
 
 
 @dataclass(frozen=True)
@@ -349,10 +373,11 @@ def combine(parts: Parts) -> torch.Tensor:
     return out
 
 
-def combine_quantized(parts: Parts, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join the parts, and quantize: dtype [M, q_heads * D] and scales f32 [M]."""
+def combine_quantized(parts: Parts, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join the parts, and quantize: 8-bit values [M, q_heads * D] and scales f32 [M]."""
     if parts.splits == 1:
-        return quantize_rows(parts.results.flatten(1), dtype)
+        return quantize_rows(parts.results.flatten(1), scheme)
+    dtype = EIGHT_BIT[scheme]
     rows, q_heads, D = parts.results.shape[1:]
     device = parts.results.device
     out = torch.empty(rows, q_heads * D, dtype=dtype, device=device)

@@ -29,9 +29,11 @@ import triton.language as tl
 
 from fused_dequant import tuning
 from fused_dequant.chain import chained, follow
-from fused_dequant.routing import DENSE, Routing, place_results
+from fused_dequant.routing import Routing, place_results
 from fused_dequant.tiles import KEPT, block_rows, split_gate_up
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
+from fused_dequant.tuning import Config
+from fused_dequant.weights import Weight
 
 
 @triton.jit
@@ -213,49 +215,35 @@ def matmul_kernel(
     )  # fmt: skip
 
 
-def matmul(
+def launch(
+    weight: Weight,
     x: torch.Tensor,
-    w: torch.Tensor,
     x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
-    config: dict[str, int],
+    config: Config,
+    routing: Routing | None = None,
+    share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """X [M, K], w [N, K] of one type, scales f32 [M] and [N] -> bf16 [M, N]."""
-    M, K = x.shape
-    N = len(w)
-    y = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
-    grid = (triton.cdiv(M, tuning.block_rows(config)), triton.cdiv(N, config["BN"]))
-    matmul_kernel[grid](
-        x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
-        y, y, y, y, y, M, N, K,
-        SCALED=x_scale is not None, EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=True, NARROWER=0,
-        **DENSE, **chained(x.device), **config,
-    )  # fmt: skip
-    return y
+    """Multiply rows by a weight: a dense product, or one of the experts' two.
 
+    Args:
+        weight: bf16, fp8 or int8.
+        x: [rows, K] of the weight's type.
+        x_scale: f32 [rows] of 8-bit rows, else None.
+        config: as `Weight.config` chose it; BM + MORE must equal `routing.block`.
+        routing: of the experts, None for a dense product.
+        share: f32 [slots], the routing weights, for `down`.
 
-def grouped_matmul(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
-    routing: Routing,
-    config: dict[str, int],
-    *,
-    row_weight: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """One of the experts' two products (`place_results`); w [E, N, K], scales f32 [rows of x], [E, N].
-
-    `config["BM"] + config["MORE"]` must equal `routing.block`.
+    Returns:
+        bf16 rows, as `routing.place_results` places them.
     """
-    _, N, K = w.shape
-    y, mode = place_results(x, N, routing, row_weight)
-    grid = (triton.cdiv(N, config["BN"]), routing.max_blocks)
-    matmul_kernel[grid](
-        x, y if x_scale is None else x_scale, w, y if w_scale is None else w_scale, y,
-        routing.slots, routing.block_expert, routing.block_rows, routing.block_count,
-        y if row_weight is None else row_weight, len(y), N, K,
-        SCALED=x_scale is not None, EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=False,
-        **mode, **chained(x.device), **config,
+    _, N, K = weight.shape
+    y, mode = place_results(len(x), N, x.device, routing, share)
+    tiles = triton.cdiv(N, config["BN"])
+    blocks = routing.max_blocks if routing else triton.cdiv(len(x), tuning.block_rows(config))
+    matmul_kernel[(tiles, blocks) if routing else (blocks, tiles)](
+        x=x, x_scale=y if x_scale is None else x_scale, w=weight.data,
+        w_scale=y if weight.scale is None else weight.scale, y=y, N=N, K=K,
+        SCALED=x_scale is not None, EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=routing is None,
+        **mode, **chained(x.device), **{"NARROWER": 0, **config},
     )  # fmt: skip
     return y

@@ -19,8 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_dequant.routing import DENSE, Routing, place_results
+from fused_dequant.routing import Routing, place_results
 from fused_dequant.tiles import block_rows, store_nvfp4
+from fused_dequant.tuning import Config
+from fused_dequant.weights import Weight
 
 
 @triton.jit
@@ -99,41 +101,21 @@ def nvfp4_kernel(
     )
 
 
-def nvfp4(
+def launch(
+    weight: Weight,
     x: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    factor: torch.Tensor,
-    config: dict[str, int],
+    x_scale: None,
+    config: Config,
+    routing: Routing | None = None,
+    share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """X bf16 [M, K], canonical weight [N, K/2] and [N, K/16], factor f32 [1, 2] -> bf16 [M, N]."""
-    M, K = x.shape
-    N = len(packed)
-    y = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
-    nvfp4_kernel[(triton.cdiv(N, config["BN"]), triton.cdiv(M, config["BM"]))](
-        x, packed, scale.view(torch.uint8), factor, y, y, y, y, y, M, N, K,
-        EVEN_K=K % config["BK"] == 0, **DENSE, **config,
-    )  # fmt: skip
-    return y
-
-
-def grouped_nvfp4(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    factor: torch.Tensor,
-    routing: Routing,
-    config: dict[str, int],
-    *,
-    row_weight: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As `matmul.grouped_matmul`, from canonical weights [E, N, K/2] and [E, N, K/16]."""
-    N, K = packed.shape[1], x.shape[1]
-    y, mode = place_results(x, N, routing, row_weight)
-    nvfp4_kernel[(triton.cdiv(N, config["BN"]), routing.max_blocks)](
-        x, packed, scale.view(torch.uint8), factor, y,
-        routing.slots, routing.block_expert, routing.block_count,
-        y if row_weight is None else row_weight, len(y), N, K,
-        EVEN_K=K % config["BK"] == 0, **mode, **config,
+    """As `matmul.launch`, with bf16 rows and a canonical weight."""
+    _, N, K = weight.shape
+    y, mode = place_results(len(x), N, x.device, routing, share)
+    del mode["block_rows"]  # only whole blocks here
+    blocks = routing.max_blocks if routing else triton.cdiv(len(x), config["BM"])
+    nvfp4_kernel[(triton.cdiv(N, config["BN"]), blocks)](
+        x=x, packed=weight.data, scale=weight.scale.view(torch.uint8), factor=weight.factor,
+        y=y, N=N, K=K, EVEN_K=K % config["BK"] == 0, **mode, **config,
     )  # fmt: skip
     return y

@@ -41,12 +41,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fused_dequant import tuning
 from fused_dequant.chain import chained
-from fused_dequant.formats import FRAGMENT
 from fused_dequant.hopper import follow, thread_barrier
 from fused_dequant.nvfp4_decode import decode, fragment_layout
-from fused_dequant.routing import DENSE, Routing, place_results
+from fused_dequant.routing import Routing, place_results
 from fused_dequant.tiles import KEPT
+from fused_dequant.tuning import Config
+from fused_dequant.weights import Weight
 
 
 @gluon.jit
@@ -478,50 +480,28 @@ def nvfp4_hopper_kernel(
         )  # fmt: skip
 
 
-def nvfp4_hopper(
+def launch(
+    weight: Weight,
     x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    factor: torch.Tensor,
-    config: dict[str, int],
+    x_scale: None,
+    config: Config,
+    routing: Routing | None = None,
+    share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """X bf16 [M, K], fragments of one weight (E = 1) -> bf16 [M, N]."""
-    M, K = x.shape
-    N = words.shape[1] * FRAGMENT
-    y = torch.empty(M, N, dtype=torch.bfloat16, device=x.device)
-    grid = (N // config["BN"], triton.cdiv(M, config["BM"] + config["MORE"]))
-    tokens = NVMMASharedLayout(128, 16, 2)
-    boxes = [
-        TensorDescriptor.from_tensor(x, [rows, config["BK"]], tokens)
-        for rows in (config["BM"], config["MORE"] or config["BM"])
-    ]
-    nvfp4_hopper_kernel[grid](
-        *boxes, words, scales, factor, y, y, y, y, y, y, M, N, K,
-        EVEN_K=K % config["BK"] == 0, NARROWER=0, **DENSE, **chained(x.device), **config,
-    )  # fmt: skip
-    return y
-
-
-def grouped_nvfp4_hopper(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    factor: torch.Tensor,
-    routing: Routing,
-    config: dict[str, int],
-    *,
-    row_weight: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """One of the experts' two products, from fragments of E weights; modes as `matmul.grouped_matmul`.
-
-    `factor` f32 [E, 2] is 128 / global_scale of the gate rows and of the up rows (equal when there is
-    no such split). `config["BM"] + config["MORE"]` must equal `routing.block`.
-    """
-    N, K = words.shape[1] * FRAGMENT, x.shape[1]
-    y, mode = place_results(x, N, routing, row_weight)
-    nvfp4_hopper_kernel[(N // config["BN"], routing.max_blocks)](
-        x, x, words, scales, factor, y, routing.slots, routing.block_expert, routing.block_rows,
-        routing.block_count, y if row_weight is None else row_weight, len(y), N, K,
-        EVEN_K=K % config["BK"] == 0, **mode, **chained(x.device), **config,
+    """As `matmul.launch`, with bf16 rows and fragments."""
+    _, N, K = weight.shape
+    y, mode = place_results(len(x), N, x.device, routing, share)
+    tokens = [x, x]
+    if routing is None:
+        layout = NVMMASharedLayout(128, 16, 2)
+        tokens = [
+            TensorDescriptor.from_tensor(x, [box, config["BK"]], layout)
+            for box in (config["BM"], config["MORE"] or config["BM"])
+        ]
+    blocks = routing.max_blocks if routing else triton.cdiv(len(x), tuning.block_rows(config))
+    nvfp4_hopper_kernel[(N // config["BN"], blocks)](
+        x=tokens[0], x_more=tokens[1], words=weight.data, scales=weight.scale, factor=weight.factor,
+        y=y, N=N, K=K, EVEN_K=K % config["BK"] == 0,
+        **mode, **chained(x.device), **{"NARROWER": 0, **config},
     )  # fmt: skip
     return y

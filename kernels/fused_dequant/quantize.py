@@ -7,9 +7,6 @@ Per token (FP8, INT8): scale[m] = amax(|h[m]|) / 448 or / 127, q = h * (1 / scal
 The row is held in registers between the reduction and the division, so x is read once and a byte a
 value is written. `residual` and `attention` quantize the rows they make with the same functions.
 
-NVFP4 (W4A4): groups of 16 with an e4m3 scale under the calibrated global scale; the arithmetic of
-compressed-tensors. e2m1 rounding is to nearest, ties to even.
-
 A token holding NaN or infinity gets scale NaN: its outputs are NaN and no other token's are.
 """
 
@@ -21,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fused_dequant.chain import chained, follow
-from fused_dequant.formats import LARGEST
+from fused_dequant.formats import EIGHT_BIT, LARGEST
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 
@@ -73,11 +70,12 @@ def quantize_rows_kernel(
 
 
 def quantize_rows(
-    x: torch.Tensor, dtype: torch.dtype, *, gelu_mul: bool = False
+    x: torch.Tensor, scheme: str, *, gelu_mul: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """X [M, K] ([M, 2K] for gelu_mul) -> (dtype [M, K], scale f32 [M]); dtype float8_e4m3fn or int8."""
+    """See `activations.quantize_rows`."""
     M, width = x.shape
     K = width // 2 if gelu_mul else width
+    dtype = EIGHT_BIT[scheme]
     q = torch.empty(M, K, dtype=dtype, device=x.device)
     scale = torch.empty(M, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(K)

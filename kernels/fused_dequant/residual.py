@@ -27,8 +27,9 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_dequant.activations import Activation
 from fused_dequant.chain import chained, follow
-from fused_dequant.formats import LARGEST
+from fused_dequant.formats import EIGHT_BIT, LARGEST
 from fused_dequant.quantize import codes, magnitude, scale_of
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
@@ -214,31 +215,40 @@ def gelu_mul_kernel(gate_up, y, K, CHAINED: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y + m * K + k, (active * up).to(y.dtype.element_ty), mask=k < K)
 
 
-Scaled = tuple[torch.Tensor, torch.Tensor]  # a row's values, and f32 [M]: scales of 8-bit ones
+def _room(M: int, H: int, scheme: str, like: torch.Tensor) -> Activation:
+    """Make room for an activation of `scheme`."""
+    values = torch.empty(M, H, dtype=EIGHT_BIT.get(scheme, like.dtype), device=like.device)
+    if scheme not in EIGHT_BIT:
+        return values, None
+    return values, torch.empty(M, dtype=torch.float32, device=like.device)
 
 
-def _empty(M: int, H: int, dtype: torch.dtype, device: torch.device) -> Scaled:
-    values = torch.empty(M, H, dtype=dtype, device=device)
-    return values, torch.empty(M, dtype=torch.float32, device=device)
+def _stored(x: Activation) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give a kernel where to store: rows in bf16 have no scales, and it writes none."""
+    return x[0], x[0] if x[1] is None else x[1]
+
+
+def _largest(scheme: str) -> float:
+    return LARGEST[EIGHT_BIT[scheme]] if scheme in EIGHT_BIT else 0.0
 
 
 def after_attention(
     h: torch.Tensor,
     o: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    dtypes: tuple[torch.dtype, torch.dtype],
+    schemes: tuple[str, str],
     eps: float,
-) -> tuple[torch.Tensor, Scaled, Scaled, torch.Tensor]:
-    """See `layer.after_attention`; dtypes of the dense MLP's input and of the experts'."""
+) -> tuple[torch.Tensor, Activation, Activation, torch.Tensor]:
+    """See `operations.after_attention`."""
     M, H = h.shape
     h_out, x_router = torch.empty_like(h), torch.empty_like(h)
-    dense, experts = (_empty(M, H, dtype, h.device) for dtype in dtypes)
+    dense, experts = (_room(M, H, scheme, h) for scheme in schemes)
     # Few rows wait for memory, many for instructions: 3.7 us for 256 rows (4 warps: 4.0), 10.3 for
     # 1,024 (16 warps: 12.8).
     warps = 16 if M <= 512 else 4
     after_attention_kernel[(M,)](
-        h, o, *norms, h_out, *dense, *experts, x_router, H, eps, H**-0.5,
-        DENSE=LARGEST.get(dtypes[0], 0.0), EXPERTS=LARGEST.get(dtypes[1], 0.0),
+        h, o, *norms, h_out, *_stored(dense), *_stored(experts), x_router, H, eps, H**-0.5,
+        DENSE=_largest(schemes[0]), EXPERTS=_largest(schemes[1]),
         BLOCK=triton.next_power_of_2(H), num_warps=warps, **chained(h.device),
     )  # fmt: skip
     return h_out, dense, experts, x_router
@@ -250,16 +260,16 @@ def after_experts(
     experts: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     scalar: torch.Tensor,
-    dtype: torch.dtype,
+    scheme: str,
     eps: float,
-) -> tuple[torch.Tensor, Scaled]:
-    """See `layer.after_experts`."""
+) -> tuple[torch.Tensor, Activation]:
+    """See `operations.after_experts`."""
     M, H = h.shape
-    h_out, x = torch.empty_like(h), _empty(M, H, dtype, h.device)
+    h_out, x = torch.empty_like(h), _room(M, H, scheme, h)
     w_1, w_2, w, w_next = norms
     after_experts_kernel[(M,)](
-        h, dense, experts, w_1, w_2, w, scalar, w_next, h_out, *x, H, eps,
-        CHOICES=experts.shape[1], LARGEST=LARGEST.get(dtype, 0.0),
+        h, dense, experts, w_1, w_2, w, scalar, w_next, h_out, *_stored(x), H, eps,
+        CHOICES=experts.shape[1], LARGEST=_largest(scheme),
         BLOCK=triton.next_power_of_2(H), num_warps=8, **chained(h.device),
     )  # fmt: skip
     return h_out, x
@@ -271,26 +281,26 @@ def begin(
     factor: float,
     update: torch.Tensor | None,
     w_next: torch.Tensor,
-    dtype: torch.dtype,
+    scheme: str,
     eps: float,
     *,
     normed: bool,
-) -> tuple[torch.Tensor, Scaled]:
-    """See `layer.begin`."""
+) -> tuple[torch.Tensor, Activation]:
+    """See `operations.begin`."""
     M, H = len(tokens), embedding.shape[1]
     h_out = torch.empty(M, H, dtype=embedding.dtype, device=embedding.device)
-    x = _empty(M, H, dtype, embedding.device)
+    x = _room(M, H, scheme, embedding)
     begin_kernel[(M,)](
-        tokens, embedding, h_out if update is None else update, w_next, h_out, *x,
-        H, eps, factor, UPDATED=update is not None, NORMED=normed,
-        LARGEST=LARGEST.get(dtype, 0.0), BLOCK=triton.next_power_of_2(H), num_warps=8,
+        tokens, embedding, h_out if update is None else update, w_next, h_out, *_stored(x),
+        H, eps, factor, UPDATED=update is not None, NORMED=normed, LARGEST=_largest(scheme),
+        BLOCK=triton.next_power_of_2(H), num_warps=8,
         **chained(embedding.device),
     )  # fmt: skip
     return h_out, x
 
 
 def scaled_norm(x: torch.Tensor, factor: float, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `layer.scaled_norm`."""
+    """See `operations.scaled_norm`."""
     M, H = x.shape
     y = torch.empty_like(x)
     scaled_norm_kernel[(M,)](
@@ -301,7 +311,7 @@ def scaled_norm(x: torch.Tensor, factor: float, weight: torch.Tensor, eps: float
 
 
 def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `layer.gelu_mul`."""
+    """See `operations.gelu_mul`."""
     M, K = len(gate_up), gate_up.shape[1] // 2
     y = torch.empty(M, K, dtype=gate_up.dtype, device=gate_up.device)
     gelu_mul_kernel[(M, triton.cdiv(K, 1024))](

@@ -113,7 +113,7 @@ def choose_kernel(
 def choose_experts(
     x: torch.Tensor, router: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `layer.choose_experts`."""
+    """See `operations.choose_experts`."""
     (M, K), E = x.shape, len(router)
     # Of the tiles tried from 16 x 256 to 128 x 256, logits and choice together take 4.0 us for 256
     # rows with blocks of 32 (64: 4.4), and 7.5 for 1,024 with blocks of 64 (32: 10.0).

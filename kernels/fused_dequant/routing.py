@@ -47,22 +47,28 @@ class Routing:
         return len(self.block_expert)
 
 
-# How a product's kernel runs when it is dense; `place_results` has the two modes of experts.
-DENSE = {"TOPK": 1, "GROUPED": False, "GELU_MUL": False, "WEIGHTED": False}
-
-
 def place_results(
-    x: torch.Tensor, N: int, routing: Routing, row_weight: torch.Tensor | None
-) -> tuple[torch.Tensor, dict[str, int]]:
-    """Empty results of one of the experts' two products with N rows of weights, and its kernel's mode.
+    rows: int, N: int, device: torch.device, routing: Routing | None, share: torch.Tensor | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor | int]]:
+    """Make room for the results of a product of so many rows; say where its kernel finds its rows.
 
-    gate_up, without `row_weight`: x has a row a token, gate and up are combined -> bf16 [slots, N/2].
-    down, with `row_weight` f32 [slots]: x has a row a slot, results are multiplied -> bf16 [slots, N].
+    A dense product, without `routing`, gives bf16 [rows, N]. Of the experts' two, gate_up has a row a
+    token and combines gate and up: bf16 [slots, N / 2]. down has a row a slot and multiplies results by
+    `share` f32 [slots], the routing weights: bf16 [slots, N].
     """
-    down = row_weight is not None
-    slots, topk = (len(x), 1) if down else (len(x) * routing.topk, routing.topk)
-    y = torch.empty(slots, N if down else N // 2, dtype=torch.bfloat16, device=x.device)
-    return y, {"TOPK": topk, "GROUPED": True, "GELU_MUL": not down, "WEIGHTED": down}
+    topk = 1 if routing is None or share is not None else routing.topk
+    gelu_mul = routing is not None and share is None
+    y = torch.empty(rows * topk, N // 2 if gelu_mul else N, dtype=torch.bfloat16, device=device)
+    if routing is None:
+        places = dict.fromkeys(("slots", "block_expert", "block_rows", "block_count"), y)
+    else:
+        places = {
+            "slots": routing.slots, "block_expert": routing.block_expert,
+            "block_rows": routing.block_rows, "block_count": routing.block_count,
+        }  # fmt: skip
+    mode = {"TOPK": topk, "GROUPED": routing is not None, "GELU_MUL": gelu_mul}
+    weighted = {"row_weight": y if share is None else share, "WEIGHTED": share is not None}
+    return y, {**places, **mode, **weighted, "total": len(y)}
 
 
 def max_blocks(slots: int, experts: int, block: int) -> int:

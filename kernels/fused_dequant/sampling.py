@@ -33,6 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_dequant.canvas import CanvasState, Draw
 from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import LOG2_E, LOWEST
 
@@ -103,7 +104,6 @@ def draw_kernel(
     sampled,
     replacement,
     argmax,
-    probability,
     entropy,
     L,
     V,
@@ -153,36 +153,27 @@ def draw_kernel(
     drawn = tl.min(tl.where((passed > target) & (e > 0.0), token, V))
     drawn = tl.where(drawn < V, drawn, tl.max(tl.where(e > 0.0, token, 0)))
     tl.store(sampled + row, drawn.to(tl.int64))
-    tl.store(probability + row, tl.sum(tl.where(token == drawn, e, 0.0)) / total)
     tl.store(replacement + row, (uniform(word1) * V).to(tl.int64))
 
 
-def sample(
-    logits: torch.Tensor,
-    seeds: torch.Tensor,
-    canvas_index: torch.Tensor,
-    step: torch.Tensor,
-    schedule: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `denoising.sample`; logits contiguous [B, L, V]."""
+def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> Draw:
+    """See `operations.sample`; logits contiguous."""
     B, L, V = logits.shape
     ranges = triton.cdiv(V, RANGE)
     width = min(RANGE, triton.next_power_of_2(V))
     top, total, moment = torch.empty(3, B * L, ranges, dtype=torch.float32, device=logits.device)
     tokens = [torch.empty(B, L, dtype=torch.int64, device=logits.device) for _ in range(3)]
-    results = [torch.empty(B, L, dtype=torch.float32, device=logits.device) for _ in range(2)]
+    draw = Draw(*tokens, torch.empty(B, L, dtype=torch.float32, device=logits.device))
     statistics_kernel[(B * L, ranges)](
-        logits, schedule, step, top, total, moment, L, V, len(schedule), ranges,
+        logits, schedule, state.step, top, total, moment, L, V, len(schedule), ranges,
         EVEN=V % width == 0, RANGE=width, num_warps=2, **chained(logits.device),
     )  # fmt: skip
     draw_kernel[(B * L,)](
-        logits, schedule, seeds, canvas_index, step, top, total, moment,
-        *tokens, *results, L, V, len(schedule), ranges,
+        logits, schedule, state.seeds, state.canvas_index, state.step, top, total, moment,
+        *draw, L, V, len(schedule), ranges,
         RANGES=triton.next_power_of_2(ranges), RANGE=width, num_warps=4, **chained(logits.device),
     )  # fmt: skip
-    sampled, replacement, argmax = tokens
-    probability, entropy = results
-    return sampled, replacement, argmax, probability, entropy
+    return draw
 
 
 @triton.jit
@@ -209,7 +200,7 @@ def accept_kernel(
     POSITIONS: tl.constexpr,  # L rounded up to a power of two
     COLUMNS: tl.constexpr,
 ):
-    """Program b decides for sequence b; see `denoising.accept`."""
+    """Program b decides for sequence b; see `operations.accept`."""
     follow(CHAINED)
     b = tl.program_id(0)
     now = tl.load(step + b)
@@ -253,26 +244,19 @@ def accept_kernel(
 
 
 def accept(
-    sampled: torch.Tensor,
-    replacement: torch.Tensor,
-    new_argmax: torch.Tensor,
-    entropy: torch.Tensor,
+    draw: Draw,
+    state: CanvasState,
     schedule: torch.Tensor,
-    canvas: torch.Tensor,
-    argmax: torch.Tensor,
-    history: torch.Tensor,
-    accepted: torch.Tensor,
-    step: torch.Tensor,
-    finished: torch.Tensor,
-    inverse_temperature: torch.Tensor,
-    bound: float,
-    confidence: float,
+    *,
+    entropy_bound: float,
+    confidence_threshold: float,
 ) -> None:
-    """See `denoising.accept`."""
-    B, L = canvas.shape
+    """See `operations.accept`."""
+    B, L = state.canvas.shape
     accept_kernel[(B,)](
-        sampled, replacement, new_argmax, entropy, schedule, canvas, argmax, history, accepted,
-        step, finished, inverse_temperature, bound, confidence, B, L, len(schedule),
-        STABILITY=len(history), POSITIONS=triton.next_power_of_2(L), COLUMNS=32, num_warps=16,
-        **chained(canvas.device),
+        *draw, schedule, state.canvas, state.argmax, state.history, state.accepted, state.step,
+        state.finished, state.inverse_temperature, entropy_bound, confidence_threshold,
+        B, L, len(schedule),
+        STABILITY=len(state.history), POSITIONS=triton.next_power_of_2(L), COLUMNS=32, num_warps=16,
+        **chained(state.canvas.device),
     )  # fmt: skip

@@ -27,7 +27,7 @@ from functools import partial
 import torch
 import triton
 
-from fused_dequant import cases, launch, quantize, routing, tuning, vocabulary
+from fused_dequant import cases, quantize_rows, routing, tuning, vocabulary
 from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.reference import relative_error
 from fused_dequant.timing import measure
@@ -201,7 +201,7 @@ def operands(product: Product, device: str) -> Operands:
         return Operands(x, x_scale, weight, row_weight, _blocks(product, device) if grouped else {})
     x, x_scale = cases.random_tokens(rows, product.K, device), None
     if scheme in EIGHT_BIT:
-        x, x_scale = quantize.quantize_rows(x, dtype)
+        x, x_scale = quantize_rows(x, scheme)
     weight = cases.random_weight(product.scheme.split("_")[0], experts, N, K, device)
     return Operands(x, x_scale, weight, row_weight, _blocks(product, device) if grouped else {})
 
@@ -219,16 +219,14 @@ def _blocks(product: Product, device: str) -> dict[int, routing.Routing]:
 
 
 def call(product: Product, o: Operands, config: Config) -> torch.Tensor:
-    """Launch one product as `launch` does, with a given configuration."""
+    """Launch one product as `operations` does, with a given configuration."""
     if product.verb == "soft_embedding":
         sharpness = torch.full((len(o.x),), 1.5, device=o.x.device)
         return vocabulary.soft_embedding(o.x, o.weight.data[0], sharpness, config)
-    if o.blocks:
-        blocks = o.blocks[tuning.block_rows(config)]
-        return launch.grouped(o.x, o.x_scale, o.weight, blocks, config, o.row_weight)
     if product.verb == "lm_head":
-        return launch.head(o.x, o.weight.data[0], 30.0, config)
-    return launch.dense(o.x, o.x_scale, o.weight, config)
+        return vocabulary.lm_head(o.x, o.weight.data[0], 30.0, config=config)
+    blocks = o.blocks[tuning.block_rows(config)] if o.blocks else None
+    return o.weight.multiply(o.x, o.x_scale, config, blocks, o.row_weight)
 
 
 def _compile(job: tuple[Product, Config]) -> str | None:

@@ -32,9 +32,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fused_dequant import tuning, vocabulary_hopper
 from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import LOG2_E, LOWEST, tanh
-from fused_dequant.tuning import processors
+from fused_dequant.tuning import Config, processors
 
 # How large p may become, a base-2 logarithm: 262,144 of 2^96 times values of 1,000 are 2^124.
 REACH = tl.constexpr(96.0)
@@ -75,14 +76,17 @@ def lm_head(
     x: torch.Tensor,
     w: torch.Tensor,
     cap: float,
-    config: dict[str, int],
     out: torch.Tensor | None = None,
+    config: Config | None = None,
 ) -> torch.Tensor:
-    """Multiply x [M, H] by w [V, H].T, both bf16, and cap: bf16 [M, V].
+    """See `operations.lm_head`; a config with STAGES is of the kernel for sm_90.
 
     Rows must be multiples of 16 bytes: V % 8 == 0 and H % 8 == 0.
     """
     (M, H), V = x.shape, len(w)
+    config = config or tuning.choose("lm_head", "bf16", M, V, H, x.device)
+    if "STAGES" in config:
+        return vocabulary_hopper.lm_head(x, w, cap, config, out)
     y = torch.empty(M, V, dtype=torch.bfloat16, device=x.device) if out is None else out
     BM, BN, BK = config["BM"], config["BN"], config["BK"]
     tiles = triton.cdiv(M, BM) * triton.cdiv(V, BN)
@@ -235,11 +239,11 @@ def soft_embedding(
     logits: torch.Tensor,
     embedding: torch.Tensor,
     inverse_temperature: torch.Tensor,
-    config: dict[str, int],
+    config: Config | None = None,
 ) -> torch.Tensor:
-    """Logits bf16 or f32 [M, V], embedding bf16 [V, H], 1 / T f32 [M] -> bf16 [M, H]."""
+    """See `operations.soft_embedding`."""
     (M, V), H = logits.shape, embedding.shape[1]
-    config = dict(config)
+    config = dict(config or tuning.choose("soft_embedding", "bf16", M, H, V, logits.device))
     length = triton.cdiv(triton.cdiv(V, config.pop("SPLITS")), config["BK"]) * config["BK"]
     splits = triton.cdiv(V, length)
     device = logits.device

@@ -15,11 +15,44 @@ gate_up weights of experts are interleaved (`formats.interleave_gate_up`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 
 import torch
 
-from fused_dequant import formats
-from fused_dequant.targets import capability
+from fused_dequant import formats, reference, tuning
+from fused_dequant.activations import Activation, quantize_rows, values
+from fused_dequant.dispatch import launches
+from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.targets import Capability, capability
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What multiplies with the weights of a scheme.
+
+    Attributes:
+        module: of this package; its `launch` has the arguments of `matmul.launch`.
+        least: the lowest compute capability that has the instructions.
+        alone: whether no other capability has them.
+    """
+
+    module: str
+    least: Capability
+    alone: bool = False
+
+    def runs_on(self, target: Capability) -> bool:
+        """Return whether a GPU of this compute capability has the kernel's instructions."""
+        return target == self.least if self.alone else target >= self.least
+
+
+KERNELS = {
+    "bf16": Kernel("matmul", (8, 0)),
+    "int8": Kernel("matmul", (8, 0)),
+    "fp8": Kernel("matmul", (8, 9)),
+    "nvfp4": Kernel("nvfp4", (8, 0)),
+    "nvfp4_fragments": Kernel("nvfp4_hopper", (9, 0), alone=True),
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +78,45 @@ class Weight:
         tensors = (self.data, self.scale, self.factor)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
+    @property
+    def multiply(self) -> Callable[..., torch.Tensor]:
+        """The product with this weight: a kernel's launch on a GPU, elsewhere torch.
+
+        `matmul.launch` has its arguments.
+        """
+        if not launches(self.data.device):
+            return partial(_multiply_in_torch, self)
+        kernel = import_module(f"fused_dequant.{KERNELS[self.scheme].module}")
+        return partial(kernel.launch, self)
+
+    def config(self, verb: str, tokens: int) -> tuning.Config:
+        """Choose how the kernel is launched for `tokens` rows; verb: linear or experts.
+
+        Raises:
+            ValueError: the device lacks the kernel's instructions.
+        """
+        require(self.scheme, self.data.device)
+        return tuning.choose(verb, self.scheme, tokens, *self.shape[1:], self.data.device)
+
+    def reads(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Activation:
+        """Return rows [M, K] as the scheme multiplies them: in 8 bits with scales f32 [M], or bf16.
+
+        `scale` is that of rows which are quantized already.
+
+        Raises:
+            ValueError: the rows do not fit the weight.
+        """
+        own = EIGHT_BIT.get(self.scheme)
+        if x.shape[-1] != self.shape[2]:
+            raise ValueError(f"x {tuple(x.shape)} does not fit a weight of K = {self.shape[2]}")
+        if scale is not None and x.dtype != own:
+            raise ValueError(
+                f"activations of {x.dtype} do not fit a weight of scheme {self.scheme}"
+            )
+        if own is None:
+            return x.to(torch.bfloat16).contiguous(), None
+        return quantize_rows(x, self.scheme) if scale is None else (x.contiguous(), scale)
+
     def clone(self) -> "Weight":
         """A copy in memory of its own."""
         return self._each(torch.Tensor.clone)
@@ -56,6 +128,20 @@ class Weight:
     def to(self, device: torch.device | str) -> "Weight":
         """The same weight on a device."""
         return self._each(lambda tensor: tensor.to(device))
+
+
+def require(scheme: str, device: torch.device) -> None:
+    """Raise ValueError unless `device` can run `scheme`."""
+    if scheme not in KERNELS:
+        raise ValueError(f"unknown scheme {scheme!r}; known: {', '.join(KERNELS)}")
+    kernel = KERNELS[scheme]
+    if device.type == "cuda" and not kernel.runs_on(own := capability(device)):
+        need = ".".join(map(str, kernel.least)) + ("" if kernel.alone else " or newer")
+        has = ".".join(map(str, own))
+        raise ValueError(
+            f"scheme {scheme} needs compute capability {need}; "
+            f"{torch.cuda.get_device_name(device)} has {has}. Use another scheme for this device."
+        )
 
 
 def bf16(weight: torch.Tensor) -> Weight:
@@ -103,6 +189,29 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tens
         return values * factor[:, :1, None].to(dtype)
     per_run = factor.to(dtype).repeat(1, runs.shape[1] // 2)
     return (runs * per_run[:, :, None, None]).flatten(1, 2)
+
+
+def _multiply_in_torch(
+    weight: Weight,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    config: tuning.Config,
+    ids: torch.Tensor | None = None,
+    share: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `matmul.launch`; `ids` [M, topk] take the place of sorted blocks."""
+    rows, matrices = values((x, x_scale)), dequantize(weight)
+    if ids is None:
+        return reference.matmul(rows, matrices[0]).to(torch.bfloat16)
+    chosen = ids.flatten()
+    rows = rows.repeat_interleave(len(chosen) // len(rows), 0)
+    y = torch.zeros(len(chosen), weight.shape[1])
+    for expert in set(chosen.tolist()) & set(range(len(matrices))):
+        y[chosen == expert] = reference.matmul(rows[chosen == expert], matrices[expert])
+    if share is not None:
+        return (y * share[:, None]).to(torch.bfloat16)
+    hidden = reference.gelu_mul(*y.unflatten(-1, (-1, 2, 8)).unbind(-2))
+    return hidden.flatten(-2).to(torch.bfloat16)
 
 
 def is_hopper(device: torch.device) -> bool:

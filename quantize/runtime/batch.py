@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
+from fused_dequant import Draw
 from torch import Tensor
 
 from quantize.errors import InputError
@@ -22,7 +23,7 @@ from quantize.runtime.engine import Engine, Passes
 from quantize.runtime.images import Images
 from quantize.runtime.noise import CounterNoise, Noise, ReferenceNoise
 from quantize.runtime.sample import Sample, canvas_budgets
-from quantize.runtime.sampler import CanvasState, Look, Sampler, StepRecord, denoise_step, look
+from quantize.runtime.sampler import CanvasState, Sampler, StepRecord, denoise_step, look
 
 OnStep = Callable[[StepRecord], None]
 
@@ -145,17 +146,17 @@ def denoise_canvas(
 
 def _see(
     passes: Passes, state: CanvasState, canvas: int, step: int, sampler: Sampler, noise: Noise
-) -> tuple[Look, Tensor]:
+) -> tuple[Draw, Tensor]:
     """Decode, and look at the logits in pieces; return what they say, and the next conditioning."""
     decoded = passes.decode(state.rows.tolist(), state.canvas, state.self_conditioning)
     temperature = sampler.temperature(step).to(passes.device)
-    looks: list[Look] = []
+    looks: list[Draw] = []
     conditioning: list[Tensor] = []
     for piece in decoded.pieces():
         logits = decoded.logits(piece)
         looks.append(look(logits / temperature, canvas, step, state.rows[piece], noise))
         conditioning.append(passes.condition(logits, temperature))
-    return Look.join(looks), joined(conditioning)
+    return Draw.join(looks), joined(conditioning)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -16,63 +16,8 @@ same order, for parity tests. It has no addresses: it works only while no row le
 """
 
 import torch
+from fused_dequant.canvas import sample_by_inverse_cdf, uniforms
 from torch import Tensor
-
-MASK32 = 0xFFFFFFFF
-ROUNDS = 10
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
-
-
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
-    """Return Philox4x32-10 of 32-bit words held in int64 tensors that broadcast: [..., 4]."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        # The 64-bit product wraps around in int64; shifting and masking recover both halves.
-        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & MASK32) ^ c1 ^ k0,
-            p1 & MASK32,
-            ((p0 >> 32) & MASK32) ^ c3 ^ k1,
-            p0 & MASK32,
-        )
-        k0, k1 = (k0 + WEYL[0]) & MASK32, (k1 + WEYL[1]) & MASK32
-    return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1)
-
-
-def uniforms(seeds: Tensor, canvas: int | Tensor, step: int | Tensor, length: int) -> Tensor:
-    """Return the noise of one denoising step: [B, length, 2] float32 in [0, 1).
-
-    Args:
-        seeds: [B] int64, one seed a sample.
-        canvas: index of the canvas, from 0; [B, 1] when the samples are at different ones.
-        step: denoising step, from 1; 0 is the initial canvas; [B, 1] likewise.
-        length: canvas length.
-    """
-    position = torch.arange(length, device=seeds.device)[None, :]
-    zero = torch.zeros_like(position)
-    counter = (position, zero + step, zero + canvas, zero)  # [1 or B, length] each
-    key = (seeds[:, None] & MASK32, (seeds[:, None] >> 32) & MASK32)
-    words = philox(counter, key)[..., :2]
-    return (words >> 8).to(torch.float32) * 2.0**-24  # 24 bits: exact in float32, never 1
-
-
-def sample_by_inverse_cdf(probabilities: Tensor, u: Tensor) -> Tensor:
-    """Return the token at which the cumulative distribution passes `u`.
-
-    Args:
-        probabilities: [..., V] float32; need not sum to exactly 1.
-        u: [...] in [0, 1).
-
-    Returns:
-        [...] int64. A token of probability 0 is never returned.
-    """
-    cdf = probabilities.cumsum(-1)
-    total = cdf[..., -1:]
-    token = torch.searchsorted(cdf, u[..., None] * total, right=True)
-    # u * total may round up to total; the first index that reaches it has a probability above 0.
-    return torch.minimum(token, torch.searchsorted(cdf, total.contiguous())).squeeze(-1)
 
 
 class CounterNoise:
@@ -91,8 +36,7 @@ class CounterNoise:
         self.first = torch.zeros_like(seeds) if first is None else first
 
     def _uniforms(self, canvas: int, step: int | Tensor, rows: Tensor, length: int) -> Tensor:
-        step = step[:, None] if isinstance(step, Tensor) else step
-        return uniforms(self.seeds[rows], self.first[rows, None] + canvas, step, length)
+        return uniforms(self.seeds[rows], self.first[rows] + canvas, step, length)
 
     def initial_canvas(self, canvas: int, rows: Tensor, length: int, vocab: int) -> Tensor:
         """Return uniformly random tokens [B, length]."""

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fused_dequant import Draw
+from fused_dequant.canvas import accepted, stopped, token_entropy
 from torch import Tensor
 
 from quantize.errors import InputError
@@ -137,19 +139,6 @@ def _entropy_bound(config: Any) -> dict[str, Any]:
     return {"entropy_bound": config["entropy_bound"]} if "entropy_bound" in config else {}
 
 
-def token_entropy(logits: Tensor) -> Tensor:
-    """Return the entropy in nats of each position: [B, L, V] -> [B, L] float32."""
-    log_probabilities = logits.float().log_softmax(-1)
-    return -(log_probabilities.exp() * log_probabilities).sum(-1)
-
-
-def accept(entropy: Tensor, bound: float) -> Tensor:
-    """Return which positions are accepted, [B, L] bool; at least the most certain one is."""
-    ascending, order = entropy.sort(-1)
-    lower = ascending.cumsum(-1) - ascending
-    return torch.zeros_like(lower, dtype=torch.bool).scatter(-1, order, lower <= bound)
-
-
 @dataclass
 class CanvasState:
     """Denoising state of the rows that still run on one canvas.
@@ -184,7 +173,10 @@ class CanvasState:
 
     @classmethod
     def join(cls, states: Sequence["CanvasState"]) -> "CanvasState":
-        """Return states of equal settings as one, rows numbered anew; no logits become zeros."""
+        """Concatenate states that share settings, and renumber the rows.
+
+        A state without self-conditioning gets zeros for it.
+        """
         given = [state.self_conditioning for state in states]
         like = next((logits for logits in given if logits is not None), None)
         filled = [
@@ -258,58 +250,34 @@ class StepRecord:
         return self.entropy.mean(-1)
 
 
-@dataclass(frozen=True)
-class Look:
-    """What a step's logits say at each position, all [B, L].
-
-    Attributes:
-        sampled: int64, drawn from softmax(logits / T).
-        replacement: int64, drawn uniformly: where the sample is not accepted.
-        argmax: int64, the most probable token.
-        entropy: float32, nats.
-    """
-
-    sampled: Tensor
-    replacement: Tensor
-    argmax: Tensor
-    entropy: Tensor
-
-    @classmethod
-    def join(cls, parts: Sequence["Look"]) -> "Look":
-        """Return the parts of a batch as one."""
-        if len(parts) == 1:
-            return parts[0]
-        columns = zip(
-            *((p.sampled, p.replacement, p.argmax, p.entropy) for p in parts), strict=True
-        )
-        return cls(*(torch.cat(column) for column in columns))
-
-    def holding(self, pinned: Tensor) -> "Look":
-        """Return the same with the tokens of `pinned` [B, L] in their places, and certain."""
-        entropy = certain(pinned, self.entropy)
-        return Look(put(pinned, self.sampled), self.replacement, put(pinned, self.argmax), entropy)
+def holding(draw: Draw, pinned: Tensor) -> Draw:
+    """Return what was drawn with the tokens of `pinned` [B, L] in their places, and certain."""
+    return Draw(
+        put(pinned, draw.sampled), draw.replacement, put(pinned, draw.argmax),
+        certain(pinned, draw.entropy),
+    )  # fmt: skip
 
 
-def look(scaled: Tensor, canvas: int, step: int | Tensor, rows: Tensor, noise: Noise) -> Look:
-    """Draw from `scaled`, logits / T [B, L, V] float32, of `rows` of the batch; see `Look`."""
+def look(scaled: Tensor, canvas: int, step: int | Tensor, rows: Tensor, noise: Noise) -> Draw:
+    """Draw from `scaled`, logits / T [B, L, V] float32, of `rows` of the batch."""
     sampled, replacement = noise.draw(scaled.softmax(-1), canvas, step, rows)
-    return Look(sampled, replacement, scaled.argmax(-1), token_entropy(scaled))
+    return Draw(sampled, replacement, scaled.argmax(-1), token_entropy(scaled))
 
 
 def denoise_step(
     state: CanvasState,
-    seen: Look,
+    seen: Draw,
     conditioning: Tensor,
     canvas: int,
     step: int,
     sampler: Sampler,
 ) -> tuple[CanvasState, StepRecord]:
     """Decide one denoising step of rows that are all at the same, and record it."""
-    after, accepted = advance(state, seen, conditioning, sampler)
+    after, taken = advance(state, seen, conditioning, sampler)
     entropy = seen.entropy
     finished = after.finished & ~state.finished
     record = StepRecord(
-        canvas, step, state.rows, state.canvas, after.argmax, accepted, entropy, finished
+        canvas, step, state.rows, state.canvas, after.argmax, taken, entropy, finished
     )
     return after, record
 
@@ -337,29 +305,28 @@ def decide(
     """
     scaled = logits / sampler.temperature(step).to(logits.device).view(-1, 1, 1)
     seen = look(scaled, canvas, step, state.rows, noise)
-    after, accepted = advance(state, seen, scaled, sampler)
-    return after, accepted, seen.entropy
+    after, taken = advance(state, seen, scaled, sampler)
+    return after, taken, seen.entropy
 
 
 def advance(
-    state: CanvasState, seen: Look, conditioning: Tensor, sampler: Sampler
+    state: CanvasState, seen: Draw, conditioning: Tensor, sampler: Sampler
 ) -> tuple[CanvasState, Tensor]:
     """Return the state after a step, and what was accepted [B, L] bool.
 
     `conditioning` [B, ...] is what the next step is conditioned on: the state carries it.
     """
     if state.pinned is not None:
-        seen = seen.holding(state.pinned)
-    accepted = accept(seen.entropy, sampler.entropy_bound)
-    stable = (state.history == seen.argmax).all(-1).all(0)  # true for an empty history
-    finished = stable & (seen.entropy.mean(-1) < sampler.confidence_threshold)
+        seen = holding(seen, state.pinned)
+    taken = accepted(seen.entropy, sampler.entropy_bound)
+    finished = stopped(state.history, seen.argmax, seen.entropy, sampler.confidence_threshold)
     after = CanvasState(
         state.rows,
-        torch.where(accepted, seen.sampled, seen.replacement),
+        torch.where(taken, seen.sampled, seen.replacement),
         seen.argmax,
         torch.cat([state.history, seen.argmax[None]])[1:],
         conditioning,
         state.finished | finished,
         state.pinned,
     )
-    return after, accepted
+    return after, taken

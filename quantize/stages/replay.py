@@ -15,7 +15,7 @@ from quantize.processes import ALONE, Processes
 from quantize.progress import metered
 from quantize.runtime.batch import joined
 from quantize.runtime.engine import Decoded, Engine
-from quantize.runtime.sampler import Sampler, accept, token_entropy
+from quantize.runtime.sampler import Sampler, accepted, token_entropy
 from quantize.runtime.trajectory import Trajectory
 
 
@@ -183,8 +183,8 @@ def _distance(ours: Tensor, theirs: Tensor, sampler: Sampler) -> tuple[Tensor, .
     log_p, log_q = ours.log_softmax(-1), theirs.log_softmax(-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     entropy = token_entropy(ours)
-    mine = accept(entropy, sampler.entropy_bound)
-    other = accept(token_entropy(theirs), sampler.entropy_bound)
+    mine = accepted(entropy, sampler.entropy_bound)
+    other = accepted(token_entropy(theirs), sampler.entropy_bound)
     jaccard = (mine & other).sum(-1) / (mine | other).sum(-1)
     agrees = ours.argmax(-1) == theirs.argmax(-1)
     return kl.cpu(), agrees.cpu(), entropy.cpu(), jaccard.cpu()

@@ -3,10 +3,10 @@
 `test_fused_dequant.py` runs this file a second time with the interpreter on, as it does the kernels'.
 """
 
+import fused_dequant as fd
 import pytest
 import torch
 from fused_dequant import reference
-from fused_dequant.quantize import quantize_rows
 from fused_dequant.reference import relative_error
 from kernels_support.device import DEVICE, HOPPER, INTERPRETED, MARKS, random
 
@@ -42,7 +42,7 @@ def visible(
 @pytest.mark.parametrize(("q_heads", "kv_heads", "D", "capacity", "prefix", "n"), SHAPES)
 def test_attend(q_heads, kv_heads, D, capacity, prefix, n, splits, kind) -> None:
     """Rings that have wrapped, sequences of other lengths in other slots, split and whole."""
-    from fused_dequant import attention, launch
+    from fused_dequant import attention
 
     batch = len(prefix)
     slots = torch.arange(batch, dtype=torch.int32).flip(0).to(DEVICE)
@@ -50,18 +50,19 @@ def test_attend(q_heads, kv_heads, D, capacity, prefix, n, splits, kind) -> None
     keys, values = (random(batch + 1, capacity, kv_heads, D, seed=s) for s in (1, 2))
     first, last = visible(prefix, n, kind, window=min(1024, capacity - n))
     expected = reference.attend(q.double(), keys, values, slots, first, last)
+    where = (keys, values, slots, first, last)
     if splits is None:
-        parts = launch.attend_parts(q, keys, values, slots, first, last)
+        found = {scheme: fd.attend(q, *where, scheme) for scheme in ("bf16", "fp8", "int8")}
     else:
         config = attention.configure(len(q), batch, q_heads, kv_heads, D, 1, hopper=HOPPER)
-        config["SPLITS"] = splits
-        parts = attention.attend_parts(q, keys, values, slots, first, last, config)
+        parts = attention.attend_parts(q, *where, config | {"SPLITS": splits})
         assert parts.splits == splits
-    out = attention.combine(parts)
-    assert relative_error(out.cpu(), expected.cpu()) <= TOLERANCE
-    for dtype in (torch.float8_e4m3fn, torch.int8):
-        codes, scale = attention.combine_quantized(parts, dtype)
-        wanted, wanted_scale = quantize_rows(out.flatten(1), dtype)
+        found = {s: attention.combine_quantized(parts, s) for s in ("fp8", "int8")}
+        found["bf16"] = attention.combine(parts).flatten(1), None
+    out, _ = found.pop("bf16")
+    assert relative_error(out.cpu(), expected.flatten(1).cpu()) <= TOLERANCE
+    for scheme, (codes, scale) in found.items():
+        wanted, wanted_scale = fd.quantize_rows(out, scheme)
         assert torch.equal(scale, wanted_scale)
         assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
 
@@ -118,8 +119,6 @@ def test_a_ragged_picture() -> None:
 @pytest.mark.parametrize(("q_heads", "kv_heads", "D", "capacity", "prefix", "n"), SHAPES)
 def test_heads(q_heads, kv_heads, D, capacity, prefix, n, shared) -> None:
     """Norms, rope and the cells that keys and values go to; all other cells stay as they were."""
-    from fused_dequant import attention
-
     batch = len(prefix)
     rows = batch * n
     qkv = random(rows, (q_heads + kv_heads * (1 if shared else 2)) * D) * 3
@@ -130,7 +129,7 @@ def test_heads(q_heads, kv_heads, D, capacity, prefix, n, shared) -> None:
     slots = torch.arange(1, batch + 1, dtype=torch.int32).to(DEVICE)
     keys, values = (torch.full((batch + 2, capacity, kv_heads, D), 7.0) for _ in range(2))
     keys, values = keys.to(DEVICE, torch.bfloat16), values.to(DEVICE, torch.bfloat16)
-    q = attention.heads(
+    q = fd.attention_heads(
         qkv, q_weight, k_weight, cos, sin, slots, position, keys, values, q_heads, 1e-6
     )
     wanted = reference.attention_heads(

@@ -5,6 +5,7 @@ One error, relative Frobenius against float64 of the dequantized operands, and o
 a bf16 result alone costs 1.6e-3; the experts round twice more (hidden rows, slots before the sum).
 """
 
+import fused_dequant as fd
 import pytest
 import torch
 from fused_dequant import cases, formats, reference, tuning, weights
@@ -42,12 +43,6 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float)
     )
 
 
-def launch():
-    from fused_dequant import launch
-
-    return launch
-
-
 def summed(y: torch.Tensor, ids: torch.Tensor, experts: int) -> torch.Tensor:
     """What `after_experts` adds up: choices of experts that there are; others were not written."""
     routed = ((ids >= 0) & (ids < experts))[..., None]
@@ -60,14 +55,12 @@ def test_linear(scheme: str, M: int, N: int, K: int) -> None:
     x = cases.random_tokens(M, K, DEVICE)
     weight = cases.random_weight(scheme, 1, N, K, DEVICE)
     expected = rounded(x, scheme) @ weights.dequantize(weight, torch.float64)[0].T
-    assert_close(launch().linear(x, weight), expected, TOLERANCE[scheme])
+    assert_close(fd.linear(x, weight), expected, TOLERANCE[scheme])
 
 
 @pytest.mark.parametrize(("swap", "more"), [(0, 0), (1, 0), (1, 16)])
 @pytest.mark.parametrize("scheme", ["bf16", "fp8", "int8"])
 def test_operand_orders_and_two_accumulators(scheme: str, swap: int, more: int) -> None:
-    from fused_dequant import matmul
-
     x = cases.random_tokens(39, 96, DEVICE)
     weight = cases.random_weight(scheme, 1, 80, 96, DEVICE)
     q, scale = x, None
@@ -75,8 +68,7 @@ def test_operand_orders_and_two_accumulators(scheme: str, swap: int, more: int) 
         q, scale = formats.quantize_rows(x, EIGHT_BIT[scheme])
     config = {"BM": 16, "MORE": more, "BN": 64, "BK": 64, "SWAP": swap}
     config |= {"num_warps": 4, "num_stages": 3}
-    w_scale = None if weight.scale is None else weight.scale[0]
-    y = matmul.matmul(q, weight.data[0], scale, w_scale, config)
+    y = weight.multiply(q, scale, config)
     expected = rounded(x, scheme) @ weights.dequantize(weight, torch.float64)[0].T
     assert_close(y, expected, TOLERANCE[scheme])
 
@@ -93,7 +85,7 @@ def test_experts(scheme: str, tokens: int) -> None:
         tokens, experts, topk, DEVICE, used=max(topk, experts - 3)
     )
     ids[0, 0] = experts
-    y = summed(launch().experts(x, None, ids, routing_weights, gate_up, down), ids, experts)
+    y = summed(fd.routed_experts(x, None, ids, routing_weights, gate_up, down), ids, experts)
     expected = reference.experts(
         x.double(), *(weights.dequantize(w, torch.float64) for w in (gate_up, down)),
         ids, routing_weights, torch.float64, activation=lambda t: rounded(t.to(x.dtype), scheme),
@@ -123,7 +115,7 @@ def test_blocks_are_as_wide_as_their_rows(
     generator = torch.Generator().manual_seed(0)
     ids = ids[torch.randperm(len(ids), generator=generator)][:, None].to(DEVICE)
     x, one = cases.random_tokens(len(ids), hidden, DEVICE), torch.ones(len(ids), 1, device=DEVICE)
-    y = launch().experts(x, None, ids, one, gate_up, down)[:, 0]
+    y = fd.routed_experts(x, None, ids, one, gate_up, down)[:, 0]
     assert chosen == ["experts", "experts"]
     expected = reference.experts(
         x.double(), *(weights.dequantize(w, torch.float64) for w in (gate_up, down)), ids, one,
@@ -141,7 +133,7 @@ def test_all_tokens_to_one_expert(scheme: str) -> None:
     x = cases.random_tokens(40, 64, DEVICE)
     ids = torch.full((40, 1), 2, dtype=torch.int32, device=DEVICE)
     one = torch.ones(40, 1, device=DEVICE)
-    y = launch().experts(x, None, ids, one, gate_up, down)[:, 0]
+    y = fd.routed_experts(x, None, ids, one, gate_up, down)[:, 0]
     expected = reference.experts(
         x.double(), *(weights.dequantize(w, torch.float64) for w in (gate_up, down)), ids, one,
         torch.float64, activation=lambda t: rounded(t.to(x.dtype), scheme),
@@ -152,15 +144,13 @@ def test_all_tokens_to_one_expert(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", EIGHT_BIT)
 def test_experts_of_quantized_tokens(scheme: str) -> None:
     """As a norm's kernel hands them out: the same bits as of bf16 tokens."""
-    from fused_dequant import quantize
-
     gate_up = cases.random_weight(scheme, 4, 128, 64, DEVICE)
     down = cases.random_weight(scheme, 4, 64, 64, DEVICE, seed=5)
     x = cases.random_tokens(9, 64, DEVICE)
     ids, routing_weights = cases.random_routing(9, 4, 2, DEVICE)
-    quantized = quantize.quantize_rows(x, EIGHT_BIT[scheme])
-    y = launch().experts(*quantized, ids, routing_weights, gate_up, down)
-    assert torch.equal(y, launch().experts(x, None, ids, routing_weights, gate_up, down))
+    quantized = fd.quantize_rows(x, scheme)
+    y = fd.routed_experts(*quantized, ids, routing_weights, gate_up, down)
+    assert torch.equal(y, fd.routed_experts(x, None, ids, routing_weights, gate_up, down))
 
 
 def test_choices_before_their_sum() -> None:
@@ -169,12 +159,12 @@ def test_choices_before_their_sum() -> None:
     down = cases.random_weight("bf16", 8, 64, 64, DEVICE, seed=5)
     x = cases.random_tokens(5, 64, DEVICE)
     ids, routing_weights = cases.random_routing(5, 8, 3, DEVICE)
-    parts = launch().experts(x, None, ids, routing_weights, gate_up, down)
+    parts = fd.routed_experts(x, None, ids, routing_weights, gate_up, down)
     assert parts.shape == (5, 3, 64)
     for choice in range(3):
         one = slice(choice, choice + 1)
         alone = ids[:, one].contiguous(), routing_weights[:, one].contiguous()
-        own = launch().experts(x, None, *alone, gate_up, down)[:, 0]
+        own = fd.routed_experts(x, None, *alone, gate_up, down)[:, 0]
         assert_close(parts[:, choice], own.double(), 1e-3)
 
 
@@ -202,13 +192,11 @@ def test_routing_sorts_every_slot_once() -> None:
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
 @pytest.mark.parametrize("gelu_mul", [False, True])
 def test_quantize_rows(scheme: str, gelu_mul: bool) -> None:
-    from fused_dequant import quantize
-
     dtype, columns = EIGHT_BIT[scheme], 208
     x = cases.random_tokens(9, columns * (1 + gelu_mul), DEVICE)
     x[3] = 0
     x[4] *= 1e12
-    q, scale = quantize.quantize_rows(x, dtype, gelu_mul=gelu_mul)
+    q, scale = fd.quantize_rows(x, scheme, gelu_mul=gelu_mul)
     h = x.double()
     if gelu_mul:
         h = reference.gelu_mul(*h.chunk(2, -1))
@@ -224,9 +212,9 @@ def test_quantize_rows(scheme: str, gelu_mul: bool) -> None:
 def test_a_damaged_token_damages_itself_alone(scheme: str, value: float) -> None:
     x = cases.random_tokens(17, 64, DEVICE)
     weight = cases.random_weight(scheme, 1, 64, 64, DEVICE)
-    clean = launch().linear(x, weight)
+    clean = fd.linear(x, weight)
     x[5, 7] = value
-    damaged = launch().linear(x, weight)
+    damaged = fd.linear(x, weight)
     others = [i for i in range(17) if i != 5]
     assert not damaged[5].isfinite().any()
     assert torch.equal(damaged[others], clean[others])
@@ -241,7 +229,7 @@ def test_nvfp4_extreme_scales() -> None:
     weight = weights.nvfp4(packed, scale, torch.tensor([1.0], device=DEVICE))
     x = torch.zeros(128, 128, dtype=torch.bfloat16, device=DEVICE)
     x[range(128), range(128)] = 1  # picks out the weight: the result is the decode, exactly
-    y = launch().linear(x, weight)
+    y = fd.linear(x, weight)
     expected = formats.dequantize_nvfp4(packed, scale, torch.ones(1, device=DEVICE)).T
     assert torch.equal(y.float(), expected)
 
@@ -251,11 +239,11 @@ def test_lm_head_and_soft_embedding() -> None:
     x = cases.random_tokens(tokens, hidden, DEVICE) * 20
     table = cases.random_weight("bf16", 1, vocabulary, hidden, DEVICE).data[0]
     expected = reference.lm_head(x, table, 30.0, torch.float64)
-    assert_close(launch().lm_head(x, table, 30.0), expected, TOLERANCE["bf16"])
+    assert_close(fd.lm_head(x, table, 30.0), expected, TOLERANCE["bf16"])
     logits = (cases.random_tokens(tokens, vocabulary, DEVICE, seed=3) * 5).contiguous()
     sharpness = torch.linspace(1, 2.5, tokens, device=DEVICE)
     expected = reference.soft_embedding(logits, table, sharpness, torch.float64)
-    assert_close(launch().soft_embedding(logits, table, sharpness), expected, 4e-3)
+    assert_close(fd.soft_embedding(logits, table, sharpness), expected, 4e-3)
 
 
 def test_soft_embedding_of_logits_far_apart() -> None:
@@ -268,7 +256,7 @@ def test_soft_embedding_of_logits_far_apart() -> None:
     logits[2, : V // 2 + 5] = -float("inf")
     logits[3, 4000:] -= 300
     sharpness = torch.tensor([0.7, 1.0, 1.5, 1.0, 40.0], device=DEVICE)
-    y = launch().soft_embedding(logits, table, sharpness)
+    y = fd.soft_embedding(logits, table, sharpness)
     for row in range(5):
         expected = reference.soft_embedding(
             logits[row : row + 1], table, sharpness[row : row + 1], torch.float64
@@ -303,24 +291,22 @@ def test_graph_replay_with_another_routing(scheme: str) -> None:
     down = cases.random_weight(scheme, 16, 2816, 704, "cuda", seed=5)
     x = cases.random_tokens(64, 2816, "cuda")
     ids, routing_weights = cases.random_routing(64, 16, 8, "cuda")
-    launch().experts(x, None, ids, routing_weights, gate_up, down)
+    fd.routed_experts(x, None, ids, routing_weights, gate_up, down)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = launch().experts(x, None, ids, routing_weights, gate_up, down)
+        y = fd.routed_experts(x, None, ids, routing_weights, gate_up, down)
     x.copy_(cases.random_tokens(64, 2816, "cuda", seed=9))
     ids.copy_(cases.random_routing(64, 16, 8, "cuda", used=8, seed=9)[0])
     graph.replay()
     replayed = y.clone()
     graph.replay()
     assert torch.equal(replayed, y), "two runs on the same input differ"
-    assert torch.equal(replayed, launch().experts(x, None, ids, routing_weights, gate_up, down))
+    assert torch.equal(replayed, fd.routed_experts(x, None, ids, routing_weights, gate_up, down))
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs sm_90")
 def test_fragments_equal_the_plain_loop() -> None:
     """Two kernels, two layouts, one weight: the same products in the same order of K."""
-    from fused_dequant import nvfp4
-
     w = torch.randn(256, 704, device="cuda") / 26
     global_scale = 2688 / w.abs().max()
     packed, scale = formats.quantize_nvfp4(w, global_scale)
@@ -329,8 +315,8 @@ def test_fragments_equal_the_plain_loop() -> None:
     x = cases.random_tokens(48, 704, "cuda")
     factor = (128 / global_scale).repeat(1, 2)
     config = {"BM": 16, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 2}
-    plain = nvfp4.nvfp4(x, packed, scale, factor, config)
-    assert_close(launch().linear(x, fragments), plain.double(), 2e-3)
+    plain = weights.Weight("nvfp4", packed[None], scale[None], factor).multiply(x, None, config)
+    assert_close(fd.linear(x, fragments), plain.double(), 2e-3)
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs sm_90")
@@ -346,7 +332,7 @@ def test_dense_tiles_of_fragments(BM: int, MORE: int, BN: int, warps: int, parts
     config["num_warps"] = warps
 
     def run() -> torch.Tensor:
-        return launch().dense(x, None, weight, config)
+        return fd.dense(x, None, weight, config)
 
     expected = x.double() @ weights.dequantize(weight, torch.float64)[0].T
     first = run()

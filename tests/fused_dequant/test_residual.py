@@ -1,5 +1,6 @@
 """Norms, residual sums and routing against the references, on a GPU or in Triton's interpreter."""
 
+import fused_dequant as fd
 import pytest
 import torch
 from fused_dequant import formats, reference
@@ -28,13 +29,10 @@ def assert_activation(codes, scale, expected: torch.Tensor, scheme: str) -> None
 @pytest.mark.parametrize("schemes", [("bf16", "int8"), ("fp8", "fp8"), ("int8", "bf16")])
 @pytest.mark.parametrize(("M", "H"), SHAPES)
 def test_after_attention(M: int, H: int, schemes: tuple[str, str]) -> None:
-    from fused_dequant import residual
-
     h, o = random(M, H) * 2, random(M, H, seed=1)
     norms = tuple(random(H, seed=s) for s in range(2, 6))
     wanted_h, dense, experts, router = reference.after_attention(h, o, norms, EPS)
-    dtypes = DTYPES[schemes[0]], DTYPES[schemes[1]]
-    out, x_dense, x_experts, x_router = residual.after_attention(h, o, norms, dtypes, EPS)
+    out, x_dense, x_experts, x_router = fd.after_attention(h, o, norms, schemes, EPS)
     assert_activation(*x_dense, dense, schemes[0])
     assert_activation(*x_experts, experts, schemes[1])
     assert relative_error(out, wanted_h) <= TOLERANCE
@@ -44,13 +42,11 @@ def test_after_attention(M: int, H: int, schemes: tuple[str, str]) -> None:
 @pytest.mark.parametrize(("scheme", "choices"), [("bf16", 1), ("fp8", 8), ("int8", 3)])
 @pytest.mark.parametrize(("M", "H"), SHAPES)
 def test_after_experts(M: int, H: int, scheme: str, choices: int) -> None:
-    from fused_dequant import residual
-
     h, dense, routed = random(M, H) * 2, random(M, H, seed=1), random(M, choices, H, seed=2) * 9
     norms = tuple(random(H, seed=s) for s in range(3, 7))
     scalar = torch.tensor([0.2041], dtype=torch.bfloat16, device=DEVICE)
     wanted, x_wanted = reference.after_experts(h, dense, routed, norms, scalar, EPS)
-    out, x = residual.after_experts(h, dense, routed, norms, scalar, DTYPES[scheme], EPS)
+    out, x = fd.after_experts(h, dense, routed, norms, scalar, scheme, EPS)
     assert relative_error(out, wanted) <= TOLERANCE
     assert_activation(*x, x_wanted, scheme)
 
@@ -58,27 +54,22 @@ def test_after_experts(M: int, H: int, scheme: str, choices: int) -> None:
 @pytest.mark.parametrize("scheme", DTYPES)
 @pytest.mark.parametrize(("updated", "normed"), [(False, False), (False, True), (True, True)])
 def test_begin(scheme: str, updated: bool, normed: bool) -> None:
-    from fused_dequant import residual
-
     embedding, w_next = random(50, 704), random(704, seed=1)
     tokens = torch.tensor([3, 49, 0, 3, 7], device=DEVICE)
     update = random(5, 704, seed=2) * 30 if updated else None
     wanted, x_wanted = reference.begin(tokens, embedding, 26.5, update, w_next, EPS, normed=normed)
-    dtype = DTYPES[scheme]
-    h, x = residual.begin(tokens, embedding, 26.5, update, w_next, dtype, EPS, normed=normed)
+    h, x = fd.begin(tokens, embedding, 26.5, update, w_next, scheme, EPS, normed=normed)
     assert relative_error(h, wanted) <= TOLERANCE
     assert_activation(*x, x_wanted, scheme)
 
 
 @pytest.mark.parametrize(("M", "H"), SHAPES)
 def test_norm_and_activation(M: int, H: int) -> None:
-    from fused_dequant import layer, residual
-
     x, weight = random(M, 2 * H) * 3, random(2 * H, seed=1)
-    wanted = layer.scaled_norm(x.cpu(), 0.3, weight.cpu(), EPS).to(DEVICE)
-    assert relative_error(residual.scaled_norm(x, 0.3, weight, EPS), wanted) <= TOLERANCE
-    wanted = layer.gelu_mul(x.cpu()).to(DEVICE)
-    assert relative_error(residual.gelu_mul(x), wanted) <= TOLERANCE
+    wanted = reference.rms_norm((x * 0.3).float(), weight, EPS).to(x.dtype)
+    assert relative_error(fd.scaled_norm(x, 0.3, weight, EPS), wanted) <= TOLERANCE
+    wanted = reference.gelu_mul(*x.chunk(2, -1))
+    assert relative_error(fd.gelu_mul(x), wanted) <= TOLERANCE
 
 
 ROUTERS = [(5, 8, 2, 160), (4, 128, 8, 300), (70, 5, 5, 128)]
@@ -89,31 +80,25 @@ ROUTERS = [(5, 8, 2, 160), (4, 128, 8, 300), (70, 5, 5, 128)]
 )
 def test_choose_experts(M: int, experts: int, topk: int, H: int) -> None:
     """Sixteenths, whose sums are exact in any order; of equal scores the lowest indices win."""
-    from fused_dequant import router
-
     x, w = random(M, H).round(), (random(experts, H, seed=1) * 2).round() / 16
     w[3] = w[1]
     scale = random(experts, seed=2).abs()
     scores = (x.double() @ w.double().T).to(torch.bfloat16).float()
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk].sort(-1).values
-    ids, weights = router.choose_experts(x, w, scale, topk)
+    ids, weights = fd.choose_experts(x, w, scale, topk)
     assert torch.equal(ids.long(), best)
     p = scores.softmax(-1).gather(1, best)
     expected = p / p.sum(-1, keepdim=True) * scale.float()[best]
     assert relative_error(weights, expected) <= 1e-6
     even = torch.ones_like(scale)  # the reference may choose another of two equal scores
     wanted = reference.choose_experts(x, w, even, topk)[1].sort(-1).values
-    assert (
-        relative_error(router.choose_experts(x, w, even, topk)[1].sort(-1).values, wanted) <= 1e-6
-    )
+    assert relative_error(fd.choose_experts(x, w, even, topk)[1].sort(-1).values, wanted) <= 1e-6
 
 
 def test_a_row_of_nan_has_different_experts() -> None:
     """Its slots are laid out like others; scores of both signs, and a negative NaN."""
-    from fused_dequant import router
-
     x, w = random(3, 160), random(24, 160, seed=1)
     x[1] = torch.full((160,), -torch.nan)
-    ids, weights = router.choose_experts(x, w, torch.ones(24, device=DEVICE), 8)
+    ids, weights = fd.choose_experts(x, w, torch.ones(24, device=DEVICE), 8)
     assert all(len(set(row)) == 8 and set(row) <= set(range(24)) for row in ids.tolist())
     assert weights.isnan().all(1).tolist() == [False, True, False]

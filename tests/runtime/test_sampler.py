@@ -7,6 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from fused_dequant.canvas import (
+    accepted,
+    philox,
+    sample_by_inverse_cdf,
+    token_entropy,
+    uniforms,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
@@ -26,8 +33,8 @@ from quantize.runtime.engine import complete
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.modules.engine import ModelEngine
-from quantize.runtime.noise import CounterNoise, philox, sample_by_inverse_cdf, uniforms
-from quantize.runtime.sampler import WITHOUT_EFFECT, Sampler, accept, token_entropy
+from quantize.runtime.noise import CounterNoise
+from quantize.runtime.sampler import WITHOUT_EFFECT, Sampler
 
 ONES = 0xFFFFFFFF
 
@@ -93,10 +100,10 @@ def test_acceptance_is_that_of_transformers(seed: int, bound: float) -> None:
     reference = EntropyBoundSampler(EntropyBoundSamplerConfig(bound), 16, 40, 48)
     canvas = torch.zeros(3, 16, dtype=torch.long)
     reference.accept_canvas(canvas, canvas, logits, 1)
-    accepted = accept(token_entropy(logits), bound)
+    taken = accepted(token_entropy(logits), bound)
     assert reference.accepted_token_mask is not None
-    assert torch.equal(accepted, reference.accepted_token_mask)
-    assert accepted.any(-1).all()
+    assert torch.equal(taken, reference.accepted_token_mask)
+    assert taken.any(-1).all()
 
 
 def test_temperature_is_that_of_transformers() -> None:

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from fused_dequant import denoising
+from fused_dequant import CanvasState
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -400,7 +400,7 @@ def _bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-def _show(state: denoising.CanvasState, slots: Sequence[int], step: int, on_draft: OnDraft) -> None:
+def _show(state: CanvasState, slots: Sequence[int], step: int, on_draft: OnDraft) -> None:
     for row, slot in enumerate(slots):
         if int(state.step[row]) == step + 1:  # it took this step
             on_draft(slot, step, state.argmax[row].tolist(), state.accepted[row].tolist())

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fused_dequant import denoising, reference
+from fused_dequant import CanvasState, Draw, accept, sample
+from fused_dequant.canvas import uniforms
 from torch import Tensor
 from torch.profiler import record_function as part
 
 from quantize.runtime.fused.text_stack import FusedModel
-from quantize.runtime.given import FREE, certain, put
-from quantize.runtime.sampler import Sampler
+from quantize.runtime.given import FREE, put
+from quantize.runtime.sampler import Sampler, holding
 
 CAPTURED = 8  # (rows, settings) beside those of the warm-up whose graphs are kept
 WORTH = 8  # canvases after which further settings are worth a capture
@@ -88,7 +89,7 @@ class Step:
         self._known = torch.full((2, rows, length), FREE, dtype=torch.int64, device=device)
         canvas = torch.zeros(rows, length, dtype=torch.int64, device=device)
         seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.state = denoising.CanvasState.begin(canvas, seeds, sampler.stability_threshold)
+        self.state = CanvasState.begin(canvas, seeds, sampler.stability_threshold)
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         self._start: torch.cuda.CUDAGraph | None = None
         pinned = device.type == "cuda"
@@ -117,11 +118,10 @@ class Step:
         """Canvases of noise, addressed by seed and index."""
         slots, context = self._given[:2].int()
         seeds, canvases = self._given[2:]
-        rows, length = self.state.canvas.shape
-        first = torch.zeros(rows, dtype=torch.int32, device=seeds.device)
-        noise = reference.uniforms(seeds, canvases, first, length)[..., 1]
+        length = self.state.canvas.shape[1]
+        noise = uniforms(seeds, canvases, 0, length)[..., 1]
         vocabulary = self._logits.shape[1]
-        fresh = denoising.CanvasState.begin(
+        fresh = CanvasState.begin(
             put(self._known[0], (noise * vocabulary).long()),
             seeds,
             self._sampler.stability_threshold,
@@ -168,23 +168,15 @@ class Step:
         state, sampler = self.state, self._sampler
         h = self._model.decode(state.canvas, self._rows, None if first else self._signal)
         draws = [self._look(h, start) for start in range(0, len(state.canvas), CANVASES_A_PIECE)]
-        draw = draws[0]
-        if len(draws) > 1:
-            draw = denoising.Draw(*(torch.cat(column) for column in zip(*draws, strict=True)))
         with part("sampler"):
-            pinned = self._known[1]
-            draw = draw._replace(
-                sampled=put(pinned, draw.sampled),
-                argmax=put(pinned, draw.argmax),
-                entropy=certain(pinned, draw.entropy),
-            )
-            denoising.accept(
+            draw = holding(Draw.join(draws), self._known[1])
+            accept(
                 draw, state, self._schedule,
                 entropy_bound=sampler.entropy_bound,
                 confidence_threshold=sampler.confidence_threshold,
             )  # fmt: skip
 
-    def _look(self, h: Tensor, start: int) -> denoising.Draw:
+    def _look(self, h: Tensor, start: int) -> Draw:
         """Draw from the logits of a piece of canvases, and make of them the next step's signal."""
         canvases = slice(start, start + CANVASES_A_PIECE)
         state = _part_of(self.state, canvases)
@@ -192,17 +184,17 @@ class Step:
         rows = slice(start * length, (start + count) * length)
         logits = self._model.logits(h[rows], self._logits[: count * length])
         with part("sampler"):
-            draw = denoising.sample(logits.view(count, length, -1), state, self._schedule)
+            draw = sample(logits.view(count, length, -1), state, self._schedule)
         taken = state.step.long().clamp(max=len(self._schedule)) - 1
         inverse = (1 / self._schedule)[taken].repeat_interleave(length)
         self._signal[rows] = self._model.soft_embedding(logits, inverse)
         return draw
 
 
-def _part_of(state: denoising.CanvasState, canvases: slice) -> denoising.CanvasState:
+def _part_of(state: CanvasState, canvases: slice) -> CanvasState:
     """Return the state of some of the canvases, in the same memory."""
     own = {name: tensor[canvases] for name, tensor in vars(state).items() if name != "history"}
-    return denoising.CanvasState(history=state.history[:, canvases], **own)
+    return CanvasState(history=state.history[:, canvases], **own)
 
 
 class Steps:

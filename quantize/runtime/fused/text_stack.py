@@ -23,23 +23,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fused_dequant import (
+    CELLS,
+    Activation,
     Weight,
     after_attention,
     after_experts,
-    attend_quantized,
+    attend,
     attention_heads,
     begin,
     choose_experts,
     gelu_mul,
     linear,
-    linear_quantized,
     lm_head,
     quantize_rows,
     routed_experts,
     scaled_norm,
     soft_embedding,
 )
-from fused_dequant.layer import CELLS, Activation
 from torch import Tensor
 from torch.profiler import record_function as part
 
@@ -273,7 +273,7 @@ class FusedModel:
         visible = rows.visible[layer.sliding]
         keys, values = self.cache.keys[index], self.cache.values[index]
         with part("attention"):
-            o = attend_quantized(q, keys, values, rows.slots, *visible, self._scheme((layer.o,)))
+            o = attend(q, keys, values, rows.slots, *visible, self._scheme((layer.o,)))
         with part("dense"):
             o = self._product(index, "o", o, (layer.o,))
         n = layer.norms
@@ -304,17 +304,19 @@ class FusedModel:
     def _product(self, index: int, kind: str, x: Activation, rows: Rows) -> Tensor:
         """Multiply by one matrix, or by several side by side: bf16 [M, sum of N]."""
         codes, scale = x
-        if scale is not None:
-            return _beside_each_other([linear_quantized(codes, scale, w) for w in rows])
-        if self.inputs is not None:
+        if scale is None and self.inputs is not None:
             codes, rows = self.inputs.dense(index, kind, codes, rows)
-        return _beside_each_other([linear(codes, w) for w in rows])
+        return _beside_each_other([linear(codes, weight, scale) for weight in rows])
 
     def _down(self, index: int, gate_up: Tensor, down: Weight) -> Tensor:
         scheme = self._scheme((down,))
-        if scheme in EIGHT_BIT:
-            return linear_quantized(*quantize_rows(gate_up, scheme, gelu_mul=True), down)
-        return self._product(index, "down", (gelu_mul(gate_up), None), (down,))
+        quantized = scheme in EIGHT_BIT
+        x = (
+            quantize_rows(gate_up, scheme, gelu_mul=True)
+            if quantized
+            else (gelu_mul(gate_up), None)
+        )
+        return self._product(index, "down", x, (down,))
 
     def _beside(self) -> AbstractContextManager[object]:
         """Run a branch on a stream of its own until `_join`: small kernels beside small kernels.

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from fused_dequant.weights import is_hopper
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -12,7 +13,7 @@ if INTERPRETED:
     interpreter.install()
 
 GPU = not INTERPRETED and torch.cuda.is_available()
-HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
+HOPPER = GPU and is_hopper(torch.device("cuda"))  # not where another target is forced
 DEVICE = "cpu" if INTERPRETED else "cuda"
 MARKS = [
     pytest.mark.gpu,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+from fused_dequant import dispatch
 from triton import knobs
 
 _FLOATS = {
@@ -79,6 +80,7 @@ def install() -> None:
     """Repair the interpreter of this process. Raises RuntimeError when it is not interpreting."""
     if not knobs.runtime.interpret:
         raise RuntimeError("set TRITON_INTERPRET=1 before triton is imported")
+    dispatch.interpreted = True
     interpreter._convert_float = _convert_float
     builder = interpreter.InterpreterBuilder
     builder.create_dot = _dot

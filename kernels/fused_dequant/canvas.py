@@ -1,0 +1,209 @@
+"""The state of canvases, and one step of the entropy-bound sampler in torch.
+
+`operations.sample` and `accept` run it where there is no GPU, the runtime's engine over modules draws
+from the same functions, and `sampling` has the rules and the kernels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+MASK32 = 0xFFFFFFFF
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Draw(NamedTuple):
+    """What one step drew at each position, all [B, L].
+
+    Attributes:
+        sampled: int64, drawn from softmax(logits / T).
+        replacement: int64, drawn uniformly: where the sample is not accepted.
+        argmax: int64, the most probable token, the lowest of several.
+        entropy: f32, nats.
+    """
+
+    sampled: torch.Tensor
+    replacement: torch.Tensor
+    argmax: torch.Tensor
+    entropy: torch.Tensor
+
+    @classmethod
+    def join(cls, parts: Sequence["Draw"]) -> "Draw":
+        """Return the draws of parts of a batch as one."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True)
+class CanvasState:
+    """Denoising state of B sequences; `accept` writes into these tensors.
+
+    Attributes:
+        seeds: int64 [B], one a sample.
+        canvas_index: int64 [B], index of the sequence's canvas, from 0.
+        step: int32 [B], the step about to be taken, from 1; stands still once a sequence is finished.
+        finished: bool [B], stopped by its own criterion.
+        inverse_temperature: f32 [B, L], 1 / T of the last step taken, 0 before the first: for
+            `soft_embedding` in the next step.
+        canvas: int64 [B, L], what the decoder reads next.
+        argmax: int64 [B, L], what would be committed.
+        history: int64 [S, B, L], argmax of the last S = stability_threshold steps; -1 before the first.
+        accepted: bool [B, L], of the last step.
+    """
+
+    seeds: torch.Tensor
+    canvas_index: torch.Tensor
+    step: torch.Tensor
+    finished: torch.Tensor
+    inverse_temperature: torch.Tensor
+    canvas: torch.Tensor
+    argmax: torch.Tensor
+    history: torch.Tensor
+    accepted: torch.Tensor
+
+    @classmethod
+    def begin(cls, canvas: torch.Tensor, seeds: torch.Tensor, stability: int) -> "CanvasState":
+        """The state before step 1 of canvas 0, whose tokens are `canvas` int64 [B, L]."""
+        B, device = len(canvas), canvas.device
+        return cls(
+            seeds=seeds,
+            canvas_index=torch.zeros(B, dtype=torch.int64, device=device),
+            step=torch.ones(B, dtype=torch.int32, device=device),
+            finished=torch.zeros(B, dtype=torch.bool, device=device),
+            inverse_temperature=torch.zeros(canvas.shape, device=device),
+            canvas=canvas.clone(),
+            argmax=canvas.clone(),
+            history=torch.full((stability, *canvas.shape), -1, device=device),
+            accepted=torch.zeros(canvas.shape, dtype=torch.bool, device=device),
+        )
+
+
+def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> Draw:
+    """See `operations.sample`."""
+    scaled = logits.float() / _temperature(state, schedule)[:, None, None]
+    u = uniforms(state.seeds, state.canvas_index, state.step, logits.shape[1])
+    sampled = sample_by_inverse_cdf(scaled.softmax(-1), u[..., 0].contiguous())
+    replacement = (u[..., 1] * logits.shape[-1]).long()
+    return Draw(sampled, replacement, scaled.argmax(-1), token_entropy(scaled))
+
+
+def accept(
+    draw: Draw,
+    state: CanvasState,
+    schedule: torch.Tensor,
+    *,
+    entropy_bound: float,
+    confidence_threshold: float,
+) -> None:
+    """See `operations.accept`."""
+    s = state
+    live = ~s.finished & (s.step <= len(schedule))
+    taken = accepted(draw.entropy, entropy_bound)
+    after = {
+        "accepted": taken,
+        "canvas": torch.where(taken, draw.sampled, draw.replacement),
+        "argmax": draw.argmax,
+        "history": torch.cat([s.history, draw.argmax[None]])[1:],
+        "inverse_temperature": 1 / _temperature(s, schedule)[:, None],
+    }
+    stop = stopped(s.history, draw.argmax, draw.entropy, confidence_threshold)
+    for name, new in after.items():
+        old: torch.Tensor = getattr(s, name)
+        old.copy_(torch.where(live[:, None], new, old))
+    s.finished.logical_or_(live & stop)
+    s.step.add_(live.to(s.step.dtype))
+
+
+def _temperature(state: CanvasState, schedule: torch.Tensor) -> torch.Tensor:
+    """Return the temperature [B] of each sequence's step; past the last step, the last step's."""
+    return schedule[state.step.clamp(max=len(schedule)).long() - 1]
+
+
+def accepted(entropy: torch.Tensor, bound: float) -> torch.Tensor:
+    """Return which positions are accepted, [B, L] bool; at least the most certain one is.
+
+    They are accepted in the order of their entropies [B, L], while all lower ones add up to at most
+    `bound`.
+    """
+    ascending, order = entropy.sort(dim=-1, stable=True)
+    lower = ascending.cumsum(-1) - ascending
+    return torch.zeros_like(lower, dtype=torch.bool).scatter(-1, order, lower <= bound)
+
+
+def stopped(
+    history: torch.Tensor, argmax: torch.Tensor, entropy: torch.Tensor, confidence: float
+) -> torch.Tensor:
+    """Return which sequences stop, [B] bool: their argmax stood still and they are confident.
+
+    history [S, B, L] has the argmax of S steps before; with S = 0 it always stood still.
+    """
+    stable = (history == argmax).all(-1).all(0)
+    return stable & (entropy.mean(-1) < confidence)
+
+
+def token_entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Return the entropy in nats of each position: [B, L, V] -> [B, L] float32."""
+    log_probabilities = logits.float().log_softmax(-1)
+    return -(log_probabilities.exp() * log_probabilities).sum(-1)
+
+
+def sample_by_inverse_cdf(probabilities: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Return the token at which the cumulative distribution passes `u`.
+
+    Args:
+        probabilities: [..., V] float32; need not sum to exactly 1.
+        u: [...] in [0, 1).
+
+    Returns:
+        [...] int64. A token of probability 0 is never returned.
+    """
+    cdf = probabilities.cumsum(-1)
+    total = cdf[..., -1:]
+    token = torch.searchsorted(cdf, u[..., None] * total, right=True)
+    # u * total may round up to total; the first index that reaches it has a probability above 0.
+    return torch.minimum(token, torch.searchsorted(cdf, total.contiguous())).squeeze(-1)
+
+
+def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return Philox4x32-10 of 32-bit words held in int64 tensors that broadcast: [..., 4]."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # The 64-bit product wraps around in int64; shifting and masking recover both halves.
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & MASK32) ^ c1 ^ k0,
+            p1 & MASK32,
+            ((p0 >> 32) & MASK32) ^ c3 ^ k1,
+            p0 & MASK32,
+        )
+        k0, k1 = (k0 + WEYL[0]) & MASK32, (k1 + WEYL[1]) & MASK32
+    return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1)
+
+
+def uniforms(
+    seeds: torch.Tensor, canvas: int | torch.Tensor, step: int | torch.Tensor, length: int
+) -> torch.Tensor:
+    """Return the noise of one denoising step: [B, length, 2] float32 in [0, 1).
+
+    The key is the seed, low word first; the counter is (position, step, canvas, 0). The upper 24 bits
+    of the first two words of each block become numbers.
+
+    Args:
+        seeds: [B] int64, one seed a sample.
+        canvas: index of the canvas, from 0; int [B] when the samples are at different ones.
+        step: denoising step, from 1; 0 is the initial canvas; int [B] likewise.
+        length: canvas length.
+    """
+    position = torch.arange(length, device=seeds.device)[None, :]
+    zero = torch.zeros_like(position)
+    one, two = (n[:, None].long() if isinstance(n, torch.Tensor) else n for n in (step, canvas))
+    key = (seeds[:, None] & MASK32, (seeds[:, None] >> 32) & MASK32)
+    words = philox((position, zero + one, zero + two, zero), key)[..., :2]
+    return (words >> 8).to(torch.float32) * 2.0**-24  # 24 bits: exact in float32, never 1

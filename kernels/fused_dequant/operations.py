@@ -1,0 +1,333 @@
+"""The package's face: every operation once, on a GPU its kernels, elsewhere plain torch (`reference`).
+
+    linear              x @ w.T
+    routed_experts      gated experts, before their sum
+    lm_head             bf16 logits
+    soft_embedding      softmax(logits / T) @ embedding
+
+    begin               embeddings, and the first layer's input
+    attention_heads     norms and rope of q, k, v; keys and values to the cache
+    attend              attention over cached positions
+    after_attention     the residual sum, and the inputs of dense MLP, experts and router
+    choose_experts      the router: expert ids and routing weights
+    after_experts       both branches joined, and the next layer's input
+    scaled_norm, gelu_mul   those of self-conditioning, and of a dense MLP in bf16
+
+    sample, accept      one step of the sampler, of `canvas`
+
+What a product reads is an `Activation`: bf16 rows, or 8-bit rows with scales. Both paths compute in
+float32 and round to bf16 at the same places. A scheme the device cannot run raises ValueError naming
+both: nothing falls back silently to a slower path. Launches depend on shapes alone and can be captured
+in a CUDA graph. Kernels' modules, and triton with them, are imported when they are needed.
+
+Experts on a GPU, for M tokens and topk choices:
+
+    route                ids -> sorted blocks                                     1 launch
+    gate_up + gelu_mul   [slots, I] bf16, activation in the epilogue              1
+    [quantize_rows]      fp8, int8: hidden rows to 8 bits                         1
+    down * weight        [slots, H] bf16                                          1
+
+Both products read the same blocks, so their configurations share the rows of a block.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from fused_dequant import canvas, reference, tuning
+from fused_dequant.activations import Activation, in_torch
+from fused_dequant.canvas import CanvasState, Draw
+from fused_dequant.dispatch import launches
+from fused_dequant.weights import Weight
+
+CELLS = 128  # a cache's capacity is a multiple of this: no block of positions wraps around
+Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def linear(x: torch.Tensor, weight: Weight, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply x [..., K] by a dense weight (E = 1): bf16 [..., N].
+
+    x is bf16, which 8-bit schemes quantize; or [M, K] quantized already, with `scale` f32 [M].
+    """
+    rows, scale = weight.reads(x.flatten(0, -2), scale)
+    y = weight.multiply(rows, scale, weight.config("linear", len(rows)))
+    return y.unflatten(0, x.shape[:-1])
+
+
+def routed_experts(
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    expert_ids: torch.Tensor,
+    routing_weights: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    between: Callable[[torch.Tensor], Activation] | None = None,
+) -> torch.Tensor:
+    """Run each token through its experts: bf16 [M, topk, H], which `after_experts` sums over topk.
+
+    Args:
+        x: [M, H], or [M * topk, H] with a row for each choice; bf16, or quantized as the scheme wants.
+        scale: f32, one a row of x, where x is quantized.
+        expert_ids: int [M, topk]; an id outside 0..E-1 leaves its row unwritten on a GPU, and 0
+            elsewhere.
+        routing_weights: [M, topk].
+        gate_up: [E, 2I, H], interleaved.
+        down: [E, H, I], of the same scheme.
+        between: makes the input of `down` from the hidden rows [M * topk, I]; None for `down.reads`.
+    """
+    if gate_up.scheme != down.scheme:
+        raise ValueError(f"gate_up is {gate_up.scheme} and down {down.scheme}: one scheme for both")
+    rows, scale = gate_up.reads(x, scale)
+    up, out = (weight.config("experts", len(expert_ids)) for weight in (gate_up, down))
+    # With a row for each choice a token has one choice: the slots are the same either way.
+    blocks = expert_ids.reshape(len(rows), -1)
+    if launches(x.device):
+        from fused_dequant import routing
+
+        blocks = routing.route(blocks.contiguous(), gate_up.shape[0], tuning.block_rows(up))
+    hidden, scale = (between or down.reads)(gate_up.multiply(rows, scale, up, blocks))
+    y = down.multiply(hidden, scale, out, blocks, routing_weights.float().flatten())
+    return y.view(*expert_ids.shape, -1)
+
+
+def lm_head(
+    x: torch.Tensor, embedding: torch.Tensor, softcap: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return softcap * tanh(x @ embedding.T / softcap), bf16 [M, V], of x [M, H], embedding [V, H].
+
+    `out` receives the logits: 134 MB that a captured step then does not have to copy.
+    """
+    if x.shape[1] != embedding.shape[1]:
+        raise ValueError(f"x {tuple(x.shape)} does not fit an embedding {tuple(embedding.shape)}")
+    if launches(x.device):
+        from fused_dequant import vocabulary
+
+        return vocabulary.lm_head(x.contiguous(), embedding, softcap, out)
+    logits = reference.lm_head(x, embedding, softcap).to(torch.bfloat16)
+    return logits if out is None else out.copy_(logits)
+
+
+def soft_embedding(
+    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: torch.Tensor
+) -> torch.Tensor:
+    """Return softmax(logits / T) @ embedding, bf16 [M, H].
+
+    Logits bf16 or f32 [M, V], embedding bf16 [V, H]; 1 / T f32 [M], which a CUDA graph may find changed
+    at each replay.
+    """
+    if logits.shape[1] != len(embedding):
+        raise ValueError(
+            f"logits {tuple(logits.shape)} and embedding {tuple(embedding.shape)}: V differs"
+        )
+    if launches(logits.device):
+        from fused_dequant import vocabulary
+
+        return vocabulary.soft_embedding(logits.contiguous(), embedding, inverse_temperature)
+    return reference.soft_embedding(logits, embedding, inverse_temperature).to(torch.bfloat16)
+
+
+def begin(
+    tokens: torch.Tensor,
+    embedding: torch.Tensor,
+    factor: float,
+    update: torch.Tensor | None,
+    w_next: torch.Tensor,
+    scheme: str,
+    eps: float = 1e-6,
+    *,
+    normed: bool,
+) -> tuple[torch.Tensor, Activation]:
+    """Embed tokens [M] and normalise for the first product; return h bf16 [M, H] and its input.
+
+    h is embedding[token] * factor, plus `update` bf16 [M, H] if given, and then if `normed` divided by
+    its root mean square. `scheme` is the first product's, w_next [H] its norm.
+    """
+    if launches(embedding.device):
+        from fused_dequant import residual
+
+        return residual.begin(tokens, embedding, factor, update, w_next, scheme, eps, normed=normed)
+    h, x = reference.begin(tokens, embedding, factor, update, w_next, eps, normed=normed)
+    return h, in_torch(x, scheme)
+
+
+def attention_heads(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_heads: int,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Normalise and rotate the heads of qkv; return q bf16 [M, q_heads, D], store k and v.
+
+    qkv bf16 [M, (q_heads + 2 kv_heads) * D], or without the v heads where v is the raw k; weights
+    [D]; cos and sin [M, D / 2]; slots int32 [B], M = B * n; positions int32 [M]; keys and values bf16
+    [slots, capacity, kv_heads, D], written at positions % capacity.
+    """
+    _, capacity, kv_heads, D = keys.shape
+    if qkv.shape[1] not in ((q_heads + kv_heads) * D, (q_heads + 2 * kv_heads) * D):
+        raise ValueError(f"qkv {tuple(qkv.shape)} does not fit {q_heads} + {kv_heads} heads of {D}")
+    _check_cells(qkv, keys, slots)
+    if launches(qkv.device):
+        from fused_dequant import attention
+
+        return attention.attention_heads(
+            qkv.contiguous(), q_weight, k_weight, cos, sin, slots, positions, keys, values,
+            q_heads, eps,
+        )  # fmt: skip
+    q, k, v = reference.attention_heads(qkv, q_weight, k_weight, cos, sin, q_heads, kv_heads, eps)
+    place = slots.repeat_interleave(len(qkv) // len(slots)).long(), positions.long() % capacity
+    keys[place], values[place] = k.to(keys.dtype), v.to(values.dtype)
+    return q.to(qkv.dtype)
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    scheme: str,
+) -> Activation:
+    """Return softmax(q @ K.T) @ V over positions first[m] .. last[m], for a product of `scheme`.
+
+    q bf16 [M, q_heads, D]; first, last int32 [M], inclusive; the rest as in `attention_heads`. The
+    result has all heads of a row, [M, q_heads * D]; it is rounded to bf16 before it is quantized. A row
+    with first > last gets zeros. Values are below 65,504 (parts of a split are float16).
+    """
+    _check_cells(q, keys, slots)
+    if launches(q.device):
+        from fused_dequant import attention
+
+        return attention.attend(q.contiguous(), keys, values, slots, first, last, scheme)
+    rows = reference.attend(q.float(), keys, values, slots, first, last).to(q.dtype)
+    return in_torch(rows.flatten(1), scheme)
+
+
+def _check_cells(rows: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
+    if keys.shape[1] % CELLS or len(rows) % len(slots):
+        raise ValueError(
+            f"capacity {keys.shape[1]} is not a multiple of {CELLS}, or M not one of slots"
+        )
+
+
+def after_attention(
+    h: torch.Tensor, o: torch.Tensor, norms: Norms, schemes: tuple[str, str], eps: float = 1e-6
+) -> tuple[torch.Tensor, Activation, Activation, torch.Tensor]:
+    """Add the attention's output and normalise for what follows.
+
+    h, o bf16 [M, H]; norms [H]: after attention, before the dense MLP, before the experts, the router's
+    scale; `schemes` of the dense MLP and of the experts. Returns h, the MLP's input, the experts' and
+    the router's.
+    """
+    if launches(h.device):
+        from fused_dequant import residual
+
+        return residual.after_attention(h, o, norms, schemes, eps)
+    h, dense, experts, router = reference.after_attention(h, o, norms, eps)
+    return h, in_torch(dense, schemes[0]), in_torch(experts, schemes[1]), router
+
+
+def choose_experts(
+    x: torch.Tensor, router: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return expert ids int32, ascending, and routing weights f32, both [M, topk].
+
+    x bf16 [M, H], router bf16 [E, H], per_expert_scale bf16 [E].
+    """
+    if launches(x.device):
+        from fused_dequant import router as kernels
+
+        return kernels.choose_experts(x, router, per_expert_scale, topk)
+    return reference.choose_experts(x, router, per_expert_scale, topk)
+
+
+def after_experts(
+    h: torch.Tensor,
+    dense: torch.Tensor,
+    routed: torch.Tensor,
+    norms: Norms,
+    scalar: torch.Tensor,
+    scheme: str,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor, Activation]:
+    """Join the two branches, end the layer, and normalise for the next product.
+
+    h, dense bf16 [M, H]; routed bf16 [M, topk, H] of `routed_experts`; norms [H]: of the dense branch,
+    of the experts, of their sum, and the next input norm, whose product has `scheme`; scalar [1].
+    Returns h and the next input.
+    """
+    if launches(h.device):
+        from fused_dequant import residual
+
+        return residual.after_experts(h, dense, routed, norms, scalar, scheme, eps)
+    h, x = reference.after_experts(h, dense, routed, norms, scalar, eps)
+    return h, in_torch(x, scheme)
+
+
+def scaled_norm(
+    x: torch.Tensor, factor: float, weight: torch.Tensor, eps: float = 1e-6
+) -> torch.Tensor:
+    """Return the RMS norm of x * factor, times weight: bf16 [M, H]."""
+    if launches(x.device):
+        from fused_dequant import residual
+
+        return residual.scaled_norm(x, factor, weight, eps)
+    return reference.rms_norm((x * factor).float(), weight, eps).to(x.dtype)
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return gelu_tanh(gate) * up of bf16 [M, 2I], gate first; each is rounded to bf16."""
+    if launches(gate_up.device):
+        from fused_dequant import residual
+
+        return residual.gelu_mul(gate_up.contiguous())
+    return reference.gelu_mul(*gate_up.chunk(2, -1))
+
+
+def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> Draw:
+    """Draw one step.
+
+    On a GPU the inverse CDF is of sums in another order, so a draw whose random number lies within
+    rounding of a boundary may be the neighbouring token.
+
+    Args:
+        logits: bf16 or f32 [B, L, V], soft-capped, not divided by the temperature.
+        state: of which seeds, canvas_index and step are read.
+        schedule: f32 [N], the temperature of each step; step 1 first.
+    """
+    if logits.dim() != 3 or logits.shape[:2] != state.canvas.shape:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} do not fit a canvas {tuple(state.canvas.shape)}"
+        )
+    if launches(logits.device):
+        from fused_dequant import sampling
+
+        return sampling.sample(logits.contiguous(), state, schedule)
+    return canvas.sample(logits, state, schedule)
+
+
+def accept(
+    draw: Draw,
+    state: CanvasState,
+    schedule: torch.Tensor,
+    *,
+    entropy_bound: float,
+    confidence_threshold: float,
+) -> None:
+    """Write the next state: see `CanvasState`. Finished sequences, and those past step N, are left."""
+    on_gpu = launches(draw.entropy.device)
+    if on_gpu:
+        from fused_dequant import sampling as steps
+    else:
+        steps = canvas
+    steps.accept(
+        draw, state, schedule,
+        entropy_bound=entropy_bound, confidence_threshold=confidence_threshold,
+    )  # fmt: skip
