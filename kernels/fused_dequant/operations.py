@@ -63,7 +63,9 @@ def routed_experts(
     down: Weight,
     between: Callable[[torch.Tensor], Activation] | None = None,
 ) -> torch.Tensor:
-    """Run each token through its experts: bf16 [M, topk, H], which `after_experts` sums over topk.
+    """Run each token through its experts: [M, topk, H], which `after_experts` sums over topk.
+
+    The result, and the hidden rows, are bf16 on a GPU and float32 elsewhere.
 
     Args:
         x: [M, H], or [M * topk, H] with a row for each choice; bf16, or quantized as the scheme wants.
@@ -259,7 +261,7 @@ def after_experts(
 ) -> tuple[torch.Tensor, Activation]:
     """Join the two branches, end the layer, and normalise for the next product.
 
-    h, dense bf16 [M, H]; routed bf16 [M, topk, H] of `routed_experts`; norms [H]: of the dense branch,
+    h, dense bf16 [M, H]; routed [M, topk, H] of `routed_experts`; norms [H]: of the dense branch,
     of the experts, of their sum, and the next input norm, whose product has `scheme`; scalar [1].
     Returns h and the next input.
     """

@@ -204,11 +204,3 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative Frobenius error |actual - expected| / |expected| in float64."""
     a, e = actual.double(), expected.double()
     return float((a - e).norm() / e.norm())
-
-
-def dissimilarity(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """1 - 2<x, y> / (|x|^2 + |y|^2) in float64: 0 when equal; half the squared relative error if
-    small.
-    """
-    a, e = actual.double(), expected.double()
-    return float(1 - 2 * (a * e).sum() / (a.square().sum() + e.square().sum()))

@@ -83,7 +83,7 @@ def experts(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     see: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
-    """Run experts as `operations.routed_experts`, of bf16 rows: bf16 [M, topk, H].
+    """Run experts as `operations.routed_experts`, of bf16 rows: [M, topk, H].
 
     Args:
         x: bf16 [M, H].
@@ -102,6 +102,9 @@ def experts(
         return round_nvfp4(rows, own, chosen if len(own) > 1 else None)
 
     def between(hidden: torch.Tensor) -> Activation:
+        hidden = hidden.to(
+            torch.bfloat16
+        )  # as on a GPU: a rounding moved by it may be another code
         if see is not None:
             see(hidden)
         return rounded(hidden, 1, ids.reshape(-1, 1)), None

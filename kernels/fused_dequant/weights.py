@@ -199,7 +199,7 @@ def _multiply_in_torch(
     ids: torch.Tensor | None = None,
     share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `matmul.launch`; `ids` [M, topk] take the place of sorted blocks."""
+    """As `matmul.launch`, `ids` [M, topk] in place of sorted blocks; experts' rows stay float32."""
     rows, matrices = values((x, x_scale)), dequantize(weight)
     if ids is None:
         return reference.matmul(rows, matrices[0]).to(torch.bfloat16)
@@ -209,9 +209,8 @@ def _multiply_in_torch(
     for expert in set(chosen.tolist()) & set(range(len(matrices))):
         y[chosen == expert] = reference.matmul(rows[chosen == expert], matrices[expert])
     if share is not None:
-        return (y * share[:, None]).to(torch.bfloat16)
-    hidden = reference.gelu_mul(*y.unflatten(-1, (-1, 2, 8)).unbind(-2))
-    return hidden.flatten(-2).to(torch.bfloat16)
+        return y * share[:, None]
+    return reference.gelu_mul(*y.unflatten(-1, (-1, 2, 8)).unbind(-2)).flatten(-2)
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -25,7 +25,7 @@ from quantize.runtime.fused import text_stack
 from quantize.runtime.fused.text_stack import FusedModel
 
 # What the text stack calls in every layer, and where in its result the wanted tensors are.
-SEEN = ("begin", "attend_quantized", "choose_experts", "after_experts")
+SEEN = ("begin", "attend", "choose_experts", "after_experts")
 
 
 @dataclass
@@ -51,7 +51,7 @@ def recorded() -> Iterator[list[Pass]]:
             passes.append(Pass())
         if name in ("begin", "after_experts"):
             passes[-1].hidden.append(result[0].clone())
-        elif name == "attend_quantized":
+        elif name == "attend":
             codes, scale = result
             values = codes.double() if scale is None else codes.double() * scale.double()[:, None]
             passes[-1].attended.append(values)
