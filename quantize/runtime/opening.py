@@ -80,12 +80,7 @@ def open(
         ResourceError: it does not fit, or the device lacks what the kernels need.
     """
     if (kind or default_kind(device, dtype)) == "modules":
-        if batch_invariant:
-            raise InputError(
-                "batch-invariant is a property of the kernels: it needs a GPU, or kind='fused'"
-            )
-        if isinstance(checkpoint, RandomModel):
-            raise InputError("random weights are made for the kernels: they need a GPU")
+        checkpoint = _for_modules(checkpoint, batch_invariant)
         return _modules(checkpoint, device, activations or "none", capacity, max_context, dtype)
     from quantize.runtime.fused.engine import FusedEngine
     from quantize.runtime.fused.inputs import inputs_of
@@ -179,6 +174,17 @@ def placed(
             f"{found.streamed / 1e9:.1f} GB are streamed a pass, {found.batch} canvases at once"
         )
     return found.batch, list(found.resident)
+
+
+def _for_modules(checkpoint: Path | RandomModel, batch_invariant: bool) -> Path:
+    """Return the folder, unless something is asked for that only the kernels have."""
+    if batch_invariant:
+        raise InputError(
+            "batch-invariant is a property of the kernels: it needs a GPU, or kind='fused'"
+        )
+    if isinstance(checkpoint, RandomModel):
+        raise InputError("random weights are made for the kernels: they need a GPU")
+    return checkpoint
 
 
 def _modules(
