@@ -10,6 +10,7 @@ import hashlib
 import importlib.resources
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -23,7 +24,8 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from recovery.catalog import known_tasks
+from recovery.catalog import known_tasks, questions
+from recovery.own import Definition, from_lm_eval, from_questions
 
 from quantize.errors import InputError
 from quantize.llm_compressor import is_llm_compressor, quantization_of
@@ -40,13 +42,8 @@ ACTIVATION_MODES: tuple[ActivationMode, ...] = get_args(ActivationMode)
 Estimand = Literal["these_questions", "such_questions"]
 
 
-def _existing_task(name: str) -> str:
-    known = known_tasks()
-    if name not in known:
-        raise ValueError(
-            f"no task named {name!r}{_nearest(name, known)}; there are: {', '.join(known)}"
-        )
-    return name
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def _valid_pattern(entry: str) -> str:
@@ -57,7 +54,8 @@ def _valid_pattern(entry: str) -> str:
     return entry
 
 
-Task = Annotated[str, AfterValidator(_existing_task)]
+TaskName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
+FilePath = Annotated[str, AfterValidator(_absolute)]
 Pattern = Annotated[str, AfterValidator(_valid_pattern)]
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -119,19 +117,91 @@ class Verification(Section):
     max_relative_error: dict[SchemeName, Limit]
 
 
+class OwnTask(Section):
+    """A task of your own: a file of questions (`data`), or an lm-eval task of generate_until type.
+
+    `data` is a jsonl file, one question a line. `prompt` and `target` are Jinja templates over its
+    fields: the user's message and the right answer. `extract` is a regular expression with one group,
+    which finds the answer in what the model wrote; the last match counts. Case, commas, $ and a full
+    stop at the end are ignored when answer and target are compared. `max_tokens` is the most that an
+    answer may take; `thinking` turns the thinking channel on. An `lm_eval` file says all of this
+    itself. Paths are relative to the folder in which the command runs.
+    """
+
+    data: FilePath | None = None
+    lm_eval: FilePath | None = None
+    prompt: str = "{{question}}"
+    target: str = "{{answer}}"
+    extract: str = r"#### (.+)"
+    max_tokens: PositiveInt = 512
+    thinking: bool = False
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> "OwnTask":
+        if (self.data is None) == (self.lm_eval is None):
+            raise ValueError("name `data`, a jsonl file of questions, or `lm_eval`, a task's YAML")
+        return self
+
+    def definition(self) -> Definition:
+        """Return the fields of the lm-eval task.
+
+        Raises:
+            InputError: its file is missing or says something else.
+        """
+        options = self.model_dump(exclude={"data", "lm_eval"})
+        try:
+            if self.lm_eval is not None:
+                return from_lm_eval(Path(self.lm_eval))
+            return from_questions(Path(self.data or ""), **options)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+
+    def digest(self) -> str:
+        """Return 16 hex digits over everything that this task is."""
+        text = json.dumps(self.model_dump(mode="json"))
+        data = Path(self.lm_eval or self.data or "").read_bytes()
+        return hashlib.sha256(text.encode() + data).hexdigest()[:16]
+
+
 class Evaluation(Section):
     """What is scored, how often, and from which seed.
 
-    `dtype` is that of both models' arithmetic, None for float32 on a CPU and BF16 on a GPU.
+    `tasks` are names that `quantize tasks` lists, or keys of `own_tasks`. `limit` keeps the first
+    questions of a task, `repeats` says how many answers each question gets, and `batch_size` how many
+    are answered together. `activations` says how a quantized model's activations are rounded while it
+    is scored. `dtype` is that of both models' arithmetic; without it a CPU computes in float32 and a
+    GPU in BF16.
     """
 
-    tasks: list[Task] = Field(min_length=1)
-    limit: dict[Task, PositiveInt] = {}
-    repeats: dict[Task, PositiveInt] = {}
+    tasks: list[str] = Field(min_length=1)
+    own_tasks: dict[TaskName, OwnTask] = {}
+    limit: dict[str, PositiveInt] = {}
+    repeats: dict[str, PositiveInt] = {}
     seed: int = 0
     batch_size: int = Field(default=64, gt=0)
     activations: ActivationMode = "per_layer"
     dtype: Literal["float32", "bfloat16"] | None = None
+
+    @model_validator(mode="after")
+    def _every_task_exists(self) -> "Evaluation":
+        if taken := sorted(self.own_tasks.keys() & set(known_tasks())):
+            raise ValueError(f"own_tasks: {taken[0]!r} is a task that ships; choose another name")
+        self.check_names([*self.tasks, *self.limit, *self.repeats])
+        return self
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raise ValueError at the first name that is no task, and name the nearest one."""
+        there = [*self.own_tasks, *known_tasks()]
+        for name in names:
+            if name not in there:
+                raise ValueError(
+                    f"no task named {name!r}{_nearest(name, there)}; there are: {', '.join(there)}"
+                )
+
+    def questions(self, task: str) -> int | None:
+        """Return how many questions a task has, None where that is not known beforehand."""
+        own = self.own_tasks.get(task)
+        return own.definition()["metadata"].get("questions") if own else questions(task)
 
 
 class Gate(Section):
@@ -146,7 +216,7 @@ class Gate(Section):
     """
 
     estimand: Estimand
-    margin_pp: dict[Task, Limit]
+    margin_pp: dict[str, Limit]
     max_kl_nats: dict[ActivationMode, Limit] = {}
     max_step_inflation: Limit | None = None
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
@@ -227,6 +297,7 @@ class Recipe(Section):
 
 
 def _every_task_has_a_margin(where: str, evaluation: Evaluation, gate: Gate) -> None:
+    evaluation.check_names(gate.margin_pp)
     for task in evaluation.tasks:
         if task not in gate.margin_pp:
             raise ValueError(f"{where}gate.margin_pp has no margin for task {task!r}")
@@ -246,10 +317,15 @@ def load_recipe(name_or_path: str) -> Recipe:
     """Load a shipped recipe by name, or a YAML file by path.
 
     Raises:
-        InputError: no such recipe, not YAML, an unknown key or a wrong value; the key is named.
+        InputError: no such recipe, not YAML, an unknown key or a wrong value, and the key is named; or
+            a task's file that cannot be read.
     """
     if name_or_path.endswith((".yaml", ".yml")):
-        return read_recipe(Path(name_or_path))
+        recipe = read_recipe(Path(name_or_path))
+        for evaluation in (recipe.evaluation, recipe.bundled.evaluation):
+            for own in evaluation.own_tasks.values() if evaluation else ():
+                own.definition()
+        return recipe
     shipped = shipped_recipes()
     if name_or_path not in shipped:
         raise InputError(

@@ -1,11 +1,15 @@
 """Recipes are strict: a misspelt key must never pass as a default, nor a limit that limits nothing."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
+from recovery.catalog import known_tasks
 
+from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.recipe import load_recipe, parse_recipe, shipped_recipes
 from quantize.stages.estimate import cannot_pass
@@ -160,3 +164,80 @@ def test_digest_depends_on_recipe_and_model() -> None:
     assert recipe.digest("a") != recipe.digest("b")
     assert recipe.digest("a") != recipe.for_bundled_model().digest("a")
     assert recipe.digest("a") == load_recipe("nvfp4").digest("a")
+
+
+QUESTIONS = "\n".join(f'{{"question": "{i} + 1?", "answer": "{i + 1}"}}' for i in range(5))
+
+
+def own_task(folder: Path, **task: object) -> Path:
+    """Write a recipe whose bundled evaluation has one task of its own."""
+    path = folder / "mine.yaml"
+    evaluation = {"tasks": ["sums"], "own_tasks": {"sums": task}}
+    gate = {"estimand": "such_questions", "margin_pp": {"sums": 5}}
+    path.write_text(edited(bundled__evaluation=evaluation, bundled__gate=gate))
+    return path
+
+
+def test_a_recipe_brings_its_own_questions(tmp_path: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    data.write_text(QUESTIONS)
+    evaluation = load_recipe(str(own_task(tmp_path, data=str(data)))).for_bundled_model().evaluation
+    assert evaluation.questions("sums") == 5
+    digest = evaluation.own_tasks["sums"].digest()
+    data.write_text(QUESTIONS.replace("+ 1?", "+ one?"))
+    assert evaluation.own_tasks["sums"].digest() != digest
+
+
+LM_EVAL = """
+dataset_path: json
+output_type: generate_until
+doc_to_text: "{{question}}"
+generation_kwargs: {until: [], max_gen_toks: 64}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({}, "bundled.evaluation.own_tasks.sums: name `data`, a jsonl file"),
+        ({"data": "nowhere.jsonl"}, "nowhere.jsonl: not a jsonl file of questions"),
+        ({"data": "empty.jsonl"}, "empty.jsonl: not a jsonl file of questions"),
+        ({"data": "sums.jsonl", "target": "{{solution}}"}, "no field 'solution'"),
+        ({"data": "sums.jsonl", "extract": "#### .+"}, "must have one group"),
+        ({"lm_eval": "likelihood.yaml"}, "'multiple_choice', not 'generate_until'"),
+        ({"lm_eval": "endless.yaml"}, "lacks max_gen_toks"),
+        ({"lm_eval": "bleu.yaml"}, "metric_list lacks exact_match"),
+        ({"lm_eval": "nowhere.yaml"}, "nowhere.yaml: not readable as an lm-eval task"),
+    ],
+)
+def test_a_task_of_its_own_is_checked_when_the_recipe_is_read(
+    task: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sums.jsonl").write_text(QUESTIONS)
+    Path("empty.jsonl").write_text("")
+    Path("likelihood.yaml").write_text(LM_EVAL.replace("generate_until", "multiple_choice"))
+    Path("endless.yaml").write_text(LM_EVAL.replace("max_gen_toks: 64", ""))
+    Path("bleu.yaml").write_text(LM_EVAL.replace("exact_match", "bleu"))
+    with pytest.raises(InputError, match=re.escape(message)):
+        load_recipe(str(own_task(tmp_path, **task)))
+
+
+def test_a_name_that_ships_cannot_be_an_own_task(tmp_path: Path) -> None:
+    evaluation = {"tasks": ["gsm8k"], "own_tasks": {"gsm8k": {"data": "x.jsonl"}}}
+    with pytest.raises(InputError, match="'gsm8k' is a task that ships"):
+        parse_recipe(edited(bundled__evaluation=evaluation), "mine")
+
+
+def test_tasks_lists_what_ships_and_a_recipes_own(tmp_path: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    data.write_text(QUESTIONS)
+    path = tmp_path / "mine.yaml"
+    own = {"sums": {"data": str(data), "max_tokens": 100}}
+    path.write_text(edited(evaluation__own_tasks=own))
+    done = CliRunner().invoke(cli, ["tasks", "--recipe", str(path)])
+    rows = {line.split()[0]: line.split()[1:] for line in done.output.splitlines()}
+    assert rows["sums"] == ["5", "100", "500", str(data)]
+    assert rows["gsm8k"][:3] == ["1,319", "1,024", f"{1319 * 1024:,}"]
+    assert set(known_tasks()) < rows.keys()

@@ -11,7 +11,7 @@ from quantize.bundled import CHECKPOINT
 
 HELP = {"torch", "numpy", "pydantic", "yaml", "rich", "safetensors", "scipy", "recovery"}
 ENGINES = {
-    "transformers", "triton", "compressed_tensors", "fused_dequant", "huggingface_hub", "datasets",
+    "transformers", "triton", "compressed_tensors", "huggingface_hub", "datasets",
     "lm_eval", "sklearn", "pandas", "fastapi", "uvicorn", "jinja2", "httpx", "accelerate", "gguf",
 }  # fmt: skip
 SCRIPT = """

@@ -21,17 +21,34 @@ def known_tasks() -> list[str]:
 
 def is_private(task: str) -> bool:
     """Return whether a task's questions and answers must not be written anywhere."""
-    return bool(_metadata(task).get("private"))
+    return task in known_tasks() and bool(shipped(task)["metadata"].get("private"))
 
 
 def questions(task: str) -> int | None:
     """Return how many questions the published data set of a task has, None where it is not noted."""
-    return _metadata(task).get("questions")
+    return shipped(task)["metadata"].get("questions")
 
 
-def _metadata(task: str) -> dict[str, Any]:
-    text = (TASKS / f"{task.removesuffix(THINKING)}.yaml").read_text("utf-8")
-    return yaml.load(text, _Loader)["metadata"]
+def shipped(task: str) -> dict[str, Any]:
+    """Return the fields of a task that ships."""
+    return read_task(TASKS / f"{task}.yaml")
+
+
+def read_task(file: Path) -> dict[str, Any]:
+    """Read an lm-eval task file and what it includes; its own keys come first.
+
+    Raises:
+        ValueError: it cannot be read, or is no task.
+    """
+    try:
+        fields = yaml.load(file.read_text("utf-8"), _Loader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file}: not readable as an lm-eval task ({reason})") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{file}: not an lm-eval task: a mapping was expected")
+    base = fields.get("include")
+    return (read_task(file.parent / base) if isinstance(base, str) else {}) | fields
 
 
 class _Loader(yaml.SafeLoader):

@@ -25,6 +25,7 @@ from lm_eval.tasks import TaskManager
 from recovery.catalog import TASKS, THINKING, is_private, known_tasks
 from recovery.filters import final_choice
 from recovery.lm import BlockDiffusionLM, without_thinking
+from recovery.own import Definition
 from recovery.samples import (
     Batch,
     Completion,
@@ -104,6 +105,7 @@ def score(
     generate: Generate,
     *,
     data_file: Path | None,
+    definition: Definition | None = None,
     limit: int | None,
     repeats: int,
     seed: int,
@@ -114,10 +116,11 @@ def score(
     """Score `task`; of processes that share the work the first does, the others return None.
 
     Args:
-        task: one of `known_tasks()`.
+        task: one of `known_tasks()`, or the name of `definition`.
         store: where finished samples are kept; a resumed run passes the same.
         generate: answers batches of requests.
         data_file: a local .jsonl or .csv in place of the data set that the task names on the Hub.
+        definition: a task of the recipe's own (`recovery.own`).
         limit: the first so many documents, all when None.
         repeats: samples a document.
         seed: of the run; equal for the models that are compared.
@@ -128,12 +131,12 @@ def score(
     Raises:
         ValueError: an unknown task, or one with no documents.
     """
-    if task not in known_tasks():
+    if definition is None and task not in known_tasks():
         raise ValueError(f"no task named {task!r}; there are {', '.join(known_tasks())}")
     rows: list[Row] = []
     conditions: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        manager = _manager(task, data_file, Path(folder))
+        manager = _manager(task, definition, data_file, Path(folder))
         model = BlockDiffusionLM(
             store,
             generate,
@@ -158,7 +161,12 @@ def score(
 
 
 def first_requests(
-    task: str, *, data_file: Path | None, limit: int | None, seed: int
+    task: str,
+    *,
+    data_file: Path | None,
+    definition: Definition | None = None,
+    limit: int | None,
+    seed: int,
 ) -> list[Request]:
     """Return what `score` asks in the first repeat, by document, asking nobody."""
     with tempfile.TemporaryDirectory() as folder:
@@ -175,11 +183,14 @@ def first_requests(
             batch_size=1 << 20,
             progress=lambda finished, _: finished,
         )
-        _evaluate(model, task, _manager(task, data_file, Path(folder)), limit)
+        manager = _manager(task, definition, data_file, Path(folder))
+        _evaluate(model, task, manager, limit)
         return [model.requests[key] for key in sorted(model.requests)]
 
 
-def size(task: str, data_file: Path | None) -> tuple[int, int]:
+def size(
+    task: str, data_file: Path | None, definition: Definition | None = None
+) -> tuple[int, int]:
     """Load a task's data set; return its number of documents and the token limit of an answer.
 
     Raises:
@@ -187,7 +198,7 @@ def size(task: str, data_file: Path | None) -> tuple[int, int]:
     """
     try:
         with tempfile.TemporaryDirectory() as folder:
-            loaded: Any = _manager(task, data_file, Path(folder)).load([task])
+            loaded: Any = _manager(task, definition, data_file, Path(folder)).load([task])
             found = loaded["tasks"][task]
             limit = int(found.config.generation_kwargs["max_gen_toks"])
             return len(list(found.eval_docs)), limit
@@ -211,9 +222,11 @@ def _letter(text: str) -> str:
     return final_choice(without_thinking(text))
 
 
-def _manager(task: str, data_file: Path | None, folder: Path) -> TaskManager:
+def _manager(
+    task: str, definition: Definition | None, data_file: Path | None, folder: Path
+) -> TaskManager:
     """Return a manager of this one task, reading `data_file` where one is given."""
-    override: dict[str, Any] = {"include": str(TASKS / f"{task}.yaml"), "task": task}
+    override = {**(definition or {"include": str(TASKS / f"{task}.yaml")}), "task": task}
     if data_file is not None:
         override |= {
             "dataset_path": READERS[data_file.suffix],

@@ -25,6 +25,7 @@ COMMANDS = (
     "compare",
     "push",
     "recipes",
+    "tasks",
     "inspect",
     "generate",
     "serve",

@@ -9,7 +9,6 @@ says what it assumes.
 import os
 from collections.abc import Mapping
 
-from recovery.catalog import questions
 from recovery.gate import out_of_reach
 from rich.table import Table
 
@@ -91,7 +90,7 @@ def known_sizes(recipe: Recipe) -> dict[str, int]:
     """Return task -> questions that are asked, of the tasks whose data set's size is known."""
     found: dict[str, int] = {}
     for task in recipe.evaluation.tasks:
-        if (size := questions(task)) is not None:
+        if (size := recipe.evaluation.questions(task)) is not None:
             found[task] = min(size, recipe.evaluation.limit.get(task, size))
     return found
 

@@ -27,8 +27,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
-from recovery.catalog import is_private, known_tasks
+from recovery.catalog import is_private
 from recovery.gate import out_of_reach
+from recovery.own import Definition
 from recovery.samples import Batch, Finished, SampleStore, Share
 from recovery.scoring import (
     Scoring,
@@ -131,6 +132,7 @@ class Job:
     made_with: dict[str, Any]
     samples: int
     token_limit: int
+    definition: Definition | None = None
 
 
 def evaluate(
@@ -175,14 +177,15 @@ def evaluate(
         gpu_memory: bytes of a GPU that may be used, None for what is free.
 
     Raises:
-        InputError: an unknown task, one server of two, or a GGUF file of another checkpoint.
+        InputError: a task's own file that cannot be read, one server of two, or a GGUF file of another
+            checkpoint.
         ResourceError: a data set or a server that cannot be had.
     """
     if (server is None) != (base_server is None):
         raise InputError("--server and --base-server go together: both models are served alike")
     if (gguf is None) != (llama_cpp is None) or (gguf and server):
         raise InputError("--gguf and --llama-cpp go together, and without --server")
-    data = {task: data_file(task, data_dir) for task in known(settings.tasks)}
+    data = {task: data_file(task, data_dir, settings) for task in settings.tasks}
     sampler = Sampler.from_checkpoint(source)
 
     quantized = fingerprint(Checkpoint.open(run.checkpoint))
@@ -237,18 +240,6 @@ def _score_all(
             job.side.backend.release()
 
 
-def known(tasks: list[str]) -> list[str]:
-    """Return `tasks` when all of them exist.
-
-    Raises:
-        InputError: one does not.
-    """
-    if unknown := sorted(set(tasks) - set(known_tasks())):
-        shipped = ", ".join(known_tasks())
-        raise InputError(f"evaluation: no task named {unknown[0]!r}; there are: {shipped}")
-    return tasks
-
-
 def quantized_sides(
     gated: ActivationMode, more: Sequence[ActivationMode]
 ) -> list[tuple[str, ActivationMode]]:
@@ -259,16 +250,19 @@ def quantized_sides(
     return [(name, mode) for mode, name in named.items()]
 
 
-def data_file(task: str, data_dir: Path | None) -> Path | None:
+def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | None:
     """Return the local file of a task, None when its data set comes from the Hub.
 
     Raises:
         ResourceError: `data_dir` has no such file.
     """
+    own = settings.own_tasks.get(task)
+    if own is not None and own.data is not None:
+        return Path(own.data)
     if data_dir is None:
         return HELDOUT if task in BUNDLED_TASKS else None
     found = local_data(task, data_dir)
-    if found is None:
+    if found is None and own is None:
         raise ResourceError(f"{data_dir}: no .jsonl or .csv of task {task!r}; put it there")
     return found
 
@@ -283,7 +277,9 @@ def _jobs(
     """
     jobs: list[Job] = []
     try:
-        sizes = {task: size(task, file) for task, file in data.items()}
+        used = {task: own for task, own in settings.own_tasks.items() if task in data}
+        own = {task: each.definition() for task, each in used.items()}
+        sizes = {task: size(task, file, own.get(task)) for task, file in data.items()}
     except ValueError as error:
         raise ResourceError(str(error)) from error
     for side in sides:
@@ -297,10 +293,13 @@ def _jobs(
                 "seed": side.seed,
                 "batch_size": settings.batch_size,
             }
+            if task in own:
+                made_with["definition"] = settings.own_tasks[task].digest()
             made_with = json.loads(json.dumps(made_with))  # as it is read back
             samples = repeats * min(documents, settings.limit.get(task, documents))
             if not _is_done(run.evaluation / side.name, task, made_with):
-                jobs.append(Job(side, task, data[task], made_with, samples, token_limit))
+                found = Job(side, task, data[task], made_with, samples, token_limit, own.get(task))
+                jobs.append(found)
     return jobs
 
 
@@ -361,6 +360,7 @@ def _complete(run: RunDir, job: Job, settings: Evaluation, store: SampleStore) -
         store,
         side.backend,
         data_file=job.data_file,
+        definition=job.definition,
         limit=settings.limit.get(task),
         repeats=settings.repeats.get(task, 1),
         seed=side.seed,
@@ -372,7 +372,13 @@ def _complete(run: RunDir, job: Job, settings: Evaluation, store: SampleStore) -
         return
     if isinstance(side.backend, Answerer) and not is_private(task):
         limit = min(RECORDED, settings.limit.get(task, RECORDED))
-        asked = first_requests(task, data_file=job.data_file, limit=limit, seed=side.seed)
+        asked = first_requests(
+            task,
+            data_file=job.data_file,
+            definition=job.definition,
+            limit=limit,
+            seed=side.seed,
+        )
         recorded = side.backend.record(asked)
         write_json(run.evaluation / side.name / f"{task}.canvases.json", recorded)
     _write(run.evaluation / side.name, scoring)

@@ -15,8 +15,10 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
+from recovery.catalog import TASKS
 from recovery.filters import final_choice, integer
 from recovery.lm import cut
+from recovery.own import Definition, from_lm_eval, from_questions
 from recovery.samples import Batch, Completion, Finished, Request, SampleStore
 from recovery.scoring import Scoring, first_requests, known_tasks, score, size
 
@@ -215,6 +217,58 @@ def test_requests_can_be_had_without_answers(tmp_path: Path) -> None:
     requests = first_requests("word_problems", data_file=data, limit=3, seed=0)
     assert [number_in(r) for r in requests] == [0, 1, 2]
     assert set(requests) < set(asked)
+
+
+def test_a_task_of_ones_own_scores_as_told(tmp_path: Path) -> None:
+    rows = [{"sum": f"What is {i} + 1?", "total": f"{i + 1:,}"} for i in range(998, 1002)]
+    data = write_jsonl(tmp_path / "sums.jsonl", rows)
+    definition = from_questions(
+        data, prompt="{{sum}}", target="{{total}}", extract=r"= (\S+)", max_tokens=64, thinking=True
+    )
+    assert size("sums", data, definition) == (4, 64)
+    scored = score_own("sums", data, definition, tmp_path, lambda r: f"= 7\n= {number_in(r) + 1}.")
+    assert [row.scores for row in scored.rows] == [{"answer": 1.0}] * 4
+    assert all(request.thinking for request in own_requests(data, definition))
+    wrong = score_own("sums", data, definition, tmp_path / "w", lambda r: f"= {number_in(r)}\n")
+    assert [row.score for row in wrong.rows] == [0.0] * 4
+
+
+def test_an_lm_eval_task_of_ones_own(tmp_path: Path) -> None:
+    data = problems(tmp_path)
+    base = yaml.safe_load((TASKS / "word_problems.yaml").read_text())
+    base["dataset_kwargs"] = {"data_files": {"test": str(data)}, "cache_dir": str(tmp_path / "c")}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    (tmp_path / "mine.yaml").write_text("include: base.yaml\ndoc_to_text: 'Say: {{question}}'\n")
+    definition = from_lm_eval(tmp_path / "mine.yaml")
+    requests = first_requests("mine", data_file=None, definition=definition, limit=None, seed=0)
+    assert requests[1].prompt == "Say: What is 1 + 1?"
+    scored = score_own("mine", None, definition, tmp_path, lambda r: f"#### {r.prompt[13]}")
+    assert [row.score for row in scored.rows] == [0.0] * 4
+    assert [row.answer for row in scored.rows] == ["0", "1", "2", "3"]
+
+
+def score_own(
+    task: str, data: Path | None, definition: Definition, folder: Path, answer: Answer
+) -> Scoring:
+    found = score(
+        task,
+        SampleStore(folder / f"{task}.samples.jsonl", {}),
+        answering(answer),
+        data_file=data,
+        definition=definition,
+        limit=None,
+        repeats=1,
+        seed=0,
+        batch_size=8,
+        sampler={},
+        progress=lambda finished, _: finished,
+    )
+    assert found is not None
+    return found
+
+
+def own_requests(data: Path, definition: Definition) -> list[Request]:
+    return first_requests("sums", data_file=data, definition=definition, limit=None, seed=0)
 
 
 def test_unknown_tasks_and_empty_data_sets_are_errors(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Tasks that a recipe brings along: a local file of questions, or an lm-eval task of its own.
+
+Both become fields of an lm-eval task, a `Definition`, which `recovery.scoring` takes in place of a task
+that ships. What can be wrong with them is found here, before a model is loaded.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recovery.catalog import read_task
+
+Definition = Mapping[str, Any]
+FORGIVEN = [",", r"\$", r"\.$"]  # what may differ between an answer and its target, with upper case
+
+
+def from_questions(
+    file: Path, *, prompt: str, target: str, extract: str, max_tokens: int, thinking: bool
+) -> Definition:
+    """Return the task of a jsonl file with one question a line.
+
+    Args:
+        file: JSON objects, one a line.
+        prompt: Jinja template of the user's message, over the fields of a line.
+        target: template of the right answer.
+        extract: regular expression whose group is the model's answer; its last match counts.
+        max_tokens: tokens of an answer, at most.
+        thinking: whether the thinking channel is on.
+
+    Raises:
+        ValueError: the file cannot be read, or a template names a field that its first line lacks.
+    """
+    first, count = _first_line(file)
+    for text in (prompt, target):
+        if unknown := _fields(text) - first.keys():
+            raise ValueError(
+                f"{file}: its first line has no field {min(unknown)!r}, which {text!r} names; there "
+                f"are: {', '.join(first)}"
+            )
+    if re.compile(extract).groups != 1:
+        raise ValueError(f"extract {extract!r} must have one group, the answer")
+    found = {"function": "regex", "regex_pattern": extract, "group_select": -1}
+    return {
+        "dataset_path": "json",
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": prompt,
+        "doc_to_target": target,
+        "generation_kwargs": {"until": [], "max_gen_toks": max_tokens, "thinking": thinking},
+        "filter_list": [{"name": "answer", "filter": [found, {"function": "take_first"}]}],
+        "metric_list": [
+            {
+                "metric": "exact_match",
+                "aggregation": "mean",
+                "higher_is_better": True,
+                "ignore_case": True,
+                "regexes_to_ignore": FORGIVEN,
+            }
+        ],
+        "metadata": {"version": 1.0, "questions": count},
+    }
+
+
+def _first_line(file: Path) -> tuple[dict[str, Any], int]:
+    """Return the first JSON object of a file and how many lines there are."""
+    try:
+        lines = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+        first = json.loads(lines[0])
+    except (OSError, ValueError, IndexError) as error:
+        raise ValueError(f"{file}: not a jsonl file of questions ({error})") from error
+    if not isinstance(first, dict):
+        raise ValueError(f"{file}: its first line is not a JSON object")
+    return first, len(lines)
+
+
+def _fields(template: str) -> set[str]:
+    """Return the names that a Jinja template reads."""
+    from jinja2 import Environment, TemplateError, meta
+
+    try:
+        return meta.find_undeclared_variables(Environment(autoescape=True).parse(template))
+    except TemplateError as error:
+        raise ValueError(f"{template!r} is not a Jinja template: {error}") from error
+
+
+def from_lm_eval(file: Path) -> Definition:
+    """Return the task of an lm-eval YAML file: of type generate_until, scored by exact_match.
+
+    Raises:
+        ValueError: it cannot be read, or is a task that block diffusion cannot answer.
+    """
+    fields = read_task(file)
+    if (kind := fields.get("output_type")) != "generate_until":
+        raise ValueError(
+            f"{file}: output_type is {kind!r}, not 'generate_until': block diffusion writes answers "
+            f"and has no likelihoods"
+        )
+    if "max_gen_toks" not in (fields.get("generation_kwargs") or {}):
+        raise ValueError(f"{file}: generation_kwargs lacks max_gen_toks, the tokens of an answer")
+    metrics = [metric.get("metric") for metric in fields.get("metric_list") or []]
+    if "exact_match" not in metrics:
+        raise ValueError(f"{file}: metric_list lacks exact_match, which is what is compared")
+    said = {key: fields[key] for key in ("generation_kwargs", "dataset_path") if key in fields}
+    return {"include": str(file), "metadata": fields.get("metadata") or {}, **said}
