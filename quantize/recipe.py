@@ -211,8 +211,8 @@ class Gate(Section):
     `such_questions`, of which it is a sample (recovery.estimands). It has no default: a margin says
     nothing until it is known of what. `margin_pp`: allowed loss of accuracy in percentage points per
     task. `max_kl_nats`: largest mean KL from BF16 on replayed trajectories per activation mode; a mode
-    without one is not judged. `max_step_inflation`: largest share of denoising steps a token beyond
-    BF16's (0.05 is 5 %); None does not judge it.
+    without one is not judged. `max_step_inflation`: the run fails when more
+    denoising steps a token than this share above BF16's are shown (0.1 is 10 %); None does not judge.
     """
 
     estimand: Estimand

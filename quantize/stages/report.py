@@ -213,21 +213,19 @@ def _verdict(
 def _with_steps(
     verdict: Verdict, tasks: Sequence[Mapping[str, Any]], most: float | None
 ) -> Verdict:
-    """Return the verdict once the steps that the quantized model takes are judged as well."""
-    if most is None:
-        return verdict
+    """Return FAIL where the quantized model is shown to take more steps than allowed."""
     for entry in tasks:
-        stated = entry["step_inflation"]
-        if not entry["gated"] or stated is None:
+        stated = entry["step_inflation"] if entry["gated"] else None
+        if most is None or stated is None:
             continue
         found = StepInflation(**stated)
-        outcome = found.outcome(most)
-        if outcome == "FAIL" or (outcome == "INCONCLUSIVE" and verdict.outcome == "PASS"):
-            reason = (
+        if found.exceeds(most):
+            return Verdict(
+                "FAIL",
                 f"{entry['task']}: {found.ratio - 1:+.1%} denoising steps a token "
-                f"({found.low - 1:+.1%} to {found.high - 1:+.1%}), at most {most:+.1%} allowed"
+                f"({found.low - 1:+.1%} to {found.high - 1:+.1%}), at most {most:+.1%} allowed",
+                verdict.estimand,
             )
-            verdict = Verdict(outcome, reason, verdict.estimand)
     return verdict
 
 

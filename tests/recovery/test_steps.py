@@ -48,10 +48,10 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     )  # 99 % of such experiments: 950 +- 2.6 * 6.9, and 2 for the truth's error
 
 
-def test_outcomes_against_a_limit() -> None:
-    assert StepInflation(1.02, 1.00, 1.04, NEVER).outcome(0.05) == "PASS"
-    assert StepInflation(1.05, 1.03, 1.07, NEVER).outcome(0.05) == "INCONCLUSIVE"
-    assert StepInflation(1.09, 1.06, 1.12, NEVER).outcome(0.05) == "FAIL"
+def test_only_an_interval_beyond_the_limit_exceeds_it() -> None:
+    assert not StepInflation(1.02, 1.00, 1.04, NEVER).exceeds(0.05)
+    assert not StepInflation(1.09, 1.04, 1.14, NEVER).exceeds(0.05)
+    assert StepInflation(1.09, 1.06, 1.12, NEVER).exceeds(0.05)
 
 
 def test_canvases_that_never_stop_are_counted() -> None:

@@ -388,7 +388,7 @@ def scoring(steps: int) -> Scoring:
 
 @pytest.mark.parametrize(
     ("steps", "limit", "outcome"),
-    [(21, 0.10, "PASS"), (24, 0.10, "FAIL"), (24, None, "PASS"), (22, 0.0953, "INCONCLUSIVE")],
+    [(21, 0.10, "PASS"), (24, 0.10, "FAIL"), (24, None, "PASS"), (22, 0.0953, "PASS")],
 )
 def test_a_model_that_takes_too_many_steps_fails_the_gate(
     steps: int, limit: float | None, outcome: str
