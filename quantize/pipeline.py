@@ -26,7 +26,7 @@ from quantize.manifest import fingerprint, new_manifest
 from quantize.processes import best_device, is_first
 from quantize.progress import console, say
 from quantize.recipe import Recipe, load_recipe, read_recipe
-from quantize.run_dir import RunDir, read_json, write_json
+from quantize.run_dir import REDO, RunDir, read_json, write_json
 from quantize.runtime.memory import budget_of
 from quantize.runtime.memory import plan as fit
 from quantize.stage import STAGES, Run, Stage
@@ -90,6 +90,11 @@ def started(
             raise InputError(
                 f"{folder.path}: this run exists; --resume continues or shows it, --out starts "
                 f"elsewhere"
+            )
+        about = read_json(folder.manifest_json, "stages", "source.fingerprint")["source"]
+        if about["fingerprint"] != digest:
+            raise InputError(
+                f"{folder.manifest_json}: names another model than {source.folder}; {REDO}"
             )
         console.print(plan_table(targets, f"{recipe.name}: {source.folder.name} -> {folder.path}"))
         for sentence in cannot_pass(recipe):

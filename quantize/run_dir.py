@@ -132,7 +132,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, *keys: str) -> Any:
-    """Read a JSON file of a run.
+    """Read a JSON object from a file of a run.
 
     `keys` must be there, "source.folder" within "source".
 
@@ -143,6 +143,8 @@ def read_json(path: Path, *keys: str) -> Any:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON ({error}); {REDO}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object; {REDO}")
     for key in keys:
         found: Any = value
         for part in key.split("."):

@@ -209,7 +209,7 @@ def _judged(run: Run) -> int:
     from quantize.progress import console, say
     from quantize.reports.render import summary
 
-    content = read_json(run.folder.report_json, "verdict")
+    content = read_json(run.folder.report_json, "verdict.outcome", "model", "recipe", "tasks")
     verdict = content["verdict"]
     console.print(summary(content))
     say(f"report: {run.folder.report_html}")

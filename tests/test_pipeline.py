@@ -1,16 +1,21 @@
 """The whole run on the bundled model, in small: verdicts, damage, interruption."""
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from quick_run import Quick, made_up_scores
 from safetensors.torch import load_file, save_file
 
 from quantize.recipe import shipped_recipes
@@ -120,6 +125,70 @@ def test_exchanged_experts_fail_the_gate(small_recipe: Path, tmp_path: Path) -> 
 def _next_expert(name: str, layer: str, experts: int = 16) -> str:
     expert, rest = name.removeprefix(layer).split(".", 1)
     return f"{layer}{(int(expert) + 1) % experts}.{rest}"
+
+
+@pytest.mark.parametrize(
+    ("scores", "code", "outcome"),
+    [
+        ({}, 0, "PASS"),
+        ({"lost": 40}, 1, "FAIL"),
+        ({"lost": 15}, 4, "INCONCLUSIVE"),
+        ({"dtype": "torch.bfloat16"}, 4, "NOT COMPARABLE"),
+    ],
+)
+def test_every_verdict_has_its_exit_code(
+    scores: dict[str, Any], code: int, outcome: str, tiny_checkpoint: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of the run, of the run that is shown again, and of `quantize report` alone."""
+    quick = Quick(tmp_path, tiny_checkpoint, monkeypatch)
+    monkeypatch.setattr("quantize.stages.evaluate.evaluate", partial(made_up_scores, **scores))
+    assert quick.run().code == code
+    assert read_json(quick.folder.report_json)["verdict"]["outcome"] == outcome
+    again = quick.run("--resume")
+    assert (again.code, again.redone()) == (code, [])
+    assert quick("report", quick.folder.path).code == code
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file", "below a device", "the run's name"])
+def test_a_place_where_no_folder_can_be(
+    place: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = Quick(tmp_path, tiny_checkpoint, monkeypatch)
+    file = tmp_path / "file"
+    file.write_text("mine")
+    if place == "the run's name":
+        assert quick.run("--until", "plan").code == 0
+        name = quick.folder.path.name
+        shutil.rmtree(quick.folder.path)
+        file = quick.out / name
+        file.write_text("mine")
+    else:
+        outs = {"a file": file, "below a file": file / "x", "below a device": Path("/dev/null/x")}
+        quick.out = outs[place]
+    done = quick.run("--until", "plan")
+    assert done.code == 2
+    assert "no folder can be made there" in done.last
+    assert "name another --out" in done.last
+    assert file.read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read-only: said for root too, whom permissions do not stop."""
+    quick = Quick(tmp_path, tiny_checkpoint, monkeypatch)
+    mkdir = Path.mkdir
+
+    def read_only(self: Path, *given: Any, **options: Any) -> None:
+        if self.is_relative_to(quick.out):
+            raise OSError(errno.EROFS, "Read-only file system", str(self))
+        mkdir(self, *given, **options)
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    done = quick.run("--until", "plan")
+    assert done.code == 3
+    assert "cannot be made (Read-only file system); name another --out" in done.last
 
 
 @pytest.mark.slow

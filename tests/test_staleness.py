@@ -12,18 +12,13 @@ from quantize.run_dir import read_json, write_json
 from quantize.stage import STAGES
 from quantize.stages import convert
 
-NAMES = [stage.name for stage in STAGES if stage.is_needed(load_recipe("fp8_dynamic"))]
+NAMES = [stage.name for stage in STAGES if stage.is_needed(load_recipe("nvfp4"))]
 
 
 @pytest.fixture
-def quick(
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Quick:
+def quick(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quick:
     """A finished run of the tiny model."""
-    quantize = Quick(tmp_path, tiny_checkpoint, monkeypatch, capsys)
+    quantize = Quick(tmp_path, tiny_checkpoint, monkeypatch)
     done = quantize.run()
     assert done.code == 0, done.err
     assert done.redone() == NAMES
@@ -35,35 +30,6 @@ def test_a_finished_run_is_shown_and_not_made_again(quick: Quick) -> None:
     assert done.code == 0
     assert done.redone() == []
     assert done.err.count("done before") == len(NAMES)
-
-
-@pytest.mark.parametrize(
-    ("path", "redone"),
-    [
-        ("recipe.yaml", ["plan"]),
-        ("targets.csv", ["plan"]),
-        ("checkpoint/config.json", ["convert"]),
-        ("checkpoint/generation_config.json", ["convert"]),
-        ("checkpoint/model.safetensors", ["convert"]),
-        ("verification.json", ["verify"]),
-        ("fidelity.json", ["fidelity"]),
-        ("evaluation/bf16/word_problems.jsonl", ["evaluate"]),
-        ("evaluation/quantized/word_problems.conditions.json", ["evaluate"]),
-        ("evaluation/done.json", ["evaluate"]),
-        ("report.json", ["report"]),
-        ("report.html", ["report"]),
-    ],
-)
-def test_a_changed_result_is_made_again(path: str, redone: list[str], quick: Quick) -> None:
-    """What comes out is the same as before, so that nothing behind it has to be redone."""
-    file = quick.folder.path / path
-    before = file.read_bytes()
-    file.write_bytes(before[:-9] + b"x" + before[-8:])
-    done = quick.run("--resume")
-    assert done.code == 0, done.err
-    assert done.redone() == redone
-    if path not in ("report.json", "report.html"):  # they hold seconds
-        assert file.read_bytes() == before
 
 
 def test_a_result_that_comes_out_different_makes_what_follows_stale(
@@ -81,10 +47,7 @@ def test_a_result_that_comes_out_different_makes_what_follows_stale(
     assert quick.run("--resume").redone() == ["verify", "fidelity", "evaluate", "report"]
 
 
-def test_a_lost_or_damaged_record_of_inputs_means_stale(quick: Quick) -> None:
-    for text in ("", "[]", "{", '{"plan": 3}', "[" * 100_000):
-        quick.folder.stages_json.write_text(text)
-        assert quick.run("--resume").redone() == NAMES
+def test_a_stage_without_an_entry_is_stale(quick: Quick) -> None:
     records = read_json(quick.folder.stages_json)
     del records["verify"]
     write_json(quick.folder.stages_json, records)

@@ -104,8 +104,6 @@ def _check_artifact(run: RunDir, recipe: Recipe) -> None:
             f"{run.checkpoint}: not the checkpoint that was verified; run `quantize verify`, "
             f"`evaluate` and `report` again"
         )
-    if read_json(run.report_json, "artifact")["artifact"] != digest:
-        raise InputError(f"{run.report_json}: older than the verification; run `quantize report`")
     for task in recipe.evaluation.tasks:
         path = run.evaluation / "quantized" / f"{task}.conditions.json"
         scored = read_json(path, "made_with.model.weights")["made_with"]["model"]["weights"]
@@ -113,7 +111,7 @@ def _check_artifact(run: RunDir, recipe: Recipe) -> None:
             raise InputError(
                 f"{path}: another checkpoint was scored; run `quantize evaluate` and `report` again"
             )
-    if run.fidelity_json.exists() and (faults := read_json(run.fidelity_json).get("faults")):
+    if run.fidelity_json.exists() and (faults := read_json(run.fidelity_json, "faults")["faults"]):
         raise GateError(f"{run.fidelity_json}: {faults[0]}")
 
 

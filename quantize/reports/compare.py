@@ -78,7 +78,7 @@ def _tasks(run: RunDir) -> list[str]:
     done = run.evaluation / "done.json"
     if not done.exists():
         raise InputError(f"{done}: missing; run `quantize evaluate {run.path}` first")
-    return sorted(read_json(done)["tasks"])
+    return sorted(read_json(done, "tasks")["tasks"])
 
 
 def _facts(a: RunDir, b: RunDir) -> dict[str, tuple[float | None, float | None]]:
@@ -92,7 +92,7 @@ def _figures(run: RunDir) -> dict[str, float]:
         shards = run.checkpoint.glob("*.safetensors")
         figures["checkpoint, MB"] = sum(file.stat().st_size for file in shards) / 1e6
     if run.fidelity_json.exists():
-        for mode, each in read_json(run.fidelity_json)["activations"].items():
+        for mode, each in read_json(run.fidelity_json, "activations")["activations"].items():
             figures[f"KL from BF16, nats, activations {mode}"] = each["kl_nats"]["mean"]
     return figures
 

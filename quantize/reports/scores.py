@@ -15,7 +15,7 @@ from recovery.statistics import Comparison, compare
 from recovery.steps import StepInflation, share_at, step_inflation
 
 from quantize.errors import InputError
-from quantize.run_dir import read_json
+from quantize.run_dir import REDO, read_json
 
 
 def pair(
@@ -101,13 +101,16 @@ def read_scoring(folder: Path, task: str) -> Scoring:
     """Read a scoring that evaluate wrote.
 
     Raises:
-        InputError: it is not there.
+        InputError: it is not there, or damaged.
     """
     path, about = folder / f"{task}.jsonl", folder / f"{task}.conditions.json"
     if not path.exists() or not about.exists():
         raise InputError(f"{path}: missing or unfinished; run `quantize evaluate` first")
-    rows = [Row(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
-    conditions = read_json(about)
+    try:
+        rows = [Row(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path}: a line is no scored sample ({error}); {REDO}") from error
+    conditions = read_json(about, "compared", "made_with")
     return Scoring(task, rows, conditions["compared"], conditions["made_with"])
 
 

@@ -49,6 +49,7 @@ from quantize.reports.scores import pair, read_scoring
 from quantize.run_dir import RunDir, read_json, write_json, write_text
 
 DECODER_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
+FIDELITY = ("faults", "activations", "own_conditioning", "max_kl_nats")
 SIDES: dict[str, str] = {
     "quantized-none": "none",
     "quantized-per-expert": "per_expert",
@@ -68,7 +69,6 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
     judged, verdict = judge_run(run, recipe)
     content = {
         "format": 1,
-        "model": manifest["source"],
         **judged,
         "sizes": _sizes(targets),
         "layers": _layers(targets, verification["relative_error"]),
@@ -76,8 +76,6 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
         "verification": {key: verification[key] for key in ("passed", "checks")},
         "coverage": _coverage(run),
         "canvases": _canvases(run, recipe.evaluation.tasks),
-        "versions": manifest["versions"],
-        "hardware": manifest["hardware"],
         "stages": manifest["stages"],
     }
     write_json(run.report_json, content)
@@ -107,8 +105,9 @@ def check_report(run: RunDir, recipe: Recipe) -> None:
 
 
 def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
-    """Return what of report.json the verdict rests on, and the verdict."""
+    """Return the verdict, and what of report.json it rests on or stands for it outside."""
     verification = _needed(run.verification_json, "verify")
+    manifest = _needed(run.manifest_json, "run")
     comparisons: dict[str, Comparison] = {}  # of the gated entries
     tasks: list[dict[str, Any]] = []
     for task in recipe.evaluation.tasks:
@@ -119,11 +118,14 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
             tasks.append(about | {"outcome": alone} | entry)
             if side == "quantized" and comparison is not None:
                 comparisons[task] = comparison
-    fidelity = read_json(run.fidelity_json) if run.fidelity_json.exists() else None
+    fidelity = read_json(run.fidelity_json, *FIDELITY) if run.fidelity_json.exists() else None
     verdict = _verdict(verification, fidelity, tasks, comparisons)
     if verdict.outcome in ("PASS", "INCONCLUSIVE"):
         verdict = _with_steps(verdict, tasks, recipe.gate.max_step_inflation)
     judged = {
+        "model": manifest["source"],
+        "versions": manifest["versions"],
+        "hardware": manifest["hardware"],
         "artifact": verification.get("artifact"),
         "recipe": {"name": recipe.name, "scheme": recipe.quantization.scheme},
         "verdict": {
@@ -152,7 +154,11 @@ def _evidence(run: RunDir) -> dict[str, str]:
 def _needed(path: Path, stage: str) -> Any:
     if not path.exists():
         raise InputError(f"{path}: missing; run `quantize {stage}` first")
-    return read_json(path, "source" if stage == "run" else "passed")
+    keys = {
+        "run": ("source", "versions", "hardware", "stages"),
+        "verify": ("passed", "checks", "relative_error"),
+    }
+    return read_json(path, *keys[stage])
 
 
 def _sides(run: RunDir, task: str, recipe: Recipe) -> Mapping[str, str]:
@@ -277,7 +283,7 @@ def _coverage(run: RunDir) -> dict[str, Any] | None:
     path = run.calibration / "coverage.json"
     if not path.exists():
         return None
-    coverage = read_json(path)
+    coverage = read_json(path, "tokens_per_expert", "min_tokens_per_expert", "fallbacks")
     tokens = [count for layer in coverage["tokens_per_expert"].values() for count in layer]
     return {
         "experts": len(tokens),

@@ -34,7 +34,7 @@ from quantize.manifest import fingerprint
 from quantize.progress import say, track
 from quantize.recipe import Calibration, Recipe
 from quantize.rounding import global_scale
-from quantize.run_dir import folder_when_complete, read_json, sync_file, write_json
+from quantize.run_dir import folder_when_complete, read_json, sync_file, write_json, write_text
 from quantize.runtime.engine import Engine
 from quantize.runtime.opening import open
 from quantize.runtime.sampler import Sampler
@@ -311,10 +311,10 @@ def _identity(
 def _start(folder: Path, identity: str) -> None:
     """Keep the layers of an interrupted try that had the same inputs; remove those of another."""
     path = folder / IDENTITY
-    if not path.exists() or read_json(path) != identity:
+    if not path.exists() or path.read_text("utf-8") != identity:
         for file in folder.iterdir():
             file.unlink()
-        write_json(path, identity)
+        write_text(path, identity)
 
 
 def _summarize(folder: Path) -> None:

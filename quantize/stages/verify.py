@@ -102,7 +102,7 @@ def _check_unchanged(hashes: dict[str, str], record: Path, check: Check) -> None
     if not record.is_file():
         check.expect(False, f"{record} is missing: nothing says what convert wrote; {CONVERT}")
         return
-    written: dict[str, str] = read_json(record)["files"]
+    written: dict[str, str] = read_json(record, "files")["files"]
     for name in sorted(written.keys() | hashes.keys()):
         is_same = written.get(name) == hashes.get(name)
         check.expect(is_same, f"{name} is not what convert wrote; {CONVERT}")

@@ -46,14 +46,16 @@ def finished_run(
     about = {"model": BASE, "bundled": False, "commit": COMMIT, "folder": str(source)}
     versions = {"torch": "2.13.0", "transformers": "5.17.0"}
     hardware = {"cpu": "a CPU", "cores": 2, "memory_bytes": 1, "gpus": []}
-    manifest = {"recipe": "nvfp4", "source": {**about, "fingerprint": "ab" * 32, "bytes": 1}}
-    write_json(run.manifest_json, {**manifest, "versions": versions, "stages": {}})
+    manifest: dict[str, Any] = {"recipe": "nvfp4", "versions": versions, "hardware": hardware}
+    manifest["source"] = {**about, "fingerprint": "ab" * 32, "bytes": 1}
+    write_json(run.manifest_json, {**manifest, "stages": {}})
     artifact = Checkpoint.open(run.checkpoint)
     digest = fingerprint(artifact)
     verification = {"artifact": digest, "sha256": checksums(artifact), "passed": True, "checks": []}
-    write_json(run.verification_json, verification)
+    write_json(run.verification_json, verification | {"relative_error": {}})
     write_text(run.calibration / "input_scales.safetensors", "made up")
-    write_json(run.fidelity_json, {"faults": [], "activations": {"per_layer": fidelity_row()}})
+    found = {"max_kl_nats": {}, "activations": {"per_layer": fidelity_row()}}
+    write_json(run.fidelity_json, {"faults": [], "own_conditioning": {}, **found})
     write_scores(run, recipe.evaluation.tasks, digest, outcome)
     report = {
         "format": 1,

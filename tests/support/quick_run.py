@@ -4,21 +4,25 @@ What needs a trained model is made up: the replay found no distance, and both mo
 problem as told, so that the verdict is what a test wants it to be.
 """
 
+import io
 import shutil
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from conversions import write_input_scales
 from recovery.scoring import Row, Scoring
 
 from quantize import cli
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import plan_targets
 from quantize.manifest import fingerprint
-from quantize.recipe import Evaluation, shipped_recipes
-from quantize.run_dir import RunDir, write_json
+from quantize.recipe import Evaluation, Recipe, shipped_recipes
+from quantize.run_dir import RunDir, folder_when_complete, write_json
 from quantize.stages import evaluate
 
 TASK = "word_problems"
@@ -26,8 +30,8 @@ PROBLEMS = 60
 
 
 def quick_recipe(folder: Path) -> Path:
-    """Write an FP8 recipe with one task and a margin that 60 problems can decide."""
-    fields = yaml.safe_load(shipped_recipes()["fp8_dynamic"]) | {"name": "quick"}
+    """Write an NVFP4 recipe with one task and a margin that 60 problems can decide."""
+    fields = yaml.safe_load(shipped_recipes()["nvfp4"]) | {"name": "quick"}
     fields["evaluation"] |= {"tasks": [TASK], "repeats": {}}
     fields["gate"] |= {"margin_pp": {TASK: 30}}
     path = folder / "quick.yaml"
@@ -51,9 +55,10 @@ def made_up_scores(
     *,
     noise_floor: bool = False,
     lost: int = 0,
+    dtype: str = "torch.float32",
     **_: Any,
 ) -> None:
-    """Stand in for evaluate: the quantized model loses the first `lost` of 60 problems."""
+    """Stand in for evaluate: the quantized model, in `dtype`, loses the first `lost` of 60 problems."""
     quantized = fingerprint(Checkpoint.open(run.checkpoint))
     sides = {"bf16": (digest, 0), "quantized": (quantized, lost)}
     if noise_floor:
@@ -62,10 +67,21 @@ def made_up_scores(
         scores = [0.0] * wrong + [1.0] * (PROBLEMS - wrong)
         conditions = {"task": TASK, "seed": settings.seed, "sampler": {"dtype": "torch.float32"}}
         made_with = {"model": {"weights": model, "activations": "none"}, "dtype": "torch.float32"}
+        if side == "quantized":
+            made_with["dtype"] = dtype
         made_with |= {"device": "cpu", "versions": {"torch": "2"}, "batch_size": 1, "seed": 0}
         scoring = Scoring(TASK, rows(scores), conditions, made_with)
         evaluate._write(run.evaluation / side, scoring)
     write_json(run.evaluation / "done.json", {"tasks": settings.tasks})
+
+
+def made_up_ranges(source: Path, recipe: Recipe, out: Path, **_: Any) -> None:
+    """Stand in for calibrate: every input has a range of its own, all experts saw tokens."""
+    with folder_when_complete(out) as folder:
+        targets = plan_targets(Checkpoint.open(source).tensors, recipe.quantization)
+        write_input_scales(folder / "input_scales.safetensors", targets)
+        coverage = {"min_tokens_per_expert": 1, "fallbacks": [], "tokens_per_expert": {"0": [3, 4]}}
+        write_json(folder / "coverage.json", coverage)
 
 
 def made_up_replay(source: Path, checkpoint: Path, calibration: Path, out: Path, **_: Any) -> None:
@@ -99,21 +115,20 @@ class Done:
 
 
 class Quick:
-    """The command line in this process, on a folder of runs of its own."""
+    """The command line in this process, on a folder of runs of its own.
 
-    def __init__(
-        self,
-        folder: Path,
-        model: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        self.out = folder / "outputs"
-        self.model = shutil.copytree(model, folder / "bf16")
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(CHECKPOINT / name, self.model)
+    `folder` may be a copy of one that another Quick has worked in; else the tiny model is put there.
+    """
+
+    def __init__(self, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.out, self.model = folder / "outputs", folder / "bf16"
+        if not self.model.exists():
+            shutil.copytree(model, self.model)
+            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                shutil.copy(CHECKPOINT / name, self.model)
         self.recipe = quick_recipe(folder)
-        self.monkeypatch, self.capsys = monkeypatch, capsys
+        self.monkeypatch = monkeypatch
+        monkeypatch.setattr("quantize.stages.calibrate.calibrate", made_up_ranges)
         monkeypatch.setattr("quantize.stages.fidelity.fidelity", made_up_replay)
         monkeypatch.setattr("quantize.stages.evaluate.evaluate", made_up_scores)
         monkeypatch.setattr("quantize.progress.console.width", 1000)
@@ -121,11 +136,11 @@ class Quick:
     def __call__(self, *words: object) -> Done:
         """Run one command."""
         self.monkeypatch.setattr("sys.argv", ["quantize", *map(str, words)])
-        self.capsys.readouterr()
-        code = cli._exit_code()
-        text = self.capsys.readouterr()
-        assert "Traceback" not in text.err
-        return Done(code, text.out, text.err)
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            code = cli._exit_code()
+        assert "Traceback" not in err.getvalue()
+        return Done(code, out.getvalue(), err.getvalue())
 
     def run(self, *more: object) -> Done:
         """Run the pipeline."""
