@@ -72,7 +72,9 @@ def pair(
 
 
 def _steps(base: Scoring, other: Scoring, confidence: float) -> StepInflation | None:
-    """Return how many more steps `other` takes; None where a server tells no steps."""
+    """Return how many more steps `other` takes; None where a server tells no steps, or not how many
+    it takes at most.
+    """
     sides = (base, other)
     if any(not row.denoising_steps for side in sides for row in side.rows) or len(base.rows) < 2:
         return None
@@ -85,7 +87,9 @@ def _steps(base: Scoring, other: Scoring, confidence: float) -> StepInflation | 
         costs.append(sums)
     if costs[0].keys() != costs[1].keys() or len(costs[0]) < 2:
         return None
-    most = base.conditions["sampler"]["max_denoising_steps"]
+    most = base.conditions.get("sampler", {}).get("max_denoising_steps")
+    if most is None:
+        return None
     ours, theirs = (
         share_at([step for row in side.rows for step in row.denoising_steps], most)
         for side in sides
