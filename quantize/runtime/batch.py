@@ -1,14 +1,14 @@
-"""Block-diffusion generation of one batch, step by step: what is recorded, observed and compared.
+"""Block-diffusion generation of one batch, step by step, so that steps can be recorded and compared.
 
     encode the prompts
     for each canvas:  noise -> denoise until every row has stopped -> commit the argmax canvases
                       rows that met an EOS or their budget leave; the rest encode what they committed
 
-It drives an engine's `passes`, so every engine can be watched while it runs, and each step's decisions
-are recorded. `engine.complete` answers the same requests faster and shows less. Rows leave the
-computation as soon as they stop, within a canvas too: most of a batch's steps are run by its slowest
-rows. This needs noise with addresses (`noise="counter"`). With `noise="reference"` no row leaves before
-the last one stops, because transformers draws for all of them.
+It drives an engine's `passes`, so every engine can be watched while it runs. `engine.complete` answers
+the same requests faster and shows less. Rows leave the computation as soon as they stop, within a
+canvas too: most of a batch's steps are run by its slowest rows. This needs noise with addresses
+(`noise="counter"`). With `noise="reference"` no row leaves before the last one stops, because
+transformers draws for all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def generate(
     """Generate one sample for each prompt, as one batch.
 
     Args:
-        engine: of whose slots none is taken.
+        engine: none of its slots may be taken.
         prompts: token ids, of any lengths.
         seeds: one int64 seed a prompt; equal (prompt, seed) give equal samples in any batch.
         max_new_tokens: budget; as in transformers whole canvases are generated until it is reached.
@@ -50,11 +50,10 @@ def generate(
         on_step: called after every denoising step.
         noise: "counter" (addressed, see `noise.py`) or "reference" (transformers' stream, for parity
             tests; the seeds are then ignored, torch's global generator counts).
-        images: of each prompt, where its image placeholders are.
+        images: each prompt's images, which its image placeholders stand for; None for none.
 
     Raises:
-        InputError: no prompts, or prompts that the engine refuses or `max_length` leaves no room
-            behind.
+        InputError: there are no prompts, or the engine refuses one, or one leaves no room for tokens.
     """
     if not prompts or len(seeds) != len(prompts):
         raise InputError(f"generate: {len(prompts)} prompts and {len(seeds)} seeds")
@@ -114,7 +113,7 @@ def denoise_canvas(
     """Denoise one canvas of each row until all have stopped.
 
     Args:
-        passes: what the rows have encoded so far.
+        passes: the passes, which hold what the rows have encoded so far.
         rows: [B] index of each row in the batch as it was given.
         canvas: index of the canvas, from 0.
         sampler: settings.
@@ -147,7 +146,7 @@ def denoise_canvas(
 def _see(
     passes: Passes, state: CanvasState, canvas: int, step: int, sampler: Sampler, noise: Noise
 ) -> tuple[Draw, Tensor]:
-    """Decode, and look at the logits in pieces; return what they say, and the next conditioning."""
+    """Decode, and draw piece by piece; return what was drawn, and the next conditioning."""
     decoded = passes.decode(state.rows.tolist(), state.canvas, state.self_conditioning)
     temperature = sampler.temperature(step).to(passes.device)
     looks: list[Draw] = []
@@ -160,5 +159,5 @@ def _see(
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the pieces of a batch as one tensor; a single one is not copied."""
+    """Concatenate the pieces of a batch; a single piece is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

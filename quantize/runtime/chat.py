@@ -1,4 +1,4 @@
-"""Chats to token ids, with the model's own template and its thinking switch.
+"""Turns chats into token ids with the model's own template and its thinking switch.
 
 Non-thinking prompts of DiffusionGemma end in an empty thought channel; `enable_thinking` opens a
 real one. The template ships with the checkpoint: nothing of it is written here.
@@ -14,7 +14,7 @@ Message = Mapping[str, Any]  # content: text, or parts of type text and image
 
 
 OPEN, CLOSE, HEADER = "<|channel>", "<channel|>", "thought\n"
-HALF_CHARACTER = "\ufffd"  # what a decoder makes of the first bytes of one
+HALF_CHARACTER = "\ufffd"  # what an incomplete character is decoded to
 
 
 def load_tokenizer(folder: Path) -> Any:

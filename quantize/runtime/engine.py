@@ -1,4 +1,4 @@
-"""Canvas by canvas: samples that join and leave while others run. What a server drives.
+"""What a server drives: samples that join and leave canvas by canvas while others run.
 
     admit a prompt to a free slot -> denoise a canvas for any set of slots -> ... -> release the slot
 
@@ -21,14 +21,14 @@ from quantize.runtime.images import Images
 from quantize.runtime.sample import Sample, canvas_budgets
 from quantize.runtime.sampler import Sampler
 
-# (slot, step from 1, most probable tokens, which of them are accepted), after every denoising step
+# called after every denoising step: (slot, step from 1, most probable tokens, which are accepted)
 OnDraft = Callable[[int, int, list[int], list[bool]], None]
-# nothing, once in a call of `denoise`
+# called without arguments, at most once in each call of `denoise`
 Meanwhile = Callable[[], None]
-# (index of the prompt, its sample so far), after every canvas
+# called after every canvas: (index of the prompt, its sample so far)
 OnCanvas = Callable[[int, Sample], None]
 
-# (name of a Linear as on disk, rows that enter it, experts of the rows or None): see `watching`
+# see `watching`: (name of a Linear as on disk, rows that enter it, experts of the rows or None)
 Observer = Callable[[str, Tensor, Tensor | None], None]
 PIECE = 1 << 26  # logits looked at together: 268 MB in float32, and a few times that in temporaries
 
@@ -39,9 +39,9 @@ class Decoded:
 
     Attributes:
         shape: (B, L, V) of the logits.
-        experts: int [B, layers, L, k], chosen by the routers, in any order.
-        logits: some of the B rows -> their logits [b, L, V] float32, soft-capped, not divided by the
-            temperature. All at once they would be 17 GB for 64 canvases of the real vocabulary.
+        experts: int [B, layers, L, k], the experts that the routers chose, in any order.
+        logits: returns the logits [b, L, V] of a slice of the B rows: float32, soft-capped, not divided
+            by the temperature. All at once they would be 17 GB for 64 canvases of the real vocabulary.
     """
 
     shape: Sequence[int]
@@ -49,7 +49,7 @@ class Decoded:
     logits: Callable[[slice], Tensor]
 
     def pieces(self) -> Iterator[slice]:
-        """Yield slices of the B rows, of at most PIECE logits each, or one row."""
+        """Yield slices of the B rows, each of at most PIECE logits or of one row."""
         B, L, V = self.shape
         step = max(1, PIECE // (L * V))
         for start in range(0, B, step):
@@ -57,25 +57,25 @@ class Decoded:
 
 
 class Passes(Protocol):
-    """The passes over one batch of sequences, one at a time, told what to read.
+    """The passes over one batch of sequences, in the order in which the caller asks for them.
 
-    Rows are indices into the batch, in ascending order. A call to `decode` may leave rows out; one that
-    `encode` leaves out is gone.
+    Rows are indices into the batch, in ascending order. A call to `decode` may leave rows out; a row
+    that a call to `encode` leaves out is gone.
     """
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are taken and given."""
+        """The device of the tensors that are taken and returned."""
         ...
 
     @property
     def canvas_length(self) -> int:
-        """L, tokens of one canvas."""
+        """L, the number of tokens of one canvas."""
         ...
 
     @property
     def vocabulary(self) -> int:
-        """V, tokens there are."""
+        """V, the number of tokens in the vocabulary."""
         ...
 
     def encode(self, rows: list[int], tokens: Tensor) -> None:
@@ -83,7 +83,7 @@ class Passes(Protocol):
         ...
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Decode `canvas` int64 [B, L] behind `rows`; `conditioning` [B, ...] is of `condition`."""
+        """Decode `canvas` int64 [B, L] behind `rows`; `condition` made `conditioning` [B, ...]."""
         ...
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Passes(Protocol):
 
 @dataclass(frozen=True)
 class Canvas:
-    """A finished canvas: its tokens, as committed before any EOS is looked for, and its steps."""
+    """A finished canvas: its tokens, before any EOS is looked for, and its denoising steps."""
 
     tokens: list[int]
     steps: int
@@ -104,29 +104,28 @@ class Engine(Protocol):
 
     `admit` puts a prompt into a free slot and refuses, with an InputError, one the model cannot take.
     `denoise` works on the canvases of `slots` (distinct, admitted, in any order, of any age and
-    settings) until at least one is finished, and returns them in that order, None for those that are
-    not: they go on with the next call. Before a slot's canvas it encodes the one before, so a sample's
-    final canvas is never encoded. A canvas depends on (prompt, seed, sampler, canvases so far) alone,
-    never on the other slots. `release` forgets a slot, between any two calls, whatever has become of
-    it. The caller looks for EOS, counts the budget and calls from one thread. Of `sampler` only the
+    settings) until at least one is finished, and returns them in that order; None stands for an
+    unfinished one, which goes on in the next call. It encodes a canvas only before the slot's next one,
+    so a sample's final canvas is never encoded. A canvas depends on (prompt, seed, sampler, canvases so
+    far) alone, never on the other slots. `release` frees a slot between any two calls, whatever its
+    state. The caller looks for EOS, counts the budget and calls from one thread. Of `sampler` only the
     denoising settings are read. `on_draft` may be called from other threads; `meanwhile` is called from
-    the caller's, at most once, when there is work under way that the host need not wait for: what is
-    done there costs no time.
+    the caller's, at most once, while the device works: what it does then costs no time.
     """
 
     @property
     def capacity(self) -> int:
-        """Slots: 0 to capacity - 1."""
+        """The number of slots, which are numbered from 0."""
         ...
 
     @property
     def canvas_length(self) -> int:
-        """Tokens of one canvas."""
+        """The number of tokens of one canvas."""
         ...
 
     @property
     def max_length(self) -> int:
-        """Positions the model was made for: prompt and new tokens together."""
+        """Positions that a sample may take, prompt and new tokens together."""
         ...
 
     def admit(
@@ -138,12 +137,12 @@ class Engine(Protocol):
         images: Images | None = None,
         given: Given | None = None,
     ) -> None:
-        """Put `prompt` (token ids) into a free slot; `seed` is that of its noise, int64.
+        """Put `prompt` (token ids) into a free slot; `seed` (int64) addresses its noise.
 
-        `given` is what is known of the answer.
+        `given` holds the tokens of the answer that are known.
 
         Raises:
-            InputError: a prompt, images or known tokens that the model cannot take.
+            InputError: the model cannot take the prompt, the images or the known tokens.
         """
         ...
 
@@ -162,7 +161,7 @@ class Engine(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device that the model is on."""
         ...
 
     def passes(
@@ -173,21 +172,21 @@ class Engine(Protocol):
         No slot may be taken meanwhile.
 
         Raises:
-            InputError: prompts or images that the model cannot take.
+            InputError: the model cannot take a prompt or its images.
         """
         ...
 
     def watching(
         self, *observers: Observer, on_encoded: Callable[[], object] = lambda: None
     ) -> AbstractContextManager[None]:
-        """Show what enters every Linear of the passes while the block runs; padding is never shown.
+        """Show the input rows of every Linear to `observers` while the block runs, but no padding.
 
         `on_encoded` is called at the end of every pass of the encoder.
         """
         ...
 
     def warm_up(self, sampler: Sampler) -> None:
-        """Do beforehand what the first canvases under `sampler` would wait for."""
+        """Compile and capture beforehand what the first canvases under `sampler` need."""
         ...
 
 
@@ -212,10 +211,10 @@ def complete(
 ) -> list[Sample]:
     """Answer any number of prompts, as many at once as the engine has slots.
 
-    What `generate` does, on any engine: the same arguments, the same samples.
+    It takes the arguments of `generate` and returns the same samples.
 
     Raises:
-        InputError: a prompt or images that the engine cannot take, or nothing fits behind a prompt.
+        InputError: the engine cannot take a prompt or its images, or no token fits behind a prompt.
     """
     found = each_completed(
         engine, prompts, seeds, max_new_tokens=max_new_tokens, sampler=sampler, on_draft=on_draft,
@@ -239,7 +238,7 @@ def each_completed(
     """Yield (index, sample) of each prompt as it is finished; its slot is given to the next at once.
 
     Raises:
-        InputError: as `complete`.
+        InputError: as in `complete`.
     """
     budgets = canvas_budgets(
         prompts, max_new_tokens, sampler, engine.max_length, engine.canvas_length

@@ -1,8 +1,8 @@
-"""What is known of an answer before it is denoised: text that stands (infilling), text to begin with.
+"""Tokens of an answer that are known before it is denoised: pinned ones (infilling), initial ones.
 
-A pinned position shows the decoder its token at every step, counts as certain (no entropy: it takes
-nothing from what a step may accept), and commits it. An initial one replaces the canvas' noise before
-the first step, and is denoised like any other.
+At a pinned position the decoder reads the token at every step, the entropy counts as 0 (which takes
+nothing from what a step may accept), and the token is committed. An initial token replaces the canvas'
+noise before the first step, and is then denoised like any other.
 """
 
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from quantize.errors import InputError
 
-FREE = -1  # in place of a token: nothing is known of the position
+FREE = -1  # stands in place of a token where none is known
 
 
 @dataclass(frozen=True)
 class Given:
-    """Token ids by position in the answer, from 0 at its first canvas' beginning.
+    """Known token ids by position in the answer, whose first canvas begins at position 0.
 
     Attributes:
-        pinned: are committed as they are.
-        initial: stand there before the first step.
+        pinned: tokens that are committed as they are.
+        initial: tokens that stand there before the first step.
     """
 
     pinned: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -32,7 +32,7 @@ class Given:
         """Refuse positions before the answer and tokens outside the vocabulary.
 
         Raises:
-            InputError: the first of them.
+            InputError: it names the first of them.
         """
         for position, token in (*self.pinned.items(), *self.initial.items()):
             if position < 0 or not 0 <= token < vocabulary:
@@ -57,10 +57,10 @@ def _row(tokens: Mapping[int, int], canvas: int, length: int) -> list[int]:
 
 
 def put(known: Tensor, tokens: Tensor) -> Tensor:
-    """Return `tokens` with the known ones in their places; both of one shape, int64."""
+    """Return `tokens` with the known ones put in; both are int64 of one shape."""
     return torch.where(known == FREE, tokens, known)
 
 
 def certain(known: Tensor, entropy: Tensor) -> Tensor:
-    """Return `entropy` with none where a token is known; both of one shape."""
+    """Return `entropy` with 0 where a token is known; both have one shape."""
     return torch.where(known == FREE, entropy, 0.0)

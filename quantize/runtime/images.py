@@ -1,9 +1,9 @@
-"""Picture files -> what the vision tower takes, and prompts with room for their tokens.
+"""Turns picture files into the vision tower's input, and makes room for their tokens in prompts.
 
 A picture is resized to at most `soft_tokens` tokens (70, 140, 280, 560 or 1120; the model's default is
 280), keeping its proportions, and cut into patches by Gemma 4's own image processor, its PIL version:
 torchvision is not needed. In the prompt the one placeholder that the chat template writes becomes a
-begin token, a placeholder a soft token, and an end token.
+begin token, one placeholder for each soft token, and an end token.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from quantize.errors import InputError
 
 SOFT_TOKENS = (70, 140, 280, 560, 1120)
 MAX_PIXELS = 64_000_000  # a picture larger than this is refused before it is decoded
-# What PIL's decoders raise for broken files, beside OSError.
+# What PIL's decoders raise for broken files.
 DECODER_ERRORS = (
     OSError, ValueError, SyntaxError, IndexError, KeyError, EOFError, OverflowError, StructError,
     TypeError, Image.DecompressionBombError,
@@ -47,15 +47,15 @@ def open_picture(
     formats: tuple[str, ...] | None = None,
     max_pixels: int = MAX_PIXELS,
 ) -> Image.Image:
-    """Decode a picture, upright, as RGB.
+    """Decode a picture as RGB, turned upright.
 
     Args:
         source: a file, or its bytes.
-        formats: those that are read, by PIL's names; None for all it knows.
+        formats: PIL's names of the formats that are read; None for all it knows.
         max_pixels: width times height; larger ones are refused before they are decoded.
 
     Raises:
-        InputError: it cannot be read, is no picture, or has too many pixels.
+        InputError: the source cannot be read, is no picture, or has too many pixels.
     """
     name = f"{source}: " if isinstance(source, Path) else ""
     try:
@@ -82,7 +82,7 @@ def prepare(
         soft_tokens: most tokens a picture may take, one of SOFT_TOKENS.
 
     Raises:
-        InputError: another number of soft tokens, or a picture of extreme proportions.
+        InputError: `soft_tokens` is not in SOFT_TOKENS, or a picture has extreme proportions.
     """
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
@@ -111,10 +111,10 @@ def prepare(
 
 
 def place(ids: Sequence[int], counts: Sequence[int], config: Any) -> list[int]:
-    """Put begin, placeholders and end where the template wrote one placeholder a picture.
+    """Replace the template's one placeholder a picture by begin, its placeholders and end.
 
     Raises:
-        InputError: the template wrote another number of placeholders.
+        InputError: there are not as many placeholders as pictures.
     """
     image = config.image_token_id
     if list(ids).count(image) != len(counts):

@@ -1,4 +1,4 @@
-"""Samples whose logits llama.cpp computes; everything else is ours.
+"""Generates samples whose logits llama.cpp computes; this runtime does everything else.
 
 `llama-diffusion-gemma-server` of unslothai/llama.cpp loads a GGUF file once and takes one line a
 denoising step on stdin, the name of a request file:
@@ -10,8 +10,8 @@ denoising step on stdin, the name of a request file:
 
 It keeps each step's logits and temperature for the next step's self-conditioning. Sampler, noise, chat
 template and EOS are those of the engines, so an answer differs from transformers' only by how
-that program computes logits: activations are rounded to the blocks that its products read (BF16 beside
-BF16 weights, 8 bits and a scale for 32 of them beside Q8_0 and NVFP4), GELU is a table of F16.
+that program computes logits: it rounds activations to the blocks that its products read (BF16 beside
+BF16 weights, 8 bits and one scale for 32 values beside Q8_0 and NVFP4), and its GELU is a table of F16.
 """
 
 import os
@@ -33,8 +33,8 @@ from quantize.runtime.sampler import CanvasState, Sampler, decide
 
 MAGIC = b"GGUF"
 FINGERPRINT = "quantize.fingerprint"  # the key that says which checkpoint a file was made from
-BEGINNING = 4096  # bytes in which that key stands
-MAX_LENGTH = 2048  # tokens; that program's buffers grow with the square of it
+BEGINNING = 4096  # bytes at the start of a file, among which that key stands
+MAX_LENGTH = 2048  # tokens of a sample; the program's buffers grow with the square of it
 SETTINGS = {"DG_KVCACHE": "1"}  # the prompt is computed once for all steps of a canvas
 
 
@@ -42,7 +42,7 @@ def made_from(file: Path) -> str | None:
     """Return the fingerprint of the checkpoint that `quantize export` made a GGUF file from.
 
     Raises:
-        InputError: there is no such file, or it is none of GGUF's.
+        InputError: the file cannot be read, or is no GGUF file.
     """
     try:
         with file.open("rb") as opened:
@@ -64,7 +64,7 @@ class LlamaCpp:
     Args:
         program: the built program.
         file: the GGUF file.
-        canvas_length: of the model.
+        canvas_length: tokens of one canvas.
 
     Raises:
         ResourceError: the program cannot be started, or cannot load the file.
@@ -103,10 +103,10 @@ class LlamaCpp:
     def answer(
         self, prompt: Sequence[int], seed: int, *, max_new_tokens: int, sampler: Sampler
     ) -> Sample:
-        """Generate one sample: what `generate` does, on a batch of one.
+        """Generate one sample, as `generate` does for a batch of one.
 
         Raises:
-            InputError: nothing fits behind the prompt within MAX_LENGTH.
+            InputError: no token fits behind the prompt within MAX_LENGTH.
             ResourceError: the program refused, or ended.
         """
         (budget,) = canvas_budgets(
@@ -122,7 +122,7 @@ class LlamaCpp:
     def _canvas(
         self, tokens: Sequence[int], seed: int, index: int, sampler: Sampler
     ) -> tuple[list[int], int]:
-        """Denoise the canvas behind `tokens`, the sample's `index`th; return it and its steps."""
+        """Denoise the sample's canvas `index` behind `tokens`; return it and the steps it took."""
         row, noise = torch.zeros(1, dtype=torch.int64), CounterNoise(torch.tensor([seed]))
         start = noise.initial_canvas(index, row, self.canvas_length, self.vocabulary)
         state, step = CanvasState.begin(start, row, sampler), 0
@@ -143,10 +143,10 @@ class LlamaCpp:
         """Return the logits [C, vocabulary] of one step, on the CPU.
 
         Args:
-            prompt: what stands before the canvas.
+            prompt: tokens before the canvas.
             canvas: tokens that the decoder reads.
-            conditioned: on the step before, which must have been of this canvas.
-            temperature: of this step, for the next one's self-conditioning.
+            conditioned: whether the step before, one of this canvas, conditions this one.
+            temperature: temperature of this step, which the next one's self-conditioning needs.
 
         Raises:
             ResourceError: the program refused, or ended.

@@ -1,16 +1,16 @@
-"""GPU memory, planned before anything is loaded: what stays, what is streamed, how many canvases.
+"""Plans GPU memory before anything is loaded: layers that stay, layers streamed, canvases at once.
 
     fixed        embedding, norms, routers, self-conditioning: always on the GPU
-    layers       the products' weights, where they stay
-    streaming    where others come in every pass: two slots of the largest, and what packing one takes
+    layers       the products' weights of layers that stay
+    streaming    two slots of the largest streamed layer, and what packing a layer takes
     cache        keys and values of every slot
     vocabulary   bf16 logits and probabilities of every row, partial soft embeddings
-    activations  of one pass' rows
+    activations  tensors of one pass' rows
     comparison   float32 logits of one canvas, where models are compared
     CUDA         the context, compiled kernels, what the allocator cannot use
 
-A batch is part of a result's conditions, so memory first takes layers off the GPU; only where one slot
-less of layers is not enough the batch is halved. Bytes are reckoned from shapes.
+A batch is part of a result's conditions, so layers leave the GPU first; the batch is halved only where
+that is not enough. Bytes are computed from shapes.
 """
 
 import re
@@ -24,7 +24,7 @@ import torch
 from quantize.errors import ResourceError
 
 CONTEXT_BYTES = 1.0e9  # the CUDA context, compiled kernels, what the allocator cannot use
-CHUNK, SHORT, CELLS = 1152, 256, 128  # of the fused engine: rows of a pass, cells of a block
+CHUNK, SHORT, CELLS = 1152, 256, 128  # of the fused engine: rows of a long and a short pass, cells
 SPLITS = 16  # partial sums of the soft embedding, at most
 PRODUCT = re.compile(r"model\.decoder\.layers\.(\d+)\.(experts|self_attn\.\w_proj|mlp)\b")
 FLOAT_PASSES = 8  # float32 tensors of a canvas' logits that a comparison holds at once
@@ -32,7 +32,7 @@ FLOAT_PASSES = 8  # float32 tensors of a canvas' logits that a comparison holds 
 
 @dataclass(frozen=True)
 class Stack:
-    """A text stack's bytes on a GPU: `fixed`, the products of each layer, what packing one takes."""
+    """A text stack's bytes on a GPU: fixed ones, each layer's products, what packing one takes."""
 
     name: str
     fixed: float
@@ -41,7 +41,7 @@ class Stack:
 
     @classmethod
     def of(cls, name: str, sizes: Mapping[str, int], *, quantized: bool) -> "Stack":
-        """Sum the bytes of tensors by on-disk name, or by that of the tensor they were made from."""
+        """Sum `sizes`, bytes by the on-disk name of a tensor or of the one that it was made from."""
         layers: dict[int, float] = {}
         experts: dict[int, float] = {}
         fixed = 0.0
@@ -53,7 +53,7 @@ class Stack:
             layers[index] = layers.get(index, 0) + nbytes
             if found[2] == "experts":
                 experts[index] = experts.get(index, 0) + nbytes
-        way = (8 if quantized else 4) / 3  # fetched, stacked and packed; fetched and packed
+        way = (8 if quantized else 4) / 3  # fetched, stacked and packed, or fetched and packed
         ordered = tuple(layers[index] for index in sorted(layers))
         return cls(name, fixed, ordered, way * max(experts.values()))
 
@@ -68,12 +68,12 @@ class Need:
     """What a stage asks of a GPU at once.
 
     Attributes:
-        stage: its name.
-        stacks: the models that are there together.
-        batch: canvases at once.
+        stage: name of the stage.
+        stacks: models that are on the GPU together.
+        batch: canvases denoised at once.
         context: positions a sample takes, prompt and answer.
         compares: whether logits of the models are compared.
-        caches: engines, of which several may share a model; each has keys and values of its own.
+        caches: engines, each with keys and values of its own; several may share a model.
     """
 
     stage: str
@@ -109,9 +109,9 @@ def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
     """Fit a stage into `budget` bytes of a GPU.
 
     Args:
-        need: of the stage.
+        need: what the stage asks for.
         config: config.json of the model.
-        budget: bytes, of which CONTEXT_BYTES are not ours.
+        budget: bytes of GPU memory, CONTEXT_BYTES included.
 
     Raises:
         ResourceError: not even one canvas over streamed layers fits; the message says what would.
@@ -131,10 +131,9 @@ def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
 
 
 def budget_of(device: str, asked: float | None) -> float | None:
-    """Return the bytes that may be used of a GPU: those asked for, or all that are free.
+    """Return the bytes of a GPU that may be used: those asked for, or all that are free.
 
-    Where bytes are asked for, the allocator is held to them from here on. On a CPU nothing is planned
-    unless it is asked for.
+    The allocator is held to bytes that are asked for. On a CPU nothing is planned unless they are.
 
     Raises:
         ResourceError: less is free than asked for.
@@ -199,7 +198,7 @@ def _kept(stacks: Sequence[Stack], streamed: Sequence[bool], left: float) -> tup
 
 
 def _resident_bytes(stack: Stack, kept: int) -> float:
-    """Bytes of resident layers: all, or so many of the largest."""
+    """Return the bytes of all layers, or of `kept` layers as large as the largest."""
     return sum(stack.layers) if kept == len(stack.layers) else kept * max(stack.layers)
 
 

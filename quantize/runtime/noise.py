@@ -8,8 +8,8 @@ Philox4x32-10 (Salmon et al., SC 2011; Random123) is a keyed bijection of a 128-
 so every draw has an address. A sample's noise does not depend on what else is in its batch, on the
 number of processes, or on a resumed run, and BF16 and quantized runs with equal seeds meet the same
 noise (common random numbers). Of the four 32-bit words, word 0 samples a token by inverse CDF, word 1
-is its replacement when the token is not accepted; step 0 holds the initial canvas. Plain int64
-tensor arithmetic: the same bits on any device.
+is its replacement when the token is not accepted; step 0 holds the initial canvas. The arithmetic is
+plain int64, so the bits are the same on any device.
 
 `ReferenceNoise` draws what transformers' `generate()` draws from torch's global generator, in the
 same order, for parity tests. It has no addresses: it works only while no row leaves the batch.

@@ -29,12 +29,12 @@ Kind = Literal["modules", "fused"]
 
 @dataclass(frozen=True)
 class RandomModel:
-    """Random weights in place of a checkpoint, for speed and memory alone.
+    """Random weights in place of a checkpoint, to measure speed and memory.
 
     Attributes:
         config: config.json of a BF16 model.
         schemes: kernel scheme of "experts", "attention" and "mlp".
-        experts_hit: route to the first so many experts only; None spreads routing over all.
+        experts_hit: number of experts, from the first on, that tokens are routed to; None for all.
     """
 
     config: dict[str, Any]
@@ -59,25 +59,25 @@ def open(
     """Load a checkpoint and return the engine that runs it.
 
     Args:
-        checkpoint: folder of a BF16 or quantized checkpoint, or random weights (fused alone).
+        checkpoint: folder of a BF16 or quantized checkpoint, or random weights (fused engine only).
         device: "cpu", "cuda" or "cuda:1".
-        activations: how a quantized model's activations are rounded; None for as the engine serves:
-            BF16 in modules, in the kernels 8 bits for FP8 and INT8 and BF16 for NVFP4.
-        capacity: slots, samples that are denoised together.
+        activations: how a quantized model's activations are rounded. None leaves it to the engine:
+            BF16 in modules; in the kernels 8 bits beside FP8 and INT8 weights, BF16 beside NVFP4.
+        capacity: number of slots, that is, of samples denoised together.
         max_context: positions that a sample may take; None for the engine's own limit.
-        batch_invariant: whether a sample's tokens must be the same whoever is beside it (fused alone).
-        dtype: of the modules' arithmetic; None for float32 on a CPU and BF16 on a GPU. The kernels
+        batch_invariant: whether a sample's tokens must not depend on its batch (fused engine only).
+        dtype: the modules compute in it; None for float32 on a CPU and BF16 on a GPU. The kernels
             compute in BF16.
-        resident: layers that stay on the device, the others being streamed from the files in every
-            pass (fused alone); None for as many as fit.
-        gpu_memory: bytes of a GPU that may be used, the process' own context included; None for what
+        resident: how many layers stay on the device, while the others are streamed from the files in
+            every pass (fused engine only); None for as many as fit.
+        gpu_memory: bytes of the GPU that may be used, the process' own context included; None for what
             is free. Where even streamed layers leave too little, the engine has fewer slots.
         kind: which engine; None for the device's default.
         beside: an engine of the same checkpoint, whose weights are shared where they can be.
 
     Raises:
-        InputError: a checkpoint that cannot be loaded, or settings that the engine does not have.
-        ResourceError: it does not fit, or the device lacks what the kernels need.
+        InputError: the checkpoint cannot be loaded, or the engine does not have a setting.
+        ResourceError: the model does not fit, or the device lacks what the kernels need.
     """
     if (kind or default_kind(device, dtype)) == "modules":
         checkpoint = _for_modules(checkpoint, batch_invariant)
@@ -137,16 +137,16 @@ def placed(
     caches: int = 1,
     compares: bool = False,
 ) -> tuple[int, list[int | None]]:
-    """Plan how checkpoints fit a GPU together: return slots, and each one's `resident` for `open`.
+    """Plan how checkpoints share a GPU; return the slots, and each one's `resident` for `open`.
 
     Args:
         checkpoints: folders; the first are streamed first.
-        device: on a CPU all fits, unless `gpu_memory` is given.
-        capacity: slots, at most.
+        device: as in `open`; on a CPU everything fits unless `gpu_memory` is given.
+        capacity: the most slots.
         max_context: as in `open`.
         gpu_memory: as in `open`.
-        caches: engines, of which several may share a checkpoint.
-        compares: whether logits are compared.
+        caches: number of engines; several may share a checkpoint.
+        compares: whether the models' logits are compared.
 
     Raises:
         ResourceError: not even one slot over streamed layers fits.

@@ -16,7 +16,7 @@ class Ranges:
         self._amax: dict[str, Tensor] = {}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Observe one input."""
+        """Observe the rows that enter the Linear `name`, and the experts of each, if any."""
         largest = rows.abs().flatten(0, -2).amax(-1)
         if experts is None:
             found = largest.amax(0, keepdim=True)

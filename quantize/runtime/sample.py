@@ -17,7 +17,7 @@ class Sample:
         steps_per_canvas: decoder forwards of each canvas.
         committed: ids of each canvas; after an EOS the sampler's pad_token_id, when it has one.
         finish: "eos", or "length" when the budget ended it.
-        new_tokens: tokens as transformers counts them for tokens per forward: EOS counts, pad not.
+        new_tokens: tokens as transformers counts them: the EOS counts, padding does not.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -60,7 +60,7 @@ def canvas_budgets(
     """Return how many canvases of `length` each prompt may take: its budget, rounded up.
 
     Raises:
-        InputError: nothing fits behind a prompt within `limit` positions or the sampler's max_length.
+        InputError: no token fits behind a prompt within `limit` and the sampler's max_length.
     """
     limit = min(limit, sampler.max_length or limit)
     budgets = [-(-min(max_new_tokens, limit - len(prompt)) // length) for prompt in prompts]

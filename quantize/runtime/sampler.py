@@ -10,7 +10,7 @@ At step s = 1..N of a canvas, with n = N - s + 1 steps remaining (transformers c
 The row stops when a is unchanged over `stability_threshold` steps and mean(H) < confidence_threshold,
 and commits a, not y. The next step's self-conditioning is l: divided by the temperature.
 Entropy-bound acceptance: arXiv 2505.24857; the algorithm is that of transformers 5.17
-`generation_diffusion_gemma.py`. Shared by every runtime, calibration and fidelity.
+`generation_diffusion_gemma.py`. Every engine, calibration and fidelity share it.
 """
 
 import json
@@ -89,7 +89,7 @@ class Sampler:
         """Build from the fields of generation_config.json; a field that is null takes its default.
 
         Raises:
-            InputError: a field that is unknown or that this runtime does not honour, by name.
+            InputError: a field is unknown or not honoured here; the message names it.
         """
         fields = {key: value for key, value in config.items() if value is not None}
         for key in WITHOUT_EFFECT:
@@ -120,7 +120,7 @@ class Sampler:
         return cls.from_config(config)
 
     def temperature(self, step: int | Tensor) -> Tensor:
-        """Return the temperature of `step` (from 1), float32 of its shape, as transformers does."""
+        """Return the temperature of `step` (from 1), float32 of its shape, as transformers has it."""
         remaining = self.max_denoising_steps - torch.as_tensor(step, dtype=torch.int32) + 1
         return self.t_min + (self.t_max - self.t_min) * (remaining / self.max_denoising_steps)
 
@@ -166,7 +166,7 @@ class CanvasState:
     def begin(
         cls, canvas: Tensor, rows: Tensor, sampler: Sampler, pinned: Tensor | None = None
     ) -> "CanvasState":
-        """Return the state before the first step on `canvas` [B, L], which holds what is pinned."""
+        """Return the state before the first step on `canvas` [B, L], which holds the pinned tokens."""
         history = torch.full((sampler.stability_threshold, *canvas.shape), -1, device=canvas.device)
         finished = torch.zeros(len(rows), dtype=torch.bool, device=canvas.device)
         return cls(rows, canvas, canvas, history, None, finished, pinned)
@@ -251,7 +251,7 @@ class StepRecord:
 
 
 def holding(draw: Draw, pinned: Tensor) -> Draw:
-    """Return what was drawn with the tokens of `pinned` [B, L] in their places, and certain."""
+    """Return the draw with the tokens of `pinned` [B, L] put in, at entropy 0."""
     return Draw(
         put(pinned, draw.sampled), draw.replacement, put(pinned, draw.argmax),
         certain(pinned, draw.entropy),
@@ -259,7 +259,7 @@ def holding(draw: Draw, pinned: Tensor) -> Draw:
 
 
 def look(scaled: Tensor, canvas: int, step: int | Tensor, rows: Tensor, noise: Noise) -> Draw:
-    """Draw from `scaled`, logits / T [B, L, V] float32, of `rows` of the batch."""
+    """Draw from `scaled` = logits / T, [B, L, V] float32, of the batch's `rows`."""
     sampled, replacement = noise.draw(scaled.softmax(-1), canvas, step, rows)
     return Draw(sampled, replacement, scaled.argmax(-1), token_entropy(scaled))
 
@@ -272,7 +272,7 @@ def denoise_step(
     step: int,
     sampler: Sampler,
 ) -> tuple[CanvasState, StepRecord]:
-    """Decide one denoising step of rows that are all at the same, and record it."""
+    """Decide denoising step `step` of all rows; return the state after it, and its record."""
     after, taken = advance(state, seen, conditioning, sampler)
     entropy = seen.entropy
     finished = after.finished & ~state.finished
@@ -298,10 +298,10 @@ def decide(
         canvas: index of the canvas, from 0.
         step: denoising step, from 1; [B] when each row is at its own.
         sampler: settings.
-        noise: where random numbers come from.
+        noise: source of the random numbers.
 
     Returns:
-        The state after it, what was accepted [B, L] bool, and the entropy [B, L] in nats.
+        The state after the step, what was accepted [B, L] bool, and the entropy [B, L] in nats.
     """
     scaled = logits / sampler.temperature(step).to(logits.device).view(-1, 1, 1)
     seen = look(scaled, canvas, step, state.rows, noise)

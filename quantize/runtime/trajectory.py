@@ -1,4 +1,4 @@
-"""Recorded denoising trajectories: what a model read at every step, so that another can replay it.
+"""Records denoising trajectories: what a model read at every step, so that another can replay it.
 
 A trajectory holds its prompt, the canvas ids the decoder read at each step of each canvas, and what
 was committed. With the sampler's settings that is all a teacher-forced replay needs: logits and
@@ -72,7 +72,7 @@ def record(
     """Generate from `prompts` as one batch and return the trajectories.
 
     Raises:
-        InputError: as `generate`.
+        InputError: as in `generate`.
     """
     read: dict[tuple[int, int], list[Tensor]] = {}
 

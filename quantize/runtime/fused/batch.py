@@ -1,8 +1,8 @@
 """`Passes` over the kernels: a batch in the engine's slots, every pass kernel by kernel.
 
-Ragged rows are filled up and go through one pass, so that streamed weights are read once for all of
-them; what comes of the filling lies behind a row's tokens, where nothing sees it before it is
-overwritten, and no observer is shown it. Logits are made when they are looked at.
+Ragged rows are padded and go through one pass, so that streamed weights are read once for all of them.
+The padding's keys and values lie behind a row's tokens, where nothing sees them before they are
+overwritten, and no observer is shown them. Logits are computed when they are looked at.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from quantize.runtime.fused.text_stack import FusedModel
 
 
 class FusedPasses:
-    """The passes of one batch, begun with its prompts, in slots 0 to len(prompts) - 1.
+    """The passes of one batch in slots 0 to len(prompts) - 1; making them encodes its prompts.
 
     Args:
-        model: over a cache with so many slots.
+        model: text stack over a cache with so many slots.
         prompts: token ids, checked.
         chunk: tokens that a pass of the encoder may add to a row.
-        encoded: positions that a prompt's slot holds already (pictures); its prompt is skipped.
+        encoded: positions that each slot holds already, or 0; a prompt with any (pictures) is skipped.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class FusedPasses:
             self._context[row] += len(own)
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Decode `canvas` [B, L] behind `rows`; `conditioning` bf16 [B, L, H] is of `condition`."""
+        """Decode `canvas` [B, L] behind `rows`; `condition` made `conditioning`, bf16 [B, L, H]."""
         model, (B, L) = self._model, canvas.shape
         context = self._integers([self._context[row] for row in rows])
         placement = model.behind(self._integers(rows), context, L)

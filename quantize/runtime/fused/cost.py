@@ -1,4 +1,4 @@
-"""What one pass must read and compute, part by part, and how long that takes at least.
+"""Computes what one pass must read and compute, part by part, and the least time that takes.
 
     seconds of a product >= max(bytes / copy bandwidth, FLOP / rate of its tensor cores)
 
@@ -20,19 +20,19 @@ EIGHT_BIT = ("fp8", "int8")
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device reaches: bytes/s of a copy, FLOP/s of bf16 and FP8 products."""
+    """Rates that a device reaches: bytes/s of a copy, FLOP/s of bf16 and FP8 products."""
 
     copy: float
     bf16: float
     fp8: float
 
     def seconds(self, nbytes: float, flop: float, scheme: str) -> float:
-        """The least time of one product."""
+        """Return the least seconds of one product."""
         return max(nbytes / self.copy, flop / (self.fp8 if scheme in EIGHT_BIT else self.bf16))
 
 
 def measure_rates(device: torch.device) -> Rates:
-    """Measure now: a 2 GB tensor negated into another, and square products of 8192."""
+    """Measure now, on a 2 GB tensor negated into another and on square products of 8192."""
     copy = _copy_rate(device)
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     bf16 = 2 * 8192**3 / _seconds(lambda: a @ a.T)
@@ -70,12 +70,12 @@ def _seconds(work: Callable[[], object], repeats: int = 10) -> float:
 def decoder_floor(
     weights: TextWeights, rates: Rates, batch: int, context: int, experts_hit: float
 ) -> dict[str, float]:
-    """Return the least seconds of one denoising step by part.
+    """Return the least seconds of each part of one denoising step.
 
     Args:
         weights: the model.
-        rates: of the device.
-        batch: canvases.
+        rates: the device's rates.
+        batch: number of canvases.
         context: positions before each canvas.
         experts_hit: experts that get a token, mean over layers.
     """

@@ -9,7 +9,7 @@ All that changes between replays is in device memory: canvas, step, temperature,
 are captured for a bucket of sequences (1, 2, 4, 8, ...) and a sampler's settings, as far as `Steps`
 allows; a batch between two buckets repeats its first sequence, which writes the same values to the same
 cells. The host learns that all have stopped from a flag that travels one step behind, so it never waits
-for a step before it starts the next; sequences that have stopped are left as they are meanwhile.
+for a step before it starts the next; that step leaves stopped sequences as they are.
 
 What a batch committed is encoded together, again as a graph, and so are new prompts of up to SHORT
 tokens; longer ones are encoded in chunks as they are admitted, each a graph unless it has pictures. On
@@ -40,15 +40,15 @@ from quantize.runtime.given import Given, initial, pinned
 from quantize.runtime.images import Images
 from quantize.runtime.sampler import Sampler
 
-CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 must fit
+CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 tokens must fit
 SHORT = 256  # prompts up to here, or to a canvas, are encoded together in a pass of this length
-DEFAULT_CONTEXT = 8192  # positions of a sample, where nobody says how many
+DEFAULT_CONTEXT = 8192  # positions of a sample where `max_context` is not given
 PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
 
 
 @dataclass
 class _Sequence:
-    """What a slot holds: positions encoded, and what is not encoded yet, a short prompt or a canvas."""
+    """What a slot holds: the positions encoded, and a short prompt or canvas not yet encoded."""
 
     seed: int
     sampler: Sampler
@@ -62,15 +62,15 @@ class FusedEngine:
     """Denoise canvases of up to `capacity` sequences on the fused kernels.
 
     Args:
-        weights: of `load_packed` or `random_weights`.
-        capacity: slots; a power of two wastes nothing.
+        weights: from `load_packed` or `random_weights`.
+        capacity: number of slots; a power of two wastes nothing.
         max_context: positions a sequence may take, prompt and answer; None for 8,192 or the model's
             limit, whichever is less. Full layers' keys are allocated for all of them.
         batch_invariant: run every pass at the shape of a full engine, so that a sample's tokens are the
-            same whoever is denoised beside it. Otherwise a bucket of its size has kernels of its own,
-            which round differently: in bf16 that may tip a token.
-        graphs: replay CUDA graphs; False, and streamed weights, run every step kernel by kernel.
-        inputs: what is done to the rows that enter products; None multiplies as the kernels serve.
+            same whoever is denoised beside it. Otherwise each bucket has kernels of its own, which
+            round differently: in bf16 that may change a token.
+        graphs: replay CUDA graphs. Without, or with streamed weights, steps run kernel by kernel.
+        inputs: rounds or shows the rows that enter products; None leaves them as the kernels serve.
 
     Raises:
         ResourceError: the cache does not fit beside the weights.
@@ -127,10 +127,9 @@ class FusedEngine:
         """Put a prompt into a free slot; a short one is encoded by `denoise`, together with others.
 
         Raises:
-            InputError: an empty prompt, one with tokens outside the vocabulary, one whose placeholders
-                do not fit its images, or one behind which no canvas fits; or the slot is taken or does
-                not exist.
-            ResourceError: no memory for the vision tower.
+            InputError: the prompt is empty, has tokens outside the vocabulary or placeholders that do
+                not fit its images, or leaves no room for a canvas; or the slot is not free.
+            ResourceError: there is no memory for the vision tower.
         """
         if slot in self._slots or not 0 <= slot < self.capacity:
             raise InputError(f"slot {slot} of {self.capacity} is not free")
@@ -149,14 +148,14 @@ class FusedEngine:
         on_draft: OnDraft | None = None,
         meanwhile: Meanwhile | None = None,
     ) -> list[Canvas]:
-        """Denoise the next canvas of each slot, those of equal settings as one batch."""
+        """Denoise the next canvas of each slot; slots of equal settings form one batch."""
         for slot in slots:
             sequence = self._slots[slot]
             if sequence.context + len(sequence.unencoded) + self.canvas_length > self.max_length:
                 raise InputError(f"slot {slot}: no canvas fits within {self.max_length} positions")
         self._encode_last(slots)
         if meanwhile is not None:
-            meanwhile()  # the GPU encodes: there is always a prompt or a canvas
+            meanwhile()  # the GPU is encoding: there is always a prompt or a canvas
         samplers = {slot: self._slots[slot].sampler for slot in slots}
         done: dict[int, Canvas] = {}
         for sampler, group in by_sampler(samplers).items():
@@ -164,22 +163,22 @@ class FusedEngine:
         return [done[slot] for slot in slots]
 
     def release(self, slot: int) -> None:
-        """Free a slot; one that is free already stays so."""
+        """Free a slot; a free slot stays free."""
         self._slots.pop(slot, None)
 
     @cached_property
     def _logits(self) -> Tensor:
-        """Where the logits of a step's pieces are written."""
+        """The buffer that a step writes the logits of its pieces into, bf16 [rows, V]."""
         rows = min(_bucket(self.capacity), CANVASES_A_PIECE) * self.canvas_length
         return torch.empty(rows, self._vocabulary, dtype=torch.bfloat16, device=self.device)
 
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> FusedPasses:
-        """Encode `prompts` into the slots, of which none may be taken, as a batch.
+        """Encode `prompts` as a batch into the slots, all of which must be free.
 
         Raises:
-            InputError: as `admit`; or more prompts than slots.
+            InputError: as in `admit`; or there are more prompts than free slots.
         """
         if self._slots or len(prompts) > self.capacity:
             raise InputError(f"{len(prompts)} prompts for {self.capacity} slots that must be free")
@@ -198,7 +197,7 @@ class FusedEngine:
     def watching(
         self, *observers: Observer, on_encoded: Callable[[], object] = lambda: None
     ) -> Generator[None]:
-        """Show what enters every Linear of `passes` while the block runs; the weights must be BF16."""
+        """Show the input rows of every Linear of `passes`, of BF16 weights, while the block runs."""
         model, own = self.model, self.model.inputs
         model.inputs = Inputs(model.weights.config.text_config, None, bf16=True)
         model.on_encoded = on_encoded
@@ -211,13 +210,13 @@ class FusedEngine:
     def warm_up(self, sampler: Sampler) -> None:
         """Compile the kernels and capture the graphs that `sampler` needs, for every size of batch.
 
-        All slots must be free. Pictures are left to the first request that has one.
+        All slots must be free. The vision tower waits for the first request with a picture.
         """
         longest = min(self._chunk, self.max_length - self.canvas_length)
         for length in range(self._short + 1, longest + SHORT, SHORT):
             self.admit(0, [1] * min(length, longest), 0, sampler)
             self.release(0)
-        # One token more than a canvas takes the pass of short prompts, where that is another.
+        # A prompt one token longer than a canvas takes the pass of short prompts, if that is another.
         over = 1 if self._short == self.canvas_length else self.canvas_length + 1
         prompt = [1] * min(over, self.max_length - self.canvas_length)
         bucket = self._smallest
@@ -234,10 +233,10 @@ class FusedEngine:
             bucket *= 2
 
     def profile_step(self, slots: Sequence[int]) -> dict[str, float]:
-        """Return the GPU milliseconds by part of one step of the next canvas, which is thrown away.
+        """Return the GPU milliseconds of each part of a step of the next canvas, which is thrown away.
 
-        Parts are those `FusedModel` and the sampler name, and "rest". The step is run twice and the
-        second run counts: the first comes to a GPU that was idle.
+        `FusedModel` and the sampler name the parts; "rest" is what they leave. The step runs twice and
+        the second run counts, since the first meets an idle GPU.
         """
         self._encode_last(slots)
         rows = self._padded(slots)
@@ -266,7 +265,7 @@ class FusedEngine:
         return parts
 
     def _padded(self, slots: Sequence[int]) -> list[int]:
-        """Repeat the first slot up to the bucket."""
+        """Return the slots with the first one repeated up to the bucket's size."""
         bucket = max(self._smallest, _bucket(len(slots)))
         return [*slots, *[slots[0]] * (bucket - len(slots))]
 
@@ -290,8 +289,8 @@ class FusedEngine:
     def _encode_long(self, slot: int, sequence: _Sequence, images: Images | None) -> None:
         """Encode a prompt of any length, with its pictures, in chunks.
 
-        A chunk of text is filled up to a multiple of SHORT, for which there is a graph, where the cache
-        has room behind it: kernel by kernel, launching takes longer than encoding.
+        Where the cache has room, a chunk of text is padded to a multiple of SHORT, for which there is a
+        graph: kernel by kernel, launching takes longer than encoding.
         """
         prompt, sequence.unencoded = sequence.unencoded, []
         seen = pictures(prompt, self._placeholder)
@@ -320,7 +319,7 @@ class FusedEngine:
         return embeddings
 
     def _encode_last(self, slots: Sequence[int]) -> None:
-        """Encode what the slots have left: last canvases in one pass, short prompts in one."""
+        """Encode the slots' unencoded tokens: canvases in one pass, short prompts in another."""
         behind: dict[int, list[int]] = {}
         for slot in slots:
             if left := len(self._slots[slot].unencoded):
@@ -335,10 +334,10 @@ class FusedEngine:
                 sequence.unencoded = []
 
     def _encode(self, rows: list[tuple[int, int, list[int]]], length: int) -> None:
-        """Encode tokens behind a context, one run a slot, as one pass of `length` tokens a row.
+        """Encode rows (slot, context, tokens behind it) as one pass of `length` tokens a row.
 
-        A shorter run is filled up. What comes of that lies behind the run, where no row sees it before
-        it is overwritten.
+        Fewer tokens are padded. The padding's keys and values lie behind them, where no row sees them
+        before they are overwritten.
         """
         commit = self._commits.get((len(rows), length))
         if commit is None:
@@ -379,7 +378,7 @@ class FusedEngine:
 
 
 def _denoising(sampler: Sampler) -> Sampler:
-    """The settings that a canvas depends on, the rest as the defaults: equal ones share a graph."""
+    """Reset the settings that no canvas depends on: samplers that are then equal share graphs."""
     return replace(sampler, max_new_tokens=1, max_length=None, eos_token_ids=(), pad_token_id=None)
 
 
@@ -388,7 +387,7 @@ def _nothing() -> None:
 
 
 def _within(event: Any, part: Any) -> bool:
-    """Whether a kernel ran on the stream and in the time of what the profiler names a part."""
+    """Whether a kernel ran on the stream and within the time span of a profiled part."""
     if event.device_resource_id != part.device_resource_id:
         return False
     start, end = part.time_range.start, part.time_range.end
@@ -396,7 +395,7 @@ def _within(event: Any, part: Any) -> bool:
 
 
 def _bucket(rows: int) -> int:
-    """The next power of two."""
+    """Return the smallest power of two that is at least `rows`."""
     return 1 << (rows - 1).bit_length()
 
 

@@ -1,8 +1,8 @@
-"""Passes of a fixed shape as CUDA graphs: a canvas' denoising steps, and the encoding of what is new.
+"""Passes of a fixed shape as CUDA graphs: denoising steps of canvases, and encoding of new tokens.
 
 Everything that changes between replays is in device memory. A graph is captured when its pass is first
-run, for one number of sequences and, where the sampler is part of it, its settings. Of those there are
-as many as requests ask for: `Steps` bounds what is captured for them.
+run, for one number of sequences and, where the sampler is part of it, its settings. Requests choose the
+settings freely, so `Steps` bounds what is captured for them.
 """
 
 from collections import OrderedDict
@@ -19,15 +19,15 @@ from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.given import FREE, put
 from quantize.runtime.sampler import Sampler, holding
 
-CAPTURED = 8  # (rows, settings) beside those of the warm-up whose graphs are kept
+CAPTURED = 8  # (rows, settings) whose graphs are kept, beside those of the warm-up
 WORTH = 8  # canvases after which further settings are worth a capture
 
-CANVASES_A_PIECE = 8  # whose logits are held at once: 1.1 GB of the real vocabulary
+CANVASES_A_PIECE = 8  # canvases whose logits are held at once: 1.1 GB of the real vocabulary
 Pool = Any  # torch's handle of CUDA graphs' memory; None where nothing is captured
 
 
 def captured(work: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
-    """Run once, so that every kernel is compiled, and capture.
+    """Run `work` once, so that every kernel is compiled, then capture it and return the graph.
 
     Graphs share a pool of memory: they never run at once, and leave nothing in it that is read later.
     """
@@ -54,7 +54,7 @@ class Commit:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, graphs: bool) -> None:
-        """Encode; the inputs are set already, so capturing does nothing that is not wanted."""
+        """Encode the tokens that are set; a capture's own run encodes them too, to no harm."""
         if not graphs:
             self._encode()
             return
@@ -103,19 +103,19 @@ class Step:
     ) -> None:
         """Set the state before the first step; a sequence is its slot, context, seed, canvas index.
 
-        `known` are the initial and the pinned tokens of each.
+        `known` holds the initial and the pinned tokens of each.
         """
         self._known.copy_(torch.tensor(known))
         self._given.copy_(torch.tensor(sequences, dtype=torch.int64).T.contiguous())
         if not graphs:
             self._set_state()
             return
-        if self._start is None:  # some two hundred launches for a few numbers
+        if self._start is None:  # kernel by kernel it takes some two hundred launches
             self._start = captured(self._set_state, self._pool)
         self._start.replay()
 
     def _set_state(self) -> None:
-        """Canvases of noise, addressed by seed and index."""
+        """Fill the canvases with noise, addressed by seed and canvas index."""
         slots, context = self._given[:2].int()
         seeds, canvases = self._given[2:]
         length = self.state.canvas.shape[1]
@@ -142,7 +142,7 @@ class Step:
                 if bool(self.state.finished.all()):
                     return
                 continue
-            if arrived is not None:  # whether all had stopped by the step before this one
+            if arrived is not None:  # did the step before this one stop all?
                 arrived.synchronize()
                 if bool(self._flags[(step - 1) % 2].all()):
                     return
@@ -177,7 +177,7 @@ class Step:
             )  # fmt: skip
 
     def _look(self, h: Tensor, start: int) -> Draw:
-        """Draw from the logits of a piece of canvases, and make of them the next step's signal."""
+        """Draw from the logits of some canvases, and store their soft embedding for the next step."""
         canvases = slice(start, start + CANVASES_A_PIECE)
         state = _part_of(self.state, canvases)
         count, length = state.canvas.shape
@@ -198,14 +198,14 @@ def _part_of(state: CanvasState, canvases: slice) -> CanvasState:
 
 
 class Steps:
-    """The steps of the settings in use, and which of them to capture.
+    """The steps of the settings in use; it decides which of them are captured.
 
     Whatever requests ask for, there are at most CAPTURED + canvases / WORTH captures, and graphs of the
     warm-up's settings and of CAPTURED others: the first CAPTURED settings are captured at once, others
-    when they have denoised WORTH canvases kernel by kernel. The warm-up's are never given up.
+    when they have denoised WORTH canvases kernel by kernel. Graphs of the warm-up are never dropped.
 
     Args:
-        make: the step of so many rows under a sampler.
+        make: returns the step of so many rows under a sampler.
     """
 
     def __init__(self, make: Callable[[int, Sampler], Step]) -> None:
@@ -233,6 +233,6 @@ class Steps:
         return step, worth
 
     def hold(self) -> None:
-        """Keep what is captured by now for good: it does not count against what requests may have."""
+        """Keep all graphs captured so far for good; they do not count as the CAPTURED others."""
         self._lasting |= self._captured
         self._captured.clear()

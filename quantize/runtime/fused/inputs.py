@@ -1,4 +1,4 @@
-"""What is done to the rows that enter a product: rounded as W4A4 serves them, shown, or left in bf16.
+"""Rounds the rows that enter a product as W4A4 serves them, shows them, or leaves them in bf16.
 
 The kernels multiply 8-bit weights with 8-bit rows and NVFP4 weights with bf16 rows. To score a
 checkpoint otherwise:
@@ -46,7 +46,7 @@ class Inputs:
 
     Args:
         config: transformers' configuration of the text stack.
-        scales: of each layer; None rounds nothing.
+        scales: input scales of each layer; None rounds nothing.
         bf16: whether rows stay bf16 where the kernels would multiply 8-bit ones.
     """
 
@@ -55,11 +55,11 @@ class Inputs:
         self.bf16 = bf16
         self._kinds: list[str] = config.layer_types
         self._observers: tuple[Observer, ...] = ()
-        self.real: Tensor | None = None  # int64, the rows of this pass that are no padding
+        self.real: Tensor | None = None  # int64, rows of this pass that are not padding
 
     @property
     def shown(self) -> bool:
-        """Whether somebody watches: even what nothing depends on is computed then."""
+        """Whether an observer watches; then even inputs that no output depends on are computed."""
         return bool(self._observers)
 
     @contextmanager
@@ -77,10 +77,10 @@ class Inputs:
         """Return the input of a dense product as it is multiplied, and the weights to multiply with.
 
         Args:
-            index: of the layer.
+            index: index of the layer.
             kind: a key of DENSE.
             x: bf16 [M, K].
-            rows: the weights that read it.
+            rows: the weights that `x` is multiplied with.
         """
         if self._observers and any(weight.scheme != "bf16" for weight in rows):
             raise InputError("inputs are watched in a BF16 model: calibrate with that")
@@ -130,7 +130,7 @@ class Inputs:
 
 
 def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode) -> Inputs | None:
-    """Return what `mode` does to a checkpoint's inputs, None where it is what the kernels do."""
+    """Return what `mode` does to a checkpoint's inputs, or None where the kernels do just that."""
     schemes = stated_schemes(checkpoint.config)
     text = weights.config.text_config
     if schemes is None:
@@ -148,7 +148,7 @@ def read_scales(
     """Return the global scales that `mode` rounds a checkpoint's NVFP4 inputs with, layer by layer.
 
     Raises:
-        InputError: a layer whose experts have scales in part.
+        InputError: only some experts of a layer have input scales.
     """
     text = config.text_config
     schemes = read_input_schemes(checkpoint)

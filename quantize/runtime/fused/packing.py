@@ -1,4 +1,4 @@
-"""Modules of a checkpoint -> the matrices that the kernels multiply with, on their device.
+"""Packs modules of a checkpoint into the matrices that the kernels multiply with, on their device.
 
 Bytes travel as they are on disk (`transfer`) and are laid out anew where they arrive: q/k/v and gate/up
 as one matrix each, gate and up rows of experts interleaved, NVFP4 in the fragments of Hopper's tensor
@@ -37,13 +37,13 @@ NORMS = {
 Rows = tuple[Weight, ...]  # one matrix, or several where their scales cannot be joined
 Entrance = tuple[
     Tensor, str
-]  # of a layer: its input's norm, the scheme its input is quantized with
-Keep = Callable[[Weight], Weight]  # called with each product as it is made: where it shall stay
+]  # of a layer: its input norm, and the scheme that its input is quantized with
+Keep = Callable[[Weight], Weight]  # called with each product as it is made; returns it in place
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. `norms` by the names of NORMS; router_scale [H] and the rest as on disk, bf16."""
+    """One layer. `norms` has the keys of NORMS; tensors, such as router_scale [H], are bf16."""
 
     sliding: bool
     norms: dict[str, Tensor]
@@ -63,13 +63,13 @@ class LayerWeights:
 
     @property
     def products(self) -> Rows:
-        """All matrices: nearly all of a layer's bytes."""
+        """The matrices of Linears and experts, which hold nearly all of a layer's bytes."""
         dense = (*self.qkv, self.o, *self.gate_up, self.down)
         return (*dense, self.experts_gate_up, self.experts_down)
 
     @property
     def entrance(self) -> Entrance:
-        """What the layer before this one, or the embedding, ends with."""
+        """The norm and scheme that the layer before this one, or the embedding, ends with."""
         return self.norms["input"], input_scheme(self.qkv)
 
 
@@ -80,10 +80,10 @@ def input_scheme(rows: Rows) -> str:
 
 
 class Packer:
-    """Reads modules of a checkpoint whose layout is checked to one device.
+    """Reads modules of a checkpoint, whose layout has been checked, to one device.
 
     Args:
-        checkpoint: of any scheme.
+        checkpoint: BF16 or of any scheme.
         transfer: the way to the device.
         text: transformers' configuration of the text stack.
     """
@@ -97,11 +97,11 @@ class Packer:
         self._named: dict[str, list[str]] = {}
 
     def plain(self, name: str) -> Tensor:
-        """Read one tensor as it is."""
+        """Read one tensor as it is on disk."""
         return self._check(name, self._fetch([name]).tensor(name))
 
     def scheme(self, module: str) -> Scheme | None:
-        """Return the scheme of a Linear."""
+        """Return the scheme of a Linear, or None for BF16."""
         return self.schemes.of(module) if self.schemes else None
 
     def rows(self, modules: Sequence[str]) -> Rows:
@@ -109,7 +109,7 @@ class Packer:
         fetched = self._fetch([name for module in modules for name in self._names(module)])
         parts = [self._linear(fetched, module) for module in modules]
         key = modules[0]
-        if key not in self._joinable:  # the answer waits for the device: once a module
+        if key not in self._joinable:  # asked once a module: the answer waits for the device
             schemes = {self.scheme(module) for module in modules}
             self._joinable[key] = len(schemes) == 1 and _joinable(parts)
         groups = [parts] if self._joinable[key] else [[part] for part in parts]
@@ -182,7 +182,7 @@ class Packer:
         return keep(_weight([both], scheme)), keep(_weight([down], scheme))
 
     def _fetch(self, names: Sequence[str]) -> Fetched:
-        """Fetch tensors; the same first name means the same tensors."""
+        """Fetch tensors; calls with the same first name must name the same tensors."""
         if names[0] not in self._layouts:
             infos = [self.checkpoint.tensors[name] for name in names]
             self._layouts[names[0]] = Layout.of(infos)
@@ -212,7 +212,7 @@ class Packer:
         return _as_kernels_read(stacked, 3)
 
     def _check(self, name: str, tensor: Tensor) -> Tensor:
-        """Check a tensor the first time it is read: the answer waits for the device."""
+        """Check a tensor when it is first read, and only then: the answer waits for the device."""
         if name in self._checked:
             return tensor
         bad = not all_finite(tensor)
@@ -226,7 +226,7 @@ class Packer:
 
 
 def _as_kernels_read(tensors: dict[str, Tensor], dims: int) -> dict[str, Tensor]:
-    """Give ModelOpt's scales of whole matrices their dimensions: [..., 1], and one a row for FP8."""
+    """Reshape ModelOpt's scales of whole matrices to [..., 1], and for FP8 to one scale a row."""
     shaped = dict(tensors)
     if "weight_scale_2" in tensors:
         shaped["weight_packed"] = shaped.pop("weight")
@@ -238,14 +238,14 @@ def _as_kernels_read(tensors: dict[str, Tensor], dims: int) -> dict[str, Tensor]
 
 
 def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
-    """Interleave rows; 1-byte dtypes as bytes, since not every operation takes them."""
+    """Interleave rows, 1-byte dtypes as bytes, since not every operation takes those dtypes."""
     as_bytes = gate.element_size() == 1
     pair = (t.view(torch.uint8) if as_bytes else t for t in (gate, up))
     return formats.interleave_gate_up(*pair).view(gate.dtype)
 
 
 def _joinable(parts: Sequence[dict[str, Tensor]]) -> bool:
-    """Whether rows of several Linears make one matrix: NVFP4 needs one global scale."""
+    """Whether rows of several Linears may form one matrix: NVFP4's must share a global scale."""
     scales = [part[name] for part in parts for name in GLOBAL_SCALES if name in part]
     return all(torch.equal(scale, scales[0]) for scale in scales)
 
@@ -268,8 +268,8 @@ def _weight(parts: Sequence[dict[str, Tensor]], scheme: Scheme | None) -> Weight
     packed, blocks = rows("weight_packed"), rows("weight_scale")
     if "weight_scale_2" not in parts[0]:
         return weights.nvfp4(packed, blocks, parts[0]["weight_global_scale"])
-    small = parts[0]["weight_scale_2"]  # multiplies: 1 / it would be rounded once more
-    factor = 128 * small.reshape(-1, small.shape[-1]).expand(-1, 2)  # of `fused_dequant.weights`
+    small = parts[0]["weight_scale_2"]  # a factor; as a divisor it would be rounded once more
+    factor = 128 * small.reshape(-1, small.shape[-1]).expand(-1, 2)  # see `fused_dequant.weights`
     return replace(
         weights.nvfp4(packed, blocks, torch.ones_like(small)), factor=factor.contiguous()
     )

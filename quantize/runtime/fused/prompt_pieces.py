@@ -1,4 +1,4 @@
-"""A prompt in pieces that the encoder takes at once, and the pictures in it.
+"""Cuts a prompt into pieces that the encoder takes at once, and finds the pictures in it.
 
 A picture is a run of placeholders. Its soft tokens see each other in both directions, so a piece ends
 before a picture rather than inside it; text is cut anywhere.
@@ -47,10 +47,10 @@ def pieces(length: int, chunk: int, seen: Sequence[Span]) -> list[Span]:
 
 
 def soft_tokens(piece: Span, seen: Sequence[Span], embeddings: Tensor) -> SoftTokens | None:
-    """Return those of the pictures in a piece, None where there is none.
+    """Return the soft tokens of the pictures in a piece, or None if it has no picture.
 
     Args:
-        piece: of the prompt; it cuts no picture.
+        piece: span of the prompt that cuts no picture.
         seen: all pictures of the prompt.
         embeddings: [tokens of all pictures, H].
     """

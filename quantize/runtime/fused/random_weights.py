@@ -1,4 +1,4 @@
-"""Random weights of a config's exact shapes, made on the device: for speed and memory alone.
+"""Makes random weights of a config's exact shapes on the device, to measure speed and memory.
 
 Linears of K inputs have a standard deviation of 1/sqrt(K), the router's logits one of 1. Random
 attention gives all tokens nearly the same output; it enters with a tenth of the other branches' weight,
@@ -36,10 +36,10 @@ def random_weights(
         config: config.json of a BF16 model.
         schemes: kernel scheme ("bf16", "fp8", "int8", "nvfp4") of "experts", "attention" and "mlp".
         device: where they are made.
-        experts_hit: route to the first so many experts only; None spreads routing over all.
+        experts_hit: number of experts, from the first on, that tokens are routed to; None for all.
 
     Raises:
-        ResourceError: as `check_gpu`.
+        ResourceError: as in `check_gpu`.
     """
     check_gpu(schemes.values(), torch.device(device))
     whole = model_config(config)

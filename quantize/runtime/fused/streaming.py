@@ -1,4 +1,4 @@
-"""Layers that do not fit: while one computes, the next one arrives in the other of two slots.
+"""Streams layers that do not fit: while one computes, the next arrives in the other of two slots.
 
     slot 0   layer 0 computes      layer 2 arrives       layer 2 computes ...
     slot 1   layer 1 arrives       layer 1 computes      layer 3 arrives  ...
@@ -25,8 +25,8 @@ from torch import Tensor
 from quantize.runtime.fused.packing import Entrance, Keep, LayerWeights
 from quantize.runtime.fused.transfer import ALIGNED
 
-Event = Any  # torch.cuda's; its stubs have two
-Pack = Callable[[int, Keep], LayerWeights]  # a layer by index, its products where `Keep` puts them
+Event = Any  # torch.cuda.Event, of which torch's stubs have two
+Pack = Callable[[int, Keep], LayerWeights]  # packs a layer by index, its products where `Keep` says
 
 
 class StreamedLayers:
@@ -35,11 +35,11 @@ class StreamedLayers:
     A streamed layer's tensors are valid until the next streamed layer is taken. One thread iterates.
 
     Args:
-        resident: index -> layer, of those that stay.
-        entrances: what follows the layer before each: its input's norm, and the scheme that the
-            normed input is quantized with.
+        resident: layers that stay, by index.
+        entrances: each layer's input norm, and the scheme that the normed input is quantized with;
+            the layer before applies them.
         pack: reads and packs a layer; called on a thread of its own.
-        slot_bytes: of the largest streamed layer, as `kept_bytes` counts.
+        slot_bytes: bytes of the largest streamed layer, as `kept_bytes` counts.
         device: where layers go.
 
     Raises:
@@ -124,7 +124,7 @@ class StreamedLayers:
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A layer in a slot, and what on a GPU says that it is complete."""
+    """A layer in a slot, and on a GPU the event after which it is complete."""
 
     layer: LayerWeights
     event: Event | None
@@ -138,7 +138,7 @@ class _Slot:
         self.used = 0
 
     def keep(self, weight: Weight) -> Weight:
-        """Copy a weight into the slot, behind those that are there."""
+        """Copy a weight into the slot, behind those that it already holds."""
         return replace(
             weight, **{name: self._copied(tensor) for name, tensor in _tensors(weight).items()}
         )
@@ -152,13 +152,13 @@ class _Slot:
 
 
 def kept_bytes(weights: Sequence[Weight]) -> int:
-    """Return the bytes that these take in a slot."""
+    """Return the bytes that `weights` take in a slot."""
     tensors = [tensor for weight in weights for tensor in _tensors(weight).values()]
     return sum(_aligned(t.numel() * t.element_size()) for t in tensors)
 
 
 def spread(count: int, chosen: int) -> list[int]:
-    """Return `chosen` of `count` indices, as evenly as they go: copies run beside what is resident."""
+    """Return `chosen` of `count` indices, evenly spread, so that resident layers hide the copies."""
     return [index * count // chosen for index in range(chosen)]
 
 

@@ -7,12 +7,11 @@ pass overwrites them. What a row sees is a run of positions (`fused_dequant.atte
     encoder, full      0 .. p                     encoder, sliding   p - window + 1 .. p
     decoder, full      0 .. context + L - 1       decoder, sliding   context - window + 1 .. the same
 
-A picture's soft tokens see all of their picture as well: still a run.
+A picture's soft tokens also see all of their picture, which leaves a run.
 
-Nothing here asks the host for a number that is on the device, so a pass of fixed shape is one CUDA
-graph. `part` names what belongs together, for a profile's breakdown. Activations are bf16 and rounded
-where transformers' bf16 model rounds; the logits are too, after their softcap, where transformers keeps
-float32.
+The host never waits for a number that is on the device, so a pass of fixed shape is one CUDA graph.
+`part` names what belongs together, for a profile's breakdown. Activations are bf16, rounded where
+transformers' bf16 model rounds; logits are bf16 after their softcap, where transformers keeps float32.
 """
 
 from collections.abc import Callable, Generator
@@ -107,12 +106,12 @@ class Placement:
     angles: dict[bool, tuple[Tensor, Tensor]]
 
     def copy_(self, other: "Placement") -> None:
-        """Take the values of one of the same shape."""
+        """Copy the values of a placement of the same shape."""
         for own, theirs in zip(self._tensors(), other._tensors(), strict=True):
             own.copy_(theirs)
 
     def widened(self, soft: "SoftTokens") -> "Placement":
-        """Let the soft tokens of a picture see all of it, what comes after them too."""
+        """Return a placement in which a picture's soft tokens also see what follows them of it."""
         visible: dict[bool, tuple[Tensor, Tensor]] = {}
         for kind, (first, last) in self.visible.items():
             begin = torch.minimum(first[soft.rows], soft.first)
@@ -145,12 +144,12 @@ class FusedModel:
     """The text stack over one cache.
 
     Args:
-        weights: of `load_packed` or `random_weights`.
-        cache: of `Cache.allocate`.
+        weights: from `load_packed` or `random_weights`.
+        cache: from `Cache.allocate`.
 
     Attributes:
         routed: None, or a list to which every pass adds the expert ids [M, topk] of each layer.
-        inputs: None, or what is done to the rows that enter products (`inputs`).
+        inputs: None, or what rounds or shows the rows that enter products (`inputs`).
         on_encoded: called at the end of every pass of the encoder.
     """
 
@@ -196,7 +195,7 @@ class FusedModel:
 
         Args:
             canvas: [B, L] token ids.
-            rows: of `behind`.
+            rows: from `behind`.
             signal: bf16 [B * L, H] soft embedding of the step before, None at the first step.
         """
         update = None
@@ -208,7 +207,7 @@ class FusedModel:
 
     @contextmanager
     def showing(self, real: Tensor) -> Generator[None]:
-        """Show observers the rows `real` alone, int64, of the passes in the block."""
+        """Show observers only the rows `real` (int64) of the passes in the block."""
         if self.inputs is not None:
             self.inputs.real = real
         try:
@@ -230,7 +229,7 @@ class FusedModel:
     def _begin(
         self, tokens: Tensor, update: Tensor | None, *, decoder: bool
     ) -> tuple[Tensor, Activation]:
-        """Embed; the decoder adds the self-conditioning and normalises, with an update or without."""
+        """Embed the tokens; in the decoder, add the update, if any, and normalise."""
         return begin(
             tokens.flatten(), self.weights.embedding, self.embed_scale, update,
             *self._entrance(0), self.eps, normed=decoder,
@@ -269,7 +268,7 @@ class FusedModel:
         *,
         decoder: bool,
     ) -> tuple[Tensor, Activation]:
-        """Attend, then the dense and the routed branch; return h and the next layer's input."""
+        """Attend, run the dense and the routed branch; return h and the next layer's input."""
         visible = rows.visible[layer.sliding]
         keys, values = self.cache.keys[index], self.cache.values[index]
         with part("attention"):
@@ -344,7 +343,7 @@ class FusedModel:
         return norm, "bf16" if self.inputs is not None and self.inputs.bf16 else scheme
 
     def behind(self, slots: Tensor, context: Tensor, length: int) -> Placement:
-        """Where canvases of `length` stand, behind `context` int32 [B] encoded positions."""
+        """Return where canvases of `length` tokens stand behind `context` int32 [B] positions."""
         positions = _run(context, length)
         first = (context - self.window + 1).clamp(min=0).repeat_interleave(length)
         last = (context + (length - 1)).repeat_interleave(length)
@@ -366,12 +365,12 @@ class FusedModel:
 
 
 def _run(start: Tensor, n: int) -> Tensor:
-    """Positions start[b] .. start[b] + n - 1 of every sequence b: int32 [B * n]."""
+    """Return positions start[b] .. start[b] + n - 1 of every sequence b: int32 [B * n]."""
     return (start[:, None] + torch.arange(n, dtype=torch.int32, device=start.device)).flatten()
 
 
 def _rope_frequencies(text: Any, device: torch.device) -> dict[bool, Tensor]:
-    """Inverse frequencies [D / 2] of sliding (True) and full layers, as transformers makes them."""
+    """Return transformers' inverse frequencies [D / 2] of sliding (True) and full layers."""
     from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
         DiffusionGemmaTextRotaryEmbedding,
     )

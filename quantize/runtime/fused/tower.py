@@ -1,7 +1,7 @@
 """The model's own vision tower, without its text stack: pictures to soft tokens.
 
-Stock transformers modules in BF16, as they are in every checkpoint: no recipe quantizes them. They are
-read when the first picture comes, so that who sends none pays neither 1.1 GB nor the time.
+The modules are transformers' own, in BF16 in every checkpoint: no recipe quantizes them. They are read
+when the first picture comes, so that text alone takes neither 1.1 GB nor the time.
 """
 
 from functools import cached_property
@@ -22,10 +22,10 @@ class Tower:
     """The tower of a checkpoint whose layout is checked.
 
     Args:
-        checkpoint: of any scheme.
+        checkpoint: BF16 or of any scheme.
         config: transformers' configuration of the whole model.
-        device: where it runs.
-        dtype: of its weights.
+        device: where the tower runs.
+        dtype: dtype of its weights.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class Tower:
         """Return the soft tokens of all images, one after the other: [tokens, H].
 
         Raises:
-            InputError: patches that are not this tower's, or a tensor that is not finite.
-            ResourceError: it does not fit beside what the device holds.
+            InputError: the patches are not this tower's, or one of its tensors is not finite.
+            ResourceError: the tower does not fit beside what the device holds.
         """
         _check(images, self._config.vision_config.patch_size)
         try:
@@ -59,7 +59,7 @@ class Tower:
 
     @cached_property
     def _modules(self) -> tuple[Any, Any]:
-        """Build both parts on their device, with every weight found."""
+        """Build both parts on their device; every weight must be found."""
         from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
             DiffusionGemmaMultimodalEmbedder,
         )

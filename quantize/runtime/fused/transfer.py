@@ -1,14 +1,14 @@
-"""Tensors of a checkpoint to one device, as the bytes that they are on disk, as fast as the link goes.
+"""Copies tensors of a checkpoint to one device, byte by byte as on disk, as fast as the link goes.
 
 Tensors that lie side by side in a file, or nearly, travel as one run. There are two ways to a GPU:
 
-    pinned       two pinned buffers, filled in turn by 16 threads that read the file: any file, and what
-                 is read once
+    pinned       16 threads read the file into two pinned buffers in turn: for any file, and for what is
+                 read once
     registered   the file, mapped read-only, is registered with the driver, which then reads it itself:
-                 files in memory (tmpfs) that are read again and again. Registering pins every page, so
-                 it is not done for files on a disk.
+                 for files in memory (tmpfs) that are read again and again. Registering pins every
+                 page, so it is not done for files on a disk.
 
-On a CPU the threads read straight to where the tensors shall be.
+On a CPU the threads read straight into the tensors' memory.
 """
 
 import ctypes
@@ -29,10 +29,10 @@ from quantize.checkpoints.reader import DTYPES, FIX, TensorInfo, bytes_of
 from quantize.errors import InputError, ResourceError
 
 THREADS = 16
-PIECE = 1 << 20  # bytes; a thread reads no less at once
+PIECE = 1 << 20  # bytes that a thread reads at once, at least
 PINNED = 128 << 20  # bytes of each of the two pinned buffers
-GAP = 64 << 10  # bytes between neighbours that travel along: a run more would take longer
-ALIGNED = 256  # bytes: where a run begins in the buffer, and what kernels may expect of a tensor
+GAP = 64 << 10  # bytes between neighbours that are copied too: a second run would take longer
+ALIGNED = 256  # bytes; alignment of runs in the buffer, and what kernels may expect of a tensor
 MEMORY_FILES = ("tmpfs", "ramfs", "hugetlbfs")
 REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 
@@ -49,7 +49,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors lie in their files, and where in a buffer of `size` bytes they will."""
+    """Where tensors lie in their files, and where they will lie in a buffer of `size` bytes."""
 
     infos: dict[str, TensorInfo]
     runs: list[_Run]
@@ -90,7 +90,7 @@ class Fetched:
         return raw.view(DTYPES[info.dtype]).view(info.shape)
 
     def stacked(self, names: Sequence[str]) -> Tensor:
-        """Return tensors of one dtype and shape as one of [len(names), *shape], in its own memory."""
+        """Stack tensors of one dtype and shape to [len(names), *shape], in memory of its own."""
         starts = [self.layout.starts[name] for name in names]
         info = self.layout.infos[names[0]]
         steps = {b - a for a, b in pairwise(starts)}
@@ -108,10 +108,10 @@ class Transfer:
 
     Args:
         device: where tensors go, on the current stream.
-        register: read files in memory by registering them with the driver; for repeated reading.
+        register: register files in memory with the driver, for repeated reading.
 
     Attributes:
-        bytes_read: how many bytes were taken from the files so far.
+        bytes_read: bytes read from the files so far.
     """
 
     def __init__(self, device: torch.device, *, register: bool = False) -> None:
@@ -125,7 +125,7 @@ class Transfer:
         weakref.finalize(self, _close, self._files)
 
     def fetch(self, layout: Layout) -> Fetched:
-        """Copy tensors to the device; on a GPU they are there when the current stream is.
+        """Copy tensors to the device; on a GPU they are complete once the current stream is.
 
         Raises:
             ResourceError: a file cannot be read.
@@ -162,7 +162,7 @@ class Transfer:
             copied.record()
 
     def _read(self, file: Path, begin: int, out: Tensor) -> None:
-        """Read bytes of a file into memory of the host, in pieces by all threads."""
+        """Read bytes of a file into host memory, in pieces by all threads."""
         handle, into = self._open(file), bytes_of(out)
         size = max(PIECE, -(-len(into) // THREADS))
 
@@ -187,7 +187,7 @@ class Transfer:
         return self._files[file]
 
     def _mapped(self, file: Path) -> Tensor | None:
-        """Return a registered map of a file, None where that is not wanted or not possible."""
+        """Return a registered map of a file, or None where that is not wanted or not possible."""
         if not self._register:
             return None
         if file not in self._maps:
@@ -207,7 +207,7 @@ def in_memory(file: Path) -> bool:
 
 
 def _read_fully(handle: int, into: memoryview, begin: int) -> int:
-    """Fill `into` from a position on (a call reads at most 2 GiB); return the bytes that were there."""
+    """Fill `into` from byte `begin` on (a call reads at most 2 GiB); return the bytes read."""
     done = 0
     while done < len(into) and (count := os.preadv(handle, [into[done:]], begin + done)):
         done += count

@@ -1,10 +1,10 @@
-"""Checkpoint -> the weights that the fused kernels read, on their device, still quantized.
+"""Loads a checkpoint as the weights that the fused kernels read, on their device, still quantized.
 
 Nothing is dequantized: a 17 GB checkpoint takes 17 GB of GPU memory (`packing`). Where that is too
 much, some layers stay and the others are streamed from the files in every pass (`streaming`).
 
-Strict as `checkpoints.load`: names, dtypes and shapes must be what config.json calls for, every value
-is finite. Streamed layers are read once beforehand for that.
+Loading is as strict as `checkpoints.load`: names, dtypes and shapes must be what config.json calls for,
+and every value finite. For that, streamed layers are read once beforehand.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ from quantize.runtime.fused.tower import Tower
 from quantize.runtime.fused.transfer import Transfer
 
 OLDEST_GPU = (8, 0)  # compute capability: bf16 tensor cores, which every scheme needs
-OnLayer = Callable[[Iterator[int]], Iterator[int]]  # wraps an iteration over layers: shows progress
+OnLayer = Callable[[Iterator[int]], Iterator[int]]  # wraps an iteration over layers, for progress
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SelfConditioning:
 
 @dataclass(frozen=True)
 class TextWeights:
-    """The text stack, on one device. `embedding` bf16 [V, H], which is lm_head as well.
+    """The text stack, on one device. `embedding`, bf16 [V, H], is lm_head as well.
 
     `config` is transformers' configuration of the whole model.
     """
@@ -52,21 +52,21 @@ class TextWeights:
     norm: Tensor
     self_conditioning: SelfConditioning
     layers: tuple[LayerWeights, ...] | StreamedLayers
-    tower: Tower | None = None  # random weights see no pictures
+    tower: Tower | None = None  # None for random weights, which take no pictures
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device that the weights are on."""
         return self.embedding.device
 
     @property
     def streamed(self) -> bool:
-        """Whether layers come from the files in every pass: no CUDA graph can hold it."""
+        """Whether layers come from the files in every pass, which no CUDA graph can hold."""
         return isinstance(self.layers, StreamedLayers)
 
     @cached_property
     def entrances(self) -> tuple[Entrance, ...]:
-        """By layer: its input's norm, and the scheme that its input is quantized with."""
+        """Each layer's input norm, and the scheme that its input is quantized with."""
         if isinstance(self.layers, StreamedLayers):
             return self.layers.entrances
         return tuple(layer.entrance for layer in self.layers)
@@ -96,8 +96,8 @@ def load_packed(
         on_layer: wraps the iteration over layers, to show progress.
 
     Raises:
-        InputError: a missing, unexpected, misshapen or non-finite tensor.
-        ResourceError: no GPU, one too old for a scheme, or one with too little memory.
+        InputError: a tensor is missing, unexpected, misshapen or not finite.
+        ResourceError: there is no GPU, or it is too old for a scheme or has too little memory.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
@@ -178,7 +178,7 @@ def check_gpu(schemes: Iterable[str], device: torch.device) -> None:
     """Refuse a device that the kernels of `schemes` do not run on; a CPU runs all, on references.
 
     Raises:
-        ResourceError: no such GPU, or one too old.
+        ResourceError: there is no such GPU, or it is too old.
     """
     if device.type != "cuda":
         return
@@ -199,7 +199,7 @@ def check_gpu(schemes: Iterable[str], device: torch.device) -> None:
 
 
 def _check_memory(checkpoint: Checkpoint, device: torch.device, layers: int, streamed: int) -> None:
-    """Refuse a device that lacks the memory before a byte is read."""
+    """Refuse a device with too little free memory, before a byte is read."""
     sizes = {n: t.nbytes for n, t in checkpoint.tensors.items() if not DROPPED.fullmatch(n)}
     in_layers = sum(size for name, size in sizes.items() if ".layers." in name)
     needed = sum(sizes.values())

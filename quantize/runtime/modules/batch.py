@@ -21,10 +21,10 @@ from quantize.runtime.modules.passes import (
 
 
 class ModulePasses:
-    """The passes of one batch, begun with its prompts.
+    """The passes of one batch; making them encodes its prompts.
 
     Raises:
-        InputError: as `encode_prompts`.
+        InputError: as in `encode_prompts`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ModulePasses:
         self.canvas_length = canvas_length(model)
         self.vocabulary: int = text_config(model).vocab_size
         self._encoded = _Rows(list(range(len(prompts))), encode_prompts(model, prompts, images))
-        self._decoding = self._encoded  # of rows that have not left the canvas
+        self._decoding = self._encoded  # holds the rows that are still on the canvas
 
     def encode(self, rows: list[int], tokens: Tensor) -> None:
         """Append `tokens` [B, n] to the prefixes of `rows`; rows left out are gone."""
@@ -67,7 +67,7 @@ class _Rows:
         self.rows, self.prefix = rows, prefix
 
     def select(self, rows: list[int]) -> "_Rows":
-        """Return those of `rows`; nothing is copied when they are all."""
+        """Return the prefixes of `rows`; nothing is copied when these are all."""
         if rows == self.rows:
             return self
         index = torch.tensor(

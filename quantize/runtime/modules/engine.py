@@ -1,4 +1,4 @@
-"""The `Engine` over transformers' modules: what serves on a CPU, and simulated activations anywhere."""
+"""The `Engine` over transformers' modules: it serves CPUs, and simulates activations anywhere."""
 
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -28,7 +28,7 @@ from quantize.runtime.modules.passes import (
 from quantize.runtime.noise import CounterNoise
 from quantize.runtime.sampler import CanvasState, Sampler, decide
 
-PARTS = 2  # of a batch, side by side on the cores of a CPU; more were not measured
+PARTS = 2  # parts of a batch that share a CPU's cores; more were not measured
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class _Part:
 
 @dataclass
 class _Sequence:
-    """What a slot holds: what is encoded, what is not yet, and the canvas in the middle of its steps.
+    """What a slot holds: encoded tokens, tokens not yet encoded, and the canvas being denoised.
 
     `unencoded` is the prompt at first, and the last canvas later.
     """
@@ -59,13 +59,13 @@ class _Sequence:
     unencoded: list[int]
     prefix: Prefix | None = None
     canvases: int = 0
-    state: CanvasState | None = None  # of one row
-    steps: int = 0  # that the canvas has taken
+    state: CanvasState | None = None  # its one row
+    steps: int = 0  # denoising steps that the canvas has taken
     given: Given | None = None
 
 
 class ModelEngine:
-    """The `Engine` over transformers' modules: a cache a slot, padded together for each step.
+    """The `Engine` over transformers' modules: one cache a slot, padded together for each step.
 
     Slots share a decoder pass whatever canvas and step each is at; those whose samplers differ take
     turns. On a CPU the slots are split into two parts, each on a thread and half of the cores, or on
@@ -74,8 +74,8 @@ class ModelEngine:
     with what another one has finished.
 
     Args:
-        model: as `generate` takes it.
-        capacity: slots.
+        model: transformers' module.
+        capacity: number of slots.
         max_context: positions a sample may take, prompt and answer; None for all the model knows.
 
     Raises:
@@ -112,11 +112,11 @@ class ModelEngine:
         images: Images | None = None,
         given: Given | None = None,
     ) -> None:
-        """Put a prompt into a free slot. One with images is encoded now: only the tower knows whether
-        they fit; others in `denoise`, where slots share the cores.
+        """Put a prompt into a free slot. One with images is encoded now, since only the tower knows
+        whether they fit; others are encoded in `denoise`, where slots share the cores.
 
         Raises:
-            InputError: as `encode_prompts`; or the slot is taken or does not exist.
+            InputError: as in `encode_prompts`; or the slot is taken or does not exist.
         """
         if slot in self._slots or not 0 <= slot < self.capacity:
             raise InputError(f"slot {slot} of {self.capacity} is not free")
@@ -152,7 +152,7 @@ class ModelEngine:
         return [self._finished.pop(slot, None) for slot in slots]
 
     def release(self, slot: int) -> None:
-        """Free a slot, once the step that it may be in is over; one that is free stays so."""
+        """Free a slot once its running step, if any, is over; a free slot stays free."""
         sequence = self._slots.pop(slot, None)
         if sequence is None:
             return
@@ -162,21 +162,21 @@ class ModelEngine:
             wait([part.work])
             if part.work.exception() is None:
                 self._finished |= part.take()
-            part.work = None  # had it failed, the slots that stay take the step again
+            part.work = None  # if it failed, the slots that stay take the step again
         self._finished.pop(slot, None)
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device that the model is on."""
         return self.model.device
 
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> ModulePasses:
-        """Encode `prompts` as a batch; the slots have nothing to do with it.
+        """Encode `prompts` as a batch, beside the slots.
 
         Raises:
-            InputError: as `encode_prompts`.
+            InputError: as in `encode_prompts`.
         """
         return ModulePasses(self.model, prompts, images)
 
@@ -184,14 +184,14 @@ class ModelEngine:
     def watching(
         self, *observers: Observer, on_encoded: Callable[[], object] = lambda: None
     ) -> Generator[None]:
-        """Show what enters every Linear while the block runs; one thread must do the passes."""
+        """Show the input rows of every Linear while the block runs; only one thread may run passes."""
         encoder = self.model.model.encoder
         with encoder.register_forward_hook(lambda *_: on_encoded()):  # noqa: SIM117
             with watch_inputs(self.model, *observers):
                 yield
 
     def warm_up(self, sampler: Sampler) -> None:
-        """Do nothing: modules run as they are."""
+        """Do nothing: modules need no compilation."""
 
     def _set_to_work(self, part: _Part, slots: list[int], on_draft: OnDraft | None) -> None:
         """Start a part that rests; one that works stops after its step if slots or cores change."""
@@ -206,7 +206,7 @@ class ModelEngine:
 
     def _advance(self, part: _Part, on_draft: OnDraft | None) -> dict[int, Canvas]:
         """Take steps until a canvas is finished, or the part is told to stop."""
-        torch.set_num_threads(part.cores)  # of this thread
+        torch.set_num_threads(part.cores)  # holds for this thread
         for slot in part.slots:
             self._begin(self._slots[slot])
         samplers = {slot: self._slots[slot].sampler for slot in part.slots}
@@ -216,7 +216,7 @@ class ModelEngine:
         ]
         over = False
         while not over and not part.stop.is_set():
-            steps = [group.step() for group in groups]  # all of them, then see
+            steps = [group.step() for group in groups]  # every group steps before any is looked at
             over = any(steps)
         done: dict[int, Canvas] = {}
         for group in groups:
@@ -224,7 +224,7 @@ class ModelEngine:
         return done
 
     def _begin(self, sequence: _Sequence) -> None:
-        """Encode what is not yet, and fill the next canvas with noise."""
+        """Encode the unencoded tokens, and fill the next canvas with noise."""
         if sequence.state is not None:
             return
         if sequence.prefix is None:
@@ -252,7 +252,7 @@ class ModelEngine:
 
 
 class _Group:
-    """Slots of one sampler that take steps together; each is given back at its own step."""
+    """Slots of one sampler that take steps together, each at its own step number."""
 
     def __init__(
         self,

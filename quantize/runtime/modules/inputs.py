@@ -1,4 +1,4 @@
-"""What enters every quantizable Linear of the text stack while a model runs, encoder and decoder alike.
+"""Shows what enters every quantizable Linear of the text stack, in encoder and decoder alike.
 
 Both towers share their weights, and a server has one backbone: inputs are named after the decoder's
 modules as they are on disk, whichever tower they came through. A layer's experts run as one grouped
@@ -9,8 +9,8 @@ product, so their inputs come as rows with the expert of each:
   model.decoder.layers.N.{self_attn,mlp}.*_proj rows [..., K], no experts
 
 The rows of `down_proj` are what transformers' grouped experts get from `_apply_gate`, in the order of
-a sort by expert (transformers/integrations/moe.py, 5.15 to 5.17). One product a layer in place of one
-Linear an expert: 30 layers of 128 experts are 11,520 calls a forward pass otherwise.
+a sort by expert (transformers/integrations/moe.py, 5.15 to 5.17). Grouped products keep the calls few:
+with one Linear an expert, 30 layers of 128 experts would take 11,520 calls a forward pass.
 """
 
 from collections.abc import Callable, Generator

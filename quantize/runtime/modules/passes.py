@@ -1,8 +1,8 @@
 """The two forward passes of block diffusion over transformers' modules: encode, then denoise.
 
 The causal encoder reads prompt and committed canvases into a KV cache (`Prefix`); the bidirectional
-decoder reads that cache and the canvas and never writes. What a canvas query sees: in full layers
-the whole prefix, in sliding layers its last `sliding_window - 1` tokens, in both the whole canvas.
+decoder reads that cache and the canvas and never writes. A canvas query sees the whole canvas, and in
+full layers the whole prefix, in sliding layers the prefix' last `sliding_window - 1` tokens.
 
 Ragged batches are left-padded, so that every row ends in the same column: appended canvases line up
 and a sliding layer's cache, which keeps the last columns, keeps each row's own last tokens. Positions
@@ -10,7 +10,7 @@ count a row's own tokens and padding is masked, so a row's result does not depen
 (transformers' own `generate()` numbers the padding too). Masks are built here: transformers' encoder
 drops the ones it builds itself.
 
-The dynamic cache only. transformers' static cache is wrong past the sliding window.
+Only the dynamic cache is used: transformers' static cache is wrong past the sliding window.
 """
 
 import copy
@@ -129,7 +129,7 @@ def encode_tokens(
     tokens: Tensor,
     images: Images | None = None,
 ) -> Prefix:
-    """Append `tokens` [B, n], a committed canvas say, to `prefix`; its cache is extended in place.
+    """Append `tokens` [B, n], such as a committed canvas, to `prefix`, extending its cache in place.
 
     With `images`, B is 1 and the tokens hold their placeholders.
     """
@@ -158,7 +158,7 @@ def encode_tokens(
 
 
 def _image_blocks(model: DiffusionGemmaForBlockDiffusion, tokens: Tensor) -> Tensor:
-    """Return which tokens belong to one image, [B, n, n]: runs of its placeholder."""
+    """Return which tokens belong to one image, a run of placeholders: bool [B, n, n]."""
     config: Any = model.config
     is_image = tokens == config.image_token_id
     starts = is_image & ~torch.nn.functional.pad(is_image, (1, -1))
@@ -174,7 +174,7 @@ def _encoder_masks(
 ) -> Masks:
     """Return causal masks [B, 1, n, keys], true where a query sees a key.
 
-    `blocks` [B, n, n] adds what new tokens see of each other against that order.
+    `blocks` bool [B, n, n] adds new tokens that see each other against that order.
     """
     window: int = text_config(model).sliding_window
     device = prefix.lengths.device
@@ -192,7 +192,7 @@ def _encoder_masks(
 
 
 def _first_sliding_column(prefix: Prefix, window: int) -> int:
-    """Return the first column that a sliding layer's cache still holds: its last window - 1."""
+    """Return the first column that a sliding layer's cache, of window - 1 columns, still holds."""
     return max(0, prefix.columns - window + 1)
 
 
@@ -248,10 +248,10 @@ def check_prompts(
     prompts: Sequence[Sequence[int]],
     images: Sequence[Images | None],
 ) -> None:
-    """Refuse what `encode_prompts` does, but for images that do not fit their placeholders.
+    """Refuse what `encode_prompts` refuses, except images that do not fit their placeholders.
 
     Raises:
-        InputError: as there.
+        InputError: as in `encode_prompts`.
     """
     config: Any = model.config
     if config._attn_implementation != "sdpa":
