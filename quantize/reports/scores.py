@@ -94,7 +94,7 @@ def _steps(base: Scoring, other: Scoring, confidence: float) -> StepInflation | 
         share_at([step for row in side.rows for step in row.denoising_steps], most)
         for side in sides
     )
-    return step_inflation(*costs, (ours, theirs), confidence=confidence)
+    return step_inflation(costs[0], costs[1], (ours, theirs), confidence=confidence)
 
 
 def _share_a_seed(base: Scoring, other: Scoring) -> bool:

@@ -26,7 +26,7 @@ OnDraft = Callable[[int, int, list[int], list[bool]], None]
 # called without arguments, at most once in each call of `denoise`
 Meanwhile = Callable[[], None]
 # called after every canvas: (index of the prompt, its sample so far)
-OnCanvas = Callable[[int, Sample], None]
+OnCanvas = Callable[[int, Sample], object]
 
 # see `watching`: (name of a Linear as on disk, rows that enter it, experts of the rows or None)
 Observer = Callable[[str, Tensor, Tensor | None], None]
