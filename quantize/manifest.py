@@ -1,15 +1,19 @@
 """The manifest of a run: what made it. Versions, hardware, model, then facts per stage."""
 
 import hashlib
+import json
 import os
 import platform
+import subprocess
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any, Protocol
 
+from quantize import __version__
 from quantize.checkpoints.reader import SETTINGS, TOKENIZER_FILES, Checkpoint, hub_commit
+from quantize.measured import now
 
 PACKAGES = (
     "diffusiongemma-quantize",
@@ -36,6 +40,8 @@ def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None
     """Return the manifest of a run that starts now; `model` None means the bundled model."""
     return {
         "recipe": recipe,
+        "began": now(),
+        "tool": tool(),
         "source": {
             "model": model or "bundled",
             "bundled": model is None,
@@ -48,6 +54,33 @@ def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None
         "hardware": hardware(),
         "stages": {},
     }
+
+
+def tool() -> dict[str, Any]:
+    """Return this code's version, its commit, and whether files differ from that; None if unknown."""
+    found = {"version": __version__, "commit": None, "modified": None}
+    checkout = Path(__file__).parents[1]
+    if (checkout / ".git").exists():
+        state = [
+            _git(checkout, "rev-parse", "HEAD"),
+            _git(checkout, "status", "--porcelain", "-uno"),
+        ]
+        if None not in state:
+            found |= {"commit": state[0], "modified": bool(state[1])}
+    elif (text := distribution(PACKAGES[0]).read_text("direct_url.json")) is not None:
+        found |= {"commit": json.loads(text).get("vcs_info", {}).get("commit_id")}
+    return found
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """Return what git prints of a checkout, None where git is missing or refuses."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def package_versions() -> dict[str, str]:

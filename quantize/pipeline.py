@@ -9,10 +9,8 @@ and peak memory per stage; nothing that must be equal between two runs depends o
 """
 
 import os
-import resource
-import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +21,7 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError, ResourceError, unexpected_in
 from quantize.locks import locked
 from quantize.manifest import fingerprint, new_manifest
+from quantize.measured import measured
 from quantize.processes import best_device, is_first
 from quantize.progress import console, say
 from quantize.recipe import Recipe, load_recipe, read_recipe
@@ -296,12 +295,17 @@ def _is_stale(run: Run, stage: Stage) -> bool:
 def work(run: Run, stage: Stage, task: Callable[[Run], None]) -> None:
     """Do a stage's work; enter its time, its memory, what it was made from and what it made."""
     say(f"{stage.name}: started")
-    began = time.monotonic()
-    inputs = input_digests(run.folder, stage)
-    forget(run.folder, stage)
-    task(run)
-    remember(run.folder, stage, inputs)
-    seconds = time.monotonic() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
-    run.record(stage.name, {"seconds": round(seconds, 2), "peak_rss_bytes": peak})
-    say(f"{stage.name}: done in {seconds:.1f} s")
+    before = read_json(run.folder.manifest_json, "stages")["stages"].get(stage.name, {})
+    facts: dict[str, Any] = {}
+    try:
+        with measured() as facts:
+            inputs = input_digests(run.folder, stage)
+            forget(run.folder, stage)
+            task(run)
+            remember(run.folder, stage, inputs)
+    finally:  # the time of a try that failed is paid for, too; its error counts for more
+        seconds = before.get("seconds_in_all", 0.0) + facts["seconds"]
+        with suppress(OSError):
+            run.record(stage.name, {"seconds_in_all": round(seconds, 2)})
+    run.record(stage.name, facts)
+    say(f"{stage.name}: done in {facts['seconds']:.1f} s")

@@ -177,8 +177,8 @@ class Answerer:
 
         Returns:
             `vocabulary`, id -> text of every token that occurs; `samples`, one entry a request: its
-            prompt and its steps, each with the canvas' index, the most probable `ids` at every
-            position ("7 105 9") and which of them were `accepted` ("101").
+            prompt, the text it ended with, and its steps, each with the canvas' index, the most
+            probable `ids` at every position ("7 105 9") and which of them were `accepted` ("101").
         """
         requests = requests[: self.capacity]
         samples: list[dict[str, Any]] = [{"prompt": r.prompt, "steps": []} for r in requests]
@@ -192,7 +192,7 @@ class Answerer:
         prompts, engine, budget = self._ready(requests)
         if engine.capacity < len(requests):
             return self.record(requests[: engine.capacity])
-        generate(
+        made = generate(
             engine,
             prompts,
             [request.seed for request in requests],
@@ -200,6 +200,8 @@ class Answerer:
             sampler=self.sampler,
             on_step=note,
         )
+        for sample, end in zip(samples, made, strict=True):
+            sample["text"] = _completion(self.tokenizer, end).text
         used = {i for sample in samples for step in sample["steps"] for i in step["ids"].split()}
         words = {i: self.tokenizer.decode([int(i)]) for i in sorted(used, key=int)}
         return {"vocabulary": words, "samples": samples}

@@ -27,17 +27,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
-from recovery.catalog import is_private
 from recovery.gate import out_of_reach
 from recovery.own import Definition
 from recovery.samples import Batch, Finished, SampleStore, Share
-from recovery.scoring import (
-    Scoring,
-    first_requests,
-    local_data,
-    score,
-    size,
-)
+from recovery.scoring import Scoring, local_data, score, size
 from recovery.served import Server, ServerError
 
 from quantize.bundled import HELDOUT
@@ -51,11 +44,11 @@ from quantize.recipe import ActivationMode, Evaluation, Gate
 from quantize.run_dir import RunDir, read_json, write_json, write_text
 from quantize.runtime import Sampler
 from quantize.stages.answerer import Answerer, ExportedAnswerer
+from quantize.stages.recording import leave_questions, record_differing
 
 BF16, BF16_AGAIN, QUANTIZED = "bf16", "bf16-again", "quantized"
 EXPORTED = "quantized-gguf"
 BUNDLED_TASKS = ("word_problems", "word_problems_thinking")
-RECORDED = 8  # samples a side whose denoising is recorded for the report's viewer
 
 
 class Backend(Protocol):
@@ -225,6 +218,7 @@ def evaluate(
         except ServerError as error:
             raise ResourceError(str(error)) from error
         if processes.rank == 0:
+            _leave_for_the_report(run, data, settings, sides)
             write_json(run.evaluation / "done.json", {"tasks": settings.tasks})
 
 
@@ -238,6 +232,19 @@ def _score_all(
         _score(run, job, settings, share)
         if following is None or following.side.backend is not job.side.backend:
             job.side.backend.release()
+
+
+def _leave_for_the_report(
+    run: RunDir, data: dict[str, Path | None], settings: Evaluation, sides: Sequence[Side]
+) -> None:
+    """Note the questions of every task, and record canvases of those that differ."""
+    models = {side.name: side.backend for side in sides if isinstance(side.backend, Answerer)}
+    compared = {name: models[name] for name in (BF16, QUANTIZED) if name in models}
+    for task, file in data.items():
+        own = settings.own_tasks.get(task)
+        requests = leave_questions(run, task, file, own.definition() if own else None)
+        if requests and len(compared) == 2:
+            record_differing(run, task, requests, compared)
 
 
 def quantized_sides(
@@ -370,17 +377,6 @@ def _complete(run: RunDir, job: Job, settings: Evaluation, store: SampleStore) -
     )
     if scoring is None:
         return
-    if isinstance(side.backend, Answerer) and not is_private(task):
-        limit = min(RECORDED, settings.limit.get(task, RECORDED))
-        asked = first_requests(
-            task,
-            data_file=job.data_file,
-            definition=job.definition,
-            limit=limit,
-            seed=side.seed,
-        )
-        recorded = side.backend.record(asked)
-        write_json(run.evaluation / side.name / f"{task}.canvases.json", recorded)
     _write(run.evaluation / side.name, scoring)
     if side.name != BF16:
         store.remove()

@@ -1,30 +1,8 @@
 """The report of a run: report.json is everything, the others show it; the verdict gates the release.
 
-report.json, by key:
-  format        version of this layout, 1
-  model         which model, and whether it is the small bundled one
-  artifact      fingerprint of the quantized checkpoint that was verified
-  evidence      sha256 of recipe.yaml and of every file of scores that the verdict rests on
-  recipe        name and scheme
-  verdict       outcome, reason, exit_code, estimand: of what the loss is judged, these_questions or
-                such_questions
-  tasks         one entry a task and activation mode: recovery.statistics.Comparison, the margin,
-                whether it is gated, the gate's outcome on it alone, why it is not comparable (or
-                null), what it was scored with, counts of both sides, step_inflation
-                (recovery.steps.StepInflation; null where a server tells no steps)
-  noise_floor   the same, BF16 against BF16 with a second seed
-  sizes         bytes of BF16 and of the artifact; quantized modules
-  layers        one entry a layer: bytes before and after, relative error of each class of weights
-  error         relative error by class: tensors, mean, largest, where
-  verification  passed, one entry a check
-  coverage      tokens per expert: least, median, most, all of them; experts that fell back
-  fidelity      fidelity.json as it is, null when there is none
-  canvases      some problems' denoising on both sides: vocabulary, and per problem question, target and
-                per side steps, answer, scores; null when none was recorded
-  versions, hardware, stages   from the manifest
-
-report.md and report.html are rendered from it, junit.xml for CI systems; where $GITHUB_STEP_SUMMARY
-names a file, report.md is appended to it.
+`quantize/reports/report.schema.json` says what every key of report.json holds. report.md, report.html
+and junit.xml are rendered from it; where $GITHUB_STEP_SUMMARY names a file, report.md is appended to
+it (docs/ci.md).
 """
 
 import hashlib
@@ -44,7 +22,11 @@ from recovery.steps import StepInflation
 from quantize.checkpoints.targets import Target, module_class, sum_bytes
 from quantize.errors import InputError
 from quantize.recipe import Recipe
-from quantize.reports.render import html, junit, markdown
+from quantize.reports.junit import junit
+from quantize.reports.markdown import markdown
+from quantize.reports.provenance import made
+from quantize.reports.questions import BASE, GATED, questions_and_canvases
+from quantize.reports.render import html
 from quantize.reports.scores import pair, read_scoring
 from quantize.run_dir import RunDir, read_json, write_json, write_text
 
@@ -67,15 +49,25 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
     manifest = _needed(run.manifest_json, "run")
     verification = _needed(run.verification_json, "verify")
     judged, verdict = judge_run(run, recipe)
+    scorings = {
+        task["task"]: tuple(
+            read_scoring(run.evaluation / side, task["task"]) for side in (BASE, GATED)
+        )
+        for task in judged["tasks"]
+        if task["gated"] and not task["not_comparable"]
+    }
+    questions, canvases = questions_and_canvases(run, scorings)
     content = {
-        "format": 1,
+        "format": 2,
         **judged,
         "sizes": _sizes(targets),
         "layers": _layers(targets, verification["relative_error"]),
         "error": _errors(verification["relative_error"]),
         "verification": {key: verification[key] for key in ("passed", "checks")},
         "coverage": _coverage(run),
-        "canvases": _canvases(run, recipe.evaluation.tasks),
+        "questions": questions,
+        "canvases": canvases,
+        "made": made(manifest),
         "stages": manifest["stages"],
     }
     write_json(run.report_json, content)
@@ -294,40 +286,3 @@ def _coverage(run: RunDir) -> dict[str, Any] | None:
         "min_tokens_per_expert": coverage["min_tokens_per_expert"],
         "fallbacks": coverage["fallbacks"],
     }
-
-
-def _canvases(run: RunDir, tasks: Sequence[str]) -> dict[str, Any] | None:
-    """Return the recorded denoising of both sides, problems with different outcomes first."""
-    vocabulary: dict[str, str] = {}
-    problems: list[dict[str, Any]] = []
-    for task in tasks:
-        files = {s: run.evaluation / s / f"{task}.canvases.json" for s in ("bf16", "quantized")}
-        if not all(file.exists() for file in files.values()):
-            continue
-        sides = {side: _recorded(run, task, side, read_json(file)) for side, file in files.items()}
-        for file in files.values():
-            vocabulary |= read_json(file)["vocabulary"]
-        for ours, theirs in zip(*sides.values(), strict=True):
-            question = {key: ours[key] for key in ("question", "target")}
-            problems.append(question | {"sides": {"bf16": ours, "quantized": theirs}})
-    problems.sort(key=_have_equal_scores)
-    return {"vocabulary": vocabulary, "problems": problems} if problems else None
-
-
-def _recorded(run: RunDir, task: str, side: str, recorded: Any) -> list[dict[str, Any]]:
-    """Return recorded samples, the first documents' first repeats, with what became of them."""
-    rows = [row for row in read_scoring(run.evaluation / side, task).rows if row.repeat == 0]
-    return [
-        {
-            "question": sample["prompt"],
-            "target": row.target,
-            "answer": row.answer,
-            "scores": row.scores,
-            "steps": sample["steps"],
-        }
-        for sample, row in zip(recorded["samples"], rows, strict=False)  # fewer were recorded
-    ]
-
-
-def _have_equal_scores(problem: Mapping[str, Any]) -> bool:
-    return problem["sides"]["bf16"]["scores"] == problem["sides"]["quantized"]["scores"]

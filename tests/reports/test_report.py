@@ -4,152 +4,44 @@ The samples come from scripted servers, on GSM8K and on a mock GPQA file whose e
 marker; a recorded canvas with hostile tokens stands in for the viewer's data.
 """
 
-import csv
+import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
+import jsonschema_rs  # schemathesis brings it
 import pytest
-import yaml
 from recovery.gate import Verdict
-from recovery.samples import Batch, Completion, Finished
 from recovery.scoring import Row, Scoring
+from scripted_run import (
+    GSM8K,
+    HOSTILE,
+    MARKER,
+    TASKS,
+    Recorder,
+    add_optional_parts,
+    make_run,
+    mock_data,
+    recipe,
+    steps_of,
+)
 
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
-from quantize.manifest import fingerprint, new_manifest
-from quantize.recipe import Evaluation, Recipe, parse_recipe, shipped_recipes
 from quantize.reports.compare import compare_runs
+from quantize.reports.questions import parting, question_counts
 from quantize.reports.scores import pair, read_scoring
-from quantize.run_dir import RunDir, read_json, write_json
-from quantize.stages import evaluate
+from quantize.run_dir import RunDir, read_json, write_json, write_text
+from quantize.stages.recording import RECORDED, leave_questions, record_differing
 from quantize.stages.report import _with_steps, report
 
-GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
-MARKER = "MARKERSTRING"
-TASKS = ("gsm8k", "gpqa_diamond")
-HOSTILE = "</script><b>&\n"
 VOID = {"meta", "link", "input", "br"}
-
-
-class Scripted:
-    """A served model that knows every answer; the quantized one forgets some."""
-
-    one_by_one = True
-
-    def __init__(self, url: str, in_flight: int, digest: str, revision: str | None) -> None:
-        self.server = SimpleNamespace(url=url, commit_pass="scripted")
-        self.sampler_settings = {"sampler": "scripted"}
-        self.forgets = url == "quantized"
-        self.made_with = {"model": {"served": url, "weights": None, "revision": "v1"}}
-        rows = [json.loads(line) for line in GSM8K.read_text("utf-8").splitlines()]
-        self.truth = {row["question"]: row["answer"].split("#### ")[1] for row in rows}
-
-    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        for batch in batches:
-            for request in batch:
-                forgotten = request.seed % (4 if self.forgets else 9) == 0
-                text = "?" if forgotten else self.answer(request.prompt)
-                yield [request], [Completion(text, 5, [], False)]
-
-    def release(self) -> None:
-        """Hold nothing."""
-
-    def answer(self, prompt: str) -> str:
-        if MARKER not in prompt:
-            return f"#### {self.truth[prompt.partition(chr(10) * 2 + 'Think step')[0]]}"
-        right = next(line for line in prompt.splitlines() if line.endswith(".0"))
-        return f"{MARKER} it is. The answer is {right[:3]}"
-
-
-def mock_data(folder: Path) -> Path:
-    folder.mkdir()
-    shutil.copy(GSM8K, folder / "gsm8k.jsonl")
-    with (folder / "gpqa_diamond.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ["Question", "Correct Answer"] + [f"Incorrect Answer {i}" for i in (1, 2, 3)]
-        )
-        for i in range(12):
-            writer.writerow([f"{MARKER}q{i}", *(f"{MARKER}o{i}.{j}" for j in range(4))])
-    return folder
-
-
-def recipe() -> Recipe:
-    fields = yaml.safe_load(shipped_recipes()["nvfp4"])
-    fields["evaluation"] = {"tasks": list(TASKS), "repeats": {"gpqa_diamond": 2}}
-    fields["gate"] = {
-        "estimand": "these_questions",
-        "margin_pp": dict.fromkeys(TASKS, 20),
-        "max_kl_nats": {"none": 0.02},
-    }
-    return parse_recipe(yaml.safe_dump(fields), "test")
-
-
-def make_run(folder: Path, data: Path, *, seed: int = 0) -> RunDir:
-    """A run folder as the stages before the report leave it."""
-    run, source = RunDir(folder), Checkpoint.open(CHECKPOINT)
-    folder.mkdir()
-    run.checkpoint.symlink_to(CHECKPOINT)
-    write_json(run.manifest_json, new_manifest(source, fingerprint(source), "nvfp4", None))
-    experts = {f"model.decoder.layers.{i}.experts.down_proj": 0.095 for i in range(6)}
-    checks = [{"name": "layout", "looked_at": 7, "passed": True, "faults": []}]
-    write_json(run.verification_json, {"passed": True, "checks": checks, "relative_error": experts})
-    settings = Evaluation(**recipe().evaluation.model_dump() | {"seed": seed})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "ServedModel", Scripted)
-        evaluate.evaluate(
-            run,
-            CHECKPOINT,
-            "digest",
-            settings,
-            noise_floor=True,
-            data_dir=data,
-            server="quantized",
-            base_server="bf16",
-        )
-    return run
-
-
-def add_optional_parts(run: RunDir) -> None:
-    """What only some runs have: coverage, fidelity, recorded canvases."""
-    run.calibration.mkdir()
-    coverage = {"tokens_per_expert": {"0": [3, 0], "1": [500, 9]}, "min_tokens_per_expert": 4}
-    write_json(run.calibration / "coverage.json", coverage | {"fallbacks": ["layers.0.experts.1"]})
-    value = {"mean": 0.01, "interval": [0.0, 0.02]}
-    names = ("kl_nats", "top1_agreement", "acceptance_jaccard", "commit_agreement")
-    step = {"step": 1, "canvases": 2, "kl_nats": 0.1, "top1_agreement": 1.0}
-    bin_ = {"nats_from": 0.0, "positions": 9, "kl_nats": 0.1, "top1_agreement": 1.0}
-    replay = dict.fromkeys(names, value) | {"routing_overlap": [1.0, 0.9]}
-    replay |= {"by_step": [step], "by_entropy": [bin_]}
-    own = replay | {"activations": "none"}
-    write_json(
-        run.fidelity_json,
-        {
-            "trajectories": 1,
-            "max_kl_nats": {"none": 0.02},
-            "faults": [],
-            "activations": {"none": replay},
-            "own_conditioning": own,
-        },
-    )
-    for side, second in (("bf16", "1 1"), ("quantized", "0 1")):
-        steps = [
-            {"canvas": 0, "ids": "0 0", "accepted": "01"},
-            {"canvas": 0, "ids": second, "accepted": "11"},
-        ]
-        recorded = {
-            "vocabulary": {"0": HOSTILE, "1": "b"},
-            "samples": [{"prompt": HOSTILE, "steps": steps}],
-        }
-        write_json(run.evaluation / side / "gsm8k.canvases.json", recorded)
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +144,7 @@ def test_hostile_tokens_stay_text(full: RunDir) -> None:
     assert "<b>&" not in text
     embedded = text.partition('id="canvases">')[2].partition("</script>")[0]
     (problem,) = json.loads(embedded)["problems"]
-    assert problem["question"] == HOSTILE
+    assert problem["text"] == HOSTILE
     assert json.loads(embedded)["vocabulary"]["0"] == HOSTILE
     assert [len(side["steps"]) for side in problem["sides"].values()] == [2, 2]
 
@@ -274,7 +166,7 @@ def test_markdown_has_a_row_for_every_task_and_no_step_counts_of_servers(full: R
     for task in TASKS:
         rows = [line for line in text.splitlines() if line.startswith(f"| {task} |")]
         assert len(rows) == 2  # against BF16, and the noise floor
-        assert all(row.endswith("| - / - |") for row in rows)
+        assert all(row.endswith("| - / - | - |") for row in rows)
 
 
 def test_no_gpqa_text_in_any_artifact(full: RunDir, data: Path) -> None:
@@ -290,12 +182,15 @@ def test_no_gpqa_text_in_any_artifact(full: RunDir, data: Path) -> None:
 def test_junit_counts_what_it_holds(full: RunDir) -> None:
     suite = ElementTree.parse(full.junit_xml).getroot()
     cases = suite.findall("testcase")
-    assert [case.get("name") for case in cases] == ["verification: layout", "fidelity", "gate"]
-    assert suite.get("tests") == "3"
-    outcome = read_json(full.report_json)["verdict"]["outcome"]
-    assert outcome == "INCONCLUSIVE"
-    assert suite.get("skipped") == "1"
-    assert cases[2].find("skipped") is not None
+    names = ["verification: layout", "fidelity", *(f"task {task}" for task in TASKS), "gate"]
+    assert [case.get("name") for case in cases] == names
+    assert suite.get("tests") == "5"
+    content = read_json(full.report_json)
+    assert content["verdict"]["outcome"] == "INCONCLUSIVE"
+    undecided = [task["outcome"] for task in content["tasks"]].count("INCONCLUSIVE")
+    assert suite.get("skipped") == str(undecided + 1)
+    assert [len(case.findall("skipped")) for case in cases].count(1) == undecided + 1
+    assert cases[-1].find("skipped") is not None
 
 
 def verdict_of(run: RunDir, targets: list[Target]) -> Verdict:
@@ -344,7 +239,7 @@ def test_scores_under_other_conditions_are_not_compared(run: RunDir, targets: li
     assert verdict.exit_code == 4
     assert verdict.reason.startswith("gsm8k: lm_eval differ")
     assert verdict.reason in Page(run.report_html.read_text("utf-8")).text
-    assert ElementTree.parse(run.junit_xml).getroot().get("errors") == "1"
+    assert ElementTree.parse(run.junit_xml).getroot().get("errors") == "2"  # its task and the gate
 
 
 def test_the_job_summary_grows(
@@ -407,3 +302,158 @@ def test_a_model_that_takes_too_many_steps_fails_the_gate(
     assert _with_steps(failed, tasks, limit).outcome == (
         "FAIL" if outcome == "FAIL" else "INCONCLUSIVE"
     )
+
+
+def test_questions_that_differ_are_those_that_were_counted(full: RunDir) -> None:
+    content = read_json(full.report_json)
+    found = {entry["task"]: entry for entry in content["tasks"]}
+    listed = content["questions"]["gsm8k"]["differ"]
+    outcomes = [entry["outcome"] for entry in listed]
+    assert found["gsm8k"]["lost"] == outcomes.count("lost") > 0
+    assert found["gsm8k"]["won"] == outcomes.count("won") > 0
+    rows = [json.loads(line) for line in GSM8K.read_text("utf-8").splitlines()]
+    page = Page(full.report_html.read_text("utf-8"))
+    for entry in listed:
+        assert entry["text"].startswith(rows[entry["question"]]["question"])
+        right, wrong = ("quantized", "bf16") if entry["outcome"] == "won" else ("bf16", "quantized")
+        assert entry[right]["answer"] == entry["target"].split("#### ")[-1]
+        assert entry[wrong]["answer"] == "[invalid]"
+        assert entry["text"][:40] in page.text
+    text = full.report_md.read_text("utf-8")
+    assert "## Questions of gsm8k that differ" in text
+    assert question_counts(listed) in text
+
+
+def test_a_private_task_shows_hashes_of_its_questions_and_nothing_else(full: RunDir) -> None:
+    """Repeats are counted together: the answers that are right, of each side."""
+    found = read_json(full.report_json)["questions"]["gpqa_diamond"]
+    assert found["private"]
+    assert found["differ"]
+    scores = {
+        side: read_scoring(full.evaluation / side, "gpqa_diamond").by_question()
+        for side in ("bf16", "quantized")
+    }
+    page = Page(full.report_html.read_text("utf-8")).text
+    for entry in found["differ"]:
+        name = f"{entry['question']}-{entry['hash']}"
+        for side in scores:
+            assert entry[side]["right"] == sum(scores[side][name])
+            assert entry[side]["answer"] is None
+        assert (entry["text"], entry["target"], entry["repeats"]) == (None, None, 2)
+        assert f"hash {entry['hash'][:12]}" in page
+        assert f"hash {entry['hash'][:12]}" in full.report_md.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "parts"),
+    [
+        (["1 2 00", "1 2 11"], ["3 2 00", "1 2 11"], None),  # a guess is no decision
+        (["1 2 10", "1 2 11"], ["3 2 00", "1 2 11"], (1, 1, 0)),
+        (["1 2 00", "1 2 00"], ["1 2 00", "1 4 00"], (1, 2, 1)),  # committed, accepted or not
+        (["1 2 11"], ["1 2 00", "1 2 00", "1 4 00"], (1, 3, 1)),  # who is done waits
+    ],
+)
+def test_where_canvases_part(ours: list[str], theirs: list[str], parts: Any) -> None:
+    found = parting(steps_of(*ours), steps_of(*theirs))
+    assert (found and (found["canvas"], found["step"], found["position"])) == parts
+
+
+def test_canvases_part_in_the_second_one_or_where_one_answer_ends() -> None:
+    same, more = steps_of("1 2 11"), steps_of("5 6 11", canvas=1)
+    assert parting(same, [*same, *more]) is None
+    found = parting([*same, *more], [*same, *steps_of("5 7 11", canvas=1)])
+    assert found == {"canvas": 2, "step": 1, "position": 1, "bf16": 6, "quantized": 7}
+
+
+def test_canvases_are_recorded_of_questions_that_differ(
+    run: RunDir, data: Path, targets: list[Target]
+) -> None:
+    requests = leave_questions(run, "gsm8k", data / "gsm8k.jsonl")
+    models: dict[str, Any] = {"bf16": Recorder(), "quantized": Recorder()}
+    for _ in range(2):  # what is recorded is not recorded again
+        record_differing(run, "gsm8k", requests, models)
+    verdict_of(run, targets)
+    content = read_json(run.report_json)
+    differ = content["questions"]["gsm8k"]["differ"]
+    wanted = [entry["question"] for entry in differ if entry["outcome"] != "other answer"][
+        :RECORDED
+    ]
+    assert [problem["question"] for problem in content["canvases"]["problems"]] == wanted
+    seeds = {row.doc_id: row.seed for row in read_scoring(run.evaluation / "bf16", "gsm8k").rows}
+    for model in models.values():
+        assert [request.seed for request in model.asked] == [seeds[q] for q in wanted]
+        assert [request.prompt for request in model.asked] == [requests[q].prompt for q in wanted]
+    lost = content["canvases"]["problems"][0]["sides"]
+    assert {lost[side]["answer"]: lost[side]["as_scored"] for side in lost}["[invalid]"]
+    assert not all(side["as_scored"] for side in lost.values())
+    change_rows(run, "quantized", "gsm8k", scores={"strict-match": 1.0})
+    record_differing(run, "gsm8k", requests, models)
+    assert len(models["quantized"].asked) > len(wanted)  # other scores, recorded again
+
+
+def test_where_nothing_differs_one_question_is_recorded(run: RunDir, data: Path) -> None:
+    shutil.copytree(run.evaluation / "bf16", run.evaluation / "quantized", dirs_exist_ok=True)
+    requests = leave_questions(run, "gsm8k", data / "gsm8k.jsonl")
+    model: Any = Recorder()
+    record_differing(run, "gsm8k", requests, {"bf16": model})
+    assert [request.prompt for request in model.asked] == [requests[0].prompt]
+
+
+def test_no_question_of_a_private_task_is_left(run: RunDir, data: Path) -> None:
+    assert leave_questions(run, "gpqa_diamond", data / "gpqa_diamond.csv") == {}
+    assert [file.name for file in (run.evaluation / "questions").iterdir()] == ["gsm8k.json"]
+
+
+@pytest.fixture(scope="module")
+def schema() -> Any:
+    text = files("quantize.reports").joinpath("report.schema.json").read_text("utf-8")
+    return jsonschema_rs.validator_for(json.loads(text))
+
+
+def faults(schema: Any, content: Any) -> list[str]:
+    return [f"{list(e.instance_path)}: {e.message}" for e in schema.iter_errors(content)]
+
+
+def test_every_report_is_as_its_schema_says(
+    run: RunDir, targets: list[Target], schema: Any
+) -> None:
+    """The least that a report can hold, the most, and one whose scores are not comparable."""
+    verdict_of(run, targets)
+    assert faults(schema, read_json(run.report_json)) == []
+    add_optional_parts(run)
+    path = run.evaluation / "quantized" / "gsm8k.conditions.json"
+    conditions = read_json(path)
+    verdict_of(run, targets)
+    content = read_json(run.report_json)
+    assert faults(schema, content) == []
+    conditions["compared"]["lm_eval"] = "0.0.0"
+    write_json(path, conditions)
+    verdict_of(run, targets)
+    assert faults(schema, read_json(run.report_json)) == []
+    assert faults(schema, content | {"more": 1}) != []
+    for key in content:
+        assert faults(schema, {k: v for k, v in content.items() if k != key}) != [], key
+
+
+def test_hours_and_price_of_the_evaluation(run: RunDir, targets: list[Target]) -> None:
+    stage = {"seconds": 1800.0, "seconds_in_all": 5400.0, "peak_rss_bytes": 2_000_000_000}
+    stage |= {
+        "peak_gpu_bytes": 81_900_000_000,
+        "gpu": "NVIDIA H200",
+        "ended": "2026-01-31T12:00:00",
+    }
+    manifest = read_json(run.manifest_json) | {"hourly_price": 4.0}
+    write_json(run.manifest_json, manifest | {"stages": {"evaluate": stage}})
+    verdict_of(run, targets)
+    found = read_json(run.report_json)["made"]
+    assert found["evaluation"] == {"hours": 1.5, "hourly_price": 4.0, "price": 6.0}
+    assert found["tool"] == manifest["tool"]
+    write_text(run.recipe_yaml, "name: x\n")
+    verdict_of(run, targets)
+    digest = hashlib.sha256(b"name: x\n").hexdigest()
+    page = Page(run.report_html.read_text("utf-8")).text
+    for text in (run.report_md.read_text("utf-8"), page):
+        assert "1.50 hours of this machine: 6.00 at 4 an hour" in text
+        assert f"sha256 of the resolved recipe: {digest}" in text
+        for word in ("1800.0", "5400.0", "2.00 GB", "81.9 GB", "NVIDIA H200"):
+            assert word in text

@@ -1,0 +1,76 @@
+"""What a block of work took: seconds, memory of this process and of the GPU at its most, when, on what.
+
+Linux remembers the most memory that a process had; writing 5 to /proc/self/clear_refs makes it forget,
+so that each stage has a figure of its own. Where that is not allowed the figure is None, never the
+peak of what ran before.
+"""
+
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+FORGET, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+
+def now() -> str:
+    """Return the time as "2026-01-31T12:00:00+00:00"."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@contextmanager
+def measured() -> Generator[dict[str, Any]]:
+    """Yield a dict that is filled when the block ends, also when it ends with an error.
+
+    Keys: seconds; peak_rss_bytes and peak_gpu_bytes, None where nothing was measured or used; gpu, the
+    name of the device that was used; ended.
+    """
+    facts: dict[str, Any] = {}
+    forgot = _forget_peak()
+    before = _gpu_bytes(reset=True)
+    began = time.monotonic()
+    try:
+        yield facts
+    finally:
+        after = _gpu_bytes()
+        used = after is not None and after > (before or 0)
+        facts |= {
+            "seconds": round(time.monotonic() - began, 2),
+            "peak_rss_bytes": _peak_bytes() if forgot else None,
+            "peak_gpu_bytes": after if used else None,
+            "gpu": _cuda().get_device_name() if used else None,
+            "ended": now(),
+        }
+
+
+def _forget_peak() -> bool:
+    with suppress(OSError):
+        FORGET.write_text("5")
+        return True
+    return False
+
+
+def _peak_bytes() -> int | None:
+    """Return the most memory that this process had since the peak was forgotten."""
+    with suppress(OSError):
+        for line in STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024  # "VmHWM:  123 kB", of 1,024 bytes
+    return None
+
+
+def _cuda() -> Any:
+    return sys.modules["torch"].cuda
+
+
+def _gpu_bytes(*, reset: bool = False) -> int | None:
+    """Return the most bytes that torch had on this process' GPU; with `reset`, those it has now."""
+    if "torch" not in sys.modules or not _cuda().is_initialized():
+        return None
+    if reset:
+        _cuda().reset_peak_memory_stats()
+        return _cuda().memory_allocated()
+    return _cuda().max_memory_allocated()

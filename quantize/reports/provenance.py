@@ -1,0 +1,69 @@
+"""When, by which code and for how much a run was made: what report.json holds under `made`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quantize.measured import now
+from quantize.units import size
+
+
+def made(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dates, the code's version and commit, and what the evaluation took.
+
+    Hours are those of all tries of this run's evaluation; BF16 answers that another run left are not in
+    them. The price is None where nobody has said what an hour of the machine costs.
+    """
+    stage = manifest["stages"].get("evaluate", {})
+    hours = stage.get("seconds_in_all", 0.0) / 3600
+    hourly = manifest.get("hourly_price")
+    return {
+        "began": manifest.get("began"),
+        "judged": now(),
+        "tool": manifest.get("tool"),
+        "evaluation": {
+            "hours": round(hours, 4),
+            "hourly_price": hourly,
+            "price": None if hourly is None else round(hours * hourly, 2),
+        },
+    }
+
+
+def made_lines(content: Mapping[str, Any]) -> list[str]:
+    """Return when, by what and for how much a report's run was made, a sentence each."""
+    found = content["made"]
+    tool, recipe = found["tool"], content["evidence"].get("recipe.yaml", "unknown")
+    evaluation = found["evaluation"]
+    code = "unknown code"
+    if tool:
+        commit = f"commit {tool['commit']}" if tool["commit"] else "commit unknown"
+        changed = ", with changes of its own" if tool["modified"] else ""
+        code = f"diffusiongemma-quantize {tool['version']} ({commit}{changed})"
+    cost = f"The evaluation took {evaluation['hours']:.2f} hours of this machine"
+    if evaluation["price"] is not None:
+        cost += f": {evaluation['price']:,.2f} at {evaluation['hourly_price']:g} an hour"
+    return [
+        f"Begun {found['began'] or 'at an unknown time'}, judged {found['judged']}, by {code}.",
+        f"sha256 of the resolved recipe: {recipe}.",
+        f"{cost}.",
+    ]
+
+
+def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Return stage, seconds, seconds of all tries, peaks of memory, GPU and the end of each stage."""
+
+    def amount(count: float | None) -> str:
+        return "-" if count is None else size(count)
+
+    return [
+        (
+            name,
+            f"{facts['seconds']:.1f}",
+            f"{facts['seconds_in_all']:.1f}",
+            amount(facts["peak_rss_bytes"]),
+            amount(facts["peak_gpu_bytes"]),
+            facts["gpu"] or "-",
+            facts["ended"],
+        )
+        for name, facts in stages.items()
+        if "ended" in facts  # the report itself, and what was interrupted, have not ended
+    ]

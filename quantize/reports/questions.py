@@ -1,0 +1,229 @@
+"""The questions that two models answered differently, and how recorded canvases of them part.
+
+A question differs when one of its repeats is right on one side only, or wrong with two answers. Of a
+private task a question is shown as its hash: no text, answer or target.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from recovery.catalog import is_private
+from recovery.scoring import Row, Scoring
+
+from quantize.run_dir import RunDir, read_json
+
+BASE, GATED = "bf16", "quantized"  # sides of a run, and keys of an entry
+QUESTION_COLUMNS = (
+    "question", "outcome", "target", "BF16", "quantized", "steps", "canvases part",
+)  # fmt: skip
+Step = Mapping[str, Any]  # of a canvas as `Answerer.record` notes it: canvas, ids, accepted
+
+
+def differing(base: Scoring, other: Scoring) -> list[dict[str, Any]]:
+    """Return an entry for each question that differs, by its index in the data set.
+
+    Keys: question (index), hash, repeat (the first that differs), outcome (lost, won or other answer),
+    target, and for `bf16` and `quantized` how many repeats are right, the answer, steps and tokens.
+    """
+    theirs = {(row.doc_id, row.repeat): row for row in other.rows}
+    pairs: dict[int, list[tuple[Row, Row]]] = {}
+    for row in base.rows:
+        if (row.doc_id, row.repeat) in theirs:
+            pairs.setdefault(row.doc_id, []).append((row, theirs[row.doc_id, row.repeat]))
+    hidden = is_private(base.task)
+    return [
+        _entry(rows, hidden=hidden)
+        for _, rows in sorted(pairs.items())
+        if any(_differ(*pair) for pair in rows)
+    ]
+
+
+def _differ(ours: Row, theirs: Row) -> bool:
+    same = ours.score == theirs.score
+    return not same or (ours.score < 1 and ours.answer != theirs.answer)
+
+
+def _entry(rows: Sequence[tuple[Row, Row]], *, hidden: bool) -> dict[str, Any]:
+    """Describe one question by all its repeats and the first one that differs."""
+    shown = next(pair for pair in rows if _differ(*pair))
+    right = [sum(row.score for row in side) for side in zip(*rows, strict=True)]
+    outcome = "lost" if right[1] < right[0] else "won" if right[1] > right[0] else "other answer"
+    first = shown[0]
+    return {
+        "question": first.doc_id,
+        "hash": first.doc_hash,
+        "repeat": first.repeat,
+        "repeats": len(rows),
+        "outcome": outcome,
+        "text": None,
+        "target": None if hidden else first.target,
+        **{
+            side: {
+                "right": count,
+                "answer": None if hidden else row.answer,
+                "steps": row.denoising_steps,
+                "tokens": row.tokens,
+            }
+            for side, count, row in zip((BASE, GATED), right, shown, strict=True)
+        },
+        "parts": None,
+    }
+
+
+def prompts_of(run: RunDir, task: str) -> dict[int, str]:
+    """Return index -> text of a task's questions, as far as evaluate noted them; none if private."""
+    path = run.evaluation / "questions" / f"{task}.json"
+    if is_private(task) or not path.exists():
+        return {}
+    return {int(index): text for index, text in read_json(path, "prompts")["prompts"].items()}
+
+
+def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Return the vocabulary, and each recorded problem with the steps of both sides."""
+    files = [run.evaluation / side / f"{task}.canvases.json" for side in (BASE, GATED)]
+    if is_private(task) or not all(file.exists() for file in files):
+        return {}, []
+    ours, theirs = (read_json(file, "vocabulary", "samples") for file in files)
+    if "of" not in ours or "of" not in theirs:
+        return {}, []  # an older version's, which do not say of which answers they are
+    vocabulary = ours["vocabulary"] | theirs["vocabulary"]
+    others = {(each["question"], each["repeat"]): each for each in theirs["samples"]}
+    problems = [
+        {
+            "task": task,
+            "question": each["question"],
+            "repeat": each["repeat"],
+            "text": each["prompt"],
+            "sides": {
+                side: {"steps": sample["steps"], "text": sample["text"]}
+                for side, sample in ((BASE, each), (GATED, others[key]))
+            },
+        }
+        for each in ours["samples"]
+        if (key := (each["question"], each["repeat"])) in others
+    ]
+    return vocabulary, problems
+
+
+def parting(base: Sequence[Step], other: Sequence[Step]) -> dict[str, int] | None:
+    """Return the first step at which one model accepts a token that is not the other's.
+
+    Keys: canvas and step (from 1), position, and the ids of `bf16` and `quantized` there. At the last
+    step of a canvas every position counts. None when the canvases end alike.
+    """
+    for canvas in range(1 + max(step["canvas"] for step in (*base, *other))):
+        ours, theirs = ([s for s in side if s["canvas"] == canvas] for side in (base, other))
+        if not ours or not theirs:
+            return None  # one answer ended, and the tokens of its EOS parted before
+        for number in range(max(len(ours), len(theirs))):
+            is_last = number == max(len(ours), len(theirs)) - 1
+            a, b = (side[min(number, len(side) - 1)] for side in (ours, theirs))
+            found = next(_parted(a, b, whole=is_last), None)
+            if found is not None:
+                return {"canvas": canvas + 1, "step": number + 1} | found
+    return None
+
+
+def _parted(a: Step, b: Step, *, whole: bool) -> Iterator[dict[str, int]]:
+    """Yield the positions at which two steps hold different tokens, one of them accepted."""
+    ids = zip(a["ids"].split(), b["ids"].split(), strict=True)
+    accepted = zip(a["accepted"], b["accepted"], strict=True)
+    for position, ((ours, theirs), flags) in enumerate(zip(ids, accepted, strict=True)):
+        if ours != theirs and (whole or "1" in flags):
+            yield {"position": position, BASE: int(ours), GATED: int(theirs)}
+
+
+def questions_and_canvases(
+    run: RunDir, scorings: Mapping[str, tuple[Scoring, Scoring]]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return what report.json holds under `questions` and `canvases`.
+
+    Args:
+        run: whose evaluation noted questions and canvases.
+        scorings: task -> BF16's and the gated side's.
+    """
+    vocabulary: dict[str, str] = {}
+    problems: list[dict[str, Any]] = []
+    questions: dict[str, Any] = {}
+    for task, (base, other) in scorings.items():
+        words, found = recorded_canvases(run, task)
+        vocabulary |= words
+        entries, prompts = differing(base, other), prompts_of(run, task)
+        by_index = {(entry["question"], entry["repeat"]): entry for entry in entries}
+        for problem in found:
+            _describe(problem, base, other, by_index, words)
+        for entry in entries:
+            entry["text"] = prompts.get(entry["question"])
+        problems += found
+        questions[task] = {"private": is_private(task), "differ": entries}
+    problems.sort(key=lambda problem: problem["outcome"] is None)
+    return questions, {"vocabulary": vocabulary, "problems": problems} if problems else None
+
+
+def _describe(
+    problem: dict[str, Any],
+    base: Scoring,
+    other: Scoring,
+    entries: Mapping[tuple[int, int], dict[str, Any]],
+    words: Mapping[str, str],
+) -> None:
+    """Add to a recorded problem what was scored of it, and to its question where canvases part."""
+    key = (problem["question"], problem["repeat"])
+    for side, scoring in ((BASE, base), (GATED, other)):
+        row = next(row for row in scoring.rows if (row.doc_id, row.repeat) == key)
+        recorded = problem["sides"][side]
+        recorded |= {"answer": row.answer, "scores": row.scores}
+        recorded["as_scored"] = row.text.startswith(recorded.pop("text"))
+    problem["target"] = row.target
+    problem["outcome"] = entries[key]["outcome"] if key in entries else None
+    found = parting(*(problem["sides"][side]["steps"] for side in (BASE, GATED)))
+    if found and key in entries:
+        named = {f"{side}_word": words[str(found[side])] for side in (BASE, GATED)}
+        entries[key]["parts"] = found | named
+
+
+def question_counts(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Return "21 lost, 15 won, 4 wrong with another answer"."""
+    counts = Counter(entry["outcome"] for entry in entries)
+    other = counts["other answer"]
+    return f"{counts['lost']} lost, {counts['won']} won, {other} wrong with another answer"
+
+
+def question_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return an entry as the cells of `QUESTION_COLUMNS`; of a private task, hashes and outcomes."""
+    hidden = entry["target"] is None
+    name = f"hash {entry['hash'][:12]}" if hidden else str(entry["question"])
+    return (
+        name,
+        entry["outcome"],
+        "-" if hidden else entry["target"],
+        *(_answer(entry, side) for side in (BASE, GATED)),
+        " / ".join(str(sum(entry[side]["steps"]) or "-") for side in (BASE, GATED)),
+        parts_text(entry["parts"]),
+    )
+
+
+def _answer(entry: Mapping[str, Any], side: str) -> str:
+    """Return an answer, and of several repeats how many are right."""
+    found = entry[side]
+    right = f"{found['right']:g} of {entry['repeats']} right"
+    if found["answer"] is None:
+        return right
+    return found["answer"] if entry["repeats"] == 1 else f"{found['answer']} ({right})"
+
+
+def parts_text(parts: Mapping[str, Any] | None) -> str:
+    """Return "canvas 1, step 3: 7 / 8", the words of BF16 and quantized where canvases part."""
+    if parts is None:
+        return "-"
+    words = " / ".join(parts[f"{side}_word"].strip() or "(space)" for side in (BASE, GATED))
+    return f"canvas {parts['canvas']}, step {parts['step']}: {words}"
+
+
+def watched(canvases: Mapping[str, Any] | None, task: str, entry: Mapping[str, Any]) -> list[int]:
+    """Return where the viewer holds a question: no index, or one."""
+    problems = canvases["problems"] if canvases else []
+    return [
+        i for i, p in enumerate(problems) if (p["task"], p["question"]) == (task, entry["question"])
+    ]
