@@ -12,7 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-OUT_OF_MEMORY = "OutOfMemoryError"  # torch's, a RuntimeError
+OUT_OF_MEMORY = "OutOfMemoryError"  # torch's class, a RuntimeError
 LONGEST = 200  # characters of a foreign error's text in a message
 
 
@@ -47,7 +47,7 @@ class UndecidedError(QuantizeError):
 
 
 class UnexpectedError(QuantizeError):
-    """Something that we did not expect: the message names the file with the traceback."""
+    """An error of our own: the message names the file with the traceback."""
 
     exit_code = 70
 

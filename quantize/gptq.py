@@ -1,4 +1,4 @@
-"""GPTQ on block-scaled formats: weights rounded so that the layer's output, not the weight, is near.
+"""GPTQ on block-scaled formats: it rounds weights to keep the layer's output near, not the weight.
 
 A Linear y = x W^T with inputs x seen in calibration has the loss
 
@@ -8,7 +8,7 @@ Rounding to nearest minimises it only where H is diagonal and even. Three steps 
 
   1. GPTQ (Frantar et al., arXiv 2210.17323): round one input after the other and spread each error
      over the inputs not yet rounded, with the rows of U, H^-1 = U^T U.
-  2. NVFP4 alone: each block of 16 inputs is tried under the e4m3 neighbours of its usual scale,
+  2. NVFP4 only: each block of 16 inputs is tried under the e4m3 neighbours of its usual scale,
      amax / 6, and keeps the one of least GPTQ loss, the sum of (error / U_ii)^2.
   3. Coordinate descent: codes, and for NVFP4 block scales, are moved one at a time to where the exact
      loss is least given all the others. It never raises the loss.
@@ -41,20 +41,20 @@ from quantize.schemes import Scheme
 
 DAMPING = 0.01
 NEIGHBOURS = 6  # e4m3 codes below and above amax / 6 that a block scale may take
-SWEEPS = 4  # of coordinate descent
+SWEEPS = 4  # passes of coordinate descent
 SPAN = 8 * GROUP  # inputs whose errors are spread together: one product for 8 blocks
 SMALLEST_SCALE = 2.0**-9  # e4m3's least positive number
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """What became of one stack of Linears [E, out, in].
+    """The result for one stack of Linears [E, out, in].
 
     Attributes:
-        tensors: by on-disk suffix, as the scheme's `quantize` returns them.
+        tensors: tensors by on-disk suffix, as the scheme's `quantize` returns them.
         loss: [E] float32, tr (W - Q) H (W - Q)^T over tr W H W^T.
         nearest: [E] the same of rounding to nearest.
-        fell_back: [E] bool: H had no factor, so the expert was rounded to nearest.
+        fell_back: [E] bool, whether H had no factor, so that the expert was rounded to nearest.
     """
 
     tensors: dict[str, Tensor]
@@ -64,13 +64,13 @@ class Rounded:
 
 
 def shrink(hessians: Tensor, tokens: Tensor) -> Tensor:
-    """Draw each expert's Hessian towards its layer's mean: weight n / (n + in) stays its own.
+    """Draw each expert's Hessian towards its layer's mean, keeping a share of n / (n + in).
 
     An expert of few tokens has a Hessian of low rank, which GPTQ would trust too much.
 
     Args:
         hessians: [E, in, in], means over each expert's own tokens; zeros where it saw none.
-        tokens: [E], how many each saw.
+        tokens: [E], the tokens that each expert saw.
 
     Raises:
         QuantizeError: no expert saw a token, or a Hessian is not finite.
@@ -123,10 +123,10 @@ GRIDS = {
 
 
 def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None = None) -> Rounded:
-    """Round weights to a scheme's tensors, near in what the layers compute.
+    """Round weights to a scheme's tensors so that the layers' outputs stay near.
 
     Args:
-        scheme: of the weights.
+        scheme: scheme of the weights.
         weight: [E, out, in] BF16, finite; `in` a multiple of 16.
         hessian: [E, in, in] float32, as `shrink` returns it.
         shared: [E, 1] FP32 global scales, where the scheme has them.
@@ -156,7 +156,7 @@ def _gptq_groups(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor
 
 
 def _gptq_rows(scheme: Scheme, weight: Tensor, hessian: Tensor) -> Rounded:
-    """Round to a BF16 scale a row, that of the largest magnitude."""
+    """Round under one BF16 scale a row, which its largest magnitude sets."""
     plain = scheme.quantize(weight, scheme.observe(weight, "memoryless_minmax"), None, None)
     nearest, scale = plain["weight"].float(), plain["weight_scale"]  # [E, out, in], [E, out, 1]
     weight, grid = weight.float(), GRIDS[scheme.codes.cast]
@@ -212,7 +212,7 @@ def _values(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _factored(hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return damped H, the upper factor U of its inverse, both float32, and which [E] have none."""
+    """Return damped H, the upper factor U of its inverse (both float32), and which [E] lack U."""
     inputs = hessian.shape[-1]
     damped = hessian.double()
     mean = damped.diagonal(dim1=-2, dim2=-1).mean(-1)
@@ -229,7 +229,7 @@ def _factored(hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _spread_errors(
     weight: Tensor, factor: Tensor, usual: Tensor, shared: Tensor, grid: Grid
 ) -> tuple[Tensor, Tensor]:
-    """GPTQ from left to right, choosing each block's scale; return code values and block scales."""
+    """Run GPTQ from left to right, choosing block scales; return code values and block scales."""
     left = weight.clone()
     codes, scales = torch.empty_like(weight), torch.empty_like(usual)
     for start in range(0, weight.shape[-1], SPAN):
@@ -238,7 +238,7 @@ def _spread_errors(
         for at in range(start, stop, GROUP):
             block = slice(at, at + GROUP)
             tried = usual[..., at // GROUP, None]
-            if grid.neighbours:  # of the scale that the block, as it is by now, would get
+            if grid.neighbours:  # around the scale of the block's values as they are by now
                 amax = _block_amax(left[..., block])
                 tried = _near(block_scale(amax, shared)[..., 0], grid.neighbours)
             found = _round_block(left[..., block], factor[:, block, block], tried, shared, grid)
@@ -323,7 +323,7 @@ def _best_codes(
 ) -> Tensor:
     """Return a block's code values [E, out, 16], each moved in turn to its own optimum.
 
-    `before` is what the block's values were when `slope` was taken.
+    `before` holds the block's values when `slope` was computed.
     """
     codes = codes.clone()
     values = codes * step[..., None]

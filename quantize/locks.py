@@ -1,7 +1,7 @@
-"""One process at a time on a run folder or a store of samples: locks that die with their holder.
+"""Locks that let one process at a time work on a run folder or a store, and die with their holder.
 
-The lock is the kernel's (flock), so a killed process leaves none behind; the file, which stays, only
-says who holds it.
+The lock is the kernel's (flock), so a killed process leaves none behind; the file stays, and only says
+who holds the lock.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ def locked(file: Path, what: str) -> Generator[None]:
     Of the processes that torchrun started for one command the first holds it for all.
 
     Raises:
-        ResourceError: another process holds it; its pid is named. Nobody waits.
+        ResourceError: another process holds it; its pid is named. There is no waiting.
     """
     if not is_first():
         yield

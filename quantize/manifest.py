@@ -1,4 +1,4 @@
-"""The manifest of a run: what made it. Versions, hardware, model, then facts per stage."""
+"""The manifest of a run records what made it: versions, hardware, model, then facts per stage."""
 
 import hashlib
 import json
@@ -25,14 +25,14 @@ PACKAGES = (
     "triton",
 )
 HASHED_WHOLE = 2_000_000_000  # bytes of a checkpoint up to which every byte is hashed
-SAMPLE, SAMPLES = 65536, 64  # else this many bytes at this many places of each shard
+SAMPLE, SAMPLES = 65536, 64  # above that, bytes of a sample, and samples of each shard
 
 
 class Hash(Protocol):
-    """A hash of hashlib's."""
+    """A hash object of hashlib."""
 
     def update(self, data: bytes, /) -> None:
-        """Add bytes."""
+        """Add bytes to the hash."""
         ...
 
 
@@ -114,8 +114,8 @@ def _cpu_name() -> str:
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Return a sha256 that tells whether a checkpoint would still give the same answers.
 
-    Over config.json, tokenizer, chat template, processor and generation settings, and every byte of
-    the shards; of more than 2 GB over sizes and samples, so that 52 GB take a second.
+    It covers config.json, tokenizer, chat template, processor and generation settings, and every byte
+    of the shards; above 2 GB it covers sizes and samples, so that 52 GB take a second.
     """
     digest = hashlib.sha256()
     settings = _matching(checkpoint.folder, ("config.json", *SETTINGS))
@@ -139,7 +139,7 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def hash_files(digest: Hash, root: Path, files: Sequence[Path]) -> None:
-    """Add names below `root`, sizes and bytes of files; of more than 2 GB, samples of large files."""
+    """Add files' names below `root`, sizes and bytes; above 2 GB, samples of large files."""
     sizes = [file.stat().st_size for file in files]
     whole = sum(sizes) <= HASHED_WHOLE
     for path, size in zip(files, sizes, strict=True):
@@ -154,7 +154,7 @@ def hash_files(digest: Hash, root: Path, files: Sequence[Path]) -> None:
 def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return path -> sha256 of all bytes, as the Hub lists it, of every file of a checkpoint.
 
-    `known` holds those that need not be read again.
+    `known` holds checksums of files that need not be read again.
     """
     found = dict(known or {})
     for path in sorted(file for file in checkpoint.folder.rglob("*") if file.is_file()):

@@ -1,9 +1,9 @@
-"""The processes that torchrun started for one command: which part is mine, and what the others found.
+"""Shares work among the processes that torchrun started for one command, and gathers results.
 
     torchrun --nproc-per-node 8 -m quantize calibrate RUN
 
-Every process does the same work up to the point where it takes its share; gloo carries what they
-found, so it needs no GPU. Without torchrun there is one process, and nobody else.
+Every process does the same work up to the point where it takes its share; gloo carries the results, so
+no GPU is needed. Without torchrun there is one process.
 """
 
 import os
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Processes:
-    """Number `rank` of `count` processes."""
+    """Process number `rank` of `count`, counted from 0."""
 
     rank: int = 0
     count: int = 1
@@ -28,7 +28,7 @@ class Processes:
         return work[self.rank :: self.count]
 
     def others(self, found: T) -> list[T]:
-        """Hand `found` to all other processes; return theirs. All must call it."""
+        """Hand `found` to all other processes and return theirs; all processes must call this."""
         if self.count == 1:
             return []
         import torch
@@ -39,7 +39,7 @@ class Processes:
         return everyone[: self.rank] + everyone[self.rank + 1 :]
 
     def wait(self) -> None:
-        """Return when all processes have called it."""
+        """Return once all processes have called this."""
         if self.count > 1:
             import torch
 
@@ -70,12 +70,12 @@ def joined() -> Generator[Processes]:
 
 
 def is_first() -> bool:
-    """Return whether this process writes what all have found: the first one, or the only one."""
+    """Whether this process, the first or the only one, writes the results of all."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def best_device() -> str:
-    """Return the GPU, this process' own under torchrun, or cpu where there is none."""
+    """Return the GPU (under torchrun this process' own), or "cpu" where there is none."""
     import torch
 
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""How far a loop is, on stderr: units and tokens done, their rate, the time that is left.
+"""Shows on stderr how far a loop is: units and tokens done, their rate, the time that is left.
 
 In a terminal this is a bar; elsewhere (CI, a pipe) it is a line when the loop begins, one every 30
 seconds with an estimate of what is left, and one when it ends, so that a log stays readable.
@@ -31,32 +31,32 @@ def say(message: str) -> None:
 
 
 class Meter:
-    """Counts what is done of a loop, and what is known of the part that is under way.
+    """Counts what a loop has done, and what is known of the part that is under way.
 
     Args:
         title: names the loop.
-        total: units that there are, None where that is not known.
+        total: number of units, None where it is not known.
         unit: what is counted, in the plural.
     """
 
     def __init__(self, title: str, total: int | None, unit: str) -> None:
         self.title, self.total, self.unit = title, total, unit
         self.done = self.tokens = 0
-        self._ahead = [0, 0]  # units and tokens of work that is not handed over yet
+        self._ahead = [0, 0]  # units and tokens that are made but not yet handed over
         self._began = time.monotonic()
 
     def add(self, units: int = 1, tokens: int = 0) -> None:
-        """Count finished units and their tokens; what was announced of them is settled."""
+        """Count finished units and their tokens, which are then no longer announced."""
         self.done, self.tokens = self.done + units, self.tokens + tokens
         self.announce(-units, -tokens)
 
     def announce(self, units: int, tokens: int) -> None:
-        """Count units and tokens that are made, and not handed over yet."""
+        """Count units and tokens that are made but not yet handed over."""
         self._ahead = [max(0, self._ahead[0] + units), max(0, self._ahead[1] + tokens)]
 
     @property
     def made(self) -> int:
-        """Units that are made, handed over or not."""
+        """The number of units made, handed over or not."""
         return self.done + self._ahead[0]
 
     def status(self) -> str:
@@ -71,7 +71,7 @@ class Meter:
         return ", ".join(parts)
 
     def end(self) -> str:
-        """Return what was done, when the loop is over."""
+        """Return a line that says what the finished loop has done."""
         seconds = time.monotonic() - self._began
         parts = [f"{self.done:,} {self.unit}".rstrip() + " done", *self._token_rate(seconds)]
         return f"{', '.join(parts)} in {seconds:.1f} s"
@@ -104,7 +104,7 @@ def metered(title: str, total: int | None, unit: str) -> Generator[Meter]:
 
 
 class _Status(ProgressColumn):
-    """Shows a meter in words, and brings the bar beside it up to date."""
+    """Shows a meter in words, and updates the bar beside it."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Recipes: what to quantize, how to calibrate, how to judge. A YAML file, strictly checked.
+"""Recipes: what to quantize, how to calibrate, how to judge, in a strictly checked YAML file.
 
 The fields under `quantization` are those of llm-compressor's QuantizationModifier; a whole recipe file
 of llm-compressor is read too (`quantize.llm_compressor`). An unknown key is an error that names the
@@ -78,9 +78,9 @@ class Quantization(Section):
 
     `scheme` is one scheme for all `targets`, or a mapping scheme -> targets of its own. A target or
     ignore entry is a module class (`Linear`), a module name, or `re:` and a regular expression that
-    matches from the start of the name; one that matches nothing is an error, but in `ignore` with
-    `optional:` before it. `rounding: gptq` rounds weights on Hessians of the calibration
-    prompts' denoising (`quantize.gptq`); `nearest` reads no activations.
+    matches from the start of the name; one that matches nothing is an error, except in `ignore` with
+    `optional:` before it. `rounding: gptq` rounds weights on Hessians of the calibration prompts'
+    denoising (`quantize.gptq`); `nearest` reads no activations.
     """
 
     scheme: SchemeName | dict[SchemeName, list[Pattern]]
@@ -112,7 +112,7 @@ class Calibration(Section):
 
 
 class Verification(Section):
-    """Largest allowed relative error |W - W'| / |W| of any quantized source tensor, per scheme."""
+    """The largest relative error |W - W'| / |W| allowed for a quantized source tensor, by scheme."""
 
     max_relative_error: dict[SchemeName, Limit]
 
@@ -146,7 +146,7 @@ class OwnTask(Section):
         """Return the fields of the lm-eval task.
 
         Raises:
-            InputError: its file is missing or says something else.
+            InputError: its file is missing or defines something else.
         """
         options = self.model_dump(exclude={"data", "lm_eval"})
         try:
@@ -157,7 +157,7 @@ class OwnTask(Section):
             raise InputError(str(error)) from error
 
     def digest(self) -> str:
-        """Return 16 hex digits over everything that this task is."""
+        """Return 16 hex digits of a hash over the task's definition."""
         text = json.dumps(self.model_dump(mode="json"))
         data = Path(self.lm_eval or self.data or "").read_bytes()
         return hashlib.sha256(text.encode() + data).hexdigest()[:16]
@@ -199,7 +199,7 @@ class Evaluation(Section):
                 )
 
     def questions(self, task: str) -> int | None:
-        """Return how many questions a task has, None where that is not known beforehand."""
+        """Return how many questions a task has, or None where that is not known beforehand."""
         own = self.own_tasks.get(task)
         return own.definition()["metadata"].get("questions") if own else questions(task)
 
@@ -207,12 +207,12 @@ class Evaluation(Section):
 class Gate(Section):
     """The release gate.
 
-    `estimand`: of what the loss is judged: `these_questions`, the benchmark as it stands, or
-    `such_questions`, of which it is a sample (recovery.estimands). It has no default: a margin says
-    nothing until it is known of what. `margin_pp`: allowed loss of accuracy in percentage points per
-    task. `max_kl_nats`: largest mean KL from BF16 on replayed trajectories per activation mode; a mode
-    without one is not judged. `max_step_inflation`: the run fails when more
-    denoising steps a token than this share above BF16's are shown (0.1 is 10 %); None does not judge.
+    `estimand` says where the loss is judged: on `these_questions`, the benchmark as it stands, or on
+    `such_questions`, of which it is a sample (recovery.estimands). It has no default, because a margin
+    means nothing without it. `margin_pp` is the allowed loss of accuracy in percentage points, by task.
+    `max_kl_nats` is the largest mean KL from BF16 on replayed trajectories, by activation mode; a mode
+    without one is not judged. `max_step_inflation` fails the run when denoising steps a token are shown
+    to exceed BF16's by more than this share (0.1 is 10 %); None does not judge.
     """
 
     estimand: Estimand
@@ -223,7 +223,7 @@ class Gate(Section):
 
 
 class Bundled(Section):
-    """Sections that replace the recipe's own when the model is the bundled one."""
+    """Sections that replace the recipe's own for the bundled model."""
 
     calibration: Calibration | None = None
     evaluation: Evaluation | None = None
@@ -244,7 +244,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _has_every_limit(self) -> "Recipe":
-        """Find a limit that is missing now, not after hours of work."""
+        """Report a missing limit now, not after hours of work."""
         limits = self.verification.max_relative_error
         for scheme in self.quantization.targets_by_scheme():
             if scheme not in limits:
@@ -291,7 +291,7 @@ class Recipe(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def digest(self, *more: str) -> str:
-        """Return 7 hex digits over the resolved recipe and `more` (the model's revision, say)."""
+        """Return 7 hex digits of a hash over the resolved recipe and `more` (the model's revision)."""
         text = json.dumps([self.model_dump(mode="json"), *more], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:7]
 
@@ -317,8 +317,8 @@ def load_recipe(name_or_path: str) -> Recipe:
     """Load a shipped recipe by name, or a YAML file by path.
 
     Raises:
-        InputError: no such recipe, not YAML, an unknown key or a wrong value, and the key is named; or
-            a task's file that cannot be read.
+        InputError: there is no such recipe, it is not YAML, a key is unknown or has a wrong value (the
+            key is named), or a task's file cannot be read.
     """
     if name_or_path.endswith((".yaml", ".yml")):
         recipe = read_recipe(Path(name_or_path))
@@ -339,7 +339,7 @@ def read_recipe(path: Path) -> Recipe:
     """Read a recipe from a YAML file.
 
     Raises:
-        InputError: it is missing, or no recipe.
+        InputError: the file is missing, or no recipe.
     """
     try:
         return parse_recipe(path.read_text("utf-8"), str(path))
@@ -372,7 +372,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
 
 
 def _completed(quantization: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return a whole recipe around a `quantization` section: the rest is what ships for its scheme."""
+    """Complete a `quantization` section with the rest of the recipe that ships for its scheme."""
     shipped = [parse_recipe(text, name) for name, text in shipped_recipes().items()]
     wanted = set(quantization["scheme"])
     base = max(shipped, key=lambda each: _likeness(wanted, each))
@@ -386,13 +386,13 @@ def _completed(quantization: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _likeness(wanted: set[str], recipe: Recipe) -> tuple[int, int]:
-    """Count schemes in common, then those that the recipe has beyond them, negative."""
+    """Return how many schemes both have, and minus how many only the recipe has."""
     schemes = set(recipe.quantization.targets_by_scheme())
     return len(schemes & wanted), -len(schemes - wanted)
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that stands twice: YAML's last one would win without a word."""
+    """Refuses a repeated key, of which YAML would silently take the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -405,7 +405,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def _explain(error: Any) -> str:
-    """Turn pydantic's first error into one line: key, what is wrong, nearest known key."""
+    """Turn pydantic's first error into one line with the key, what is wrong, the nearest known key."""
     path = [str(part) for part in error["loc"] if "[" not in str(part)]  # not pydantic's own
     key = ".".join(path)
     if error["type"] == "extra_forbidden":

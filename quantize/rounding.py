@@ -17,8 +17,8 @@ e4m3), a global scale is rounded to BF16 before it is stored as FP32, NVFP4 code
 Activations are rounded as serving kernels do it, in FP32 throughout, INT8 with 127 and not 127.5.
 
 Zeros: a row or block whose scale would be 0 gets compressed-tensors' smallest one (2^-7 per row,
-0.125 per block) and codes of 0; an all-zero tensor the global scale 1. NaN and infinity are not
-quantized to anything: `observe` passes them on in its result and the caller refuses the tensor.
+0.125 per block) and codes of 0; an all-zero tensor gets the global scale 1. NaN and infinity have no
+codes: `observe` passes them on in its result and the caller refuses the tensor.
 Left out: asymmetric zero points and block-128 FP8 (704 and 2112 inputs are no multiples of 128).
 """
 
@@ -34,13 +34,13 @@ Observer = Literal["memoryless_minmax", "memoryless_mse"]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FP8_MAX_BITS = 0x43E0  # 448 in BF16
-INT8_MAX = 127.0  # of activations: -128 is not used
+INT8_MAX = 127.0  # largest code of activations; -128 is not used
 E2M1_MAX = 6.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GROUP = 16
 SMALLEST_BLOCK_SCALE = 0.125
-# Values worked on at a time: FP32 temporaries of 2 MB stay in the cache. On one core of a Xeon the
-# NVFP4 codes of whole matrices come at 0.39 GB/s of BF16 input, in such blocks at 2.3 GB/s.
+# Values worked on at a time: FP32 temporaries of 2 MB stay in the cache. One core of a Xeon makes
+# NVFP4 codes at 0.39 GB/s of BF16 input in whole matrices, at 2.3 GB/s in such blocks.
 BLOCK_VALUES = 1 << 19
 
 # memoryless_mse of llm-compressor: ranges shrunk by up to a fifth in steps of 1 %.
@@ -58,7 +58,7 @@ class Codes:
         half_range: half the distance from the lowest to the highest code; an amax of 1 gets the
             scale 1 / half_range.
         group: the inputs that share a scale; None for all inputs of a row.
-        fit: brings BF16 weights over their scale to what `cast` takes as it is; uses them up.
+        fit: rounds BF16 weights over their scale, in place, so that `cast` changes nothing.
         cast: the dtype whose cast ends the rounding.
     """
 
@@ -104,10 +104,10 @@ def quantize_rows(
     """Quantize BF16 weights [..., out, in] to 8 bits with a scale a row, by on-disk suffix.
 
     Args:
-        codes: e4m3 or int8.
-        weight: contiguous.
+        codes: the format, e4m3 or int8.
+        weight: must be contiguous.
         ranges: what `observe` found, [..., out, 1].
-        out: where the codes go, like `weight`, of any strides. New memory when not given.
+        out: memory for the codes, of `weight`'s shape and any strides; None allocates it.
     """
     found = torch.empty_like(weight, dtype=codes.cast) if out is None else out
     scale = _row_scale(ranges, codes)
@@ -125,10 +125,10 @@ def quantize_groups(
     """Quantize BF16 weights [..., out, in] to e2m1 in groups of 16, by on-disk suffix.
 
     Args:
-        weight: contiguous; `in` a multiple of 16.
+        weight: must be contiguous; `in` is a multiple of 16.
         ranges: what `observe` found, [..., out, in / 16].
         shared: the global scale [..., 1]; from `ranges` alone when not given.
-        out: where the codes go, uint8 [..., out, in / 2] of any strides. New memory when not given.
+        out: memory for the codes, uint8 [..., out, in / 2] of any strides; None allocates it.
     """
     shared = global_scale([ranges]) if shared is None else shared
     *leading, inputs = weight.shape
@@ -154,7 +154,7 @@ def dequantize_rows(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def dequantize_groups(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the BF16 weights [..., out, in] of e2m1 codes, by on-disk suffix."""
     scale = tensors["weight_scale"].float()
-    if "weight_scale_2" in tensors:  # ModelOpt: a small number that multiplies
+    if "weight_scale_2" in tensors:  # ModelOpt's: a small number that is multiplied with
         packed, scale = tensors["weight"], scale * tensors["weight_scale_2"]
     else:  # [..., out, in / 16] over [..., 1, 1]
         shared = tensors["weight_global_scale"].unsqueeze(-1)
@@ -188,9 +188,9 @@ def round_tokens(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def round_groups(x: torch.Tensor, global_scale: float) -> torch.Tensor:
-    """Round activations [..., K] to e2m1, in x's dtype: an e4m3 scale per 16 under the calibrated one.
+    """Round activations [..., K] to e2m1, in x's dtype, with an e4m3 scale for each 16 values.
 
-    `global_scale` = 448 * 6 / the calibrated amax. Values beyond the range saturate. FP32 throughout.
+    `global_scale` = 448 * 6 / the calibrated amax. Values beyond it saturate. Arithmetic is FP32.
     """
     groups = x.float().unflatten(-1, (-1, GROUP))
     shared = torch.tensor([global_scale], dtype=torch.float32, device=x.device)
@@ -216,7 +216,7 @@ def _magic(magnitude: torch.Tensor) -> torch.Tensor:
 
 
 def _e2m1_codes(x: torch.Tensor) -> torch.Tensor:
-    """Return the codes 0..15 (uint8) of FP32 values in -6..6; x is used up."""
+    """Return the codes 0..15 (uint8) of FP32 values in -6..6; x is overwritten."""
     negative = (x < 0).view(torch.uint8)
     magnitude = x.abs_()
     magic = _magic(magnitude)
@@ -252,7 +252,7 @@ def _row_scale(ranges: torch.Tensor, codes: Codes) -> torch.Tensor:
 
 
 def _quotient(ranges: torch.Tensor, half_range: float) -> torch.Tensor:
-    """Divide by a tensor: CUDA turns division by a Python number into an inexact product."""
+    """Divide by a tensor, since CUDA turns division by a Python number into an inexact product."""
     return ranges / ranges.new_tensor(half_range)
 
 
@@ -308,7 +308,7 @@ def _error(groups: torch.Tensor, ranges: torch.Tensor, codes: Codes) -> torch.Te
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite: by the bits, 10 times as fast as isfinite."""
+    """Whether no value is NaN or infinite; comparing bits is 10 times as fast as isfinite."""
     if tensor.dtype == torch.bfloat16:
         bits = tensor.view(torch.int16).flatten().split(BLOCK_VALUES)
         return all(bool((block & 0x7F80).amax() < 0x7F80) for block in bits if block.numel())
@@ -318,7 +318,7 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[tuple[int | slice, ...]]:
-    """Yield indices of rows of [..., out, in]: about BLOCK_VALUES values each, of one Linear."""
+    """Yield indices of rows of [..., out, in], about BLOCK_VALUES values of one Linear each."""
     *leading, out, inputs = weight.shape
     step = max(1, BLOCK_VALUES // inputs)
     for linear in product(*map(range, leading)):

@@ -1,4 +1,4 @@
-"""The folder of one run: where each stage's result lies, and how it gets there whole.
+"""The folder of one run: where each stage's result lies, and how it is written whole.
 
 A stage is done when its file exists under its final name. Files and folders are therefore written
 under a temporary name in the same place, synced to disk, then renamed: after a kill or a power cut a
@@ -30,7 +30,7 @@ class RunDir:
 
     @property
     def recipe_yaml(self) -> Path:
-        """The resolved recipe."""
+        """The resolved recipe, with every default."""
         return self.path / "recipe.yaml"
 
     @property
@@ -40,12 +40,12 @@ class RunDir:
 
     @property
     def stages_json(self) -> Path:
-        """What each stage's result was made from."""
+        """Digests of each stage's result and of its inputs."""
         return self.path / "stages.json"
 
     @property
     def lock(self) -> Path:
-        """Held by the process that works in the run."""
+        """The lock that the process at work in the run holds."""
         return self.path / ".lock"
 
     @property
@@ -70,12 +70,12 @@ class RunDir:
 
     @property
     def conversion_json(self) -> Path:
-        """Checksum of every file of the checkpoint, as it was written."""
+        """Checksum of every file of the checkpoint as it was written."""
         return self.path / "conversion.json"
 
     @property
     def verification_json(self) -> Path:
-        """What the static checks of the checkpoint found."""
+        """Findings of the static checks of the checkpoint."""
         return self.path / "verification.json"
 
     @property
@@ -110,7 +110,7 @@ class RunDir:
 
     @property
     def log(self) -> Path:
-        """Tracebacks of what went wrong unexpectedly."""
+        """Tracebacks of unexpected errors."""
         return self.path / "run.log"
 
 
@@ -134,7 +134,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path, *keys: str) -> Any:
     """Read a JSON object from a file of a run.
 
-    `keys` must be there, "source.folder" within "source".
+    All `keys` must be present; "source.folder" is the key "folder" within "source".
 
     Raises:
         InputError: the file is not JSON, is not an object, or lacks a key.
@@ -184,5 +184,5 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-# A folder is opened and synced like a file: its entries, not its files, reach the disk.
+# A folder is opened and synced like a file; then its entries, not its files, reach the disk.
 sync_folder = sync_file

@@ -1,8 +1,8 @@
-"""Every scheme, said once: what it is called, how it lies on disk, and its arithmetic.
+"""One record a scheme: what it is called, how it lies on disk, and its arithmetic.
 
-Whoever needs to know something about a scheme asks its record here: layout, ModelOpt's layout, plan,
-convert, load, simulation, the kernels' weights, verification and the estimate of a run. A new scheme
-is a record in `SCHEMES`, its arithmetic in `quantize.rounding` where that is new, and a kernel.
+All code that needs to know something about a scheme asks its record here: layout, ModelOpt's layout,
+plan, convert, load, simulation, the kernels' weights, verification and the estimate of a run. A new
+scheme is a record in `SCHEMES`, its arithmetic in `quantize.rounding` where that is new, and a kernel.
 
   scheme        codes  scales                                  activations while serving
   FP8_DYNAMIC   e4m3   BF16 a row                              e4m3, a scale a token
@@ -48,9 +48,9 @@ class Scheme:
     """One quantization scheme.
 
     Attributes:
-        name: in recipes and in everything we write.
-        compressed: as compressed-tensors writes it, which is how we do.
-        modelopt: as ModelOpt writes it, None where it does not.
+        name: the scheme's name in recipes and in everything we write.
+        compressed: compressed-tensors' way to write it, which is ours.
+        modelopt: ModelOpt's way to write it, None where it has none.
         config_weights: type, num_bits and strategy of the weights in a config group.
         config_activations: `dynamic` of the activations in a config group, None for BF16 ones.
         codes: the number format of the weights.
@@ -61,7 +61,7 @@ class Scheme:
             where activations stay BF16.
         calibrated: whether every Linear has an `input_global_scale` that calibration finds.
         kernel: the kernels' name for weights like these.
-        max_relative_error: |W - W'| / |W| of a weight matrix that only a fault exceeds.
+        max_relative_error: limit on |W - W'| / |W| of a weight matrix, which only a fault exceeds.
         convert_seconds: CPU seconds a GB of BF16 input takes, on one core of an AMD EPYC.
     """
 
@@ -125,7 +125,7 @@ class Scheme:
         }
 
     def observe(self, weight: Tensor, observer: Observer) -> Tensor:
-        """Return the ranges [..., out, groups] of weights: see `rounding.observe`."""
+        """Return the ranges [..., out, groups] of weights (see `rounding.observe`)."""
         return rounding.observe(weight, self.codes, observer)
 
 
@@ -237,7 +237,7 @@ LAYOUTS = (
     *((scheme.name, scheme.compressed) for scheme in _ALL),
     *((scheme.modelopt.name, scheme.modelopt) for scheme in _ALL if scheme.modelopt),
 )
-# What a quantized Linear's tensors are called, behind the module's name.
+# Suffixes of a quantized Linear's tensors, behind the module's name.
 SUFFIXES = tuple(
     dict.fromkeys(suffix for _, layout in LAYOUTS for suffix in layout.tensors(1, GROUP))
 )

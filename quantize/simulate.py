@@ -72,7 +72,7 @@ def rounding(scheme: Scheme, input_global_scale: float | None) -> Rounding | Non
 def _widest(
     entries: list[tuple[Scheme, float | None]],
 ) -> list[tuple[Scheme, float | None]]:
-    """Give every expert the scale of the largest range: global scale = 448 * 6 / amax, so the least."""
+    """Give every expert the scale of the largest range, which is the smallest (448 * 6 / amax)."""
     scales = [scale for _, scale in entries if scale is not None]
     widest = min(scales) if scales else None
     return [(scheme, widest) for scheme, _ in entries]
@@ -98,7 +98,7 @@ def _replace_experts(experts: "_Experts", module: nn.Module) -> None:
 
 
 class _Experts:
-    """The experts' forward of a layer with rounded inputs: per expert, on the tokens routed to it."""
+    """A layer's experts' forward with rounded inputs, expert by expert on the tokens routed to it."""
 
     def __init__(self, gate_up: list[Rounding | None], down: list[Rounding | None]) -> None:
         self.gate_up = gate_up

@@ -1,11 +1,11 @@
-"""Which results of a run are up to date: digests of each result and of what it was made from.
+"""Tells which results of a run are up to date, by digests of each result and of its inputs.
 
 stages.json in the run folder, by stage:
   inputs   the model's fingerprint, and the digest of every result that the stage read
-  result   the digest of what it wrote
+  result   the digest of the result that it wrote
 
 A stage is stale when it has no entry, when its files are not the ones it wrote, or when one of its
-inputs has changed since. Digests cover every byte; of results over 2 GB, sizes and samples.
+inputs has changed since. Digests cover every byte; for results over 2 GB, sizes and samples.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ from quantize.recipe import Recipe
 from quantize.run_dir import RunDir, read_json, write_json
 from quantize.stage import STAGES, Stage
 
-UNFINISHED = ".partial"  # samples of a task that is not scored yet, and temporary files
+UNFINISHED = ".partial"  # suffix of temporary files, and of samples of a task not yet scored
 
 
 def why_stale(folder: RunDir, stage: Stage) -> str | None:
-    """Return why a stage has to be done (again), None when its result stands."""
+    """Return why a stage has to be done (again), or None when its result is up to date."""
     record = _records(folder).get(stage.name)
     result = result_digest(folder, stage)
     if result is None:
@@ -41,7 +41,7 @@ def why_stale(folder: RunDir, stage: Stage) -> str | None:
 
 
 def check_fresh(folder: RunDir, recipe: Recipe, stages: Iterable[Stage]) -> None:
-    """Check that the results of some stages stand.
+    """Check that the results of `stages` are up to date.
 
     Raises:
         InputError: one is missing or stale; the first is named.
@@ -87,7 +87,7 @@ def _files(folder: RunDir, stage: Stage) -> Iterable[Path]:
 
 
 def forget(folder: RunDir, stage: Stage) -> None:
-    """Remove a stage's entry and, but for folders, its files: what fails now must not look done."""
+    """Remove a stage's entry and, except folders, its files: a failed stage must not look done."""
     if not is_first():
         return
     records = _records(folder)
@@ -99,7 +99,7 @@ def forget(folder: RunDir, stage: Stage) -> None:
 
 
 def remember(folder: RunDir, stage: Stage, inputs: dict[str, str | None]) -> None:
-    """Enter what a finished stage was made from, and its result."""
+    """Record the inputs and the result of a finished stage."""
     if not is_first():
         return
     entry = {"inputs": inputs, "result": result_digest(folder, stage)}
@@ -107,7 +107,7 @@ def remember(folder: RunDir, stage: Stage, inputs: dict[str, str | None]) -> Non
 
 
 def _records(folder: RunDir) -> dict[str, Any]:
-    """Return stages.json; a damaged one says nothing, so that every stage is stale."""
+    """Return stages.json; a damaged one counts as empty, so that every stage is stale."""
     try:
         return {
             name: {"inputs": dict(record["inputs"]), "result": record["result"]}

@@ -2,7 +2,7 @@
 
 They are those of the model that transformers builds, without importing it. Only configs that say
 everything a shape depends on are spelled out, so that no default of a library is written down a second
-time; the test compares every name and shape with transformers'.
+time; a test compares every name and shape with transformers'.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ VISION_SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "num_hidden_layers", "patch_size", "position_embedding_size",
 )  # fmt: skip
-LARGEST = 1 << 24  # of a size; what is larger is left to transformers to refuse
+LARGEST = 1 << 24  # the largest size spelled out here; transformers may refuse what is larger
 
 
 def spelled_out(config: dict[str, Any]) -> dict[str, TensorSpec] | None:

@@ -1,4 +1,4 @@
-"""Fused experts <-> one Linear per expert, names and weights.
+"""Converts fused experts to one Linear per expert and back, names and weights.
 
 The BF16 checkpoint holds a layer's experts in two tensors, servers read one Linear each:
 

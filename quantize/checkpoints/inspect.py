@@ -1,9 +1,9 @@
-"""What is in a checkpoint: format, schemes, counts, what is left in BF16, and what is wrong with it.
+"""Finds what is in a checkpoint: format, schemes, counts, what stays BF16, and what is wrong with it.
 
-Reads config, index, headers and the scales of whole matrices. The scheme of a module is told from its
-own tensors, so a config that says something else shows up as a problem. What makes a quantized Linear
-stands in the records of `quantize.schemes`: compressed-tensors' tensors (ours, llm-compressor's,
-RedHatAI's) and ModelOpt's (NVIDIA's).
+It reads config, index, headers and the scales of whole matrices. A module's scheme is told from its own
+tensors, so a config that says something else shows up as a problem. The records of `quantize.schemes`
+say which tensors a quantized Linear has: compressed-tensors' (ours, llm-compressor's, RedHatAI's) and
+ModelOpt's (NVIDIA's).
 
 Problems are what makes servers fail or answer nonsense: scales on modules that they read in BF16, two
 tensors for one module, experts missing or of several schemes, half a module, a config that disagrees,
@@ -40,7 +40,7 @@ SCHEME_OF = {
 
 @dataclass(frozen=True)
 class Module:
-    """One module's tensors by suffix ("" for a bare parameter) and what they make of it.
+    """One module: its tensors by suffix ("" for a bare parameter), and the scheme that they make.
 
     `scheme` is a quantization scheme, a dtype where nothing is quantized, or "incomplete".
     """
@@ -51,12 +51,12 @@ class Module:
 
     @property
     def quantized(self) -> bool:
-        """Whether it has codes or scales."""
+        """Whether the module has codes or scales."""
         return self.scheme == "incomplete" or self.scheme in SCHEME_OF.values()
 
     @property
     def kind(self) -> str:
-        """Its class by `quantize.checkpoints.targets`, or what is unusual about its name."""
+        """The module's class by `checkpoints.targets`, or what is unusual about its name."""
         if EXPERT.fullmatch(self.name):
             return "experts"
         name = self.name if "" in self.tensors else f"{self.name}.weight"
@@ -69,12 +69,12 @@ class Module:
 
     @property
     def linears(self) -> int:
-        """How many Linears it stands for: fused experts are many."""
+        """The number of Linears that the module stands for: fused experts are many."""
         return sum(len(linear_modules(t.name, t.shape)) for t in self.tensors.values()) or 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all the module's tensors."""
         return sum(info.nbytes for info in self.tensors.values())
 
 
@@ -91,7 +91,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint holds, the largest rows first; no problems, no doubts."""
+    """What a checkpoint holds, the largest rows first, and the problems found, if any."""
 
     folder: Path
     format: str
@@ -154,7 +154,7 @@ def _rows(modules: list[Module]) -> list[Row]:
 
 
 def _format(checkpoint: Checkpoint, modules: list[Module]) -> str:
-    """Name who may have written this, from config and names."""
+    """Name the tool that may have written the checkpoint, judging by config and names."""
     stated = checkpoint.config.get("quantization_config")
     if isinstance(stated, dict) and stated.get("quant_method") == "compressed-tensors":
         version = stated.get("version", "of unknown version")
@@ -192,7 +192,7 @@ def _summed(names: list[str], what: str) -> Iterator[str]:
 
 
 def _collisions(checkpoint: Checkpoint) -> list[str]:
-    """Return names that two tensors have once `model.decoder.` and the encoder's are `model.`."""
+    """Return names that two tensors share once both trees' prefixes are shortened to `model.`."""
     merged = Counter(
         re.sub(r"^model\.(decoder|encoder\.language_model)\.", "model.", name)
         for name in checkpoint.tensors
@@ -202,7 +202,7 @@ def _collisions(checkpoint: Checkpoint) -> list[str]:
 
 
 def _expert_problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
-    """Yield layers whose unfused experts are not all there or not all of one scheme."""
+    """Yield a line for layers whose unfused experts are incomplete or of several schemes."""
     layers: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)
     for module in modules:
         if match := EXPERT.fullmatch(module.name):
@@ -233,7 +233,7 @@ def _refusals(check: Callable[[], object]) -> Iterator[str]:
 
 
 def _scale_problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield scales of whole matrices that a server would misread; of a kind the first one."""
+    """Yield the first scale of each kind, of a whole matrix, that a server would misread."""
     scales = read_scales(checkpoint)
     for check in (positive, complete, shared):
         faults = [fault for ok, fault in check(scales) if not ok]

@@ -33,7 +33,7 @@ def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 
 
 def built(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Return the BF16 layout of the model that transformers builds on the meta device: no memory.
+    """Return the BF16 layout of the model that transformers builds, on the meta device (no memory).
 
     Raises:
         InputError: transformers cannot build a model from this config.
@@ -59,7 +59,7 @@ def built(config: dict[str, Any]) -> dict[str, TensorSpec]:
 
 
 def _check_depth(config: dict[str, Any]) -> None:
-    """Refuse a depth that transformers would build layer by layer without an end."""
+    """Refuse numbers of layers so large that transformers would build them without an end."""
     for section in ("text_config", "vision_config"):
         fields = config.get(section) or {}
         layers = fields.get("num_hidden_layers", 1) if isinstance(fields, dict) else fields
@@ -126,7 +126,7 @@ def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
 
 
 def _dtypes(name: str, spec: TensorSpec) -> tuple[str, ...]:
-    """Return the dtypes a tensor may have: FP32 also for the row scales that we write in BF16."""
+    """Return the dtypes a tensor may have; row scales, which we write in BF16, may be FP32 too."""
     row_scale = name.endswith(".weight_scale") and spec.dtype == "BF16"
     return (spec.dtype, "F32") if row_scale else (spec.dtype,)
 
@@ -146,10 +146,10 @@ def scheme_tensors(
 
 
 def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes | None":
-    """Return what config.json says is quantized, None when nothing is.
+    """Return the schemes that config.json states, or None when nothing is quantized.
 
     Raises:
-        InputError: another tool's quantization, or a scheme that is not read here.
+        InputError: the quantization is another tool's, or of a scheme that is not read here.
     """
     stated = config.get("quantization_config")
     if stated is None:
@@ -162,7 +162,7 @@ def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes |
 
 
 class ConfigSchemes:
-    """Reads a compressed-tensors quantization_config: which scheme does a module have?"""
+    """Reads from a compressed-tensors quantization_config which scheme a module has."""
 
     passed_over = None
 
@@ -185,11 +185,11 @@ class ConfigSchemes:
 
     @property
     def used(self) -> set[Scheme]:
-        """The schemes that its modules can have."""
+        """The schemes that modules can have."""
         return {scheme for _, scheme in self.groups.values()}
 
     def tensors(self, module: str, scheme: Scheme, out: int, inputs: int) -> dict[str, TensorSpec]:
-        """Return the tensors that a quantized Linear [out, inputs] is on disk."""
+        """Return the tensors that a quantized Linear [out, inputs] has on disk."""
         return scheme_tensors(module, scheme, out, inputs)
 
     def of(self, module: str) -> Scheme | None:

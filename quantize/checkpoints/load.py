@@ -1,4 +1,4 @@
-"""A checkpoint folder -> a DiffusionGemma model, strictly: every key fits, or nothing loads.
+"""Loads a checkpoint folder as a DiffusionGemma model: unless every key fits, nothing loads.
 
 transformers' own from_pretrained leaves per-expert weights aside, fills the experts with random
 numbers and only warns; NVFP4 it cannot load at all. Here the tensors on disk are first compared with
@@ -51,7 +51,7 @@ def load(
         device: where the model ends up.
 
     Raises:
-        InputError: a missing, unexpected, misshapen or non-finite tensor; file and key are named.
+        InputError: a tensor is missing, unexpected, misshapen or not finite; file and key are named.
         ResourceError: the model is larger than the free memory of `device`.
     """
     checkpoint = Checkpoint.open(folder)
@@ -79,10 +79,10 @@ def load(
 
 
 def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:
-    """Check that the dequantized weights fit where they go; a lower bound of what loading takes.
+    """Check that the dequantized weights, the least that loading takes, fit into free memory.
 
     Raises:
-        ResourceError: says how much is needed and how much is free.
+        ResourceError: they do not; the message says how much is needed and how much is free.
     """
     parameters = sum(prod(spec.shape) for spec in bf16_layout(checkpoint.config).values())
     needed = parameters * dtype.itemsize
@@ -99,7 +99,7 @@ def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Non
 class _Lazy:
     """A tensor of the BF16 layout that is read when transformers slices it, on a thread of its own.
 
-    So what the host holds is a few tensors, and the model goes to its device as it is read.
+    So the host holds only a few tensors at once, and the model goes to its device as it is read.
     """
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
@@ -121,7 +121,7 @@ def lazy_weights(checkpoint: Checkpoint) -> dict[str, _Lazy]:
 def read_weight(
     checkpoint: Checkpoint, name: str, shape: tuple[int, ...], schemes: dict[str, Scheme]
 ) -> torch.Tensor:
-    """Read one tensor of the BF16 layout, of that `shape`: as it is, or dequantized to BF16."""
+    """Read one tensor of the BF16 layout and of `shape`, as it is or dequantized to BF16."""
     modules = [module for module in linear_modules(name, shape) if module in schemes]
     if not modules:
         return read_finite(checkpoint, name)
@@ -139,7 +139,7 @@ def read_module(checkpoint: Checkpoint, module: str, scheme: Scheme) -> torch.Te
 
 
 def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Read a tensor; NaN, infinity or a global scale that is not above 0 is an error."""
+    """Read a tensor, refusing NaN, infinity and a global scale that is not above 0."""
     tensor = checkpoint.read(name)
     if not all_finite(tensor):
         raise InputError(

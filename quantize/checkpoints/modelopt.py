@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's checkpoints: which Linear has which scheme, and which tensors it becomes.
+"""Reads from NVIDIA ModelOpt's configs which Linear has which scheme and tensors.
 
 The records of `quantize.schemes` say which tensors each quant_algo becomes.
 
@@ -8,9 +8,9 @@ each with its own quant_algo. Names are Linears or modules above them, `*` and `
 either tree's name counts, encoder and decoder being tied.
 
 Source: ModelOpt's export code and vLLM's loader, read, not run. No published file was at hand: tests
-write theirs from this description, so it is UNVERIFIED against NVIDIA's real checkpoints. Left out:
-block-128 and per-channel FP8, MX formats, AWQ and SVD variants, refused by name. Scales of an FP8 KV
-cache are passed over: the cache here is BF16.
+write theirs from this description, so it is UNVERIFIED against NVIDIA's real checkpoints. Refused by
+name: block-128 and per-channel FP8, MX formats, AWQ and SVD variants. Scales of an FP8 KV cache are
+ignored: the cache here is BF16.
 """
 
 import re
@@ -26,7 +26,7 @@ KV_SCALES = re.compile(r".+\.self_attn\.[kv]_proj\.[kv]_scale")
 
 
 class ModelOptSchemes:
-    """Reads a ModelOpt quantization_config: which scheme does a module have?"""
+    """Reads from a ModelOpt quantization_config which scheme a module has."""
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
         stated = quantization_config
@@ -40,7 +40,7 @@ class ModelOptSchemes:
 
     @property
     def used(self) -> set[Scheme]:
-        """The schemes that its modules can have."""
+        """The schemes that modules can have."""
         return set(self._schemes.values())
 
     def of(self, module: str) -> Scheme | None:
@@ -53,7 +53,7 @@ class ModelOptSchemes:
         return None if nearest is None else self._schemes[nearest]
 
     def tensors(self, module: str, scheme: Scheme, out: int, inputs: int) -> dict[str, TensorSpec]:
-        """Return the tensors that a quantized Linear [out, inputs] is on disk."""
+        """Return the tensors that a quantized Linear [out, inputs] has on disk."""
         if scheme.modelopt is None:
             raise InputError(f"quantization_config: ModelOpt has no scheme {scheme}")
         tensors = scheme.modelopt.tensors(out, inputs)
@@ -71,7 +71,7 @@ def _scheme(entry: dict[str, Any]) -> Scheme:
 
 
 def _covers(entry: str, name: str) -> bool:
-    """Whether an entry is a module, one above it, or a wildcard that fits."""
+    """Whether an entry names a module, one above it, or a wildcard that matches one of them."""
     return name == entry or name.startswith(f"{entry}.") or fnmatchcase(name, entry)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: find one, read its safetensors headers strictly, read tensors by byte range.
+"""Finds a checkpoint, reads its safetensors headers strictly, and tensors by byte range.
 
 A safetensors file is an 8-byte little-endian header length, a JSON header
 `{name: {dtype, shape, data_offsets: [begin, end]}}` and the bytes of all tensors, contiguous, in any
@@ -26,7 +26,7 @@ SINGLE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 MODELOPT = "hf_quant_config.json"  # where ModelOpt said what is quantized before config.json did
 MODEL_TYPE = "diffusion_gemma"
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -58,7 +58,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies: `begin` and `end` are byte positions in `file`."""
+    """Where one tensor lies in its file; `begin` and `end` are byte positions."""
 
     name: str
     dtype: str
@@ -69,20 +69,20 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the tensor in bytes."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What one tensor must be: `dtype` by its safetensors name."""
+    """The dtype, by its safetensors name, and the shape that one tensor must have."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
@@ -136,7 +136,7 @@ def _read_raw_header(path: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a JSON object that names a key twice: one of the two tensors would be lost."""
+    """Refuse a JSON object with a repeated key, which would lose one of two tensors."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a key stands twice in one object")
@@ -144,7 +144,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    """Check one header entry: known dtype, sane shape, offsets that fit both."""
+    """Check that a header entry has a known dtype, a sane shape, and offsets that fit both."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
@@ -245,7 +245,7 @@ def bytes_of(data: torch.Tensor) -> memoryview:
 
 
 def _read_fully(file: io.FileIO, buffer: memoryview) -> int:
-    """Fill `buffer` from a file (one call reads at most 2 GiB); return the bytes that were there."""
+    """Fill `buffer` from a file (one call reads at most 2 GiB); return the bytes read."""
     position = 0
     while position < len(buffer) and (count := file.readinto(buffer[position:])):
         position += count
@@ -329,7 +329,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that must hold an object.
 
     Raises:
-        InputError: it cannot be read, or holds something else.
+        InputError: the file cannot be read, or holds something else.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -344,7 +344,7 @@ def check_tokenizer(folder: Path) -> None:
     """Check that a checkpoint has a tokenizer, and that its files are JSON.
 
     Raises:
-        InputError: names the file.
+        InputError: a file is missing or no JSON; the message names it.
     """
     if not (folder / TOKENIZER).is_file():
         raise InputError(f"{folder / TOKENIZER}: is missing, so no text can become tokens; {FIX}")
@@ -353,10 +353,10 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_total_size(checkpoint: Checkpoint) -> None:
-    """Check that the index, if there is one that says so, gives the bytes of the tensors.
+    """Check that the index' total_size, if there is one, is the bytes of the tensors.
 
     Raises:
-        InputError: both numbers are named.
+        InputError: it is not; the message names both numbers.
     """
     path = checkpoint.folder / INDEX
     metadata: Any = read_json_object(path).get("metadata", {}) if path.is_file() else {}

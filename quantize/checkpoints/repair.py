@@ -1,4 +1,4 @@
-"""A corrected copy of a quantized checkpoint, where there is one right correction.
+"""Writes a corrected copy of a quantized checkpoint, where there is one right correction.
 
   what servers misread                          what the copy has instead
   input scale 0, NaN, infinite or missing       that of a Linear that reads the same input; else the
@@ -10,9 +10,9 @@
   a tied copy in the encoder's tree             nothing, if it is the decoder's tensor bit for bit
   total_size of the index                       the bytes of the tensors
 
-Weights stay the same numbers. Where a checkpoint has another problem nothing is written: scales of
-weights that are 0 or gone, experts that are missing, block scales that would have to be rounded are
-only found again by a new conversion.
+Weights stay the same numbers. Where a checkpoint has another problem nothing is written: only a new
+conversion restores weight scales that are 0 or gone, missing experts, and block scales that would have
+to be rounded.
 """
 
 import math
@@ -41,14 +41,14 @@ TREES = ("model.encoder.language_model.", "model.decoder.")
 
 @dataclass
 class Corrections:
-    """What a copy has otherwise: new tensors by name, names left out, and one sentence for each."""
+    """How the copy differs: new tensors by name, names left out, and one sentence for each."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     dropped: set[str] = field(default_factory=set[str])
     said: list[str] = field(default_factory=list[str])
 
     def set(self, name: str, tensor: torch.Tensor, why: str) -> None:
-        """Give a tensor other values, or add it."""
+        """Replace or add the tensor `name`; `why` is the sentence for it."""
         self.tensors[name] = tensor
         self.said.append(f"{name}: {why}")
 
@@ -115,7 +115,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _mend_inputs(
     checkpoint: Checkpoint, scales: Scales, modules: list[str], suffix: str, found: Corrections
 ) -> None:
-    """Give Linears that read one input the widest range that one of them has."""
+    """Give Linears that read one input the widest range that any of them has."""
     widest = min if suffix == "input_global_scale" else max  # a large one stands for a small range
     own = {m: scales[m][suffix] for m in modules if suffix in scales[m]}
     good = [value for value in own.values() if _usable(value)]
@@ -133,7 +133,7 @@ def _mend_inputs(
 
 
 def _of_the_layer(scales: Scales, module: str, suffix: str) -> list[float]:
-    """Return the good scales of the same projection of a layer's experts, [] for other Linears."""
+    """Return a layer's valid scales of the same projection of its experts, [] without experts."""
     match = LAYER_EXPERT.fullmatch(module)
     if match is None:
         return []
@@ -149,14 +149,14 @@ def _usable(value: float) -> bool:
 def _join_weights(
     checkpoint: Checkpoint, scales: Scales, modules: list[str], suffix: str, found: Corrections
 ) -> None:
-    """Give Linears of one matrix one global scale, where block scales need no rounding for it."""
+    """Give Linears of one matrix one global scale, where no block scale is rounded by that."""
     own = {m: scales[m][suffix] for m in modules if suffix in scales[m]}
     values = set(own.values())
     if len(values) < 2 or not all(map(_usable, values)):
         return
     blocks = {m: checkpoint.read(f"{m}.weight_scale") for m in own}
     for value in sorted(values, reverse=True):
-        # weight = code * block / global, of ModelOpt code * block * global
+        # weight = code * block / global; in ModelOpt's layout code * block * global
         factors = {
             m: value / v if suffix == "weight_global_scale" else v / value for m, v in own.items()
         }
@@ -173,7 +173,7 @@ def _join_weights(
 
 
 def _pieces(checkpoint: Checkpoint, found: Corrections) -> Iterator[Piece]:
-    """Yield every tensor of the copy, in the order of the names of what it was made from."""
+    """Yield every tensor of the copy, ordered by the names in the original."""
     for name, info in checkpoint.tensors.items():
         if name not in found.dropped and name not in found.tensors:
             rows = info.shape[0] if info.shape else 1

@@ -1,8 +1,8 @@
-"""The scales of whole matrices, global ones and those of inputs: what a server makes of them.
+"""Checks the scales of whole matrices, global ones and those of inputs, as a server reads them.
 
 A server reads q/k/v of a layer as one matrix with one global scale, and gate/up of an expert or MLP
-as another; it takes the first one's, or the largest, and multiplies all rows with it. A scale of 0 is
-divided by, and one that is missing is loaded as 0. Experts may differ from each other.
+as another; it takes the first one's, or the largest, and multiplies all rows with it. It divides by a
+scale of 0, and loads a missing one as 0. Experts may differ from each other.
 """
 
 import math
@@ -20,7 +20,7 @@ Finding = tuple[bool, str]  # whether it is right, and what is wrong if not
 
 
 def read_scales(checkpoint: Checkpoint) -> Scales:
-    """Read every scale of a whole matrix: one number a tensor."""
+    """Read every scale of a whole matrix, one number a tensor."""
     found: Scales = defaultdict(dict)
     for name in checkpoint.tensors:
         module, _, suffix = name.rpartition(".")

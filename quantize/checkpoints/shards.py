@@ -1,14 +1,14 @@
-"""Safetensors shards written in one pass, with bounded memory, restartable, byte for byte the same.
+"""Writes safetensors shards in one pass: bounded memory, restartable, the same bytes every time.
 
 All headers are known before the first weight is read: dtype and shape of every tensor follow from the
 plan. A shard is then its header and the bytes of its pieces, one after the other. Worker threads
-produce the next few blocks (read, quantize) while the last one is written and hashed, and what lies
-behind it is synced to disk, each on a thread of its own.
+produce the next few blocks (read, quantize) while the last one is written and hashed and earlier ones
+are synced to disk, each on a thread of its own.
 
 Restart: a shard counts as finished when it is on disk (fsync) and `<folder>.state.json` holds its
 sha256. A later try keeps the finished shards whose bytes still have that hash and writes the others
-from their first byte; a try that would write other bytes (another source or plan) starts over. A
-format of one large file makes several shards of it, one behind the other: see `Shard.begin`.
+from their first byte; a try that would write other bytes (another source or plan) starts over. For a
+format of one large file, several shards are stretches of that file: see `Shard.begin`.
 """
 
 import errno
@@ -43,7 +43,7 @@ HASH_BLOCK = 1 << 24
 # One call writes this much. Larger ones make Linux (6.18, ext4) look for large pages: it takes 0.25 s
 # of system time a GB at best and 2.3 s when memory is fragmented; up to 256 KB always 0.3 s.
 WRITE_BLOCK = 1 << 18
-SYNC_BYTES = 1 << 28  # written between two syncs of an unfinished shard, so that the last is short
+SYNC_BYTES = 1 << 28  # bytes between two syncs of an unfinished shard, so that the last is short
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Piece:
 
     Attributes:
         layout: name -> spec, in writing order.
-        tasks: they run on several threads, each on its own.
+        tasks: calls that return the bytes, each run on a thread.
     """
 
     layout: dict[str, TensorSpec]
@@ -60,7 +60,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of the piece's tensors."""
         return sum(spec.nbytes for spec in self.layout.values())
 
 
@@ -68,8 +68,8 @@ class Piece:
 class Shard:
     """One file to be written, or a stretch of one that begins at byte `begin`.
 
-    `header` is everything before the first tensor. The stretches of a file come in order, and what
-    was finished behind a stretch that must be written again is written again too.
+    `header` is everything before the first tensor. The stretches of a file come in order; when one
+    must be written again, so must finished ones behind it.
     """
 
     name: str
@@ -79,12 +79,12 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """What it is recorded under: the file's name, or with where it begins."""
+        """The name that it is recorded under: the file's, with `begin` unless that is 0."""
         return f"{self.name}@{self.begin}" if self.begin else self.name
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file, or of the stretch."""
+        """Bytes of the file or stretch."""
         return len(self.header) + sum(piece.nbytes for piece in self.pieces)
 
 
@@ -159,7 +159,7 @@ def write_shards(
         folder: exists; finished shards of an earlier try with this `identity` are kept.
         identity: differs whenever the same plan would give other bytes (source, settings).
         workers: threads that produce blocks; every usable core when not given.
-        what: stands beside the progress bar.
+        what: title of the progress bar.
 
     Raises:
         ResourceError: too little free disk before the start, or a full disk in the middle.
@@ -189,7 +189,7 @@ def write_shards(
 
 @contextmanager
 def _explained(folder: Path) -> Generator[None]:
-    """Turn a full disk or a failing one into a message that says how to go on."""
+    """Turn errors of a full or failing disk into a message that says how to go on."""
     try:
         yield
     except OSError as error:
@@ -212,7 +212,7 @@ class _State:
 
     @classmethod
     def open(cls, folder: Path, shards: Sequence[Shard], identity: str) -> "_State":
-        """Find finished shards whose bytes still have their hash; remove everything else."""
+        """Find finished shards whose bytes still have their hash; remove all other files."""
         digest = hashlib.sha256(identity.encode())
         for shard in shards:
             digest.update(shard.key.encode() + shard.header)
@@ -220,7 +220,7 @@ class _State:
         path = state_path(folder)
         recorded = _recorded_shards(path, state.identity)
         ends = {shard.name: shard.begin + shard.nbytes for shard in shards}
-        broken: set[str] = set()  # files of which something must be written
+        broken: set[str] = set()  # files in which something must be written again
         for shard in shards:
             file = folder / shard.name
             if shard.name not in broken and shard.key in recorded and file.is_file():
@@ -263,7 +263,7 @@ def _recorded_shards(path: Path, identity: str) -> dict[str, str]:
 
 
 def _sha256(path: Path, shard: Shard) -> str:
-    """Return the sha256 of a shard's bytes in its file, or of those that are there."""
+    """Return the sha256 of a shard's bytes in its file, of those present if it is too short."""
     digest, left = hashlib.sha256(), shard.nbytes
     with path.open("rb") as file:
         file.seek(shard.begin)
@@ -319,7 +319,7 @@ def _write(
 ) -> str:
     """Write one shard from the next blocks, hashing and syncing on the way; return the sha256."""
     digest = hashlib.sha256(shard.header)
-    begun = shard.begin  # where the last sync began
+    begun = shard.begin  # position at which the last sync began
     syncing: Future[None] | None = None
     with path.open("r+b" if shard.begin else "wb", buffering=0) as file:
         file.truncate(shard.begin)

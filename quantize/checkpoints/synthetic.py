@@ -1,9 +1,9 @@
-"""A random BF16 checkpoint in the exact layout of the real one, at full size or smaller.
+"""Writes a random BF16 checkpoint in the exact layout of the real one, at full size or smaller.
 
     python -m quantize.checkpoints.synthetic OUT            # 1,047 tensors, 51.6 GB, 11 shards
     python -m quantize.checkpoints.synthetic OUT --layers 2 --vision-layers 1 --vocabulary 4096 # 3.4 GB
 
-For sizes, speed, memory and restarts, where real weights are not at hand; its answers are noise.
+It serves to try sizes, speed, memory and restarts without real weights; its answers are noise.
 Names, shapes, dtypes and sharding are those of google/diffusiongemma-26B-A4B-it (its config ships
 with quantize); the tokenizer is a stand-in: the bundled one, its vocabulary filled up with unused
 tokens, and every control token at the real id.
@@ -57,7 +57,7 @@ def synthetic_config(
     """Return the real model's config with fewer layers, experts, vision layers or tokens.
 
     Raises:
-        InputError: fewer than 2 layers (one sliding, one full), or a vocabulary below 1,024.
+        InputError: there are fewer than 2 layers (one sliding, one full) or 1,024 tokens.
     """
     if layers < 2 or experts < 1 or vision_layers < 1 or vocabulary < 1024:
         raise InputError("at least 2 layers, 1 expert, 1 vision layer and 1,024 tokens are needed")
@@ -80,7 +80,7 @@ def synthetic_config(
 def write_synthetic(
     out: Path, config: dict[str, Any], *, seed: int = 0, max_shard_bytes: float = MAX_SHARD_BYTES
 ) -> Path:
-    """Write a random checkpoint of `config` to the new folder `out`; an interrupted one goes on.
+    """Write a random checkpoint of `config` to the new folder `out`, or go on with one begun there.
 
     Raises:
         InputError: `out` exists. ResourceError: not enough disk.
@@ -119,7 +119,7 @@ def _block(
 
 
 def _filling(name: str, shape: tuple[int, ...]) -> Callable[[torch.Tensor, torch.Generator], None]:
-    """Return what fills a tensor with random values, by its class."""
+    """Return the function that fills a tensor of the name's class with random values."""
     kind = module_class(name)
     if kind == "layer_scalar":
         return lambda values, generator: _uniform(values, generator, 0.1, 0.2)
@@ -141,7 +141,7 @@ def _uniform(values: torch.Tensor, generator: torch.Generator, low: float, high:
 
 
 def _write_tokenizer(folder: Path, config: dict[str, Any]) -> None:
-    """Write the bundled tokenizer, filled up to the vocabulary, image tokens at their real ids."""
+    """Write the bundled tokenizer, padded to the vocabulary, with image tokens at their real ids."""
     data = read_json_object(CHECKPOINT / "tokenizer.json")
     vocabulary: dict[str, int] = data["model"]["vocab"]
     names = {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"}

@@ -1,4 +1,4 @@
-"""Which tensor of a DiffusionGemma gets which scheme, and why the rest stay BF16.
+"""Decides which tensor of a DiffusionGemma gets which scheme, and why the rest stay BF16.
 
 On disk the BF16 model has one set of text weights under `model.decoder.*`, with the 128 experts of a
 layer fused into two 3-D tensors, the vision tower under `model.encoder.*`, and for the encoder's text
@@ -60,13 +60,13 @@ FUSED = re.compile(r"(.*\.self_attn)\.[qkv]_proj|(.*\.(?:mlp|experts\.\d+))\.(?:
 
 @dataclass(frozen=True)
 class Target:
-    """One source tensor and what becomes of it.
+    """One source tensor, and what it becomes.
 
     Attributes:
         name: on-disk name in the source checkpoint.
         module_class: a key of `WHY_KEPT` or a member of `QUANTIZABLE`.
         scheme: the scheme, or None when the tensor is copied as it is.
-        reason: why it is kept, when it is.
+        reason: why the tensor is kept in BF16, if it is.
         shape: [out, in]; fused experts [experts, out, in].
         modules: names of the quantized Linear modules it becomes, on disk.
         bytes_before: bytes in the source.
@@ -109,11 +109,11 @@ def linear_modules(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def plan_targets(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> list[Target]:
-    """Decide for every tensor of a BF16 checkpoint.
+    """Decide the scheme of every tensor of a BF16 checkpoint.
 
     Raises:
-        InputError: an unknown tensor; a module matched by two schemes, or by one it cannot have; a
-            target or scheme that matches nothing.
+        InputError: a tensor is unknown; a module is matched by two schemes or by one it cannot have;
+            or a target or scheme matches nothing.
     """
     kept = [info for name, info in tensors.items() if not DROPPED.fullmatch(name)]
     _check_kinds(kept, quantization)
@@ -126,7 +126,7 @@ def plan_targets(tensors: Mapping[str, TensorInfo], quantization: Quantization) 
 
 
 def _check_patterns(targets: list[Target], quantization: Quantization) -> None:
-    """Refuse an entry of the recipe that names nothing: a misspelt one would do something else."""
+    """Refuse an entry of the recipe that matches no module: it may be misspelt."""
     names = ["lm_head"]
     for target in targets:
         modules = linear_modules(target.name, target.shape)
@@ -193,7 +193,7 @@ def fused_units(targets: Sequence[Target]) -> list[list[Target]]:
 
 
 def fused_with(module: str) -> str:
-    """Return what Linears have in common that servers fuse; a Linear that stands alone, its name."""
+    """Return the key that Linears fused by servers share; for a Linear that stands alone, its name."""
     match = FUSED.fullmatch(module)
     return match[1] or match[2] if match else module
 
