@@ -1,5 +1,6 @@
 """Finished samples: torn files, kills, foreign stores, and what a resumed run asks the model."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,6 +88,38 @@ def test_samples_of_another_model_are_refused(tmp_path: Path) -> None:
         SampleStore(tmp_path / "store", MADE_WITH | {"model": "b"})
     with pytest.raises(ValueError, match="remove the file"):
         SampleStore(tmp_path / "store", MADE_WITH | {"sampler": {"t": 2}})
+
+
+def test_a_store_says_what_its_samples_were_made_with(tmp_path: Path) -> None:
+    """In its first line; the order of settings means nothing, and folders are made."""
+    path = tmp_path / "run" / "side" / "store"
+    complete(path, Model())
+    header, *batches = path.read_text("utf-8").splitlines()
+    assert json.loads(header) == {"made_with": MADE_WITH}
+    assert "é3" in batches[0] + batches[1] + batches[2] + batches[3]  # as it is, not escaped
+    assert len(SampleStore(path, dict(reversed(MADE_WITH.items()))).done) == 10
+    other = {"model": "b" * 500}
+    with pytest.raises(ValueError, match="made with") as error:
+        SampleStore(path, other)
+    wanted = json.dumps({"made_with": other})[:200]
+    assert f"made with {header[:200]}, not with {wanted}; remove" in str(error.value)
+
+
+def test_longest_prompts_come_first_and_progress_is_told_how_many_samples(tmp_path: Path) -> None:
+    told: list[int] = []
+    model = Model()
+    store = SampleStore(tmp_path / "store", MADE_WITH)
+    store.complete(REQUESTS, model, 3, lambda finished, total: (told.append(total), finished)[1])
+    lengths = [len(REQUESTS[seed].prompt) for batch in model.asked for seed in batch]
+    assert lengths == sorted(lengths, reverse=True)
+    assert told == [10]
+
+
+def test_every_process_has_a_file_of_its_own(tmp_path: Path) -> None:
+    complete_together(tmp_path / "store", 3)
+    files = sorted(file.name for file in tmp_path.iterdir())
+    assert files == ["store", "store.1", "store.2"]
+    assert [len((tmp_path / f).read_bytes().splitlines()) for f in files] == [3, 2, 2]
 
 
 def test_what_is_not_kept_is_not_written(tmp_path: Path) -> None:

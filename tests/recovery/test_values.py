@@ -1,0 +1,197 @@
+"""Every figure of a comparison and every sentence of a verdict, on tables small enough to work out."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+from recovery.estimands import ESTIMANDS, Estimand, limits, margin_p_values, needed, total
+from recovery.gate import judge, judge_task, not_comparable, out_of_reach
+from recovery.statistics import Comparison, compare
+
+# 40 questions, 3 answers each: base, quantized; 6 questions lose some answers, 2 win one.
+BASE = np.ones((40, 3))
+BASE[30:] = 0
+BASE[28:30, 2] = 0
+QUANTIZED = BASE.copy()
+QUANTIZED[:4, 0] = QUANTIZED[4:6] = 0
+QUANTIZED[28:30, 2] = 1
+
+
+def by_name(values: np.ndarray) -> dict[str, list[float]]:
+    return {f"q{i:03}": row.tolist() for i, row in enumerate(values)}
+
+
+def compared(
+    estimand: Estimand,
+    base: np.ndarray = BASE,
+    quantized: np.ndarray = QUANTIZED,
+    margin_pp: float = 5,
+) -> Comparison:
+    return compare(by_name(base), by_name(quantized), estimand=estimand, margin_pp=margin_pp)
+
+
+def one_answer(lost: int, won: int, same: int) -> Comparison:
+    base = np.array([[1.0]] * (same + lost) + [[0.0]] * won)
+    quantized = np.array([[1.0]] * same + [[0.0]] * lost + [[1.0]] * won)
+    return compared("these_questions", base, quantized)
+
+
+@pytest.mark.parametrize("estimand", ESTIMANDS)
+def test_every_figure_of_a_comparison(estimand: Estimand) -> None:
+    found, both = compared(estimand), total(QUANTIZED - BASE, estimand)
+    other = total(QUANTIZED - BASE, ESTIMANDS[1 - ESTIMANDS.index(estimand)])
+    assert (found.base, found.quantized) == (BASE.mean(), QUANTIZED.mean())
+    assert found.difference_pp == pytest.approx(100 * (QUANTIZED - BASE).mean())
+    assert found.recovery == pytest.approx(100 * QUANTIZED.mean() / BASE.mean())
+    for interval, sum_, level in (
+        (found.difference_interval, both, 0.975),
+        (found.difference_bounds, both, 0.95),
+        (found.other_interval, other, 0.975),
+    ):
+        assert asdict(interval) == pytest.approx(
+            dict(zip(("low", "high"), 100 * np.array(limits(sum_, level)), strict=True))
+        )
+    for interval, values in ((found.base_interval, BASE), (found.quantized_interval, QUANTIZED)):
+        correct = total(values, estimand)
+        half = correct.reach(0.975) / correct.units
+        assert interval.low == pytest.approx(values.mean() - half)
+        assert interval.high == pytest.approx(values.mean() + half)
+    assert (found.p_at_least_margin, found.p_at_most_margin) == margin_p_values(both, 5)
+    assert (found.lost, found.won, found.mcnemar_p) == (None, None, None)
+
+
+def test_two_answers_a_question_have_a_variance_of_their_own() -> None:
+    """Half of the answers to each of 10 questions are lost: chance to these questions."""
+    values = np.array([[0.0, -1.0]] * 10)
+    assert total(values, "these_questions").variance == pytest.approx(10 * 2 * 0.5)
+    assert total(values, "such_questions").variance == 0
+
+
+@pytest.mark.parametrize(("base", "quantized"), [(1.0, 0.0), (0.0, 1.0)])
+def test_intervals_end_where_shares_do(base: float, quantized: float) -> None:
+    found = compared(
+        "such_questions",
+        *(np.array([[v]] * 5 + [[1 - v]]) for v in (base, quantized)),
+    )
+    for interval in (found.difference_interval, found.difference_bounds):
+        assert -100 <= (interval.low or 0) < (interval.high or 0) <= 100
+        assert (interval.low == -100) if base else (interval.high == 100)
+    assert (found.base_interval.high == 1) if base else (found.base_interval.low == 0)
+
+
+def test_half_a_score_is_wrong() -> None:
+    """A question is lost, or won, where it passes from right (above one half) to wrong."""
+    base = np.array([[1.0], [0.5], [0.5], [1.0], [0.0]])
+    quantized = np.array([[0.5], [1.0], [0.5], [1.0], [0.5]])
+    found = compared("these_questions", base, quantized)
+    assert (found.lost, found.won) == (1, 1)
+
+
+def test_mcnemar_is_there_for_one_answer_a_question() -> None:
+    assert one_answer(4, 0, 30).mcnemar_p == pytest.approx(2 * 0.5**4)
+    assert one_answer(3, 3, 30).mcnemar_p == 1
+    assert one_answer(0, 0, 30).mcnemar_p == 1
+
+
+def test_an_interval_leaves_room_for_questions_that_were_not_among_these() -> None:
+    """200 such questions that lose or win one of 10 answers: a whole one may be lost all the same."""
+    values = np.zeros((200, 10))
+    values[::2, 0], values[1::2, 0] = 0.1, -0.1
+    low, high = limits(total(values, "such_questions"), 0.95)
+    assert low == pytest.approx(math.log(0.05) / 200)
+    assert high < 0.005
+
+
+@pytest.mark.parametrize("estimand", ESTIMANDS)
+@pytest.mark.parametrize("margin_pp", [0.5, 5, 12])
+def test_what_is_needed_is_the_least_that_decides(estimand: Estimand, margin_pp: float) -> None:
+    """With a little less nothing is decided; where less than there is would do, that is said too."""
+    difference = total(QUANTIZED - BASE, estimand)
+    factor = needed(difference, margin_pp, 0.95)
+    assert factor is not None
+    assert (factor < 1) == (estimand == "these_questions" and margin_pp != 5)
+    enough, too_few = (
+        min(margin_p_values(difference.times(factor * share), margin_pp)) for share in (1.01, 0.97)
+    )
+    assert enough <= 0.05 < too_few
+
+
+def test_a_loss_of_nothing_is_never_needed() -> None:
+    exactly_the_margin = total(np.array([[-1.0]] * 5 + [[0.0]] * 95), "these_questions")
+    assert needed(exactly_the_margin, 5, 0.95) is None
+
+
+# --- sentences ----------------------------------------------------------------------------------
+
+
+def test_sentences_of_one_task() -> None:
+    passed, failed, open_ = (one_answer(n, 0, 400 - n) for n in (2, 60, 16))
+    for comparison, outcome in ((passed, "PASS"), (failed, "FAIL"), (open_, "INCONCLUSIVE")):
+        verdict = judge_task("t", comparison)
+        assert (verdict.outcome, verdict.estimand) == (outcome, "these_questions")
+        bounds = comparison.difference_bounds
+        seen = (
+            f"t: {comparison.difference_pp:+.2f} pp on these questions (one-sided 95% bounds "
+            f"{bounds.low:+.2f} and {bounds.high:+.2f}), margin 5 pp, 400 questions x 1"
+        )
+        assert verdict.reason.startswith(seen)
+        assert verdict.reason == seen or outcome == "INCONCLUSIVE"
+
+
+def test_it_is_said_what_would_decide() -> None:
+    these, such = compared("these_questions"), compared("such_questions")
+    assert these.needed is not None
+    assert such.needed is not None
+    answers, questions = math.ceil(3 * these.needed), math.ceil(40 * such.needed)
+    would = "would decide, were the difference as observed"
+    assert judge_task("t", these).reason.endswith(f"; about {answers} answers a question {would}")
+    assert judge_task("t", such).reason.endswith(f"; about {questions} questions {would}")
+    never = judge_task("t", one_answer(20, 0, 380))
+    assert never.reason.endswith(
+        "; no number of questions decides, were the difference as observed"
+    )
+
+
+def test_sentences_of_a_run() -> None:
+    """PASS names all tasks, FAIL those that failed, INCONCLUSIVE those that are open."""
+    passed, failed, open_ = (one_answer(n, 0, 400 - n) for n in (2, 60, 16))
+    for tasks, outcome, named in (
+        ({"a": passed, "b": passed}, "PASS", ["a", "b"]),
+        ({"a": failed, "b": passed, "c": failed}, "FAIL", ["a", "c"]),
+        ({"a": open_, "b": passed, "c": open_}, "INCONCLUSIVE", ["a", "c"]),
+    ):
+        verdict = judge(tasks)
+        assert (verdict.outcome, verdict.estimand) == (outcome, "these_questions")
+        alone = [judge_task(name, tasks[name]).reason for name in named]
+        assert verdict.reason == "; ".join(alone)
+    with pytest.raises(ValueError, match=r"^no task was compared$"):
+        judge({})
+
+
+def test_reach_at_its_border() -> None:
+    """100 answers leave a loss of 3 points unseen with a probability of just 5 %."""
+    exact = 1 - math.exp(-3.0)
+    reach: dict[str, Any] = {"questions": 100, "repeats": 1, "margin_pp": 3.0}
+    assert out_of_reach("t", "these_questions", confidence=exact, **reach) is None
+    assert out_of_reach("t", "these_questions", confidence=exact + 1e-9, **reach)
+    assert (
+        out_of_reach("t", "these_questions", confidence=0.5, **reach | {"margin_pp": 0.7}) is None
+    )
+
+
+def test_where_settings_part_is_named_in_few_words() -> None:
+    def differ(a: Any, b: Any) -> str:
+        found = not_comparable({"k": a}, {"k": b})
+        assert found is not None
+        return found.reason
+
+    settings = {"same": 1, "t": 1, "z": 5}
+    assert differ(settings, settings | {"t": 2}) == "k differ: t is 1 against 2"
+    assert differ({"a": 1}, {"a": 1, "b": 2}) == "k differ: b is None against 2"
+    assert differ({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}) == (
+        "k differ: a is b is entry 1 is 2 against 3"
+    )
+    assert differ("x" * 58, "y") == f"k differ: {'x' * 58!r} against 'y'"
+    assert differ("x" * 59, "y") == f"k differ: {repr('x' * 59)[:57]}... against 'y'"
