@@ -12,6 +12,10 @@ Rounded weights have an error near that of the weights themselves (0.1 for NVFP4
 another expert's weights one of about 1.4. A range is at fault beyond a factor of 8 in either
 direction: held-out activations are not those that calibration saw, and an expert that few tokens
 reached has its layer's range. An error in checkpoint and calibration alike shows here too.
+
+Beside the outputs stands the router's choice: routers stay BF16, so on equal inputs they choose the
+same experts if and only if their tensors are equal. One expert's row in another's place moves the
+logits little as well.
 """
 
 import re
@@ -26,6 +30,7 @@ from torch import Tensor
 from quantize.checkpoints.layout import schemes_by_module
 from quantize.checkpoints.load import read_input_schemes, read_module
 from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import module_class
 from quantize.rounding import E2M1_MAX, FP8_MAX
 from quantize.runtime.engine import Engine
 from quantize.runtime.trajectory import Trajectory
@@ -54,7 +59,18 @@ def check_linears(
         passes = reference.passes([item.prompt.ids for item in trajectories])
     with reference.watching(ranges.see, errors.see):
         passes.decode(list(range(len(trajectories))), canvas.to(passes.device), None)
-    return {"error": errors.summary()}, [*errors.faults(), *ranges.faults()]
+    routers = _other_routers(errors.source, errors.artifact)
+    return {"error": errors.summary()}, [*errors.faults(), *ranges.faults(), *routers]
+
+
+def _other_routers(source: Checkpoint, artifact: Checkpoint) -> list[str]:
+    """Return one sentence for every tensor of a router that is not BF16's."""
+    names = (name for name in source.tensors if module_class(name) == "router")
+    return [
+        f"{name}: differs from BF16's, so other experts are chosen"
+        for name in names
+        if not torch.equal(source.read(name), artifact.read(name))
+    ]
 
 
 class Errors:

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +13,17 @@ from safetensors.torch import load_file, save_file
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
+from quantize.errors import GateError
 from quantize.recipe import load_recipe
+from quantize.run_dir import RunDir, read_json
 from quantize.runtime import Sampler
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.ranges import Ranges
-from quantize.runtime.trajectory import Prompt, Trajectory, record
+from quantize.runtime.trajectory import Prompt, Trajectory, record, save_trajectories
+from quantize.stage import _close_enough
 from quantize.stages.calibrate import input_scales
 from quantize.stages.convert import convert
+from quantize.stages.fidelity import fidelity
 from quantize.stages.linears import check_linears
 
 SAMPLER = Sampler(max_denoising_steps=3, eos_token_ids=(1, 50), pad_token_id=0)
@@ -85,6 +90,12 @@ def swap_two_experts(tensors: Tensors) -> set[str]:
     return {f"{LAYER}experts.{e}.{p}_proj" for e in (1, 4) for p in ("gate", "up", "down")}
 
 
+def swap_two_rows_of_a_router(tensors: Tensors) -> set[str]:
+    name = f"{LAYER}router.proj.weight"
+    tensors[name][[1, 4]] = tensors[name][[4, 1]]
+    return {name}
+
+
 def input_scale(module: str, factor: float) -> Callable[[Tensors], set[str]]:
     def change(tensors: Tensors) -> set[str]:
         tensors[f"{LAYER}{module}.input_global_scale"] *= factor
@@ -93,7 +104,7 @@ def input_scale(module: str, factor: float) -> Callable[[Tensors], set[str]]:
     return change
 
 
-DAMAGE = [swap_two_experts] + [
+DAMAGE = [swap_two_experts, swap_two_rows_of_a_router] + [
     input_scale(module, factor)
     for module in ("self_attn.o_proj", "experts.2.gate_proj", "experts.2.down_proj")
     for factor in (16, 1 / 16)
@@ -113,3 +124,28 @@ def test_what_is_wrong_is_named_and_nothing_else(
     save_file(tensors, folder / "model.safetensors")
     faults = faults_of(model, tiny_checkpoint, folder, trajectories)
     assert {fault.split(":")[0] for fault in faults} == expected
+
+
+@pytest.mark.parametrize("damage", [None, swap_two_experts, swap_two_rows_of_a_router])
+def test_fidelity_fails_a_run_whose_logits_hardly_moved(
+    tiny_checkpoint, artifact, trajectories, tmp_path, damage
+):
+    """Two experts of one layer in each other's place, or their rows of its router: exit code 1."""
+    folder, run_folder = tmp_path / "checkpoint", RunDir(tmp_path)
+    shutil.copytree(artifact, folder)
+    expected: set[str] = set()
+    if damage:
+        tensors = load_file(folder / "model.safetensors")
+        expected = damage(tensors)
+        save_file(tensors, folder / "model.safetensors")
+    run_folder.calibration.mkdir()
+    save_trajectories(run_folder.calibration, trajectories, SAMPLER)
+    fidelity(
+        tiny_checkpoint, folder, run_folder.calibration, run_folder.fidelity_json,
+        activations="none", limits={"none": 10},
+    )  # fmt: skip
+    faults = read_json(run_folder.fidelity_json)["faults"]
+    assert {fault.split(":")[0] for fault in faults} == expected
+    if damage:
+        with pytest.raises(GateError, match=r"fidelity\.json: model\.decoder\.layers\.3"):
+            _close_enough(SimpleNamespace(folder=run_folder))
