@@ -1,12 +1,15 @@
-"""Tokens of an answer that are known before it is denoised: pinned ones (infilling), initial ones.
+"""What is known and demanded of an answer: pinned tokens (infilling), initial ones, and a guide.
 
 At a pinned position the decoder reads the token at every step, the entropy counts as 0 (which takes
 nothing from what a step may accept), and the token is committed. An initial token replaces the canvas'
-noise before the first step, and is then denoised like any other.
+noise before the first step, and is then denoised like any other. A guide is shown every finished canvas
+with the logits of its last step, and may commit other tokens, or have the canvas denoised again behind a
+beginning that stands.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,16 +20,51 @@ FREE = -1  # stands in place of a token where none is known
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What becomes of a finished canvas.
+
+    Attributes:
+        tokens: of the whole canvas.
+        stand: None commits them; a number has the canvas denoised again, with so many of them pinned.
+    """
+
+    tokens: list[int]
+    stand: int | None = None
+
+
+class Guide(Protocol):
+    """Looks at the canvases of one answer, one after the other; it never raises.
+
+    The engine's threads call it, one call at a time.
+    """
+
+    def lead(self) -> Sequence[int]:
+        """Return the tokens, at most a canvas, that the next canvas is certain to begin with."""
+        ...
+
+    def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
+        """Decide a finished canvas.
+
+        Args:
+            logits: [L, V] of its last step, soft-capped, not divided by the temperature.
+            tokens: [L] what would be committed.
+        """
+        ...
+
+
+@dataclass(frozen=True)
 class Given:
     """Known token ids by position in the answer, whose first canvas begins at position 0.
 
     Attributes:
         pinned: tokens that are committed as they are.
         initial: tokens that stand there before the first step.
+        guide: it decides the canvases; None commits what was denoised.
     """
 
     pinned: Mapping[int, int] = field(default_factory=dict[int, int])
     initial: Mapping[int, int] = field(default_factory=dict[int, int])
+    guide: Guide | None = None
 
     def check(self, vocabulary: int) -> None:
         """Refuse positions before the answer and tokens outside the vocabulary.
@@ -42,18 +80,24 @@ class Given:
                 )
 
 
-def pinned(given: Given | None, canvas: int, length: int) -> list[int]:
-    """Return the pinned tokens of a canvas, FREE elsewhere."""
-    return _row({} if given is None else given.pinned, canvas, length)
+def lead(given: Given | None) -> list[int]:
+    """Return what a guide knows of the next canvas' beginning."""
+    return [] if given is None or given.guide is None else list(given.guide.lead())
 
 
-def initial(given: Given | None, canvas: int, length: int) -> list[int]:
+def pinned(given: Given | None, canvas: int, length: int, begun: Sequence[int] = ()) -> list[int]:
+    """Return the pinned tokens of a canvas, which begins with `begun`; FREE elsewhere."""
+    return _row({} if given is None else given.pinned, canvas, length, begun)
+
+
+def initial(given: Given | None, canvas: int, length: int, begun: Sequence[int] = ()) -> list[int]:
     """Return the tokens that a canvas begins with, FREE where it begins with noise."""
-    return _row({} if given is None else {**given.initial, **given.pinned}, canvas, length)
+    return _row({} if given is None else {**given.initial, **given.pinned}, canvas, length, begun)
 
 
-def _row(tokens: Mapping[int, int], canvas: int, length: int) -> list[int]:
-    return [tokens.get(canvas * length + position, FREE) for position in range(length)]
+def _row(tokens: Mapping[int, int], canvas: int, length: int, begun: Sequence[int]) -> list[int]:
+    row = [tokens.get(canvas * length + position, FREE) for position in range(length)]
+    return [*begun, *row[len(begun) :]]
 
 
 def put(known: Tensor, tokens: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ PINNED = Given({0: 100, 3: 101, 15: 102, 17: 103})  # of two canvases
 @pytest.fixture(scope="module", params=["modules", "fused"])
 def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
     if request.param == "fused":
-        return FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=2, max_context=256)
+        return FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=2, max_context=64)
     return ModelEngine(tiny_model().float(), 2)
 
 

@@ -36,7 +36,7 @@ from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.prompt_pieces import Span, pictures, pieces, soft_tokens
 from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import TextWeights
-from quantize.runtime.given import Given, initial, pinned
+from quantize.runtime.given import Given, Verdict, initial, lead, pinned
 from quantize.runtime.images import Images
 from quantize.runtime.sampler import Sampler
 
@@ -48,7 +48,11 @@ PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
 
 @dataclass
 class _Sequence:
-    """What a slot holds: the positions encoded, and a short prompt or canvas not yet encoded."""
+    """What a slot holds: the positions encoded, and a short prompt or canvas not yet encoded.
+
+    `begun` are the tokens that its guide has the canvas begin with, None before it was asked; `spent`
+    counts the steps that the canvas took before its guide had it denoised again.
+    """
 
     seed: int
     sampler: Sampler
@@ -56,6 +60,13 @@ class _Sequence:
     canvases: int = 0
     unencoded: list[int] = field(default_factory=list)
     given: Given | None = None
+    begun: list[int] | None = None
+    spent: int = 0
+
+    @property
+    def guided(self) -> bool:
+        """Whether somebody decides its canvases."""
+        return self.given is not None and self.given.guide is not None
 
 
 class FusedEngine:
@@ -110,8 +121,9 @@ class FusedEngine:
         self._graphs = graphs and self.device.type == "cuda" and not weights.streamed
         self._pool: Pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._slots: dict[int, _Sequence] = {}
-        self._steps = Steps(
-            lambda rows, sampler: Step(self.model, rows, sampler, self._logits, self._pool)
+        self._steps, self._guided_steps = (
+            Steps(lambda rows, sampler, keep=keep: self._step(rows, sampler, keep))
+            for keep in (False, True)
         )
         self._commits: dict[tuple[int, int], Commit] = {}
 
@@ -147,7 +159,7 @@ class FusedEngine:
         slots: Sequence[int],
         on_draft: OnDraft | None = None,
         meanwhile: Meanwhile | None = None,
-    ) -> list[Canvas]:
+    ) -> list[Canvas | None]:
         """Denoise the next canvas of each slot; slots of equal settings form one batch."""
         for slot in slots:
             sequence = self._slots[slot]
@@ -156,11 +168,17 @@ class FusedEngine:
         self._encode_last(slots)
         if meanwhile is not None:
             meanwhile()  # the GPU is encoding: there is always a prompt or a canvas
-        samplers = {slot: self._slots[slot].sampler for slot in slots}
         done: dict[int, Canvas] = {}
-        for sampler, group in by_sampler(samplers).items():
-            done |= self._denoise(group, sampler, on_draft)
-        return [done[slot] for slot in slots]
+        while not done:  # but for guides that have all canvases denoised again, once
+            for guided in (False, True):
+                chosen = {s: self._slots[s] for s in slots if self._slots[s].guided == guided}
+                samplers = {slot: sequence.sampler for slot, sequence in chosen.items()}
+                for sampler, group in by_sampler(samplers).items():
+                    done |= self._denoise(group, sampler, guided, on_draft)
+        return [done.get(slot) for slot in slots]
+
+    def _step(self, rows: int, sampler: Sampler, keep: bool) -> Step:
+        return Step(self.model, rows, sampler, self._logits, self._pool, keep)
 
     def release(self, slot: int) -> None:
         """Free a slot; a free slot stays free."""
@@ -351,28 +369,40 @@ class FusedEngine:
         commit.run(self._graphs)
 
     def _denoise(
-        self, slots: list[int], sampler: Sampler, on_draft: OnDraft | None
+        self, slots: list[int], sampler: Sampler, guided: bool, on_draft: OnDraft | None
     ) -> dict[int, Canvas]:
         rows = self._padded(slots)
-        step, worth = self._steps.get(len(rows), sampler)
+        step, worth = (self._guided_steps if guided else self._steps).get(len(rows), sampler)
         graphs = self._graphs and worth
         self._begin(step, rows, graphs)
         show = None if on_draft is None else lambda n: _show(step.state, slots, n, on_draft)
         step.run(graphs, show)
         tokens, steps = step.state.argmax.tolist(), (step.state.step - 1).tolist()
-        for slot, committed in zip(slots, tokens, strict=False):
-            sequence = self._slots[slot]
+        done: dict[int, Canvas] = {}
+        for row, slot in enumerate(slots):
+            sequence, verdict = self._slots[slot], Verdict(tokens[row])
+            if sequence.given is not None and sequence.given.guide is not None:
+                verdict = sequence.given.guide.settle(step.last_logits(row), verdict.tokens)
+            sequence.spent += steps[row]
+            if verdict.stand is not None:
+                sequence.begun = verdict.tokens[: verdict.stand]
+                continue
+            done[slot] = Canvas(verdict.tokens, sequence.spent)
+            sequence.spent, sequence.begun = 0, None
             sequence.canvases += 1
-            sequence.unencoded = committed
-        found = zip(slots, tokens, steps, strict=False)
-        return {slot: Canvas(committed, count) for slot, committed, count in found}
+            sequence.unencoded = verdict.tokens
+        return done
 
     def _begin(self, step: Step, rows: list[int], graphs: bool) -> None:
         sequences = [self._slots[slot] for slot in rows]
         given = [(r, s.context, s.seed, s.canvases) for r, s in zip(rows, sequences, strict=True)]
+        for sequence in sequences:
+            if sequence.begun is None:
+                sequence.begun = lead(sequence.given)
         whats = (initial, pinned)
         begin, pins = (
-            [w(s.given, s.canvases, self.canvas_length) for s in sequences] for w in whats
+            [w(s.given, s.canvases, self.canvas_length, s.begun or []) for s in sequences]
+            for w in whats
         )
         step.begin(given, (begin, pins), graphs)
 

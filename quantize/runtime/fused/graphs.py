@@ -67,10 +67,20 @@ class Commit:
 
 
 class Step:
-    """The denoising steps of `rows` sequences under one sampler."""
+    """The denoising steps of `rows` sequences under one sampler.
+
+    With `keep` the logits of each sequence's last step can be asked for: what they are made of is kept,
+    1.4 MB a canvas at the real size, because finished sequences are decoded on beside the others.
+    """
 
     def __init__(
-        self, model: FusedModel, rows: int, sampler: Sampler, logits: Tensor, pool: Pool
+        self,
+        model: FusedModel,
+        rows: int,
+        sampler: Sampler,
+        logits: Tensor,
+        pool: Pool,
+        keep: bool = False,
     ) -> None:
         device, length = model.weights.device, model.weights.config.canvas_length
         self._model, self._sampler, self._pool = model, sampler, pool
@@ -79,6 +89,7 @@ class Step:
         self._signal = torch.zeros(
             rows * length, config.hidden_size, dtype=torch.bfloat16, device=device
         )
+        self._last = torch.zeros_like(self._signal).view(rows, length, -1) if keep else None
         # slot, context, seed and canvas index of each sequence
         self._given = torch.zeros(4, rows, dtype=torch.int64, device=device)
         slots, context = self._given[:2].int()
@@ -167,6 +178,9 @@ class Step:
         """Take one step, kernel by kernel."""
         state, sampler = self.state, self._sampler
         h = self._model.decode(state.canvas, self._rows, None if first else self._signal)
+        if self._last is not None:
+            live = ~state.finished & (state.step <= len(self._schedule))
+            self._last.copy_(torch.where(live[:, None, None], h.view_as(self._last), self._last))
         draws = [self._look(h, start) for start in range(0, len(state.canvas), CANVASES_A_PIECE)]
         with part("sampler"):
             draw = holding(Draw.join(draws), self._known[1])
@@ -175,6 +189,12 @@ class Step:
                 entropy_bound=sampler.entropy_bound,
                 confidence_threshold=sampler.confidence_threshold,
             )  # fmt: skip
+
+    def last_logits(self, row: int) -> Tensor:
+        """Return the logits bf16 [L, V] of a sequence's last step, until the next call or step."""
+        if self._last is None:
+            raise ValueError("these steps keep nothing")
+        return self._model.logits(self._last[row], self._logits[: self._last.shape[1]])
 
     def _look(self, h: Tensor, start: int) -> Draw:
         """Draw from the logits of some canvases, and store their soft embedding for the next step."""

@@ -11,7 +11,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
 from quantize.runtime.engine import Canvas, Meanwhile, Observer, OnDraft, by_sampler
-from quantize.runtime.given import Given, initial, pinned, put
+from quantize.runtime.given import Given, Verdict, initial, lead, pinned, put
 from quantize.runtime.images import Images
 from quantize.runtime.modules.batch import ModulePasses
 from quantize.runtime.modules.inputs import watch_inputs
@@ -50,7 +50,8 @@ class _Part:
 class _Sequence:
     """What a slot holds: encoded tokens, tokens not yet encoded, and the canvas being denoised.
 
-    `unencoded` is the prompt at first, and the last canvas later.
+    `unencoded` is the prompt at first, and the last canvas later. `begun` are the tokens that its guide
+    has the canvas begin with; None before it was asked.
     """
 
     seed: int
@@ -62,6 +63,8 @@ class _Sequence:
     state: CanvasState | None = None  # its one row
     steps: int = 0  # denoising steps that the canvas has taken
     given: Given | None = None
+    begun: list[int] | None = None
+    spent: int = 0  # steps that the canvas had taken when its guide had it denoised again
 
 
 class ModelEngine:
@@ -239,15 +242,20 @@ class ModelEngine:
         canvas = noise.initial_canvas(0, row, self.canvas_length, vocabulary)
         known = None
         if sequence.given is not None:
+            if sequence.begun is None:
+                sequence.begun = lead(sequence.given)
             canvas = put(self._known(initial, sequence), canvas)
             known = self._known(pinned, sequence)
         sequence.state = CanvasState.begin(canvas, row, sequence.sampler, known)
         sequence.steps = 0
 
     def _known(
-        self, what: Callable[[Given | None, int, int], list[int]], sequence: _Sequence
+        self,
+        what: Callable[[Given | None, int, int, Sequence[int]], list[int]],
+        sequence: _Sequence,
     ) -> torch.Tensor:
-        row = what(sequence.given, sequence.canvases, self.canvas_length)
+        begun = sequence.begun or []
+        row = what(sequence.given, sequence.canvases, self.canvas_length, begun)
         return torch.tensor([row], device=self.model.device)
 
 
@@ -268,6 +276,7 @@ class _Group:
         self._prefix = merge(parts)
         self._steps = torch.tensor([s.steps for s in rows], device=model.device)
         self._noise = _noise(rows, model.device)
+        self._logits: torch.Tensor | None = None  # of the last step
 
     @property
     def _over(self) -> torch.Tensor:
@@ -280,6 +289,7 @@ class _Group:
         logits = decode_canvas(
             self._model, self._prefix, state.canvas, state.self_conditioning, conditioned
         )
+        self._logits = logits
         self._steps = self._steps + 1
         self._state, accepted, _ = decide(state, logits, 0, self._steps, self._sampler, self._noise)
         if self._on_draft is not None:
@@ -298,12 +308,26 @@ class _Group:
                 self._state.select(self._state.rows[row, None]),
                 steps[row],
             )
-            if over[row]:
-                tokens = sequence.state.argmax[0].tolist()
-                sequence.state, sequence.unencoded = None, tokens
-                sequence.canvases += 1
-                done[slot] = Canvas(tokens, steps[row])
+            if over[row] and (canvas := self._settled(row, sequence)):
+                done[slot] = canvas
         return done
+
+    def _settled(self, row: int, sequence: _Sequence) -> Canvas | None:
+        """Return what is committed of a canvas; None where its guide has it denoised again."""
+        assert sequence.state is not None
+        verdict = Verdict(sequence.state.argmax[0].tolist())
+        guide = None if sequence.given is None else sequence.given.guide
+        if guide is not None and self._logits is not None:
+            verdict = guide.settle(self._logits[row], verdict.tokens)
+        sequence.state = None
+        sequence.spent += sequence.steps
+        if verdict.stand is not None:
+            sequence.begun = verdict.tokens[: verdict.stand]
+            return None
+        steps, sequence.spent, sequence.begun = sequence.spent, 0, None
+        sequence.unencoded = verdict.tokens
+        sequence.canvases += 1
+        return Canvas(verdict.tokens, steps)
 
 
 def _noise(sequences: Sequence[_Sequence], device: torch.device) -> CounterNoise:
