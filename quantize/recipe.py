@@ -379,7 +379,9 @@ def _completed(quantization: dict[str, Any], source: str) -> dict[str, Any]:
     limits = {name: SCHEMES[name].max_relative_error for name in wanted}
     fields = base.model_dump()
     if fields["calibration"] is None:
-        fields["calibration"] = next(r.calibration for r in shipped if r.calibration).model_dump()
+        calibrates = next(recipe for recipe in shipped if recipe.calibration).model_dump()
+        fields["calibration"] = calibrates["calibration"]
+        fields["bundled"]["calibration"] = calibrates["bundled"]["calibration"]
     name = re.sub(r"[^a-z0-9]+", "_", Path(source).stem.lower()).strip("_")
     verification = {"max_relative_error": limits}
     return {**fields, "name": name, "quantization": quantization, "verification": verification}

@@ -50,6 +50,10 @@ def test_examples_become_recipes_once_their_ignores_are_there(
     assert recipe.name == "my_recipe_1"
     assert recipe.quantization.rounding == rounding
     assert recipe.calibration is not None
+    if rounding == "gptq":
+        bundled = recipe.for_bundled_model().calibration
+        assert bundled
+        assert bundled.datasets == ["bundled"]
     assert list(recipe.verification.max_relative_error) == [ours]
 
 
