@@ -2,10 +2,11 @@
 
 One file a task and model. Its first line says what the samples were made with (model, sampler,
 precision); a store that is opened for anything else refuses. Every further line is one batch:
-`{"batch": [{"key", "text", "tokens", "denoising_steps", "truncated"}, ...]}`, written with one write
-and one fsync. After a kill the last line may be torn and is cut off, so at most what was in flight
-runs again. Batches are formed from the full list of samples, whatever is done already: a resumed run
-feeds the model the same batches as an unbroken one and ends with the same bytes.
+`{"batch": [{"key", "text", "tokens", "denoising_steps", "truncated"}, ...], "sha256": of the batch}`,
+written with one write and one fsync. After a kill the last line may be torn and is cut off, so at most
+what was in flight runs again; a whole line that is not what was written is an error. Batches are formed
+from the full list of samples, whatever is done already: a resumed run feeds the model the same batches
+as an unbroken one and ends with the same bytes.
 
 Several processes share the batches of one task: process r of n takes every n-th batch of the full list
 and writes a file of its own beside the first one's. Whoever opens a store reads all of them, so a
@@ -146,7 +147,8 @@ class SampleStore:
 
     def _append(self, batch: Batch, completions: Sequence[Completion]) -> None:
         finished = {r.key: c for r, c in zip(batch, completions, strict=True)}
-        line = {"batch": [{"key": key, **asdict(c)} for key, c in finished.items()]}
+        answers = [{"key": key, **asdict(c)} for key, c in finished.items()]
+        line = {"batch": answers, "sha256": _sha256(answers)}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             header = "" if file.tell() else self._header
@@ -177,11 +179,23 @@ class SampleStore:
                 f"not with {self._header.strip()[:200]}; remove the file to start over"
             )
         whole = len(header)
-        for line in lines:
+        for number, line in enumerate(lines, 2):
             if not line.endswith(b"\n"):
                 break
-            for row in json.loads(line)["batch"]:
-                key = row.pop("key")
-                self.done[key] = Completion(**row)
+            try:
+                found = json.loads(line)
+                if found["sha256"] != _sha256(found["batch"]):
+                    raise ValueError("its digest is of another batch")
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}: line {number} was changed or damaged ({error}); remove the file to "
+                    f"start over"
+                ) from error
+            self.done |= {row.pop("key"): Completion(**row) for row in found["batch"]}
             whole += len(line)
         return whole
+
+
+def _sha256(batch: Any) -> str:
+    """Return the first 16 digits of a batch's sha256, as it would be read back from JSON."""
+    return hashlib.sha256(json.dumps(batch, sort_keys=True).encode()).hexdigest()[:16]

@@ -122,6 +122,24 @@ def test_every_process_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert [len((tmp_path / f).read_bytes().splitlines()) for f in files] == [3, 2, 2]
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("é3", "é4"), ('"tokens": 3', '"tokens": 2'), ('"sha256"', '"sha"'), ("[{", "{")],
+)
+def test_a_sample_that_was_changed_is_an_error(old: str, new: str, tmp_path: Path) -> None:
+    """On any line, the last one included; never an answer that no model gave."""
+    path = tmp_path / "store"
+    complete(path, Model())
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    changed = [n for n, line in enumerate(lines) if n and old in line]
+    for n in (changed[0], changed[-1]):
+        path.write_text(
+            "".join([*lines[:n], lines[n].replace(old, new, 1), *lines[n + 1 :]]), "utf-8"
+        )
+        with pytest.raises(ValueError, match=f"line {n + 1} was changed or damaged"):
+            SampleStore(path, MADE_WITH)
+
+
 def test_what_is_not_kept_is_not_written(tmp_path: Path) -> None:
     store = complete(tmp_path / "store", Model(), keep=lambda text: text[-1])
     assert {c.text for c in store.done.values()} == set("0123456789")
