@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from quantize import __version__
 from quantize.checkpoints.reader import SETTINGS, TOKENIZER_FILES, Checkpoint, hub_commit
 from quantize.measured import now
+from quantize.run_dir import is_card
 
 PACKAGES = (
     "diffusiongemma-quantize",
@@ -152,14 +153,14 @@ def hash_files(digest: Hash, root: Path, files: Sequence[Path]) -> None:
 
 
 def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return path -> sha256 of all bytes, as the Hub lists it, of every file of a checkpoint.
+    """Return path -> sha256 of all bytes, as the Hub lists it, of every file but the model card's.
 
     `known` holds checksums of files that need not be read again.
     """
     found = dict(known or {})
     for path in sorted(file for file in checkpoint.folder.rglob("*") if file.is_file()):
         name = path.relative_to(checkpoint.folder).as_posix()
-        if name not in found:
+        if name not in found and not is_card(name):
             with path.open("rb") as file:
                 found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found

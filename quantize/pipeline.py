@@ -275,6 +275,28 @@ def push(path: Path, request: "Request", *, dry_run: bool, confirm: Callable[[],
         InputError: a stage is stale or missing, or the report says something else than the scores.
     """
     from quantize.hub.publish import push as push_release
+
+    with _reported(path) as (folder, _):
+        return push_release(folder, request, dry_run=dry_run, confirm=confirm)
+
+
+def card(path: Path, repo: str | None) -> list[Path]:
+    """Write the model card of a run into its checkpoint; return the files.
+
+    `repo` stands in its commands; else the name of the run's folder.
+
+    Raises:
+        InputError: as `push`.
+    """
+    from quantize.reports.card import write_card
+
+    with _reported(path) as (folder, recipe):
+        return write_card(folder, recipe, repo or folder.path.resolve().name)
+
+
+@contextmanager
+def _reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
+    """Hold a run whose every result stands and whose report is what its scores give."""
     from quantize.stages.report import check_report
 
     folder = RunDir(path)
@@ -284,7 +306,7 @@ def push(path: Path, request: "Request", *, dry_run: bool, confirm: Callable[[],
         recipe = read_recipe(folder.recipe_yaml)
         check_fresh(folder, recipe, STAGES)
         check_report(folder, recipe)
-        return push_release(folder, request, dry_run=dry_run, confirm=confirm)
+        yield folder, recipe
 
 
 def _is_stale(run: Run, stage: Stage) -> bool:

@@ -17,6 +17,7 @@ from quantize.errors import InputError
 
 REDO = "it was changed or damaged: remove it, and `quantize run ... --resume` makes it again"
 TEMPORARY_SUFFIX = ".partial"
+README, RESULTS = "README.md", ".eval_results"  # the model card, beside the checkpoint it describes
 
 
 class RunDir:
@@ -112,6 +113,14 @@ class RunDir:
     def log(self) -> Path:
         """Tracebacks of unexpected errors."""
         return self.path / "run.log"
+
+
+def is_card(name: str) -> bool:
+    """Return whether a file of a checkpoint, by its path in it, is the model card or scores with it.
+
+    They may be written and written again without making it another checkpoint.
+    """
+    return name == README or name.startswith(f"{RESULTS}/")
 
 
 def write_text(path: Path, text: str) -> None:

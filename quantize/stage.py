@@ -277,8 +277,7 @@ STAGES = (
         "report.json",
         ("plan", "calibrate", "convert", "verify", "fidelity", "evaluate"),
         _report,
-        "Write the report of a run, and its verdict.",
-        _judged,
+        verdict=_judged,
         files=("report.json", "report.md", "report.html", "junit.xml"),
     ),
 )

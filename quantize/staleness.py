@@ -17,7 +17,7 @@ from quantize.errors import InputError
 from quantize.manifest import hash_files
 from quantize.processes import is_first
 from quantize.recipe import Recipe
-from quantize.run_dir import RunDir, read_json, write_json
+from quantize.run_dir import RunDir, is_card, read_json, write_json
 from quantize.stage import STAGES, Stage
 
 UNFINISHED = ".partial"  # suffix of temporary files, and of samples of a task not yet scored
@@ -83,7 +83,13 @@ def _files(folder: RunDir, stage: Stage) -> Iterable[Path]:
     for name in stage.files or (stage.result,):
         path = folder.path / name
         found = path.rglob("*") if path.is_dir() else [path]
-        yield from (file for file in found if file.is_file() and UNFINISHED not in file.name)
+        yield from (
+            file
+            for file in found
+            if file.is_file()
+            and UNFINISHED not in file.name
+            and not (path.is_dir() and is_card(file.relative_to(path).as_posix()))
+        )
 
 
 def forget(folder: RunDir, stage: Stage) -> None:

@@ -23,6 +23,7 @@ COMMANDS = (
     "run",
     *(stage.name for stage in STAGES),
     "compare",
+    "card",
     "push",
     "recipes",
     "tasks",

@@ -8,20 +8,25 @@ import click
 @click.command()
 @click.argument("run_a", type=click.Path(path_type=Path))
 @click.argument("run_b", type=click.Path(path_type=Path))
-def compare(run_a: Path, run_b: Path) -> int:
+@click.option(
+    "--questions", type=click.IntRange(min=0), default=20, show_default=True,
+    help="Questions of a task to list, of those that differ.",
+)  # fmt: skip
+def compare(run_a: Path, run_b: Path, questions: int) -> int:
     """Compare the quantized models of two runs, question by question.
 
-    Exits 4 when their scores are not comparable.
+    Lists the questions that B lost or won against A; of a private task their hashes. Exits 4 when
+    the scores are not comparable.
     """
     from rich.console import Console
 
     from quantize.progress import say
-    from quantize.reports.compare import compare_runs, comparison_table
+    from quantize.reports.compare import compare_runs, comparison_table, question_tables
     from quantize.run_dir import RunDir
 
     a, b = RunDir(run_a), RunDir(run_b)
     found = compare_runs(a, b)
-    Console().print(comparison_table(found, a, b))
+    Console().print(comparison_table(found, a, b), *question_tables(found, questions))
     if found.not_comparable:
         say(f"NOT COMPARABLE: {found.not_comparable}")
         return 4

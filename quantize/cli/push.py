@@ -39,6 +39,7 @@ def push(
 ) -> int:
     """Publish a run whose gate passed to the Hugging Face Hub, with a model card made from it.
 
+    --dry-run shows what would be uploaded and, without a token or a network, what it could not check.
     The token comes from HF_TOKEN or from `hf auth login`. Interrupted? The same command goes on.
     """
     from quantize.hub.release import Request

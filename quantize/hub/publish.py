@@ -16,20 +16,23 @@ finished push has nothing left to do. What was pushed is recorded in publication
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
+from typing import Any
 
 from huggingface_hub.hf_api import RepoFile
 from rich.console import Console
 from rich.table import Table
 
-from quantize.errors import InputError
-from quantize.hub.release import MAIN, PULL_REQUEST, README, Release, Request, prepare
+from quantize.errors import InputError, ResourceError
+from quantize.hub.release import MAIN, PULL_REQUEST, Release, Request, find_base, prepare
 from quantize.hub.repository import File, Hub, Repository
 from quantize.progress import say
-from quantize.run_dir import RunDir, write_json
+from quantize.recipe import Recipe
+from quantize.reports.card import stated_base
+from quantize.run_dir import README, RESULTS, RunDir, write_json
 
 PUBLICATION = "publication.json"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-RELEASE = (README, ".eval_results/*.yaml")
+RELEASE = (README, f"{RESULTS}/*.yaml")
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,9 @@ class Changes:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a push would do: as whom, on top of what, on which branch."""
+    """What a push would do: as whom (None where nobody could be asked), on top of what, where."""
 
-    account: str
+    account: str | None
     there: Repository | None
     revision: str
     changes: Changes
@@ -60,19 +63,47 @@ def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], 
     Args:
         run: a finished run.
         request: what to publish where.
-        dry_run: stop after showing; nothing is written, here or on the Hub.
+        dry_run: stop after showing what can be known without a token or a network, if need be; nothing
+            is written, here or on the Hub.
         confirm: asks the user whether to go on.
     """
+    if dry_run:
+        return show(run, request)
     release = prepare(run, request)
     hub = Hub(request.repo)
     plan = look(hub, release, request)
     Console().print(preview(plan, release, request))
-    if dry_run:
-        say("push: dry run; nothing was written")
-        return 0
     if not confirm():
         raise InputError("push: not confirmed; nothing was written")
     say(f"push: done, {publish(hub, run, release, request, plan)}")
+    return 0
+
+
+def show(run: RunDir, request: Request) -> int:
+    """Show what a push would do, and say what could not be checked for want of the Hub."""
+    unchecked: dict[str, ResourceError] = {}
+
+    def base(source: dict[str, Any], recipe: Recipe) -> str | None:
+        try:
+            return find_base(source, recipe)
+        except ResourceError as error:
+            unchecked["whether the BF16 files are those of a revision on the Hub"] = error
+            return stated_base(source, recipe)
+
+    release = prepare(run, request, base)
+    what = f"account, what {request.repo} holds{', whether the tag is free' if request.tag else ''}"
+    plan = Plan(None, None, request.to, Changes(release.weights, release.card, []))
+    try:
+        if unchecked:  # the Hub is not asked twice
+            unchecked[what] = next(iter(unchecked.values()))
+        else:
+            plan = look(Hub(request.repo), release, request)
+    except ResourceError as error:
+        unchecked[what] = error
+    Console().print(preview(plan, release, request))
+    for thing, error in unchecked.items():
+        say(f"push: not checked: {thing} ({error})")
+    say("push: dry run; nothing was written")
     return 0
 
 
@@ -123,8 +154,9 @@ def _is_one_of(path: str, patterns: tuple[str, ...]) -> bool:
 
 def preview(plan: Plan, release: Release, request: Request) -> Table:
     """Return what would be uploaded, to where, seen by whom, under which account."""
-    seen = "new" if plan.there is None else "exists"
-    seen += ", PUBLIC" if plan.there and not plan.there.private else ", private"
+    seen = "exists" if plan.there else "new" if plan.account else "not looked at"
+    if plan.account:
+        seen += ", PUBLIC" if plan.there and not plan.there.private else ", private"
     seen += "; public at the very end" if request.public else ""
     target = "a pull request to main" if request.to == PULL_REQUEST else f"branch {request.to}"
     tag = f", tag {request.tag}" if request.tag else ""
@@ -133,7 +165,7 @@ def preview(plan: Plan, release: Release, request: Request) -> Table:
         verdict = f"{release.override.outcome}, overruled with {release.override.option}"
     table = Table(
         title=f"{release.name} -> {request.repo} ({seen}), {target}{tag}",
-        caption=f"as {plan.account}; {verdict}",
+        caption=f"as {plan.account or 'nobody yet'}; {verdict}",
     )
     for column in ("file", "bytes", "what happens"):
         table.add_column(column, justify="right" if column == "bytes" else "left")

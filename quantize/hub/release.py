@@ -7,6 +7,7 @@ is published only by an option that says so; the card and publication.json then 
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ from quantize.hub.repository import File, Hub
 from quantize.manifest import fingerprint
 from quantize.progress import say, track
 from quantize.recipe import Recipe, read_recipe
-from quantize.reports.card import Override, base_model, card, eval_results
-from quantize.run_dir import RunDir, read_json
+from quantize.reports.card import Override, base_model, card_files
+from quantize.run_dir import RunDir, is_card, read_json
 
 PULL_REQUEST, MAIN = "pr", "main"
-README = "README.md"
+FindBase = Callable[[dict[str, Any], Recipe], str | None]  # from a manifest's source
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -62,8 +63,10 @@ class Release:
     override: Override | None
 
 
-def prepare(run: RunDir, request: Request) -> Release:
+def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Release:
     """Check that a run may be released, hash its files and write its card (not to disk).
+
+    `base` finds the Hub id of the BF16 model in place of `find_base`.
 
     Raises:
         InputError: a stage is missing, or the checkpoint changed since. GateError: verification or
@@ -81,9 +84,9 @@ def prepare(run: RunDir, request: Request) -> Release:
     _check_artifact(run, recipe)
     override = _check_verdict(run, request)
     weights = _listed_files(run)
-    base = find_base(read_json(run.manifest_json, "source")["source"], recipe)
-    texts = {README: card(run, recipe, request.repo, override, base)}
-    texts |= eval_results(read_json(run.report_json))
+    source = read_json(run.manifest_json, "source")["source"]
+    found = (base or find_base)(source, recipe)
+    texts = card_files(run, recipe, request.repo, override, found)
     cards = [File.of(path, text.encode()) for path, text in texts.items()]
     return Release(run.path.resolve().name, weights, cards, override)
 
@@ -130,7 +133,7 @@ def _listed_files(run: RunDir) -> list[File]:
             raise InputError(
                 f"{path}: a link, and only files are published; put a copy in its place"
             )
-        if path.is_file() and name not in (*listed, README):
+        if path.is_file() and name not in listed and not is_card(name):
             raise InputError(f"{path}: not among the files that were verified; remove it")
     if gone := sorted(name for name in listed if not (run.checkpoint / name).is_file()):
         raise InputError(

@@ -97,7 +97,7 @@ class Hub:
 
     def account(self) -> str:
         """Return the name of the account that the token belongs to."""
-        return str(self._call("who am I", self.api.whoami)["name"])
+        return str(self._call("tell whose token this is", self.api.whoami)["name"])
 
     def look(self) -> Repository | None:
         """Return what is there, or None when there is no such repository (or it is hidden from us)."""

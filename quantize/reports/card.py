@@ -12,6 +12,7 @@ No question, prompt or sample of any benchmark is in it.
 import csv
 import io
 import shlex
+import shutil
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -24,7 +25,7 @@ from jinja2 import Environment, StrictUndefined
 from quantize.errors import InputError
 from quantize.recipe import Recipe
 from quantize.reports.render import JUDGED, OTHER_INTERVAL
-from quantize.run_dir import RunDir, read_json
+from quantize.run_dir import README, RESULTS, RunDir, read_json, write_text
 
 # Task -> (data set on the Hub, name of the task in it): gpqa_diamond is the Hub's own name, the others
 # are lm-eval's. A task with thinking on has the same data set.
@@ -111,6 +112,40 @@ def card(
         docker=docker_command(repo, canvas),
         attributions=[path.name for path in attributions(run.checkpoint)],
     )
+
+
+def card_files(
+    run: RunDir, recipe: Recipe, repo: str, override: Override | None, base: str | None
+) -> dict[str, str]:
+    """Return path in the repository -> text of the card and of the scores that go with it.
+
+    Raises:
+        InputError: as `card`.
+    """
+    scores = eval_results(read_json(run.report_json))
+    return {README: card(run, recipe, repo, override, base)} | scores
+
+
+def write_card(run: RunDir, recipe: Recipe, repo: str) -> list[Path]:
+    """Write card and scores into a run's checkpoint, in place of older ones; return their paths.
+
+    Nothing is asked of the Hub. A base model is named where the BF16 files came from there.
+
+    Raises:
+        InputError: as `card`.
+    """
+    source = read_json(run.manifest_json, "source")["source"]
+    texts = card_files(run, recipe, repo, None, stated_base(source, recipe))
+    if (results := run.checkpoint / RESULTS).is_dir():
+        shutil.rmtree(results)
+    for name, text in texts.items():
+        write_text(run.checkpoint / name, text)
+    return [run.checkpoint / name for name in texts]
+
+
+def stated_base(source: dict[str, Any], recipe: Recipe) -> str | None:
+    """Return the base model's Hub id where its files came from the Hub's cache, unchecked."""
+    return base_model(source, recipe) if source.get("commit") else None
 
 
 def base_model(source: dict[str, Any], recipe: Recipe) -> str | None:
@@ -207,5 +242,5 @@ def eval_results(report: dict[str, Any]) -> dict[str, str]:
             ),
         )
         text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
-        found[f".eval_results/{name}.yaml"] = text
+        found[f"{RESULTS}/{name}.yaml"] = text
     return found

@@ -5,17 +5,19 @@ interval of the paired difference answers it, for questions like those asked; tw
 side do not. Scores are compared only where both runs asked the same under the same conditions.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from quantize.errors import InputError
+from quantize.reports.questions import GATED, differing, question_counts, question_row
 from quantize.reports.scores import pair, read_scoring
 from quantize.run_dir import RunDir, read_json
 
 CONFIDENCE = 0.95
-QUANTIZED = "quantized"  # the side of a run that its gate judges
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,13 @@ class RunComparison:
 
     Attributes:
         tasks: task -> entry as in report.json, A in the place of BF16.
+        questions: task -> the questions that differ, likewise; none of a task that is not comparable.
         facts: figure -> its value in A and in B, None where a run has none.
         not_comparable: why the scores cannot be compared, None when they can.
     """
 
     tasks: dict[str, dict[str, Any]]
+    questions: dict[str, list[dict[str, Any]]]
     facts: dict[str, tuple[float | None, float | None]]
     not_comparable: str | None
 
@@ -42,15 +46,17 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
     tasks_of = [_tasks(run) for run in (a, b)]
     if tasks_of[0] != tasks_of[1]:
         lists = " and ".join(", ".join(tasks) for tasks in tasks_of)
-        return RunComparison({}, _facts(a, b), f"tasks differ: {lists}")
+        return RunComparison({}, {}, _facts(a, b), f"tasks differ: {lists}")
     entries: dict[str, dict[str, Any]] = {}
+    questions: dict[str, list[dict[str, Any]]] = {}
     for task in tasks_of[0]:
-        ours, theirs = (read_scoring(run.evaluation / QUANTIZED, task) for run in (a, b))
+        ours, theirs = (read_scoring(run.evaluation / GATED, task) for run in (a, b))
         entries[task], _ = pair(
             ours, theirs, estimand="such_questions", margin_pp=100, confidence=CONFIDENCE
         )
+        questions[task] = [] if entries[task]["not_comparable"] else differing(ours, theirs)
     reasons = (f"{t}: {e['not_comparable']}" for t, e in entries.items() if e["not_comparable"])
-    return RunComparison(entries, _facts(a, b), next(reasons, None))
+    return RunComparison(entries, questions, _facts(a, b), next(reasons, None))
 
 
 def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:
@@ -72,6 +78,21 @@ def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:
     for name, values in found.facts.items():
         table.add_row(name, *map(_number, values), "")
     return table
+
+
+def question_tables(found: RunComparison, most: int) -> Iterator[Table]:
+    """Yield a table for each task with questions that differ, `most` of them."""
+    for task, entries in found.questions.items():
+        if not entries:
+            continue
+        more = f"; the first {most} of {len(entries)}" if len(entries) > most else ""
+        table = Table(
+            "question", "outcome", "target", "A", "B", "steps A / B",
+            title=f"{task}: {question_counts(entries)}{more}",
+        )  # fmt: skip
+        for entry in entries[:most]:
+            table.add_row(*map(escape, question_row(entry)[:-1]))
+        yield table
 
 
 def _tasks(run: RunDir) -> list[str]:

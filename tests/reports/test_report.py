@@ -34,7 +34,7 @@ from scripted_run import (
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
-from quantize.reports.compare import compare_runs
+from quantize.reports.compare import compare_runs, question_tables
 from quantize.reports.questions import parting, question_counts
 from quantize.reports.scores import pair, read_scoring
 from quantize.run_dir import RunDir, read_json, write_json, write_text
@@ -259,6 +259,21 @@ def test_two_runs_are_compared_question_by_question(
     assert same.not_comparable is None
     assert sorted(same.tasks) == sorted(TASKS)
     assert all(entry["difference_pp"] == 0 for entry in same.tasks.values())
+    assert list(question_tables(same, 20)) == []
+    forgetful = RunDir(shutil.copytree(scored, tmp_path / "forgetful", symlinks=True))
+    shutil.copytree(
+        scored / "evaluation" / "bf16", forgetful.evaluation / "quantized", dirs_exist_ok=True
+    )
+    found = compare_runs(forgetful, RunDir(scored))
+    for task, table in zip(TASKS[::-1], question_tables(found, 3), strict=True):
+        entry = found.tasks[task]
+        assert str(table.title).endswith(f"; the first 3 of {len(found.questions[task])}")
+        outcomes = [each["outcome"] for each in found.questions[task]]
+        if task == "gsm8k":
+            assert outcomes.count("lost") == entry["lost"] > 0
+        names = list(table.columns[0].cells)
+        assert all(str(name).startswith("hash ") == (task != "gsm8k") for name in names)
+        assert len(names) == 3
     reseeded = make_run(tmp_path / "reseeded", data, seed=7)
     other = compare_runs(RunDir(scored), reseeded)
     assert other.not_comparable is not None

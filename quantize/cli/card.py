@@ -1,0 +1,23 @@
+"""`quantize card`: the model card of a run, beside its checkpoint."""
+
+from pathlib import Path
+
+import click
+
+from quantize.cli.options import RUN_FOLDER
+
+
+@click.command()
+@RUN_FOLDER
+@click.option("--repo", metavar="ORG/NAME", help="Stands in its commands; else the run's name.")
+def card(run: Path, repo: str | None) -> None:
+    """Write README.md and machine-readable scores into a run's checkpoint. Needs no token.
+
+    Nothing is asked of the Hub: `push` writes the card once more, when the base model's checksums
+    have been compared.
+    """
+    from quantize.pipeline import card as write_card
+    from quantize.progress import say
+
+    for path in write_card(run, repo):
+        say(f"card: {path}")
