@@ -1,4 +1,4 @@
-"""Finished choices and pieces of them, in the shapes of OpenAI's protocol.
+"""Puts finished choices and pieces of them into the shapes of OpenAI's protocol.
 
 Extra fields: `reasoning_content` beside `content`; in `usage` the decoder forwards of all canvases
 (`denoising_steps`) and `tokens_per_forward`; `seed` of each choice, so that it can be made again;
@@ -26,7 +26,7 @@ class Shape:
 
     Attributes:
         kind: chat, or plain completion.
-        model: its name.
+        model: name of the model.
         include_usage: whether a stream ends with the usage.
     """
 
@@ -57,7 +57,7 @@ class Shape:
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
 
     def chunk(self, index: int, delta: Delta, job: Job) -> dict[str, Any]:
-        """Return what a canvas added."""
+        """Return the chunk with what a canvas added."""
         text: dict[str, Any] = {"text": delta.content}
         if self.kind == "chat":
             pieces = {"reasoning_content": delta.reasoning, "content": delta.content}
@@ -69,7 +69,7 @@ class Shape:
         return self._chunk(index, text, _reason(job) if delta.finish else None)
 
     def draft(self, index: int, draft: Draft, text: Text) -> dict[str, Any]:
-        """Return a canvas in the middle of denoising; clients that ignore it lose nothing."""
+        """Return the chunk of a canvas in the middle of denoising; clients may ignore it."""
         shown = {
             "index": index,
             "canvas": draft.canvas,
@@ -110,7 +110,7 @@ def _reason(job: Job) -> str | None:
 
 
 def usage(prompt_tokens: int, jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return what the request cost; a prompt counts once, however many choices it has."""
+    """Return the tokens and steps of a request; a prompt counts once for all its choices."""
     tokens = sum(job.answer.tokens for job in jobs)
     steps = sum(job.answer.sample.denoising_steps for job in jobs)
     return {

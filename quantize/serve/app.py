@@ -59,12 +59,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request in tokens.
+    """A request, turned into tokens.
 
     Attributes:
         prompts: token ids.
-        images: of its only prompt.
-        given: what is known of each answer.
+        images: images of its only prompt.
+        given: the known tokens of each answer.
         limit: tokens of an answer before its suffix; None where there is none.
     """
 
@@ -83,9 +83,9 @@ class Service:
     Args:
         scheduler: runs jobs.
         text: the model's tokenizer.
-        pictures: reads what its vision tower takes.
+        pictures: turns pictures into the vision tower's input.
         sampler: the model's settings, which a request may change for itself.
-        options: limits.
+        options: the server's limits.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class Service:
         self.max_length = min(limit for limit in limits if limit is not None)
         room = self.max_length - engine.canvas_length
         self.max_prompt = min(options.max_prompt_tokens or room, room)
-        # Long prompts must not stall the event loop, and one thread keeps the tokenizer to itself. Who
-        # waits for it waits here, not in the pool's queue, and may give up.
+        # Long prompts must not stall the event loop, and one thread keeps the tokenizer to itself.
+        # Requests wait for it here, not in the pool's queue, so that they may give up.
         self.encoder = ThreadPoolExecutor(1, "encoder")
         self._turn = asyncio.Lock()
-        self._named: set[str] = set()  # parameters that were ignored
+        self._named: set[str] = set()  # ignored parameters that were logged
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a chat."""
@@ -139,11 +139,11 @@ class Service:
         return infill.known(body, self.text.encode_piece, self.scheduler.engine.canvas_length)
 
     async def _encode(self, encode: Encode) -> Prepared:
-        """Prepare a request when it is its turn; one that is given up keeps no one waiting."""
+        """Prepare a request when its turn comes; a request that gives up delays no other."""
         await self._turn.acquire()
         work = asyncio.get_running_loop().run_in_executor(self.encoder, encode)
         work.add_done_callback(lambda _: self._turn.release())
-        return await asyncio.shield(work)  # a thread cannot be stopped: its turn ends with it
+        return await asyncio.shield(work)  # a thread cannot be stopped: its turn lasts with it
 
     async def _answer(
         self, body: ChatRequest | CompletionRequest, encode: Encode, prompts: int, request: Request
@@ -165,10 +165,10 @@ class Service:
         return reply
 
     def _ignored(self, body: ChatRequest | CompletionRequest) -> list[str]:
-        """Return what the request asks for and does not get; each name is logged once.
+        """Return the parameters of a request that are ignored; each name is logged once.
 
         Raises:
-            RequestError: 400, this server does not ignore it.
+            RequestError: 400, this server does not ignore a parameter.
         """
         ignored = unsupported.asked(body.model_dump(include=set(unsupported.IGNORABLE)))
         for name in ignored:
@@ -198,7 +198,7 @@ class Service:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The one model, as the protocol lists it."""
+        """Return the one model, as the protocol lists it."""
         model = {"id": self.options.model_name, "object": "model", "created": 0}
         told = {"fingerprint": self.options.fingerprint, "activations": self.options.activations}
         return model | {"owned_by": "quantize", "max_model_len": self.max_length} | told
@@ -248,7 +248,7 @@ class Service:
     def _empty(
         self, body: ChatRequest | CompletionRequest, sampler: Sampler, limit: int, canvases: int
     ) -> Answer:
-        """Return the answer to a request before its first canvas."""
+        """Return an empty answer, which its canvases will fill."""
         limits = (sampler, limit, canvases, body.stops)
         if isinstance(body, CompletionRequest):
             return Answer(self.text.whole, *limits)
@@ -262,7 +262,7 @@ class Service:
         shape: Shape,
         prompt_tokens: int,
     ) -> Response:
-        """Return a stream, once the first event is there: a refusal before it has its own status."""
+        """Return a stream once its first event has come; a refusal before that has its own status."""
         shape.include_usage = body.stream_options is not None and body.stream_options.include_usage
         events = exchange.events()
         first = await anext(events)
@@ -343,7 +343,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         responses=streamed("chunks of OpenAI's chat.completion.chunk"),
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
-        """Answer a chat; with `stream` as server-sent events, a delta a finished canvas."""
+        """Answer a chat; with `stream` as server-sent events, one delta for each finished canvas."""
         return await service.chat(body, request)
 
     @app.post(
@@ -388,7 +388,7 @@ def _add_pages(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=ASKED)
     async def metrics_page() -> Response:
-        """Counters in Prometheus' text format."""
+        """Return the counters in Prometheus' text format."""
         return Response(metrics.page(), media_type="text/plain; version=0.0.4")
 
     @app.get("/docs", include_in_schema=False)

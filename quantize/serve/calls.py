@@ -1,9 +1,9 @@
-"""Function calls as Gemma 4's chat template writes them, read from an answer's text.
+"""Reads function calls, as Gemma 4's chat template writes them, from an answer's text.
 
     <|tool_call>call:NAME{city:<|"|>Paris<|"|>,days:3,tags:[<|"|>a<|"|>],deep:{x:true}}<tool_call|>
 
 Keys are bare words, strings stand between <|"|> without escapes, the rest looks like JSON; calls follow
-each other without a separator. Read more widely than the template writes: quoted keys, JSON's strings,
+each other without a separator. It reads more than the template writes: quoted keys, JSON's strings,
 words without quotes (as strings) and blanks. Whatever cannot be read, or names a tool that the request
 does not have, stays text.
 """
@@ -40,9 +40,9 @@ def read_calls(text: str, names: Collection[str], *, whole: bool) -> tuple[str, 
     """Return the text around the calls, and the calls; both only grow with `text`.
 
     Args:
-        text: what has been said so far, with the markers in it.
+        text: the answer so far, markers included.
         names: tools that may be called.
-        whole: whether nothing follows: a call that was begun is text then.
+        whole: whether nothing follows; a call without an end is text then.
     """
     content, calls, rest = "", list[Call](), text
     while (at := rest.find(OPEN)) >= 0:
@@ -76,7 +76,7 @@ class _Reader:
         self._text, self._at = text, at
 
     def only(self) -> dict[str, Any]:
-        """Read one object and nothing behind it."""
+        """Read one object, behind which nothing may stand."""
         found = self._value(0)
         self._blanks()
         if not isinstance(found, dict) or self._at != len(self._text):

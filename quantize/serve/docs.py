@@ -1,4 +1,4 @@
-"""GET /docs: the OpenAPI schema as one page, made here: nothing is loaded from elsewhere."""
+"""GET /docs shows the OpenAPI schema as one page, made here: nothing is loaded from elsewhere."""
 
 import json
 import re
@@ -19,10 +19,10 @@ def page(schema: dict[str, Any]) -> str:
 
 
 def _refs(kind: dict[str, Any]) -> list[str]:
-    """Names of the objects that a field refers to."""
+    """Return the names of the objects that a field refers to."""
     return sorted(set(re.findall(r"#/components/schemas/(\w+)", json.dumps(kind))))
 
 
 def _brief(kind: dict[str, Any]) -> str:
-    """What a field takes, without its title and description."""
+    """Return what a field takes, without its title and description."""
     return json.dumps({k: v for k, v in kind.items() if k not in ("title", "description")})

@@ -1,7 +1,7 @@
-"""One HTTP request: reserve, prepare, submit its jobs, collect their events, end when nobody listens.
+"""One HTTP request: it reserves places, submits its jobs, collects their events, and can end early.
 
-Whoever hangs up, or waits longer than the request may take, frees its place in the queue and its slots,
-from the moment its body was read: preparing counts as waiting.
+A client that hangs up, or waits longer than the request may take, frees its place in the queue and its
+slots. Time counts from the moment the body was read: preparing is waiting too.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ class Exchange:
 
     Args:
         scheduler: runs the jobs.
-        request: its client may hang up.
+        request: the HTTP request, whose client may hang up.
         seconds: time the request may take.
-        count: jobs that it will have.
+        count: number of jobs that it will have.
 
     Raises:
-        RequestError: as `Scheduler.reserve`.
+        RequestError: as in `Scheduler.reserve`.
     """
 
     def __init__(self, scheduler: Scheduler, request: Request, seconds: float, count: int) -> None:
@@ -53,7 +53,7 @@ class Exchange:
             self._events.put_nowait((index, event))
 
     async def prepare(self, work: Coroutine[Any, Any, Prepared]) -> Prepared:
-        """Return what `work` makes of the request, unless the client or the time is gone before.
+        """Return the result of `work`, unless the client hangs up or the time runs out before.
 
         Raises:
             RequestError: 499 or 504; or what `work` raises.
@@ -71,10 +71,10 @@ class Exchange:
         raise client_gone() if self._gone in done else self._too_late()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Hand the jobs over, as many as there are places reserved.
+        """Hand over the jobs, one for each place reserved.
 
         Raises:
-            RequestError: as `Scheduler.submit`.
+            RequestError: as in `Scheduler.submit`.
         """
         self._reserved = 0
         self.scheduler.submit(jobs)
@@ -102,7 +102,7 @@ class Exchange:
             self.close()
 
     def close(self) -> None:
-        """Cancel what still runs, and free what was reserved."""
+        """Cancel jobs that still run, and free reserved places."""
         self.scheduler.give_back(self._reserved)
         self._reserved = 0
         self.scheduler.cancel(self.jobs)
@@ -121,5 +121,5 @@ class Exchange:
 
 
 def client_gone() -> RequestError:
-    """Return what nobody hears any more."""
+    """Return the error of a client that hung up; nobody reads it."""
     return RequestError(499, "the client hung up", code="client_gone")

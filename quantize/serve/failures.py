@@ -1,4 +1,4 @@
-"""Refusals, in the shape that OpenAI's clients read: {"error": {message, type, param, code}}."""
+"""Refusals have the shape that OpenAI's clients read: {"error": {message, type, param, code}}."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ class RequestError(Exception):
 
     Args:
         status: HTTP status.
-        message: one line.
-        param: the parameter that is to blame.
-        code: a word for programs.
+        message: one line that says what is wrong.
+        param: name of the parameter at fault.
+        code: machine-readable name of the fault.
         retry_after: seconds after which another attempt makes sense.
     """
 
@@ -44,31 +44,31 @@ class RequestError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client reads."""
+        """The JSON object that the client reads."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {"message": str(self), "type": TYPES.get(self.status, kind)}
         return {"error": error | {"param": self.param, "code": self.code}}
 
     @property
     def response(self) -> Response:
-        """The whole answer. ASCII: a message may quote a name that has no UTF-8."""
+        """The whole response, in ASCII, since a message may quote a name that has no UTF-8."""
         return Response(json.dumps(self.body), self.status, self.headers, "application/json")
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
-    """Return the refusal of a body that pydantic found fault with; the first fault is named."""
+    """Return the refusal of a body that pydantic rejected; it names the first fault."""
     first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
     reason = str(first["msg"]).removeprefix("Value error, ")
     where = [str(part) for part in first["loc"] if part != "body"]
     if where[:1] == ["messages"]:
-        del where[2:3]  # the role: which of the kinds of messages was meant
+        del where[2:3]  # the role, which says what kind of message was meant
     param = ".".join(where) or None
     if first["type"] == "extra_forbidden":
         if message := refusal(where[-1]) if where else None:
             return RequestError(400, message, param=param, code="unsupported_parameter")
         message = f"{param}: this server knows no such parameter; GET /docs lists those it takes"
         return RequestError(400, message, param=param, code="unknown_parameter")
-    if first["type"] == "value_error" and param is None:  # of several fields: it names one itself
+    if first["type"] == "value_error" and param is None:  # the message itself names the field
         return RequestError(400, reason, param=reason.partition(":")[0], code="invalid_value")
     if param is None:
         reason = f"the body must be JSON, sent as Content-Type: application/json ({reason})"

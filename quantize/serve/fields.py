@@ -1,4 +1,4 @@
-"""What the models of all request bodies have in common."""
+"""The base of all request bodies' models, and checks that they share."""
 
 from typing import Annotated, Any
 
@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 def _utf8(text: str) -> str:
     if not text.isascii():
-        text.encode()  # half a surrogate pair is JSON, but no text; its error is a ValueError
+        text.encode()  # half a surrogate pair is valid JSON and no text; the error is a ValueError
     return text
 
 
@@ -28,10 +28,10 @@ class Strict(BaseModel):
 
 
 def check_utf8(value: Any) -> Any:
-    """Return free JSON as it is.
+    """Return JSON of any shape unchanged, once it is checked.
 
     Raises:
-        ValueError: a string of it is no text, or it is nested too deeply.
+        ValueError: one of its strings is no text, or it is nested too deeply.
     """
     waiting = [(value, 0)]
     while waiting:

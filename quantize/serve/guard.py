@@ -1,6 +1,6 @@
-"""What every request passes before anyone reads it: host, key, size; and headers on the way out.
+"""Checks host, key and size of every request before it is read, and adds headers to responses.
 
-Plain ASGI: a stream flows through it and a client that hangs up is noticed.
+It is plain ASGI, so streams flow through it and a client that hangs up is noticed.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
 
 BODY_SECONDS = 30.0
-DRAINED = 8  # times the limit that is read and thrown away, so that the client hears why
+DRAINED = 8  # an oversized body is read up to so many times the limit, so the client hears why
 PUBLIC = ("/health", "/", "/page.js", "/page.css", "/icon.svg", "/docs")
 OUT = {
     "X-DiffusionGemma-Commit-Pass": "plain",  # finished canvases are encoded as transformers does it
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Guard:
-    """Wraps an application.
+    """Wraps an application with checks of host, key and size.
 
     A server without a key answers only to its own names: a web page that points a name of its own at
     127.0.0.1 (DNS rebinding) gets nothing. The key is compared in constant time and never logged.
@@ -45,7 +45,7 @@ class Guard:
         self.key = _digest(options.api_key.encode()) if options.api_key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it."""
+        """Let a request through, or refuse it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -63,7 +63,7 @@ class Guard:
             await self.app(scope, await self._limited(scope, receive), out)
         except RequestError as refusal:
             await refusal.response(scope, receive, out)
-        except Exception as error:  # answered already; its message may quote a prompt
+        except Exception as error:  # already answered; the message may quote a prompt
             where = "".join(traceback.format_tb(error.__traceback__))
             log.error("unexpected %s\n%s", type(error).__name__, where)
         finally:
@@ -84,7 +84,7 @@ class Guard:
                 raise refusal
 
     async def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """Read the body, within limits of size and time; return a receive that gives it again."""
+        """Read the body within limits of size and time; return a `receive` that replays it."""
         limit, size, parts = self.options.max_body_bytes, 0, list[bytes]()
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return receive
@@ -125,4 +125,4 @@ def _replay(first: Message, receive: Receive) -> Receive:
 def _digest(value: bytes) -> bytes:
     return hashlib.sha256(
         value
-    ).digest()  # equal lengths: the comparison tells nothing of the key's
+    ).digest()  # equal lengths, so that the comparison does not reveal the key's

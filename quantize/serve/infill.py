@@ -1,4 +1,4 @@
-"""What a request knows of its answer, as tokens: pinned pieces, text to begin with, a suffix.
+"""Turns what a request knows of its answer into tokens: pinned pieces, initial text, a suffix.
 
 initial_text    stands at the answer's beginning before the first step, and is denoised like the rest
 pinned          [{position, text}]: tokens from that position on are committed as they are
@@ -12,23 +12,23 @@ from quantize.runtime.given import Given
 from quantize.serve.failures import RequestError
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 
-Encode = Callable[[str], list[int]]  # without what a tokenizer puts before a text
+Encode = Callable[[str], list[int]]  # text to ids, without what a tokenizer puts before a text
 
 
 def known(
     body: ChatRequest | CompletionRequest, encode: Encode, length: int
 ) -> tuple[Given | None, int | None]:
-    """Return what is known of each answer of a request, and the answer's limit before a suffix.
+    """Return the known tokens of each answer of a request, and the token limit before a suffix.
 
-    None stands for nothing known, and for the limit that the request has anyway.
+    None stands for no known tokens, and for the limit that the request itself has.
 
     Args:
         body: the request.
-        encode: text to token ids.
+        encode: turns text into token ids.
         length: tokens of a canvas.
 
     Raises:
-        RequestError: 400, pieces that overlap, or a suffix for which there is no room.
+        RequestError: 400, pieces overlap, or there is no room for a suffix.
     """
     initial = dict(enumerate(encode(body.initial_text or "")))
     pieces = [(f"pinned.{n}", p.position, encode(p.text)) for n, p in enumerate(body.pinned)]
@@ -44,7 +44,7 @@ def known(
 
 
 def _middle(body: CompletionRequest, suffix: int, length: int) -> int:
-    """Return the tokens of an answer before a suffix of so many.
+    """Return the number of answer tokens before a suffix of `suffix` tokens.
 
     Raises:
         RequestError: 400, both do not fit into a canvas.
@@ -70,10 +70,10 @@ def _add(pinned: dict[int, int], param: str, position: int, tokens: Sequence[int
 
 
 def check_room(given: Given | None, positions: int) -> None:
-    """Refuse what lies behind an answer's last canvas.
+    """Refuse pinned positions behind an answer's last canvas.
 
     Raises:
-        RequestError: 400.
+        RequestError: 400, the last of them.
     """
     last = max((*given.pinned, *given.initial), default=-1) if given else -1
     if last >= positions:

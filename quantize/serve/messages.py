@@ -13,21 +13,21 @@ NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
 
 
 class TextPart(Strict):
-    """Text of a message in parts."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: String
 
 
 class ImageUrl(Strict):
-    """A picture as a data URL; what its tokens may be is `image_tokens` of the request."""
+    """A picture as a data URL; the request's `image_tokens` limits its tokens."""
 
     url: String
     detail: Literal["auto"] | None = None
 
 
 class ImagePart(Strict):
-    """Picture of a message in parts."""
+    """A picture part of a message."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
@@ -38,7 +38,7 @@ def _kind(content: Any) -> str:
 
 
 Parts = list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
-# A fault is then told of the one that was meant.
+# A fault is then reported for the kind that was meant.
 Content = Annotated[
     Annotated[String, Tag("text")] | Annotated[Parts, Tag("parts")], Discriminator(_kind)
 ]
@@ -48,7 +48,7 @@ TextContent = Annotated[
 
 
 class CalledFunction(Strict):
-    """What an earlier answer called, with arguments as a JSON object in text."""
+    """The function that an earlier answer called, its arguments a JSON object as text."""
 
     name: String = Field(pattern=NAME)
     arguments: String
@@ -75,27 +75,27 @@ class ToolCall(Strict):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """What the chat template reads: it writes the arguments in its own way."""
+        """Return what the chat template reads; it writes the arguments in its own way."""
         called = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
         return {"id": self.id, "type": "function", "function": called}
 
 
 def _text(content: str | Sequence[TextPart | ImagePart]) -> str:
-    """Return a content without pictures as one text."""
+    """Return content without pictures as one text."""
     if isinstance(content, str):
         return content
     return "".join(part.text for part in content if isinstance(part, TextPart))
 
 
 class Instruction(Strict):
-    """What holds for the whole chat; OpenAI's developer is this model's system."""
+    """An instruction for the whole chat; OpenAI's role developer is this model's system."""
 
     role: Literal["system", "developer"]
     content: TextContent
 
     @property
     def turn(self) -> dict[str, Any]:
-        """What the chat template reads."""
+        """Return what the chat template reads."""
         return {"role": "system", "content": _text(self.content)}
 
 
@@ -107,13 +107,13 @@ class Question(Strict):
 
     @property
     def pictures(self) -> list[tuple[int, str]]:
-        """Data URL of each picture, and the part of the message that it is."""
+        """Return each picture's part of the message, and its data URL."""
         parts = self.content if isinstance(self.content, list) else []
         return [(n, p.image_url.url) for n, p in enumerate(parts) if isinstance(p, ImagePart)]
 
     @property
     def turn(self) -> dict[str, Any]:
-        """What the chat template reads."""
+        """Return what the chat template reads."""
         if self.pictures:
             return {"role": "user", "content": [_template_part(part) for part in self.content]}
         return {"role": "user", "content": _text(self.content)}
@@ -127,8 +127,7 @@ def _template_part(part: Any) -> dict[str, str]:
 class Reply(Strict):
     """A turn of the model, with the calls that it made.
 
-    Thoughts that a client sends back are given to the template with the calls that they led to; it
-    leaves out all others.
+    The template gets thoughts that a client sends back, and keeps only those that led to calls.
     """
 
     role: Literal["assistant"]
@@ -144,7 +143,7 @@ class Reply(Strict):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """What the chat template reads."""
+        """Return what the chat template reads."""
         turn = {"role": "assistant", "content": _text(self.content or "")}
         calls = {"tool_calls": [call.turn for call in self.tool_calls]}
         calls |= {"reasoning_content": self.reasoning_content}
@@ -161,7 +160,7 @@ class Result(Strict):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """What the chat template reads."""
+        """Return what the chat template reads."""
         turn = {"role": "tool", "content": _text(self.content), "tool_call_id": self.tool_call_id}
         return turn if self.name is None else turn | {"name": self.name}
 
@@ -173,7 +172,7 @@ def check_results(messages: Sequence[Message]) -> None:
     """Refuse results of calls that the assistant's turn before them did not make.
 
     Raises:
-        ValueError: the first of them.
+        ValueError: it names the first of them.
     """
     called: set[str] = set()
     for index, message in enumerate(messages):
@@ -215,7 +214,7 @@ class Tool(Strict):
 
     @property
     def declaration(self) -> dict[str, Any]:
-        """What the chat template reads."""
+        """Return what the chat template reads."""
         told = self.function.model_dump(include={"name", "description", "parameters"})
         return {"type": "function", "function": told}
 

@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus (GET /metrics)."""
+"""Counts what the server does, for Prometheus (GET /metrics)."""
 
 from collections.abc import Sequence
 
@@ -46,9 +46,9 @@ class Metrics:
         self.steps.inc(sum(steps))
 
     def finished(self, answer: Answer) -> None:
-        """Count a sample that came to its end."""
+        """Count a finished sample."""
         self.tokens.inc(answer.tokens)
 
     def page(self) -> bytes:
-        """Return everything in Prometheus' text format."""
+        """Return all counters in Prometheus' text format."""
         return generate_latest(self.registry)

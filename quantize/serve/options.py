@@ -1,4 +1,4 @@
-"""What a server may be told on its command line."""
+"""The settings that a server takes from its command line."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ class Options:
 
     Attributes:
         model_name: the name clients ask for.
-        host, port: where it listens; port 0 takes a free one.
+        host, port: address that it listens at; port 0 takes a free one.
         api_key: what clients must send as a bearer token; None for no key.
         max_num_seqs: samples that are denoised at once.
         max_queue: samples that may wait for a slot; more are answered 429.
         max_context: positions a sample may take, prompt and answer; None for the engine's own limit.
         batch_invariant: whether a sample has the same tokens whoever is served beside it.
-        max_prompt_tokens: longest prompt, None for what the context leaves.
-        max_body_bytes: largest request body.
+        max_prompt_tokens: most tokens of a prompt, None for what the context leaves.
+        max_body_bytes: most bytes of a request body.
         request_timeout: seconds that a request may take, waiting included.
         shutdown_grace: seconds that running requests get after SIGTERM.
         ignore_unsupported: whether sampling parameters that block diffusion does not have are ignored.
         log_prompts: whether prompts and answers are logged.
-        fingerprint, activations: what is served, as /v1/models tells it.
+        fingerprint, activations: checkpoint and rounding that /v1/models reports.
 
     Raises:
-        InputError: other machines could reach it and there is no key; or an empty key.
+        InputError: other machines could reach it and there is no key, or the key is empty.
     """
 
     model_name: str
@@ -60,7 +60,7 @@ class Options:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the server."""
         if self.host == "localhost":
             return True
         try:

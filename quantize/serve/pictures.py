@@ -1,7 +1,7 @@
-"""Pictures of a request: data URLs -> what the vision tower takes. Nothing is ever fetched.
+"""Turns a request's pictures, data URLs, into the vision tower's input. Nothing is ever fetched.
 
-A picture is untrusted: only three formats are decoded, its size is read from its header and limited
-before a pixel is, and at most one decoded picture is held at a time.
+A picture is untrusted: only three formats are decoded, its size is read from its header and checked
+before any pixel is decoded, and at most one decoded picture is held at a time.
 """
 
 import base64
@@ -20,8 +20,8 @@ from quantize.serve.failures import RequestError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PICTURES = 16
-MAX_PIXELS = 16_000_000  # decoded, of one picture: 48 MB
-MAX_BYTES = 4 << 20  # encoded, of one picture
+MAX_PIXELS = 16_000_000  # pixels of one picture, 48 MB once decoded
+MAX_BYTES = 4 << 20  # bytes of one encoded picture
 DATA_URL = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
 
 
@@ -34,15 +34,15 @@ class Pictures:
     def put(
         self, prompt: list[int], urls: Sequence[tuple[str, str]], soft_tokens: int
     ) -> tuple[list[int], Images | None]:
-        """Return the prompt with room for the pictures' tokens, and the pictures.
+        """Return the prompt with room for the pictures' tokens, and the prepared pictures.
 
         Args:
-            prompt: token ids, a placeholder a picture.
-            urls: of each picture the parameter it came in and its data URL.
+            prompt: token ids, with one placeholder a picture.
+            urls: for each picture the parameter it came in, and its data URL.
             soft_tokens: most tokens a picture may take.
 
         Raises:
-            RequestError: 400, a picture that is refused, or too many.
+            RequestError: 400, a picture is refused, or there are too many.
             InputError: the chat template wrote no placeholders for them.
         """
         if not urls:
@@ -69,7 +69,7 @@ def read(url: str) -> Image:
     """Decode the picture in a data URL.
 
     Raises:
-        InputError: another kind of URL or format, a broken picture, or one that is too large.
+        InputError: the URL is of another kind, or the picture of another format, broken or too large.
     """
     head = DATA_URL.match(url)
     if head is None:

@@ -1,19 +1,19 @@
 """The bodies of requests: OpenAI's fields that block diffusion can honour, and its own controls.
 
 Whatever is not listed is refused by name. A field that is null counts as not given (clients send back
-whole messages with nulls). What cannot be honoured is told in `unsupported`; its neutral values
+whole messages with nulls). `unsupported` says what cannot be honoured; neutral values of it
 (temperature 1, top_p 1, penalties of 0) ask for nothing and pass.
 
 Diffusion controls are extra fields (`extra_body` in OpenAI's client), named as in generation_config:
 
     num_inference_steps    denoising steps of a canvas at most (max_denoising_steps there)
-    entropy_bound          nats; how much uncertainty a step may accept
+    entropy_bound          nats; the uncertainty that a step may accept
     t_min, t_max           temperature at the last and at the first step
     confidence_threshold   nats; mean entropy below which a stable canvas is finished
-    stability_threshold    steps over which it must not change
-    initial_text, pinned   what is known of the answer (`infill`); `suffix` of a completion too
+    stability_threshold    steps over which a stable canvas does not change
+    initial_text, pinned   known text of the answer (`infill`); completions have `suffix` too
 
-`image_tokens` of a chat is the most tokens that each of its pictures may take.
+A chat's `image_tokens` is the most tokens that each of its pictures may take.
 """
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ Positive = Field(gt=0, le=1000, allow_inf_nan=False)
 
 
 class StreamOptions(Strict):
-    """What a stream carries besides text; `include_drafts` shows the canvas while it denoises."""
+    """What a stream holds besides text; `include_drafts` shows the canvas while it denoises."""
 
     include_usage: bool = False
     include_drafts: bool = False
@@ -61,7 +61,7 @@ class PinnedText(Strict):
 
 
 class _Generation(Strict):
-    """What chats and plain completions have in common."""
+    """The fields that chats and plain completions share."""
 
     model: String
     max_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
@@ -118,19 +118,19 @@ class _Generation(Strict):
 
     @property
     def stops(self) -> list[str]:
-        """Stop strings."""
+        """Return the stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens of one choice."""
+        """Return the most tokens of one choice."""
         return self.max_tokens
 
     def sampler(self, base: Sampler) -> Sampler:
-        """Return `base` with the controls of this request.
+        """Return `base` with this request's diffusion controls put in.
 
         Raises:
-            InputError: they contradict each other.
+            InputError: the controls contradict each other.
         """
         given = {
             "max_denoising_steps": self.num_inference_steps,
@@ -147,13 +147,13 @@ class _Generation(Strict):
 
 
 class TemplateOptions(Strict):
-    """What the chat template can be told."""
+    """Settings of the chat template."""
 
     enable_thinking: bool = False
 
 
 class ResponseFormat(Strict):
-    """Plain text is the only one."""
+    """The format of an answer, of which plain text is the only one."""
 
     type: Literal["text"]
 
@@ -185,7 +185,7 @@ class ChatRequest(_Generation):
 
     @property
     def callable(self) -> frozenset[str]:
-        """Names of the tools that the answer may call."""
+        """Return the names of the tools that the answer may call."""
         if isinstance(self.tool_choice, Choice):
             return frozenset({self.tool_choice.function.name})
         named = () if self.tool_choice == "none" else self.tools
@@ -199,7 +199,7 @@ class ChatRequest(_Generation):
 
     @property
     def pictures(self) -> list[tuple[str, str]]:
-        """Of each picture the parameter it came in, and its data URL."""
+        """Return for each picture the parameter it came in, and its data URL."""
         return [
             (f"messages.{turn}.content.{part}.image_url", url)
             for turn, message in enumerate(self.messages)
@@ -209,12 +209,12 @@ class ChatRequest(_Generation):
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens of one choice, thoughts included."""
+        """Return the most tokens of one choice, thoughts included."""
         return self.max_tokens or self.max_completion_tokens
 
 
 class CompletionRequest(_Generation):
-    """POST /v1/completions: no chat template, thinking is not told apart."""
+    """POST /v1/completions: no chat template is used, and thoughts stay in the text."""
 
     prompt: String | list[String] | list[int] | list[list[int]]
     suffix: String | None = Field(
@@ -233,11 +233,11 @@ class CompletionRequest(_Generation):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or as token ids."""
+        """Return each prompt, as text or as token ids."""
         return as_prompts(self.prompt)
 
 
 def as_prompts(prompt: Any) -> list[str | list[int]]:
-    """Return one prompt or several as a list."""
+    """Return one prompt, or several, as a list of prompts."""
     several = isinstance(prompt, list) and not isinstance(prompt[0], int)
     return list(prompt) if several else [prompt]

@@ -1,14 +1,14 @@
-"""One thread that owns the model: jobs wait, get a slot at a canvas boundary, and leave at one.
+"""One thread owns the model: jobs wait, get a slot at a canvas boundary, and leave at one.
 
     while there is work:
         forget cancelled jobs -> admit waiting ones to free slots -> denoise until a canvas is finished,
         and meanwhile hand out what the canvas before it added -> release the slots of finished jobs
 
 An answer's text is made here too, not on the event loop: a stop string must free its slot before the
-next canvas begins. Where none is asked for, EOS and length decide, and text is made and sent while the
-engine is at the next canvas: its GPU does not wait for that, nor for whoever wakes up to send it.
-Everything a job has to say goes through its `emit`, which is called on this thread, or on the engine's
-for drafts. A failure of the engine fails the jobs that it was working on, nothing else.
+next canvas begins. Without stop strings EOS and length decide, and text is made and sent while the
+engine is at the next canvas, so the GPU never waits for it. A job's events go through its `emit`, which
+is called on this thread, or on the engine's for drafts. A failure of the engine fails the jobs that it
+was working on, and no others.
 """
 
 import logging
@@ -29,7 +29,7 @@ from quantize.serve.text import Answer, Delta
 
 TOGETHER = 0.002  # seconds that an idle engine waits for another job, while slots are free
 LONGEST_RETRY = 60
-BROKEN_AFTER = 3  # failures of the engine in a row
+BROKEN_AFTER = 3  # failures in a row after which the engine counts as broken
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +53,13 @@ class Job:
 
     Attributes:
         prompt: token ids.
-        seed: of its noise.
+        seed: seed of its noise.
         sampler: settings of its denoising.
-        answer: what becomes of it; read it after the last event only.
-        emit: gets its events, drafts on any thread; a `RequestError` or a finish is the last.
-        drafts: whether it wants to see every denoising step.
-        images: where the prompt has image placeholders.
-        given: what is known of the answer.
+        answer: the growing answer, to be read only after the last event.
+        emit: takes its events, drafts on any thread; a `RequestError` or a finish is the last.
+        drafts: whether every denoising step is emitted.
+        images: images for the prompt's placeholders, if it has any.
+        given: known tokens of the answer.
     """
 
     prompt: Sequence[int]
@@ -90,10 +90,10 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._reserved = 0  # places of jobs whose prompts are being prepared
         self._running: dict[int, Job] = {}
-        self._unsaid: deque[Job] = deque()  # whose last canvas has not been handed out
+        self._unsaid: deque[Job] = deque()  # jobs whose last canvas has not been handed out
         self._changed = threading.Condition()
         self._draining = self._stopped = False
-        self._seconds = 1.0  # a job's time in its slot, running mean
+        self._seconds = 1.0  # running mean of the seconds that a job spends in its slot
         self._failures = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -103,21 +103,21 @@ class Scheduler:
 
     @property
     def healthy(self) -> bool:
-        """Whether new jobs have a chance."""
+        """Whether new jobs are taken and the engine works."""
         alive = self._thread.is_alive() and not self._draining
         return alive and self._failures < BROKEN_AFTER
 
     @property
     def load(self) -> tuple[int, int]:
-        """Jobs that run and jobs that wait, those whose prompts are being prepared included."""
+        """Return the numbers of running and of waiting jobs, with those being prepared."""
         return len(self._running), len(self._waiting) + self._reserved
 
     def reserve(self, count: int) -> None:
         """Take places in the queue for all jobs of a request, or for none, before its prompt is read.
 
         Raises:
-            RequestError: 503 while it shuts down; 429 when the queue is full; 400 for more jobs than it
-                could ever hold.
+            RequestError: 503 while it shuts down; 429 when the queue is full; 400 for more jobs than
+                the queue could ever hold.
         """
         if count > self.max_queue:
             raise RequestError(400, f"n: {count} choices, and the queue holds {self.max_queue}")
@@ -136,12 +136,12 @@ class Scheduler:
             self._reserved += count
 
     def give_back(self, count: int) -> None:
-        """Free places that were reserved."""
+        """Free `count` reserved places."""
         with self._changed:
             self._reserved -= count
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs in the places that were reserved for them, which are free again if that fails.
+        """Queue jobs in their reserved places, which are freed if that fails.
 
         Raises:
             RequestError: 503 while it shuts down.
@@ -154,7 +154,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """Let jobs end without another word: waiting ones now, running ones after their canvas."""
+        """End jobs without further events: waiting ones now, running ones after their canvas."""
         with self._changed:
             for job in jobs:
                 job.cancelled = True
@@ -194,7 +194,7 @@ class Scheduler:
             self._leave([slot])
 
     def _wait(self) -> bool:
-        """Return when there is something to do: False when that is to stop."""
+        """Wait for something to do; return False when it is time to stop."""
         with self._changed:
             idle = False
             while not (self._waiting or self._running or self._unsaid or self._stopped):
@@ -205,7 +205,7 @@ class Scheduler:
             return not self._stopped
 
     def _gather(self) -> None:
-        """Let jobs that come together begin together: a canvas later costs far more than a moment."""
+        """Let jobs that come together begin together: waiting a canvas costs far more than a moment."""
         jobs = 0
         while jobs < len(self._waiting) < self.engine.capacity and not self._stopped:
             jobs = len(self._waiting)
@@ -224,7 +224,7 @@ class Scheduler:
                 self.engine.admit(slot, job.prompt, job.seed, job.sampler, job.images, job.given)
             except InputError as error:
                 job.emit(RequestError(400, str(error), param="messages", code="invalid_prompt"))
-            except Exception:  # logged and answered with a 500; the server outlives it
+            except Exception:  # it is logged and answered with a 500; the server goes on
                 self._fail([job])
                 self.engine.release(slot)
             else:
@@ -238,12 +238,12 @@ class Scheduler:
         started = time.monotonic()
         try:
             canvases = self.engine.denoise(slots, self._show if watched else None, self._speak)
-        except Exception:  # a server outlives a batch: out of memory, a kernel's fault
+        except Exception:  # out of memory, a kernel's fault: the server goes on
             self._speak()
             self._fail([self._running[slot] for slot in slots])
             self._leave(slots)
             return
-        self._speak()  # where the engine had nothing to do meanwhile
+        self._speak()  # in case the engine did not call it
         self._failures = 0
         finished = [(s, canvas) for s, canvas in zip(slots, canvases, strict=True) if canvas]
         self.metrics.canvas(time.monotonic() - started, len(slots), [c.steps for _, c in finished])
@@ -257,7 +257,7 @@ class Scheduler:
                 self.metrics.finished(job.answer)
 
     def _speak(self) -> None:
-        """Hand out what the last canvases added."""
+        """Emit what the last canvases added."""
         while self._unsaid:
             job = self._unsaid.popleft()
             if not job.cancelled:
@@ -284,5 +284,5 @@ class Scheduler:
 
 
 def shutting_down() -> RequestError:
-    """Return what a request hears that the shutdown leaves no time for."""
+    """Return the refusal of a request for which the shutdown leaves no time."""
     return RequestError(503, "the server is shutting down", code="shutting_down", retry_after=10)

@@ -1,4 +1,4 @@
-"""What the server answers with, for its OpenAPI schema; the tests hold every answer against it.
+"""The shapes of the server's answers, for its OpenAPI schema; tests check every answer by them.
 
 Answers are made as plain dictionaries (`answers`): nothing is validated on the way out.
 """
@@ -11,13 +11,13 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 
 class _Closed(BaseModel):
-    """An object without further fields, all of them always there."""
+    """An object whose fields are all present, without others."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Usage(_Closed):
-    """What a request cost; `denoising_steps` are decoder forwards, summed over choices."""
+    """Tokens and steps of a request; `denoising_steps` are decoder forwards of all choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -28,14 +28,14 @@ class Usage(_Closed):
 
 
 class CalledFunction(_Closed):
-    """The function that is to be called, and a JSON object as text."""
+    """The function to call, and its arguments, a JSON object as text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(_Closed):
-    """A call that the client is to make; its result goes back with this id."""
+    """A call for the client to make; its result goes back with this id."""
 
     id: str
     type: Literal["function"]
@@ -43,7 +43,7 @@ class ToolCall(_Closed):
 
 
 class AnswerMessage(_Closed):
-    """The model's turn; what it wrote in its thinking channel is `reasoning_content`."""
+    """The model's turn; `reasoning_content` is what it wrote in its thinking channel."""
 
     role: Literal["assistant"]
     content: str | None
@@ -74,7 +74,7 @@ class ChatCompletion(_Closed):
 
 
 class TextChoice(_Closed):
-    """One continuation."""
+    """One continuation of a prompt, and the seed that makes it again."""
 
     index: int
     finish_reason: Finish
@@ -95,7 +95,7 @@ class TextCompletion(_Closed):
 
 
 class Model(_Closed):
-    """The one model."""
+    """The one model that is served."""
 
     id: str
     object: Literal["model"]
@@ -120,7 +120,7 @@ class Version(_Closed):
 
 
 class Health(_Closed):
-    """Answer to GET /health; 503 with the same fields when new requests have no chance."""
+    """Answer to GET /health; 503 with the same fields when new requests would fail."""
 
     status: Literal["ok", "unavailable"]
     running: int
@@ -129,7 +129,7 @@ class Health(_Closed):
 
 
 class Fault(_Closed):
-    """Why a request was refused; `param` names the parameter that is to blame."""
+    """Why a request was refused; `param` names the parameter at fault."""
 
     message: str
     type: str

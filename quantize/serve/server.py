@@ -1,4 +1,4 @@
-"""Start and stop: load the model, listen, and on SIGTERM finish what runs and refuse the rest."""
+"""Loads the model, listens, and on SIGTERM finishes running requests and refuses the rest."""
 
 import logging
 import signal
@@ -27,7 +27,7 @@ from quantize.serve.text import Text
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with a shutdown that speaks to the scheduler first."""
+    """uvicorn's server, with a shutdown that drains the scheduler first."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -36,7 +36,7 @@ class Server(uvicorn.Server):
         self.options = service.options
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Listen, and say where."""
+        """Listen, and print the address."""
         await super().startup(sockets)
         for server in self.servers:
             host, port = server.sockets[0].getsockname()[:2]
@@ -45,9 +45,9 @@ class Server(uvicorn.Server):
             say(f"serving {self.options.model_name} at {url} {key}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Refuse what waits; give what runs its time, then end it with an answer too."""
+        """Refuse waiting jobs; give running ones their time, then end them with an answer too."""
         if not self.should_exit:
-            # Not on this thread: it may hold the very lock that draining takes.
+            # This thread may hold the very lock that draining takes, so another drains.
             threading.Thread(target=self.scheduler.drain).start()
             timer = threading.Timer(self.options.shutdown_grace, self.scheduler.stop)
             timer.daemon = True
@@ -58,7 +58,7 @@ class Server(uvicorn.Server):
 def make_server(
     engine: Engine, text: Text, pictures: Pictures, sampler: Sampler, options: Options
 ) -> Server:
-    """Put a server together."""
+    """Return a server of an engine, its text, pictures, sampler and options."""
     metrics = Metrics()
     scheduler = Scheduler(engine, max_queue=options.max_queue, metrics=metrics)
     service = Service(scheduler, text, pictures, sampler, options)
@@ -77,7 +77,7 @@ def make_server(
 def open_engine(
     checkpoint: Path, options: Options, activations: ActivationMode | None, device: str
 ) -> Engine:
-    """Load a checkpoint, and warm the engine up."""
+    """Load a checkpoint, warm its engine up, and return the engine."""
     engine = open(
         checkpoint,
         device=device,
@@ -92,15 +92,15 @@ def open_engine(
 
 
 def listening_socket(host: str, port: int) -> socket:
-    """Return a socket at that address, which takes connections once a server listens on it.
+    """Return a socket bound to an address; it takes connections once a server listens on it.
 
     Raises:
-        ResourceError: the address cannot be had.
+        ResourceError: the address is taken or not this machine's.
     """
     try:
         family, kind, protocol, _, address = getaddrinfo(host, port, type=SOCK_STREAM)[0]
         found = socket(family, kind, protocol)
-        found.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)  # a server that was stopped just now
+        found.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)  # a server may just have stopped there
         found.bind(address)
     except OSError as error:
         raise ResourceError(
@@ -115,8 +115,8 @@ def serve(
     """Serve a checkpoint until SIGINT or SIGTERM.
 
     Raises:
-        InputError: a checkpoint that cannot be loaded.
-        ResourceError: it does not fit; or, noticed before weights are read, the port is taken.
+        InputError: the checkpoint cannot be loaded.
+        ResourceError: it does not fit; or the port is taken, which is noticed before weights are read.
     """
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
@@ -128,5 +128,5 @@ def serve(
     say(f"loading {checkpoint}")
     engine = open_engine(checkpoint, options, activations, device)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # uvicorn raises it again when all is done
+        signal.signal(number, signal.SIG_IGN)  # uvicorn raises the signal again at its end
     make_server(engine, text, pictures, sampler, options).run([sock])

@@ -1,7 +1,7 @@
-"""Tokens to text that never changes: thoughts apart, stop strings, whole characters.
+"""Turns tokens into text that never changes: thoughts apart, stop strings, whole characters.
 
-A canvas is final when it is committed, but text is not always: its last bytes may be half a
-character, its last characters the beginning of a stop string. Both wait for the next canvas.
+A committed canvas is final, but its text may not be: its last bytes may be half a character, its
+last characters the beginning of a stop string. Both wait for the next canvas.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,7 +37,7 @@ class Text:
         """Return the ids of a chat that ends where the model's turn begins.
 
         Raises:
-            InputError: the chat template refuses it, or has no place for tools.
+            InputError: the chat template refuses the messages, or has no place for tools.
         """
         from jinja2 import TemplateError
 
@@ -47,7 +47,7 @@ class Text:
         try:
             return encode_chat(self.tokenizer, messages, thinking=thinking, tools=tools or None)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            # Schemas of tools have any shape, and a template takes them for the one it knows.
+            # Schemas of tools may have any shape, but a template assumes the one it knows.
             raise InputError(f"messages: the chat template refuses them: {error}") from error
 
     def encode(self, prompt: str) -> list[int]:
@@ -63,7 +63,7 @@ class Text:
         return split_thoughts(self.tokenizer, tokens)
 
     def split_calls(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Return what `split` does, with the markers of function calls in the answer."""
+        """Return what `split` returns, with the markers of function calls kept in the answer."""
         return split_thoughts(self.tokenizer, tokens, self._markers)
 
     def whole(self, tokens: Sequence[int]) -> tuple[str, str]:
@@ -76,7 +76,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a canvas added to an answer, which had `called` calls; `finish` when it was the last."""
+    """Text that a canvas added to an answer with `called` calls; the last one has `finish`."""
 
     reasoning: str
     content: str
@@ -90,13 +90,13 @@ class Answer:
     """One choice as it grows.
 
     Attributes:
-        split: tokens to (thoughts, answer).
+        split: turns tokens into (thoughts, answer).
         sampler: knows EOS and padding.
         max_tokens: most tokens of the answer.
-        max_canvases: canvases that they can take.
+        max_canvases: most canvases of the answer.
         stops: strings that end the answer, and are not part of it; thoughts may hold them.
         tools: names that may be called; without any, calls are text.
-        one_call: whether what follows a call is left out.
+        one_call: whether calls behind the first are left out.
     """
 
     split: Split
@@ -115,13 +115,13 @@ class Answer:
     def commit(self, canvas: Canvas) -> None:
         """Take a finished canvas and see whether it ends the answer.
 
-        Tokens alone decide that, unless there are stop strings: only then is text made.
+        Tokens alone decide that; text is made here only if there are stop strings.
         """
         self.sample.commit(canvas.tokens, canvas.steps, self.sampler)
         self.finish = self._finish(bool(self.stops) and cut(self._read()[1], self.stops)[1])
 
     def delta(self) -> Delta:
-        """Return the text that the last canvas made certain; to be asked once a canvas."""
+        """Return the text that the last canvas made certain; call it once a canvas."""
         reasoning, content = self._read()
         content, _ = cut(content, self.stops)
         if self.finish is None:
@@ -160,14 +160,14 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the answer, EOS included as tokens per forward counts it."""
+        """Number of the answer's tokens, EOS included, as tokens per forward counts them."""
         return min(self.sample.new_tokens, self.max_tokens)
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """Return the text before the stop string that is complete first, and whether there was one.
 
-    Not before the one that begins first: that could depend on where a canvas ends.
+    The one that begins first would not do: which that is could depend on where a canvas ends.
     """
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return (text[: min(found)[1]], True) if found else (text, False)

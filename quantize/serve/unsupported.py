@@ -1,7 +1,7 @@
-"""What OpenAI's protocol and its servers have and block diffusion does not: said with the way out.
+"""What OpenAI's protocol and its servers have and block diffusion has not, each with a way out.
 
-Two kinds. IGNORABLE parameters steer how text is sampled or how much is thought: without them the
-answer is another one, but an answer to the same question. They are refused, or with
+There are two kinds. IGNORABLE parameters steer how text is sampled or how much is thought: without them
+the answer differs, but it answers the same question. They are refused, or with
 `--ignore-unsupported` ignored and named. REFUSED ones change what comes back: they are never ignored.
 """
 
@@ -28,7 +28,7 @@ IGNORABLE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "service_tier": (("auto", "default"), "there is one queue", "leave it out"),
     "store": ((False,), "nothing is stored", "leave it out"),
 }
-# name -> why not and the way out; neither is read beyond its name
+# name -> why not, and the way out; the parameter's value is never read
 REFUSED = {
     "logprobs": "the committed tokens' probabilities are not kept; leave it out",
     "top_logprobs": "the committed tokens' probabilities are not kept; leave it out",
@@ -47,18 +47,18 @@ REFUSED = {
 
 
 def message(name: str, why: str, instead: str) -> str:
-    """Return the refusal of a parameter."""
+    """Return the message that refuses a parameter."""
     return f"{name}: not supported by block diffusion: {why}; {instead}"
 
 
 def refusal(name: str) -> str | None:
-    """Return the refusal of a parameter that is never ignored; None for a name that nobody knows."""
+    """Return the refusal of a parameter that is never ignored, or None for an unknown name."""
     why, _, instead = REFUSED.get(name, "").partition("; ")
     return message(name, why, instead) if why else None
 
 
 def asked(given: Mapping[str, Any]) -> list[str]:
-    """Return which of the IGNORABLE parameters ask for something."""
+    """Return the IGNORABLE parameters that have a value other than a neutral one."""
     return [
         name
         for name, (neutral, _, _) in IGNORABLE.items()

@@ -1,4 +1,4 @@
-"""A vLLM plugin: DiffusionGemma's finished canvases enter the cache as plain embeddings.
+"""A vLLM plugin by which DiffusionGemma's finished canvases enter the cache as plain embeddings.
 
 vLLM calls `register` in each of its processes before it looks up a model. The subclass is named, not
 imported: `model` and vLLM's own file are read when a DiffusionGemma is served, and only then.
@@ -17,7 +17,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def register() -> None:
-    """Have vLLM build the repaired model; called as often as vLLM likes."""
+    """Have vLLM build the repaired model; vLLM may call this repeatedly."""
     from vllm import ModelRegistry  # pyright: ignore
 
     ModelRegistry.register_model(  # pyright: ignore
@@ -32,7 +32,7 @@ class SaysRepaired:
         self.app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+        """Pass a request on, and add the header to its response."""
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -8,10 +8,10 @@ and a row that commits a finished canvas has logits too. Its signal is zero and 
 but `post_norm` is an RMSNorm without weight: it still scales the embeddings to unit RMS, and that is
 what the pass writes into the cache. transformers' encoder reads the embeddings as they are.
 
-Which rows commit is in device memory (`is_encoder_phase`): nothing is waited for here.
+Device memory says which rows commit (`is_encoder_phase`), so nothing waits here for the device.
 """
 
-# vLLM is not installed beside the rest of this project: its names are not known to a type checker.
+# vLLM is not installed beside this project, so type checkers do not know its names.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUntypedBaseClass=false, reportUnknownParameterType=false
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from vllm.model_executor.models import diffusion_gemma as theirs
 
-# SHA-256 of the sources of what is repaired and of what calls it, and the releases that have them.
+# SHA-256 of the sources of the repaired method and of its caller, and the releases that have them.
 KNOWN = {
     "865cc4f6d83cdf073ab892eb46a507851f310acf18645750797185060bbef3b2": "0.24 to 0.30",
     "9356d3ec3271458e438dcd7737a301c40da98ee42a844be5f2b75ed2007ff460": "0.31 to 0.33",
@@ -67,7 +67,7 @@ class RepairedModelState(theirs.DiffusionGemmaModelState):
     def _apply_self_conditioning(
         self, slots: Any, rows: Any, starts: Any, embeddings: torch.Tensor, signals: torch.Tensor
     ) -> None:
-        """Condition the canvases of `rows` in `embeddings` [tokens, H], but for those that commit."""
+        """Condition the canvases of `rows` in `embeddings` [tokens, H], except those that commit."""
         plain = embeddings.clone()
         super()._apply_self_conditioning(slots, rows, starts, embeddings, signals)
         for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
@@ -77,7 +77,7 @@ class RepairedModelState(theirs.DiffusionGemmaModelState):
 
 
 class RepairedDiffusionGemma(theirs.DiffusionGemmaForConditionalGeneration):
-    """vLLM's model with that state."""
+    """vLLM's model with the repaired state."""
 
     @staticmethod
     def get_model_state_cls() -> type[RepairedModelState]:
