@@ -1,1 +1,1 @@
-"""Recovery scoring: tasks, paired statistics and the release gate. Knows nothing of quantize."""
+"""Recovery scoring: tasks, paired statistics and the release gate. It never imports quantize."""

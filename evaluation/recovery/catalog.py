@@ -1,4 +1,4 @@
-"""The tasks that ship, one YAML file each in `tasks/`: what can be asked without loading lm-eval.
+"""Reads the tasks that ship, one YAML file each in `tasks/`, without loading lm-eval.
 
 A task NAME_thinking is NAME with the thinking channel on. The number of questions is noted in each file
 so that a plan can be judged before any data set is loaded.
@@ -20,7 +20,7 @@ def known_tasks() -> list[str]:
 
 
 def is_private(task: str) -> bool:
-    """Return whether a task's questions and answers must not be written anywhere."""
+    """Whether a task's questions and answers must not be written anywhere."""
     return task in known_tasks() and bool(shipped(task)["metadata"].get("private"))
 
 
@@ -38,7 +38,7 @@ def read_task(file: Path) -> dict[str, Any]:
     """Read an lm-eval task file and what it includes; its own keys come first.
 
     Raises:
-        ValueError: it cannot be read, or is no task.
+        ValueError: the file cannot be read, or is no task.
     """
     try:
         fields = yaml.load(file.read_text("utf-8"), _Loader)

@@ -1,7 +1,7 @@
 """What chance may do to a paired difference: two estimands, their p-values and limits.
 
 Answer j to question i scores x_ij (base) and y_ij (quantized), with the same noise; d_ij = y_ij - x_ij,
-n questions, k answers each. Two things can be asked of the loss, and what chance may do differs:
+n questions, k answers each. Two questions can be asked about the loss, and chance enters differently:
 
   these_questions   Is it worse on THESE n questions? The questions are fixed and the unit of chance is
                     the answer. Var(sum of d) = sum over questions of k s_i^2, s_i^2 the variance of
@@ -45,7 +45,7 @@ from scipy.special import gammaincc, gammainccinv, stdtr, stdtrit
 
 Estimand = Literal["these_questions", "such_questions"]
 ESTIMANDS: tuple[Estimand, ...] = get_args(Estimand)
-ROUNDING = 1e-12  # of p-values: 1 - 0.9 is a little under 0.1
+ROUNDING = 1e-12  # rounding error of p-values: 1 - 0.9 is a little under 0.1
 
 Floats = NDArray[np.float64]
 
@@ -70,7 +70,7 @@ class Total:
 
     @property
     def mean(self) -> float:
-        """The sum over the units."""
+        """The sum divided by the number of units."""
         return self.value / self.units
 
     def p(self, gap: float) -> float:
@@ -88,7 +88,7 @@ class Total:
         return max(gamma, float(stdtrit(self.freedom, level)) * math.sqrt(self.variance))
 
     def times(self, factor: float) -> "Total":
-        """Return what so many times the units would give, were all as observed."""
+        """Return the sum that `factor` times the units would give, were all as observed."""
         return Total(
             math.ceil(self.units * factor),
             self.value * factor,
@@ -106,7 +106,7 @@ def total(values: Floats, estimand: Estimand) -> Total:
         return Total(n * k, float(values.sum()), variance, _largest(values), freedom)
     means = values.mean(axis=1)
     variance = n * float(means.var(ddof=1))
-    if variance < 1e-18:  # of rounding alone
+    if variance < 1e-18:  # it comes from rounding alone
         return Total(n, float(means.sum()), 0.0, _largest(values), n - 1)
     off = np.abs(means - means.mean())
     jump = _largest(values) if k == 1 else (off**3).sum() / (off**2).sum()
@@ -119,19 +119,19 @@ def _largest(values: Floats) -> float:
 
 
 def margin_p_values(difference: Total, margin_pp: float) -> tuple[float, float]:
-    """Return the p-values of "the loss is at least" and "at most the margin"."""
+    """Return the p-values of "the loss is at least the margin" and "at most the margin"."""
     gap = difference.value + difference.units * margin_pp / 100
     unseen = unseen_loss_p(difference.units, min(margin_pp, 100 * gap / difference.units))
     return max(difference.p(gap), unseen), difference.p(-gap)
 
 
 def unseen_loss_p(units: int, share_pp: float) -> float:
-    """Return how likely `units` show no loss when so many per cent of all are lost outright."""
+    """Return how likely `units` show no loss when `share_pp` per cent of all are lost outright."""
     return math.exp(-units * max(0.0, share_pp) / 100)
 
 
 def needed(difference: Total, margin_pp: float, confidence: float) -> float | None:
-    """Return the factor on the units from which on the verdict is reached; None below a million."""
+    """Return the factor on the units that reaches a verdict; None where a million does not."""
 
     def is_open(factor: float) -> bool:
         return min(margin_p_values(difference.times(factor), margin_pp)) > 1 - confidence + ROUNDING
@@ -148,7 +148,7 @@ def needed(difference: Total, margin_pp: float, confidence: float) -> float | No
 
 
 def limits(difference: Total, level: float) -> tuple[float, float]:
-    """Return the limits of a mean difference, each at `level`, with room for a loss not seen."""
+    """Return limits of a mean difference, each at `level`, with room for a loss not seen."""
     reach, unseen = difference.reach(level), -math.log(1 - level)
     low = (difference.value - max(reach, unseen)) / difference.units
     return low, (difference.value + reach) / difference.units

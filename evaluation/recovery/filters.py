@@ -1,4 +1,4 @@
-r"""What lm-eval's own filters cannot do: integers in \boxed{}, and GPQA's options and letters.
+r"""Filters that lm-eval lacks: integers in \boxed{}, and GPQA's options and letters.
 
 AIME answers are integers from 0 to 999, so they are compared as integers: "070", "70.0",
 "70^\circ", "m+n=70" and "70" are one answer (lm-eval's aime25 compares strings: of these only the
@@ -39,7 +39,7 @@ def boxed_integer(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def equal_numbers(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Score a number against the document's answer, by value (lm-eval's `process_results`)."""
+    """Compare a number with the document's answer by value (lm-eval's `process_results`)."""
     bare = results[0].replace(",", "").rstrip(".")
     is_number = re.fullmatch(r"-?\d+(\.\d+)?", bare) is not None
     target = doc["answer"] if "answer" in doc else doc["Answer"]
@@ -67,7 +67,7 @@ def _with_options(doc: dict[str, str]) -> dict[str, str]:
 def final_choice(answer: str) -> str:
     """Return the last "answer is (X)" or box of an answer as "(X)", or nothing.
 
-    Where there is neither, a last line that is a letter and markup alone counts.
+    Where there is neither, a last line of a letter and markup alone counts.
     """
     if letters := _CHOICE.findall(answer):
         return f"({letters[-1].upper()})"

@@ -42,11 +42,11 @@ class Verdict:
 
     outcome: Outcome
     reason: str
-    estimand: Estimand | None = None  # what was judged; None when it did not come to that
+    estimand: Estimand | None = None  # what was judged; None when nothing was compared
 
     @property
     def exit_code(self) -> int:
-        """The code that a command ends with."""
+        """The exit code of a command that ends with this verdict."""
         return EXIT_CODES[self.outcome]
 
 
@@ -91,7 +91,7 @@ def out_of_reach(
     margin_pp: float,
     confidence: float,
 ) -> str | None:
-    """Return why PASS cannot be reached whatever the answers are, None when it can."""
+    """Return why PASS cannot be reached whatever the answers are, or None when it can."""
     units = questions if estimand == "such_questions" else questions * repeats
     if unseen_loss_p(units, margin_pp) <= 1 - confidence + ROUNDING:
         return None
@@ -144,7 +144,7 @@ def _open(verdict: Verdict) -> str:
 
 
 def _unequal(base: Any, quantized: Any) -> str:
-    """Say where two values part; of long lists only the first odd entry."""
+    """Return text that says where two values differ; of long lists only the first entry."""
     if isinstance(base, list) and isinstance(quantized, list):
         if len(base) != len(quantized):
             return f"{len(base)} against {len(quantized)}"

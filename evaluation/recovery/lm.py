@@ -1,7 +1,7 @@
 """An lm-eval model over a `generate` callable, for block diffusion: whole answers, seeded samples.
 
 lm-eval hands over every request of a task in one call and has no notion of a seeded sample or of a
-resumable run, so this model does that: request r, repeat j gets the seed hash(document, j), finished
+resumable run, so this model has both: request r, repeat j gets the seed hash(document, j), finished
 samples are kept in a `SampleStore`, and `generate_until` answers from it. Stop strings are applied
 after generation (a canvas is denoised whole), behind the thinking channel. Loglikelihoods do not
 exist for a diffusion model and are refused.
@@ -65,7 +65,7 @@ class BlockDiffusionLM(LM):
         return [self._answer(instance) for instance in requests]
 
     def completion(self, doc_id: int, repeat: int) -> Completion:
-        """Return what the model made of a document in a repeat."""
+        """Return the model's completion of a document in a repeat."""
         return self.store.done[self.requests[doc_id, repeat].key]
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
@@ -106,5 +106,5 @@ def cut(text: str, stops: Iterable[str]) -> str:
 
 
 def without_thinking(text: str) -> str:
-    """Return what follows the thinking channel, nothing of a channel that was never closed."""
+    """Return what follows the thinking channel, and nothing if that was never closed."""
     return text.rpartition(END_OF_THINKING)[2].partition(THINKING)[0]

@@ -1,7 +1,7 @@
 """Tasks that a recipe brings along: a local file of questions, or an lm-eval task of its own.
 
 Both become fields of an lm-eval task, a `Definition`, which `recovery.scoring` takes in place of a task
-that ships. What can be wrong with them is found here, before a model is loaded.
+that ships. Their errors are found here, before a model is loaded.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from recovery.catalog import read_task
 
 Definition = Mapping[str, Any]
-FORGIVEN = [",", r"\$", r"\.$"]  # what may differ between an answer and its target, with upper case
+FORGIVEN = [",", r"\$", r"\.$"]  # ignored when answer and target are compared, as case is
 
 
 def from_questions(
@@ -24,9 +24,9 @@ def from_questions(
     Args:
         file: JSON objects, one a line.
         prompt: Jinja template of the user's message, over the fields of a line.
-        target: template of the right answer.
+        target: Jinja template of the right answer.
         extract: regular expression whose group is the model's answer; its last match counts.
-        max_tokens: tokens of an answer, at most.
+        max_tokens: most tokens of an answer.
         thinking: whether the thinking channel is on.
 
     Raises:
@@ -86,10 +86,10 @@ def _fields(template: str) -> set[str]:
 
 
 def from_lm_eval(file: Path) -> Definition:
-    """Return the task of an lm-eval YAML file: of type generate_until, scored by exact_match.
+    """Return the task of an lm-eval YAML file, of type generate_until, scored by exact_match.
 
     Raises:
-        ValueError: it cannot be read, or is a task that block diffusion cannot answer.
+        ValueError: the file cannot be read, or is a task that block diffusion cannot answer.
     """
     fields = read_task(file)
     if (kind := fields.get("output_type")) != "generate_until":

@@ -1,6 +1,6 @@
-"""Finished samples on disk: appended as they finish while a task runs.
+"""Keeps finished samples on disk, appended as they finish while a task runs.
 
-One file a task and model. Its first line says what the samples were made with (model, sampler,
+There is one file a task and model. Its first line says what made the samples (model, sampler,
 precision); a store that is opened for anything else refuses. Every further line is one batch:
 `{"batch": [{"key", "text", "tokens", "denoising_steps", "truncated"}, ...], "sha256": of the batch}`,
 written with one write and one fsync. After a kill the last line may be torn and is cut off, so at most
@@ -35,14 +35,14 @@ class Request:
 
     @property
     def key(self) -> str:
-        """Short hash of everything above."""
+        """Short hash of all fields."""
         text = json.dumps([self.prompt, self.seed, self.max_new_tokens, self.thinking])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What the model made of it.
+    """The model's answer to a request.
 
     Attributes:
         text: the whole answer, thinking channel included.
@@ -67,7 +67,7 @@ Progress = Callable[[Iterator[Finished], int], Iterable[Finished]]
 
 @dataclass(frozen=True)
 class Share:
-    """One process among those that run together; `wait` returns when all of them have called it."""
+    """One process of those that run together; `wait` returns once all of them have called it."""
 
     rank: int = 0
     processes: int = 1
@@ -75,7 +75,7 @@ class Share:
 
 
 def sample_seed(run_seed: int, document: str, repeat: int) -> int:
-    """Return the seed of a sample: the same for BF16 and quantized, in any order and process."""
+    """Return the seed of a sample, the same for BF16 and quantized, in any order and process."""
     digest = hashlib.sha256(f"{run_seed}:{document}:{repeat}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1  # 63 bits: a non-negative int64
 
@@ -84,8 +84,8 @@ class SampleStore:
     """The samples of one task that are finished, in memory and on disk.
 
     Args:
-        path: the file; made when the first batch is finished.
-        made_with: what the samples depend on besides their requests.
+        path: the file, which the first finished batch creates.
+        made_with: everything besides their requests that the samples depend on.
         share: this process among those that share the batches.
 
     Raises:
@@ -116,16 +116,16 @@ class SampleStore:
         progress: Progress,
         keep: Callable[[str], str] = str,
     ) -> None:
-        """Generate what is missing of this process' share, batch by batch, longest prompts first.
+        """Generate the missing samples of this process' share in batches, longest prompts first.
 
-        Then wait for the other processes and read what they have made.
+        Then wait for the other processes and read their samples.
 
         Args:
             requests: all samples of the task, finished ones included.
             generate: answers batches.
             batch_size: requests a batch.
-            progress: wraps the finished batches, which hold so many samples together.
-            keep: what is kept of an answer's text; a private task keeps its letter only.
+            progress: wraps the finished batches, given the number of samples in all of them.
+            keep: returns what is kept of an answer's text; a private task keeps its letter only.
 
         Raises:
             ValueError: some requests were not answered.
@@ -165,11 +165,11 @@ class SampleStore:
     def _read_all(self) -> None:
         for file in self._files():
             whole = self._read(file)
-            if file == self.path:  # appending goes on here; the others' may be growing
+            if file == self.path:  # this process appends to it; the others' files may be growing
                 os.truncate(file, whole)
 
     def _read(self, path: Path) -> int:
-        """Read the whole lines of a file, not a torn last one; return the bytes that were read."""
+        """Read the whole lines of a file, not a torn last one; return the number of bytes read."""
         header, *lines = path.read_bytes().splitlines(keepends=True) or [b""]
         if not header.endswith(b"\n"):
             return 0

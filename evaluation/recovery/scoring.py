@@ -1,8 +1,8 @@
-"""Score one task on one model: our YAML, lm-eval's harness, one pass a repeat.
+"""Scores one task on one model with our YAML and lm-eval's harness, in one pass a repeat.
 
 lm-eval's own `repeats` scores the first answer only (take_first), so each repeat is scored by a pass
-of its own over the stored answers; generation happens in the first. What comes back is one row a
-document and repeat, in that order, and the conditions under which two scorings may be compared.
+of its own over the stored answers; generation happens in the first. The result is one row a document
+and repeat, in that order, and the conditions under which two scorings may be compared.
 
 A private task (GPQA) leaves no text behind: its rows hold hashes, letters and counts, and what the
 datasets library makes of a local file lies in a temporary folder.
@@ -36,8 +36,8 @@ from recovery.samples import (
     SampleStore,
 )
 
-READERS = {".jsonl": "json", ".csv": "csv"}  # what a local data set may be, and who reads it
-FEWSHOT_SEED = 1234  # lm-eval's own, of the order of a task's examples
+READERS = {".jsonl": "json", ".csv": "csv"}  # suffix of a local data set -> its reader
+FEWSHOT_SEED = 1234  # lm-eval's default, which orders a task's examples
 NO_ANSWER = "[invalid]"  # what lm-eval's regex filter returns when nothing matches
 
 
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def answered(self) -> bool:
-        """Whether an answer could be extracted at all."""
+        """Whether an answer could be extracted."""
         return self.answer != NO_ANSWER
 
 
@@ -74,8 +74,8 @@ class Scoring:
     """All rows of a task on one model.
 
     Attributes:
-        task: its name.
-        rows: by document, then repeat.
+        task: name of the task.
+        rows: scored samples, by document, then repeat.
         conditions: what must be equal for two scorings to be compared.
         made_with: what made the samples: model, activations, hardware.
     """
@@ -94,7 +94,7 @@ class Scoring:
 
 
 def local_data(task: str, folder: Path) -> Path | None:
-    """Return a task's file in a folder of local data sets; with and without thinking it is the same."""
+    """Return a task's file in a folder of local data sets, the same with and without thinking."""
     files = [folder / f"{task.removesuffix(THINKING)}{suffix}" for suffix in READERS]
     return next((file for file in files if file.is_file()), None)
 
@@ -113,7 +113,7 @@ def score(
     sampler: Mapping[str, Any],
     progress: Progress,
 ) -> Scoring | None:
-    """Score `task`; of processes that share the work the first does, the others return None.
+    """Score `task`; of processes that share the work only the first scores, others return None.
 
     Args:
         task: one of `known_tasks()`, or the name of `definition`.
@@ -121,15 +121,15 @@ def score(
         generate: answers batches of requests.
         data_file: a local .jsonl or .csv in place of the data set that the task names on the Hub.
         definition: a task of the recipe's own (`recovery.own`).
-        limit: the first so many documents, all when None.
+        limit: number of documents, from the first on; None for all.
         repeats: samples a document.
-        seed: of the run; equal for the models that are compared.
+        seed: the run's seed, equal for the models that are compared.
         batch_size: requests a batch.
         sampler: the sampler's settings, as a condition of the comparison.
         progress: wraps the batches to show how far they are.
 
     Raises:
-        ValueError: an unknown task, or one with no documents.
+        ValueError: the task is unknown, or has no documents.
     """
     if definition is None and task not in known_tasks():
         raise ValueError(f"no task named {task!r}; there are {', '.join(known_tasks())}")
@@ -168,7 +168,7 @@ def first_requests(
     limit: int | None,
     seed: int,
 ) -> list[Request]:
-    """Return what `score` asks in the first repeat, by document, asking nobody."""
+    """Return the requests of `score`'s first repeat, by document, without asking a model."""
     with tempfile.TemporaryDirectory() as folder:
 
         def note(batches: Sequence[Batch]) -> Iterator[Finished]:
@@ -194,7 +194,7 @@ def size(
     """Load a task's data set; return its number of documents and the token limit of an answer.
 
     Raises:
-        ValueError: it cannot be had or read; the message says what to do.
+        ValueError: the data set cannot be fetched or read; the message says what to do.
     """
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -244,10 +244,10 @@ def _manager(
 def _evaluate(
     model: BlockDiffusionLM, task: str, manager: TaskManager, limit: int | None
 ) -> dict[str, Any] | None:
-    """Return lm-eval's results; it has none in a process that torchrun started as other than 0.
+    """Return lm-eval's results, None in processes of torchrun other than the first.
 
-    This is `simple_evaluate` without what it adds about the machine: that takes a second a call, and
-    asks git, which complains on stderr where there is no checkout.
+    This is `simple_evaluate` without its report on the machine, which takes a second a call and asks
+    git, which complains on stderr where there is no checkout.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     loaded: Any = manager.load([task])

@@ -1,4 +1,4 @@
-"""A verdict as soon as it is one: up to five looks at a run, with the error rates of one.
+"""Reaches a verdict early: up to five looks at a run, with the error rates of a single one.
 
 Looking often and stopping at the first small p-value errs more often than stated. So the level
 alpha is spent over the looks (Lan and DeMets 1983), of O'Brien and Fleming's type: at information
@@ -6,11 +6,11 @@ fraction t
 
     spent(t) = 2 - 2 Phi(z / sqrt t),   z = Phi^-1(1 - alpha / 2)
 
-which is next to nothing early and leaves nearly all of alpha to the last look. Sums of independent
+which is almost 0 early and leaves nearly all of alpha to the last look. Sums of independent
 units are a Brownian motion in information, so the nominal level of look j, such that look j is the
 first to cross with probability spent(t_j) - spent(t_j-1), comes from integrating the motion's
-density over what has not crossed yet (Armitage, McPherson and Rowe 1969). PASS and FAIL are spent
-apart, each alpha.
+density over what has not crossed yet (Armitage, McPherson and Rowe 1969). PASS and FAIL each have an
+alpha of their own to spend.
 
 Information is that of the estimand: repeats of all questions for these questions, where each repeat
 adds the same; questions for such questions, all their repeats at once and in a seeded random order,
@@ -19,7 +19,7 @@ questions.
 
 The sequential p-value is the least alpha whose levels are crossed by one of the looks so far (Liu
 and Anderson 2008): it replaces the p-value in the verdict, Holm's correction over tasks included,
-and never grows when looking on.
+and never grows with further looks.
 """
 
 import hashlib
@@ -36,22 +36,22 @@ from recovery.estimands import Estimand, Floats
 from recovery.gate import judge
 from recovery.statistics import Comparison, Scores, compare
 
-# Of the units. Nothing is decided before 0.3 at such levels; an undamaged run is mostly at 0.4 or 0.5.
+# Fractions of the units. Nothing is decided before 0.3; an undamaged run is mostly at 0.4 or 0.5.
 FRACTIONS = (0.3, 0.4, 0.5, 0.7, 1.0)
-POINTS = 400  # of the grid; the levels move by less than 1e-5 with twice as many
+POINTS = 400  # points of the grid; with twice as many the levels move by less than 1e-5
 
 
 @dataclass(frozen=True)
 class Look:
-    """How much is answered when a run is looked at: the first so many questions, repeats of each."""
+    """The part of a run that a look covers: its first `questions`, and `repeats` of each."""
 
     questions: int
     repeats: int
-    fraction: float  # of the information of the whole run
+    fraction: float  # share of the information of the whole run
 
 
 def plan_looks(estimand: Estimand, questions: int, repeats: int) -> list[Look]:
-    """Return when to look at a run of so many questions and repeats: five times at most."""
+    """Return the looks, five at most, at a run of so many questions and repeats."""
     over_repeats = estimand == "these_questions" and repeats > 1
     units, least = (repeats, 2) if over_repeats else (questions, min(20, questions))
     counts = sorted({max(least, math.ceil(units * share)) for share in FRACTIONS})
@@ -62,7 +62,7 @@ def plan_looks(estimand: Estimand, questions: int, repeats: int) -> list[Look]:
 
 
 def in_random_order(names: Sequence[str], seed: int) -> list[str]:
-    """Return questions in the order in which looks take them: of their names and the seed alone."""
+    """Return questions in the order in which looks take them, which names and seed alone set."""
     return sorted(names, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
 
 
@@ -75,7 +75,7 @@ def spent(fraction: float, alpha: float) -> float:
 def nominal_levels(fractions: tuple[float, ...], alpha: float) -> tuple[float, ...]:
     """Return the level at which each look's own p-value decides."""
     levels: list[float] = []
-    at, density = np.zeros(1), np.ones(1)  # the motion before the first look: at 0, weight 1
+    at, density = np.zeros(1), np.ones(1)  # before the first look the motion is at 0, weight 1
     before = already = 0.0
     for fraction in fractions:
         step, to_spend = math.sqrt(fraction - before), spent(fraction, alpha) - already
@@ -93,7 +93,7 @@ def _bound(at: Floats, density: Floats, step: float, to_spend: float, fraction: 
         return float((density * ndtr((at - bound) / step)).sum()) - to_spend
 
     end = 9 * math.sqrt(fraction)
-    if excess(end) > 0:  # nothing to spend that could be told from 0
+    if excess(end) > 0:  # what may be spent is too small to tell from 0
         return end
     found: float = brentq(excess, -end, end)  # type: ignore[assignment]
     return found
@@ -111,7 +111,7 @@ def _go_on(
 
 
 def sequential_p(fractions: Sequence[float], p_values: Sequence[float]) -> float:
-    """Return the least alpha that the looks so far would have decided at, 1 where none below 1/2."""
+    """Return the least alpha at which the looks so far decide, 1 where none below 1/2 does."""
 
     def crossed(alpha: float) -> bool:
         levels = nominal_levels(tuple(fractions), alpha)
@@ -138,15 +138,15 @@ def compare_at_looks(
     margin_pp: float,
     confidence: float = 0.95,
 ) -> Comparison:
-    """Compare what is answered by the last of `looks`, with sequential p-values in place of its own.
+    """Compare what the last of `looks` covers, with sequential p-values in place of its own.
 
     Args:
         base: question -> its scores, of at least as many questions and repeats as the last look has.
         quantized: the same for the quantized model.
-        looks: those that were taken, from the first on; `plan_looks` made them.
-        seed: of the order of questions.
+        looks: looks taken, from the first on; `plan_looks` made them.
+        seed: seed of the order of questions.
         estimand: what is judged.
-        margin_pp: allowed loss.
+        margin_pp: allowed loss in percentage points.
         confidence: 1 - alpha.
     """
     order = in_random_order(list(base), seed)
@@ -187,10 +187,10 @@ def compare_at_looks(
 
 
 def still_open(seen: Mapping[str, Comparison | None]) -> list[str]:
-    """Return the tasks that are to be asked on: none once the run's verdict is certain.
+    """Return the tasks to go on with, none once the run's verdict is certain.
 
     Args:
-        seen: every task of the gate -> its comparison at the last look, None before the first. A task
+        seen: comparison of every task of the gate at the last look, None before the first. A task
             without one counts in Holm's correction as one that does not fail.
     """
     compared = {task: comparison for task, comparison in seen.items() if comparison is not None}

@@ -1,11 +1,11 @@
-"""An OpenAI-compatible server (vLLM, SGLang, NIM) as the model that is scored.
+"""Lets an OpenAI-compatible server (vLLM, SGLang, NIM) be the model that is scored.
 
     POST URL/v1/chat/completions {model, messages, seed, max_tokens, chat_template_kwargs}
 
 The chat template and the sampler are the server's; ours are the prompt, the seed and the token limit.
-A server that is busy (429), broken for the moment (5xx) or unreachable is asked again, after what
-`Retry-After` says or 0.5, 1, 2, ... s; any other refusal ends the run with the server's own words.
-Several requests are in flight at once and each is stored when it is finished.
+A server that is busy (429), broken for the moment (5xx) or unreachable is asked again, after the time
+in `Retry-After` or 0.5, 1, 2, ... s; any other refusal ends the run with the server's own words.
+Several requests are in flight at once, and each answer is stored when it is finished.
 
 A server of block diffusion must encode a finished canvas as plain embeddings; one that does names it in
 a header of its responses (`COMMIT_PASS`). vLLM 0.24 to 0.33 does not, unless a plugin repairs it.
@@ -30,23 +30,23 @@ COMMIT_PASS = "x-diffusiongemma-commit-pass"
 
 
 class ServerError(RuntimeError):
-    """A server that refuses, answers nonsense or stays away."""
+    """A server refuses, sends a malformed answer, or cannot be reached."""
 
 
 class Server:
     """Answers requests through a server.
 
     Args:
-        url: of the server, with or without /v1.
-        model: its name there; the first that the server lists when None. `about` is its entry there.
+        url: the server's address, with or without /v1.
+        model: the server's name of the model; None for its first. `about` is its entry there.
         in_flight: requests at once.
         api_key: sent as a bearer token, when there is one.
         timeout: seconds for one answer.
-        attempts: how often one request is sent at most.
+        attempts: how many times one request is sent at most.
         first_wait: seconds before the second attempt, doubled for each further one.
 
     Attributes:
-        commit_pass: how it says that it encodes finished canvases; None when it does not say.
+        commit_pass: how the server says it encodes finished canvases; None when it does not say.
 
     Raises:
         ServerError: the server cannot be reached.
@@ -76,7 +76,7 @@ class Server:
         self.model = str(self.about["id"])
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        """Yield each batch when all of it is answered; give batches of one to lose nothing.
+        """Yield each batch when all of it is answered; with batches of one a kill loses least.
 
         The next batch is asked for when a finished one has been taken, and so stored: a kill loses
         `in_flight` batches at most, however slow the store is.
@@ -111,14 +111,14 @@ class Server:
             return Completion(
                 text=opened + (message["content"] or ""),
                 tokens=int(reply["usage"]["completion_tokens"]),
-                denoising_steps=[],  # no field of the protocol says
+                denoising_steps=[],  # the protocol has no field for them
                 truncated=choice["finish_reason"] == "length",
             )
         except (KeyError, IndexError, TypeError) as error:
             raise ServerError(f"{self.url}: an answer without {error}") from error
 
     def _listed(self, name: str | None) -> dict[str, Any]:
-        """Return what the server says of a model, of its first one when there is no name."""
+        """Return the server's entry for a model, for its first one without a name."""
         models: list[dict[str, Any]] = self._ask("models", None).get("data") or []
         found = [entry for entry in models if name in (None, entry.get("id"))]
         if not found:
@@ -126,7 +126,7 @@ class Server:
         return found[0]
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """Send one request until it is answered; GET when there is no body."""
+        """Send one request until it is answered, by GET when there is no body."""
         data = None if body is None else json.dumps(body).encode()
         pause, last = self.first_wait, ""
         for attempt in range(self.attempts):
@@ -149,6 +149,6 @@ class Server:
 
 
 def _retry_after(error: urllib.error.HTTPError) -> float | None:
-    """Return the seconds that a server asks to wait; a date is not understood and not obeyed."""
+    """Return the seconds that a server asks to wait; a date is ignored."""
     value = error.headers.get("Retry-After", "")
     return float(value) if value.replace(".", "", 1).isdigit() else None

@@ -1,4 +1,4 @@
-"""Paired statistics of two scorings of the same questions, for one estimand and beside it the other.
+"""Paired statistics of two scorings of the same questions, for one estimand, beside it the other.
 
   difference  quantized - base in percentage points, paired by question and answer.
   p-values    of "the loss is at least the margin" and "at most the margin", one-sided, from the same
@@ -37,7 +37,7 @@ Scores = Mapping[str, Sequence[float]]  # question -> its k scores, 0..1
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval; None where there is none (a ratio to zero, say)."""
+    """A confidence interval, with None where there is no limit (a ratio to zero, say)."""
 
     low: float | None
     high: float | None
@@ -48,31 +48,31 @@ class Comparison:
     """Base against quantized on one task. Accuracies are 0..1, the rest as named.
 
     Attributes:
-        estimand: what is judged: `these_questions` or `such_questions`. All intervals are its own
-            but for `other_interval`.
+        estimand: what is judged, `these_questions` or `such_questions`. All intervals but
+            `other_interval` are its own.
         questions: number of paired questions.
         repeats: scores a question on each side.
-        units: what the estimand counts: answers, or questions.
+        units: number of answers or questions, as the estimand counts.
         base: accuracy of the base model.
-        base_interval: its interval.
+        base_interval: interval of `base`.
         quantized: accuracy of the quantized model.
-        quantized_interval: its interval.
+        quantized_interval: interval of `quantized`.
         difference_pp: quantized - base in percentage points.
-        difference_interval: two-sided, at `confidence`.
-        difference_bounds: one-sided lower and upper bounds, each at `confidence`: what the gate uses.
+        difference_interval: its two-sided interval at `confidence`.
+        difference_bounds: its one-sided bounds, each at `confidence`, which the gate uses.
         other_interval: `difference_interval` of the other estimand.
         margin_pp: loss that the gate allows, declared beforehand.
         p_at_least_margin: p-value of "the loss is at least the margin"; small lets the gate pass.
         p_at_most_margin: p-value of "the loss is at most the margin"; small makes it fail.
-        needed: so many times the units would decide, were the difference as observed; None if none.
+        needed: factor on the units that would decide, were the difference as observed, or None.
         recovery: 100 * quantized / base; None when the base scores 0.
-        recovery_interval: two-sided, at `confidence`.
+        recovery_interval: its two-sided interval at `confidence`.
         lost: questions the base answers and the quantized model does not (k = 1), else None.
-        won: the other way round.
+        won: questions the quantized model answers and the base does not (k = 1), else None.
         mcnemar_p: exact two-sided p of lost against won, None when k > 1.
-        confidence: of every interval.
-        looks: where the run was looked at on the way (`sequential`), one entry a look; the p-values
-            above are sequential ones then, and the bounds those of the last look alone.
+        confidence: confidence of every interval.
+        looks: the looks at the run (`sequential`), one entry each; with any, the p-values above are
+            sequential, and the bounds those of the last look alone.
     """
 
     estimand: Estimand
@@ -151,7 +151,7 @@ def mcnemar(lost: int, won: int) -> float:
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Return Holm's step-down adjusted p-values: family-wise error over several tasks."""
+    """Return Holm's step-down adjusted p-values, which bound the family-wise error over tasks."""
     adjusted: dict[str, float] = {}
     largest = 0.0
     for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
@@ -185,7 +185,7 @@ def _interval(difference: Total, level: float) -> Interval:
 
 
 def _bounds(difference: Total, confidence: float) -> Interval:
-    """Return the gate's bounds, in points: a gain does not make up for a loss that was not seen."""
+    """Return the gate's bounds in percentage points; a gain does not offset a loss not seen."""
     low, high = limits(difference, confidence)
     never = math.log(1 - confidence) / difference.units
     return Interval(100 * max(min(low, never), -1.0), 100 * min(high, 1.0))
@@ -197,7 +197,7 @@ def _accuracy(correct: Total, level: float) -> Interval:
 
 
 def _recovery(x: Floats, y: Floats, estimand: Estimand, level: float) -> Interval:
-    """Return the ratios r, in per cent, of which mean(y - r x) = 0 is not excluded."""
+    """Return the interval of ratios r, in per cent, for which mean(y - r x) = 0 is not excluded."""
     jump = total(y - x, estimand).jump
 
     def limit(r: float, side: int) -> float:
@@ -210,6 +210,6 @@ def _recovery(x: Floats, y: Floats, estimand: Estimand, level: float) -> Interva
     above = 1.0
     while limit(above, 1) >= 0:
         above *= 2
-    root: Any = brentq  # its stub allows for a report that is not asked for
+    root: Any = brentq  # its stub allows for a report that this call does not ask for
     low = root(limit, 0, above, args=(0,)) if limit(0, 0) > 0 else 0.0
     return Interval(100 * low, 100 * root(limit, 0, above, args=(1,)))

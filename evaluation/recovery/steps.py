@@ -1,4 +1,4 @@
-"""Step inflation: how many more denoising steps a quantized model takes for the same number of tokens.
+"""Step inflation: how many more denoising steps a token takes than with BF16.
 
     inflation = (steps' / tokens') / (steps / tokens) - 1      sums over all answers; ' is quantized
 
@@ -21,12 +21,12 @@ Costs = Mapping[
 
 @dataclass(frozen=True)
 class StepInflation:
-    """How many more steps a token takes than with BF16.
+    """How many more steps a token takes than with BF16, as a ratio.
 
     Attributes:
-        ratio: of steps a token, quantized over BF16; 1.07 is 7 % more.
-        low, high: of its two-sided interval.
-        never_stopped: share of canvases that took all steps there are, BF16 and quantized.
+        ratio: steps a token, quantized over BF16; 1.07 is 7 % more.
+        low, high: limits of its two-sided interval.
+        never_stopped: share of canvases that took the most steps allowed, BF16 and quantized.
     """
 
     ratio: float
@@ -35,7 +35,7 @@ class StepInflation:
     never_stopped: Sequence[float]
 
     def exceeds(self, most: float) -> bool:
-        """Whether a ratio above 1 + `most` is shown: the whole interval lies beyond it."""
+        """Whether the whole interval lies above 1 + `most`."""
         return self.low > 1 + most
 
 
@@ -46,10 +46,11 @@ def step_inflation(
     *,
     confidence: float,
 ) -> StepInflation:
-    """Compare the steps of the same questions.
+    """Compare the steps and tokens of the same questions.
 
     Raises:
-        ValueError: fewer than two questions, other questions on one side, or a side without tokens.
+        ValueError: there are fewer than two questions, the sides' questions differ, or a side has no
+            tokens.
     """
     if base.keys() != quantized.keys() or len(base) < 2:
         raise ValueError("step inflation needs at least two questions, the same on both sides")
@@ -68,5 +69,5 @@ def step_inflation(
 
 
 def share_at(steps: Sequence[int], most: int) -> float:
-    """Return the share of canvases that took `most` steps, all there are; 0 of none."""
+    """Return the share of canvases that took `most` steps, the most allowed; 0 without any."""
     return sum(step >= most for step in steps) / len(steps) if steps else 0.0

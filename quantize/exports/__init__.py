@@ -1,1 +1,1 @@
-"""Other formats, from the same weights: GGUF for llama.cpp (docs/exports.md)."""
+"""Exports the same weights to other formats: GGUF for llama.cpp (docs/exports.md)."""

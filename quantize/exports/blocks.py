@@ -1,4 +1,4 @@
-"""GGUF's blocks: what one tensor's rows become, as bytes. Rows are contiguous, [..., out, in].
+"""Packs one tensor's rows into the bytes of GGUF's blocks. Rows are contiguous, [..., out, in].
 
     type    block of inputs  bytes                                          weight =
     F32     1                4                                              itself

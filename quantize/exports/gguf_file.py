@@ -1,12 +1,12 @@
-"""Checkpoint -> one GGUF file, streamed and restartable as convert is.
+"""Writes a checkpoint as one GGUF file, streamed and restartable as convert is.
 
-    header   magic, version 3, metadata, and name, shape, type and position of every tensor; all of it
-             known before the first weight is read, made by the `gguf` package
-    tensors  in that order, each from a multiple of 32 bytes on
+    header   magic, version 3, metadata, and name, shape, type and position of every tensor; the `gguf`
+             package makes it before the first weight is read
+    tensors  in that order, each beginning at a multiple of 32 bytes
 
 The file is written in stretches of about a gigabyte (`checkpoints.shards`): a few pieces of 4 MB are in
-memory at a time, and after an interruption the same call goes on behind the last stretch that is
-finished, to the same bytes. It gets its name when it is complete.
+memory at a time, and after an interruption the same call goes on behind the last finished stretch, to
+the same bytes. The file gets its name when it is complete.
 """
 
 import json
@@ -33,12 +33,12 @@ from quantize.run_dir import TEMPORARY_SUFFIX, sync_folder
 from quantize.runtime.llama_cpp import FINGERPRINT
 
 STRETCH_BYTES = 1e9
-FILE_TYPES = {"BF16": 32, "Q8_0": 7, "NVFP4": 39}  # what viewers call a file
+FILE_TYPES = {"BF16": 32, "Q8_0": 7, "NVFP4": 39}  # the type of a file that viewers show
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: tensors by type, and bytes in and out."""
+    """What an export wrote: tensors by type, and bytes read and written."""
 
     types: dict[str, int]
     bytes_in: int
@@ -58,14 +58,14 @@ def export_gguf(
     Args:
         source: the checkpoint.
         out: a new file whose name ends in .gguf; it appears when it is complete.
-        name: of the model, for those who list files.
+        name: name of the model, which viewers show.
         kept_as: type of the matrices that the checkpoint holds in BF16.
-        stretch: bytes that count as finished together.
+        stretch: bytes of a stretch, which counts as finished as a whole.
 
     Raises:
-        InputError: `out` exists or is no .gguf; a scheme, width, trait or tokenizer that GGUF or
-            llama.cpp cannot hold; a weight that is NaN or infinite.
-        ResourceError: not enough disk, or a disk that fails.
+        InputError: `out` exists or is no .gguf; GGUF or llama.cpp cannot hold a scheme, width, trait or
+            the tokenizer; or a weight is NaN or infinite.
+        ResourceError: the disk is too small, or fails.
     """
     if out.suffix != ".gguf":
         raise InputError(f"{out}: must end in .gguf; name the file, not its folder")
@@ -117,7 +117,7 @@ def _header(keys: dict[str, Any], tensors: Sequence[GGUFTensor]) -> bytes:
             _add(writer, key, value)
         for tensor in tensors:
             kind = gguf.GGMLQuantizationType[tensor.type]
-            float32 = np.dtype(np.float32)  # the shape is that of the values, whatever their type
+            float32 = np.dtype(np.float32)  # the shape counts values, whatever their type
             writer.add_tensor_info(tensor.name, tensor.shape, float32, tensor.nbytes, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -1,8 +1,8 @@
-"""What llama.cpp's `diffusion-gemma` wants to know of a model: GGUF keys and values from its configs.
+"""Makes the GGUF keys and values that llama.cpp's `diffusion-gemma` reads, from a model's configs.
 
 Head sizes and counts come from the tensors' shapes, the rest from config.json, and the sampler's
-settings from generation_config.json. What that runtime has built in is checked here, so that a model
-with other traits is refused and not computed wrongly.
+settings from generation_config.json. Traits that are fixed in that runtime are checked here, so that a
+model with other ones is refused and not computed wrongly.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from quantize.checkpoints.reader import Checkpoint, read_json_object
 from quantize.errors import InputError
 
 ARCHITECTURE = "diffusion-gemma"
-# That runtime knows no other values.
+# That runtime computes no other values.
 BUILT_IN: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,

@@ -1,4 +1,4 @@
-"""Which tensors llama.cpp's `diffusion-gemma` reads, and which source bytes each is made of.
+"""Plans the tensors that llama.cpp's `diffusion-gemma` reads, and the source bytes of each.
 
     token_embd, output_norm, rope_freqs, self_cond_{pre_norm,gate,up,down}
     blk.L.  attn_{norm,q,k,v,output,q_norm,k_norm}, post_attention_norm, ffn_{norm,gate,up,down},
@@ -6,15 +6,15 @@
             ffn_down_exps and ffn_down_exps.scale (the router's scale of each expert), pre_ffw_norm_2,
             post_ffw_norm{,_1,_2}, layer_output_scale and enc_layer_output_scale (the two trees')
 
-A matrix is BF16 as on disk, or Q8_0; vectors and the router are F32, exact, which that runtime wants.
+A matrix is BF16 as on disk, or Q8_0; vectors and the router are F32, exactly, as that runtime wants.
 NVFP4 Linears become `.weight` with their codes and block scales and `.scale`, F32 [1] or one an expert:
 1 / weight_global_scale, which multiplies the product. Experts then stand in three tensors, since gate
 and up share a fused tensor there only without a scale; and `ffn_down_exps.scale`, which both want, is
 the product of the router's scale and 1 / weight_global_scale, in float32.
 
 `rope_freqs` divides the angles of full-attention layers: 1 where they rotate, 1e30 where they do not.
-The vision tower is left out, that runtime reads text only, and so are the calibrated scales of
-activations: it reads them and computes nothing with them. The embedding is also the output.
+The vision tower is left out, as that runtime reads text only, and so are the calibrated scales of
+activations, which it reads but does not use. The embedding is also the output.
 
 Source: src/models/diffusion-gemma.cpp of unslothai/llama.cpp at c3fb9724, read for names and shapes.
 """
@@ -41,14 +41,14 @@ from quantize.schemes import Scheme
 
 KeptAs = Literal["BF16", "Q8_0"]
 GGMLType = Literal["F32", "BF16", "Q8_0", "NVFP4"]
-BLOCKS: dict[GGMLType, tuple[int, int]] = {  # values and bytes of one block
+BLOCKS: dict[GGMLType, tuple[int, int]] = {  # values in a block, and its bytes
     "F32": (1, 4),
     "BF16": (1, 2),
     "Q8_0": (Q8_0_BLOCK, 34),
     "NVFP4": (NVFP4_BLOCK, 36),
 }
-ALIGNMENT = 32  # of every tensor, GGUF's default
-TASK_BYTES = 1 << 22  # of source read at once, as convert does
+ALIGNMENT = 32  # bytes; every tensor begins at a multiple, GGUF's default
+TASK_BYTES = 1 << 22  # source bytes read at once, as in convert
 LARGEST_Q8_0 = 127 * 65504.0  # beyond it the F16 scale of a block is infinite
 NO_ROTATION = 1e30
 
@@ -93,8 +93,8 @@ class GGUFTensor:
     """One tensor of the file, and the calls that make its bytes in order.
 
     Attributes:
-        name: as llama.cpp knows it.
-        type: of its blocks.
+        name: llama.cpp's name of it.
+        type: type of its blocks.
         shape: [..., out, in].
         tasks: each returns the next bytes, uint8 [n].
     """
@@ -106,16 +106,16 @@ class GGUFTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its blocks."""
+        """Bytes of the tensor's blocks."""
         values, size = BLOCKS[self.type]
         return math.prod(self.shape) // values * size
 
 
 def gguf_name(name: str) -> str | None:
-    """Return what a tensor of the BF16 layout is called in the file; None for the vision tower's.
+    """Return the GGUF name of a tensor of the BF16 layout, or None for the vision tower's.
 
     Raises:
-        InputError: a tensor that llama.cpp has no name for.
+        InputError: llama.cpp has no name for the tensor.
     """
     if name.startswith(("model.encoder.vision_tower.", "model.encoder.embed_vision.")):
         return None
@@ -132,14 +132,14 @@ def gguf_name(name: str) -> str | None:
 
 
 def plan_tensors(source: Checkpoint, kept_as: KeptAs) -> list[GGUFTensor]:
-    """Return the tensors of the file in writing order. No weights are read yet.
+    """Return the tensors of the file in writing order, without reading any weights.
 
     Args:
         source: a checkpoint whose layout was checked, BF16 or with NVFP4 Linears.
-        kept_as: type of the matrices that it holds in BF16.
+        kept_as: type in the file of matrices that the checkpoint holds in BF16.
 
     Raises:
-        InputError: a scheme or a width that GGUF cannot hold.
+        InputError: GGUF cannot hold a scheme or a width.
     """
     schemes = schemes_by_module(source.config)
     _refuse_schemes(source, schemes)
@@ -178,7 +178,7 @@ class _Planner:
                 yield self._kept(name, target, spec.shape)
 
     def _is_multiplied(self, name: str) -> bool:
-        """Whether this is a router's scale that goes into its experts' `.scale`."""
+        """Whether a tensor is a router's scale that goes into its experts' `.scale`."""
         down = f"{name.removesuffix(ROUTER_SCALE)}experts.0.down_proj"
         return name.endswith(ROUTER_SCALE) and down in self.schemes
 
@@ -213,7 +213,7 @@ class _Planner:
     def _linears(
         self, target: str, shape: tuple[int, ...], modules: Sequence[str]
     ) -> Iterator[GGUFTensor]:
-        """Yield weight and scale of Linears that stand in one tensor, one after the other."""
+        """Yield the weight and the scale of Linears that follow each other in one tensor."""
         _check_width(modules[0], shape, "NVFP4")
         each = math.prod(shape) // len(modules) // 2  # bytes of codes
         runs = _runs(len(modules), each * len(modules))
@@ -245,7 +245,7 @@ class _Planner:
         return nvfp4_blocks(self.source.read(f"{module}.{packed}"), scales)
 
     def _read_scales(self, modules: Sequence[str]) -> torch.Tensor:
-        """Return 1 / global scale of each module, FP32; of down experts times the router's."""
+        """Return each module's 1 / global scale, FP32, for down experts times the router's scale."""
         scales = torch.cat([self._read_scale(module) for module in modules])
         if modules[0].endswith("experts.0.down_proj"):
             router = modules[0].removesuffix("experts.0.down_proj") + ROUTER_SCALE
@@ -269,7 +269,7 @@ def _check_width(name: str, shape: tuple[int, ...], kind: GGMLType) -> None:
 
 
 def _runs(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Split rows of nbytes in all into (start, stop) of about TASK_BYTES."""
+    """Split rows of `nbytes` in all into ranges (start, stop) of about TASK_BYTES each."""
     step = max(1, rows * TASK_BYTES // nbytes)
     for start in range(0, rows, step):
         yield start, min(start + step, rows)

@@ -1,15 +1,15 @@
-"""tokenizer.json and the chat template -> GGUF's tokenizer keys.
+"""Turns tokenizer.json and the chat template into GGUF's tokenizer keys.
 
 llama.cpp knows a BPE by name, not by its rules, so two kinds of tokenizer can be written:
 
     gemma4   byte fallback, spaces as "▁": Gemma's own
-    gpt2     bytes as characters, split beforehand by the bundled model's pattern; `starcoder` is the
-             one of llama.cpp's that splits digits one by one and words alike. It keeps runs of
-             punctuation together, which changes nothing: no merge of ours joins two of them
+    gpt2     bytes as characters, split beforehand by the bundled model's pattern. Of llama.cpp's
+             splitters `starcoder` splits digits and words alike; it keeps runs of punctuation
+             together, which changes nothing: no merge of ours joins two of them
 
-and any other is refused by what it has instead. Special tokens become CONTROL; those of thinking and
-tool calls USER_DEFINED, which that runtime's chat parser must see in the text; other added tokens
-USER_DEFINED; `<0xXX>` BYTE. A vocabulary smaller than the embedding is filled up with UNUSED tokens.
+and any other is refused, with what it has instead. Special tokens become CONTROL, but those of thinking
+and tool calls USER_DEFINED, since that runtime's chat parser must see them in the text; other added
+tokens USER_DEFINED; `<0xXX>` BYTE. A vocabulary smaller than the embedding is padded with UNUSED ones.
 
 Source: conversion/gemma.py and src/llama-vocab.cpp of unslothai/llama.cpp at c3fb9724, read.
 """
@@ -38,24 +38,24 @@ VISIBLE = frozenset(
 )
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 SPECIAL = ("bos", "eos", "unk", "pad", "mask")
-DEFAULT = {"mask": "<mask>"}  # Gemma's; `llama-diffusion-cli` does not start without one
-NAMES = {"unk": "unknown", "pad": "padding"}  # what GGUF calls them
+DEFAULT = {"mask": "<mask>"}  # Gemma's token; `llama-diffusion-cli` does not start without one
+NAMES = {"unk": "unknown", "pad": "padding"}  # GGUF's names of special tokens
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A vocabulary by id: texts and GGUF token types."""
+    """Texts and GGUF token types of a vocabulary, by id."""
 
     texts: list[str]
     types: list[int]
 
 
 def vocabulary(folder: Path, size: int) -> dict[str, Any]:
-    """Return GGUF key -> value of a checkpoint's tokenizer; `size` rows has its embedding.
+    """Return GGUF key -> value of a checkpoint's tokenizer, whose embedding has `size` rows.
 
     Raises:
-        InputError: no tokenizer or chat template, one that llama.cpp cannot be told about, or a
-            token outside of the embedding.
+        InputError: there is no tokenizer or chat template, llama.cpp has no name for the tokenizer, or
+            a token lies outside of the embedding.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -73,11 +73,11 @@ def vocabulary(folder: Path, size: int) -> dict[str, Any]:
         "tokens": tokens.texts,
         "token_type": tokens.types,
         "merges": merges,
-        "add_bos_token": True,  # that runtime takes away the one that the template writes
+        "add_bos_token": True,  # that runtime drops the one that the template writes
         "add_space_prefix": False,
     }
     if model == "gemma4":
-        keys["scores"] = [-1000.0] * size  # wanted, and read by nothing: merges have ranks
+        keys["scores"] = [-1000.0] * size  # required but never read: merges have ranks
     keys |= _special_ids(folder, tokens.texts)
     template = _chat_template(folder)
     return {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | {
@@ -86,7 +86,7 @@ def vocabulary(folder: Path, size: int) -> dict[str, Any]:
 
 
 def _kind(path: Path, stated: dict[str, Any]) -> tuple[str, str]:
-    """Return GGUF's names of the model and of what splits the text before it."""
+    """Return GGUF's names of the tokenizer's model and of the splitter before it."""
     model, splitter = stated["model"], stated.get("pre_tokenizer") or {}
     if model["type"] != "BPE":
         raise InputError(f"{path}: its model is {model['type']!r}; only BPE can be exported")
@@ -127,7 +127,7 @@ def _type(text: str, added: dict[str, Any] | None) -> int:
 
 
 def _merge(path: Path, merge: str | Sequence[str]) -> str:
-    """Return a merge as GGUF holds it: both sides, a space between."""
+    """Return a merge as GGUF holds it, both sides with a space between."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     if " " in left + right:
         raise InputError(f"{path}: the merge {[left, right]} has a space, which GGUF cannot hold")

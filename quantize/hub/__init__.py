@@ -1,1 +1,1 @@
-"""Releases on the Hugging Face Hub: what may be published, and how it gets there."""
+"""Releases on the Hugging Face Hub: what may be published, and how it is published."""

@@ -1,9 +1,9 @@
-"""Calls to the Hub: repeated while it is busy, and one clear line when they fail.
+"""Calls the Hub, repeatedly while it is busy, and with one clear line when calls fail.
 
-`HfApi` retries uploads, and neither commits nor most small requests. Calls made through `patiently` are
+`HfApi` retries uploads, but neither commits nor most small requests. Calls made through `patiently` are
 repeated on 408, 429, 5xx and broken connections, after the time that Retry-After asks for, else after
-1, 2, 4 and 8 seconds. What still fails becomes one of our errors, with the exit code that fits. Neither
-the token nor the query of an address, where stores put their signatures, gets into a message.
+1, 2, 4 and 8 seconds. A call that still fails raises one of our errors, with the exit code that fits.
+No message holds the token, or the query of an address, where stores put their signatures.
 """
 
 import re
@@ -34,7 +34,7 @@ LONGEST = 300  # characters of the Hub's own text in a message
 
 
 def patiently(where: str, call: Callable[[], T]) -> T:
-    """Call the Hub, again after a while when it is busy. `where` begins every error message."""
+    """Call the Hub, again after a wait when it is busy; error messages begin with `where`."""
     for wait in WAITS:
         try:
             with explained(where, except_transient=True):
@@ -49,7 +49,7 @@ def patiently(where: str, call: Callable[[], T]) -> T:
 
 @contextmanager
 def explained(where: str, *, except_transient: bool = False) -> Generator[None]:
-    """Turn what goes wrong inside into one of our errors; no cause is chained, its text is not ours."""
+    """Turn errors of the block into ours, without a chained cause, whose text may hold secrets."""
     try:
         yield
     except QuantizeError:
@@ -61,7 +61,7 @@ def explained(where: str, *, except_transient: bool = False) -> Generator[None]:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return what stopped an upload: its worker wraps it in a RuntimeError."""
+    """Return the error that stopped an upload, which its worker wraps in a RuntimeError."""
     while isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
     return error

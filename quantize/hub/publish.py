@@ -1,16 +1,16 @@
-"""From a run whose gate passed to a model repository on the Hub; never half a release.
+"""Publishes a run whose gate passed to a model repository on the Hub, never half of it.
 
   1. gate      the checkpoint is whole and is the one that was verified and scored; the verdict is PASS,
                or was overruled by an option that the model card names.
-  2. look      account, repository, what is there already: shown before anything is written.
-  3. weights   one commit on top of the commit seen in 2, in a draft pull request, a branch or main.
-               A model card that describes other weights goes away in the same commit.
-  4. check     the Hub's checksums of every file against the local ones.
-  5. release   README.md and .eval_results in a second commit; checked again; then the tag, the pull
-               request leaves its draft state, and a new repository becomes public if that was asked.
+  2. look      account, repository and its files are shown before anything is written.
+  3. weights   go into one commit on top of the commit seen in 2, in a draft pull request, a branch or
+               main, which also removes a model card that describes other weights.
+  4. check     the Hub's checksums of every file must equal the local ones.
+  5. release   README.md and .eval_results go into a second commit and are checked; then the tag is set,
+               the pull request leaves its draft state, and a new repository becomes public if asked.
 
-Whatever stops it, the same command goes on: what is to be done is read from the Hub each time, and a
-finished push has nothing left to do. What was pushed is recorded in publication.json of the run.
+After any interruption the same command goes on: it reads from the Hub what is left to do, which is
+nothing after a finished push. The run's publication.json records what was pushed.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ RELEASE = (README, f"{RESULTS}/*.yaml")
 
 @dataclass(frozen=True)
 class Changes:
-    """What has to change at one commit on the Hub until it holds a release."""
+    """Files to change at one commit on the Hub so that it holds a release."""
 
     weights: list[File]
     card: list[File]
@@ -49,7 +49,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a push would do: as whom (None where nobody could be asked), on top of what, where."""
+    """What a push would do: account (None where the Hub was not asked), state, branch, changes."""
 
     account: str | None
     there: Repository | None
@@ -58,7 +58,7 @@ class Plan:
 
 
 def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], bool]) -> int:
-    """Check, show, ask, publish: what `quantize push` does. Return the exit code.
+    """Check, show, ask and publish, as `quantize push` does; return the exit code.
 
     Args:
         run: a finished run.
@@ -115,7 +115,7 @@ def look(hub: Hub, release: Release, request: Request) -> Plan:
     """
     account = hub.account()
     there = hub.look()
-    # A pull request is measured against main: when main holds everything, none is needed.
+    # A pull request is compared with main: when main holds everything, none is needed.
     revision = MAIN if request.to == PULL_REQUEST else request.to
     remote: dict[str, RepoFile] = {}
     if there is not None:
@@ -135,8 +135,8 @@ def look(hub: Hub, release: Release, request: Request) -> Plan:
 def find_changes(release: Release, remote: dict[str, RepoFile]) -> Changes:
     """Compare a release with the files at one commit; checksums decide.
 
-    Weights that are not of this release are deleted: loaders may take them. So is a card that stands
-    beside other weights than those it describes; the new one follows in a commit of its own.
+    Weights that are no part of this release are deleted, since loaders may take them. So is a card
+    beside weights that it does not describe; the new one follows in a commit of its own.
     """
     weights = [file for file in release.weights if not file.is_at(remote.get(file.path))]
     card = [file for file in release.card if not file.is_at(remote.get(file.path))]
@@ -153,7 +153,7 @@ def _is_one_of(path: str, patterns: tuple[str, ...]) -> bool:
 
 
 def preview(plan: Plan, release: Release, request: Request) -> Table:
-    """Return what would be uploaded, to where, seen by whom, under which account."""
+    """Return a table of what would be uploaded, to where, for whom, under which account."""
     seen = "exists" if plan.there else "new" if plan.account else "not looked at"
     if plan.account:
         seen += ", PUBLIC" if plan.there and not plan.there.private else ", private"
@@ -180,11 +180,11 @@ def preview(plan: Plan, release: Release, request: Request) -> Table:
 
 
 def publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Plan) -> str:
-    """Do what the plan says and return the address of the result.
+    """Carry out the plan and return the address of the result.
 
     Raises:
-        GateError: the Hub holds other bytes than we sent. ResourceError: no access, no network, or
-            somebody else committed meanwhile. After any of them the same call goes on.
+        GateError: the Hub holds other bytes than we sent. ResourceError: there is no access or no
+            network, or somebody else committed meanwhile. After any of them the same call goes on.
     """
     is_request = request.to == PULL_REQUEST
     if is_request and not plan.changes:
@@ -208,7 +208,7 @@ def publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Pla
 
 
 def _request_texts(release: Release, request: Request) -> tuple[str, str]:
-    """Return title and description; the title names the run, so that a resumed push finds it."""
+    """Return title and description; a resumed push finds the request by the run in its title."""
     description = f"{len(release.weights)} files and a model card from run `{release.name}`."
     if release.override:
         description += f" The gate was overruled: `{release.override.option}`."
@@ -216,7 +216,7 @@ def _request_texts(release: Release, request: Request) -> tuple[str, str]:
 
 
 def _upload(hub: Hub, release: Release, revision: str, parent: str) -> str:
-    """Commit the weights, check them, then commit the card; skip what is there. Return the commit."""
+    """Commit weights, check them, commit the card, skipping what is there; return the commit."""
     changes = find_changes(release, hub.files(parent))
     if changes.weights or changes.deleted:
         size = sum(file.size for file in changes.weights)
@@ -240,7 +240,7 @@ def _finish(
     revision: str,
     commit: str,
 ) -> str:
-    """Tag, make public, record; return the address."""
+    """Tag the commit, make it public, record the push; return the address."""
     if request.tag and not (plan.there and request.tag in plan.there.tags):
         hub.tag(request.tag, commit)
     if request.public and (plan.there is None or plan.there.private):

@@ -1,9 +1,9 @@
-"""What may be published: a verified checkpoint whose gate passed, with a card and checksums.
+"""Decides what may be published: a verified checkpoint whose gate passed, with card and checksums.
 
 The checkpoint must be the one that was verified and scored: verification.json, report.json and the
 scores name its fingerprint, and verification.json the sha256 of every file: these files are published
-and no others. A verdict other than PASS
-is published only by an option that says so; the card and publication.json then say so too.
+and no others. A verdict other than PASS is published only by an option that says so; the card and
+publication.json then say so too.
 """
 
 import re
@@ -28,7 +28,7 @@ NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for.
+    """What the user asked to publish.
 
     `to` is "pr", "main" or the name of a branch. `allow_inconclusive` lets an INCONCLUSIVE verdict
     through, `no_gate` any verdict; neither lets an unverified checkpoint through.
@@ -55,7 +55,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Release:
-    """Everything to publish from one run: weights first, the card and the scores last."""
+    """All files to publish from one run: weights first, the card and the scores last."""
 
     name: str
     weights: list[File]
@@ -119,10 +119,10 @@ def _check_artifact(run: RunDir, recipe: Recipe) -> None:
 
 
 def _listed_files(run: RunDir) -> list[File]:
-    """Hash the files that the verification lists; they must be all that the checkpoint holds.
+    """Hash the files that the verification lists, which must be all that the checkpoint holds.
 
     Raises:
-        InputError: a file that was not verified, a link, or one that is gone.
+        InputError: a file was not verified, is a link, or is gone.
         GateError: a file has other bytes than were verified.
     """
     listed: dict[str, str] = read_json(run.verification_json, "sha256")["sha256"]
@@ -155,8 +155,8 @@ def _listed_files(run: RunDir) -> list[File]:
 def find_base(source: dict[str, Any], recipe: Recipe) -> str | None:
     """Return the Hub id of the BF16 model when its config and weights are those of the Hub's revision.
 
-    A manifest or a folder may be called anything: what decides is the Hub's checksums. None, and a
-    line that says why, when they differ or the Hub has no such revision.
+    A manifest or a folder may be called anything, so the Hub's checksums decide. When they differ, or
+    the Hub has no such revision, return None and print why.
     """
     name = base_model(source, recipe)
     if name is None:

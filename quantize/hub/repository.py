@@ -1,13 +1,13 @@
 """One model repository on the Hugging Face Hub, with the guarantees that publishing needs.
 
-Built on `huggingface_hub.HfApi`, which uploads (by Xet, or by LFS in parts) and retries that. What it
-leaves to its caller is here and in `hub_calls`:
+It builds on `huggingface_hub.HfApi`, which uploads (by Xet, or by LFS in parts) and retries that. What
+HfApi leaves to its caller is here and in `hub.calls`:
 
-  lost answers a commit names its parent, so the Hub takes it once. When the answer is lost, the head
-               of the branch tells whether it was taken: it then holds our files.
+  lost answers a commit names its parent, so the Hub takes it once. When the answer is lost, the commit
+               was taken if the head of the branch holds our files.
   checksums    the Hub's tree lists the sha256 of each large file and the git blob id of each small one.
 
-Nothing here decides what is published, or in which order: `publish` does.
+`publish` decides what is published, and in which order.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ def _blocks(content: Path | bytes) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Repository:
-    """What the Hub says about a repository before anything is done to it."""
+    """What the Hub says about a repository before it is changed."""
 
     private: bool
     head: str
@@ -92,7 +92,7 @@ class Hub:
     def __init__(self, repo: str) -> None:
         self.repo = repo
         self.api = HfApi()
-        disable_progress_bars()  # the bar over all files is ours
+        disable_progress_bars()  # we draw one bar over all files
         logging.set_verbosity_error()  # its warnings print the addresses of uploads, which are signed
 
     def account(self) -> str:
@@ -100,7 +100,7 @@ class Hub:
         return str(self._call("tell whose token this is", self.api.whoami)["name"])
 
     def look(self) -> Repository | None:
-        """Return what is there, or None when there is no such repository (or it is hidden from us)."""
+        """Return the repository's state, or None when there is none (or it is hidden from us)."""
         info = self._call("look", self._info)
         if info is None:
             return None
@@ -139,7 +139,7 @@ class Hub:
         )
 
     def create(self) -> None:
-        """Create the repository, private."""
+        """Create the repository as a private one."""
         self._call(
             "create the repository",
             lambda: self.api.create_repo(self.repo, private=True, exist_ok=True),
@@ -186,7 +186,7 @@ class Hub:
         )
 
     def make_public(self) -> None:
-        """Show the repository to everyone."""
+        """Make the repository public."""
         self._call(
             "make it public", lambda: self.api.update_repo_settings(self.repo, private=False)
         )
@@ -201,13 +201,13 @@ class Hub:
     ) -> str:
         """Upload files and commit them on top of `parent`; return the commit.
 
-        An interrupted upload goes on: what the Hub has stored already is not sent again.
+        An interrupted upload goes on: bytes that the Hub has stored are not sent again.
 
         Raises:
             ResourceError: `revision` no longer points to `parent`, or the Hub cannot be reached.
         """
         additions = [_addition(file) for file in files]
-        # One by one: a shard is large, and shows progress.
+        # Files go one by one: a shard is large, and the bar counts files.
         for addition in track(additions, "upload", unit="files"):
             with explained(f"{self.repo}: cannot upload {addition.path_in_repo}"):
                 self.api.preupload_lfs_files(
@@ -233,7 +233,7 @@ class Hub:
     def differing(
         self, revision: str, files: Sequence[File], deleted: Sequence[str] = ()
     ) -> list[str]:
-        """Return the paths at `revision` that are not as they should be, each with what is wrong."""
+        """Return the paths at `revision` that differ from the release, each with what is wrong."""
         remote = self.files(revision)
         wrong = [
             f"{file.path} ({'missing' if file.path not in remote else 'another checksum'})"
@@ -261,5 +261,5 @@ class Hub:
 
 def _addition(file: File) -> CommitOperationAdd:
     addition = CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=file.content)
-    addition.upload_info.sha256 = bytes.fromhex(file.sha256)  # else the file is read once more
+    addition.upload_info.sha256 = bytes.fromhex(file.sha256)  # saves reading the file once more
     return addition
