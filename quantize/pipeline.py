@@ -32,6 +32,7 @@ from quantize.stage import STAGES, Run, Stage
 from quantize.stages.estimate import cannot_pass, estimate_table, sizes_table
 from quantize.stages.needs import BUDGETS_GB, memory_table, needs
 from quantize.stages.plan import config_of_known, plan_table, tensors_from_config
+from quantize.stages.portability import gpu_of, gpu_table
 from quantize.staleness import (
     check_fresh,
     forget,
@@ -140,11 +141,16 @@ def working_in(folder: RunDir) -> Generator[None]:
 
 
 def show_plan(
-    recipe_name: str, model: str | None, revision: str | None, gpu_memory: float | None = None
+    recipe_name: str,
+    model: str | None,
+    revision: str | None,
+    gpu_memory: float | None = None,
+    gpu: str | None = None,
 ) -> None:
     """Print what a recipe would do to a model; from the config alone where that is enough.
 
-    How its stages fit is shown for GPUs of several sizes, or for one of `gpu_memory` bytes.
+    How its stages fit is shown for GPUs of several sizes, or for one of `gpu_memory` bytes, or for
+    `gpu`. Which kernels would run is shown for `gpu`, or for the one that is here.
 
     Raises:
         ResourceError: a stage does not fit `gpu_memory`.
@@ -161,12 +167,17 @@ def show_plan(
     targets = plan_targets(tensors, recipe.quantization)
     screen = Console()
     screen.print(plan_table(targets, f"{recipe.name}: {model or 'the bundled model'}"))
+    chosen = gpu_of(gpu)
+    if chosen is not None:
+        screen.print(gpu_table(targets, config, chosen))
     for sentence in cannot_pass(recipe):
         say(sentence)
     if model is not None:  # the rates are those of the real layer shapes
         screen.print(estimate_table(targets, recipe), sizes_table(tensors))
-    if model is not None or gpu_memory is not None:
+    if model is not None or gpu_memory is not None or gpu is not None:
         budgets = [gb * 1e9 for gb in BUDGETS_GB] if gpu_memory is None else [gpu_memory]
+        if chosen and chosen.memory and gpu_memory is None:
+            budgets = [chosen.memory]
         for need in needs(recipe, config, tensors, targets):
             screen.print(memory_table(need, config, budgets))
             if gpu_memory is not None:

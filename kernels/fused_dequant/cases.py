@@ -15,7 +15,9 @@ from fused_dequant.weights import Weight
 def random_weight(
     scheme: str, experts: int, rows: int, columns: int, device: str, seed: int = 0
 ) -> Weight:
-    """A weight [experts, rows, columns]; scheme bf16, fp8, int8 or nvfp4."""
+    """Make a weight [experts, rows, columns]; scheme bf16, fp8, int8 or nvfp4; blank on "meta"."""
+    if device == "meta":
+        return blank_weight(scheme, experts, rows, columns, device)
     generator = torch.Generator(device).manual_seed(seed)
     parts: list[tuple[torch.Tensor, ...]] = []
     for _ in range(experts):

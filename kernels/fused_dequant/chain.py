@@ -22,21 +22,17 @@ Needs sm_90; elsewhere, and in the interpreter, CHAINED is False and nothing is 
 
 # Kernels are compiled from their syntax.
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fused_dequant.targets import forced
+from fused_dequant.targets import capability
 
 
-@cache
 def chained(device: torch.device) -> dict[str, bool]:
-    """Launch arguments of a kernel that has a parameter CHAINED."""
-    # On "meta" a kernel is compiled for the GPU at hand (`tune`).
-    if device.type == "cpu" or (forced() or torch.cuda.get_device_capability()) < (9, 0):
+    """Return the launch arguments of a kernel that has a parameter CHAINED."""
+    if device.type == "cpu" or capability(device) < (9, 0):
         return {"CHAINED": False}
     return {"CHAINED": True, "launch_pdl": True}
 

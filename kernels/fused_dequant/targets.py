@@ -21,27 +21,34 @@ class Target:
     Attributes:
         example: a GPU of it.
         shared: KiB of shared memory that a block may have.
+        processors: streaming multiprocessors of the example.
         fp8: whether its tensor cores multiply FP8.
         fp4: whether they multiply NVFP4.
     """
 
     example: str
     shared: int
+    processors: int
     fp8: bool = True
     fp4: bool = False
 
 
 TARGETS: dict[Capability, Target] = {
-    (8, 0): Target("A100", 163, fp8=False),
-    (8, 6): Target("RTX 3090", 99, fp8=False),
-    (8, 9): Target("RTX 4090", 99),
-    (9, 0): Target("H100", 227),
-    (10, 0): Target("B200", 227, fp4=True),
-    (10, 3): Target("B300", 227, fp4=True),
-    (11, 0): Target("Jetson Thor", 227, fp4=True),
-    (12, 0): Target("RTX 5090", 99, fp4=True),
-    (12, 1): Target("DGX Spark", 99, fp4=True),
+    (8, 0): Target("A100", 163, 108, fp8=False),
+    (8, 6): Target("RTX 3090", 99, 82, fp8=False),
+    (8, 9): Target("RTX 4090", 99, 128),
+    (9, 0): Target("H200", 227, 132),
+    (10, 0): Target("B200", 227, 148, fp4=True),
+    (10, 3): Target("B300", 227, 148, fp4=True),
+    (11, 0): Target("Jetson Thor", 227, 20, fp4=True),
+    (12, 0): Target("RTX 5090", 99, 170, fp4=True),
+    (12, 1): Target("DGX Spark", 99, 48, fp4=True),
 }
+
+
+def name_of(target: Capability) -> str:
+    """Return the target's name, as in sm_90."""
+    return f"sm_{target[0]}{target[1]}"
 
 
 def forced() -> Capability | None:
@@ -56,11 +63,12 @@ def forced() -> Capability | None:
     found = re.fullmatch(r"sm_(\d+)(\d)", name)
     capability = (int(found[1]), int(found[2])) if found else (0, 0)
     if capability not in TARGETS:
-        known = ", ".join(f"sm_{major}{minor}" for major, minor in TARGETS)
+        known = ", ".join(map(name_of, TARGETS))
         raise ValueError(f"{FORCE}={name}: one of {known}")
     return capability
 
 
 def capability(device: torch.device) -> Capability:
-    """Return the compute capability that launches on a GPU are chosen for."""
-    return forced() or torch.cuda.get_device_capability(device)
+    """Return the compute capability that launches are chosen for: of "meta" that of the GPU at hand."""
+    own = device if device.type == "cuda" else None
+    return forced() or torch.cuda.get_device_capability(own)

@@ -1,13 +1,15 @@
-"""Launch configurations: a table per device, made by `python -m fused_dequant.tune`, shipped as JSON.
+"""Launch configurations: tables of what was measured to be fastest, and a default that always fits.
 
     tuning/NVIDIA_H200.json
-    {"device": ..., "triton": ...,
+    {"device": ..., "capability": "sm_90", "triton": ...,
      "kernels": {"linear/fp8/4096x2816": {"256": {"BM": ...}, "1024": ...}, ...}}
 
-A key is verb/scheme/NxK; below it, buckets of M (tokens). A call takes the smallest bucket that
-holds its M, or the largest there is. A device without a table takes that of its architecture: an H100
-runs what was tuned on an H200. Nothing is tuned while serving: a device or shape that no table knows
-gets `default`, untuned, which fits every target, and says so once.
+A key is verb/scheme/NxK; below it, buckets of M (tokens). A call takes the smallest bucket that holds
+its M, or the largest there is; a shape that is not there takes the nearest N of the same K. Of several
+tables those of the device's own name count most, then those of its compute capability: an H100 runs
+what was tuned on an H200. A table that `quantize tune` wrote (`user_tables`) counts more than one that
+ships. Nothing is tuned while serving: what no table knows gets `default`, untuned, which fits every
+target, and a device without any table says so once.
 """
 
 import json
@@ -15,86 +17,108 @@ import logging
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fused_dequant.targets import capability, forced
+from fused_dequant.targets import TARGETS, capability, forced, name_of
 
 Config = dict[str, int]
-FOLDER = Path(__file__).parent / "tuning"
-OF_ARCHITECTURE = {
-    (9, 0): "NVIDIA H200"
-}  # compute capability -> the device whose table stands for it
+Table = dict[str, dict[str, Config]]  # kernel key -> bucket of M -> config
+SHIPPED = Path(__file__).parent / "tuning"
+_folders = [SHIPPED]  # later ones count more
 _log = logging.getLogger(__name__)
 
 
-def table_path(device_name: str) -> Path:
-    """File of a device's table."""
-    return FOLDER / f"{device_name.replace(' ', '_')}.json"
+def user_tables(folder: Path) -> None:
+    """Read tables of `folder` too from here on, each before one that ships."""
+    _folders[:] = [SHIPPED, folder]
+    forget()
+
+
+def forget() -> None:
+    """Read tables anew: a folder or a file has changed."""
+    _tables.cache_clear()
+    table.cache_clear()
+    lookup.cache_clear()
+
+
+def table_path(device_name: str, folder: Path = SHIPPED) -> Path:
+    """Return the file of a device's table."""
+    return folder / f"{device_name.replace(' ', '_')}.json"
 
 
 @cache
-def table(device_name: str) -> dict[str, dict[str, Config]]:
-    """Kernel key -> bucket of M -> config; empty for a device without a table."""
-    path = table_path(device_name)
-    if not path.exists():
+def _tables() -> list[dict[str, Any]]:
+    """Return all tables, those that ship first; one that cannot be read is left out and named."""
+    found: list[dict[str, Any]] = []
+    for path in (path for folder in _folders for path in sorted(folder.glob("*.json"))):
+        try:
+            read = json.loads(path.read_text())
+            found.append({key: read[key] for key in ("device", "capability", "kernels")})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("%s is no tuning table (%s): left out; remove it", path, error)
+    return found
+
+
+@cache
+def table(device_name: str | None, target: str) -> Table:
+    """Return what is known for a device, or without a name for its compute capability alone."""
+    alike = [each for each in _tables() if each["capability"] == target]
+    own = [each for each in alike if each["device"] == device_name]
+    kernels: Table = {}
+    for each in [each for each in alike if each not in own] + own:
+        kernels |= each["kernels"]
+    if not kernels:
         _log.warning(
-            "no tuning table for %s: untuned configurations; make one with "
-            "`python -m fused_dequant.tune`", device_name,
-        )  # fmt: skip
-        return {}
-    return json.loads(path.read_text())["kernels"]
+            "no tuning table for %s: untuned configurations; make one with `quantize tune`",
+            device_name or target,
+        )
+    return kernels
 
 
 def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device) -> Config:
-    """The configuration for a launch on `device`."""
-    return lookup(verb, scheme, M, N, K, table_name(device))
+    """Choose the configuration of a launch on `device`; "meta" stands for the GPU at hand.
 
-
-def table_name(device: torch.device) -> str:
-    """The device whose table is taken: this one, or one of its architecture that has a table.
-
-    With a target forced, the device itself is left out.
+    With a target forced, the name of the device does not count.
     """
-    if device.type != "cuda":
-        return "cpu"
-    name, own = torch.cuda.get_device_name(device), capability(device)
-    alike = OF_ARCHITECTURE.get(own, name)
-    if forced() is not None:
-        return alike if own in OF_ARCHITECTURE else f"sm_{own[0]}{own[1]}"
-    return name if table_path(name).exists() else alike
+    if device.type == "cpu":
+        return default(verb, scheme, M, N, K)
+    name = None
+    if forced() is None:
+        name = torch.cuda.get_device_name(device if device.type == "cuda" else None)
+    return lookup(verb, scheme, M, N, K, name, name_of(capability(device)))
 
 
 @cache
-def lookup(verb: str, scheme: str, M: int, N: int, K: int, device_name: str) -> Config:
-    """The table's entry, that of the same scheme and K with the nearest N, or `default`."""
-    key = f"{verb}/{scheme}/{N}x{K}"
-    known = table(device_name) if device_name != "cpu" else {}
+def lookup(
+    verb: str, scheme: str, M: int, N: int, K: int, device_name: str | None, target: str
+) -> Config:
+    """Return the table's entry, that of the same scheme and K with the nearest N, or `default`."""
+    known = table(device_name, target)
     alike = re.compile(rf"{verb}/{scheme}/(\d+)x{K}")
     near = {abs(int(m[1]) - N): name for name in known if (m := alike.fullmatch(name))}
-    buckets = known[near[min(near)]] if near else None
-    if not buckets:
-        if device_name != "cpu":
-            _log.warning("%s: %s is not in the tuning table, using a default", device_name, key)
+    if not near:
         return default(verb, scheme, M, N, K)
+    buckets = known[near[min(near)]]
     sizes = sorted(map(int, buckets))
     return buckets[str(next((size for size in sizes if size >= M), sizes[-1]))]
 
 
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; 4 where kernels are interpreted."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Return the streaming multiprocessors of a GPU; 4 where kernels are interpreted."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4 if device.type == "cpu" else TARGETS[capability(device)].processors
 
 
 def block_rows(config: Config) -> int:
-    """Rows of a block: BM, and the second accumulator's MORE where a kernel has one."""
+    """Return the rows of a block: BM, and the second accumulator's MORE where a kernel has one."""
     return config["BM"] + config.get("MORE", 0)
 
 
 def default(verb: str, scheme: str, M: int, N: int, K: int) -> Config:
-    """A configuration that runs on every supported GPU (48 KB to 100 KB of shared memory)."""
+    """Return a configuration that fits every supported GPU: at most 99 KiB of shared memory a block."""
     if verb == "soft_embedding":
         return {"SPLITS": 8, "BM": 64, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 3}
     if verb == "lm_head":

@@ -135,7 +135,7 @@ def require(scheme: str, device: torch.device) -> None:
     if scheme not in KERNELS:
         raise ValueError(f"unknown scheme {scheme!r}; known: {', '.join(KERNELS)}")
     kernel = KERNELS[scheme]
-    if device.type == "cuda" and not kernel.runs_on(own := capability(device)):
+    if device.type != "cpu" and not kernel.runs_on(own := capability(device)):
         need = ".".join(map(str, kernel.least)) + ("" if kernel.alone else " or newer")
         has = ".".join(map(str, own))
         raise ValueError(
@@ -214,8 +214,8 @@ def _multiply_in_torch(
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether this is a GPU of sm_90, which alone has `wgmma`."""
-    return device.type == "cuda" and capability(device) == (9, 0)
+    """Return whether this is a GPU of sm_90, which alone has `wgmma`."""
+    return device.type != "cpu" and capability(device) == (9, 0)
 
 
 def _is_split(factor: torch.Tensor) -> bool:

@@ -31,6 +31,7 @@ COMMANDS = (
     "generate",
     "serve",
     "bench",
+    "tune",
     "export",
 )
 EXIT_CODES = """\b

@@ -8,12 +8,23 @@ from quantize.cli.options import GPU_MEMORY, model_options
 @click.command()
 @model_options
 @GPU_MEMORY
-def plan(recipe: str, model: str | None, revision: str | None, gpu_memory: float | None) -> None:
+@click.option(
+    "--gpu", metavar="NAME",
+    help="Show which kernels run the recipe on a100, rtx3090, rtx4090, h100, h200, b200, rtx5090 or "
+    "spark, in how much memory, and how fast at least; else on the GPU that is here.",
+)  # fmt: skip
+def plan(
+    recipe: str,
+    model: str | None,
+    revision: str | None,
+    gpu_memory: float | None,
+    gpu: str | None,
+) -> None:
     """Show what a recipe would do: modules, schemes, bytes, GPU memory. Reads no weights.
 
     --model may also be a config.json: the plan then comes from the config alone. Exits 3 when a
-    stage does not fit --gpu-memory; without it, GPUs of 24 to 141 GB are shown.
+    stage does not fit --gpu-memory; without it and --gpu, GPUs of 24 to 141 GB are shown.
     """
     from quantize.pipeline import show_plan
 
-    show_plan(recipe, model, revision, gpu_memory)
+    show_plan(recipe, model, revision, gpu_memory, gpu)

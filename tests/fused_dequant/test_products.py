@@ -7,18 +7,20 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import fused_dequant as fd
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from fused_dequant import cases, formats, reference, tune, tuning, weights
+from fused_dequant import candidates, cases, formats, reference, targets, tune, tuning, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_support import breaking, ptx
 
 ROOT = Path(__file__).parents[2]
+HOPPER = (9, 0)
 ALL_SCALES = torch.arange(127, dtype=torch.uint8)  # every non-negative finite e4m3 byte
 
 
@@ -34,6 +36,21 @@ def test_every_kernel_in_the_interpreter() -> None:
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed, done.stdout
     assert int(passed[1]) >= 50, done.stdout
+
+
+def test_a_cpu_needs_no_triton() -> None:
+    """macOS and Windows have none: operations, formats and the runtime's imports go without."""
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch, fused_dequant as fd, quantize.runtime.opening
+from fused_dequant import cases, candidates
+weight = cases.random_weight("nvfp4", 1, 32, 64, "cpu")
+assert fd.linear(cases.random_tokens(3, 64, "cpu"), weight).shape == (3, 32)
+assert not any(name.startswith("triton.") for name in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_codes_and_packing() -> None:
@@ -203,11 +220,12 @@ def test_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tuning_tables_are_complete() -> None:
     """Each entry is a configuration its kernel takes; the experts' two products share their BM."""
-    files = list(tuning.FOLDER.glob("*.json"))
+    files = list(tuning.SHIPPED.glob("*.json"))
     assert files, "no tuning table is shipped"
     for file in files:
         table = json.loads(file.read_text())
         assert file == tuning.table_path(table["device"])
+        assert targets.name_of(HOPPER) == table["capability"]
         assert table["kernels"]
         for key, buckets in table["kernels"].items():
             verb, scheme, shape = key.split("/")
@@ -236,58 +254,119 @@ def test_tuning_routes_as_unevenly_as_a_model(tokens: int, fullest: int) -> None
 
 
 def test_tuning_goes_on_without_a_candidate_that_broke_its_process(
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     timer = tune.Timer(breaking.time_candidates)
-    pids = [timer(tune.Product("linear", "fp8", 3, 64, 64)) for _ in range(2)]
+    pids = [timer(candidates.Product("linear", "fp8", 3, 64, 64)) for _ in range(2)]
     assert [timed[0][1] for timed in pids] == [{"BM": 3}] * 2
     assert pids[0] != pids[1], "the second product ran in a broken process"
-    assert capsys.readouterr().out.count("an illegal instruction") == 2
+    assert caplog.text.count("an illegal instruction") == 2
 
 
 def test_candidates_fit_the_registers_and_hold_what_is_shipped() -> None:
     """No candidate past the limit, and each shipped configuration of an expert is a candidate."""
     table = json.loads(tuning.table_path("NVIDIA H200").read_text())["kernels"]
     seen = 0
-    for product in tune.products():
-        candidates = list(tune.candidates(product))
-        assert candidates, product
-        for config in candidates:
+    for product in candidates.products(HOPPER):
+        own = list(candidates.candidates(product, HOPPER))
+        assert own, product
+        for config in own:
             if config.keys() == {"STAGES"}:  # lm_head on Hopper: one tile, checked by compiling it
                 continue
             accumulators = tuning.block_rows(config) * config["BN"] / (32 * config["num_warps"])
-            assert accumulators <= tune.MAX_ACCUMULATORS
+            assert accumulators <= candidates.MAX_ACCUMULATORS
         if product.verb.startswith("experts") or product.verb == "lm_head":
-            assert table[product.key][str(product.M)] in candidates, product
+            assert table[product.key][str(product.M)] in own, product
             seen += 1
     assert seen == 26
 
 
-def test_kernels_are_compiled_once_and_hoppers_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_every_target_tunes_what_it_runs(target: targets.Capability) -> None:
+    """Its schemes and no others, in pairs of experts; all that is launched without a table is tried."""
+    found = list(candidates.products(target))
+    nvfp4 = "nvfp4_fragments" if target == HOPPER else "nvfp4"
+    assert {p.scheme for p in found} == {"bf16", "int8", nvfp4} | (
+        {"fp8"} if target >= (8, 9) else set()
+    )
+    for product in found:
+        own = list(candidates.candidates(product, target))
+        default = tuning.default(
+            product.table_verb, product.scheme, product.M, product.N, product.K
+        )
+        assert own.count(default) == 1
+        assert len(own) > 5
+        assert ({"STAGES"} in [set(c) for c in own]) == (
+            product.verb == "lm_head" and target == HOPPER
+        )
+    ups = [i for i, p in enumerate(found) if p.verb == "experts_up"]
+    assert [found[i + 1].verb for i in ups] == ["experts_down"] * len(ups)
+
+
+def test_kernels_are_compiled_once() -> None:
     """Every candidate of every product has its kernel among those to compile."""
-    jobs = [(p, c) for p in tune.products() for c in tune.candidates(p)]
-    kernels = tune.distinct(jobs)
+    jobs = [(p, c) for p in candidates.products(HOPPER) for c in candidates.candidates(p, HOPPER)]
+    kernels = candidates.distinct(jobs)
     assert len(kernels) < len(jobs)
     wanted = {(p.verb, p.scheme, str(c)) for p, c in jobs}
     assert wanted == {(p.verb, p.scheme, str(c)) for p, c in kernels}
-    monkeypatch.setattr(tune, "_hopper_or_none", lambda: False)
-    elsewhere = [c for p in tune.products() if p.verb == "lm_head" for c in tune.candidates(p)]
-    assert elsewhere
-    assert all("BM" in config for config in elsewhere)
 
 
-def test_buckets_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = {"linear/fp8/64x64": {"16": {"BM": 1}, "256": {"BM": 2}}}
-    monkeypatch.setattr(tuning, "table", lambda _: entry)
-    tuning.lookup.cache_clear()
-    chosen = [
-        tuning.lookup("linear", "fp8", m, 64, 64, "some GPU")["BM"] for m in (1, 16, 17, 4096)
-    ]
-    assert chosen == [1, 1, 2, 2]
-    assert tuning.lookup("linear", "fp8", 8, 64, 128, "some GPU") == tuning.default(
-        "linear", "fp8", 8, 64, 128
-    )
-    tuning.lookup.cache_clear()
+@pytest.fixture
+def tables(tmp_path: Path) -> Iterator[Path]:
+    """A folder of the user's tables."""
+    tuning.user_tables(tmp_path)
+    yield tmp_path
+    tuning._folders[:] = [tuning.SHIPPED]
+    tuning.forget()
+
+
+def write(folder: Path, device: str, target: str, **kernels: dict[str, dict[str, int]]) -> None:
+    table = {"device": device, "capability": target}
+    table["kernels"] = {f"linear/fp8/{key}": buckets for key, buckets in kernels.items()}
+    tuning.table_path(device, folder).write_text(json.dumps(table))
+    tuning.forget()
+
+
+def test_buckets_of_tokens(tables: Path) -> None:
+    write(tables, "some GPU", "sm_89", **{"64x64": {"16": {"BM": 1}, "256": {"BM": 2}}})
+
+    def chosen(M: int, N: int, K: int, device: str | None = "some GPU") -> dict[str, int]:
+        return tuning.lookup("linear", "fp8", M, N, K, device, "sm_89")
+
+    assert [chosen(m, 64, 64)["BM"] for m in (1, 16, 17, 4096)] == [1, 1, 2, 2]
+    assert chosen(1, 128, 64)["BM"] == 1  # the nearest N of the same K
+    assert chosen(8, 64, 128) == tuning.default("linear", "fp8", 8, 64, 128)
+
+
+def test_the_own_name_counts_before_the_architecture_and_the_user_before_what_ships(
+    tables: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def chosen(device: str | None, target: str, shape: tuple[int, int] = (64, 64)) -> int:
+        return tuning.lookup("linear", "fp8", 1, *shape, device, target).get("BM", 0)
+
+    write(tables, "one", "sm_89", **{"64x64": {"16": {"BM": 1}}, "8x8": {"16": {"BM": 8}}})
+    write(tables, "two", "sm_89", **{"64x64": {"16": {"BM": 2}}})
+    assert [chosen(name, "sm_89") for name in ("one", "two")] == [1, 2]
+    assert chosen("two", "sm_89", (8, 8)) == 8  # what its own table lacks, the other has
+    assert chosen("three", "sm_89") in (1, 2)
+    assert chosen(None, "sm_89") in (1, 2)
+    shipped = tuning.lookup("linear", "fp8", 256, 4096, 2816, "NVIDIA H100", "sm_90")
+    write(tables, "NVIDIA H200", "sm_90", **{"4096x2816": {"256": {"BM": 77}}})
+    mine = tuning.lookup("linear", "fp8", 256, 4096, 2816, "NVIDIA H200", "sm_90")
+    assert mine == {"BM": 77} != shipped
+    for text in ("{", '{"device": 3}', "[1]"):
+        (tables / "broken.json").write_text(text)
+        tuning.forget()
+        assert chosen("one", "sm_89") == 1
+        assert "broken.json is no tuning table" in caplog.text
+        caplog.clear()
+    (tables / "broken.json").unlink()
+    for shape in ((64, 64), (8, 8)):
+        assert tuning.lookup("linear", "fp8", 1, *shape, "z", "sm_121") == tuning.default(
+            "linear", "fp8", 1, *shape
+        )
+    assert caplog.text.count("no tuning table for z") == 1
 
 
 class OnGpu:

@@ -9,11 +9,13 @@ read of the logits are left out, which makes the floor lower.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from fused_dequant import Weight
 
-from quantize.runtime.fused.weights import TextWeights
+if TYPE_CHECKING:
+    from quantize.runtime.fused.weights import TextWeights
 
 EIGHT_BIT = ("fp8", "int8")
 
@@ -68,7 +70,7 @@ def _seconds(work: Callable[[], object], repeats: int = 10) -> float:
 
 
 def decoder_floor(
-    weights: TextWeights, rates: Rates, batch: int, context: int, experts_hit: float
+    weights: "TextWeights", rates: Rates, batch: int, context: int, experts_hit: float
 ) -> dict[str, float]:
     """Return the least seconds of each part of one denoising step.
 

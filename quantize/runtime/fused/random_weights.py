@@ -13,11 +13,11 @@ from fused_dequant import Weight, weights
 from fused_dequant.cases import random_weight
 from torch import Tensor
 
+from quantize.runtime.fused.gpus import check_gpu
 from quantize.runtime.fused.packing import NORMS, LayerWeights
 from quantize.runtime.fused.weights import (
     SelfConditioning,
     TextWeights,
-    check_gpu,
     in_memory_of_its_own,
     model_config,
 )
@@ -35,7 +35,7 @@ def random_weights(
     Args:
         config: config.json of a BF16 model.
         schemes: kernel scheme ("bf16", "fp8", "int8", "nvfp4") of "experts", "attention" and "mlp".
-        device: where they are made.
+        device: where they are made; on "meta" they have shapes and no values.
         experts_hit: number of experts, from the first on, that tokens are routed to; None for all.
 
     Raises:

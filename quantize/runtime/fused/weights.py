@@ -7,7 +7,7 @@ Loading is as strict as `checkpoints.load`: names, dtypes and shapes must be wha
 and every value finite. For that, streamed layers are read once beforehand.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,19 +15,19 @@ from typing import Any
 
 import psutil
 import torch
-from fused_dequant import Weight, require
+from fused_dequant import Weight
 from torch import Tensor
 
 from quantize.checkpoints.layout import check_layout
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import DROPPED
 from quantize.errors import ResourceError
+from quantize.runtime.fused.gpus import check_gpu
 from quantize.runtime.fused.packing import Entrance, LayerWeights, Packer
 from quantize.runtime.fused.streaming import StreamedLayers, kept_bytes, spread
 from quantize.runtime.fused.tower import Tower
 from quantize.runtime.fused.transfer import Transfer
 
-OLDEST_GPU = (8, 0)  # compute capability: bf16 tensor cores, which every scheme needs
 OnLayer = Callable[[Iterator[int]], Iterator[int]]  # wraps an iteration over layers, for progress
 
 
@@ -172,30 +172,6 @@ def in_memory_of_its_own(weight: Weight) -> Weight:
         torch.cuda.empty_cache()
         return weight.clone()
     return weight
-
-
-def check_gpu(schemes: Iterable[str], device: torch.device) -> None:
-    """Refuse a device that the kernels of `schemes` do not run on; a CPU runs all, on references.
-
-    Raises:
-        ResourceError: there is no such GPU, or it is too old.
-    """
-    if device.type != "cuda":
-        return
-    if not torch.cuda.is_available():
-        raise ResourceError("no CUDA device here: run on a machine with an NVIDIA GPU")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST_GPU:
-        has, need = (".".join(map(str, pair)) for pair in (capability, OLDEST_GPU))
-        raise ResourceError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {has} and the kernels need "
-            f"{need} or newer; use such a GPU, or hide this one with CUDA_VISIBLE_DEVICES="
-        )
-    for scheme in sorted(set(schemes)):
-        try:
-            require(scheme, device)
-        except ValueError as error:
-            raise ResourceError(str(error)) from error
 
 
 def _check_memory(checkpoint: Checkpoint, device: torch.device, layers: int, streamed: int) -> None:

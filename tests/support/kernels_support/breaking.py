@@ -2,7 +2,8 @@
 
 import os
 
-from fused_dequant.tune import BrokenCandidateError, Product
+from fused_dequant.candidates import Product
+from fused_dequant.tune import BrokenCandidateError
 from fused_dequant.tuning import Config
 
 BROKEN: Config = {"BM": 2}

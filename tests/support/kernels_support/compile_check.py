@@ -3,8 +3,13 @@
 Triton's wheel brings ptxas, cuobjdump and nvdisasm, and `triton.compile` takes an explicit target, so a
 machine without a driver can answer: does it compile, does it spill, how much shared memory, which
 tensor-core instruction, how many instructions a weight in the main loop.
+
+What was read is kept in Triton's cache, under the hash of the kernel's source, types, constants,
+options and target: what did not change is not compiled again.
 """
 
+import hashlib
+import json
 import re
 import subprocess
 import tempfile
@@ -14,25 +19,58 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from fused_dequant.targets import TARGETS
+from kernels_support.launches import Launch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.cache import get_cache_manager
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TENSOR_CORE = re.compile(r"\b(?:[HQIO]MMA|[HQI]GMMA|UTC\w*MMA)\b")
-SHARED_LIMIT = {10 * major + minor: own.shared for (major, minor), own in TARGETS.items()}  # KiB
+PTX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\.[\w.:]*")
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a launch takes of its target: bytes of shared memory, of stack a thread, PTX products."""
+
+    shared: int
+    stack: int
+    products: frozenset[str]
+
+
+def size(launch: Launch) -> Size:
+    """Compile a launch, unless that has been done before."""
+    key = hashlib.sha256(f"size 1 {triton.__version__} {launch.key}".encode()).hexdigest()
+    cache = get_cache_manager(key)
+    if (known := cache.get_file("size.json")) is not None:
+        shared, stack, products = json.loads(Path(known).read_text())
+        return Size(shared, stack, frozenset(products))
+    options = launch.options.__dict__
+    compiled = triton.compile(launch.source, target=launch.target, options=options)
+    products = sorted(set(PTX.findall(compiled.asm["ptx"])))
+    found = (compiled.metadata.shared, _stack(compiled.asm["cubin"]), products)
+    cache.put(json.dumps(found), "size.json", binary=False)
+    return Size(*found[:2], frozenset(products))
+
+
+def _stack(cubin: bytes) -> int:
+    """Return the bytes of stack of a thread, where what is spilled lies."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _run("cuobjdump", "--dump-resource-usage", file.name)
+    found = re.search(r"STACK:(\d+)", usage)
+    assert found, usage
+    return int(found[1])
 
 
 @dataclass(frozen=True)
 class Report:
     """What the machine code says."""
 
-    registers: int
     stack: int
     spills: int
-    shared: int
-    tensor_core: frozenset[str]
     loop: Counter[str]  # opcodes of the innermost loop that holds a tensor-core instruction
 
     @property
@@ -63,17 +101,9 @@ def compile_for(
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = _run("cuobjdump", "--dump-resource-usage", file.name)
         machine_code = _run("nvdisasm", "-c", file.name)
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    return Report(
-        registers,
-        stack,
-        len(re.findall(r"\bSTL\b", machine_code)),
-        compiled.metadata.shared,
-        frozenset(TENSOR_CORE.findall(machine_code)),
-        _main_loop(machine_code),
-    )
+    spills = len(re.findall(r"\bSTL\b", machine_code))
+    return Report(_stack(compiled.asm["cubin"]), spills, _main_loop(machine_code))
 
 
 def _run(tool: str, *arguments: str) -> str:

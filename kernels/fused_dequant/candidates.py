@@ -1,0 +1,164 @@
+"""Launch configurations worth timing, for each product of the real model: what `tune` chooses from."""
+
+# M, N, K and tile sizes are the field's names, not constants.
+# pyright: reportConstantRedefinition=false
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fused_dequant import cases, tuning
+from fused_dequant.targets import TARGETS, Capability
+from fused_dequant.tuning import Config
+from fused_dequant.weights import KERNELS
+
+TOKENS = (64, 256, 1024)
+# A thread has 255 registers, and decoded weights and addresses lie beside the accumulators. A sweep
+# that allowed 256 accumulators ended in "illegal instruction"; none within this limit has.
+MAX_ACCUMULATORS = 128
+HOPPER: Capability = (9, 0)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product to tune: verb is linear, experts_up, experts_down, lm_head or
+    soft_embedding.
+    """
+
+    verb: str
+    scheme: str
+    M: int
+    N: int
+    K: int
+
+    @property
+    def table_verb(self) -> str:
+        """The verb of its key."""
+        return "experts" if self.verb.startswith("experts") else self.verb
+
+    @property
+    def key(self) -> str:
+        """Its key in the table."""
+        return f"{self.table_verb}/{self.scheme}/{self.N}x{self.K}"
+
+
+def products(target: Capability) -> Iterator[Product]:
+    """Yield everything that a table of this compute capability holds."""
+    nvfp4 = "nvfp4_fragments" if target == HOPPER else "nvfp4"
+    known = [s for s in ("bf16", "fp8", "int8", nvfp4) if KERNELS[s].runs_on(target)]
+    for scheme, M in itertools.product(known, TOKENS):
+        yield Product("experts_up", scheme, M, 2 * cases.INNER, cases.HIDDEN)
+        yield Product("experts_down", scheme, M, cases.HIDDEN, cases.INNER)
+    shapes = (*cases.LINEAR_SHAPES, (9216, cases.HIDDEN))
+    for scheme, M, (N, K) in itertools.product(known, TOKENS[1:], shapes):
+        yield Product("linear", scheme, M, N, K)
+    for M in TOKENS[1:]:
+        yield Product("lm_head", "bf16", M, cases.VOCABULARY, cases.HIDDEN)
+        yield Product("soft_embedding", "bf16", M, cases.HIDDEN, cases.VOCABULARY)
+
+
+def _config(names: str, *values: int) -> Config:
+    return dict(zip(names.split(), values, strict=True))
+
+
+def candidates(product: Product, target: Capability) -> Iterator[Config]:
+    """Yield the default and the configurations worth timing whose accumulators fit the registers."""
+    first = tuning.default(product.table_verb, product.scheme, product.M, product.N, product.K)
+    yield first
+    if product.verb == "lm_head" and target == HOPPER:  # a kernel whose tiles are fixed
+        yield {"STAGES": 3}
+        yield {"STAGES": 4}
+    for config in _sweep(product, TARGETS[target].shared * 2**10):
+        accumulators = tuning.block_rows(config) * config["BN"] // (32 * config["num_warps"])
+        if accumulators <= MAX_ACCUMULATORS and config != first:
+            yield config
+
+
+def _sweep(product: Product, shared: int) -> Iterator[Config]:
+    """Yield what the kernels' structure and earlier sweeps leave open, in `shared` bytes of a block."""
+    if product.verb == "soft_embedding":
+        for splits, (BM, BN, warps), BK, stages in itertools.product(
+            (3, 6, 12),
+            ((128, 256, 8), (128, 128, 8), (256, 128, 8), (64, 256, 4), (64, 128, 4)),
+            (32, 64),
+            (3, 4),
+        ):
+            yield _config("SPLITS BM BN BK num_warps num_stages", splits, BM, BN, BK, warps, stages)
+    elif product.verb == "lm_head":
+        for (BM, BN, warps), BK, stages in itertools.product(
+            ((128, 256, 8), (256, 128, 8), (128, 128, 8), (64, 128, 8)), (64, 128), (3, 4)
+        ):
+            yield _config("BM BN BK num_warps num_stages", BM, BN, BK, warps, stages)
+    elif product.scheme == "nvfp4_fragments":
+        for rows, (BN, warps), (BK, stages), parts in itertools.product(
+            _hopper_rows(product), *_hopper_shapes(product)
+        ):
+            stage = 2 * tuning.block_rows(rows) * BK + BN * BK * 9 // 16
+            fits = parts * stages * stage < shared and (parts == 1 or stages * BK >= 2 * BN)
+            if product.N % BN == 0 and fits:
+                yield rows | _config("BN BK PARTS STAGES num_warps", BN, BK, parts, stages, warps)
+    elif product.scheme == "nvfp4":
+        rows = [{"BM": c["BM"]} for c in _expert_rows(product.M) if not c["MORE"]]
+        if product.verb == "linear":
+            rows = [{"BM": BM} for BM in (32, 64, 128)]
+        for own, (BN, warps), BK, stages in itertools.product(
+            rows, ((32, 4), (64, 4), (128, 4), (128, 8)), (64, 128, 256), (2, 3, 4)
+        ):
+            yield own | _config("BN BK num_warps num_stages", BN, BK, warps, stages)
+    elif product.verb.startswith("experts"):
+        tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
+        depths = (64, 128) if product.M == 1024 else (64, 128, 256)
+        for rows, (BN, warps), BK, stages in itertools.product(
+            _expert_rows(product.M), tiles, depths, (2, 3, 4)
+        ):
+            yield rows | _config("BN BK SWAP num_warps num_stages", BN, BK, 1, warps, stages)
+    else:
+        tiles = (
+            (64, 32, 4),
+            (64, 64, 4),
+            (64, 128, 4),
+            (128, 64, 4),
+            (128, 128, 8),
+            (128, 256, 8),
+            (256, 128, 8),
+        )
+        for (BM, BN, warps), swap, BK, stages in itertools.product(
+            tiles, (0, 1), (64, 128), (3, 4, 5)
+        ):
+            if stages < 5 or BM * BN <= 64 * 128:
+                names = "BM MORE BN BK SWAP num_warps num_stages"
+                yield _config(names, BM, 0, BN, BK, swap, warps, stages)
+
+
+def _hopper_rows(product: Product) -> list[Config]:
+    if product.verb == "linear":
+        sizes = ((64, 0), (64, 32), (128, 0)) if product.M < 1024 else ((128, 0), (256, 0))
+        return [{"BM": BM, "MORE": MORE} for BM, MORE in sizes]
+    return _expert_rows(product.M)
+
+
+def _hopper_shapes(
+    product: Product,
+) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """(BN, warps), (BK, stages) and parts of K."""
+    if product.verb == "linear":
+        steps = ((64, 5), (64, 6), (128, 3), (128, 4), (128, 6), (256, 3))
+        return ((64, 4), (128, 8)), steps, (1, 2)
+    tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
+    return tiles, tuple(itertools.product((64, 128), (3, 4))), (1,)
+
+
+def _expert_rows(M: int) -> list[Config]:
+    """Blocks around the mean number of tokens of an expert, M * 8 / 128, and the sizes below."""
+    sizes = {
+        64: ((16, 0, 0),),
+        256: ((16, 0, 0), (32, 0, 0), (32, 16, 2), (32, 32, 3)),
+        1024: ((64, 0, 0), (64, 16, 0), (64, 16, 2), (64, 16, 4), (64, 32, 3)),
+    }[M]
+    return [_config("BM MORE NARROWER", *size) for size in sizes]
+
+
+def distinct(jobs: list[tuple[Product, Config]]) -> list[tuple[Product, Config]]:
+    """One job for each kernel: products of other shapes share theirs, unless K leaves a remainder."""
+    keys = {(p.verb, p.scheme, p.K % c.get("BK", 1), str(c)): (p, c) for p, c in jobs}
+    return list(keys.values())

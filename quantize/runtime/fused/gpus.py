@@ -1,0 +1,173 @@
+"""Which GPU runs which scheme with which kernels, said before a weight is read, and how fast at least.
+
+A kernel runs where its instructions exist (`fused_dequant.weights.KERNELS`). An H200 has run them all;
+for the other targets of `fused_dequant.targets` the tests compile and check them, and nobody has run
+them. On a newer GPU than those they are compiled when they are first launched.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from fused_dequant import tuning
+from fused_dequant.targets import TARGETS, Capability, name_of
+from fused_dequant.weights import KERNELS
+from platformdirs import user_cache_dir
+
+from quantize.errors import InputError, ResourceError
+from quantize.runtime.fused.cost import Rates
+
+TUNED = Path(user_cache_dir("diffusiongemma-quantize", appauthor=False)) / "tuning"
+HOPPER: Capability = (9, 0)  # what has run the kernels
+OLDEST: Capability = (8, 0)  # bf16 tensor cores, which every scheme needs
+EXPERTS_HIT = 128.0  # at a canvas of 256 tokens, with 8 of 128 experts each
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU. Its figures are what its maker states: nobody measured them here.
+
+    Attributes:
+        name: as people call it.
+        capability: compute capability.
+        memory: bytes; 0 where it is not known.
+        rates: bytes/s of its memory, FLOP/s of dense products summed in float32, those of FP8 taken
+            for INT8 too and INT8's where there is no FP8; None where nobody told.
+    """
+
+    name: str
+    capability: Capability
+    memory: float = 0
+    rates: Rates | None = None
+
+    @property
+    def target(self) -> str:
+        """What is compiled for, as in sm_90."""
+        return name_of(self.capability)
+
+
+def _gpu(name: str, capability: Capability, gb: float, tb: float, bf16: float, eight: float) -> Gpu:
+    """GB of memory, TB/s, and TFLOP/s in bf16 and in 8 bits."""
+    return Gpu(name, capability, gb * 1e9, Rates(tb * 1e12, bf16 * 1e12, eight * 1e12))
+
+
+GPUS = {
+    "a100": _gpu("A100", (8, 0), 80, 2.039, 312, 624),
+    "rtx3090": _gpu("RTX 3090", (8, 6), 24, 0.936, 71, 284),
+    "rtx4090": _gpu("RTX 4090", (8, 9), 24, 1.008, 165, 330),
+    "h100": _gpu("H100", (9, 0), 80, 3.35, 989, 1979),
+    "h200": _gpu("H200", (9, 0), 141, 4.8, 989, 1979),
+    "b200": _gpu("B200", (10, 0), 180, 7.7, 2250, 4500),
+    "rtx5090": _gpu("RTX 5090", (12, 0), 32, 1.792, 209, 419),
+    # Its maker states 31 TFLOP/s in float32: products at the RTX 5090's ratio to that.
+    "spark": _gpu("DGX Spark", (12, 1), 128, 0.273, 62, 124),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a GPU runs a scheme: `kernels` names what with, None where none can; `note` says more."""
+
+    scheme: str
+    kernels: str | None
+    note: str
+
+
+def named(name: str) -> Gpu:
+    """Return a GPU by the name of `--gpu`.
+
+    Raises:
+        InputError: none is called so.
+    """
+    key = name.lower().replace(" ", "").replace("-", "").replace("_", "")
+    if key not in GPUS:
+        raise InputError(f"--gpu {name}: one of {', '.join(GPUS)}")
+    return GPUS[key]
+
+
+def at_hand(device: torch.device) -> Gpu:
+    """Return the GPU of a device, with the figures of the one that its name contains."""
+    name = torch.cuda.get_device_name(device)
+    own = torch.cuda.get_device_capability(device)
+    words = name.replace(" ", "").lower()
+    known = next((g for key, g in GPUS.items() if key in words and g.capability == own), None)
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return Gpu(name, own, memory, known.rates if known else None)
+
+
+def verdict(scheme: str, gpu: Gpu) -> Verdict:
+    """Say whether a GPU runs a kernels' scheme (bf16, fp8, int8, nvfp4), and what to use instead."""
+    own, target = gpu.capability, gpu.target
+    if own < OLDEST:
+        need = (
+            "needs sm_80 or newer: older GPUs have no bf16 tensor cores; use a CPU or another GPU"
+        )
+        return Verdict(scheme, None, f"{target}; {scheme} {need}")
+    if not KERNELS[scheme].runs_on(own):
+        least = name_of(KERNELS[scheme].least)
+        return Verdict(
+            scheme, None,
+            f"{target} has no {scheme.upper()} tensor cores, which {least} or newer has; "
+            f"use INT8_DYNAMIC, or NVFP4A16, whose activations are bf16",
+        )  # fmt: skip
+    fragments = scheme == "nvfp4" and own == HOPPER
+    kernels = KERNELS["nvfp4_fragments" if fragments else scheme].module
+    if own == HOPPER:
+        note = "run on an H200"
+    elif own in TARGETS:
+        note = "compiled and checked, never run"
+    else:
+        note = f"{target} is not among the targets that were compiled for: compiled at first use"
+    if scheme == "nvfp4" and own in TARGETS and TARGETS[own].fp4:
+        note += "; activations stay bf16 (W4A16), vLLM multiplies W4A4"
+    return Verdict(scheme, kernels, note)
+
+
+def check_gpu(schemes: Iterable[str], device: torch.device) -> None:
+    """Refuse a device that cannot run one of the kernels' schemes, before weights are read.
+
+    A CPU runs all, in torch. From here on launches are chosen by the user's tuned tables too.
+
+    Raises:
+        ResourceError: no such GPU, or one without the instructions; the message says what to use.
+    """
+    if device.type != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise ResourceError("no CUDA device here: run on a machine with an NVIDIA GPU")
+    if torch.version.hip:
+        raise ResourceError(
+            "the kernels are for NVIDIA GPUs: hide this one with HIP_VISIBLE_DEVICES="
+        )
+    tuning.user_tables(TUNED)
+    gpu = at_hand(device)
+    for found in (verdict(scheme, gpu) for scheme in sorted({"bf16", *schemes})):
+        if found.kernels is None:
+            raise ResourceError(
+                f"{gpu.name} cannot run {found.scheme}: {found.note}; or hide this GPU with "
+                f"CUDA_VISIBLE_DEVICES="
+            )
+
+
+def floor(
+    config: dict[str, Any], schemes: Mapping[str, str], gpu: Gpu, batch: int, context: int
+) -> dict[str, float] | None:
+    """Return the least seconds of one denoising step by part, from what the GPU's maker states.
+
+    Args:
+        config: config.json of a BF16 model.
+        schemes: as in `random_weights`.
+        gpu: which; None comes back where its rates are not known.
+        batch: canvases.
+        context: positions before each canvas.
+    """
+    from quantize.runtime.fused.cost import decoder_floor
+    from quantize.runtime.fused.random_weights import random_weights
+
+    if gpu.rates is None:
+        return None
+    blank = random_weights(config, dict(schemes), "meta")
+    hit = min(EXPERTS_HIT, blank.config.text_config.num_experts)
+    return decoder_floor(blank, gpu.rates, batch, context, hit)

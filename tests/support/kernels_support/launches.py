@@ -1,0 +1,187 @@
+"""Every launch that the runtime makes on a GPU which is not there: kernels, types, constants, options.
+
+The operations run on tensors without storage while launches are noted in place of being made. So the
+tiles, numbers of splits and types are those that the runtime would choose on that target.
+"""
+
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import fused_dequant as fd
+import torch
+from fused_dequant import cases, simulated, targets
+from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, TOPK, VOCABULARY
+from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.targets import Capability
+from fused_dequant.weights import KERNELS, Weight
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import KernelInterface
+
+# Canvases of one, two and four sequences; a piece of a prompt with a picture may have any length.
+TOKENS = (256, 512, 1024, 5)
+HEADS = ((256, 8, 1408), (512, 2, 8192))  # head dim, key heads, capacity: sliding and full layers
+SHAPES = (*LINEAR_SHAPES, (9216, HIDDEN))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel as it would be compiled.
+
+    Attributes:
+        kernel: its name.
+        source: what Triton compiles.
+        options: of the compiler.
+        target: what it is compiled for.
+    """
+
+    kernel: str
+    source: Any
+    options: Any
+    target: GPUTarget
+
+    @property
+    def key(self) -> str:
+        """Equal launches have equal keys."""
+        return f"{self.source.hash()} {self.options.hash()} {self.target.arch}"
+
+    @property
+    def shape(self) -> tuple[str, ...]:
+        """Equal but for what a number of rows is divisible by, which changes no tile and no layout."""
+        source = self.source
+        return (self.kernel, str(source.signature), str(source.constants), self.options.hash())
+
+    def constant(self, name: str) -> Any:
+        """Return the value of a constexpr parameter."""
+        return self.source.constants[(self.source.fn.arg_names.index(name),)]
+
+    def type(self, name: str) -> str:
+        """Return the type of a parameter, such as *bf16."""
+        return self.source.signature[name]
+
+
+class _Driver:
+    """Stands for the driver of a GPU that is not there."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+@contextmanager
+def forced(capability: Capability) -> Generator[GPUTarget]:
+    """Choose launches as on a GPU of this capability."""
+    name = f"sm_{capability[0]}{capability[1]}"
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    with (
+        patch.dict(os.environ, {targets.FORCE: name}),
+        patch.object(driver, "_active", _Driver(target)),
+    ):
+        yield target
+
+
+def launches(capability: Capability) -> list[Launch]:
+    """Return the distinct launches of the whole runtime on a target."""
+    found: dict[tuple[str, ...], Launch] = {}
+
+    def noted(kernel: Any, _: object) -> Any:
+        def note(*arguments: Any, **options: Any) -> None:
+            options["debug"] = False
+            *_, backend, binder = kernel.create_binder()
+            bound, specialization, own = binder(*arguments, **options)
+            own, signature, constants, attributes = kernel._pack_args(
+                backend, options, bound, specialization, own
+            )
+            source = kernel.ASTSource(kernel, signature, constants, attributes)
+            launch = Launch(kernel.__name__, source, own, target)
+            found.setdefault(launch.shape, launch)
+
+        return note
+
+    with forced(capability) as target, patch.object(KernelInterface, "__getitem__", noted):
+        for M in TOKENS:
+            for scheme in _schemes(capability):
+                _products(scheme, M)
+                _layer(scheme, M)
+            _vocabulary(M)
+        for B in (1, 4):
+            _sampler(B)
+    return list(found.values())
+
+
+def _schemes(capability: Capability) -> Iterator[str]:
+    """Schemes as `weights` makes them for the target: NVFP4 is fragments on Hopper."""
+    for scheme, kernel in KERNELS.items():
+        if kernel.runs_on(capability) and not (scheme == "nvfp4" and capability == (9, 0)):
+            yield scheme
+
+
+def blank(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def integers(*shape: int) -> Tensor:
+    return blank(*shape, dtype=torch.int32)
+
+
+def _weight(scheme: str, experts: int, N: int, K: int) -> Weight:
+    return cases.blank_weight(scheme, experts, N, K, "meta")
+
+
+def _products(scheme: str, M: int) -> None:
+    for N, K in SHAPES:
+        fd.linear(blank(M, K), _weight(scheme, 1, N, K))
+    up, down = _weight(scheme, EXPERTS, 2 * INNER, HIDDEN), _weight(scheme, EXPERTS, HIDDEN, INNER)
+    ids, share = integers(M, TOPK), blank(M, TOPK, dtype=torch.float32)
+    fd.routed_experts(blank(M, HIDDEN), None, ids, share, up, down)
+    if scheme.startswith("nvfp4"):
+        for own in (1, EXPERTS):
+            scales = (blank(own, dtype=torch.float32), blank(own, dtype=torch.float32))
+            simulated.experts(blank(M, HIDDEN), ids, share, up, down, scales)
+    if scheme in EIGHT_BIT:
+        fd.quantize_rows(blank(M, 2 * 2112), scheme, gelu_mul=True)
+
+
+def _layer(scheme: str, M: int) -> None:
+    """What stands between the products, of activations in the scheme's type."""
+    h, norm, numbers = blank(M, HIDDEN), blank(HIDDEN), integers(M)
+    norms = (norm, norm, norm, norm)
+    tokens, embedding = blank(M, dtype=torch.int64), blank(VOCABULARY, HIDDEN)
+    for update, normed in ((None, False), (None, True), (h, True)):
+        fd.begin(tokens, embedding, 53.0, update, norm, scheme, normed=normed)
+    for D, kv, capacity in HEADS:
+        slots = integers(max(1, M // 256))
+        keys, values = (blank(8, capacity, kv, D) for _ in range(2))
+        width = (16 + kv * (2 if D == 256 else 1)) * D
+        angles = (blank(M, D // 2), blank(M, D // 2))
+        q = fd.attention_heads(
+            blank(M, width), blank(D), blank(D), *angles, slots, numbers, keys, values, 16
+        )
+        fd.attend(q, keys, values, slots, numbers, numbers, scheme)
+    for schemes in ((scheme, scheme), ("bf16", scheme), (scheme, "bf16")):
+        fd.after_attention(h, h, norms, schemes)
+    fd.choose_experts(h, blank(EXPERTS, HIDDEN), blank(EXPERTS), TOPK)
+    fd.after_experts(h, h, blank(M, TOPK, HIDDEN), norms, blank(1), scheme)
+    fd.scaled_norm(h, 53.0, norm)
+    fd.gelu_mul(blank(M, 2 * 2112))
+
+
+def _vocabulary(M: int) -> None:
+    embedding = blank(VOCABULARY, HIDDEN)
+    logits = fd.lm_head(blank(M, HIDDEN), embedding, 30.0)
+    fd.soft_embedding(logits, embedding, blank(M, dtype=torch.float32))
+
+
+def _sampler(B: int) -> None:
+    canvas, seeds = blank(B, 256, dtype=torch.int64), blank(B, dtype=torch.int64)
+    state = fd.CanvasState.begin(canvas, seeds, 1)
+    schedule = blank(48, dtype=torch.float32)
+    draw = fd.sample(blank(B, 256, VOCABULARY), state, schedule)
+    fd.accept(draw, state, schedule, entropy_bound=0.1, confidence_threshold=0.005)
