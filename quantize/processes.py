@@ -38,6 +38,11 @@ class Processes:
         distributed.all_gather_object(everyone, found)
         return everyone[: self.rank] + everyone[self.rank + 1 :]
 
+    def of_first(self, found: T) -> T:
+        """Return what the first process found. All must call it."""
+        others = self.others(found)
+        return found if self.rank == 0 else others[0]
+
     def wait(self) -> None:
         """Return once all processes have called this."""
         if self.count > 1:

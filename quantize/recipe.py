@@ -38,6 +38,9 @@ else:
     SchemeName = Literal[*SCHEMES]
 Rounding = Literal["nearest", "gptq"]
 ActivationMode = Literal["none", "per_expert", "per_layer"]
+# Samples that evaluation denoises together where nobody says: on the kernels, fewer where they do not
+# fit the GPU; in the modules, whose batches are a condition of what they answer.
+AT_ONCE = {"fused": 16, "modules": 64}
 ACTIVATION_MODES: tuple[ActivationMode, ...] = get_args(ActivationMode)
 Estimand = Literal["these_questions", "such_questions"]
 
@@ -168,9 +171,9 @@ class Evaluation(Section):
 
     `tasks` are names that `quantize tasks` lists, or keys of `own_tasks`. `limit` keeps the first
     questions of a task, `repeats` says how many answers each question gets, and `batch_size` how many
-    are answered together. `activations` says how a quantized model's activations are rounded while it
-    is scored. `dtype` is that of both models' arithmetic; without it a CPU computes in float32 and a
-    GPU in BF16.
+    are answered together, at most; without it `AT_ONCE` says so. `activations` says how a quantized
+    model's activations are rounded while it is scored. `dtype` is that of both models' arithmetic;
+    without it a CPU computes in float32 and a GPU in BF16.
     """
 
     tasks: list[str] = Field(min_length=1)
@@ -178,7 +181,7 @@ class Evaluation(Section):
     limit: dict[str, PositiveInt] = {}
     repeats: dict[str, PositiveInt] = {}
     seed: int = 0
-    batch_size: int = Field(default=64, gt=0)
+    batch_size: PositiveInt | None = None
     activations: ActivationMode = "per_layer"
     dtype: Literal["float32", "bfloat16"] | None = None
 

@@ -17,6 +17,8 @@ from quantize.processes import best_device, is_first
 from quantize.run_dir import RunDir, read_json, write_json
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from quantize.checkpoints.reader import Checkpoint
     from quantize.checkpoints.targets import Target
     from quantize.recipe import Recipe
@@ -162,41 +164,54 @@ def _evaluate(run: Run) -> None:
     evaluate_more(run, **run.scoring)
 
 
-def _lacks_noise_floor(run: Run) -> str | None:
-    is_scored = (run.folder.evaluation / "bf16-again").exists()
-    return (
-        "the noise floor is not scored"
-        if run.scoring.get("noise_floor") and not is_scored
-        else None
-    )
+def _lacks_samples(run: Run) -> str | None:
+    """Say what a finished evaluation lacks of what is asked for this time."""
+    if run.scoring.get("noise_floor") and not (run.folder.evaluation / "bf16-again").exists():
+        return "the noise floor is not scored"
+    done = read_json(run.folder.evaluation / "done.json", "looks", "not_asked")
+    ended = any(look["taken"] < look["of"] for look in done["looks"].values())
+    if run.scoring.get("go_on") and (ended or done["not_asked"]):
+        return "it ended when the verdict was certain"
+    return None
 
 
 def evaluate_more(
-    run: Run, *, modes: Sequence[str] = (), batch_size: int | None = None, **options: Any
+    run: Run,
+    *,
+    modes: Sequence[str] = (),
+    batch_size: int | None = None,
+    data_dir: "Path | None" = None,
+    go_on: bool = False,
+    **sides: Any,
 ) -> None:
     """Score what is not scored yet, activation modes besides the recipe's included.
 
-    `batch_size` overrules the recipe's. `options` are those of `evaluate.evaluate`: noise_floor,
-    data_dir, server, base_server, in_flight.
+    `batch_size` overrules the recipe's. `sides` are fields of `sides.Asked`.
     """
     from quantize.recipe import ACTIVATION_MODES
     from quantize.stages.evaluate import evaluate
+    from quantize.stages.sides import Asked
 
     settings = run.recipe.evaluation
     if batch_size is not None:
         settings = settings.model_copy(update={"batch_size": batch_size})
     digest = read_json(run.folder.manifest_json, "source.fingerprint")["source"]["fingerprint"]
-    evaluate(
+    rates = evaluate(
         run.folder,
         run.source.folder,
         digest,
         settings,
         gate=run.recipe.gate,
-        modes=[mode for mode in ACTIVATION_MODES if mode in modes],
-        device=best_device(),
-        gpu_memory=run.gpu_memory,
-        **options,
+        asked=Asked(
+            modes=[mode for mode in ACTIVATION_MODES if mode in modes],
+            device=best_device(),
+            gpu_memory=run.gpu_memory,
+            **sides,
+        ),
+        data_dir=data_dir,
+        go_on=go_on,
     )
+    run.record("evaluate", {"rates": rates})
 
 
 def _report(run: Run) -> None:
@@ -270,7 +285,7 @@ STAGES = (
         ("plan", "convert"),
         _evaluate,
         files=("evaluation",),
-        lacks=_lacks_noise_floor,
+        lacks=_lacks_samples,
     ),
     Stage(
         "report",

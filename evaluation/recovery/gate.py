@@ -50,36 +50,48 @@ class Verdict:
         return EXIT_CODES[self.outcome]
 
 
+def passes(comparison: Comparison) -> bool:
+    """Return whether one task on its own passes."""
+    return _within(comparison.p_at_least_margin, comparison)
+
+
 def judge_task(task: str, comparison: Comparison) -> Verdict:
     """Judge one task on its own."""
     seen, estimand = _seen(task, comparison), comparison.estimand
-    if _within(comparison.p_at_least_margin, comparison):
+    if passes(comparison):
         return Verdict("PASS", seen, estimand)
     if _within(comparison.p_at_most_margin, comparison):
         return Verdict("FAIL", seen, estimand)
     return Verdict("INCONCLUSIVE", f"{seen}; {_needed(comparison)}", estimand)
 
 
-def judge(comparisons: Mapping[str, Comparison]) -> Verdict:
+def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
     """Judge a run over all its tasks.
+
+    A task that is not answered yet is None. It counts in Holm's correction as one that does not fail,
+    so a failure that is certain now stays one whatever it answers.
 
     Raises:
         ValueError: there is no task, or tasks have differing estimands.
     """
-    if not comparisons:
+    if not seen:
         raise ValueError("no task was compared")
+    comparisons = {task: each for task, each in seen.items() if each is not None}
+    if not comparisons:
+        return Verdict("INCONCLUSIVE", f"{', '.join(seen)}: not asked")
     estimand = next(iter(comparisons.values())).estimand
     if odd := [task for task, c in comparisons.items() if c.estimand != estimand]:
         raise ValueError(f"{odd[0]} is not judged on {estimand}, as other tasks are")
     verdicts = {task: judge_task(task, c) for task, c in comparisons.items()}
-    adjusted = holm({task: c.p_at_most_margin for task, c in comparisons.items()})
+    adjusted = holm({task: c.p_at_most_margin if c else 1.0 for task, c in seen.items()})
     failed = [task for task, c in comparisons.items() if _within(adjusted[task], c)]
     if failed:
         return Verdict("FAIL", "; ".join(verdicts[task].reason for task in failed), estimand)
-    if all(verdict.outcome == "PASS" for verdict in verdicts.values()):
+    missing = [f"{task}: not asked" for task in seen if task not in comparisons]
+    if not missing and all(verdict.outcome == "PASS" for verdict in verdicts.values()):
         return Verdict("PASS", "; ".join(verdict.reason for verdict in verdicts.values()), estimand)
-    still_open = (_open(verdict) for verdict in verdicts.values() if verdict.outcome != "PASS")
-    return Verdict("INCONCLUSIVE", "; ".join(still_open), estimand)
+    still_open = [_open(verdict) for verdict in verdicts.values() if verdict.outcome != "PASS"]
+    return Verdict("INCONCLUSIVE", "; ".join([*still_open, *missing]), estimand)
 
 
 def out_of_reach(
@@ -124,6 +136,7 @@ def _seen(task: str, comparison: Comparison) -> str:
         f"(one-sided {comparison.confidence:.0%} bounds {bounds.low:+.2f} and {bounds.high:+.2f}), "
         f"margin {comparison.margin_pp:g} pp, "
         f"{comparison.questions} questions x {comparison.repeats}"
+        + (f", looked at {len(comparison.looks)} times" if len(comparison.looks) > 1 else "")
     )
 
 

@@ -21,12 +21,13 @@ from recovery.samples import (
     SampleStore,
     sample_seed,
 )
+from recovery.sequential import Part
 
 THINKING, END_OF_THINKING = "<|channel>", "<channel|>"
 
 
 class BlockDiffusionLM(LM):
-    """Answers one task's requests for one repeat out of `repeats`; generates all of them at once."""
+    """Answers one part of a task for one of its repeats; generates all of them at once."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class BlockDiffusionLM(LM):
         generate: Generate,
         *,
         seed: int,
-        repeats: int,
+        part: Part,
         batch_size: int,
         progress: Progress,
         keep: Callable[[str], str] = str,
@@ -44,17 +45,17 @@ class BlockDiffusionLM(LM):
         self.store = store
         self.generate = generate
         self.seed = seed
-        self.repeats = repeats
+        self.part = part
         self.run_batch_size = batch_size
         self.progress = progress
-        self.repeat = 0
+        self.repeat = part.repeats[0]
         self.requests: dict[tuple[int, int], Request] = {}  # (doc_id, repeat)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Return the answers of the current repeat, thinking removed, in the order asked."""
-        for repeat in range(self.repeats):
+        for repeat in self.part.repeats:
             for instance in requests:
-                self.requests[_doc_id(instance), repeat] = self._request(instance, repeat)
+                self.requests[self._doc_id(instance), repeat] = self._request(instance, repeat)
         self.store.complete(
             list(self.requests.values()),
             self.generate,
@@ -87,14 +88,14 @@ class BlockDiffusionLM(LM):
 
     def _answer(self, instance: Instance) -> str:
         _, options = cast(tuple[str, dict[str, Any]], instance.args)
-        text = self.completion(_doc_id(instance), self.repeat).text
+        text = self.completion(self._doc_id(instance), self.repeat).text
         return cut(text, options.get("until") or [])
 
-
-def _doc_id(instance: Instance) -> int:
-    if instance.doc_id is None:
-        raise ValueError("lm-eval made a request without a document")
-    return instance.doc_id
+    def _doc_id(self, instance: Instance) -> int:
+        """Return the document's index in the data set: lm-eval counts those that it was asked for."""
+        if instance.doc_id is None:
+            raise ValueError("lm-eval made a request without a document")
+        return self.part.questions[instance.doc_id]
 
 
 def cut(text: str, stops: Iterable[str]) -> str:

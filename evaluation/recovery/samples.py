@@ -3,10 +3,12 @@
 There is one file a task and model. Its first line says what made the samples (model, sampler,
 precision); a store that is opened for anything else refuses. Every further line is one batch:
 `{"batch": [{"key", "text", "tokens", "denoising_steps", "truncated"}, ...], "sha256": of the batch}`,
-written with one write and one fsync. After a kill the last line may be torn and is cut off, so at most
-what was in flight runs again; a whole line that is not what was written is an error. Batches are formed
-from the full list of samples, whatever is done already: a resumed run feeds the model the same batches
-as an unbroken one and ends with the same bytes.
+handed to the system with one write as it finishes: a kill loses what was in flight, nothing else. A
+thread syncs the file, so that no model waits for a disk: one sync starts when the one before has ended,
+and `complete` returns after the last, so a machine that goes down loses at most what finished during
+two syncs. A last line that is torn is cut off; a whole line that is not what was written is an error.
+Batches are formed from the full list of samples, whatever is done already: a resumed run feeds the
+model the same batches as an unbroken one and ends with the same bytes.
 
 Several processes share the batches of one task: process r of n takes every n-th batch of the full list
 and writes a file of its own beside the first one's. Whoever opens a store reads all of them, so a
@@ -19,9 +21,10 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TextIO
 
 
 @dataclass(frozen=True)
@@ -135,26 +138,29 @@ class SampleStore:
         mine = batches[self.share.rank :: self.share.processes]
         missing = [b for b in mine if any(request.key not in self.done for request in b)]
         if missing:
-            for batch, completions in progress(generate(missing), sum(map(len, missing))):
-                if len(completions) != len(batch):
-                    raise ValueError(f"{len(batch)} requests and {len(completions)} completions")
-                self._append(batch, [replace(each, text=keep(each.text)) for each in completions])
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file, _Syncing(file) as syncing:
+                for batch, completions in progress(generate(missing), sum(map(len, missing))):
+                    if len(completions) != len(batch):
+                        raise ValueError(
+                            f"{len(batch)} requests and {len(completions)} completions"
+                        )
+                    kept = [replace(each, text=keep(each.text)) for each in completions]
+                    self._append(file, batch, kept)
+                    syncing.go_on()
         self.share.wait()
         self._read_all()
         self.share.wait()  # nobody removes a file that another still reads
         if unanswered := sum(request.key not in self.done for request in ordered):
             raise ValueError(f"{unanswered} of {len(ordered)} requests were not answered")
 
-    def _append(self, batch: Batch, completions: Sequence[Completion]) -> None:
+    def _append(self, file: TextIO, batch: Batch, completions: Sequence[Completion]) -> None:
         finished = {r.key: c for r, c in zip(batch, completions, strict=True)}
         answers = [{"key": key, **asdict(c)} for key, c in finished.items()]
         line = {"batch": answers, "sha256": _sha256(answers)}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            header = "" if file.tell() else self._header
-            file.write(header + json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        header = "" if file.tell() else self._header
+        file.write(header + json.dumps(line, ensure_ascii=False) + "\n")
+        file.flush()
         self.done |= finished
 
     def _files(self) -> list[Path]:
@@ -199,3 +205,32 @@ class SampleStore:
 def _sha256(batch: Any) -> str:
     """Return the first 16 digits of a batch's sha256, as it would be read back from JSON."""
     return hashlib.sha256(json.dumps(batch, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class _Syncing:
+    """Syncs a file that grows from a thread, one sync at a time; on leaving, all of it is on disk."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._descriptor = file.fileno()
+        self._pool = ThreadPoolExecutor(1)
+        self._running: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def go_on(self) -> None:
+        """Start a sync unless one is under way.
+
+        Raises:
+            OSError: the one before failed.
+        """
+        if self._running is None or self._running.done():
+            if self._running is not None:
+                self._running.result()
+            self._running = self._pool.submit(os.fsync, self._descriptor)
+
+    def __exit__(self, *_: object) -> None:
+        with self._pool:
+            if self._running is not None:
+                self._running.result()
+            self._pool.submit(os.fsync, self._descriptor).result()

@@ -1,4 +1,4 @@
-"""Scores one task on one model with our YAML and lm-eval's harness, in one pass a repeat.
+"""Score one task on one model, part by part: our YAML, lm-eval's harness, one pass a repeat.
 
 lm-eval's own `repeats` scores the first answer only (take_first), so each repeat is scored by a pass
 of its own over the stored answers; generation happens in the first. The result is one row a document
@@ -12,8 +12,9 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from recovery.samples import (
     Request,
     SampleStore,
 )
+from recovery.sequential import Answer, Part
 
 READERS = {".jsonl": "json", ".csv": "csv"}  # suffix of a local data set -> its reader
 FEWSHOT_SEED = 1234  # lm-eval's default, which orders a task's examples
@@ -89,8 +91,30 @@ class Scoring:
         """Return document -> its scores in the order of repeats."""
         scores: dict[str, list[float]] = {}
         for row in self.rows:
-            scores.setdefault(f"{row.doc_id}-{row.doc_hash}", []).append(row.score)
+            scores.setdefault(self.names[row.doc_id], []).append(row.score)
         return scores
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """Index of a document in its data set -> what it is called in comparisons."""
+        return {row.doc_id: f"{row.doc_id}-{row.doc_hash}" for row in self.rows}
+
+    @property
+    def answered(self) -> set[Answer]:
+        """Which answers it has."""
+        return {(row.doc_id, row.repeat) for row in self.rows}
+
+    def only(self, answers: Set[Answer]) -> "Scoring":
+        """Return the scoring of some of its answers."""
+        return self._of([row for row in self.rows if (row.doc_id, row.repeat) in answers])
+
+    def and_more(self, other: "Scoring") -> "Scoring":
+        """Return the scoring with another part of the same task on the same model."""
+        rows = sorted([*self.rows, *other.rows], key=lambda row: (row.doc_id, row.repeat))
+        return self._of(rows)
+
+    def _of(self, rows: list[Row]) -> "Scoring":
+        return replace(self, rows=rows, conditions=self.conditions | _asked(rows))
 
 
 def local_data(task: str, folder: Path) -> Path | None:
@@ -103,27 +127,25 @@ def score(
     task: str,
     store: SampleStore,
     generate: Generate,
+    part: Part,
     *,
     data_file: Path | None,
     definition: Definition | None = None,
-    limit: int | None,
-    repeats: int,
     seed: int,
     batch_size: int,
     sampler: Mapping[str, Any],
     progress: Progress,
 ) -> Scoring | None:
-    """Score `task`; of processes that share the work only the first scores, others return None.
+    """Score part of `task`; of processes that share the work the first does, the others return None.
 
     Args:
         task: one of `known_tasks()`, or the name of `definition`.
         store: where finished samples are kept; a resumed run passes the same.
         generate: answers batches of requests.
+        part: which documents and repeats.
         data_file: a local .jsonl or .csv in place of the data set that the task names on the Hub.
         definition: a task of the recipe's own (`recovery.own`).
-        limit: number of documents, from the first on; None for all.
-        repeats: samples a document.
-        seed: the run's seed, equal for the models that are compared.
+        seed: of the run; equal for the models that are compared.
         batch_size: requests a batch.
         sampler: the sampler's settings, as a condition of the comparison.
         progress: wraps the batches to show how far they are.
@@ -136,28 +158,28 @@ def score(
     rows: list[Row] = []
     conditions: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        manager = _manager(task, definition, data_file, Path(folder))
+        loaded = _loaded(task, definition, data_file, Path(folder))
         model = BlockDiffusionLM(
             store,
             generate,
             seed=seed,
-            repeats=repeats,
+            part=part,
             batch_size=batch_size,
             progress=progress,
             keep=_letter if is_private(task) else str,
         )
-        for model.repeat in range(repeats):
-            results = _evaluate(model, task, manager, limit)
+        for model.repeat in part.repeats:
+            results = _evaluate(model, task, loaded, part.questions)
             if results is None or store.share.rank > 0:
                 continue
             rows += _rows(results["samples"][task], model)
-            conditions = _conditions(task, results, limit, repeats, seed, sampler, rows)
+            conditions = _conditions(task, results, seed, sampler)
     if store.share.rank > 0:
         return None
     if not rows:
         raise ValueError(f"task {task!r} has no documents")
     rows.sort(key=lambda row: (row.doc_id, row.repeat))
-    return Scoring(task, rows, conditions, store.made_with)
+    return Scoring(task, rows, conditions | _asked(rows), store.made_with)
 
 
 def first_requests(
@@ -165,10 +187,10 @@ def first_requests(
     *,
     data_file: Path | None,
     definition: Definition | None = None,
-    limit: int | None,
+    questions: Sequence[int],
     seed: int,
 ) -> list[Request]:
-    """Return the requests of `score`'s first repeat, by document, without asking a model."""
+    """Return what `score` asks of some documents in the first repeat, asking nobody."""
     with tempfile.TemporaryDirectory() as folder:
 
         def note(batches: Sequence[Batch]) -> Iterator[Finished]:
@@ -179,12 +201,11 @@ def first_requests(
             SampleStore(Path(folder) / "unanswered.jsonl", {}),
             note,
             seed=seed,
-            repeats=1,
+            part=Part(questions, range(1)),
             batch_size=1 << 20,
             progress=lambda finished, _: finished,
         )
-        manager = _manager(task, definition, data_file, Path(folder))
-        _evaluate(model, task, manager, limit)
+        _evaluate(model, task, _loaded(task, definition, data_file, Path(folder)), questions)
         return [model.requests[key] for key in sorted(model.requests)]
 
 
@@ -198,8 +219,7 @@ def size(
     """
     try:
         with tempfile.TemporaryDirectory() as folder:
-            loaded: Any = _manager(task, definition, data_file, Path(folder)).load([task])
-            found = loaded["tasks"][task]
+            found = _loaded(task, definition, data_file, Path(folder))["tasks"][task]
             limit = int(found.config.generation_kwargs["max_gen_toks"])
             return len(list(found.eval_docs)), limit
     except Exception as error:  # datasets and its readers raise a dozen unrelated types
@@ -241,22 +261,33 @@ def _manager(
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 
+def _loaded(
+    task: str, definition: Definition | None, data_file: Path | None, folder: Path
+) -> dict[str, Any]:
+    """Load a task and its data set, as lm-eval's `simple_evaluate` does before it evaluates."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    loaded: Any = _manager(task, definition, data_file, folder).load([task])
+    asked = loaded["tasks"][task]
+    asked.set_config(key="num_fewshot", value=asked.get_config("num_fewshot") or 0)
+    asked.set_fewshot_seed(seed=FEWSHOT_SEED)
+    return loaded
+
+
 def _evaluate(
-    model: BlockDiffusionLM, task: str, manager: TaskManager, limit: int | None
+    model: BlockDiffusionLM, task: str, loaded: dict[str, Any], questions: Sequence[int]
 ) -> dict[str, Any] | None:
     """Return lm-eval's results, None in processes of torchrun other than the first.
 
     This is `simple_evaluate` without its report on the machine, which takes a second a call and asks
     git, which complains on stderr where there is no checkout.
     """
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    loaded: Any = manager.load([task])
-    asked = loaded["tasks"][task]
-    asked.set_config(key="num_fewshot", value=asked.get_config("num_fewshot") or 0)
-    asked.set_fewshot_seed(seed=FEWSHOT_SEED)
     run: Any = evaluate  # its decorator hides the signature from type checkers
     results: dict[str, Any] | None = run(
-        lm=model, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=True
+        lm=model,
+        task_dict=loaded,
+        samples={task: list(questions)},
+        bootstrap_iters=0,
+        log_samples=True,
     )
     return results if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
 
@@ -287,26 +318,25 @@ def _rows(samples: list[dict[str, Any]], model: BlockDiffusionLM) -> list[Row]:
 
 
 def _conditions(
-    task: str,
-    results: dict[str, Any],
-    limit: int | None,
-    repeats: int,
-    seed: int,
-    sampler: Mapping[str, Any],
-    rows: list[Row],
+    task: str, results: dict[str, Any], seed: int, sampler: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what must be equal on both sides for their scores to be compared."""
+    """Return what must be equal on both sides for their scores to be compared, answers apart."""
     config = results["configs"][task]
     return {
         "task": task,
         "task_version": results["versions"][task],
         "lm_eval": version("lm-eval"),
         "generation": json.loads(json.dumps(config["generation_kwargs"], default=str)),
-        "limit": limit,
-        "repeats": repeats,
         "seed": seed,
         "sampler": dict(sampler),
-        "documents": [row.doc_hash for row in rows if row.repeat == 0],
-        "prompts": [row.prompt_hash for row in rows if row.repeat == 0],
+    }
+
+
+def _asked(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the documents, prompts and seeds of some rows: a condition of their comparison, too."""
+    first = {row.doc_id: row for row in reversed(rows)}
+    return {
+        "documents": [first[doc].doc_hash for doc in sorted(first)],
+        "prompts": [first[doc].prompt_hash for doc in sorted(first)],
         "seeds": [row.seed for row in rows],
     }

@@ -15,7 +15,8 @@ alpha of their own to spend.
 Information is that of the estimand: repeats of all questions for these questions, where each repeat
 adds the same; questions for such questions, all their repeats at once and in a seeded random order,
 of which any first part is a sample like the whole. With one answer a question both go over
-questions.
+questions. How much was planned (`Plan`) is noted with the scores before the first of them is asked:
+looks are read off what is answered, so nobody can choose them afterwards.
 
 The sequential p-value is the least alpha whose levels are crossed by one of the looks so far (Liu
 and Anderson 2008): it replaces the p-value in the verdict, Holm's correction over tasks included,
@@ -24,21 +25,25 @@ and never grows with further looks.
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import takewhile
 
 import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
 from recovery.estimands import Estimand, Floats
-from recovery.gate import judge
+from recovery.gate import judge, passes
 from recovery.statistics import Comparison, Scores, compare
 
 # Fractions of the units. Nothing is decided before 0.3; an undamaged run is mostly at 0.4 or 0.5.
 FRACTIONS = (0.3, 0.4, 0.5, 0.7, 1.0)
 POINTS = 400  # points of the grid; with twice as many the levels move by less than 1e-5
+
+
+Answer = tuple[int, int]  # index of a question in its data set, and of the repeat
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,75 @@ class Look:
     questions: int
     repeats: int
     fraction: float  # share of the information of the whole run
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one look adds to those before: questions in ascending order, and repeats of each."""
+
+    questions: Sequence[int]
+    repeats: range
+
+    @property
+    def answers(self) -> set[Answer]:
+        """All answers of the part."""
+        return {(question, repeat) for question in self.questions for repeat in self.repeats}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run asks of one task at most, fixed before the first answer.
+
+    Attributes:
+        estimand: what is judged, and so the unit that looks add; None for no looks on the way.
+        questions: the first so many of the data set.
+        repeats: answers to each.
+        seed: of the order in which looks take questions.
+    """
+
+    estimand: Estimand | None
+    questions: int
+    repeats: int
+    seed: int
+
+    @property
+    def looks(self) -> list[Look]:
+        """When the run is looked at: five times at most."""
+        if self.estimand is None:
+            return [Look(self.questions, self.repeats, 1.0)]
+        return plan_looks(self.estimand, self.questions, self.repeats)
+
+    @property
+    def order(self) -> list[int]:
+        """The questions in the order in which looks take them."""
+        return in_random_order(self.questions, self.seed)
+
+    @property
+    def parts(self) -> list[Part]:
+        """What each look adds to the ones before."""
+        found: list[Part] = []
+        before = Look(0, 0, 0.0)
+        for look in self.looks:
+            if look.repeats > before.repeats > 0:  # all questions again
+                added, repeats = self.order, range(before.repeats, look.repeats)
+            else:
+                added = self.order[before.questions : look.questions]
+                repeats = range(look.repeats)
+            found.append(Part(sorted(added), repeats))
+            before = look
+        return found
+
+    def taken(self, *answered: Set[Answer]) -> list[Look]:
+        """Return the looks, from the first on, whose answers are there on every side."""
+        whole = takewhile(lambda pair: all(pair[1].answers <= a for a in answered), self._pairs())
+        return [look for look, _ in whole]
+
+    def until(self, look: Look) -> set[Answer]:
+        """Return all answers that a look has."""
+        return {(q, r) for q in self.order[: look.questions] for r in range(look.repeats)}
+
+    def _pairs(self) -> list[tuple[Look, Part]]:
+        return list(zip(self.looks, self.parts, strict=True))
 
 
 def plan_looks(estimand: Estimand, questions: int, repeats: int) -> list[Look]:
@@ -61,9 +135,14 @@ def plan_looks(estimand: Estimand, questions: int, repeats: int) -> list[Look]:
     ]
 
 
-def in_random_order(names: Sequence[str], seed: int) -> list[str]:
-    """Return questions in the order in which looks take them, which names and seed alone set."""
-    return sorted(names, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
+def in_random_order(questions: int, seed: int) -> list[int]:
+    """Return the indices of so many questions in an order of the seed alone.
+
+    Of more questions under the same seed these come in the same order.
+    """
+    return sorted(
+        range(questions), key=lambda index: hashlib.sha256(f"{seed}:{index}".encode()).digest()
+    )
 
 
 def spent(fraction: float, alpha: float) -> float:
@@ -133,7 +212,7 @@ def compare_at_looks(
     quantized: Scores,
     looks: Sequence[Look],
     *,
-    seed: int,
+    order: Sequence[str],
     estimand: Estimand,
     margin_pp: float,
     confidence: float = 0.95,
@@ -143,13 +222,12 @@ def compare_at_looks(
     Args:
         base: question -> its scores, of at least as many questions and repeats as the last look has.
         quantized: the same for the quantized model.
-        looks: looks taken, from the first on; `plan_looks` made them.
-        seed: seed of the order of questions.
+        looks: those that were taken, from the first on; `plan_looks` made them.
+        order: the questions in the order in which looks take them.
         estimand: what is judged.
         margin_pp: allowed loss in percentage points.
         confidence: 1 - alpha.
     """
-    order = in_random_order(list(base), seed)
 
     def seen(scores: Scores, look: Look) -> Scores:
         return {name: scores[name][: look.repeats] for name in order[: look.questions]}
@@ -190,15 +268,8 @@ def still_open(seen: Mapping[str, Comparison | None]) -> list[str]:
     """Return the tasks to go on with, none once the run's verdict is certain.
 
     Args:
-        seen: comparison of every task of the gate at the last look, None before the first. A task
-            without one counts in Holm's correction as one that does not fail.
+        seen: every task of the gate -> its comparison at the last look, None before the first.
     """
-    compared = {task: comparison for task, comparison in seen.items() if comparison is not None}
-    if not compared:
-        return list(seen)
-    some = next(iter(compared.values()))
-    unseen = replace(some, p_at_least_margin=1.0, p_at_most_margin=1.0)
-    if judge({task: comparison or unseen for task, comparison in seen.items()}).outcome == "FAIL":
+    if judge(seen).outcome == "FAIL":
         return []
-    alone = {task: judge({task: comparison}).outcome for task, comparison in compared.items()}
-    return [task for task in seen if alone.get(task) != "PASS"]
+    return [task for task, each in seen.items() if each is None or not passes(each)]

@@ -3,9 +3,10 @@
     POST URL/v1/chat/completions {model, messages, seed, max_tokens, chat_template_kwargs}
 
 The chat template and the sampler are the server's; ours are the prompt, the seed and the token limit.
-A server that is busy (429), broken for the moment (5xx) or unreachable is asked again, after the time
-in `Retry-After` or 0.5, 1, 2, ... s; any other refusal ends the run with the server's own words.
-Several requests are in flight at once, and each answer is stored when it is finished.
+A server that is busy (429), broken for the moment (5xx) or unreachable is asked again, after what
+`Retry-After` says or 0.5, 1, 2, ... s; any other refusal ends the run with the server's own words.
+Several requests are in flight at once, at several servers of one model if there are, and each is stored
+when it is finished.
 
 A server of block diffusion must encode a finished canvas as plain embeddings; one that does names it in
 a header of its responses (`COMMIT_PASS`). vLLM 0.24 to 0.33 does not, unless a plugin repairs it.
@@ -16,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from http.client import HTTPException
 from itertools import islice
 from typing import Any
@@ -37,9 +38,8 @@ class Server:
     """Answers requests through a server.
 
     Args:
-        url: the server's address, with or without /v1.
-        model: the server's name of the model; None for its first. `about` is its entry there.
-        in_flight: requests at once.
+        url: of the server, with or without /v1.
+        model: its name there; the first that the server lists when None. `about` is its entry there.
         api_key: sent as a bearer token, when there is one.
         timeout: seconds for one answer.
         attempts: how many times one request is sent at most.
@@ -57,14 +57,12 @@ class Server:
         url: str,
         *,
         model: str | None = None,
-        in_flight: int = 8,
         api_key: str | None = None,
         timeout: float = 3600,
         attempts: int = 10,
         first_wait: float = 0.5,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self.in_flight = in_flight
         self.timeout = timeout
         self.attempts = attempts
         self.first_wait = first_wait
@@ -75,21 +73,8 @@ class Server:
         self.about = self._listed(model)
         self.model = str(self.about["id"])
 
-    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        """Yield each batch when all of it is answered; with batches of one a kill loses least.
-
-        The next batch is asked for when a finished one has been taken, and so stored: a kill loses
-        `in_flight` batches at most, however slow the store is.
-        """
-        waiting = iter(batches)
-        with ThreadPoolExecutor(self.in_flight) as pool:
-            running = {pool.submit(self._batch, b): b for b in islice(waiting, self.in_flight)}
-            while running:
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(future), future.result()
-                    running |= {pool.submit(self._batch, b): b for b in islice(waiting, 1)}
-
-    def _batch(self, batch: Batch) -> list[Completion]:
+    def answer(self, batch: Batch) -> list[Completion]:
+        """Answer the requests of a batch one after the other."""
         return [self._answer(request) for request in batch]
 
     def _answer(self, request: Request) -> Completion:
@@ -146,6 +131,47 @@ class Server:
             except (OSError, HTTPException, json.JSONDecodeError) as error:
                 last, pause = f"{type(error).__name__}: {error}", self.first_wait * 2**attempt
         raise ServerError(f"{self.url}/{path}: gave up after {self.attempts} attempts; last {last}")
+
+
+class Servers:
+    """Several servers of one model; a request goes to whichever is free.
+
+    Args:
+        urls: of the servers.
+        in_flight: requests to each at once.
+        settings: those of `Server`.
+
+    Raises:
+        ServerError: one of the servers cannot be reached.
+    """
+
+    def __init__(self, urls: Sequence[str], *, in_flight: int = 8, **settings: Any) -> None:
+        self.all = [Server(url, **settings) for url in urls]
+        self.in_flight = in_flight
+
+    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+        """Yield each batch when all of it is answered; give batches of one to lose nothing.
+
+        The next batch is asked for when a finished one has been taken, and so stored: a kill loses
+        `in_flight` batches a server at most, however slow the store is.
+        """
+        waiting = iter(batches)
+        free = [server for _ in range(self.in_flight) for server in self.all]
+        running: dict[Future[list[Completion]], tuple[Batch, Server]] = {}
+        with ThreadPoolExecutor(len(free)) as pool:
+
+            def ask() -> None:
+                for batch in islice(waiting, len(free)):
+                    server = free.pop(0)
+                    running[pool.submit(server.answer, batch)] = batch, server
+
+            ask()
+            while running:
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    batch, server = running.pop(future)
+                    yield batch, future.result()
+                    free.append(server)
+                    ask()
 
 
 def _retry_after(error: urllib.error.HTTPError) -> float | None:

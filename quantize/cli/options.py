@@ -34,16 +34,24 @@ def scoring_options(command: click.decorators.FC) -> click.decorators.FC:
     for option in (
         click.option(
             "--in-flight", type=click.IntRange(min=1), default=8, show_default=True,
-            help="Requests to a server at once.",
+            help="Requests to each server at once.",
         ),
         click.option("--base-server-revision", help="The same of the one with the BF16 model."),
         click.option(
             "--server-revision",
             help="What the server serves, where it does not tell a fingerprint.",
         ),
-        click.option("--base-server", help="URL of one with the BF16 model."),
         click.option(
-            "--server", help="URL of an OpenAI-compatible server with the quantized model."
+            "--base-server", "base_servers", multiple=True, help="URL of one with the BF16 model."
+        ),
+        click.option(
+            "--server", "servers", multiple=True,
+            help="URL of an OpenAI-compatible server with the quantized model; repeat it for more of "
+            "them, which share the requests.",
+        ),
+        click.option(
+            "--all", "go_on", is_flag=True,
+            help="Ask every sample that the recipe plans, although the verdict is certain before.",
         ),
         click.option(
             "--batch-size", type=click.IntRange(min=1),

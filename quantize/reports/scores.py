@@ -11,6 +11,7 @@ from typing import Any
 from recovery.estimands import Estimand
 from recovery.gate import Verdict, not_comparable
 from recovery.scoring import Row, Scoring
+from recovery.sequential import Look, Plan, compare_at_looks
 from recovery.statistics import Comparison, compare
 from recovery.steps import StepInflation, share_at, step_inflation
 
@@ -29,6 +30,9 @@ def pair(
 ) -> tuple[dict[str, Any], Comparison | None]:
     """Compare two scorings of a task, as an entry of report.json and as figures for the gate.
 
+    Where looks were planned, as many answers are compared as the last look has that both sides
+    completed, and on the estimand for which they were planned the p-values are sequential.
+
     Args:
         base: what `bf16_counts` describes.
         other: what `quantized_counts` describes.
@@ -37,28 +41,18 @@ def pair(
         confidence: of the intervals.
         other_seed: whether the two must have different seeds (the noise floor).
     """
-    ignored = {"seed", "seeds"} if other_seed else set[str]()
-    ours, theirs = (
-        {key: value for key, value in side.conditions.items() if key not in ignored}
-        for side in (base, other)
-    )
-    made = (
-        {key: value for key, value in side.made_with.items() if key not in ignored | {"model"}}
-        for side in (base, other)
-    )
-    differs = not_comparable(ours, theirs) or not_comparable(*made)
-    if other_seed and _share_a_seed(base, other):
-        differs = Verdict(
-            "NOT COMPARABLE", "both sides have the same seed: no noise is between them"
-        )
+    planned = base.made_with.get("planned")
+    plan = None if planned is None else Plan(**planned)
+    looks = plan.taken(base.answered, other.answered) if plan else []
+    if plan and looks:
+        base, other = (side.only(plan.until(looks[-1])) for side in (base, other))
+    differs = _differs(base, other, other_seed=other_seed)
+    if differs is None and plan and not looks:
+        differs = Verdict("NOT COMPARABLE", "no look is complete on both sides")
     comparison = None
     if differs is None:
-        comparison = compare(
-            base.by_question(),
-            other.by_question(),
-            estimand=estimand,
-            margin_pp=margin_pp,
-            confidence=confidence,
+        comparison = _compare(
+            base, other, plan, looks, estimand=estimand, margin_pp=margin_pp, confidence=confidence
         )
     entry = {
         "not_comparable": differs.reason if differs else None,
@@ -95,6 +89,33 @@ def _steps(base: Scoring, other: Scoring, confidence: float) -> StepInflation | 
         for side in sides
     )
     return step_inflation(costs[0], costs[1], (ours, theirs), confidence=confidence)
+
+
+def _compare(
+    base: Scoring, other: Scoring, plan: Plan | None, looks: Sequence[Look], **settings: Any
+) -> Comparison:
+    scores = base.by_question(), other.by_question()
+    if plan is None or plan.estimand != settings["estimand"] or len(plan.looks) == 1:
+        return compare(*scores, **settings)
+    names = base.names
+    order = [names[question] for question in plan.order if question in names]
+    return compare_at_looks(*scores, looks, order=order, **settings)
+
+
+def _differs(base: Scoring, other: Scoring, *, other_seed: bool) -> Verdict | None:
+    """Return why two scorings cannot be compared, None where they can."""
+    ignored = {"seed", "seeds"} if other_seed else set[str]()
+    ours, theirs = (
+        {key: value for key, value in side.conditions.items() if key not in ignored}
+        for side in (base, other)
+    )
+    made = (
+        {key: value for key, value in side.made_with.items() if key not in ignored | {"model"}}
+        for side in (base, other)
+    )
+    if other_seed and _share_a_seed(base, other):
+        return Verdict("NOT COMPARABLE", "both sides have the same seed: no noise is between them")
+    return not_comparable(ours, theirs) or not_comparable(*made)
 
 
 def _share_a_seed(base: Scoring, other: Scoring) -> bool:

@@ -11,6 +11,7 @@ compute; else float32 on a CPU (the BF16 model too: its weights are BF16 values)
 
 import gc
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,10 +21,10 @@ import torch
 from recovery.samples import Batch, Completion, Finished, Request
 
 from quantize.checkpoints.reader import Checkpoint
-from quantize.errors import InputError
+from quantize.errors import InputError, ResourceError
 from quantize.manifest import package_versions, tokenizer_digest
-from quantize.recipe import ActivationMode
-from quantize.runtime import Sample, Sampler, StepRecord, generate, open
+from quantize.recipe import AT_ONCE, ActivationMode
+from quantize.runtime import Sample, Sampler, StepRecord, generate, open, placed
 from quantize.runtime.batch import ended
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Engine, each_completed
@@ -43,14 +44,21 @@ class Answerer:
         sampler: of both models that are compared.
         device: where the model runs.
         dtype: name of the dtype it computes in, None for the device's own.
-        capacity: samples that are denoised together.
+        capacity: samples that are denoised together, at most; None for `recipe.AT_ONCE` of the engine.
         kind: of its engine, None for the device's own.
         gpu_memory: bytes of a GPU that may be used, None for what is free.
+        context: positions that the longest prompt and answer may take, where that is known.
 
     Attributes:
         one_by_one: whether samples depend on their requests alone, so that any may be asked for.
+        batch_size: requests that are answered as one batch: 1 where samples depend on nothing else.
+        capacity: samples that are denoised together: fewer than asked for where they do not fit.
         made_with: what they depend on besides.
         announce: told of samples and tokens that are made before their batch is finished.
+        loading_seconds: how long the model has taken to load so far.
+
+    Raises:
+        ResourceError: not one sample fits the GPU.
     """
 
     def __init__(
@@ -61,17 +69,25 @@ class Answerer:
         sampler: Sampler,
         device: str,
         dtype: str | None = None,
-        capacity: int = 64,
+        capacity: int | None = None,
         kind: Kind | None = None,
         gpu_memory: float | None = None,
+        context: int | None = None,
     ) -> None:
         asked: torch.dtype | None = getattr(torch, dtype) if dtype else None
         self.kind: Kind = kind or default_kind(device, asked)
         self.one_by_one = self.kind == "fused"
         own = torch.float32 if device == "cpu" and not self.one_by_one else torch.bfloat16
         self.dtype = asked or own
-        self.folder, self.device, self.capacity = folder, device, capacity
+        self.folder, self.device, self.gpu_memory = folder, device, gpu_memory
         self.activations: ActivationMode = activations
+        self.capacity, self._context = capacity or AT_ONCE[self.kind], context
+        self._resident: int | None = None
+        model: dict[str, Any] = {"weights": digest, "activations": activations}
+        if self.one_by_one:
+            self._place()
+            model["capacity"] = self.capacity  # passes have the shape of a full engine
+        self.batch_size = 1 if self.one_by_one else self.capacity
         self.sampler = sampler
         self.tokenizer = load_tokenizer(folder)
         self.sampler_settings: dict[str, Any] = asdict(sampler) | {
@@ -81,7 +97,8 @@ class Answerer:
         }
         # Everything that can change an answer; what is not of the model is equal on both sides.
         self.made_with: dict[str, Any] = {
-            "model": {"weights": digest, "activations": activations},
+            "model": model,
+            "batch_size": self.batch_size,
             "tokenizer": tokenizer_digest(folder),
             "sampler": self.sampler_settings,
             "dtype": str(self.dtype),
@@ -91,29 +108,51 @@ class Answerer:
             "threads": torch.get_num_threads() if device == "cpu" else None,
             "versions": package_versions(),
         }
-        self.gpu_memory = gpu_memory
-        self.announce: Callable[[int, int], object] = lambda samples, tokens: None
+        self.announce: Callable[[int, int], None] = lambda samples, tokens: None
+        self.loading_seconds = 0.0
         self._engine: Engine | None = None
+
+    def _place(self) -> None:
+        """Plan the GPU's memory: how many samples and layers stay there; no weights are read."""
+        self.capacity, (self._resident,) = placed(
+            [self.folder], self.device, capacity=self.capacity, max_context=self._context,
+            gpu_memory=self.gpu_memory,
+        )  # fmt: skip
 
     def engine(self, context: int) -> Engine:
         """Return the engine, loaded when it is first needed, with room for `context` positions.
 
-        A finished task needs none; a task of longer answers than those before loads it again.
+        Raises:
+            ResourceError: so long a context leaves room for fewer samples at once than was planned.
         """
         if self._engine is None or self._engine.max_length < context:
             self.release()
-            self._engine = open(
-                self.folder,
-                device=self.device,
-                activations=self.activations,
-                capacity=self.capacity,
-                max_context=context if self.one_by_one else None,
-                batch_invariant=self.one_by_one,
-                dtype=self.dtype,
-                kind=self.kind,
-                gpu_memory=self.gpu_memory,
-            )
+            began = time.monotonic()
+            self._engine = self._open(max(context, self._context or 0))
+            self.loading_seconds += time.monotonic() - began
         return self._engine
+
+    def _open(self, context: int) -> Engine:
+        if self.one_by_one and context != self._context:
+            planned, self._context = self.capacity, context
+            self._place()
+            if self.capacity < planned:
+                raise ResourceError(
+                    f"{self.folder}: {context:,} positions leave room for {self.capacity} samples at "
+                    f"once, {planned} were planned; --batch-size {self.capacity} plans for so many"
+                )
+        return open(
+            self.folder,
+            device=self.device,
+            activations=self.activations,
+            capacity=self.capacity,
+            max_context=context if self.one_by_one else None,
+            batch_invariant=self.one_by_one,
+            dtype=self.dtype,
+            kind=self.kind,
+            resident=self._resident,
+            gpu_memory=self.gpu_memory,
+        )
 
     def release(self) -> None:
         """Give the model's memory back, until it is asked again."""
@@ -190,8 +229,6 @@ class Answerer:
                 samples[row]["steps"].append(step | {"accepted": _joined(accepted, "")})
 
         prompts, engine, budget = self._ready(requests)
-        if engine.capacity < len(requests):
-            return self.record(requests[: engine.capacity])
         made = generate(
             engine,
             prompts,
@@ -221,7 +258,8 @@ class ExportedAnswerer:
         InputError: the file was made from another checkpoint, or there is no such program.
     """
 
-    one_by_one = True
+    batch_size = 1
+    loading_seconds = 0.0
 
     def __init__(
         self, folder: Path, digest: str, file: Path, program: Path, base: Answerer

@@ -1,131 +1,77 @@
-"""Score BF16 and quantized alike: same harness, prompts, seeds and sampler.
+"""Score BF16 and quantized alike: same harness, prompts, seeds and sampler, until a verdict is certain.
 
-Sides, each a folder of `evaluation/`:
+Tasks come one after the other, the cheapest first. Each is asked in at most five parts, and after each
+part both sides are compared (`recovery.sequential`): a task that passes is asked no further, a run that
+fails ends. What was planned is a condition of every score, noted before the first answer. Sides that
+are not judged (`sides`) are asked as much as the judged ones were.
 
-    bf16                 the base
-    quantized            what the gate judges, activations rounded as the recipe says
-    quantized-<mode>     further ways to round activations, when asked for
-    quantized-gguf       the GGUF file that was exported of it, in llama.cpp, when given
-    bf16-again           BF16 with a second seed: the noise floor, when asked for
+A part is done on a side when the side's rows have its answers and its conditions file names the model
+and settings of this run. Finished samples are kept beside the rows until all that was planned is there.
+BF16 scores do not depend on the recipe, so runs share their samples in `.bf16/` beside the runs, under
+a hash of everything they depend on. A model is loaded when it is first asked, and released when the
+other one's turn comes; the one that is there goes first.
 
-Either model may sit behind an OpenAI-compatible server instead of in this process. A task is done on
-a side when its conditions file names the model and settings of this run; finished samples of an
-unfinished task are kept beside it. BF16 scores do not depend on the recipe, so runs share their
-samples in `.bf16/` beside the runs, under a hash of everything they depend on.
-
-Under `torchrun --nproc-per-node N` the processes share each task's batches, one GPU each where there
+Under `torchrun --nproc-per-node N` the processes share each part's batches, one GPU each where there
 are GPUs (recovery.samples.Share); every batch is what one process would have made of it, so the scores
-are the same. The first process writes what they have found.
+are the same. The first process writes what they have found, and decides for all.
 """
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from recovery.gate import out_of_reach
+from recovery.gate import judge, out_of_reach
 from recovery.own import Definition
-from recovery.samples import Batch, Finished, SampleStore, Share
+from recovery.samples import Finished, SampleStore, Share
 from recovery.scoring import Scoring, local_data, score, size
-from recovery.served import Server, ServerError
+from recovery.sequential import Plan, still_open
+from recovery.served import ServerError
+from recovery.statistics import Comparison
 
 from quantize.bundled import HELDOUT
-from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.locks import locked
-from quantize.manifest import fingerprint, package_versions
 from quantize.processes import Processes, joined
 from quantize.progress import metered, say
-from quantize.recipe import ActivationMode, Evaluation, Gate
+from quantize.recipe import Evaluation, Gate
+from quantize.reports.scores import pair, read_scoring
 from quantize.run_dir import RunDir, read_json, write_json, write_text
-from quantize.runtime import Sampler
-from quantize.stages.answerer import Answerer, ExportedAnswerer
+from quantize.stages.answerer import Answerer
 from quantize.stages.recording import leave_questions, record_differing
+from quantize.stages.sides import BF16, QUANTIZED, Asked, Backend, Side, open_sides, warn_of_servers
 
-BF16, BF16_AGAIN, QUANTIZED = "bf16", "bf16-again", "quantized"
-EXPORTED = "quantized-gguf"
 BUNDLED_TASKS = ("word_problems", "word_problems_thinking")
+QUESTION_TOKENS = 1024  # room for a prompt; a longer one is made room for when it comes
 
 
-class Backend(Protocol):
-    """A model that answers batches, and what its samples depend on."""
+@dataclass(frozen=True)
+class Task:
+    """One task: its local data, how much of it is planned, and the longest answer in tokens.
 
-    sampler_settings: dict[str, Any]
-    made_with: dict[str, Any]
-    one_by_one: bool  # whether samples are asked for on their own, not in fixed batches
-
-    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        """Yield each batch as it is finished."""
-        ...
-
-    def release(self) -> None:
-        """Give the model's memory back: its jobs are done."""
-        ...
-
-
-class ServedModel:
-    """A model behind a server.
-
-    Args:
-        url: of the server.
-        in_flight: requests at once.
-        digest: fingerprint of the checkpoint that it should serve.
-        revision: what the user says that it serves, for a server that tells no fingerprint.
-
-    Raises:
-        InputError: it serves something else, or nobody says what.
+    `own` defines a task of the recipe's own, and `digest` is over everything that it is.
     """
 
-    one_by_one = True
-
-    def __init__(self, url: str, in_flight: int, digest: str, revision: str | None) -> None:
-        self.server = Server(url, in_flight=in_flight, api_key=os.environ.get("OPENAI_API_KEY"))
-        # Its template, sampler and precision are the server's own; both sides must be served then.
-        self.sampler_settings: dict[str, Any] = {"sampler": "the server's"}
-        weights = self.server.about.get("fingerprint")
-        if weights is None and revision is None:
-            raise InputError(
-                f"{url}: this server does not say which weights it serves; name them with "
-                f"--server-revision and --base-server-revision"
-            )
-        if weights not in (digest, None):
-            raise InputError(f"{url}: serves other weights ({weights}) than the run's ({digest})")
-        model = {"served": self.server.model, "weights": weights, "revision": revision}
-        model["activations"] = self.server.about.get("activations")
-        self.made_with: dict[str, Any] = {"model": model, "versions": package_versions()}
-
-    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        """Ask for every sample on its own, several at a time."""
-        return self.server(batches)
-
-    def release(self) -> None:
-        """Do nothing: the server stays."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """One thing that is scored: the folder of its scores, its model, the seed of its noise."""
-
     name: str
-    backend: Backend
-    seed: int
-
-
-@dataclass(frozen=True)
-class Job:
-    """One task on one side that is not scored yet, and how many samples it takes."""
-
-    side: Side
-    task: str
-    data_file: Path | None
-    made_with: dict[str, Any]
-    samples: int
+    data: Path | None
+    plan: Plan
     token_limit: int
-    definition: Definition | None = None
+    own: Definition | None = None
+    digest: str | None = None
+
+    @property
+    def samples(self) -> int:
+        """Answers that are planned a side."""
+        return self.plan.questions * self.plan.repeats
+
+    @property
+    def cost(self) -> int:
+        """Tokens that all of it takes at most on one side."""
+        return self.samples * self.token_limit
 
 
 def evaluate(
@@ -135,126 +81,72 @@ def evaluate(
     settings: Evaluation,
     *,
     gate: Gate | None = None,
-    modes: Sequence[ActivationMode] = (),
-    noise_floor: bool = False,
+    asked: Asked | None = None,
     data_dir: Path | None = None,
-    server: str | None = None,
-    base_server: str | None = None,
-    server_revision: str | None = None,
-    base_server_revision: str | None = None,
-    in_flight: int = 8,
-    gguf: Path | None = None,
-    llama_cpp: Path | None = None,
-    device: str = "cpu",
-    gpu_memory: float | None = None,
-) -> None:
-    """Score every task of the recipe on every side; write evaluation/<side>/<task>.jsonl.
+    go_on: bool = False,
+) -> dict[str, Any]:
+    """Score the recipe's tasks on every side; write evaluation/<side>/<task>.jsonl.
 
     Args:
         run: where the quantized checkpoint is and the scores go.
         source: folder of the BF16 checkpoint.
         digest: its fingerprint.
         settings: tasks, limits, repeats, seed.
-        gate: what the scores will be judged by; where PASS cannot be reached, that is said first.
-        modes: activation modes to score besides the recipe's.
-        noise_floor: whether BF16 is scored once more, with another seed.
+        gate: what the scores will be judged by; without one everything is asked at once.
+        asked: which sides, and where they run.
         data_dir: folder with <task>.jsonl or .csv files in place of data sets on the Hub.
-        server: URL of a server with the quantized model.
-        base_server: URL of a server with the BF16 model; both are served, or neither.
-        server_revision: what the server serves, where it does not tell.
-        base_server_revision: the same of the server with the BF16 model.
-        in_flight: requests at once to a server.
-        gguf: a GGUF file of the quantized checkpoint, to be scored too.
-        llama_cpp: the program that computes its logits; both are given, or neither.
-        device: where the models run that are not served.
-        gpu_memory: bytes of a GPU that may be used, None for what is free.
+        go_on: whether to ask everything that is planned, although the verdict is certain.
+
+    Returns:
+        Side -> samples, tokens and seconds of this process, what was loading left out.
 
     Raises:
         InputError: a task's own file that cannot be read, one server of two, or a GGUF file of another
             checkpoint.
         ResourceError: a data set or a server that cannot be had.
     """
-    if (server is None) != (base_server is None):
-        raise InputError("--server and --base-server go together: both models are served alike")
-    if (gguf is None) != (llama_cpp is None) or (gguf and server):
-        raise InputError("--gguf and --llama-cpp go together, and without --server")
-    data = {task: data_file(task, data_dir, settings) for task in settings.tasks}
-    sampler = Sampler.from_checkpoint(source)
-
-    quantized = fingerprint(Checkpoint.open(run.checkpoint))
-
-    def base_model() -> Backend:
-        if base_server:
-            return ServedModel(base_server, in_flight, digest, base_server_revision)
-        return local(source, digest, "none")
-
-    def quantized_model(mode: ActivationMode) -> Backend:
-        if server:
-            return ServedModel(server, in_flight, quantized, server_revision)
-        return local(run.checkpoint, quantized, mode)
-
-    def local(folder: Path, identity: str, mode: ActivationMode) -> Backend:
-        return Answerer(
-            folder, identity, mode, sampler, device, settings.dtype, settings.batch_size,
-            gpu_memory=gpu_memory,
-        )  # fmt: skip
-
+    asked = asked or Asked()
+    asked.check()
+    tasks = open_tasks(settings, gate, data_dir)
+    longest = max(task.token_limit for task in tasks)
+    canvas = int(read_json(run.checkpoint / "config.json")["canvas_length"])
     with joined() as processes:
         try:
-            base = base_model()
-            sides = [Side(BF16, base, settings.seed)]
-            if noise_floor:
-                sides.append(Side(BF16_AGAIN, base, settings.seed + 1))
-            for name, mode in quantized_sides(settings.activations, modes):
-                sides.append(Side(name, quantized_model(mode), settings.seed))
-            if gguf and llama_cpp and isinstance(base, Answerer):
-                exported = ExportedAnswerer(run.checkpoint, quantized, gguf, llama_cpp, base)
-                sides.append(Side(EXPORTED, exported, settings.seed))
-            jobs = _jobs(run, sides, settings, data)
-            if gate is not None:
-                _announce_limits(jobs, gate)
-            _warn_of_servers(jobs, int(read_json(run.checkpoint / "config.json")["canvas_length"]))
-            _score_all(run, jobs, settings, processes)
+            context = QUESTION_TOKENS + -(-longest // canvas) * canvas
+            sides = open_sides(source, digest, run.checkpoint, settings, asked, context)
+            warn_of_servers(sides, longest, canvas)
+            rates = Rates()
+            answers = Answers(run, processes, rates)
+            _announce(tasks, sides, gate)
+            done = _until_decided(answers, sides, tasks, gate, go_on=go_on)
+            _as_much(answers, sides[2:], done)
         except ServerError as error:
             raise ResourceError(str(error)) from error
         if processes.rank == 0:
-            _leave_for_the_report(run, data, settings, sides)
-            write_json(run.evaluation / "done.json", {"tasks": settings.tasks})
+            _leave_for_the_report(run, sides, [task for task, _ in done.values()])
+            _finish(run, tasks, done)
+    return rates.by_side
 
 
-def _score_all(
-    run: RunDir, jobs: Sequence[Job], settings: Evaluation, processes: Processes
-) -> None:
-    """Score jobs in order; give a model's memory back when its last job is done."""
-    _announce(jobs)
-    share = Share(processes.rank, processes.count, processes.wait)
-    for job, following in zip_longest(jobs, jobs[1:]):
-        _score(run, job, settings, share)
-        if following is None or following.side.backend is not job.side.backend:
-            job.side.backend.release()
+def open_tasks(settings: Evaluation, gate: Gate | None, data_dir: Path | None) -> list[Task]:
+    """Load every data set before any model; return the tasks, the cheapest first.
 
-
-def _leave_for_the_report(
-    run: RunDir, data: dict[str, Path | None], settings: Evaluation, sides: Sequence[Side]
-) -> None:
-    """Note the questions of every task, and record canvases of those that differ."""
-    models = {side.name: side.backend for side in sides if isinstance(side.backend, Answerer)}
-    compared = {name: models[name] for name in (BF16, QUANTIZED) if name in models}
-    for task, file in data.items():
-        own = settings.own_tasks.get(task)
-        requests = leave_questions(run, task, file, own.definition() if own else None)
-        if requests and len(compared) == 2:
-            record_differing(run, task, requests, compared)
-
-
-def quantized_sides(
-    gated: ActivationMode, more: Sequence[ActivationMode]
-) -> list[tuple[str, ActivationMode]]:
-    """Return (folder name, activation mode); the gate reads the first."""
-    named: dict[ActivationMode, str] = {gated: QUANTIZED}
-    for mode in more:
-        named.setdefault(mode, f"{QUANTIZED}-{mode.replace('_', '-')}")
-    return [(name, mode) for mode, name in named.items()]
+    Raises:
+        InputError: a task's own file cannot be read. ResourceError: a data set cannot.
+    """
+    estimand = None if gate is None else gate.estimand
+    found: list[Task] = []
+    for name in settings.tasks:
+        own = settings.own_tasks.get(name)
+        file, definition = data_file(name, data_dir, settings), own and own.definition()
+        try:
+            documents, token_limit = size(name, file, definition)
+        except ValueError as error:
+            raise ResourceError(str(error)) from error
+        questions = min(documents, settings.limit.get(name, documents))
+        plan = Plan(estimand, questions, settings.repeats.get(name, 1), settings.seed)
+        found.append(Task(name, file, plan, token_limit, definition, own and own.digest()))
+    return sorted(found, key=lambda task: task.cost)
 
 
 def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | None:
@@ -274,149 +166,257 @@ def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | 
     return found
 
 
-def _jobs(
-    run: RunDir, sides: Sequence[Side], settings: Evaluation, data: dict[str, Path | None]
-) -> list[Job]:
-    """Load every data set before any model; return what is not scored yet, side by side.
+def _announce(tasks: Sequence[Task], sides: Sequence[Side], gate: Gate | None) -> None:
+    """Say how much there is to do at most, and where PASS cannot be reached."""
+    for task in tasks:
+        shares = ", ".join(f"{look.fraction:.0%}" for look in task.plan.looks)
+        say(
+            f"{task.name}: {task.samples} samples a side of at most {task.token_limit} tokens; judged "
+            f"after {shares} of them, until the verdict is certain"
+        )
+        sentence = gate and out_of_reach(
+            task.name,
+            gate.estimand,
+            questions=task.plan.questions,
+            repeats=task.plan.repeats,
+            margin_pp=gate.margin_pp[task.name],
+            confidence=gate.confidence,
+        )
+        if sentence:
+            say(sentence)
+    tokens = len(sides) * sum(task.cost for task in tasks)
+    say(
+        f"at most {tokens:,} tokens over {len(sides)} sides, were no answer to end before its limit"
+    )
 
-    Raises:
-        ResourceError: a data set cannot be had or read.
+
+def _until_decided(
+    answers: "Answers",
+    sides: Sequence[Side],
+    tasks: Sequence[Task],
+    gate: Gate | None,
+    *,
+    go_on: bool,
+) -> dict[str, tuple[Task, int]]:
+    """Ask the base and the gated side, look by look; return by task how many looks were taken."""
+    seen: dict[str, Comparison | None] = dict.fromkeys(task.name for task in tasks)
+    done: dict[str, tuple[Task, int]] = {}
+    for task in tasks:
+        for number in range(len(task.plan.looks)):
+            for side in answers.there_first(sides[:2]):
+                answers.extend(side, task, number)
+            done[task.name] = (task, number + 1)
+            if gate is not None:
+                seen[task.name] = answers.compared(sides, task, gate)
+            ends = not go_on and answers.of_first(task.name not in still_open(seen))
+            if ends:
+                break
+        if gate is not None and not go_on and answers.of_first(not still_open(seen)):
+            break
+    if gate is not None:
+        answers.tell(tasks, done, seen)
+    return done
+
+
+def _as_much(
+    answers: "Answers", sides: Sequence[Side], done: Mapping[str, tuple[Task, int]]
+) -> None:
+    """Ask sides that are not judged what the judged ones were asked."""
+    for side in answers.there_first(sides):
+        for task, looks in done.values():
+            for number in range(looks):
+                answers.extend(side, task, number)
+    answers.release()
+
+
+def _leave_for_the_report(run: RunDir, sides: Sequence[Side], tasks: Sequence[Task]) -> None:
+    """Note the questions of every task, and record canvases of those that differ."""
+    models = {side.name: side.backend for side in sides if isinstance(side.backend, Answerer)}
+    compared = {name: models[name] for name in (BF16, QUANTIZED) if name in models}
+    for task in tasks:
+        requests = leave_questions(run, task.name, task.data, task.own)
+        if requests and len(compared) == 2:
+            record_differing(run, task.name, requests, compared)
+
+
+def _finish(run: RunDir, tasks: Sequence[Task], done: Mapping[str, tuple[Task, int]]) -> None:
+    """Note what was asked: the report reads it, and a later run whether anything is left."""
+    looks = {name: {"taken": n, "of": len(task.plan.looks)} for name, (task, n) in done.items()}
+    write_json(
+        run.evaluation / "done.json",
+        {
+            "tasks": list(done),
+            "not_asked": [task.name for task in tasks if task.name not in done],
+            "looks": looks,
+        },
+    )
+
+
+class Answers:
+    """What is scored so far, by side and task; asks a model for more.
+
+    Args:
+        run: where scores go.
+        processes: those that share the work.
+        rates: of samples.
     """
-    jobs: list[Job] = []
-    try:
-        used = {task: own for task, own in settings.own_tasks.items() if task in data}
-        own = {task: each.definition() for task, each in used.items()}
-        sizes = {task: size(task, file, own.get(task)) for task, file in data.items()}
-    except ValueError as error:
-        raise ResourceError(str(error)) from error
-    for side in sides:
-        for task, (documents, token_limit) in sizes.items():
-            repeats = settings.repeats.get(task, 1)
-            made_with = side.backend.made_with | {
-                "task": task,
-                "data": _digest(data[task]),
-                "limit": settings.limit.get(task),
-                "repeats": repeats,
-                "seed": side.seed,
-                "batch_size": settings.batch_size,
-            }
-            if task in own:
-                made_with["definition"] = settings.own_tasks[task].digest()
-            made_with = json.loads(json.dumps(made_with))  # as it is read back
-            samples = repeats * min(documents, settings.limit.get(task, documents))
-            if not _is_done(run.evaluation / side.name, task, made_with):
-                found = Job(side, task, data[task], made_with, samples, token_limit, own.get(task))
-                jobs.append(found)
-    return jobs
 
+    def __init__(self, run: RunDir, processes: Processes, rates: "Rates") -> None:
+        self._run, self._processes, self._rates = run, processes, rates
+        self._there: Backend | None = None
 
-def _warn_of_servers(jobs: Sequence[Job], canvas_length: int) -> None:
-    """Name servers that may answer worse than their model, where answers take several canvases."""
-    longer = [job.side.backend for job in jobs if job.token_limit > canvas_length]
-    served = [backend.server for backend in longer if isinstance(backend, ServedModel)]
-    for url in sorted({server.url for server in served if server.commit_pass is None}):
-        say(
-            f"warning: {url} does not say how it encodes finished canvases: vLLM up to 0.33 does it "
-            f"wrong, and answers longer than {canvas_length} tokens get worse. Install the plugin in "
-            f"quantize/serve/vllm_plugin there, with its --middleware"
+    def of_first(self, found: bool) -> bool:
+        """Return what the first process found: it alone has the scores."""
+        return self._processes.of_first(found)
+
+    def there_first(self, sides: Sequence[Side]) -> list[Side]:
+        """Return sides, those whose model is loaded before the others."""
+        return sorted(sides, key=lambda side: side.backend is not self._there)
+
+    def release(self) -> None:
+        """Give the memory of the model back that was asked last."""
+        if self._there is not None:
+            self._there.release()
+        self._there = None
+
+    def scored(self, side: Side, task: Task) -> Scoring | None:
+        """Return what is scored of a task on a side under this run's conditions."""
+        folder = self._run.evaluation / side.name
+        conditions = folder / f"{task.name}.conditions.json"
+        if not (folder / f"{task.name}.jsonl").exists() or not conditions.exists():
+            return None
+        if read_json(conditions)["made_with"] != made_with(side, task):
+            return None
+        return read_scoring(folder, task.name)
+
+    def compared(self, sides: Sequence[Side], task: Task, gate: Gate) -> Comparison | None:
+        """Compare the base and the gated side; None in all processes but the first."""
+        base, gated = (self.scored(side, task) for side in sides[:2])
+        if self._processes.rank or base is None or gated is None:
+            return None
+        _, comparison = pair(
+            base,
+            gated,
+            estimand=gate.estimand,
+            margin_pp=gate.margin_pp[task.name],
+            confidence=gate.confidence,
         )
+        return comparison
 
-
-def _announce(jobs: Sequence[Job]) -> None:
-    """Say how much there is to do at most; the rate is known when a first minute has passed."""
-    for job in jobs:
-        say(
-            f"{job.task}, {job.side.name}: {job.samples} samples of at most {job.token_limit} tokens"
-        )
-    if jobs:
-        tokens = sum(job.samples * job.token_limit for job in jobs)
-        say(f"at most {tokens:,} tokens, were no answer to end before its limit")
-
-
-def _announce_limits(jobs: Sequence[Job], gate: Gate) -> None:
-    """Say on which tasks PASS cannot be reached, now that the sizes of their data sets are known."""
-    for job in jobs:
-        if job.side.name == QUANTIZED:
-            repeats = job.made_with["repeats"]
-            sentence = out_of_reach(
-                job.task,
-                gate.estimand,
-                questions=job.samples // repeats,
-                repeats=repeats,
-                margin_pp=gate.margin_pp[job.task],
-                confidence=gate.confidence,
+    def extend(self, side: Side, task: Task, number: int) -> None:
+        """Answer and score one part of a task on a side, unless that is done."""
+        part = task.plan.parts[number]
+        scored = None if self._processes.rank else self.scored(side, task)
+        if self.of_first(scored is not None and part.answers <= scored.answered):
+            return
+        if self._there is not side.backend:
+            self.release()
+        self._there = side.backend
+        with self._store(side, task) as store:
+            more = score(
+                task.name,
+                store,
+                side.backend,
+                part,
+                data_file=task.data,
+                definition=task.own,
+                seed=side.seed,
+                batch_size=side.backend.batch_size,
+                sampler=side.backend.sampler_settings,
+                progress=lambda finished, total: self._rates.counted(finished, total, side, task),
             )
-            if sentence:
-                say(sentence)
+            if more is None:
+                return
+            whole = more if scored is None else scored.and_more(more)
+            _write(self._run.evaluation / side.name, whole)
+            if side.name != BF16 and len(whole.rows) == task.samples:
+                store.remove()
+
+    def tell(
+        self,
+        tasks: Sequence[Task],
+        done: Mapping[str, tuple[Task, int]],
+        seen: Mapping[str, Comparison | None],
+    ) -> None:
+        """Say how it ended, and what was saved by ending there."""
+        if self._processes.rank:
+            return
+        planned = 2 * sum(task.samples for task in tasks)
+        asked = 2 * sum(
+            looks[taken - 1].questions * looks[taken - 1].repeats
+            for task, taken in done.values()
+            for looks in [task.plan.looks]
+        )
+        saved = self._rates.hours(planned - asked)
+        say(
+            f"{judge(seen).outcome} after {asked} of {planned} samples"
+            + (f": about {saved:.1f} hours saved at the rate of this run" if saved else "")
+        )
+
+    @contextmanager
+    def _store(self, side: Side, task: Task) -> Generator[SampleStore]:
+        """Hold the store of a task's finished samples: in the run, or shared for a local BF16."""
+        made = made_with(side, task)
+        key = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:12]
+        path = self._run.evaluation / side.name / f"{task.name}-{key}.partial.jsonl"
+        if side.name == BF16 and isinstance(side.backend, Answerer):
+            path = self._run.path.parent / ".bf16" / f"{task.name}-{key}.jsonl"
+        share = Share(self._processes.rank, self._processes.count, self._processes.wait)
+        with locked(path.with_name(f".{path.stem}.lock"), str(path)):
+            try:
+                yield SampleStore(path, made, share)
+            except ValueError as error:
+                raise InputError(str(error)) from error
 
 
-def _score(run: RunDir, job: Job, settings: Evaluation, share: Share) -> None:
-    path = _store_path(run, job.side, job.task, job.made_with)
-    with locked(path.with_name(f".{path.stem}.lock"), str(path)):
-        try:
-            store = SampleStore(path, job.made_with, share)
-        except ValueError as error:
-            raise InputError(str(error)) from error
-        _complete(run, job, settings, store)
-
-
-def _complete(run: RunDir, job: Job, settings: Evaluation, store: SampleStore) -> None:
-    side, task = job.side, job.task
-    scoring = score(
-        task,
-        store,
-        side.backend,
-        data_file=job.data_file,
-        definition=job.definition,
-        limit=settings.limit.get(task),
-        repeats=settings.repeats.get(task, 1),
-        seed=side.seed,
-        batch_size=1 if side.backend.one_by_one else settings.batch_size,
-        sampler=side.backend.sampler_settings,
-        progress=lambda finished, samples: _counted(finished, samples, job),
-    )
-    if scoring is None:
-        return
-    _write(run.evaluation / side.name, scoring)
-    if side.name != BF16:
-        store.remove()
-
-
-def _counted(finished: Iterator[Finished], samples: int, job: Job) -> Iterator[Finished]:
-    """Pass finished batches on, and show how many samples and tokens there are."""
-    backend = job.side.backend
-    with metered(f"{job.task}, {job.side.name}", samples, "samples") as meter:
-        if isinstance(backend, Answerer):
-            backend.announce = meter.announce
-        for batch, completions in finished:
-            meter.add(len(batch), sum(completion.tokens for completion in completions))
-            yield batch, completions
-
-
-def _digest(file: Path | None) -> str | None:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file else None
-
-
-def _is_done(folder: Path, task: str, made_with: dict[str, Any]) -> bool:
-    conditions = folder / f"{task}.conditions.json"
-    return (
-        (folder / f"{task}.jsonl").exists()
-        and conditions.exists()
-        and read_json(conditions)["made_with"] == made_with
-    )
-
-
-def _store_path(run: RunDir, side: Side, task: str, made_with: dict[str, Any]) -> Path:
-    """Return where finished samples are kept: in the run, or shared by runs for a local BF16."""
-    key = hashlib.sha256(json.dumps(made_with, sort_keys=True).encode()).hexdigest()[:12]
-    if side.name == BF16 and isinstance(side.backend, Answerer):
-        return run.path.parent / ".bf16" / f"{task}-{key}.jsonl"
-    return run.evaluation / side.name / f"{task}-{key}.partial.jsonl"
+def made_with(side: Side, task: Task) -> dict[str, Any]:
+    """Return everything that a side's samples of a task depend on besides their requests."""
+    found = side.backend.made_with | {
+        "task": task.name,
+        "data": hashlib.sha256(task.data.read_bytes()).hexdigest()[:16] if task.data else None,
+        "planned": asdict(task.plan),
+        "seed": side.seed,
+    }
+    if task.digest is not None:
+        found["definition"] = task.digest
+    return json.loads(json.dumps(found))  # as it is read back
 
 
 def _write(folder: Path, scoring: Scoring) -> None:
-    """Write rows, then conditions: the conditions say that the task is done, and for what."""
+    """Write rows, then conditions: those say what the rows are, and never stand beside others."""
+    conditions = folder / f"{scoring.task}.conditions.json"
+    conditions.unlink(missing_ok=True)
     rows = [json.dumps(asdict(row), ensure_ascii=False) for row in scoring.rows]
     write_text(folder / f"{scoring.task}.jsonl", "\n".join(rows) + "\n")
-    conditions = {"compared": scoring.conditions, "made_with": scoring.made_with}
-    write_json(folder / f"{scoring.task}.conditions.json", conditions)
+    write_json(conditions, {"compared": scoring.conditions, "made_with": scoring.made_with})
+
+
+class Rates:
+    """Counts samples, tokens and seconds by side, and shows them while they come."""
+
+    def __init__(self) -> None:
+        self.by_side: dict[str, Any] = {}
+
+    def hours(self, samples: int) -> float:
+        """Return the hours that so many samples would take, 0 before the first one."""
+        counted = sum(each["samples"] for each in self.by_side.values())
+        seconds = sum(each["seconds"] for each in self.by_side.values())
+        return samples * seconds / counted / 3600 if counted else 0.0
+
+    def counted(
+        self, finished: Iterator[Finished], samples: int, side: Side, task: Task
+    ) -> Iterator[Finished]:
+        """Pass finished batches on, and show how many samples and tokens there are."""
+        facts = self.by_side.setdefault(side.name, {"samples": 0, "tokens": 0, "seconds": 0.0})
+        began, before = time.monotonic() - side.backend.loading_seconds, facts["seconds"]
+        with metered(f"{task.name}, {side.name}", samples, "samples") as meter:
+            if isinstance(side.backend, Answerer):
+                side.backend.announce = meter.announce
+            for batch, completions in finished:
+                tokens = sum(completion.tokens for completion in completions)
+                meter.add(len(batch), tokens)
+                facts["samples"] += len(batch)
+                facts["tokens"] += tokens
+                seconds = time.monotonic() - began - side.backend.loading_seconds
+                facts["seconds"] = round(before + seconds, 3)
+                yield batch, completions

@@ -13,7 +13,7 @@ from rich.table import Table
 from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target
 from quantize.errors import ResourceError
-from quantize.recipe import Recipe
+from quantize.recipe import AT_ONCE, Recipe
 from quantize.runtime.memory import Need, Plan, Stack, least_bytes, plan
 from quantize.stages.prompts import MAX_PROMPT_TOKENS
 from quantize.units import size
@@ -51,7 +51,8 @@ def needs(
     )
     for stack in (bf16, quantized):
         name = f"evaluate {stack.name}"
-        found.append(Need(name, (stack,), recipe.evaluation.batch_size, QUESTION_TOKENS + longest))
+        batch = recipe.evaluation.batch_size or AT_ONCE["fused"]
+        found.append(Need(name, (stack,), batch, QUESTION_TOKENS + longest))
     return found
 
 

@@ -31,9 +31,9 @@ def leave_questions(
         return {}
     asked = sorted({row.doc_id for row in read_scoring(run.evaluation / BASE, task).rows})
     found = first_requests(
-        task, data_file=data_file, definition=definition, limit=asked[-1] + 1, seed=0
+        task, data_file=data_file, definition=definition, questions=asked, seed=0
     )
-    requests = {index: found[index] for index in asked}
+    requests = dict(zip(asked, found, strict=True))
     prompts = {str(index): request.prompt for index, request in requests.items()}
     write_json(run.evaluation / "questions" / f"{task}.json", {"prompts": prompts})
     return requests

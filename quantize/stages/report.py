@@ -100,9 +100,11 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
     """Return the verdict, and what of report.json it rests on or stands for it outside."""
     verification = _needed(run.verification_json, "verify")
     manifest = _needed(run.manifest_json, "run")
-    comparisons: dict[str, Comparison] = {}  # of the gated entries
+    done = _needed(run.evaluation / "done.json", "evaluate")
+    # Of the gated entries; None where a task was not asked, the verdict being certain before.
+    comparisons: dict[str, Comparison | None] = dict.fromkeys(recipe.evaluation.tasks)
     tasks: list[dict[str, Any]] = []
-    for task in recipe.evaluation.tasks:
+    for task in (task for task in recipe.evaluation.tasks if task in done["tasks"]):
         for side, mode in _sides(run, task, recipe).items():
             entry, comparison = _entry(run, task, "bf16", side, recipe)
             alone = judge_task(task, comparison).outcome if comparison else None
@@ -126,6 +128,8 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
             "exit_code": verdict.exit_code,
         },
         "tasks": tasks,
+        "not_asked": [task for task in recipe.evaluation.tasks if task not in done["tasks"]],
+        "looks": done.get("looks", {}),
         "noise_floor": _noise_floor(run, recipe),
         "fidelity": fidelity,
         "evidence": _evidence(run),
@@ -149,6 +153,7 @@ def _needed(path: Path, stage: str) -> Any:
     keys = {
         "run": ("source", "versions", "hardware", "stages"),
         "verify": ("passed", "checks", "relative_error"),
+        "evaluate": ("tasks", "looks"),
     }
     return read_json(path, *keys[stage])
 
@@ -194,7 +199,7 @@ def _verdict(
     verification: Mapping[str, Any],
     fidelity: Mapping[str, Any] | None,
     tasks: Sequence[Mapping[str, Any]],
-    comparisons: Mapping[str, Comparison],
+    comparisons: Mapping[str, Comparison | None],
 ) -> Verdict:
     if not verification["passed"]:
         faults = [fault for check in verification["checks"] for fault in check["faults"]]

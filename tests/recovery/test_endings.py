@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from recovery.filters import boxed_integer, final_choice, integer
 from recovery.samples import Batch, Completion, Finished, SampleStore
-from recovery.scoring import Row, score
+from recovery.scoring import Row, score, size
+from recovery.sequential import Part
 
 GOLD = 336  # of every AIME ending below; None: no answer, False: another one
 AIME: list[tuple[str, bool | None]] = [
@@ -113,9 +114,8 @@ def _score(task: str, folder: Path, data: Path, answer: Callable[[int], str]) ->
         task,
         SampleStore(folder / "samples.jsonl", {}),
         generate,
+        Part(range(size(task, data)[0]), range(1)),
         data_file=data,
-        limit=None,
-        repeats=1,
         seed=0,
         batch_size=8,
         sampler={},

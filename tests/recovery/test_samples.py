@@ -1,10 +1,11 @@
 """Finished samples: torn files, kills, foreign stores, and what a resumed run asks the model."""
 
+import contextlib
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -70,16 +71,32 @@ def test_a_line_torn_at_any_byte_is_run_again_and_nothing_else(tmp_path: Path) -
         assert len(model.asked) == 4 - max(kept, 0)
 
 
-def test_every_batch_is_on_the_disk_before_the_next_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dies_after", [1000, 2])
+def test_every_batch_is_written_before_the_next_and_all_is_on_the_disk_in_the_end(
+    dies_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "store"
-    noted = noted_syncs(monkeypatch, path)
-    complete(path, Model())
-    lines = path.read_bytes().splitlines(keepends=True)
-    ends = list(accumulate(map(len, lines)))
-    assert [sync.size for sync in noted] == ends[1:]  # the header goes with the first batch
+    """Syncs wait here until nothing is asked any more: no model waits for them."""
+    path, ended, late = tmp_path / "store", threading.Event(), []
+    fsync = os.fsync
+    monkeypatch.setattr("os.fsync", lambda file: (late.append(ended.wait(60)), fsync(file))[1])
+    noted, lines = noted_syncs(monkeypatch, path), list[int]()
+
+    def progress(finished: Iterator[Finished], total: int) -> Iterator[Finished]:
+        try:
+            for each in finished:
+                yield each
+                lines.append(path.read_bytes().count(b"\n"))
+        finally:
+            ended.set()
+
+    store = SampleStore(path, MADE_WITH)
+    with contextlib.suppress(KeyboardInterrupt):
+        store.complete(REQUESTS, Model(dies_after), 3, progress)
+    assert lines == list(range(2, len(lines) + 2))  # with the header
+    assert all(late)
+    assert noted[-1].size == path.stat().st_size
     assert {sync.inode for sync in noted} == {path.stat().st_ino}
+    assert len(noted) == 2
 
 
 def test_samples_of_another_model_are_refused(tmp_path: Path) -> None:

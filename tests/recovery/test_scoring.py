@@ -21,6 +21,7 @@ from recovery.lm import cut
 from recovery.own import Definition, from_lm_eval, from_questions
 from recovery.samples import Batch, Completion, Finished, Request, SampleStore
 from recovery.scoring import Scoring, first_requests, known_tasks, score, size
+from recovery.sequential import Part
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
 Answer = Callable[[Request], str]
@@ -43,13 +44,13 @@ def run(
     repeats: int = 1,
     limit: int | None = None,
 ) -> Scoring:
+    questions = size(task, data)[0] if limit is None else limit
     return score(
         task,
         SampleStore(folder / f"{task}.samples.jsonl", {"model": "scripted"}),
         answering(answer),
+        Part(range(questions), range(repeats)),
         data_file=data,
-        limit=limit,
-        repeats=repeats,
         seed=0,
         batch_size=8,
         sampler={"entropy_bound": 0.1},
@@ -201,8 +202,32 @@ def test_conditions_hold_what_two_scorings_must_share(tmp_path: Path) -> None:
     shorter = run("word_problems", tmp_path / "shorter", data, right, limit=3)
     assert len(shorter.rows) == 3
     differ = {k for k in first.conditions if first.conditions[k] != shorter.conditions[k]}
-    assert differ == {"limit", "documents", "prompts", "seeds"}
+    assert differ == {"documents", "prompts", "seeds"}
     json.dumps(first.conditions)
+
+
+def test_parts_make_up_the_whole(tmp_path: Path) -> None:
+    """Documents keep their number, whichever of them are asked, and every repeat its seed."""
+
+    def answer(request: Request) -> str:
+        return f"#### {number_in(request) + request.seed % 2}"
+
+    data = problems(tmp_path)
+    whole = run("word_problems", tmp_path, data, answer, repeats=2)
+    parts: list[Scoring] = []
+    store = SampleStore(tmp_path / "parts.jsonl", {"model": "scripted"})
+    for part in (Part([1, 3], range(1)), Part([0, 2], range(1)), Part(range(4), range(1, 2))):
+        found = score(
+            "word_problems", store, answering(answer), part, data_file=data, seed=0, batch_size=8,
+            sampler={"entropy_bound": 0.1}, progress=lambda finished, _: finished,
+        )  # fmt: skip
+        assert found is not None
+        assert found.answered == part.answers
+        parts.append(found)
+    joined = parts[0].and_more(parts[1]).and_more(parts[2])
+    assert (joined.rows, joined.conditions) == (whole.rows, whole.conditions)
+    assert whole.only(parts[0].answered) == parts[0]
+    assert len({row.score for row in whole.rows}) == 2
 
 
 def test_equal_questions_stay_two_questions(tmp_path: Path) -> None:
@@ -214,7 +239,7 @@ def test_requests_can_be_had_without_answers(tmp_path: Path) -> None:
     data = problems(tmp_path)
     asked: list[Request] = []
     run("word_problems", tmp_path, data, lambda r: asked.append(r) or "")
-    requests = first_requests("word_problems", data_file=data, limit=3, seed=0)
+    requests = first_requests("word_problems", data_file=data, questions=range(3), seed=0)
     assert [number_in(r) for r in requests] == [0, 1, 2]
     assert set(requests) < set(asked)
 
@@ -240,7 +265,9 @@ def test_an_lm_eval_task_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     (tmp_path / "mine.yaml").write_text("include: base.yaml\ndoc_to_text: 'Say: {{question}}'\n")
     definition = from_lm_eval(tmp_path / "mine.yaml")
-    requests = first_requests("mine", data_file=None, definition=definition, limit=None, seed=0)
+    requests = first_requests(
+        "mine", data_file=None, definition=definition, questions=range(4), seed=0
+    )
     assert requests[1].prompt == "Say: What is 1 + 1?"
     scored = score_own("mine", None, definition, tmp_path, lambda r: f"#### {r.prompt[13]}")
     assert [row.score for row in scored.rows] == [0.0] * 4
@@ -254,10 +281,9 @@ def score_own(
         task,
         SampleStore(folder / f"{task}.samples.jsonl", {}),
         answering(answer),
+        Part(range(4), range(1)),
         data_file=data,
         definition=definition,
-        limit=None,
-        repeats=1,
         seed=0,
         batch_size=8,
         sampler={},
@@ -268,12 +294,12 @@ def score_own(
 
 
 def own_requests(data: Path, definition: Definition) -> list[Request]:
-    return first_requests("sums", data_file=data, definition=definition, limit=None, seed=0)
+    return first_requests("sums", data_file=data, definition=definition, questions=range(4), seed=0)
 
 
 def test_unknown_tasks_and_empty_data_sets_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no task named 'gsm9k'; there are aime25"):
-        run("gsm9k", tmp_path, GSM8K, lambda _: "")
+        run("gsm9k", tmp_path, GSM8K, lambda _: "", limit=1)
     empty = write_jsonl(tmp_path / "empty.jsonl", [])
     with pytest.raises(ValueError, match=r"empty\.jsonl cannot be read"):
         size("word_problems", empty)
@@ -305,7 +331,7 @@ def test_aime_compares_integers_in_the_last_box(tmp_path: Path) -> None:
     found = run("aime25", tmp_path, data, lambda r: answers[int(r.prompt.split("\n")[0][1:])])
     assert [row.score for row in found.rows] == [1, 1, 0, 1, 0]
     assert [row.answered for row in found.rows] == [True, True, False, True, True]
-    assert "\\boxed{}" in first_requests("aime25", data_file=data, limit=1, seed=0)[0].prompt
+    assert "\\boxed{}" in first_requests("aime25", data_file=data, questions=[0], seed=0)[0].prompt
 
 
 def test_svamp_compares_numbers_by_value(tmp_path: Path) -> None:
@@ -355,9 +381,9 @@ def test_gpqa_keeps_hashes_letters_and_counts_only(tmp_path: Path) -> None:
 def test_gpqa_options_have_one_order_everywhere(tmp_path: Path) -> None:
     data = gpqa_file(tmp_path)
     random.seed(1)
-    first = first_requests("gpqa_diamond", data_file=data, limit=None, seed=0)
+    first = first_requests("gpqa_diamond", data_file=data, questions=range(12), seed=0)
     random.seed(2)
-    assert first == first_requests("gpqa_diamond", data_file=data, limit=None, seed=0)
+    assert first == first_requests("gpqa_diamond", data_file=data, questions=range(12), seed=0)
 
 
 def test_errors_of_a_private_data_set_do_not_quote_it(tmp_path: Path) -> None:

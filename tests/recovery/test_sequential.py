@@ -13,6 +13,7 @@ from recovery.estimands import ESTIMANDS, Estimand, margin_p_values, total
 from recovery.gate import judge_task
 from recovery.sequential import (
     FRACTIONS,
+    Plan,
     compare_at_looks,
     in_random_order,
     nominal_levels,
@@ -88,12 +89,29 @@ def test_looks_are_planned_in_the_unit_of_the_estimand() -> None:
 
 
 def test_questions_come_in_an_order_of_the_seed_alone() -> None:
-    names = [str(i) for i in range(50)]
-    order = in_random_order(names, 7)
-    assert sorted(order) == sorted(names)
-    assert order == in_random_order(names[::-1], 7)
-    assert order != in_random_order(names, 8)
-    assert order[:20] == [name for name in order if name in set(order[:20])]
+    order = in_random_order(50, 7)
+    assert sorted(order) == list(range(50)) != order
+    assert order != in_random_order(50, 8)
+    assert [index for index in in_random_order(80, 7) if index < 50] == order
+
+
+@pytest.mark.parametrize("estimand", [*ESTIMANDS, None])
+@pytest.mark.parametrize(("questions", "repeats"), [(30, 64), (30, 3), (100, 1), (7, 2)])
+def test_the_parts_of_a_plan_are_its_looks(
+    estimand: Estimand | None, questions: int, repeats: int
+) -> None:
+    """Each part is new, and the parts up to a look are the answers that it has."""
+    plan = Plan(estimand, questions, repeats, 3)
+    seen: set[tuple[int, int]] = set()
+    for number, (look, part) in enumerate(zip(plan.looks, plan.parts, strict=True), 1):
+        assert not part.answers & seen
+        assert list(part.questions) == sorted(part.questions)
+        seen |= part.answers
+        assert seen == plan.until(look)
+        assert plan.taken(seen, seen | {(0, 0)}) == plan.looks[:number]
+    assert len(seen) == questions * repeats
+    assert plan.taken(seen - {(plan.order[0], 0)}, seen) == []
+    assert len(plan.taken(seen - plan.parts[-1].answers, seen)) == len(plan.looks) - 1
 
 
 def stored(difference: np.ndarray) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -107,7 +125,7 @@ def test_a_run_is_compared_as_far_as_it_was_looked_at() -> None:
     difference[:, 40:] = -1  # after the second look
     base, quantized = stored(difference)
     looks = plan_looks("these_questions", 30, 64)[:2]
-    settings: dict[str, Any] = {"seed": 0, "estimand": "these_questions", "margin_pp": 3}
+    settings: dict[str, Any] = {"order": list(base), "estimand": "these_questions", "margin_pp": 3}
     found = compare_at_looks(base, quantized, looks, **settings)
     assert (found.questions, found.repeats, found.difference_pp) == (30, 26, 0)
     assert [look["repeats"] for look in found.looks] == [20, 26]
@@ -120,13 +138,18 @@ def test_a_run_is_compared_as_far_as_it_was_looked_at() -> None:
 
 def test_looks_over_questions_take_them_in_random_order() -> None:
     difference = np.zeros((100, 2))
-    names = [str(i) for i in range(100)]
-    first = in_random_order(names, 3)[:30]
-    for name in first:
-        difference[int(name)] = -1
+    order = in_random_order(100, 3)
+    difference[order[:30]] = -1
     base, quantized = stored(difference)
     looks = plan_looks("such_questions", 100, 2)[:1]
-    found = compare_at_looks(base, quantized, looks, seed=3, estimand="such_questions", margin_pp=3)
+    found = compare_at_looks(
+        base,
+        quantized,
+        looks,
+        order=[str(index) for index in order],
+        estimand="such_questions",
+        margin_pp=3,
+    )
     assert (found.questions, found.repeats, found.difference_pp) == (30, 2, -100)
     assert judge_task("t", found).outcome == "FAIL"
 
@@ -135,7 +158,7 @@ def test_a_run_goes_on_until_every_task_passed_or_one_failed() -> None:
     base, equal = stored(np.zeros((200, 4)))
     _, worse = stored(-np.ones((200, 4)))
     looks = plan_looks("these_questions", 200, 4)[:1]
-    settings: dict[str, Any] = {"seed": 0, "estimand": "these_questions", "margin_pp": 3}
+    settings: dict[str, Any] = {"order": list(base), "estimand": "these_questions", "margin_pp": 3}
     good, bad = (compare_at_looks(base, x, looks, **settings) for x in (equal, worse))
     weak = replace(good, p_at_least_margin=0.9, p_at_most_margin=0.03)
     assert still_open({"a": None, "b": None}) == ["a", "b"]

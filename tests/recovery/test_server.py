@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from recovery.samples import Request
-from recovery.served import Server, ServerError
+from recovery.served import Server, ServerError, Servers
 
 SAMPLE = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
 FULL = os.environ.get("GSM8K_TEST")  # path of the whole test set, for the slow test
@@ -27,14 +27,16 @@ import json, sys
 from dataclasses import asdict
 from pathlib import Path
 from recovery.samples import SampleStore
-from recovery.scoring import score
-from recovery.served import Server
+from recovery.scoring import score, size
+from recovery.sequential import Part
+from recovery.served import Servers
 
 url, data, out, repeats = sys.argv[1:]
-server = Server(url, first_wait=0.01)
+servers = Servers([url], first_wait=0.01)
+part = Part(range(size("gsm8k", Path(data))[0]), range(int(repeats)))
 scoring = score(
-    "gsm8k", SampleStore(Path(out) / "samples.jsonl", {"model": server.model}), server,
-    data_file=Path(data), limit=None, repeats=int(repeats), seed=0, batch_size=1, sampler={},
+    "gsm8k", SampleStore(Path(out) / "samples.jsonl", {"model": "scripted"}), servers, part,
+    data_file=Path(data), seed=0, batch_size=1, sampler={},
     progress=lambda finished, total: finished,
 )
 Path(out, "rows.json").write_text(json.dumps([asdict(row) for row in scoring.rows]))
@@ -183,9 +185,9 @@ def test_the_whole_gsm8k_test_set_killed_twice(scripted: ScriptedServer, tmp_pat
 
 @pytest.mark.parametrize("scripted", [(SAMPLE, 1.0, 0.0)], indirect=True)
 def test_a_server_that_stays_broken_is_given_up(scripted: ScriptedServer) -> None:
-    server = Server(scripted.url, attempts=3, first_wait=0.01, timeout=20)
+    servers = Servers([scripted.url], attempts=3, first_wait=0.01, timeout=20)
     with pytest.raises(ServerError, match=r"gave up after 3 attempts"):
-        list(server([[Request(next(iter(scripted.truth)), 1, 64)]]))
+        list(servers([[Request(next(iter(scripted.truth)), 1, 64)]]))
     assert len(scripted.asked) == 3
 
 
@@ -193,10 +195,27 @@ def test_a_server_that_stays_broken_is_given_up(scripted: ScriptedServer) -> Non
 def test_one_answer_word_for_word(scripted: ScriptedServer) -> None:
     question = next(iter(scripted.truth))
     request = Request(question, 2**63 - 1, 64)
-    ((batch, (completion,)),) = Server(scripted.url + "/v1/")([[request]])
+    ((batch, (completion,)),) = Servers([scripted.url + "/v1/"])([[request]])
     assert batch == [request]
     expected = {"text": scripted.answer(question, 2**63 - 1), "tokens": 7}
     assert asdict(completion) == expected | {"denoising_steps": [], "truncated": False}
+
+
+@pytest.mark.parametrize("scripted", [(SAMPLE, 0.1, 0.002)], indirect=True)
+def test_several_servers_share_the_requests(scripted: ScriptedServer) -> None:
+    """Each request is answered once, and no server waits for another."""
+    second = ScriptedServer(SAMPLE, 0.1, 0.0)
+    threading.Thread(target=second.serve_forever, daemon=True).start()
+    servers = Servers([scripted.url, second.url], in_flight=2, first_wait=0.01)
+    asked = [Request(q, seed, 64) for q in scripted.truth for seed in range(5)]
+    found = {batch[0]: done[0].text for batch, done in servers([[each] for each in asked])}
+    second.shutdown()
+    second.server_close()
+    assert found == {each: scripted.answer(each.prompt, each.seed) for each in asked}
+    shares = [sorted(server.answered) for server in (scripted, second)]
+    assert all(shares)
+    assert sorted(shares[0] + shares[1]) == sorted((each.prompt, each.seed) for each in asked)
+    assert max(scripted.most_in_flight, second.most_in_flight) <= 2
 
 
 def test_nobody_there_is_one_line() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from recovery.samples import Completion, Request
 from recovery.scoring import first_requests
-from recovery.served import Server
+from recovery.served import Servers
 from serving import SAMPLER, Running, in_process, model, running, text_of, tokenizer
 
 from quantize.bundled import HELDOUT
@@ -31,10 +31,10 @@ def server() -> Generator[Running]:
 def test_our_backend_gets_the_completions_of_this_process(
     server: Running, task: str, count: int
 ) -> None:
-    asked = first_requests(task, data_file=HELDOUT, limit=count, seed=0)
+    asked = first_requests(task, data_file=HELDOUT, questions=range(count), seed=0)
     served = {
         batch[0].key: completions[0]
-        for batch, completions in Server(server.url, in_flight=IN_FLIGHT)([[r] for r in asked])
+        for batch, completions in Servers([server.url], in_flight=IN_FLIGHT)([[r] for r in asked])
     }
     assert len(served) == count
     for request in asked:

@@ -24,14 +24,8 @@ from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.opening import Kind
 from quantize.stage import Run, evaluate_more
 from quantize.stages.answerer import Answerer
-from quantize.stages.evaluate import (
-    Job,
-    ServedModel,
-    Side,
-    _warn_of_servers,
-    evaluate,
-    quantized_sides,
-)
+from quantize.stages.evaluate import evaluate
+from quantize.stages.sides import Asked, ServedModel, Side, quantized_sides, warn_of_servers
 
 PROBLEMS, BATCH = 20, 4
 
@@ -44,12 +38,12 @@ def test_sides_have_names_of_their_own() -> None:
     ]
 
 
-@pytest.mark.parametrize("one", ["server", "base_server"])
+@pytest.mark.parametrize("one", ["servers", "base_servers"])
 def test_both_models_are_served_or_neither(one: str, tmp_path: Path) -> None:
     settings = Evaluation(tasks=["word_problems"])
-    served = {one: "http://127.0.0.1:9"}
+    served: dict[str, Any] = {one: ["http://127.0.0.1:9"]}
     with pytest.raises(InputError, match="go together"):
-        evaluate(RunDir(tmp_path), tmp_path, "", settings, **served)
+        evaluate(RunDir(tmp_path), tmp_path, "", settings, asked=Asked(**served))
 
 
 @pytest.mark.parametrize(
@@ -60,10 +54,9 @@ def test_a_server_that_may_encode_canvases_wrongly_is_warned_of(
     commit_pass: str | None, token_limit: int, warned: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = ServedModel.__new__(ServedModel)
-    backend.server = cast(Any, SimpleNamespace(url="http://x/v1", commit_pass=commit_pass))
-    side = Side("quantized", backend, 0)
-    jobs = [Job(side, task, None, {}, 1, token_limit) for task in ("one", "two")]
-    _warn_of_servers(jobs, 64)
+    server = SimpleNamespace(url="http://x/v1", commit_pass=commit_pass)
+    backend.servers = cast(Any, SimpleNamespace(all=[server]))
+    warn_of_servers([Side(name, backend, 0) for name in ("one", "two")], token_limit, 64)
     said = "".join(capsys.readouterr())
     assert said.count("warning:") == warned
     assert ("vllm_plugin" in said) == bool(warned)
@@ -119,17 +112,18 @@ def test_samples_are_told_of_before_their_batch_is_finished(kind: Kind) -> None:
 def test_a_batch_size_for_the_machine_overrules_the_recipes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[int] = []
+    seen: list[int | None] = []
 
     def note(
         run: object, source: object, digest: object, settings: Evaluation, **_: object
-    ) -> None:
+    ) -> dict[str, Any]:
         seen.append(settings.batch_size)
+        return {}
 
     monkeypatch.setattr("quantize.stages.evaluate.evaluate", note)
     recipe = load_recipe("fp8_dynamic").for_bundled_model()
     found = Run(RunDir(tmp_path), recipe, Checkpoint.open(CHECKPOINT), [], is_bundled=True)
-    write_json(found.folder.manifest_json, {"source": {"fingerprint": ""}})
+    write_json(found.folder.manifest_json, {"source": {"fingerprint": ""}, "stages": {}})
     evaluate_more(found, batch_size=500)
     evaluate_more(found)
     assert seen == [500, recipe.evaluation.batch_size]

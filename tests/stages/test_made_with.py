@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from quantize.recipe import Evaluation
 from quantize.reports.scores import pair
 from quantize.run_dir import RunDir, read_json, write_json
 from quantize.runtime import Sampler
-from quantize.stages import answerer, evaluate
+from quantize.stages import answerer, evaluate, sides
 from quantize.stages.answerer import Answerer
 
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
@@ -76,6 +77,7 @@ class Counting(Answerer):
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Score the bundled model against itself; return how many samples that took."""
+    monkeypatch.setattr(sides, "Answerer", Counting)
     monkeypatch.setattr(evaluate, "Answerer", Counting)
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
@@ -119,7 +121,8 @@ def test_the_second_process_on_a_store_is_refused(asked: Any) -> None:
 def test_sides_made_differently_are_not_comparable(key: str) -> None:
     def scoring(**changes: Any) -> Scoring:
         with_ = json.loads(json.dumps(made())) | {"model": "any"} | changes
-        return Scoring(TASK, rows([1.0] * 40), {"task": TASK}, with_)
+        conditions = {"task": TASK, "sampler": {"max_denoising_steps": 48}}
+        return Scoring(TASK, rows([1.0] * 40), conditions, with_)
 
     entry, _ = pair(scoring(), scoring(model="other"), **GATE)
     assert entry["not_comparable"] is None
@@ -142,13 +145,35 @@ def test_a_served_model_says_what_it_is(
     about: dict[str, str], revision: str | None, fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Listed:
-        def __init__(self, url: str, **_: Any) -> None:
-            self.model, self.about = "m", about
+        def __init__(self, urls: Sequence[str], **_: Any) -> None:
+            self.all = [SimpleNamespace(url=url, model="m", about=about) for url in urls]
 
-    monkeypatch.setattr(evaluate, "Server", Listed)
+    monkeypatch.setattr(sides, "Servers", Listed)
     if fault:
         with pytest.raises(InputError, match=fault):
-            evaluate.ServedModel("http://x", 1, "right", revision)
+            sides.ServedModel(["http://x"], 1, "right", revision)
         return
-    model = evaluate.ServedModel("http://x", 1, "right", revision).made_with["model"]
+    model = sides.ServedModel(["http://x"], 1, "right", revision).made_with["model"]
     assert (model["weights"], model["revision"]) == (about.get("fingerprint"), revision)
+
+
+def test_servers_of_one_side_serve_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listed:
+        def __init__(self, urls: Sequence[str], **_: Any) -> None:
+            modes = {"http://b": "none"}
+            self.all = [
+                SimpleNamespace(
+                    url=url,
+                    model="m",
+                    about={"fingerprint": "right", "activations": modes.get(url, "per_layer")},
+                )
+                for url in urls
+            ]
+
+    monkeypatch.setattr(sides, "Servers", Listed)
+    alike = sides.ServedModel(["http://a", "http://c"], 1, "right", None)
+    assert alike.made_with == sides.ServedModel(["http://c"], 1, "right", None).made_with
+    with pytest.raises(
+        InputError, match="http://b: its activations is 'none', and that of http://a"
+    ):
+        sides.ServedModel(["http://a", "http://b"], 1, "right", None)

@@ -109,7 +109,9 @@ def write_scores(run: RunDir, tasks: list[str], digest: str, outcome: str) -> No
             made_with |= {"device": "cpu", "versions": {"torch": "2"}, "batch_size": 1, "seed": 0}
             scoring = Scoring(task, rows(scores), {"task": task, "seed": 0}, made_with)
             evaluate._write(run.evaluation / side, scoring)
-    write_json(run.evaluation / "done.json", {"tasks": tasks})
+    looks = {task: {"taken": 1, "of": 1} for task in tasks}
+    done = {"tasks": tasks, "not_asked": [], "looks": looks}
+    write_json(run.evaluation / "done.json", done)
 
 
 def bless(run: RunDir) -> None:

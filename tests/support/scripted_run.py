@@ -20,7 +20,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.manifest import fingerprint, new_manifest
 from quantize.recipe import Evaluation, Recipe, parse_recipe, shipped_recipes
 from quantize.run_dir import RunDir, write_json
-from quantize.stages import evaluate
+from quantize.stages import evaluate, sides
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
 MARKER = "MARKERSTRING"
@@ -31,10 +31,14 @@ HOSTILE = "</script><b>&\n"
 class Scripted:
     """A served model that knows every answer; the quantized one forgets some."""
 
-    one_by_one = True
+    batch_size = 1
+    loading_seconds = 0.0
 
-    def __init__(self, url: str, in_flight: int, digest: str, revision: str | None) -> None:
-        self.server = SimpleNamespace(url=url, commit_pass="scripted")
+    def __init__(
+        self, urls: Sequence[str], in_flight: int, digest: str, revision: str | None
+    ) -> None:
+        (url,) = urls
+        self.servers = SimpleNamespace(all=[SimpleNamespace(url=url, commit_pass="scripted")])
         self.sampler_settings = {"sampler": "scripted"}
         self.forgets = url == "quantized"
         self.made_with = {"model": {"served": url, "weights": None, "revision": "v1"}}
@@ -93,16 +97,14 @@ def make_run(folder: Path, data: Path, *, seed: int = 0) -> RunDir:
     write_json(run.verification_json, {"passed": True, "checks": checks, "relative_error": experts})
     settings = Evaluation(**recipe().evaluation.model_dump() | {"seed": seed})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "ServedModel", Scripted)
+        patch.setattr(sides, "ServedModel", Scripted)
         evaluate.evaluate(
             run,
             CHECKPOINT,
             "digest",
             settings,
-            noise_floor=True,
+            asked=sides.Asked(noise_floor=True, servers=["quantized"], base_servers=["bf16"]),
             data_dir=data,
-            server="quantized",
-            base_server="bf16",
         )
     return run
 

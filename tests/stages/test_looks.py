@@ -1,0 +1,216 @@
+"""Evaluation ends when the verdict is certain: what is asked of whom, resumed, shared, and gone on."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recovery.gate import Verdict
+from recovery.samples import Batch, Completion, Finished, Request
+
+from quantize.bundled import CHECKPOINT
+from quantize.recipe import Evaluation, Gate, load_recipe
+from quantize.run_dir import RunDir, read_json, write_json
+from quantize.stages import evaluate, sides
+from quantize.stages.answerer import Answerer
+from quantize.stages.report import judge_run
+
+GSM, WORDS = "gsm8k", "word_problems"
+COUNT, REPEATS = 100, 4
+Rule = Callable[[int, int], bool]  # number of a question and seed -> whether it is lost
+
+
+def never(question: int, seed: int) -> bool:
+    return False
+
+
+def always(question: int, seed: int) -> bool:
+    return True
+
+
+@dataclass
+class Bench:
+    """Two tasks of 100 made-up problems, models that know every answer, and one that loses some."""
+
+    folder: Path
+    monkeypatch: pytest.MonkeyPatch
+    asked: list[tuple[str, Request]] = field(default_factory=list[tuple[str, Request]])
+    loaded: list[str] = field(default_factory=list[str])
+    lost: Rule = never
+    dies_after: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        self.run = RunDir(self.folder / "run")
+        self.run.path.mkdir(parents=True)
+        self.run.checkpoint.symlink_to(CHECKPOINT)
+        self.data = self.folder / "tasks"
+        self.data.mkdir()
+        rows = [
+            {"question": f"What is {i} + 0?", "answer_number": i, "answer": f"#### {i}"}
+            for i in range(COUNT)
+        ]
+        text = "\n".join(map(json.dumps, rows))
+        for task in (GSM, WORDS):
+            (self.data / f"{task}.jsonl").write_text(text)
+        bench = self
+
+        class Scripted(Answerer):
+            """Answers in this process without a model."""
+
+            def __init__(self, folder: Path, digest: str, *more: Any, **settings: Any) -> None:
+                super().__init__(folder, digest, *more, **settings)
+                self.name = "bf16" if digest == "source" else "quantized"
+
+            def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+                bench.loaded.append(self.name)
+                for batch in batches:
+                    yield batch, [bench.answer(self.name, request) for request in batch]
+
+            def record(self, requests: Sequence[Request]) -> dict[str, Any]:
+                steps: list[Any] = []
+                found = [{"prompt": r.prompt, "steps": steps, "text": ""} for r in requests]
+                return {"vocabulary": {}, "samples": found}
+
+        for module in (sides, evaluate):
+            self.monkeypatch.setattr(module, "Answerer", Scripted)
+
+    def answer(self, name: str, request: Request) -> Completion:
+        if len(self.asked) == self.dies_after:
+            raise KeyboardInterrupt
+        self.asked.append((name, request))
+        number = int(request.prompt.split()[2])
+        lost = name == "quantized" and self.lost(number, request.seed)
+        return Completion(f"#### {number + lost}", 5, [3], False)
+
+    def score(
+        self,
+        tasks: Sequence[str] = (WORDS,),
+        *,
+        estimand: Any = "these_questions",
+        repeats: int = REPEATS,
+        margin_pp: float = 10,
+        **more: Any,
+    ) -> Verdict:
+        """Evaluate and judge."""
+        settings = Evaluation(
+            tasks=list(tasks), repeats=dict.fromkeys(tasks, repeats), batch_size=8
+        )
+        gate = Gate(estimand=estimand, margin_pp=dict.fromkeys(tasks, margin_pp))
+        evaluate.evaluate(
+            self.run, CHECKPOINT, "source", settings, gate=gate, data_dir=self.data, **more
+        )
+        write_json(self.run.verification_json, {"passed": True, "checks": [], "relative_error": {}})
+        facts = {key: {} for key in ("source", "versions", "hardware", "stages")}
+        write_json(self.run.manifest_json, facts)
+        recipe = load_recipe("fp8_dynamic")
+        recipe = recipe.model_copy(update={"evaluation": settings, "gate": gate})
+        return judge_run(self.run, recipe)[1]
+
+    @property
+    def done(self) -> Any:
+        return read_json(self.run.evaluation / "done.json")
+
+    def files(self) -> dict[str, bytes]:
+        """Scores by path."""
+        found = (p for p in self.run.evaluation.rglob("*") if ".partial" not in p.name)
+        return {str(p.relative_to(self.run.path)): p.read_bytes() for p in found if p.is_file()}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(tmp_path / "first", monkeypatch)
+
+
+def test_an_undamaged_run_ends_early_and_passes(bench: Bench) -> None:
+    verdict = bench.score()
+    assert verdict.outcome == "PASS"
+    assert bench.done["looks"] == {WORDS: {"taken": 1, "of": 3}}
+    assert len(bench.asked) == 2 * COUNT * 2  # two of four repeats, two sides
+    report = judge_run(bench.run, recipe_of(bench))[0]
+    (entry,) = report["tasks"]
+    assert [look["repeats"] for look in entry["looks"]] == [2]
+    assert entry["made_with"]["planned"] == {
+        "estimand": "these_questions", "questions": COUNT, "repeats": REPEATS, "seed": 0
+    }  # fmt: skip
+
+
+def recipe_of(bench: Bench) -> Any:
+    settings = Evaluation(tasks=[WORDS], repeats={WORDS: REPEATS})
+    gate = Gate(estimand="these_questions", margin_pp={WORDS: 10})
+    return load_recipe("fp8_dynamic").model_copy(update={"evaluation": settings, "gate": gate})
+
+
+def test_the_model_that_is_loaded_goes_first(bench: Bench) -> None:
+    bench.lost = lambda question, seed: question < 10  # the margin: decided at the last look or not
+    bench.score(estimand="such_questions", repeats=1)
+    assert bench.done["looks"][WORDS]["taken"] > 2
+    switches = sum(a != b for a, b in zip(bench.loaded, bench.loaded[1:], strict=False))
+    assert switches == bench.done["looks"][WORDS]["taken"]
+
+
+def test_a_task_that_fails_ends_the_run_before_dearer_ones(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.lost = always
+    verdict = bench.score((GSM, WORDS))
+    assert verdict.outcome == "FAIL"
+    assert bench.done["tasks"] == [WORDS]  # the cheaper one
+    assert bench.done["not_asked"] == [GSM]
+    assert not (bench.run.evaluation / "bf16" / f"{GSM}.jsonl").exists()
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert f"FAIL after {2 * COUNT * 2} of {2 * 2 * COUNT * REPEATS} samples: about" in said
+    assert "hours saved" in said
+
+
+def test_questions_are_asked_in_a_random_order(bench: Bench) -> None:
+    bench.score(estimand="such_questions", repeats=1, margin_pp=30)
+    numbers = [int(r.prompt.split()[2]) for name, r in bench.asked if name == "bf16"]
+    assert bench.done["looks"][WORDS]["taken"] == 1
+    assert len(set(numbers)) == 30
+    assert max(numbers) > 50
+    noted = read_json(bench.run.evaluation / "questions" / f"{WORDS}.json")["prompts"]
+    assert {int(index): int(text.split()[2]) for index, text in noted.items()} == {
+        number: number for number in numbers
+    }
+
+
+def test_going_on_asks_everything_and_keeps_the_verdict(bench: Bench) -> None:
+    early = bench.score(estimand="such_questions", repeats=1)
+    asked = len(bench.asked)
+    late = bench.score(estimand="such_questions", repeats=1, go_on=True)
+    assert asked < len(bench.asked) == 2 * COUNT  # nothing was asked twice
+    assert early.outcome == late.outcome == "PASS"
+    assert bench.done["looks"][WORDS]["taken"] == bench.done["looks"][WORDS]["of"]
+    assert not list(bench.run.evaluation.rglob("*.partial.jsonl"))
+
+
+def test_other_sides_are_asked_as_much(bench: Bench) -> None:
+    bench.score(asked=sides.Asked(modes=["none"], noise_floor=True))
+    sizes = {
+        path.parent.name: len(path.read_text().splitlines())
+        for path in bench.run.evaluation.rglob(f"{WORDS}.jsonl")
+    }
+    assert sizes == dict.fromkeys(("bf16", "quantized", "quantized-none", "bf16-again"), COUNT * 2)
+
+
+@pytest.mark.parametrize("estimand", ["these_questions", "such_questions"])
+def test_a_run_that_dies_anywhere_ends_with_the_same_scores(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, estimand: str
+) -> None:
+    def lost(question: int, seed: int) -> bool:
+        return seed % 25 == 0
+
+    bench.lost = lost
+    repeats = REPEATS if estimand == "these_questions" else 1
+    whole = bench.score(estimand=estimand, repeats=repeats)
+    broken = Bench(tmp_path / "second", monkeypatch)
+    broken.lost = lost
+    for dies_after in (37, len(bench.asked) // 3, 2 * len(bench.asked) // 3):
+        broken.dies_after = dies_after
+        with pytest.raises(KeyboardInterrupt):
+            broken.score(estimand=estimand, repeats=repeats)
+    broken.dies_after = 1 << 30
+    assert broken.score(estimand=estimand, repeats=repeats) == whole
+    assert broken.files() == bench.files()
