@@ -3,8 +3,8 @@
 At a pinned position the decoder reads the token at every step, the entropy counts as 0 (which takes
 nothing from what a step may accept), and the token is committed. An initial token replaces the canvas'
 noise before the first step, and is then denoised like any other. A guide is shown every finished canvas
-with the logits of its last step, and may commit other tokens, or have the canvas denoised again behind a
-beginning that stands.
+with the logits of its last step, and may commit other tokens, or have the canvas denoised again behind
+a beginning that stands.
 """
 
 from collections.abc import Mapping, Sequence
