@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quantize.serve.calls import Call
+from quantize.serve.logprobs import SHAPES
 from quantize.serve.scheduler import Draft, Job
 from quantize.serve.text import Delta, Text
 
@@ -27,11 +28,13 @@ class Shape:
     Attributes:
         kind: chat, or plain completion.
         model: name of the model.
+        text: the tokenizer.
         include_usage: whether a stream ends with the usage.
     """
 
     kind: Kind
     model: str
+    text: Text
     include_usage: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
@@ -50,7 +53,8 @@ class Shape:
             message = {"role": "assistant", "content": said, "refusal": None}
             message |= {"reasoning_content": answer.reasoning or None, "tool_calls": calls or None}
             text = {"message": message}
-        return self._ending(index, _reason(job)) | text | {"seed": job.seed}
+        chances = self._chances(job, (0, answer.told))
+        return self._ending(index, _reason(job)) | chances | text | {"seed": job.seed}
 
     def opening(self, index: int) -> dict[str, Any]:
         """Return the chunk that opens a choice of a chat."""
@@ -66,15 +70,22 @@ class Shape:
             text = {"delta": {name: piece for name, piece in found.items() if piece}}
         if delta.finish:
             text["seed"] = job.seed
+        text |= self._chances(job, delta.span)
         return self._chunk(index, text, _reason(job) if delta.finish else None)
 
-    def draft(self, index: int, draft: Draft, text: Text) -> dict[str, Any]:
+    def _chances(self, job: Job, span: tuple[int, int]) -> dict[str, Any]:
+        """Return the log-probabilities of the answer's tokens in `span`, if they were asked for."""
+        if job.guide is None or not job.guide.records:
+            return {}
+        return {"logprobs": SHAPES[self.kind](job.guide.scored[: span[1]], span[0], self.text)}
+
+    def draft(self, index: int, draft: Draft) -> dict[str, Any]:
         """Return the chunk of a canvas in the middle of denoising; clients may ignore it."""
         shown = {
             "index": index,
             "canvas": draft.canvas,
             "step": draft.step,
-            "tokens": [text.piece(token) for token in draft.tokens],
+            "tokens": [self.text.piece(token) for token in draft.tokens],
             "accepted": draft.accepted,
         }
         return self._stream([]) | {"draft": shown}

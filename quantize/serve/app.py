@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,17 @@ from starlette.responses import (
 from quantize import __version__
 from quantize.errors import InputError
 from quantize.runtime import Sampler
+from quantize.runtime.chat import CLOSE
 from quantize.runtime.given import Given
 from quantize.runtime.images import Images
 from quantize.serve import docs, infill, unsupported
 from quantize.serve.answers import Shape, usage
+from quantize.serve.constraint import Constraint, Matcher
 from quantize.serve.exchange import Exchange
 from quantize.serve.failures import RequestError, from_validation
+from quantize.serve.forms import Forms
 from quantize.serve.guard import Guard
+from quantize.serve.guides import AnswerGuide
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
 from quantize.serve.pictures import Pictures
@@ -66,12 +70,14 @@ class Prepared:
         images: images of its only prompt.
         given: the known tokens of each answer.
         limit: tokens of an answer before its suffix; None where there is none.
+        form: what holds each answer to its form; None for any text.
     """
 
     prompts: list[list[int]]
     images: Images | None
     given: Given | None
     limit: int | None
+    form: Matcher | None
 
 
 Encode = Callable[[], Prepared]
@@ -101,6 +107,7 @@ class Service:
         self.pictures = pictures
         self.sampler = sampler
         self.options = options
+        self.forms = Forms(text.tokenizer, sampler.eos_token_ids)
         engine = scheduler.engine
         limits = (engine.max_length, sampler.max_length, options.max_context)
         self.max_length = min(limit for limit in limits if limit is not None)
@@ -121,7 +128,7 @@ class Service:
         def encode() -> Prepared:
             prompt = self.text.encode_chat(turns, thinking=thinking, tools=tools)
             prompt, images = self.pictures.put(prompt, body.pictures, body.image_tokens)
-            return Prepared([prompt], images, *self._known(body))
+            return Prepared([prompt], images, *self._known(body), self.forms.matcher(body))
 
         return await self._answer(body, encode, 1, request)
 
@@ -131,7 +138,7 @@ class Service:
         def encode() -> Prepared:
             text = self.text.encode
             prompts = [text(p) if isinstance(p, str) else p for p in body.prompts]
-            return Prepared(prompts, None, *self._known(body))
+            return Prepared(prompts, None, *self._known(body), self.forms.matcher(body))
 
         return await self._answer(body, encode, len(body.prompts), request)
 
@@ -187,7 +194,8 @@ class Service:
         exchange: Exchange,
         prompts: Sequence[Sequence[int]],
     ) -> Response:
-        shape = Shape("chat" if isinstance(body, ChatRequest) else "text", self.options.model_name)
+        kind = "chat" if isinstance(body, ChatRequest) else "text"
+        shape = Shape(kind, self.options.model_name, self.text)
         prompt_tokens = sum(map(len, prompts))
         if body.stream:
             return await self._stream(body, exchange, shape, prompt_tokens)
@@ -242,8 +250,33 @@ class Service:
                 noise = (seed + choice + INT64) % (2 * INT64) - INT64
                 emit = _emitter(exchange, len(jobs))
                 images = prepared.images
-                jobs.append(Job(prompt, noise, sampler, answer, emit, drafts, images, given))
+                guide = self._guide(body, prepared, min(limit, canvases * length))
+                known = given if guide is None else replace(given or Given(), guide=guide)
+                jobs.append(Job(prompt, noise, sampler, answer, emit, drafts, images, known, guide))
         return jobs
+
+    def _guide(
+        self, body: ChatRequest | CompletionRequest, prepared: Prepared, room: int
+    ) -> AnswerGuide | None:
+        """Return what looks after an answer of `room` tokens, None where nothing is asked of it.
+
+        Raises:
+            RequestError: 400, no text of the form fits.
+        """
+        if prepared.form is None and body.top is None:
+            return None
+        constraint = None
+        if prepared.form is not None:
+            thinks = isinstance(body, ChatRequest) and body.chat_template_kwargs.enable_thinking
+            closes = self.text.tokenizer.convert_tokens_to_ids(CLOSE) if thinks else None
+            try:
+                constraint = Constraint(self.forms.grammars, prepared.form, room, closes)
+            except InputError as error:
+                message = f"max_tokens: {error}"
+                raise RequestError(
+                    400, message, param="max_tokens", code="invalid_value"
+                ) from error
+        return AnswerGuide(self.scheduler.engine.canvas_length, constraint, body.top)
 
     def _empty(
         self, body: ChatRequest | CompletionRequest, sampler: Sampler, limit: int, canvases: int
@@ -273,7 +306,7 @@ class Service:
                     yield shape.opening(index)
             async for index, event in _chain(first, events):
                 if isinstance(event, Draft):
-                    yield shape.draft(index, event, self.text)
+                    yield shape.draft(index, event)
                 else:
                     yield shape.chunk(index, event, exchange.jobs[index])
             if shape.include_usage:

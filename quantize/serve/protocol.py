@@ -23,9 +23,10 @@ from pydantic import Field, field_validator, model_validator
 
 from quantize.errors import InputError
 from quantize.runtime import Sampler
-from quantize.serve.fields import Strict, String
+from quantize.serve.fields import Json, Strict, String
 from quantize.serve.messages import (
     MAX_TOOLS,
+    NAME,
     Choice,
     Message,
     Question,
@@ -36,6 +37,7 @@ from quantize.serve.messages import (
 
 MAX_STOPS, MAX_CHOICES, MAX_STEPS, MAX_STABILITY = 16, 16, 256, 16
 MAX_PINNED, MAX_POSITION = 64, 1 << 20
+MAX_LOGPROBS, MAX_PATTERN = 20, 10_000
 INT64 = 2**63
 
 
@@ -87,6 +89,11 @@ class _Generation(Strict):
     )
     pinned: list[PinnedText] = Field(default_factory=list[PinnedText], max_length=MAX_PINNED)
 
+    guided_json: Json | None = Field(None, description="A JSON schema that the answer fits.")
+    guided_regex: String | None = Field(
+        None, min_length=1, max_length=MAX_PATTERN, description="Matches the whole answer."
+    )
+
     temperature: float | None = Ignorable
     top_p: float | None = Ignorable
     top_k: int | None = Ignorable
@@ -115,6 +122,32 @@ class _Generation(Strict):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream true")
         return self
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "_Generation":
+        forms = [param for param, _, _ in self.forms]
+        if len(forms) > 1:
+            raise ValueError(f"{forms[1]}: an answer has one form; give it or {forms[0]}")
+        if self.stops and self.top is not None:
+            raise ValueError("stop: not with logprobs, which are told of whole tokens")
+        for field in ("stop", "pinned", "suffix") if forms else ():
+            if getattr(self, field, None):
+                raise ValueError(f"{field}: not with {forms[0]}, which says how the answer ends")
+        return self
+
+    @property
+    def forms(self) -> list[tuple[str, str, Any]]:
+        """What holds the answer to a form: the parameter, the kind of form, its definition."""
+        given: list[tuple[str, str, Any]] = [
+            ("guided_json", "json", self.guided_json),
+            ("guided_regex", "regex", self.guided_regex),
+        ]
+        return [form for form in given if form[2] is not None]
+
+    @property
+    def top(self) -> int | None:
+        """How many of the best tokens' log-probabilities are asked for; None for none at all."""
+        return None
 
     @property
     def stops(self) -> list[str]:
@@ -152,10 +185,35 @@ class TemplateOptions(Strict):
     enable_thinking: bool = False
 
 
-class ResponseFormat(Strict):
-    """The format of an answer, of which plain text is the only one."""
+class TextFormat(Strict):
+    """Any text."""
 
     type: Literal["text"]
+
+
+class JsonFormat(Strict):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    """A schema and its name; answers always fit it, whatever `strict` says."""
+
+    name: String = Field(pattern=NAME)
+    description: String | None = None
+    schema_: Json = Field(alias="schema")
+    strict: bool = True
+
+
+class SchemaFormat(Strict):
+    """A JSON text that a schema accepts."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class ChatRequest(_Generation):
@@ -169,6 +227,8 @@ class ChatRequest(_Generation):
     tools: list[Tool] = Field(default_factory=list[Tool], max_length=MAX_TOOLS)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _tools_that_there_are(self) -> "ChatRequest":
@@ -182,6 +242,30 @@ class ChatRequest(_Generation):
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice: required, and the request has no tools")
         return self
+
+    @model_validator(mode="after")
+    def _top_of_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs true")
+        return self
+
+    @property
+    def forms(self) -> list[tuple[str, str, Any]]:
+        """As `_Generation`; a call that must be made is a form too."""
+        given = super().forms
+        if isinstance(self.response_format, JsonFormat):
+            given.append(("response_format", "json", {"type": "object"}))
+        if isinstance(self.response_format, SchemaFormat):
+            given.append(("response_format", "json", self.response_format.json_schema.schema_))
+        if self.tool_choice not in ("auto", "none"):
+            chosen = [tool.function for tool in self.tools if tool.function.name in self.callable]
+            given.append(("tool_choice", "calls", chosen))
+        return given
+
+    @property
+    def top(self) -> int | None:
+        """As `_Generation`."""
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def callable(self) -> frozenset[str]:
@@ -222,6 +306,13 @@ class CompletionRequest(_Generation):
         description="Text behind the answer, which then has max_tokens positions at most; both must "
         "fit into one canvas.",
     )
+
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def top(self) -> int | None:
+        """As `_Generation`."""
+        return self.logprobs
 
     @field_validator("prompt")
     @classmethod

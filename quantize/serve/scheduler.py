@@ -24,6 +24,7 @@ from quantize.runtime.engine import Engine
 from quantize.runtime.given import Given
 from quantize.runtime.images import Images
 from quantize.serve.failures import RequestError
+from quantize.serve.guides import AnswerGuide
 from quantize.serve.metrics import Metrics
 from quantize.serve.text import Answer, Delta
 
@@ -60,6 +61,7 @@ class Job:
         drafts: whether every denoising step is emitted.
         images: images for the prompt's placeholders, if it has any.
         given: known tokens of the answer.
+        guide: the guide in `given`, whose error ends the job.
     """
 
     prompt: Sequence[int]
@@ -70,6 +72,7 @@ class Job:
     drafts: bool = False
     images: Images | None = None
     given: Given | None = None
+    guide: AnswerGuide | None = None
     cancelled: bool = False
     started: float = 0.0
 
@@ -249,6 +252,11 @@ class Scheduler:
         self.metrics.canvas(time.monotonic() - started, len(slots), [c.steps for _, c in finished])
         for slot, canvas in finished:
             job = self._running[slot]
+            if job.guide is not None and job.guide.error is not None:
+                message = f"the answer could not be held to its form: {job.guide.error}"
+                job.emit(RequestError(400, message, code="constraint_failed"))
+                self._leave([slot])
+                continue
             job.answer.commit(canvas)
             self._unsaid.append(job)
             if job.answer.finish:

@@ -52,12 +52,42 @@ class AnswerMessage(_Closed):
     tool_calls: list[ToolCall] | None
 
 
+class Candidate(_Closed):
+    """A token and its log-probability at a position; `bytes` is null for half a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ScoredToken(Candidate):
+    """A committed token, and the most probable ones at its position."""
+
+    top_logprobs: list[Candidate]
+
+
+class ChatLogprobs(_Closed):
+    """Log-probabilities at the step at which each canvas was committed, thoughts left out."""
+
+    content: list[ScoredToken]
+    refusal: None
+
+
+class TextLogprobs(_Closed):
+    """The same for a plain completion; offsets count characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
 class ChatChoice(_Closed):
     """One answer to a chat, and the seed that makes it again."""
 
     index: int
     finish_reason: Finish
-    logprobs: None
+    logprobs: ChatLogprobs | None
     message: AnswerMessage
     seed: int
 
@@ -78,7 +108,7 @@ class TextChoice(_Closed):
 
     index: int
     finish_reason: Finish
-    logprobs: None
+    logprobs: TextLogprobs | None
     text: str
     seed: int
 

@@ -11,7 +11,13 @@ from typing import Any, Literal
 
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler
-from quantize.runtime.chat import HALF_CHARACTER, Message, encode_chat, split_thoughts
+from quantize.runtime.chat import (
+    HALF_CHARACTER,
+    Message,
+    encode_chat,
+    in_thoughts,
+    split_thoughts,
+)
 from quantize.runtime.engine import Canvas
 from quantize.serve.calls import MARKERS, OPEN, Call, read_calls
 
@@ -66,6 +72,10 @@ class Text:
         """Return what `split` returns, with the markers of function calls kept in the answer."""
         return split_thoughts(self.tokenizer, tokens, self._markers)
 
+    def answers(self, tokens: Sequence[int]) -> list[bool]:
+        """Return which tokens belong to the answer itself, not to thoughts."""
+        return [not inside for inside in in_thoughts(self.tokenizer, tokens)]
+
     def whole(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return no thoughts and all text."""
         return "", self._decode(tokens)
@@ -76,13 +86,18 @@ class Text:
 
 @dataclass(frozen=True)
 class Delta:
-    """Text that a canvas added to an answer with `called` calls; the last one has `finish`."""
+    """What a canvas added to an answer; `finish` when it was the last.
+
+    The answer had `called` calls before it; the canvas added its tokens from `span[0]` up to, and
+    without, `span[1]`.
+    """
 
     reasoning: str
     content: str
     finish: Literal["stop", "length"] | None
     calls: Sequence[Call] = ()
     called: int = 0
+    span: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -110,6 +125,7 @@ class Answer:
     reasoning: str = ""
     content: str = ""
     calls: list[Call] = field(default_factory=list[Call])
+    told: int = 0
     finish: Literal["stop", "length"] | None = None
 
     def commit(self, canvas: Canvas) -> None:
@@ -136,7 +152,9 @@ class Answer:
             self.finish,
             calls[len(self.calls) :],
             len(self.calls),
+            (self.told, min(len(self.sample.tokens), self.max_tokens)),
         )
+        self.told = delta.span[1]
         self.reasoning += delta.reasoning
         self.content += delta.content
         self.calls += delta.calls

@@ -30,14 +30,13 @@ IGNORABLE: dict[str, tuple[tuple[Any, ...], str, str]] = {
 }
 # name -> why not, and the way out; the parameter's value is never read
 REFUSED = {
-    "logprobs": "the committed tokens' probabilities are not kept; leave it out",
-    "top_logprobs": "the committed tokens' probabilities are not kept; leave it out",
     "functions": "this is the older form; set tools",
     "function_call": "this is the older form; set tool_choice",
     "echo": "an answer holds no prompt; put it before the text yourself",
     "suffix": "a chat has none; pin text with pinned, or use /v1/completions",
-    "guided_json": "a canvas is not constrained; say the format in the prompt and check the answer",
-    "guided_regex": "a canvas is not constrained; say the format in the prompt and check the answer",
+    "guided_choice": "this is another server's name; set guided_regex to (one|other)",
+    "guided_grammar": "grammars are not read; set guided_json or guided_regex",
+    "structured_outputs": "this is another server's name; set guided_json or guided_regex",
     "modalities": "the model writes text alone; leave it out",
     "image_url": "only messages of the user hold pictures; put it into one of them",
     "audio": "the model writes text alone; leave it out",

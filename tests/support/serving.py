@@ -113,10 +113,15 @@ class TellingEngine(ScriptedEngine):
         self.free = True
         self.texts = list(texts)
         self.prompts: list[list[int]] = []
+        self.givens: list[Any] = []
         self.saying: dict[int, list[int]] = {}
 
-    def admit(self, slot: int, prompt: Sequence[int], *rest: Any, **options: Any) -> None:
-        super().admit(slot, prompt, *rest, **options)
+    def admit(
+        self, slot: int, prompt: Sequence[int], seed: int, sampler: Sampler,
+        images: Images | None = None, given: Given | None = None,
+    ) -> None:  # fmt: skip
+        super().admit(slot, prompt, seed, sampler, images, given)
+        self.givens.append(given)
         self.prompts.append(list(prompt))
         self.saying[slot] = tokenizer().encode(self.texts.pop(0), add_special_tokens=False)
 

@@ -1,0 +1,288 @@
+"""Answers that a grammar holds to a form: what may be committed of a canvas, from left to right.
+
+A canvas is denoised freely. When it is finished, an automaton (llguidance) reads it from its first
+token on. A token that the grammar does not allow is replaced by the most probable one that it allows,
+under the logits of the canvas' last step; what comes behind it was denoised beside another token, so
+the canvas is denoised again with everything up to there, and what must follow it, pinned: at most
+ROUNDS times. Then every further token is replaced where it stands.
+
+The answer always ends in a form that the grammar accepts: at every canvas' end, and at every token
+where that is in doubt, a shortest known way to an accepted end fits into what is left of the answer.
+Thoughts are free; their channel is closed where what is left would not do otherwise. JSON is written
+without blanks between its parts: what must follow is then certain, and pinned before the first step.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from quantize.errors import InputError
+from quantize.runtime.given import Verdict
+
+ROUNDS = 8  # times that a canvas is denoised again
+SHORTLIST = 64  # most probable tokens of a position that are tried before all of them
+LONGEST = 4096  # tokens of a way to an accepted end that is looked for
+ENDS_FIRST = ('"}]', '}]"', "")  # characters that close what is open, in the orders that are tried
+THEN = ",:{[0tfn"
+Matcher = Any  # of llguidance, which has no types
+
+
+class Grammars:
+    """Makes matchers for one tokenizer.
+
+    Args:
+        tokenizer: of transformers, a fast one.
+        ends: token ids that end an answer.
+    """
+
+    def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise InputError(
+                "constrained answers need llguidance: pip install '.[serve]'"
+            ) from error
+        self.ends = list(ends)
+        self._tokenizer = from_tokenizer(tokenizer, eos_token=self.ends)
+        self._shapes: dict[int, tuple[int, bool]] = {}
+        self.orders = [self._ids(order) + self._ids(THEN) if order else [] for order in ENDS_FIRST]
+
+    def _ids(self, characters: str) -> list[int]:
+        found = [self._tokenizer.tokenize_str(character) for character in characters]
+        return [ids[0] for ids in found if len(ids) == 1]
+
+    def _shape(self, token: int) -> tuple[int, bool]:
+        if token not in self._shapes:
+            text: bytes = self._tokenizer.decode_bytes([token])
+            self._shapes[token] = len(text), text.isalnum()
+        return self._shapes[token]
+
+    def json_schema(self, schema: dict[str, Any]) -> Matcher:
+        """Return the matcher of JSON texts that a schema accepts; InputError as `_matcher`."""
+        from llguidance import LLMatcher
+
+        compact = {"whitespace_flexible": False}
+        return self._matcher(LLMatcher.grammar_from_json_schema(schema, overrides=compact))
+
+    def regex(self, pattern: str) -> Matcher:
+        """Return the matcher of whole texts that a regular expression matches."""
+        from llguidance import LLMatcher
+
+        return self._matcher(LLMatcher.grammar_from_regex(pattern))
+
+    def lark(self, grammar: str) -> Matcher:
+        """Return the matcher of a grammar in Lark's notation."""
+        from llguidance import LLMatcher
+
+        return self._matcher(LLMatcher.grammar_from_lark(grammar))
+
+    def _matcher(self, grammar: str) -> Matcher:
+        """Compile.
+
+        Raises:
+            InputError: the grammar is wrong, too complex, or needs what the library does not have.
+        """
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())[:300]
+            raise InputError(f"the answer's form cannot be compiled: {reason}")
+        return matcher
+
+    def way_out(self, matcher: Matcher, room: int) -> list[int] | None:
+        """Return tokens that lead to an accepted end, None where no such `room` tokens are found."""
+        walks = (
+            self._walk(matcher.deep_copy(), order, min(room, LONGEST)) for order in self.orders
+        )
+        return next((way for way in walks if way is not None), None)
+
+    def _walk(self, matcher: Matcher, order: Sequence[int], room: int) -> list[int] | None:
+        """Take what must follow, else the first of `order` that may, else what was taken least.
+
+        Of those the shortest come first, and signs before letters: they are likelier to end something.
+        """
+        way: list[int] = []
+        taken: dict[int, int] = {}
+        while not matcher.is_accepting():
+            ahead: list[int] = matcher.compute_ff_tokens()
+            if not ahead:
+                may = allowed(matcher)
+                may[self.ends] = False
+                first = next((token for token in order if may[token]), None)
+                if first is None:
+                    choices = np.flatnonzero(may)[:4096].tolist()
+                    if not choices:
+                        return None
+                    first = min(choices, key=lambda t: (taken.get(t, 0), *self._shape(t)))
+                taken[first] = taken.get(first, 0) + 1
+                ahead = [first]
+            way += ahead
+            if len(way) > room or not matcher.consume_tokens(ahead):
+                return None
+        return way
+
+
+def allowed(matcher: Matcher) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return which tokens may follow, bool [V] or a little longer."""
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.unpackbits(mask, bitorder="little").astype(np.bool_)
+
+
+class Constraint:
+    """What holds one answer to a form.
+
+    Args:
+        grammars: of the tokenizer.
+        matcher: before the first token; it is copied.
+        room: tokens that the answer may have, thoughts included, without what ends it.
+        closes: the token that ends the thoughts before the answer; None where it begins at once.
+
+    Raises:
+        InputError: no text of this form is known that fits.
+    """
+
+    def __init__(
+        self, grammars: Grammars, matcher: Matcher, room: int, closes: int | None = None
+    ) -> None:
+        self.error: str | None = None
+        self._grammars, self._matcher = grammars, matcher.deep_copy()
+        self._room = room
+        self._closes = closes
+        self._rounds = 0
+        self._end = grammars.ends[0]
+        way = grammars.way_out(self._matcher, room - (closes is not None))
+        if way is None:
+            raise InputError(f"no text of the answer's form is known that fits into {room} tokens")
+        self._way = way  # from here to an accepted end; it fits into the room, always
+
+    def lead(self, length: int) -> list[int]:
+        """Return the tokens that a canvas of `length` must begin with."""
+        if self._closes is not None or self.error is not None:
+            return []
+        return self._matcher.compute_ff_tokens()[: min(length, self._room)]
+
+    def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
+        """Decide a finished canvas; see `Guide`."""
+        start, tokens, closed = self._thoughts(tokens)
+        shortlist = logits.float().topk(min(SHORTLIST, logits.shape[-1])).indices.tolist()
+        line = _Line(self._grammars, logits, shortlist, tokens, start, self._room)
+        written, matcher = line.write(self._matcher.deep_copy(), None)
+        if not line.ends_well(matcher):
+            written, matcher = line.write(self._matcher.deep_copy(), self._way)
+        if matcher.is_error():
+            self.error = " ".join(matcher.get_error().split())[:300]
+            return Verdict([self._end] * len(tokens))
+        changed = line.first_change(written) if closed is None else closed
+        stand = None if changed is None else self._stands(written, start, changed)
+        if stand is not None and stand < len(tokens) and self._rounds < ROUNDS:
+            self._rounds += 1
+            return Verdict(written, stand)
+        self._rounds = 0
+        self._room -= len(tokens)
+        self._matcher, self._way = matcher, line.way or []
+        if start < len(tokens) or tokens[-1:] == [self._closes]:
+            self._closes = None
+        return Verdict(written)
+
+    def _thoughts(self, tokens: list[int]) -> tuple[int, list[int], int | None]:
+        """Return where the form begins, the tokens, and the position at which thoughts were cut off."""
+        if self._closes is None:
+            return 0, tokens, None
+        ends = (self._closes, *self._grammars.ends)
+        last = self._room - len(self._way) - 1  # where thoughts must end at the latest
+        found = next((n for n, token in enumerate(tokens) if token in ends), len(tokens))
+        at = min(found, last)
+        if at >= len(tokens):
+            return len(tokens), tokens, None
+        cut = None if tokens[at] == self._closes else at
+        return at + 1, [*tokens[:at], self._closes, *tokens[at + 1 :]], cut
+
+    def _stands(self, written: list[int], start: int, changed: int) -> int | None:
+        """Write what must follow a change; return how many tokens stand then, None at the end."""
+        matcher = self._matcher.deep_copy()
+        if written[changed] in self._grammars.ends:
+            return None
+        if not matcher.consume_tokens(written[start : changed + 1]):
+            return None
+        follows = matcher.compute_ff_tokens()[: len(written) - changed - 1]
+        written[changed + 1 : changed + 1 + len(follows)] = follows
+        return changed + 1 + len(follows)
+
+
+class _Line:
+    """One reading of a finished canvas; `room` counts from its first token."""
+
+    def __init__(
+        self,
+        grammars: Grammars,
+        logits: Tensor,
+        shortlist: list[list[int]],
+        tokens: list[int],
+        start: int,
+        room: int,
+    ) -> None:
+        self._grammars, self._logits, self._shortlist = grammars, logits, shortlist
+        self._tokens, self._start, self._room = tokens, start, room
+        self._ended = False
+        self.way: list[int] | None = None  # to an accepted end, behind what was written
+
+    def write(self, matcher: Matcher, way: list[int] | None) -> tuple[list[int], Matcher]:
+        """Return the canvas as the grammar allows it, and the matcher behind it.
+
+        With a `way` to an accepted end only tokens are taken behind which one fits into the room: it,
+        or another.
+        """
+        written = self._tokens[: self._start]
+        self._ended, self.way = False, way
+        for position in range(self._start, len(self._tokens)):
+            if self._ended or position >= self._room:
+                written.append(self._grammars.ends[0])
+                continue
+            token = self._choose(matcher, position)
+            if self.way is not None:
+                room = self._room - position - 1
+                token, self.way = self._within(matcher, token, self.way, room)
+            written.append(token)
+            self._ended = token in self._grammars.ends
+            if not self._ended and not matcher.consume_token(token):
+                break
+        return written, matcher
+
+    def _choose(self, matcher: Matcher, position: int) -> int:
+        """Return the canvas' own token if it may stand, else the most probable one that may."""
+        may = allowed(matcher)
+        for token in (self._tokens[position], *self._shortlist[position]):
+            if token < len(may) and may[token]:
+                return token
+        own = self._logits[position].float().cpu().numpy()
+        size = min(len(may), len(own))
+        return int(np.where(may[:size], own[:size], -np.inf).argmax())
+
+    def _within(
+        self, matcher: Matcher, token: int, way: list[int], room: int
+    ) -> tuple[int, list[int]]:
+        """Return the token if an accepted end fits behind it, else the way's next; and the way on."""
+        if token in self._grammars.ends:
+            return token, []
+        trial = matcher.deep_copy()
+        trial.consume_token(token)
+        on = self._grammars.way_out(trial, room)
+        if on is not None and len(on) <= room:
+            return token, on
+        return (way[0], way[1:]) if way else (self._grammars.ends[0], [])
+
+    def ends_well(self, matcher: Matcher) -> bool:
+        """Whether the text has ended, or a way to an accepted end fits into what is left."""
+        if self._ended or matcher.is_error():
+            return True
+        left = self._room - max(len(self._tokens), self._start)
+        self.way = self._grammars.way_out(matcher, max(0, left))
+        return self.way is not None
+
+    def first_change(self, written: list[int]) -> int | None:
+        """Return the first position whose token was replaced."""
+        pairs = enumerate(zip(written, self._tokens, strict=True))
+        return next((n for n, (new, old) in pairs if new != old), None)

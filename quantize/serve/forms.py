@@ -1,0 +1,128 @@
+"""What a request says of its answer's form, compiled: JSON, a regular expression, required calls.
+
+Calls are written as Gemma 4 writes them (`calls`). Of a tool's parameters their names, which of them
+are required, their types and enums are held to, in the order of the template (by name); further
+keywords of their schemas are not.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from quantize.errors import InputError
+from quantize.serve.calls import CLOSE, OPEN, QUOTE
+from quantize.serve.constraint import Grammars, Matcher
+from quantize.serve.failures import RequestError
+from quantize.serve.messages import Function
+from quantize.serve.protocol import ChatRequest, CompletionRequest
+
+DEEPEST = 8  # levels of a parameter's schema that are held to; below them any value may stand
+
+
+class Forms:
+    """Compiles the forms of requests for one tokenizer, which is prepared when it is first needed."""
+
+    def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
+        self._tokenizer, self._ends = tokenizer, ends
+        self._made: Grammars | None = None
+
+    @property
+    def grammars(self) -> Grammars:
+        """Of the tokenizer; an InputError where llguidance is missing."""
+        if self._made is None:
+            self._made = Grammars(self._tokenizer, self._ends)
+        return self._made
+
+    def matcher(self, body: ChatRequest | CompletionRequest) -> Matcher | None:
+        """Return what the answer is held to, None for any text.
+
+        Raises:
+            RequestError: 400, a form that cannot be compiled.
+        """
+        if not body.forms:
+            return None
+        ((param, kind, form),) = body.forms
+        try:
+            if kind == "json":
+                return self.grammars.json_schema(form)
+            if kind == "regex":
+                return self.grammars.regex(form)
+            several = isinstance(body, ChatRequest) and body.parallel_tool_calls
+            return self.grammars.lark(self._calls(form, several))
+        except (InputError, ValueError, RecursionError) as error:
+            message = f"{param}: {error}"
+            raise RequestError(400, message, param=param, code="invalid_value") from error
+
+    def _calls(self, functions: Sequence[Function], several: bool) -> str:
+        """Return the grammar of one call, or of several, in Lark's notation."""
+        vocabulary = self._tokenizer.get_vocab()
+        if missing := [marker for marker in (OPEN, CLOSE, QUOTE) if marker not in vocabulary]:
+            raise InputError(f"this model's tokenizer has no token {missing[0]}")
+        ids = {name: f"<[{vocabulary[name]}]>" for name in (OPEN, CLOSE, QUOTE)}
+        calls = " | ".join(
+            f'"call:{function.name}" {_object(function.parameters, ids[QUOTE], 0)}'
+            for function in functions
+        )
+        return "\n".join(
+            [
+                f"start: call{'+' if several else ''}",
+                f"call: {ids[OPEN]} ({calls}) {ids[CLOSE]}",
+                f"string: {ids[QUOTE]} TEXT {ids[QUOTE]}",
+                "TEXT: /(.|\\n)*/",
+                "NUMBER: /-?(0|[1-9][0-9]*)(\\.[0-9]+)?([eE][+-]?[0-9]+)?/",
+                "INTEGER: /-?(0|[1-9][0-9]*)/",
+                "KEY: /[A-Za-z_][A-Za-z0-9_]*/",
+                'any: string | NUMBER | "true" | "false" | "null" | list | object',
+                'list: "[" (any ("," any)*)? "]"',
+                'object: "{" (KEY ":" any ("," KEY ":" any)*)? "}"',
+            ]
+        )
+
+
+def _object(schema: dict[str, Any], quote: str, depth: int) -> str:
+    """Return the rule of an object's properties, in the order of their names."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict) or not properties or depth > DEEPEST:
+        return '"{}"' if properties == {} or (not properties and depth == 0) else "object"
+    needed = set(schema.get("required", []))
+    fields = [
+        (f"{json.dumps(name + ':')} {_value(properties[name], quote, depth + 1)}", name in needed)
+        for name in sorted(properties, key=str.lower)
+    ]
+    return f'"{{" {_listed(fields)} "}}"'
+
+
+def _listed(fields: Sequence[tuple[str, bool]]) -> str:
+    """Return the rule of fields with commas between those that are there."""
+    choices: list[str] = []
+    for n, (field, needed) in enumerate(fields):  # the first one that is there
+        behind = "".join(f' "," {f}' if must else f' ("," {f})?' for f, must in fields[n + 1 :])
+        choices.append(field + behind)
+        if needed:
+            return "(" + " | ".join(choices) + ")"
+    return "(" + " | ".join(choices) + ")?"
+
+
+def _value(schema: Any, quote: str, depth: int) -> str:
+    """Return the rule of a value."""
+    if not isinstance(schema, dict) or depth > DEEPEST:
+        return "any"
+    texts = [text for text in schema.get("enum", []) if isinstance(text, str)]
+    match schema.get("type"):
+        case "string" if texts:
+            return "(" + " | ".join(f"{quote} {json.dumps(text)} {quote}" for text in texts) + ")"
+        case "string":
+            return "string"
+        case "integer":
+            return "INTEGER"
+        case "number":
+            return "NUMBER"
+        case "boolean":
+            return '("true" | "false")'
+        case "array":
+            item = _value(schema.get("items"), quote, depth + 1)
+            return f'"[" ({item} ("," {item})*)? "]"'
+        case "object":
+            return _object(schema, quote, depth)
+        case _:
+            return "any"

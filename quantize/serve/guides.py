@@ -1,0 +1,81 @@
+"""The server's guide over an answer: it holds it to a form, and records log-probabilities.
+
+Log-probabilities are those of the committed tokens and of the most probable ones at their positions,
+under the logits of the step at which the canvas was committed, at temperature 1. They are not those of
+a text from left to right: each is given the whole canvas as it stood before that step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantize.runtime.given import Verdict
+from quantize.serve.constraint import Constraint
+
+ROWS = 32  # positions whose logits are looked at together
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A committed token, its log-probability, and those of the most probable ones, best first."""
+
+    token: int
+    logprob: float
+    top: Sequence[tuple[int, float]]
+
+
+class AnswerGuide:
+    """One answer's guide.
+
+    Args:
+        length: tokens of a canvas.
+        constraint: holds it to a form; None for any.
+        top: how many of the most probable tokens are recorded; None records nothing.
+    """
+
+    def __init__(self, length: int, constraint: Constraint | None, top: int | None) -> None:
+        self._length, self._constraint, self._top = length, constraint, top
+        self.scored: list[Scored] = []
+
+    @property
+    def records(self) -> bool:
+        """Whether log-probabilities are recorded."""
+        return self._top is not None
+
+    @property
+    def error(self) -> str | None:
+        """Why the answer could not be held to its form."""
+        return None if self._constraint is None else self._constraint.error
+
+    def lead(self) -> Sequence[int]:
+        """Return what the next canvas must begin with."""
+        return [] if self._constraint is None else self._constraint.lead(self._length)
+
+    def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
+        """Decide a finished canvas, and record its log-probabilities if it is committed."""
+        verdict = Verdict(tokens)
+        if self._constraint is not None:
+            verdict = self._constraint.settle(logits, tokens)
+        if self._top is not None and verdict.stand is None:
+            self.scored += scored(logits, verdict.tokens, self._top)
+        return verdict
+
+
+def scored(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:
+    """Return the log-probabilities of `tokens` [L] and of the `top` best, from logits [L, V]."""
+    found: list[Scored] = []
+    for start in range(0, len(tokens), ROWS):
+        own = torch.tensor(tokens[start : start + ROWS], device=logits.device)
+        chances = logits[start : start + ROWS].float().log_softmax(-1)
+        best = chances.topk(top)
+        rows = zip(
+            own.tolist(),
+            chances.gather(-1, own[:, None])[:, 0].tolist(),
+            best.indices.tolist(),
+            best.values.tolist(),
+            strict=True,
+        )
+        found += [Scored(t, p, list(zip(ids, ps, strict=True))) for t, p, ids, ps in rows]
+    return found

@@ -1,0 +1,77 @@
+"""Answers of the bundled model with and without a form: how many fit it, and how many are right.
+
+    PYTHONPATH=tests/support python tests/benchmarks/structured_output.py [--problems 200]
+
+The first held-out problems, over HTTP, with their index as seed. A JSON answer is right when its number
+is; a text when the number behind its last #### is.
+"""
+
+import argparse
+import json
+import re
+from typing import Any
+
+import jsonschema_rs
+from serving import Running, running
+
+from quantize.bundled import HELDOUT
+
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}
+SCHEMA = {
+    "type": "object", "properties": {"answer": NUMBER}, "required": ["answer"],
+    "additionalProperties": False,
+}  # fmt: skip
+LINES = r"([0-9+\-*/=. ]+\n){1,4}\n?#### [0-9]+"
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+FORMS: dict[str, dict[str, Any]] = {
+    "any text": {},
+    "JSON schema": {"response_format": FORMAT},
+    "its own form, as a regular expression": {"extra_body": {"guided_regex": LINES}},
+}
+
+
+def fits(form: str, text: str) -> bool:
+    """Whether a text is in the form that was asked for."""
+    if form == "JSON schema":
+        return jsonschema_rs.is_valid(SCHEMA, json.loads(text))
+    return form == "any text" or re.fullmatch(LINES, text) is not None
+
+
+def number(form: str, text: str) -> str:
+    """The number that a text answers with."""
+    if form == "JSON schema":
+        return str(json.loads(text)["answer"])
+    return text.rpartition("#### ")[2]
+
+
+def ask(server: Running, problems: list[Any], form: str, thinking: bool) -> None:
+    """Ask all of them, and print a line."""
+    fit = right = steps = 0
+    for seed, problem in enumerate(problems):
+        options = dict(FORMS[form])
+        template = {"chat_template_kwargs": {"enable_thinking": thinking}}
+        options["extra_body"] = options.get("extra_body", {}) | template
+        reply = server.ask(problem["question"], seed=seed, max_tokens=128, **options)
+        text = reply.choices[0].message.content
+        fit += fits(form, text)
+        right += number(form, text) == f"{problem['answer_number']:g}"
+        steps += reply.usage.denoising_steps
+    n = len(problems)
+    print(f"{form}, thinking {thinking}: {fit} of {n} fit, {right} right, {steps / n:.1f} steps")
+
+
+def main() -> None:
+    """Measure every form, with and without thinking."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--problems", type=int, default=200)
+    count = parser.parse_args().problems
+    lines = HELDOUT.read_text("utf-8").splitlines()[:count]
+    problems = [json.loads(line) for line in lines]
+    with running(max_num_seqs=1) as server:
+        for form in FORMS:
+            for thinking in (False, True):
+                ask(server, problems, form, thinking)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Answers held to a form: whatever a model's logits are, the text fits, or the request is refused."""
+
+import json
+import re
+from collections.abc import Generator
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+import torch
+from serving import QUESTION, Running, TellingEngine, running, text_with_tools, tokenizer
+
+from quantize.errors import InputError
+from quantize.serve.calls import read_calls
+from quantize.serve.constraint import Constraint, Grammars, Matcher
+from quantize.serve.forms import Forms
+from quantize.serve.protocol import ChatRequest
+
+ASKED: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "time"}}]
+L, V, EOS = 16, 1024, (1, 106, 50)
+CHANNEL, CLOSES = 100, 101
+ANSWER = {
+    "type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"],
+    "additionalProperties": False,
+}  # fmt: skip
+NESTED = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 2},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb"]}, "minItems": 1},
+        "at": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]},
+    },
+    "required": ["name", "tags"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(tokenizer(), EOS)
+
+
+def written(
+    grammars: Grammars, matcher: Matcher, room: int, seed: int, *, thinking: bool = False
+) -> list[int]:
+    """What a model of random logits commits, with no more sense than a form gives it."""
+    noise = torch.Generator().manual_seed(seed)
+    constraint = Constraint(grammars, matcher, room, CLOSES if thinking else None)
+    tokens: list[int] = []
+    while len(tokens) < room:
+        begun = constraint.lead(L)
+        for _ in range(100):
+            logits = torch.randn(L, V, generator=noise) * 4
+            logits[:, list(EOS)] -= 8
+            canvas = [*begun, *logits.argmax(-1).tolist()[len(begun) :]]
+            verdict = constraint.settle(logits, canvas)
+            assert len(verdict.tokens) == L
+            if verdict.stand is None:
+                break
+            assert len(begun) < verdict.stand < L
+            begun = verdict.tokens[: verdict.stand]
+        else:
+            raise AssertionError("it is denoised again for ever")
+        tokens += verdict.tokens
+        if set(EOS) & set(verdict.tokens):
+            break
+    assert constraint.error is None
+    end = next((n for n, token in enumerate(tokens) if token in EOS), len(tokens))
+    assert end <= room
+    return tokens[:end]
+
+
+def said(tokens: list[int]) -> str:
+    return tokenizer().decode(tokens)
+
+
+@pytest.mark.parametrize("schema", [ANSWER, NESTED, {"type": "object"}, {"enum": [1, "two"]}, {}])
+@pytest.mark.parametrize("room", [28, 61])
+def test_json_fits_its_schema(grammars: Grammars, schema: dict[str, Any], room: int) -> None:
+    valid = jsonschema_rs.validator_for(schema)
+    for seed in range(3):
+        text = said(written(grammars, grammars.json_schema(schema), room, seed))
+        assert valid.is_valid(json.loads(text)), text
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[0-9+=]+\n#### -?[0-9]+", "[a-y]{3,}z", "(yes|no)", r"\w+@x\.de"]
+)
+def test_a_regular_expression_matches_the_whole_text(grammars: Grammars, pattern: str) -> None:
+    for seed in range(3):
+        text = said(written(grammars, grammars.regex(pattern), 40, seed))
+        assert re.fullmatch(pattern, text), text
+
+
+def test_thoughts_are_free_and_end_in_time(grammars: Grammars) -> None:
+    for seed in range(4):
+        tokens = written(grammars, grammars.json_schema(ANSWER), 40, seed, thinking=True)
+        answer = said(tokens[tokens.index(CLOSES) + 1 :])
+        assert jsonschema_rs.is_valid(ANSWER, json.loads(answer))
+    assert tokens.index(CLOSES) > 16
+
+
+def test_a_form_that_does_not_fit_is_refused(grammars: Grammars) -> None:
+    matcher = grammars.json_schema(NESTED)
+    with pytest.raises(InputError, match="that fits into 5 tokens"):
+        Constraint(grammars, matcher, 5)
+
+
+def test_an_answer_in_its_form_already_is_left_alone(grammars: Grammars) -> None:
+    ids = tokenizer().encode('{"answer":12}', add_special_tokens=False)
+    canvas = [*ids, 106, *[7] * (L - len(ids) - 1)]
+    constraint = Constraint(grammars, grammars.json_schema(ANSWER), 60)
+    verdict = constraint.settle(torch.zeros(L, V), canvas)
+    assert (verdict.stand, verdict.tokens[: len(ids) + 1]) == (None, canvas[: len(ids) + 1])
+
+
+def test_calls_that_must_be_made_are_made(grammars: Grammars) -> None:
+    deep = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    properties = {
+        "unit": {"type": "string", "enum": ["C", "F"]}, "days": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}}, "deep": deep, "else": {},
+    }  # fmt: skip
+    schema = {"type": "object", "properties": properties, "required": ["unit", "deep"]}
+    functions = [{"name": "f", "parameters": schema}, {"name": "g"}]
+    asked = {"model": "m", "messages": ASKED, "tool_choice": "required"}
+    tools = [{"type": "function", "function": function} for function in functions]
+    body = ChatRequest.model_validate(asked | {"tools": tools})
+    matcher = Forms(tokenizer(), EOS).matcher(body)
+    names = set[str]()
+    for seed in range(8):
+        tokens = written(grammars, matcher, 80, seed)
+        text, calls = read_calls(tokenizer().decode(tokens), ["f", "g"], whole=True)
+        assert calls
+        assert text == ""
+        for call in calls:
+            names.add(call.name)
+            arguments = json.loads(call.arguments)
+            expected = schema if call.name == "f" else {"maxProperties": 0}
+            assert jsonschema_rs.is_valid(expected, arguments), arguments
+    assert names == {"f", "g"}
+
+
+# ------------------------------------------------------------------ through the server
+
+
+@pytest.fixture(scope="module")
+def server() -> Generator[Running]:
+    with running() as found:
+        yield found
+
+
+def schema_format(schema: dict[str, Any]) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+BOUNDED = ANSWER | {"properties": {"answer": {"type": "integer", "minimum": 0, "maximum": 99}}}
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_schema_through_the_official_client(server: Running, thinking: bool) -> None:
+    extra = {"chat_template_kwargs": {"enable_thinking": thinking}}
+    options: Any = {"seed": 1, "max_tokens": 128, "extra_body": extra}
+    whole = server.ask(response_format=schema_format(BOUNDED), **options)
+    (choice,) = whole.choices
+    assert jsonschema_rs.is_valid(BOUNDED, json.loads(choice.message.content))
+    assert bool(choice.message.reasoning_content) == thinking
+    stream = server.ask(response_format=schema_format(BOUNDED), **options, stream=True)
+    deltas = [chunk.choices[0].delta.content or "" for chunk in stream]
+    assert "".join(deltas) == choice.message.content
+
+
+def test_other_forms_and_plain_completions(server: Running) -> None:
+    free = server.ask(seed=3).choices[0].message.content
+    same = server.ask(seed=3, extra_body={"guided_regex": r"(.|\n)*"}).choices[0].message.content
+    assert same == free  # a form that allows everything changes nothing
+    number = server.openai.completions.create(
+        model="bundled", prompt=QUESTION, seed=3, n=2, extra_body={"guided_regex": "[0-9]{1,3}"}
+    )
+    assert all(re.fullmatch("[0-9]{1,3}", choice.text) for choice in number.choices)
+    few = {"num_inference_steps": 4}
+    any_object = server.ask(
+        response_format={"type": "json_object"}, seed=1, max_tokens=64, extra_body=few
+    )
+    assert isinstance(json.loads(any_object.choices[0].message.content), dict)
+    parsed = server.openai.chat.completions.create(
+        model="bundled", messages=ASKED, extra_body={"guided_json": {"enum": [7]}}
+    )
+    assert parsed.choices[0].message.content == "7"
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "says"),
+    [
+        ({"response_format": schema_format({"type": "frog"})}, "response_format", "cannot be compiled"),
+        ({"response_format": schema_format({"uniqueItems": True})}, "response_format", "Unimplemented"),
+        ({"response_format": schema_format(NESTED), "max_tokens": 4}, "max_tokens", "into 4 tokens"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema",
+         "required"),
+        ({"extra_body": {"guided_regex": "[0-9"}}, "guided_regex", "cannot be compiled"),
+        ({"extra_body": {"guided_regex": "a{999}b{999}"}}, "max_tokens", "fits into 128 tokens"),
+        ({"extra_body": {"guided_json": {"x": {}}, "guided_regex": "a"}}, "guided_regex", "one form"),
+        ({"extra_body": {"guided_regex": "a"}, "stop": ["b"]}, "stop", "not with guided_regex"),
+        ({"logprobs": True, "stop": ["b"]}, "stop", "not with logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"extra_body": {"guided_choice": ["a"]}}, "guided_choice", "set guided_regex"),
+    ],
+)  # fmt: skip
+def test_forms_that_are_refused(
+    server: Running, options: dict[str, Any], param: str, says: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=says) as caught:
+        server.ask(**options)
+    assert caught.value.param == param
+    server.settle()
+
+
+def test_a_required_call_through_the_server() -> None:
+    """The engine says anything; what it must say is checked above, here that the request is right."""
+    engine = TellingEngine("hello")
+    with running(engine, text_with_tools()) as server:
+        server.openai.chat.completions.create(
+            model="bundled", messages=ASKED, tools=TOOLS, tool_choice="required", max_tokens=64
+        )
+    assert engine.givens[0].guide.lead()[0] == 48  # <|tool_call>
+
+
+# ------------------------------------------------------------------ log-probabilities
+
+
+def test_log_probabilities_are_those_of_the_committed_tokens(server: Running) -> None:
+    options: Any = {"seed": 3, "logprobs": True, "top_logprobs": 5}
+    choice = server.ask(**options).choices[0]
+    entries = choice.logprobs.content
+    assert "".join(entry.token for entry in entries) == choice.message.content
+    assert choice.message.content == server.ask(seed=3).choices[0].message.content
+    for entry in entries:
+        best = [candidate.logprob for candidate in entry.top_logprobs]
+        assert best == sorted(best, reverse=True)
+        assert len(best) == 5
+        assert entry.logprob == pytest.approx(best[0], abs=1e-3)  # the argmax is committed
+        assert bytes(entry.bytes).decode() == entry.token
+    streamed = [
+        entry
+        for chunk in server.ask(**options, stream=True)
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert streamed == entries
+
+
+def test_thoughts_have_no_entries_and_completions_have_columns(server: Running) -> None:
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    choice = server.ask(seed=5, logprobs=True, extra_body=thinking).choices[0]
+    assert "".join(e.token for e in choice.logprobs.content) == choice.message.content
+    found = server.openai.completions.create(
+        model="bundled", prompt=QUESTION, seed=3, max_tokens=20, logprobs=2
+    ).choices[0]
+    columns = found.logprobs
+    assert columns is not None
+    assert columns.tokens is not None
+    assert columns.text_offset is not None
+    assert "".join(columns.tokens) == found.text
+    assert found.text[columns.text_offset[3] :].startswith(columns.tokens[3])
+    assert [len(top) for top in columns.top_logprobs or []] == [2] * len(columns.tokens)
