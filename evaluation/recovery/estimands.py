@@ -31,13 +31,14 @@ outright. Were a share q of them lost, none would show with probability exp(-q u
 At 95 % that is 3 / units: 30 such questions exclude 10 points, 30 x 64 answers to these questions
 0.16.
 
-Reached coverage and error rates: docs/evaluation.md, tests/recovery/test_simulation.py. Left out:
-bootstraps, which give no width to what was not seen.
+Reached coverage and error rates: docs/evaluation.md, tests/recovery/test_simulation.py, which calls
+these functions on many rounds at once: tables of values [n, k] may stand in arrays [..., n, k], and
+sums of them are arrays then. Left out: bootstraps, which give no width to what was not seen.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,7 @@ ESTIMANDS: tuple[Estimand, ...] = get_args(Estimand)
 ROUNDING = 1e-12  # rounding error of p-values: 1 - 0.9 is a little under 0.1
 
 Floats = NDArray[np.float64]
+Number: TypeAlias = Any  # a float, or an array of one a round
 
 
 @dataclass(frozen=True)
@@ -63,29 +65,29 @@ class Total:
     """
 
     units: int
-    value: float
-    variance: float
-    jump: float
+    value: Number
+    variance: Number
+    jump: Number
     freedom: int
 
     @property
-    def mean(self) -> float:
+    def mean(self) -> Number:
         """The sum divided by the number of units."""
         return self.value / self.units
 
-    def p(self, gap: float) -> float:
+    def p(self, gap: Number) -> Number:
         """Return the p-value of a hypothesis that lies `gap` units on one side of the sum."""
         shape = self.variance / self.jump**2
-        gamma = float(gammaincc(shape + 1, max(0.0, shape + gap / self.jump)))
-        if self.variance == 0:
-            return gamma
-        return max(gamma, float(stdtr(self.freedom, -gap / math.sqrt(self.variance))))
+        gamma = gammaincc(shape + 1, np.maximum(0.0, shape + gap / self.jump))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            students = stdtr(self.freedom, -gap / np.sqrt(self.variance))
+        return np.where(self.variance == 0, gamma, np.maximum(gamma, students))[()]
 
-    def reach(self, level: float) -> float:
+    def reach(self, level: float) -> Number:
         """Return the gap, in units, whose p-value is 1 - level."""
         shape = self.variance / self.jump**2
-        gamma = self.jump * (float(gammainccinv(shape + 1, 1 - level)) - shape)
-        return max(gamma, float(stdtrit(self.freedom, level)) * math.sqrt(self.variance))
+        gamma = self.jump * (gammainccinv(shape + 1, 1 - level) - shape)
+        return np.maximum(gamma, stdtrit(self.freedom, level) * np.sqrt(self.variance))
 
     def times(self, factor: float) -> "Total":
         """Return the sum that `factor` times the units would give, were all as observed."""
@@ -99,35 +101,31 @@ class Total:
 
 
 def total(values: Floats, estimand: Estimand) -> Total:
-    """Return the sum over the units of an estimand of values [n, k] in -1..1 (or a little more)."""
-    n, k = values.shape
+    """Return the sum over an estimand's units of values [..., n, k] in -1..1 (or a little more)."""
+    n, k = values.shape[-2:]
+    largest = np.maximum(1.0, np.abs(values).max((-2, -1)))  # more where a ratio scales one side
     if estimand == "these_questions" and k > 1:
-        variance, freedom = k * float(values.var(axis=1, ddof=1).sum()), n * (k - 1)
-        return Total(n * k, float(values.sum()), variance, _largest(values), freedom)
-    means = values.mean(axis=1)
-    variance = n * float(means.var(ddof=1))
-    if variance < 1e-18:  # it comes from rounding alone
-        return Total(n, float(means.sum()), 0.0, _largest(values), n - 1)
-    off = np.abs(means - means.mean())
-    jump = _largest(values) if k == 1 else (off**3).sum() / (off**2).sum()
-    return Total(n, float(means.sum()), variance, float(jump), n - 1)
+        variance, freedom = k * values.var(axis=-1, ddof=1).sum(-1), n * (k - 1)
+        return Total(n * k, values.sum((-2, -1)), variance, largest, freedom)
+    means = values.mean(axis=-1)
+    variance = n * means.var(axis=-1, ddof=1)
+    still = variance < 1e-18  # it comes from rounding alone
+    off = np.abs(means - means.mean(axis=-1, keepdims=True))
+    squares = np.where(still, 1.0, (off**2).sum(-1))
+    jump = largest if k == 1 else np.where(still, largest, (off**3).sum(-1) / squares)[()]
+    return Total(n, means.sum(-1), np.where(still, 0.0, variance)[()], jump, n - 1)
 
 
-def _largest(values: Floats) -> float:
-    """Return the size of one event: a unit, or more where a ratio other than 1 scales one side."""
-    return max(1.0, float(np.abs(values).max()))
-
-
-def margin_p_values(difference: Total, margin_pp: float) -> tuple[float, float]:
+def margin_p_values(difference: Total, margin_pp: float) -> tuple[Number, Number]:
     """Return the p-values of "the loss is at least the margin" and "at most the margin"."""
     gap = difference.value + difference.units * margin_pp / 100
-    unseen = unseen_loss_p(difference.units, min(margin_pp, 100 * gap / difference.units))
-    return max(difference.p(gap), unseen), difference.p(-gap)
+    unseen = unseen_loss_p(difference.units, np.minimum(margin_pp, 100 * gap / difference.units))
+    return np.maximum(difference.p(gap), unseen), difference.p(-gap)
 
 
-def unseen_loss_p(units: int, share_pp: float) -> float:
+def unseen_loss_p(units: int, share_pp: Number) -> Number:
     """Return how likely `units` show no loss when `share_pp` per cent of all are lost outright."""
-    return math.exp(-units * max(0.0, share_pp) / 100)
+    return np.exp(-units * np.maximum(0.0, share_pp) / 100)
 
 
 def needed(difference: Total, margin_pp: float, confidence: float) -> float | None:
@@ -147,8 +145,16 @@ def needed(difference: Total, margin_pp: float, confidence: float) -> float | No
     return high
 
 
-def limits(difference: Total, level: float) -> tuple[float, float]:
+def limits(difference: Total, level: float) -> tuple[Number, Number]:
     """Return limits of a mean difference, each at `level`, with room for a loss not seen."""
     reach, unseen = difference.reach(level), -math.log(1 - level)
-    low = (difference.value - max(reach, unseen)) / difference.units
+    low = (difference.value - np.maximum(reach, unseen)) / difference.units
     return low, (difference.value + reach) / difference.units
+
+
+def ratio_limits(
+    base: Floats, quantized: Floats, ratio: float, estimand: Estimand, level: float
+) -> tuple[Number, Number]:
+    """Return the limits of mean(quantized - ratio base); they hold 0 where the ratio is not excluded."""
+    jump = total(quantized - base, estimand).jump * max(1.0, ratio)
+    return limits(replace(total(quantized - ratio * base, estimand), jump=jump), level)

@@ -29,6 +29,7 @@ from recovery.estimands import (
     limits,
     margin_p_values,
     needed,
+    ratio_limits,
     total,
 )
 
@@ -128,13 +129,13 @@ def compare(
         base_interval=_accuracy(total(x, estimand), level),
         quantized=float(y.mean()),
         quantized_interval=_accuracy(total(y, estimand), level),
-        difference_pp=100 * difference.mean,
+        difference_pp=float(100 * difference.mean),
         difference_interval=_interval(difference, level),
         difference_bounds=_bounds(difference, confidence),
         other_interval=_interval(total(y - x, other), level),
         margin_pp=margin_pp,
-        p_at_least_margin=at_least,
-        p_at_most_margin=at_most,
+        p_at_least_margin=float(at_least),
+        p_at_most_margin=float(at_most),
         needed=needed(difference, margin_pp, confidence),
         recovery=float(100 * y.mean() / x.mean()) if x.mean() > 0 else None,
         recovery_interval=_recovery(x, y, estimand, level),
@@ -181,30 +182,29 @@ def _flips(x: Floats, y: Floats) -> tuple[int, int]:
 
 def _interval(difference: Total, level: float) -> Interval:
     low, high = limits(difference, level)
-    return Interval(100 * max(low, -1.0), 100 * min(high, 1.0))
+    return Interval(100 * max(float(low), -1.0), 100 * min(float(high), 1.0))
 
 
 def _bounds(difference: Total, confidence: float) -> Interval:
     """Return the gate's bounds in percentage points; a gain does not offset a loss not seen."""
     low, high = limits(difference, confidence)
     never = math.log(1 - confidence) / difference.units
-    return Interval(100 * max(min(low, never), -1.0), 100 * min(high, 1.0))
+    return Interval(100 * max(min(float(low), never), -1.0), 100 * min(float(high), 1.0))
 
 
 def _accuracy(correct: Total, level: float) -> Interval:
-    half = correct.reach(level) / correct.units
-    return Interval(max(0.0, correct.mean - half), min(1.0, correct.mean + half))
+    half = float(correct.reach(level)) / correct.units
+    mean = float(correct.mean)
+    return Interval(max(0.0, mean - half), min(1.0, mean + half))
 
 
 def _recovery(x: Floats, y: Floats, estimand: Estimand, level: float) -> Interval:
-    """Return the interval of ratios r, in per cent, for which mean(y - r x) = 0 is not excluded."""
-    jump = total(y - x, estimand).jump
+    """Return the ratios r, in per cent, of which mean(y - r x) = 0 is not excluded."""
 
     def limit(r: float, side: int) -> float:
-        excess = replace(total(y - r * x, estimand), jump=jump * max(1.0, r))
-        return limits(excess, level)[side]
+        return ratio_limits(x, y, r, estimand, level)[side]
 
-    base = replace(total(x, estimand), jump=jump)
+    base = replace(total(x, estimand), jump=total(y - x, estimand).jump)
     if base.value <= base.reach(level):
         return Interval(None, None)  # the base may score nothing
     above = 1.0

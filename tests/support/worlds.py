@@ -61,35 +61,46 @@ class World:
         return f"{self.bench}: {self.estimand}, {self.damage} lost, {self.loss_pp:g} pp"
 
 
-def solved(bench: Bench, generator: np.random.Generator) -> Floats:
-    """Return the probability [n] with which the base solves each question."""
+def solved(bench: Bench, generator: np.random.Generator, rounds: int = 1) -> Floats:
+    """Return the probability [rounds, n] with which the base solves each question."""
+    shape = (rounds, bench.questions)
     if bench.accuracy == 1:
-        return np.ones(bench.questions)
+        return np.ones(shape)
     total = 1 / BETWEEN - 1  # a + b of the Beta: Var(p_i) = p (1 - p) / (a + b + 1)
-    return generator.beta(bench.accuracy * total, (1 - bench.accuracy) * total, bench.questions)
+    return generator.beta(bench.accuracy * total, (1 - bench.accuracy) * total, shape)
 
 
-def questions(world: World, generator: np.random.Generator) -> tuple[Floats, Floats]:
-    """Return the probabilities [n] of base and quantized for one round."""
+def questions(
+    world: World, generator: np.random.Generator, rounds: int = 1
+) -> tuple[Floats, Floats]:
+    """Return the probabilities [rounds, n] of base and quantized."""
     share = world.loss_pp / 100 / world.bench.accuracy  # of the right answers that are lost
     if world.estimand == "such_questions":
-        p = solved(world.bench, generator)
-        lost = generator.random(len(p)) < share if world.damage == "whole" else share
+        p = solved(world.bench, generator, rounds)
+        lost = generator.random(p.shape) < share if world.damage == "whole" else share
         return p, p * (1 - np.asarray(lost))
     p = solved(world.bench, np.random.default_rng(world.bench.questions))  # the same in every round
     if world.damage == "single":
         return p, p * (1 - world.loss_pp / 100 / p.mean())
-    left = world.loss_pp / 100 * len(p)  # of the mass to take away, question after question
+    left = world.loss_pp / 100 * p.size  # of the mass to take away, question after question
     return p, p - np.minimum(p, np.clip(left - (np.cumsum(p) - p), 0, None))
+
+
+def many_answers(
+    world: World, generator: np.random.Generator, rounds: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return which answers [rounds, n, k] of base and quantized are right."""
+    p, q = questions(world, generator, rounds)
+    shape = (rounds, p.shape[1], world.bench.repeats)
+    noise = generator.random(shape)
+    other = np.where(generator.random(shape) < 0.5, noise, generator.random(shape))
+    return noise < p[..., None], other < q[..., None]
 
 
 def answers(world: World, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Return which answers [n, k] of base and quantized are right in one round."""
-    p, q = questions(world, generator)
-    shape = (len(p), world.bench.repeats)
-    noise = generator.random(shape)
-    other = np.where(generator.random(shape) < 0.5, noise, generator.random(shape))
-    return noise < p[:, None], other < q[:, None]
+    base, quantized = many_answers(world, generator, 1)
+    return base[0], quantized[0]
 
 
 def by_name(values: np.ndarray) -> dict[str, list[float]]:
