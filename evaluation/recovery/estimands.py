@@ -155,6 +155,6 @@ def limits(difference: Total, level: float) -> tuple[Number, Number]:
 def ratio_limits(
     base: Floats, quantized: Floats, ratio: float, estimand: Estimand, level: float
 ) -> tuple[Number, Number]:
-    """Return the limits of mean(quantized - ratio base); they hold 0 where the ratio is not excluded."""
+    """Return the limits of mean(quantized - ratio base): around 0 where the ratio is not excluded."""
     jump = total(quantized - base, estimand).jump * max(1.0, ratio)
     return limits(replace(total(quantized - ratio * base, estimand), jump=jump), level)

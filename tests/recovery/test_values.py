@@ -1,12 +1,12 @@
 """Every figure of a comparison and every sentence of a verdict, on tables small enough to work out."""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from recovery.estimands import ESTIMANDS, Estimand, limits, margin_p_values, needed, total
+from recovery.estimands import ESTIMANDS, Estimand, Total, limits, margin_p_values, needed, total
 from recovery.gate import judge, judge_task, not_comparable, out_of_reach
 from recovery.statistics import Comparison, compare
 
@@ -116,6 +116,19 @@ def test_what_is_needed_is_the_least_that_decides(estimand: Estimand, margin_pp:
         min(margin_p_values(difference.times(factor * share), margin_pp)) for share in (1.01, 0.97)
     )
     assert enough <= 0.05 < too_few
+
+
+def test_more_units_are_more_of_everything_but_the_size_of_an_event() -> None:
+    assert Total(10, -2.0, 3.0, 1.5, 9).times(2.5) == Total(25, -5.0, 7.5, 1.5, 23)
+
+
+def test_a_p_value_of_just_what_is_stated_decides() -> None:
+    """1 - 0.9 is a little below 0.1, and nobody means that."""
+    open_ = replace(one_answer(16, 0, 384), confidence=0.9)
+    exactly = {"p_at_least_margin": 0.1, "p_at_most_margin": 1.0}
+    assert judge_task("t", replace(open_, **exactly)).outcome == "PASS"
+    exactly = {"p_at_least_margin": 1.0, "p_at_most_margin": 0.1}
+    assert judge_task("t", replace(open_, **exactly)).outcome == "FAIL"
 
 
 def test_a_loss_of_nothing_is_never_needed() -> None:
