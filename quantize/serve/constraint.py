@@ -67,9 +67,11 @@ class Grammars:
         return self._matcher(LLMatcher.grammar_from_json_schema(schema, overrides=compact))
 
     def regex(self, pattern: str) -> Matcher:
-        """Return the matcher of whole texts that a regular expression matches."""
+        """Return the matcher of whole texts that a regular expression matches; as `_matcher`."""
         from llguidance import LLMatcher
 
+        if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # the library would read its own text
+            raise InputError("the answer's form cannot be compiled: it ends in a backslash")
         return self._matcher(LLMatcher.grammar_from_regex(pattern))
 
     def lark(self, grammar: str) -> Matcher:
