@@ -18,7 +18,7 @@ from rich.console import Console
 
 from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import plan_targets
-from quantize.errors import InputError, ResourceError, unexpected_in
+from quantize.errors import GateError, InputError, ResourceError, unexpected_in
 from quantize.locks import locked
 from quantize.manifest import fingerprint, new_manifest
 from quantize.measured import measured
@@ -29,7 +29,12 @@ from quantize.run_dir import REDO, RunDir, read_json, write_json
 from quantize.runtime.memory import budget_of
 from quantize.runtime.memory import plan as fit
 from quantize.stage import STAGES, Run, Stage
-from quantize.stages.estimate import cannot_pass, estimate_table, sizes_table
+from quantize.stages.estimate import (
+    cannot_pass,
+    estimate_table,
+    evaluation_seconds,
+    sizes_table,
+)
 from quantize.stages.needs import BUDGETS_GB, memory_table, needs
 from quantize.stages.plan import config_of_known, plan_table, tensors_from_config
 from quantize.stages.portability import gpu_of, gpu_table
@@ -238,10 +243,22 @@ def advance(run: Run, until: str = STAGES[-1].name) -> int:
     """
     code = 0
     for stage in STAGES:
-        code = _advance(run, stage)
+        try:
+            code = _advance(run, stage)
+        except GateError as error:
+            raise GateError(f"{error}{_saved(run, stage)}") from error
         if stage.name == until:
             break
     return code
+
+
+def _saved(run: Run, failed: Stage) -> str:
+    """Say what the run is spared that ends at a stage before evaluation."""
+    names = [stage.name for stage in STAGES]
+    if run.is_bundled or names.index(failed.name) >= names.index("evaluate"):
+        return ""
+    hours = evaluation_seconds(run.recipe) / 3600
+    return f"; evaluate was not begun, which saves about {hours:.1f} hours" if hours else ""
 
 
 def _advance(run: Run, stage: Stage) -> int:

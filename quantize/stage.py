@@ -100,7 +100,14 @@ def _calibrate(run: Run) -> None:
 def _round(run: Run) -> None:
     from quantize.stages.round_weights import round_weights
 
-    round_weights(run.source, run.targets, run.recipe, run.folder.rounding, device=best_device())
+    round_weights(
+        run.source,
+        run.targets,
+        run.recipe,
+        run.folder.rounding,
+        device=best_device(),
+        gpu_memory=run.gpu_memory,
+    )
 
 
 def _rounds_weights(recipe: "Recipe") -> bool:
@@ -253,6 +260,7 @@ STAGES = (
         _round,
         "Round the weights of a run again: GPTQ on Hessians of denoising canvases.",
         is_needed=_rounds_weights,
+        runs_models=True,
     ),
     Stage(
         "convert",

@@ -74,7 +74,7 @@ def test_a_run_ends_with_a_verdict_and_a_recovery_table(finished: Path) -> None:
     assert report["verdict"]["outcome"] == "PASS"
     assert report["model"]["bundled"] is True
     (task,) = [t for t in report["tasks"] if t["gated"]]
-    assert task["questions"] == PROBLEMS
+    assert task["questions"] == task["looks"][-1]["questions"] < PROBLEMS  # it was certain before
     assert 0.4 < task["base"] <= 1
     assert report["sizes"]["quantized_modules"] == 6 * 16 * 3 + 6 * 3 + 6 * 4 - 1
     text = (finished / "report.md").read_text()

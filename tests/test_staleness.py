@@ -3,9 +3,10 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from quick_run import Quick
+from quick_run import Quick, made_up_replay
 
 from quantize.recipe import load_recipe
 from quantize.run_dir import read_json, write_json
@@ -92,3 +93,19 @@ def test_another_source_ends_a_single_stage(quick: Quick, tmp_path: Path) -> Non
     done = quick("verify", quick.folder.path)
     assert done.code == 2
     assert "the BF16 model has changed since this run began" in done.last
+
+
+def test_a_stage_that_fails_before_evaluation_says_what_that_saves(
+    quick: Quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def far(source: Path, checkpoint: Path, calibration: Path, out: Path, **_: Any) -> None:
+        made_up_replay(source, checkpoint, calibration, out)
+        write_json(out, read_json(out) | {"faults": ["KL from BF16 is 9 nats"]})
+
+    monkeypatch.setattr("quantize.stages.fidelity.fidelity", far)
+    monkeypatch.setattr("quantize.pipeline.evaluation_seconds", lambda _: 7200.0)
+    shutil.rmtree(quick.out)
+    done = quick.run()
+    assert done.code == 1
+    said = "KL from BF16 is 9 nats; evaluate was not begun, which saves about 2.0 hours"
+    assert done.last.endswith(said)

@@ -149,9 +149,15 @@ def budget_of(device: str, asked: float | None) -> float | None:
             f"--gpu-memory {asked / 1e9:g}: {device} has {total / 1e9:.1f} GB, of which "
             f"{free / 1e9:.1f} GB are free; end what else runs there, or ask for less"
         )
-    share = max(0.0, asked - CONTEXT_BYTES) / total
-    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+    hold_to(device, asked)
     return asked
+
+
+def hold_to(device: str, nbytes: float) -> None:
+    """Let torch's allocator have so many bytes of a GPU, the process' own context included."""
+    _, total = torch.cuda.mem_get_info(device)
+    share = max(0.0, nbytes - CONTEXT_BYTES) / total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
 
 
 def least_bytes(need: Need, config: Mapping[str, Any]) -> float:

@@ -54,13 +54,17 @@ def estimate_table(targets: list[Target], recipe: Recipe) -> Table:
         table.add_row("time, calibrate", duration(steps * CALIBRATION_STEP_SECONDS), source)
     answers = evaluation_answers(recipe)
     if answers:
-        tokens = 2 * answers * ASSUMED_ANSWER_TOKENS
         source = (
             f"2 x {answers:,} answers of {ASSUMED_ANSWER_TOKENS:,} tokens (assumed); 1,450 tokens/s "
             f"measured: vLLM 0.26, batch 4, H200"
         )
-        table.add_row("time, evaluate", duration(tokens / SERVED_TOKENS_A_SECOND), source)
+        table.add_row("time, evaluate", duration(evaluation_seconds(recipe)), source)
     return table
+
+
+def evaluation_seconds(recipe: Recipe) -> float:
+    """Return the estimated seconds of both sides' planned answers, of tasks whose size is known."""
+    return 2 * evaluation_answers(recipe) * ASSUMED_ANSWER_TOKENS / SERVED_TOKENS_A_SECOND
 
 
 def convert_seconds(targets: list[Target], cores: int) -> float:

@@ -5,8 +5,8 @@
 
 The loop is that of calibrate, with its prompts and seeds: encoder passes and every denoising step are
 seen, each token counting alike. Hessians of a layer of the 26B model take 4.5 GB, so as many layers as
-`budget` bytes hold are collected in one run of the loop, and the next run takes the next ones. Batches
-are the recipe's, whatever the budget: sums do not depend on it.
+memory holds are collected in one run of the loop, and the next run takes the next ones: on a GPU what
+the model leaves, on a CPU `BUDGET` bytes. Which layers are collected together changes no sum.
 
 A layer's file is written aside and renamed, so a run that was killed goes on behind the last finished
 layer, with the same bytes. An expert that saw few tokens leans on its layer's mean Hessian
@@ -36,14 +36,16 @@ from quantize.recipe import Calibration, Recipe
 from quantize.rounding import global_scale
 from quantize.run_dir import folder_when_complete, read_json, sync_file, write_json, write_text
 from quantize.runtime.engine import Engine
-from quantize.runtime.opening import open
+from quantize.runtime.memory import CONTEXT_BYTES, budget_of, hold_to
+from quantize.runtime.opening import open, placed
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Prompt, context_of, record_all
 from quantize.schemes import Scheme
 from quantize.stages.prompts import load_prompts
 
-BUDGET = 4 << 30  # bytes of Hessians held at a time
+BUDGET = 4 << 30  # bytes of Hessians held at a time on a CPU, and at least
 EXPERTS_AT_ONCE = 16  # of the 26B model 16 float64 Hessians and their factors take 4 GB
+ROUNDING_BYTES = 12e9  # of a GPU: those, a layer's mean Hessians twice, and a weight with its codes
 IDENTITY, SUMMARY = "identity.json", "rounding.json"
 
 
@@ -221,7 +223,8 @@ def round_weights(
     out: Path,
     *,
     device: str = "cpu",
-    budget: int = BUDGET,
+    gpu_memory: float | None = None,
+    budget: int | None = None,
 ) -> None:
     """Write the codes and scales of every quantized Linear, one file a layer, to the folder `out`.
 
@@ -231,7 +234,8 @@ def round_weights(
         recipe: its `calibration` section names the prompts.
         out: layer-NN.safetensors and rounding.json; it appears when it is complete.
         device: where the model, the Hessians and the rounding run.
-        budget: bytes of Hessians held at a time.
+        gpu_memory: bytes of a GPU that may be used, None for what is free.
+        budget: bytes of Hessians held at a time, None for what the model leaves.
 
     Raises:
         InputError: nothing to round, or no calibration section.
@@ -240,11 +244,11 @@ def round_weights(
     if recipe.calibration is None:
         raise InputError(f"recipe {recipe.name}: gptq needs a `calibration` section")
     units = units_of(targets)
-    loop = _Loop(source, recipe.calibration, device)
+    loop = _Loop(source, recipe.calibration, device, gpu_memory)
     with folder_when_complete(out, keep_partial=True) as folder:
         _start(folder, _identity(source, units, recipe.calibration, loop.prompts))
         left = [unit for unit in units if not (folder / _file(unit.layer)).exists()]
-        for group in groups_of(left, budget) if left else ():
+        for group in groups_of(left, budget or loop.room()) if left else ():
             hessians = loop.hessians_of(group)
             for layer in track(sorted({unit.layer for unit in group}), "rounding", unit="layers"):
                 _write_layer(
@@ -256,24 +260,44 @@ def round_weights(
 class _Loop:
     """The denoising loop over the calibration prompts, run once a group of layers."""
 
-    def __init__(self, source: Checkpoint, settings: Calibration, device: str) -> None:
+    def __init__(
+        self, source: Checkpoint, settings: Calibration, device: str, gpu_memory: float | None
+    ) -> None:
         self.prompts = load_prompts(source.folder, settings, settings.prompts)
-        self._source, self._settings, self._device = source, settings, device
+        self._source, self._settings = source, settings
+        self._device, self._memory = device, budget_of(device, gpu_memory)
         self._sampler = Sampler.from_checkpoint(source.folder)
 
     @cached_property
     def _engine(self) -> Engine:
         folder, settings = self._source.folder, self._settings
         context = context_of(folder, [prompt.ids for prompt in self.prompts], settings.canvases)
-        return open(folder, device=self._device, capacity=settings.batch_size, max_context=context)
+        room: dict[str, Any] = {"device": self._device, "max_context": context}
+        if self._device == "cpu" or self._memory is None:
+            return open(folder, capacity=settings.batch_size, **room)
+        left = self._memory - BUDGET - ROUNDING_BYTES
+        capacity, (resident,) = placed(
+            [folder], capacity=settings.batch_size, gpu_memory=left, **room
+        )
+        hold_to(self._device, self._memory)  # the plan held the allocator to `left`
+        return open(folder, capacity=capacity, resident=resident, **room)
+
+    def room(self) -> int:
+        """Return the bytes of Hessians that fit beside the model."""
+        if self._device == "cpu" or self._memory is None:
+            return BUDGET
+        _ = self._engine  # it is loaded now, so that what it leaves is known
+        used = torch.cuda.memory_allocated(self._device)
+        return max(BUDGET, int(self._memory - CONTEXT_BYTES - used - ROUNDING_BYTES))
 
     def hessians_of(self, units: Sequence[Unit]) -> Hessians:
         """Run the loop and return the Hessians of what the units read."""
         experts: int = self._source.config["text_config"]["num_experts"]
         hessians = Hessians([unit.reads for unit in units], experts)
         title = f"Hessians of {len({unit.layer for unit in units})} layers"
+        settings = self._settings.model_copy(update={"batch_size": self._engine.capacity})
         with self._engine.watching(hessians.see):
-            record_all(self._engine, self.prompts, self._settings, self._sampler, title=title)
+            record_all(self._engine, self.prompts, settings, self._sampler, title=title)
         return hessians
 
 

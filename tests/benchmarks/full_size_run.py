@@ -229,7 +229,7 @@ def main(
     for name, gb, out in chains(folder, recipes, budgets):
         words = ["run", "--recipe", str(recipe_of(folder, name, count, batch))]
         words += ["--model", str(folder / "bf16"), "--out", str(out), "--gpu-memory", f"{gb:g}"]
-        words += ["--data-dir", str(folder / "tasks"), "--resume"]
+        words += ["--data-dir", str(folder / "tasks"), "--all", "--resume"]
         if not chain(words, {"recipe": name, "gb": gb}, out, report, end):
             break
     lines = [json.loads(line) for line in report.read_text().splitlines()]

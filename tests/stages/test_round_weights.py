@@ -194,3 +194,19 @@ def test_gptq_without_prompts_is_refused_when_the_recipe_is_read() -> None:
     recipe["quantization"]["rounding"], recipe["calibration"] = "gptq", None
     with pytest.raises(InputError, match="gptq needs a `calibration` section"):
         parse_recipe(yaml.safe_dump(recipe), "mine.yaml")
+
+
+def test_hessians_take_what_the_model_leaves_of_a_gpu(
+    source: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 141 GB beside 60 GB that are taken more layers are collected at once; of 24 GB the least."""
+    settings = recipe_of(source).calibration
+    assert settings is not None
+    loop = stage._Loop(source, settings, "cpu", None)
+    assert loop.room() == stage.BUDGET
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda _: 60e9)
+    monkeypatch.setattr(stage._Loop, "_engine", None)
+    loop._device, loop._memory = "cuda", 141e9
+    assert loop.room() == int(141e9 - 60e9 - stage.CONTEXT_BYTES - stage.ROUNDING_BYTES)
+    loop._memory = 24e9
+    assert loop.room() == stage.BUDGET
