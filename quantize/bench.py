@@ -1,16 +1,15 @@
-"""How fast a checkpoint denoises on this GPU, and how far that is from the floor: `quantize bench`.
+"""Measures how fast a checkpoint denoises on this GPU, and how far from the floor: `quantize bench`.
 
-A row is one batch size with one number of steps. "Fixed" steps never stop early: their canvases cost
-the same whatever the model says, so random weights measure as real ones do; "adaptive" stops as the
-checkpoint's own generation config says. One forward is one denoising step or the encoder's pass over a
+A row is one batch size with one number of steps. "Fixed" steps never stop early, so their canvases cost
+the same for random weights as for real ones; "adaptive" stops as the checkpoint's own generation config
 committed canvas: N steps make N + 1 forwards a canvas. Times are of whole canvases, host work included.
 
     ms a canvas, ms a forward, tokens/s   over `canvases` canvases, each behind `context` tokens
-    first canvas                          a prompt of `context` tokens encoded and its canvas denoised
+    first canvas                          ms to encode a prompt of `context` tokens and denoise a canvas
     x floor                               time of a step over the least its bytes and FLOP allow
-    parts                                 GPU time of one step's kernels by what they do, from a profile
+    parts                                 GPU ms of one step's kernels by what they do, from a profile
 
-Random weights have the model's exact shapes and routing, and nothing to say.
+Random weights have the model's exact shapes and routing, but their answers are noise.
 """
 
 import json
@@ -33,7 +32,7 @@ from quantize.runtime.fused.engine import PARTS, FusedEngine
 from quantize.runtime.fused.weights import TextWeights, model_config
 from quantize.runtime.opening import RandomModel
 
-NEVER = 1e-30  # nats: a mean entropy that no canvas is below
+NEVER = 1e-30  # nats: no canvas has a mean entropy below it
 MIXES = {
     "bf16": ("bf16", "bf16", "bf16"),
     "fp8": ("fp8", "fp8", "fp8"),
@@ -45,7 +44,7 @@ MIXES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One batch size and number of steps; times in milliseconds, of medians over canvases.
+    """One batch size and number of steps; times are medians over canvases, in milliseconds.
 
     `parts` and `floor_parts` are of one denoising step with self-conditioning.
     """
@@ -65,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """All rows, and what they were measured on."""
+    """All rows, and the device and weights that they were measured on."""
 
     model: str
     device: str
@@ -91,7 +90,7 @@ def bench(
     experts_hit: int | None = None,
     hourly_price: float | None = None,
 ) -> Bench:
-    """Measure.
+    """Measure a checkpoint, or random weights, at every batch size and number of steps.
 
     Args:
         checkpoint: a folder, or None with `random`.
@@ -101,12 +100,12 @@ def bench(
         batches: canvases denoised together.
         context: tokens of the prompt.
         canvases: canvases measured for each row, at least 1.
-        experts_hit: with random weights, route to so many experts only.
-        hourly_price: of the machine, for the cost of a million tokens.
+        experts_hit: number of experts that random weights route to; None for all.
+        hourly_price: price of an hour of the machine, for the cost of a million tokens.
 
     Raises:
-        ResourceError: no GPU, or too little memory on it.
-        InputError: unknown mixes or steps, or a checkpoint that cannot be loaded.
+        ResourceError: there is no GPU, or too little memory on it.
+        InputError: a mix or a number of steps is unknown, or the checkpoint cannot be loaded.
     """
     if not torch.cuda.is_available():
         raise ResourceError("bench needs an NVIDIA GPU: the kernels' speed on a CPU says nothing")
@@ -175,7 +174,7 @@ def _canvas_length(checkpoint: Path | None, config: dict[str, Any] | None) -> in
 
 
 def _prompts(weights: TextWeights, length: int, count: int) -> list[list[int]]:
-    """Random tokens; none of them reserved, above the control tokens where there is room."""
+    """Return random tokens, none of them reserved, above the control tokens where there is room."""
     vocabulary = weights.config.text_config.vocab_size
     generator = torch.Generator().manual_seed(0)
     low, high = vocabulary // 8, vocabulary - 8
@@ -194,7 +193,7 @@ def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Times:
-    """Milliseconds; `forwards` a canvas, the encoder's among them."""
+    """Times in milliseconds; `forwards` a canvas include the encoder's."""
 
     first_canvas: float
     canvas: float
@@ -207,7 +206,7 @@ def _measure(
 ) -> _Times:
     """Time the first canvas from its prompt on, then canvases with the encoding of the one before.
 
-    Those stand behind as many tokens as the prompts have, of which the last are a canvas.
+    The later ones stand behind as many tokens as the prompts have, a canvas' tokens among them.
     """
     slots = list(range(len(prompts)))
 
@@ -267,7 +266,7 @@ def _row(
 
 
 def tables(result: Bench) -> list[Table]:
-    """Show a result: speed, then where a step's time goes."""
+    """Return a result as tables: speed, then where a step's time goes."""
     title = (
         f"{result.model} on {result.device}: {result.weight_bytes / 1e9:.1f} GB of weights, "
         f"{result.peak_bytes / 1e9:.1f} GB at most, context {result.context}, "

@@ -1,4 +1,4 @@
-"""llm-compressor's recipe files: read by its own classes, and turned into recipes of ours.
+"""Reads llm-compressor's recipe files by its own classes, and turns them into recipes of ours.
 
     quant_stage:
       quant_modifiers:
@@ -8,8 +8,8 @@
           ignore: [lm_head, "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]
 
 Such a file says what is quantized and how weights are rounded. Everything else (calibration, limits,
-tasks, gate) comes from the recipe that ships for its scheme. Whatever this project would do otherwise
-than llm-compressor does is refused by name, never dropped. Written for llm-compressor 0.14.
+tasks, gate) comes from the recipe that ships for its scheme. Settings that this project would follow in
+another way than llm-compressor are refused by name, never dropped. Written for llm-compressor 0.14.
 """
 
 import os
@@ -41,7 +41,7 @@ def quantization_of(fields: Mapping[Any, Any], source: str) -> dict[str, Any]:
     """Return the `quantization` section that an llm-compressor recipe amounts to.
 
     Raises:
-        InputError: it holds other modifiers, or asks for what is done otherwise here.
+        InputError: it holds other modifiers, or settings that this project does not follow.
     """
     name, arguments = _only_modifier(fields, source)
     modifier = _built(name, arguments, source)
@@ -70,7 +70,7 @@ def _refused(source: str, key: str, why: str) -> InputError:
 
 
 def _only_modifier(fields: Mapping[Any, Any], source: str) -> tuple[str, dict[str, Any]]:
-    """Return name and arguments of the one modifier of all stages."""
+    """Return the name and the arguments of the one modifier of all stages."""
     found: list[tuple[str, Any]] = []
     for stage, groups in fields.items():
         if not str(stage).endswith("_stage") or not isinstance(groups, dict):
@@ -104,7 +104,7 @@ def _built(name: str, arguments: dict[str, Any], source: str) -> Any:
 
 
 def _check_gptq(arguments: Mapping[str, Any], source: str) -> None:
-    """Refuse settings of GPTQ that are fixed here; those left at their defaults are ours to choose."""
+    """Refuse settings of GPTQ that are fixed here; settings left at their defaults are free."""
     if arguments.get("actorder") is not None:
         raise _refused(source, "actorder", "inputs are rounded in the order on disk; remove it")
     if arguments.get("dampening_frac", DAMPING) != DAMPING:
@@ -133,7 +133,7 @@ def _targets(targets: list[str], source: str) -> list[str]:
 
 
 def _observer(group: Any, source: str) -> str:
-    """Return our name of the weights' observer; that of activations must be their maximum."""
+    """Return our name of the weights' observer; the activations' must record their maximum."""
     activations = group.input_activations
     if activations is not None and activations.observer not in MAXIMUM:
         raise _refused(

@@ -1,4 +1,4 @@
-"""The stages in order, each skipped when its result stands: what `quantize run` does.
+"""Runs the stages in order for `quantize run`, skipping those whose result stands.
 
     plan -> calibrate -> round -> convert -> verify -> fidelity -> evaluate -> report
 
@@ -63,7 +63,7 @@ def started(
     gpu_memory: float | None = None,
     **scoring: Any,
 ) -> Generator[Run]:
-    """Resolve recipe and model, name the run folder, show the plan; hold the run while the block runs.
+    """Resolve recipe and model, name the run folder, show the plan; lock the run for the block.
 
     `gpu_memory` and `scoring` are those of `Run`.
 
@@ -135,11 +135,11 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def working_in(folder: RunDir) -> Generator[None]:
-    """Hold a run's lock while the block runs, and keep the traceback of what nobody expects.
+    """Hold a run's lock while the block runs, and keep tracebacks of unexpected errors.
 
     Raises:
         ResourceError: another process works in the run.
-        UnexpectedError: something unexpected went wrong; the traceback is in run.log.
+        UnexpectedError: an unexpected error occurred; the traceback is in run.log.
     """
     with locked(folder.lock, str(folder.path)), unexpected_in(folder.log):
         yield
@@ -152,10 +152,10 @@ def show_plan(
     gpu_memory: float | None = None,
     gpu: str | None = None,
 ) -> None:
-    """Print what a recipe would do to a model; from the config alone where that is enough.
+    """Print what a recipe would do to a model, from the config alone where that is enough.
 
-    How its stages fit is shown for GPUs of several sizes, or for one of `gpu_memory` bytes, or for
-    `gpu`. Which kernels would run is shown for `gpu`, or for the one that is here.
+    It also prints how the stages fit GPUs of several sizes, or one of `gpu_memory` bytes, or `gpu`, and
+    which kernels would run on `gpu`, or on the GPU that is here.
 
     Raises:
         ResourceError: a stage does not fit `gpu_memory`.
@@ -177,7 +177,7 @@ def show_plan(
         screen.print(gpu_table(targets, config, chosen))
     for sentence in cannot_pass(recipe):
         say(sentence)
-    if model is not None:  # the rates are those of the real layer shapes
+    if model is not None:  # the rates hold for the real layer shapes
         screen.print(estimate_table(targets, recipe), sizes_table(tensors))
     if model is not None or gpu_memory is not None or gpu is not None:
         budgets = [gb * 1e9 for gb in BUDGETS_GB] if gpu_memory is None else [gpu_memory]
@@ -194,7 +194,7 @@ def opened(path: Path, gpu_memory: float | None = None) -> Generator[Run]:
     """Open an existing run folder for a single stage; hold it while the block runs.
 
     Raises:
-        InputError: no run there, or its source, recipe or plan has changed since.
+        InputError: there is no run, or its source, recipe or plan has changed since.
         ResourceError: another process works in the run.
     """
     folder = RunDir(path)
@@ -220,10 +220,10 @@ def _open(folder: RunDir, gpu_memory: float | None) -> Run:
 
 
 def _check_memory(run: Run) -> None:
-    """Plan every stage's GPU memory, so that one that cannot run is known before the first.
+    """Plan every stage's GPU memory, so that a stage that cannot run fails before the first one.
 
     Raises:
-        ResourceError: a stage needs more than there is.
+        ResourceError: a stage needs more memory than there is.
     """
     budget = budget_of(best_device(), run.gpu_memory)
     if budget is None:
@@ -236,7 +236,7 @@ def _check_memory(run: Run) -> None:
 def advance(run: Run, until: str = STAGES[-1].name) -> int:
     """Run every stage up to `until` that is not done or stale; return the exit code.
 
-    0 done and gate passed, 4 inconclusive or not comparable.
+    0 means done and gate passed, 4 inconclusive or not comparable.
 
     Raises:
         GateError: verification, fidelity or the gate failed (exit code 1).
@@ -276,9 +276,9 @@ def _advance(run: Run, stage: Stage) -> int:
 
 
 def run_alone(run: Run, stage: Stage, task: Callable[[Run], None] | None = None) -> int:
-    """Run one stage again, by `task` where that is not the stage's own work; return its exit code.
+    """Run one stage again, by `task` if given in place of its own work; return its exit code.
 
-    Says which results are stale now.
+    It prints which results are stale now.
 
     Raises:
         InputError: a stage whose result this one reads is missing or stale.
@@ -297,10 +297,10 @@ def run_alone(run: Run, stage: Stage, task: Callable[[Run], None] | None = None)
 
 
 def push(path: Path, request: "Request", *, dry_run: bool, confirm: Callable[[], bool]) -> int:
-    """Publish a run whose every result stands and whose report is what its scores give.
+    """Publish a run whose results are all fresh and whose report is what its scores give.
 
     Raises:
-        InputError: a stage is stale or missing, or the report says something else than the scores.
+        InputError: a stage is stale or missing, or the report differs from what the scores give.
     """
     from quantize.hub.publish import push as push_release
 
@@ -311,10 +311,10 @@ def push(path: Path, request: "Request", *, dry_run: bool, confirm: Callable[[],
 def card(path: Path, repo: str | None) -> list[Path]:
     """Write the model card of a run into its checkpoint; return the files.
 
-    `repo` stands in its commands; else the name of the run's folder.
+    The card's commands name `repo`, or without it the run's folder.
 
     Raises:
-        InputError: as `push`.
+        InputError: as in `push`.
     """
     from quantize.reports.card import write_card
 
@@ -324,7 +324,7 @@ def card(path: Path, repo: str | None) -> list[Path]:
 
 @contextmanager
 def _reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
-    """Hold a run whose every result stands and whose report is what its scores give."""
+    """Lock a run whose results are all fresh and whose report is what its scores give."""
     from quantize.stages.report import check_report
 
     folder = RunDir(path)
@@ -343,7 +343,7 @@ def _is_stale(run: Run, stage: Stage) -> bool:
 
 
 def work(run: Run, stage: Stage, task: Callable[[Run], None]) -> None:
-    """Do a stage's work; enter its time, its memory, what it was made from and what it made."""
+    """Do a stage's work, and record its time, memory, inputs and result."""
     say(f"{stage.name}: started")
     before = read_json(run.folder.manifest_json, "stages")["stages"].get(stage.name, {})
     facts: dict[str, Any] = {}
@@ -353,7 +353,7 @@ def work(run: Run, stage: Stage, task: Callable[[Run], None]) -> None:
             forget(run.folder, stage)
             task(run)
             remember(run.folder, stage, inputs)
-    finally:  # the time of a try that failed is paid for, too; its error counts for more
+    finally:  # a failed try's time is recorded too, but its error comes first
         seconds = before.get("seconds_in_all", 0.0) + facts["seconds"]
         with suppress(OSError):
             run.record(stage.name, {"seconds_in_all": round(seconds, 2)})

@@ -4,8 +4,8 @@
 
 A record says everything about a stage once: its name and command, the file or folder that it leaves,
 the stages whose results it reads, its work and its exit code. `pipeline` runs the list, the command
-line makes its commands and `--until` from it. Works import what they need when they are called:
-reading the list is cheap.
+line makes its commands and `--until` from it. Work functions import what they need when they are
+called, so reading the list is cheap.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Run:
     """One run: its folder, resolved recipe, source checkpoint and plan.
 
-    `scoring` are options of `evaluate_more`. `gpu_memory` is the bytes of a GPU that may be used, None
-    for all that are free; no result depends on it but where it makes a batch smaller.
+    `scoring` holds options of `evaluate_more`. `gpu_memory` is the bytes of a GPU that may be used,
+    None for all that are free; results depend on it only where it makes a batch smaller.
     """
 
     folder: RunDir
@@ -41,7 +41,7 @@ class Run:
     gpu_memory: float | None = None
 
     def record(self, stage: str, facts: dict[str, Any]) -> None:
-        """Add facts about a stage to the manifest; of several processes the first one does."""
+        """Add facts about a stage to the manifest, in the first of several processes."""
         if not is_first():
             return
         manifest = read_json(self.folder.manifest_json, "stages")
@@ -54,15 +54,15 @@ class Stage:
     """One stage.
 
     Attributes:
-        name: of the stage and of its command.
+        name: name of the stage and of its command.
         result: path in the run folder whose presence says that the stage has been done.
         inputs: names of the stages whose results it reads.
-        work: makes the result.
-        summary: help text of the command that runs this stage alone; None where the command has more
-            to say than a run folder.
+        work: function that makes the result.
+        summary: help text of the command that runs this stage alone; None where the command takes more
+            than a run folder.
         verdict: returns the exit code of the finished stage, 0 or 4; raises GateError for 1.
-        files: all files and folders that it leaves, where that is not `result` alone.
-        lacks: says what a finished stage leaves to do of what was asked for this time.
+        files: all files and folders that it leaves, where these are more than `result`.
+        lacks: returns what a finished stage has not done of what is asked for this time.
         is_needed: whether a recipe has this stage at all.
         runs_models: whether it runs models on the device.
     """
@@ -191,7 +191,7 @@ def evaluate_more(
     go_on: bool = False,
     **sides: Any,
 ) -> None:
-    """Score what is not scored yet, activation modes besides the recipe's included.
+    """Score what is not scored yet, with activation modes besides the recipe's.
 
     `batch_size` overrules the recipe's. `sides` are fields of `sides.Asked`.
     """

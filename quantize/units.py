@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes in the unit that fits them, seconds likewise."""
+"""Formats numbers for people: bytes and seconds in the units that fit them."""
 
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 

@@ -1,8 +1,8 @@
-"""Answer one prompt and show its canvas denoise: what `quantize generate` does.
+"""Answers one prompt and shows its canvas denoise, for `quantize generate`.
 
 In a terminal every denoising step is drawn over the last one: accepted tokens bright, the others as
-the decoder's best guess so far, dim. Plainly, text is written as its canvas is committed, but for half
-a character at its end: what has been written never changes. The answer goes to stdout, thoughts and
+the decoder's best guess so far, dim. With --plain, text is written as its canvas is committed, except
+half a character at its end: written text never changes. The answer goes to stdout, thoughts and
 everything else to stderr.
 """
 
@@ -27,7 +27,7 @@ from quantize.runtime.images import open_picture, place, prepare
 from quantize.runtime.sample import canvas_budgets
 
 Write = Callable[[str], object]
-END = "\N{MIDDLE DOT}"  # how an EOS is drawn before the canvas' last word
+END = "\N{MIDDLE DOT}"  # drawn for an EOS before the canvas' last word
 
 
 def watch(
@@ -50,7 +50,7 @@ def watch(
         checkpoint: folder of a BF16 or quantized checkpoint.
         prompt: the user's message.
         thinking: whether the model gets a thinking channel.
-        seed: of the sampling noise; the same seed gives the same answer.
+        seed: seed of the sampling noise; the same seed gives the same answer.
         max_new_tokens: budget, rounded up to whole canvases; None for the checkpoint's own.
         activations: how a quantized model's activations are rounded.
         plain: draw nothing while it denoises, write what is finished instead.
@@ -60,7 +60,7 @@ def watch(
         write: takes the answer, without thoughts and special tokens: in pieces, or whole if drawn.
 
     Raises:
-        InputError: a checkpoint or picture that cannot be loaded, or a prompt too long for the model.
+        InputError: a checkpoint or picture cannot be loaded, or the prompt is too long for the model.
     """
     tokenizer, sampler = load_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
     config = model_config(Checkpoint.open(checkpoint).config)
@@ -119,7 +119,7 @@ def _aside(text: str) -> None:
 
 @dataclass
 class _Output:
-    """Writes an answer as it grows: thoughts aside, and nothing that the next canvas may change."""
+    """Writes an answer as it grows, without thoughts, and only what no later canvas can change."""
 
     tokenizer: Any
     write: Write
@@ -133,7 +133,7 @@ class _Output:
         self._add(thoughts.rstrip(HALF_CHARACTER), answer.rstrip(HALF_CHARACTER))
 
     def end(self, sample: Sample) -> None:
-        """Write what is left, and end the line."""
+        """Write the rest of the answer, and end the line."""
         self._add(*split_thoughts(self.tokenizer, sample.tokens))
         if self.thoughts and not self.thoughts.endswith("\n"):
             self.aside("\n")

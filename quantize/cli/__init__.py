@@ -1,8 +1,8 @@
-"""The command line: parse, call one function each, map errors to exit codes.
+"""The command line: each command parses, calls one function, and maps errors to exit codes.
 
 A command lies in the file of its name and is imported when it is called or listed; heavy imports
-(torch, transformers) stay inside its function: `quantize --help` answers at once. A new command is one
-file and one line of `COMMANDS`.
+(torch, transformers) stay inside its function, so that `quantize --help` answers at once. A new
+command is one file and one line of `COMMANDS`.
 """
 
 import errno
@@ -52,7 +52,7 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of a file of its name, or the one that every stage has."""
+        """Return the command in the file of its name, or the one made for a stage."""
         if cmd_name not in COMMANDS:
             return None
         if Path(__file__).with_name(f"{cmd_name}.py").is_file():
@@ -87,7 +87,7 @@ def main() -> None:
     sys.exit(_exit_code())
 
 
-# The libraries' own bars and chatter would cut into ours; each can be turned on again from outside.
+# The libraries' own bars and messages would cut into ours; their variables turn them on again.
 QUIET = {
     "TQDM_DISABLE": "1",
     "LLM_COMPRESSOR_LOG_LEVEL": "ERROR",
@@ -112,7 +112,7 @@ def _exit_code() -> int:
         if error.errno == errno.ENOSPC:
             return _complain(f"{place}: the disk is full; free some space, then --resume", 3)
         return _complain(f"{place}: {error.strerror or error}", 3)
-    except (MemoryError, RuntimeError) as error:  # torch's, of a GPU, is a RuntimeError
+    except (MemoryError, RuntimeError) as error:  # torch's error for a GPU is a RuntimeError
         text = " ".join(str(error).split())[:LONGEST]
         return _complain(f"out of memory ({text}); free some, or use a larger machine", 3)
 

@@ -1,4 +1,4 @@
-"""`quantize card`: the model card of a run, beside its checkpoint."""
+"""`quantize card` writes the model card of a run beside its checkpoint."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ from quantize.cli.options import RUN_FOLDER
 @RUN_FOLDER
 @click.option("--repo", metavar="ORG/NAME", help="Stands in its commands; else the run's name.")
 def card(run: Path, repo: str | None) -> None:
-    """Write README.md and machine-readable scores into a run's checkpoint. Needs no token.
+    """Write README.md and machine-readable scores into a run's checkpoint; no token is needed.
 
-    Nothing is asked of the Hub: `push` writes the card once more, when the base model's checksums
-    have been compared.
+    The Hub is not asked: `push` writes the card once more, when it has compared the base model's
+    checksums.
     """
     from quantize.pipeline import card as write_card
     from quantize.progress import say

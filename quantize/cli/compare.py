@@ -15,8 +15,8 @@ import click
 def compare(run_a: Path, run_b: Path, questions: int) -> int:
     """Compare the quantized models of two runs, question by question.
 
-    Lists the questions that B lost or won against A; of a private task their hashes. Exits 4 when
-    the scores are not comparable.
+    It lists the questions that B lost or won against A, for a private task their hashes. It exits
+    with 4 when the scores are not comparable.
     """
     from rich.console import Console
 

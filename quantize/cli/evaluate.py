@@ -28,7 +28,7 @@ from quantize.stage import STAGES
 )  # fmt: skip
 @GPU_MEMORY
 def evaluate(run: Path, modes: tuple[str, ...], gpu_memory: float | None, **options: Any) -> None:
-    """Score BF16 and quantized with the same prompts and seeds: what is not scored yet.
+    """Score BF16 and quantized with the same prompts and seeds, where they are not scored yet.
 
     \b
     On several GPUs, with the scores of one:

@@ -14,8 +14,8 @@ import click
 def inspect(checkpoint: str, out: Path | None) -> int:
     """Show what is in a checkpoint, quantized or not, and what is wrong.
 
-    Reads headers, and the scales of whole matrices. CHECKPOINT is a folder or a Hub id; `bundled` is
-    the model that ships. Exits 1 when something is wrong, and not repaired.
+    It reads headers, and the scales of whole matrices. CHECKPOINT is a folder or a Hub id; `bundled` is
+    the model that ships. It exits with 1 when something is wrong and not repaired.
     """
     from rich.console import Console
 

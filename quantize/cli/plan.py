@@ -20,10 +20,10 @@ def plan(
     gpu_memory: float | None,
     gpu: str | None,
 ) -> None:
-    """Show what a recipe would do: modules, schemes, bytes, GPU memory. Reads no weights.
+    """Show what a recipe would do: modules, schemes, bytes, GPU memory; no weights are read.
 
-    --model may also be a config.json: the plan then comes from the config alone. Exits 3 when a
-    stage does not fit --gpu-memory; without it and --gpu, GPUs of 24 to 141 GB are shown.
+    --model may also be a config.json: the plan then comes from the config alone. It exits with 3
+    when a stage does not fit --gpu-memory; without it and --gpu it shows GPUs of 24 to 141 GB.
     """
     from quantize.pipeline import show_plan
 

@@ -13,7 +13,7 @@ ROW = "{:22}{:>10}{:>16}{:>16}  {}"
 def tasks(recipe: str | None) -> None:
     """List the tasks that a recipe can be scored on, and what each of them costs.
 
-    The cost is the most tokens that one answer to every question takes, of each model; a recipe's
+    The cost is the most tokens that each model needs for one answer to every question; a recipe's
     `repeats` multiply it. A question mark stands where a data set's size is not known beforehand.
     """
     from recovery.catalog import known_tasks, shipped
@@ -38,7 +38,7 @@ def _row(name: str, task: Mapping[str, Any], data: str) -> str:
 
 
 def _data(task: Mapping[str, Any]) -> str:
-    """Say where the questions of a task that ships come from."""
+    """Return where the questions of a task that ships come from."""
     if task["dataset_path"] == "json":
         return "ships with the bundled model"
     gated = ", gated: needs HF_TOKEN" if task["metadata"].get("private") else ""

@@ -1,1 +1,1 @@
-"""What people and CI read of a run: scores, comparisons, pages, charts, the model card."""
+"""The outputs of a run for people and CI: scores, comparisons, pages, charts, the model card."""

@@ -1,4 +1,4 @@
-"""The model card of a release and its machine-readable scores, from the run's own files.
+"""Writes the model card of a release and its machine-readable scores, from the run's own files.
 
 README.md is Markdown behind a YAML head that the Hub reads (base model, licence, tags). Scores go to
 `.eval_results/<task>.yaml`, one file a task, in the form that the Hub shows on the model's page
@@ -61,7 +61,7 @@ def serve_command(repo: str, canvas: int) -> str:
 
 
 def docker_command(repo: str, canvas: int) -> str:
-    """Return the same in a container; a private repository needs HF_TOKEN in the environment."""
+    """Return that command in a container; private repositories need HF_TOKEN in the environment."""
     start = "docker run --gpus all --ipc=host -p 8000:8000 -e HF_TOKEN"
     cache = "-e HF_HOME=/models -v ~/.cache/huggingface:/models"
     plugin = f'-v "$PWD/{serving()["plugin"]}:/plugin" --entrypoint sh {serving()["image"]}'
@@ -120,7 +120,7 @@ def card_files(
     """Return path in the repository -> text of the card and of the scores that go with it.
 
     Raises:
-        InputError: as `card`.
+        InputError: as in `card`.
     """
     scores = eval_results(read_json(run.report_json))
     return {README: card(run, recipe, repo, override, base)} | scores
@@ -129,10 +129,10 @@ def card_files(
 def write_card(run: RunDir, recipe: Recipe, repo: str) -> list[Path]:
     """Write card and scores into a run's checkpoint, in place of older ones; return their paths.
 
-    Nothing is asked of the Hub. A base model is named where the BF16 files came from there.
+    The Hub is not asked. A base model is named where the BF16 files came from the Hub's cache.
 
     Raises:
-        InputError: as `card`.
+        InputError: as in `card`.
     """
     source = read_json(run.manifest_json, "source")["source"]
     texts = card_files(run, recipe, repo, None, stated_base(source, recipe))
@@ -149,7 +149,7 @@ def stated_base(source: dict[str, Any], recipe: Recipe) -> str | None:
 
 
 def base_model(source: dict[str, Any], recipe: Recipe) -> str | None:
-    """Return the Hub id that the BF16 model claims; None for the bundled one, which is not there."""
+    """Return the Hub id that the BF16 model claims, or None for the bundled one, which has none."""
     if source["bundled"]:
         return None
     model = str(source["model"]).split("@")[0]
@@ -157,7 +157,7 @@ def base_model(source: dict[str, Any], recipe: Recipe) -> str | None:
 
 
 def _is_path(model: str) -> bool:
-    """Whether a model was named by folder: its path says nothing to others, the recipe's id does."""
+    """Whether a model was named by folder; others then need the recipe's id in place of a path."""
     return model.count("/") != 1 or model.startswith((".", "~")) or Path(model).is_dir()
 
 
@@ -190,7 +190,7 @@ def front_matter(run: RunDir, recipe: Recipe, manifest: dict[str, Any], base: st
 
 
 def source_card(folder: Path) -> dict[str, Any]:
-    """Return the YAML head of the base model's own card, empty when it has none."""
+    """Return the YAML head of the base model's own card, empty without a card."""
     path = folder / "README.md"
     if not path.is_file():
         return {}
@@ -200,7 +200,7 @@ def source_card(folder: Path) -> dict[str, Any]:
 
 
 def _groups(targets_csv: Path) -> list[dict[str, Any]]:
-    """Sum targets.csv by class and what becomes of it, the largest first."""
+    """Sum targets.csv by class and scheme or reason, the largest first."""
     groups: dict[tuple[str, str], dict[str, Any]] = {}
     for row in csv.DictReader(io.StringIO(targets_csv.read_text("utf-8"))):
         fate = row["scheme"] or f"BF16: {row['reason_kept']}"

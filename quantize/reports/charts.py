@@ -1,7 +1,7 @@
-"""The report's plots as SVG text, drawn for a column 420 units wide: readable on a phone as it is.
+"""Draws the report's plots as SVG text, for a column 420 units wide that a phone can show.
 
-By hand rather than by a plotting library: five simple plots whose colours follow the page's light and
-dark scheme through CSS classes, in a few kilobytes and with a text alternative each.
+They are drawn here rather than by a plotting library, so that colours follow the page's light and dark
+scheme through CSS classes, in a few kilobytes and with a text alternative each.
 """
 
 import math
@@ -39,7 +39,7 @@ def all_charts(content: dict[str, Any]) -> dict[str, str]:
         plots["size"] = size_by_layer(content["layers"])
     if content["coverage"]:
         plots["coverage"] = coverage(content["coverage"])
-    counts = ("bf16_counts", "quantized_counts")  # a server does not tell its steps
+    counts = ("bf16_counts", "quantized_counts")  # a server does not report its steps
     if steps := [t for t in content["tasks"] if all(t[c]["steps_per_canvas"] for c in counts)]:
         plots["steps"] = step_inflation(steps)
     return plots

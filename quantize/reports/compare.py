@@ -1,8 +1,8 @@
-"""Two runs side by side: their quantized models on the same questions, paired.
+"""Compares two runs: their quantized models on the same questions, paired.
 
-The question of a recipe's author: did this change of scheme, calibration or ignore list matter? The
-interval of the paired difference answers it, for questions like those asked; two recoveries side by
-side do not. Scores are compared only where both runs asked the same under the same conditions.
+A recipe's author asks: did this change of scheme, calibration or ignore list matter? The interval of
+the paired difference answers that for questions like those asked; two recoveries side by side do not.
+Scores are compared only where both runs asked the same under the same conditions.
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Run B against run A.
+    """Run B compared with run A.
 
     Attributes:
         tasks: task -> entry as in report.json, A in the place of BF16.
-        questions: task -> the questions that differ, likewise; none of a task that is not comparable.
-        facts: figure -> its value in A and in B, None where a run has none.
+        questions: task -> its questions that differ, likewise; only of comparable tasks.
+        facts: figure -> its values in A and in B, None where a run has none.
         not_comparable: why the scores cannot be compared, None when they can.
     """
 
@@ -81,7 +81,7 @@ def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:
 
 
 def question_tables(found: RunComparison, most: int) -> Iterator[Table]:
-    """Yield a table for each task with questions that differ, `most` of them."""
+    """Yield a table for each task with questions that differ, of at most `most` questions."""
     for task, entries in found.questions.items():
         if not entries:
             continue

@@ -1,4 +1,4 @@
-"""report.json for CI systems: JUnit XML with a case for each check, for fidelity, tasks and gate."""
+"""Turns report.json into JUnit XML: a case for each check, for fidelity, tasks and gate."""
 
 from typing import Any
 from xml.etree import ElementTree
@@ -43,6 +43,6 @@ def junit(content: dict[str, Any]) -> str:
 
 
 def task_text(task: dict[str, Any]) -> str:
-    """Return what a gated task came to, in one line."""
+    """Return a gated task's result in one line."""
     interval = interval_text(task["difference_interval"], "+.2f")
     return f"{task['difference_pp']:+.2f} pp {interval}, margin {task['margin_pp']:g} pp"

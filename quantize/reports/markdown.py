@@ -1,4 +1,4 @@
-"""report.json as Markdown: report.md, and the summary of a job of GitHub Actions."""
+"""Turns report.json into Markdown: report.md, and the summary of a job of GitHub Actions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -76,7 +76,7 @@ def _noise_floor_section(tasks: list[dict[str, Any]]) -> list[str]:
 
 
 def _questions_section(questions: dict[str, Any]) -> list[str]:
-    """List what differs, a few questions a task; report.html and report.json hold all of them."""
+    """List some questions a task that differ; report.html and report.json hold all of them."""
     parts: list[str] = []
     for task, found in questions.items():
         rows = [question_row(entry) for entry in found["differ"]]
@@ -158,7 +158,7 @@ def _fidelity_table(fidelity: dict[str, Any]) -> str:
 
 
 def _both(task: dict[str, Any], count: str) -> str:
-    """Return a count of both sides; a server does not tell its denoising steps."""
+    """Return a count of both sides, where known: a server does not report its denoising steps."""
     values = (task[side][count] for side in ("bf16_counts", "quantized_counts"))
     return " / ".join("-" if value is None else f"{value:.2f}" for value in values)
 
@@ -174,5 +174,5 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _cell(value: object) -> str:
-    """Return a value on one line, with the marks that a table would read kept apart."""
+    """Return a value on one line, with the characters escaped that a table would read."""
     return " ".join(str(value).split()).replace("|", "\\|")

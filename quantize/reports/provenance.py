@@ -1,4 +1,4 @@
-"""When, by which code and for how much a run was made: what report.json holds under `made`."""
+"""Tells when, by which code and at what cost a run was made: report.json's key `made`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,10 @@ from quantize.units import size
 
 
 def made(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dates, the code's version and commit, and what the evaluation took.
+    """Return dates, the code's version and commit, and the evaluation's hours and price.
 
-    Hours are those of all tries of this run's evaluation; BF16 answers that another run left are not in
-    them. The price is None where nobody has said what an hour of the machine costs.
+    Hours are those of all tries of this run's evaluation, without BF16 answers that another run left.
+    The price is None where the price of an hour of the machine is not given.
     """
     stage = manifest["stages"].get("evaluate", {})
     hours = stage.get("seconds_in_all", 0.0) / 3600
@@ -29,7 +29,7 @@ def made(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def made_lines(content: Mapping[str, Any]) -> list[str]:
-    """Return when, by what and for how much a report's run was made, a sentence each."""
+    """Return sentences on when, by which code and at what cost a report's run was made."""
     found = content["made"]
     tool, recipe = found["tool"], content["evidence"].get("recipe.yaml", "unknown")
     evaluation = found["evaluation"]
@@ -65,5 +65,5 @@ def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]
             facts["ended"],
         )
         for name, facts in stages.items()
-        if "ended" in facts  # the report itself, and what was interrupted, have not ended
+        if "ended" in facts  # the report itself, and interrupted stages, have not ended
     ]

@@ -1,7 +1,7 @@
-"""The questions that two models answered differently, and how recorded canvases of them part.
+"""Finds questions that two models answered differently, and where their recorded canvases part.
 
-A question differs when one of its repeats is right on one side only, or wrong with two answers. Of a
-private task a question is shown as its hash: no text, answer or target.
+A question differs when one of its repeats is right on one side only, or wrong with two answers. A
+private task's question is shown as its hash, without text, answer or target.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ BASE, GATED = "bf16", "quantized"  # sides of a run, and keys of an entry
 QUESTION_COLUMNS = (
     "question", "outcome", "target", "BF16", "quantized", "steps", "canvases part",
 )  # fmt: skip
-Step = Mapping[str, Any]  # of a canvas as `Answerer.record` notes it: canvas, ids, accepted
+Step = Mapping[str, Any]  # a step as `Answerer.record` writes it: canvas, ids, accepted
 
 
 def differing(base: Scoring, other: Scoring) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def _entry(rows: Sequence[tuple[Row, Row]], *, hidden: bool) -> dict[str, Any]:
 
 
 def prompts_of(run: RunDir, task: str) -> dict[int, str]:
-    """Return index -> text of a task's questions, as far as evaluate noted them; none if private."""
+    """Return index -> text of a task's questions that evaluate wrote, none for a private task."""
     path = run.evaluation / "questions" / f"{task}.json"
     if is_private(task) or not path.exists():
         return {}
@@ -86,7 +86,7 @@ def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict
         return {}, []
     ours, theirs = (read_json(file, "vocabulary", "samples") for file in files)
     if "of" not in ours or "of" not in theirs:
-        return {}, []  # an older version's, which do not say of which answers they are
+        return {}, []  # an older version's recordings do not name their answers
     vocabulary = ours["vocabulary"] | theirs["vocabulary"]
     others = {(each["question"], each["repeat"]): each for each in theirs["samples"]}
     problems = [
@@ -107,7 +107,7 @@ def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict
 
 
 def parting(base: Sequence[Step], other: Sequence[Step]) -> dict[str, int] | None:
-    """Return the first step at which one model accepts a token that is not the other's.
+    """Return the first step at which one model accepts a token that the other does not have.
 
     Keys: canvas and step (from 1), position, and the ids of `bf16` and `quantized` there. At the last
     step of a canvas every position counts. None when the canvases end alike.
@@ -115,7 +115,7 @@ def parting(base: Sequence[Step], other: Sequence[Step]) -> dict[str, int] | Non
     for canvas in range(1 + max(step["canvas"] for step in (*base, *other))):
         ours, theirs = ([s for s in side if s["canvas"] == canvas] for side in (base, other))
         if not ours or not theirs:
-            return None  # one answer ended, and the tokens of its EOS parted before
+            return None  # one answer ended, and its EOS tokens differed before that
         for number in range(max(len(ours), len(theirs))):
             is_last = number == max(len(ours), len(theirs)) - 1
             a, b = (side[min(number, len(side) - 1)] for side in (ours, theirs))
@@ -140,8 +140,8 @@ def questions_and_canvases(
     """Return what report.json holds under `questions` and `canvases`.
 
     Args:
-        run: whose evaluation noted questions and canvases.
-        scorings: task -> BF16's and the gated side's.
+        run: run whose evaluation wrote questions and canvases.
+        scorings: task -> the scorings of BF16 and of the gated side.
     """
     vocabulary: dict[str, str] = {}
     problems: list[dict[str, Any]] = []
@@ -168,7 +168,7 @@ def _describe(
     entries: Mapping[tuple[int, int], dict[str, Any]],
     words: Mapping[str, str],
 ) -> None:
-    """Add to a recorded problem what was scored of it, and to its question where canvases part."""
+    """Add its scores to a recorded problem, and to its question where canvases part."""
     key = (problem["question"], problem["repeat"])
     for side, scoring in ((BASE, base), (GATED, other)):
         row = next(row for row in scoring.rows if (row.doc_id, row.repeat) == key)
@@ -191,7 +191,7 @@ def question_counts(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def question_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return an entry as the cells of `QUESTION_COLUMNS`; of a private task, hashes and outcomes."""
+    """Return an entry as the cells of `QUESTION_COLUMNS`, only hash and outcome if private."""
     hidden = entry["target"] is None
     name = f"hash {entry['hash'][:12]}" if hidden else str(entry["question"])
     return (
@@ -205,7 +205,7 @@ def question_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _answer(entry: Mapping[str, Any], side: str) -> str:
-    """Return an answer, and of several repeats how many are right."""
+    """Return an answer, and for several repeats how many are right."""
     found = entry[side]
     right = f"{found['right']:g} of {entry['repeats']} right"
     if found["answer"] is None:
@@ -222,7 +222,7 @@ def parts_text(parts: Mapping[str, Any] | None) -> str:
 
 
 def watched(canvases: Mapping[str, Any] | None, task: str, entry: Mapping[str, Any]) -> list[int]:
-    """Return where the viewer holds a question: no index, or one."""
+    """Return the indices, one or none, at which the viewer holds a question."""
     problems = canvases["problems"] if canvases else []
     return [
         i for i, p in enumerate(problems) if (p["task"], p["question"]) == (task, entry["question"])

@@ -1,4 +1,4 @@
-"""What report.json looks like to people: one HTML page, and a summary for the terminal.
+"""Renders report.json for people: one HTML page, and a summary for the terminal.
 
 The page is one file without a script, style, font or image from elsewhere. Plots are SVG made here
 (`charts`); the template's only script plays the recorded denoising steps.
@@ -25,7 +25,7 @@ BUNDLED_NOTE = (
     "This is the small model that ships with quantize, trained on word problems. It is not Google's "
     "26B checkpoint, and nothing here is a claim about that one."
 )
-FIDELITY = {  # key in fidelity.json -> what it is called
+FIDELITY = {  # key in fidelity.json -> its name in the report
     "kl_nats": "KL, nats",
     "top1_agreement": "top-1 agreement",
     "acceptance_jaccard": "acceptance, Jaccard",
@@ -40,7 +40,7 @@ JUDGED = {  # estimand -> what is judged, and what is not
         "questions."
     ),
 }
-OTHER_INTERVAL = {  # estimand -> what the interval of the other one is called
+OTHER_INTERVAL = {  # estimand -> name of the other estimand's interval
     "these_questions": "on such questions, pp",
     "such_questions": "on these questions, pp",
 }
@@ -100,7 +100,7 @@ def summary(content: dict[str, Any]) -> Group:
 
 
 def scored_with(tasks: Sequence[dict[str, Any]]) -> list[str]:
-    """Return on what the scores were made, one sentence each way that occurs."""
+    """Return sentences on the hardware and software that made the scores, one each way."""
     found: dict[str, None] = {}
     for made in (task["made_with"] for task in tasks):
         if "served" in made["model"]:
@@ -118,13 +118,13 @@ def scored_with(tasks: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _judged(tasks: Sequence[dict[str, Any]]) -> str:
-    """Return what the gate says of each task that another runtime answered."""
+    """Return the gate's judgement of each task that another runtime answered."""
     other = [task for task in tasks if "runtime" in task["made_with"]["model"]]
     return ", ".join(f"{task['task']} {task['outcome'] or 'NOT COMPARABLE'}" for task in other)
 
 
 def _named(model: dict[str, Any]) -> str:
-    """Name a served model, and say what is known of its weights."""
+    """Return a served model's name, and what is known of its weights."""
     if model["weights"]:
         return f"{model['served']} (weights {model['weights'][:12]}, as the server says)"
     return f"{model['served']} (revision {model['revision']}: a name that was not checked)"
@@ -139,14 +139,14 @@ def fidelity_rows(fidelity: dict[str, Any]) -> list[tuple[str, dict[str, Any], s
 
 
 def interval_text(interval: dict[str, Any], spec: str) -> str:
-    """Return "[low, high]", or that there is none."""
+    """Return "[low, high]", or words for no interval."""
     if interval["low"] is None or interval["high"] is None:
         return "[no interval]"
     return f"[{interval['low']:{spec}}, {interval['high']:{spec}}]"
 
 
 def steps_text(found: dict[str, float] | None) -> str:
-    """Return "+7.1 % [+2.0, +12.5]", by how much a token takes more steps than with BF16."""
+    """Return "+7.1 % [+2.0, +12.5]", by how much steps a token exceed BF16's."""
     if found is None:
         return "-"
     ratio, low, high = (100 * (found[key] - 1) for key in ("ratio", "low", "high"))

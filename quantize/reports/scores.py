@@ -1,4 +1,4 @@
-"""Scorings that evaluate wrote: read, counted, and paired with another, for report and compare."""
+"""Reads scorings that evaluate wrote, counts them and pairs them, for report and compare."""
 
 import json
 from collections import Counter
@@ -34,11 +34,11 @@ def pair(
     completed, and on the estimand for which they were planned the p-values are sequential.
 
     Args:
-        base: what `bf16_counts` describes.
-        other: what `quantized_counts` describes.
-        estimand: of what the difference is judged.
-        margin_pp: allowed loss.
-        confidence: of the intervals.
+        base: scoring that `bf16_counts` describes.
+        other: scoring that `quantized_counts` describes.
+        estimand: what the difference is judged on.
+        margin_pp: allowed loss in percentage points.
+        confidence: confidence of the intervals.
         other_seed: whether the two must have different seeds (the noise floor).
     """
     planned = base.made_with.get("planned")
@@ -66,9 +66,7 @@ def pair(
 
 
 def _steps(base: Scoring, other: Scoring, confidence: float) -> StepInflation | None:
-    """Return how many more steps `other` takes; None where a server tells no steps, or not how many
-    it takes at most.
-    """
+    """Return how many more steps `other` takes, None where a server reports no steps or limit."""
     sides = (base, other)
     if any(not row.denoising_steps for side in sides for row in side.rows) or len(base.rows) < 2:
         return None
@@ -126,7 +124,7 @@ def read_scoring(folder: Path, task: str) -> Scoring:
     """Read a scoring that evaluate wrote.
 
     Raises:
-        InputError: it is not there, or damaged.
+        InputError: the scoring is missing or damaged.
     """
     path, about = folder / f"{task}.jsonl", folder / f"{task}.conditions.json"
     if not path.exists() or not about.exists():
@@ -140,7 +138,7 @@ def read_scoring(folder: Path, task: str) -> Scoring:
 
 
 def counts(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what is counted besides the score; steps are None when a server does not tell them."""
+    """Return the counts besides the score; steps are None when a server does not report them."""
     steps = [step for row in rows for step in row.denoising_steps]
     tokens = sum(row.tokens for row in rows)
     return {

@@ -1,12 +1,12 @@
-"""A checkpoint that answers evaluation's requests in this process.
+"""Lets a checkpoint answer evaluation's requests in this process.
 
 On a GPU the kernels answer, batch-invariantly, so that a sample does not depend on who is denoised
 beside it: slots are refilled as samples end. On a CPU the modules answer fixed batches, one after the
 other: float32 sums of other shapes would be other numbers. Activations are rounded as asked, so the
-accuracy of W4A4 can be scored without a Blackwell GPU. The recipe says in which dtype both models
-compute; else float32 on a CPU (the BF16 model too: its weights are BF16 values) and BF16 on a GPU.
+accuracy of W4A4 can be scored without a Blackwell GPU. Both models compute in the recipe's dtype, or
+without one in float32 on a CPU (the BF16 model too: its weights are BF16 values) and BF16 on a GPU.
 
-`ExportedAnswerer` asks the same of llama.cpp: a GGUF file of the checkpoint, our prompts and noise.
+`ExportedAnswerer` answers with llama.cpp: a GGUF file of the checkpoint, our prompts and noise.
 """
 
 import gc
@@ -41,11 +41,11 @@ class Answerer:
         folder: the checkpoint.
         digest: its fingerprint.
         activations: how activations are rounded.
-        sampler: of both models that are compared.
+        sampler: settings of both models that are compared.
         device: where the model runs.
         dtype: name of the dtype it computes in, None for the device's own.
         capacity: samples that are denoised together, at most; None for `recipe.AT_ONCE` of the engine.
-        kind: of its engine, None for the device's own.
+        kind: kind of its engine, None for the device's default.
         gpu_memory: bytes of a GPU that may be used, None for what is free.
         context: positions that the longest prompt and answer may take, where that is known.
 
@@ -95,7 +95,7 @@ class Answerer:
             "engine": self.kind,
             "batch_invariant": self.one_by_one,
         }
-        # Everything that can change an answer; what is not of the model is equal on both sides.
+        # Everything that can change an answer; only what concerns the model differs between sides.
         self.made_with: dict[str, Any] = {
             "model": model,
             "batch_size": self.batch_size,
@@ -104,7 +104,7 @@ class Answerer:
             "dtype": str(self.dtype),
             "engine": self.kind,
             "device": device if device == "cpu" else torch.cuda.get_device_name(device),
-            # Sums of another order are other float32 numbers; a GPU's do not depend on the CPU.
+            # The CPU sets the order of float32 sums, and so their values; a GPU's do not depend on it.
             "threads": torch.get_num_threads() if device == "cpu" else None,
             "versions": package_versions(),
         }
@@ -155,7 +155,7 @@ class Answerer:
         )
 
     def release(self) -> None:
-        """Give the model's memory back, until it is asked again."""
+        """Free the model's memory until it is asked again."""
         if self._engine is None:
             return
         self._engine = None
@@ -164,7 +164,7 @@ class Answerer:
             torch.cuda.empty_cache()
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        """Answer batches in order; one by one, all requests together, each when it is finished."""
+        """Answer batches in order; if `one_by_one`, answer all requests, each as it is finished."""
         if not self.one_by_one:
             for batch in batches:
                 yield batch, self._answer(batch)
@@ -209,10 +209,10 @@ class Answerer:
         return prompts, self.engine(min(room, limit)), budget
 
     def record(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Return how the first canvases of some samples came about, to look at.
+        """Return how the first canvases of some samples were denoised, for the viewer.
 
         Args:
-            requests: of which so many are recorded as are denoised together.
+            requests: the first of them, as many as are denoised together, are recorded.
 
         Returns:
             `vocabulary`, id -> text of every token that occurs; `samples`, one entry a request: its
@@ -252,7 +252,7 @@ class ExportedAnswerer:
         digest: its fingerprint.
         file: the GGUF file that `quantize export` made from it.
         program: llama.cpp's `llama-diffusion-gemma-server`.
-        base: of the BF16 side, whose sampler this is.
+        base: the BF16 side, whose sampler is used.
 
     Raises:
         InputError: the file was made from another checkpoint, or there is no such program.
@@ -288,7 +288,7 @@ class ExportedAnswerer:
             yield batch, [self._answer(self._running, request) for request in batch]
 
     def release(self) -> None:
-        """End the process, until it is asked again."""
+        """End the process until it is asked again."""
         if self._running is not None:
             self._running.close()
         self._running = None

@@ -1,4 +1,4 @@
-"""Calibrate: input scales of NVFP4 modules from the BF16 model's own denoising loop.
+"""Calibrates the input scales of NVFP4 modules in the BF16 model's own denoising loop.
 
 An NVFP4 module's activations share one calibrated number, input_global_scale = 448 * 6 / amax (FP32
 [1]), amax being the largest |x| that ever enters the module. What enters it depends on where in the
@@ -58,7 +58,7 @@ def calibrate(
 
     Args:
         source: folder of the BF16 checkpoint.
-        recipe: with a `calibration` section and NVFP4 among its schemes.
+        recipe: needs a `calibration` section and NVFP4 among its schemes.
         out: folder to create, whole or not at all: input_scales.safetensors, coverage.json,
             statistics.json, trajectories.safetensors, trajectories.json. The same inputs give the
             same bytes.
@@ -89,7 +89,7 @@ def calibrate(
 
 @dataclass(frozen=True)
 class _Seen:
-    """What all processes saw while the model denoised."""
+    """What all processes observed while the model denoised."""
 
     ranges: Ranges
     coverage: Coverage
@@ -155,7 +155,7 @@ def calibrated_modules(source: Path, quantization: Quantization) -> list[str]:
 
 
 def input_scales(ranges: Ranges, modules: list[str]) -> dict[str, Tensor]:
-    """Return module -> input_global_scale [1] FP32; infinity where nothing entered a module."""
+    """Return module -> input_global_scale [1] FP32, infinite where nothing entered a module."""
     amax = torch.tensor([ranges.amax(module) for module in modules], dtype=torch.float32)
     scales = (FP8_MAX * E2M1_MAX) / amax
     return {module: scale.clone() for module, scale in zip(modules, scales.split(1), strict=True)}
@@ -197,7 +197,7 @@ def check_scales(scales: Mapping[str, Tensor]) -> None:
     """Check that every scale is finite and above 0, and that inputs shared by modules share a scale.
 
     Raises:
-        QuantizeError: names the module.
+        QuantizeError: a scale is not; the message names the module.
     """
     for module, scale in scales.items():
         if not (scale.isfinite() & (scale > 0)).all():

@@ -1,8 +1,8 @@
-"""BF16 checkpoint + plan (+ input scales) -> compressed-tensors checkpoint, streamed.
+"""Streams a BF16 checkpoint, by its plan and input scales, into a compressed-tensors one.
 
-The one place where weights are quantized. Every output header follows from the plan; weights are
-read by byte range in pieces of about 16 MB, quantized by several threads and written in source order
-(`checkpoints.shards`), so memory is a few pieces whatever the size of the model. What comes out:
+This is the one place where weights are quantized. Every output header follows from the plan; weights
+are read by byte range in pieces of about 16 MB, quantized by several threads and written in source
+order (`checkpoints.shards`), so memory is a few pieces whatever the size of the model. The result has
 
   - names as vLLM reads them: `model.decoder.*`, one Linear an expert `experts.E.{gate,up,down}_proj`,
     the encoder's `layer_scalar` but none of its tied text weights, no `lm_head`;
@@ -11,7 +11,7 @@ read by byte range in pieces of about 16 MB, quantized by several threads and wr
   - config.json with `quantization_config` as compressed-tensors writes it; tokenizer, processor,
     chat template, generation config and licence files as they are.
 
-Runs on the CPU, on all its cores; the GPU is left to calibration and evaluation.
+It runs on all cores of the CPU; the GPU is left to calibration and evaluation.
 """
 
 import importlib.metadata
@@ -38,12 +38,12 @@ from quantize.stages.pieces import Quantizer
 MAX_SHARD_BYTES = 5e9
 
 CARRIED = (*SETTINGS, "LICENSE*", "NOTICE*")
-LAYERS = "layer-*.safetensors"  # what `round_weights` writes
+LAYERS = "layer-*.safetensors"  # the files that `round_weights` writes
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written: sha256 of every shard, tensors, quantized Linears, bytes in and out."""
+    """What a conversion wrote: shards' sha256, tensors, quantized Linears, bytes in and out."""
 
     shards: dict[str, str]
     tensors: int
@@ -76,14 +76,14 @@ def convert(
         recipe: gives the weight observer and the config groups.
         input_scales: `<module>.input_global_scale` FP32 [1] of every NVFP4 module, from calibrate.
         rounded: folder of codes and scales that `round_weights` found; None rounds to nearest.
-        record: where the checksums of all files go, for verify to compare with.
+        record: file for the checksums of all files, which verify compares with.
         max_shard_bytes: size of the tensors in a shard.
         overwrite: replace `out`, once the new one is complete.
 
     Raises:
         InputError: `out` exists; an input scale is missing, extra or not above 0; a weight is NaN or
             infinite; the plan fuses Linears of different schemes.
-        ResourceError: not enough disk, or a disk that fails.
+        ResourceError: the disk is too small, or fails.
     """
     if out.exists() and not overwrite:
         raise InputError(f"{out}: exists already; name another folder or remove it")
@@ -118,7 +118,7 @@ def _read_input_scales(path: Path | None, targets: list[Target]) -> dict[str, fl
     """Return module -> input global scale of every NVFP4 module.
 
     Raises:
-        InputError: a module without scale, a scale without module, or one that is not above 0.
+        InputError: a module has no scale, a scale no module, or a scale is not above 0.
     """
     wanted = {
         f"{module}.input_global_scale": module
@@ -149,7 +149,7 @@ def _read_rounded(folder: Path) -> dict[str, Checkpoint]:
     """Return tensor name -> the file that holds it.
 
     Raises:
-        InputError: no rounded layer there.
+        InputError: the folder holds no rounded layer.
     """
     found: dict[str, Checkpoint] = {}
     for path in sorted(folder.glob(LAYERS)):
@@ -171,7 +171,7 @@ def _positive(reader: Checkpoint, name: str) -> float:
 
 
 def _stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Return name, size in bytes and time of change, in ns, of every file."""
+    """Return name, size in bytes and time of change in ns of every file."""
     stats = [(file.name, file.stat()) for file in files]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
@@ -181,17 +181,17 @@ def _carry_files(source: Path, folder: Path) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in CARRIED):
             if file.suffix == ".json":
-                read_json_object(file)  # refused here rather than by whoever serves it
+                read_json_object(file)  # a damaged file is refused here, not first by a server
             shutil.copyfile(file, folder / file.name)
 
 
 def quantized_config(
     config: dict[str, Any], targets: list[Target], recipe: Recipe
 ) -> dict[str, Any]:
-    """Return config.json of the artifact: the source's, and how its Linears are quantized.
+    """Return the artifact's config.json: the source's, and how its Linears are quantized.
 
-    A config group a scheme; `ignore` names on disk; the format is mixed-precision when the groups'
-    formats differ, by compressed-tensors' rule.
+    There is one config group a scheme; `ignore` has names on disk; the format is mixed-precision when
+    the groups' formats differ, by compressed-tensors' rule.
     """
     quantization = recipe.quantization
     groups = [
@@ -213,7 +213,7 @@ def quantized_config(
 
 
 def _check_written(written: Checkpoint, pieces: list[Piece]) -> None:
-    """Compare the headers on disk with the plan: what a reader will find is what was meant."""
+    """Check that the headers on disk, which readers will find, are the planned ones."""
     planned = {name: spec for piece in pieces for name, spec in piece.layout.items()}
     found = {name: TensorSpec(i.dtype, i.shape) for name, i in written.tensors.items()}
     if found != planned:

@@ -1,4 +1,4 @@
-"""What flows through a model while it denoises: tokens per expert, and activations by step.
+"""Counts what flows through a model while it denoises: tokens per expert, activations by step.
 
 Both are observers for an engine's `watching`: they see encoder and decoder, and real tokens only.
 """
@@ -14,7 +14,7 @@ from quantize.processes import Processes
 from quantize.recipe import Calibration
 from quantize.runtime.sampler import StepRecord
 
-# One of each group of Linears that read the same input: end of its name -> name of the input.
+# One Linear of each group that reads the same input: end of its name -> name of the input.
 INPUTS = {
     "self_attn.q_proj": "attention.qkv",
     "self_attn.o_proj": "attention.o",
@@ -34,11 +34,11 @@ class Coverage:
 
     @property
     def tokens(self) -> dict[str, list[int]]:
-        """One count an expert by layer, `model.decoder.layers.N.experts`."""
+        """Tokens of each expert, by layer (`model.decoder.layers.N.experts`)."""
         return {name: counts.tolist() for name, counts in self._counts.items()}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Observe one input."""
+        """Count the tokens of one input."""
         layer, _, projection = name.rpartition(".")
         if experts is not None and projection == "gate_up_proj":
             self._add(layer, experts.flatten().bincount(minlength=self._experts))
@@ -48,7 +48,7 @@ class Coverage:
         self._counts[layer] = found if before is None else before + found.to(before.device)
 
     def pool(self, processes: Processes) -> None:
-        """Add what the other processes have counted."""
+        """Add the counts of the other processes."""
         for counts in processes.others({name: found.cpu() for name, found in self._counts.items()}):
             for layer, found in counts.items():
                 self._add(layer, found)
@@ -64,7 +64,7 @@ class Coverage:
 
 @dataclass
 class _Magnitude:
-    """Running |x| of one kind of input."""
+    """Running sums of |x| of one kind of input."""
 
     amax: float = 0.0
     total: float = 0.0
@@ -81,7 +81,7 @@ class _Magnitude:
 
 @dataclass
 class _Step:
-    """What happened at one denoising step, over all canvases; step 0 is the encoder."""
+    """Statistics of one denoising step over all canvases; step 0 is the encoder."""
 
     inputs: dict[str, _Magnitude] = field(default_factory=dict)
     rows: int = 0
@@ -106,7 +106,7 @@ class StepStatistics:
         self._steps: dict[int, _Step] = {}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Observe one input; an expert's counts once for every expert that reads it."""
+        """Observe one input; an experts' row counts once for every expert that reads it."""
         kind = INPUTS.get(".".join(name.rsplit(".", 2)[1:]))
         if kind is not None:
             times = 1 if experts is None else experts.shape[1]
@@ -115,11 +115,11 @@ class StepStatistics:
             self._pending.append((kind, x.amax(), total, x.numel() * times))
 
     def on_encoded(self) -> None:
-        """Book what a pass of the encoder has shown."""
+        """Add what a pass of the encoder has shown."""
         self._flush(0)
 
     def _flush(self, step: int) -> _Step:
-        """Book everything measured since the last call under `step`."""
+        """Add everything measured since the last call to `step`."""
         entry = self._steps.setdefault(step, _Step())
         for kind, amax, total, count in self._pending:
             entry.inputs.setdefault(kind, _Magnitude()).add(amax.item(), total.item(), count)
@@ -127,7 +127,7 @@ class StepStatistics:
         return entry
 
     def on_step(self, record: StepRecord) -> None:
-        """Book one denoising step."""
+        """Add one denoising step."""
         entry = self._flush(record.step)
         entry.rows += len(record.rows)
         entry.accepted += record.accepted.float().mean(-1).sum().item()
@@ -135,7 +135,7 @@ class StepStatistics:
         entry.finished += int(record.finished.sum())
 
     def pool(self, processes: Processes) -> None:
-        """Add what the other processes have booked."""
+        """Add the statistics of the other processes."""
         for steps in processes.others(self._steps):
             for number, step in steps.items():
                 self._steps.setdefault(number, _Step()).add(step)

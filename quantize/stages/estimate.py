@@ -1,9 +1,9 @@
-"""What a run will cost: memory, disk and time, from a plan alone and rates that were measured.
+"""Estimates what a run will cost: memory, disk and time, from a plan and measured rates alone.
 
-Conversion and verification are reckoned from CPU seconds a GB on this machine's cores, and cannot be
+Conversion and verification are computed from CPU seconds a GB on this machine's cores, and cannot be
 faster than one thread hashes what is written. GPU times are those of one H200. Calibration stops a
 canvas that is stable, so its time is an upper bound; evaluation depends on how long answers are, and
-says what it assumes.
+its row says what it assumes.
 """
 
 import os
@@ -22,10 +22,10 @@ HASH_BYTES_A_SECOND = 0.85e9  # sha256 on one core of the same machine
 CONVERT_BYTES, CONVERT_BYTES_A_THREAD = 0.55e9, 0.056e9
 # 64 prompts x 16 steps of one canvas in batches of 16 took 25.2 s: the 26B shape on one H200, BF16.
 CALIBRATION_STEP_SECONDS = 25.2 / (64 * 16)
-CALIBRATION_GPU_BYTES = 81.9e9  # the most allocated in that run; 52 GB of it are the weights
+CALIBRATION_GPU_BYTES = 81.9e9  # largest allocation of that run, 52 GB of it weights
 SERVED_TOKENS_A_SECOND = 1450  # vLLM 0.26, BF16, batch 4, 16 steps a canvas, one H200
 ASSUMED_ANSWER_TOKENS = 1024
-# Bytes of published checkpoints: what a plan can be compared with.
+# Bytes of published checkpoints, which a plan can be compared with.
 PUBLISHED = {
     "fp8_dynamic": "27.2 GB, RedHatAI FP8-dynamic",
     "nvfp4": "18.9 GB, NVIDIA NVFP4 (experts only)",
@@ -91,7 +91,7 @@ def evaluation_answers(recipe: Recipe) -> int:
 
 
 def known_sizes(recipe: Recipe) -> dict[str, int]:
-    """Return task -> questions that are asked, of the tasks whose data set's size is known."""
+    """Return task -> questions asked, for the tasks whose data set's size is known."""
     found: dict[str, int] = {}
     for task in recipe.evaluation.tasks:
         if (size := recipe.evaluation.questions(task)) is not None:

@@ -88,7 +88,7 @@ def evaluate(
     """Score the recipe's tasks on every side; write evaluation/<side>/<task>.jsonl.
 
     Args:
-        run: where the quantized checkpoint is and the scores go.
+        run: folder with the quantized checkpoint, to which the scores go.
         source: folder of the BF16 checkpoint.
         digest: its fingerprint.
         settings: tasks, limits, repeats, seed.
@@ -101,9 +101,9 @@ def evaluate(
         Side -> samples, tokens and seconds of this process, what was loading left out.
 
     Raises:
-        InputError: a task's own file that cannot be read, one server of two, or a GGUF file of another
-            checkpoint.
-        ResourceError: a data set or a server that cannot be had.
+        InputError: a task's own file cannot be read, only one server is given, or the GGUF file is of
+            another checkpoint.
+        ResourceError: a data set or a server cannot be reached.
     """
     asked = asked or Asked()
     asked.check()
@@ -150,7 +150,7 @@ def open_tasks(settings: Evaluation, gate: Gate | None, data_dir: Path | None) -
 
 
 def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | None:
-    """Return the local file of a task, None when its data set comes from the Hub.
+    """Return the local file of a task, or None when its data set comes from the Hub.
 
     Raises:
         ResourceError: `data_dir` has no such file.
@@ -230,7 +230,7 @@ def _as_much(
 
 
 def _leave_for_the_report(run: RunDir, sides: Sequence[Side], tasks: Sequence[Task]) -> None:
-    """Note the questions of every task, and record canvases of those that differ."""
+    """Write the questions of every task, and record canvases of those that differ."""
     models = {side.name: side.backend for side in sides if isinstance(side.backend, Answerer)}
     compared = {name: models[name] for name in (BF16, QUANTIZED) if name in models}
     for task in tasks:
@@ -406,7 +406,7 @@ class Rates:
     def counted(
         self, finished: Iterator[Finished], samples: int, side: Side, task: Task
     ) -> Iterator[Finished]:
-        """Pass finished batches on, and show how many samples and tokens there are."""
+        """Pass on finished batches, and show how many samples and tokens are done."""
         facts = self.by_side.setdefault(side.name, {"samples": 0, "tokens": 0, "seconds": 0.0})
         began, before = time.monotonic() - side.backend.loading_seconds, facts["seconds"]
         with metered(f"{task.name}, {side.name}", samples, "samples") as meter:

@@ -1,8 +1,8 @@
-"""Fidelity: how far the quantized model is from BF16 on the same denoising steps.
+"""Measures how far the quantized model is from BF16 on the same denoising steps.
 
-Teacher-forced replay of recorded BF16 trajectories. At every step both models read the canvas BF16
+It replays recorded BF16 trajectories, teacher-forced: at every step both models read the canvas BF16
 read, behind the tokens BF16 committed, with the self-conditioning logits BF16 computed; each encodes
-the prefix itself. So a step's distance is that step's alone: no sampling noise, nothing accumulated.
+the prefix itself. So a step's distance is its own: without sampling noise or accumulated errors.
 
     KL      sum_v p log(p / q), nats per canvas position; p BF16, q quantized, both of the
             temperature-divided logits the sampler draws from
@@ -46,10 +46,10 @@ from quantize.stages.linears import check_linears
 from quantize.stages.prompts import BUNDLED, load_prompts
 from quantize.stages.replay import Compared, StepDistance, replay
 
-# BF16 entropy of a position in nats: certain, nearly so, undecided, noise.
+# Bounds on BF16's entropy of a position in nats: certain, nearly so, undecided, noise.
 ENTROPY_BINS = (0.0, 0.01, 0.1, 1.0, float("inf"))
 RESAMPLES = 2000
-# Without a calibration (FP8 needs none) these are recorded first: word problems fit any model.
+# Without a calibration (FP8 needs none) these prompts are recorded: word problems fit any model.
 BATCH = 16  # trajectories replayed together
 FRESH = Calibration(datasets=[BUNDLED], prompts=16, canvases=2, thinking=0.5)
 
@@ -72,7 +72,7 @@ def fidelity(
     Args:
         source: folder of the BF16 checkpoint.
         checkpoint: folder of the quantized one.
-        calibration: folder with recorded trajectories; where there is none, fresh ones are made.
+        calibration: folder with recorded trajectories; without it fresh ones are recorded.
         out: the file to write.
         activations: how activations are rounded while serving.
         limits: largest mean KL in nats by activation mode; a mode without one is not judged.
@@ -237,7 +237,7 @@ def _with_interval(
 
 
 def _quantile(values: Tensor, q: float) -> float:
-    """Return a quantile; torch.quantile refuses more than 2^24 values."""
+    """Return a quantile, also of more than 2^24 values, which torch.quantile refuses."""
     ordered = values.flatten().sort().values
     return ordered[round(q * (len(ordered) - 1))].item()
 

@@ -1,4 +1,4 @@
-"""Every quantized Linear alone, on what really flows into it: which one is wrong, which range is.
+"""Checks every quantized Linear and input range alone, on what really flows into it.
 
 The logits of a replay average over all experts and layers; one expert in another's place moves them
 less than rounding does. Here BF16 denoises held-out trajectories and each of its inputs x also meets
@@ -9,13 +9,12 @@ the quantized weight W' of that Linear:
     clipped  share of the values beyond that range
 
 Rounded weights have an error near that of the weights themselves (0.1 for NVFP4, 0.03 for FP8),
-another expert's weights one of about 1.4. A range is at fault beyond a factor of 8 in either
-direction: held-out activations are not those that calibration saw, and an expert that few tokens
-reached has its layer's range. An error in checkpoint and calibration alike shows here too.
+another expert's weights one of about 1.4. A range is at fault only beyond a factor of 8 in either
+direction, since held-out activations are not those that calibration saw, and an expert that few tokens
+reached has its layer's range. An error that checkpoint and calibration share shows here too.
 
-Beside the outputs stands the router's choice: routers stay BF16, so on equal inputs they choose the
-same experts if and only if their tensors are equal. One expert's row in another's place moves the
-logits little as well.
+The router's tensors are compared as well: routers stay BF16, so on equal inputs they choose the same
+experts if their tensors are equal. One expert's row in another's place also moves the logits little.
 """
 
 import re
@@ -48,9 +47,9 @@ def check_linears(
     artifact: Path,
     trajectories: Sequence[Trajectory],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return what fidelity.json holds of the quantized Linears, and one sentence for every fault.
+    """Return fidelity.json's entry for the quantized Linears, and one sentence for every fault.
 
-    `trajectories`: at most `reference.capacity`, a batch.
+    `trajectories` are one batch, at most `reference.capacity` of them.
     """
     errors = Errors(Checkpoint.open(source), Checkpoint.open(artifact))
     ranges = InputRanges(errors.artifact)
@@ -64,7 +63,7 @@ def check_linears(
 
 
 def _other_routers(source: Checkpoint, artifact: Checkpoint) -> list[str]:
-    """Return one sentence for every tensor of a router that is not BF16's."""
+    """Return one sentence for every tensor of a router that differs from BF16's."""
     names = (name for name in source.tensors if module_class(name) == "router")
     return [
         f"{name}: differs from BF16's, so other experts are chosen"
@@ -82,7 +81,7 @@ class Errors:
         self.found: dict[str, float] = {}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Observe one input: see `Engine.watching`."""
+        """Observe one input (see `Engine.watching`)."""
         x = rows.flatten(0, -2).float()
         if experts is None:
             self._compare(name, x, self.source.read(f"{name}.weight"))
@@ -104,7 +103,7 @@ class Errors:
         self.found[module] = (distance / norm).item() if norm > 0 else distance.item()
 
     def summary(self) -> dict[str, float]:
-        """Return the largest error by Linear; of a layer's experts, by kind of projection."""
+        """Return the largest error by Linear, for a layer's experts by kind of projection."""
         largest: dict[str, float] = {}
         for module, error in self.found.items():
             name = EXPERT.sub(r"\1.\3_proj", module)
@@ -112,7 +111,7 @@ class Errors:
         return largest
 
     def faults(self) -> list[str]:
-        """Return one sentence for every Linear whose products are not rounded ones."""
+        """Return one sentence for every Linear whose error is more than rounding's."""
         return [
             f"{module}: its products on BF16's inputs are {error:.3g} away, above {limit:.3g}"
             for module, error in self.found.items()
@@ -123,7 +122,7 @@ class Errors:
 
 @dataclass
 class _Seen:
-    """Of one module: its calibrated range, the largest |x|, values seen and values beyond the range."""
+    """One module's calibrated range, largest |x|, and numbers of values seen and beyond the range."""
 
     range: float
     amax: float = 0.0
@@ -133,7 +132,7 @@ class _Seen:
 
 @dataclass
 class InputRanges:
-    """Compares what enters each calibrated Linear with the range its input scale stands for."""
+    """Compares the inputs of each calibrated Linear with the range its input scale stands for."""
 
     artifact: Checkpoint
     modules: dict[str, _Seen] = field(init=False)
@@ -145,7 +144,7 @@ class InputRanges:
         }
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Observe one input: see `Engine.watching`."""
+        """Observe one input (see `Engine.watching`)."""
         x = rows.flatten(0, -2).abs()
         if experts is None:
             self._note(name, x)
@@ -163,7 +162,7 @@ class InputRanges:
             seen.clipped += int((magnitude > seen.range).sum())
 
     def faults(self) -> list[str]:
-        """Return one sentence for every range that clips too much or is far from what is there."""
+        """Return one sentence for every range that clips too much or is far from the inputs'."""
         layers: dict[str, float] = {}  # an expert may have the range of its layer's largest
         for module, seen in self.modules.items():
             kind = EXPERT.sub(r"\1.\3", module)

@@ -1,8 +1,8 @@
-"""What every stage asks of a GPU at once, and tables of how that fits budgets of memory.
+"""Computes the memory that every stage asks of a GPU, and tables of how it fits budgets.
 
-Known before anything is loaded: from the headers, or the config, of the BF16 model and the plan of the
-quantized one. Prompts and answers are reckoned at their longest; a run that has read its prompts asks
-for less.
+They are known before anything is loaded: from the headers, or the config, of the BF16 model and the
+plan of the quantized one. Prompts and answers count at their longest; a run that has read its prompts
+asks for less.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def needs(
     tensors: Mapping[str, TensorInfo],
     targets: Sequence[Target],
 ) -> list[Need]:
-    """Return what calibrate, fidelity and evaluate ask for, in that order."""
+    """Return the needs of calibrate, fidelity and evaluate, in that order."""
     bf16 = Stack.of("BF16", {name: info.nbytes for name, info in tensors.items()}, quantized=False)
     sizes = {target.name: target.bytes_after for target in targets}
     quantized = Stack.of(recipe.name, sizes, quantized=True)
@@ -57,7 +57,7 @@ def needs(
 
 
 def memory_table(need: Need, config: Mapping[str, Any], budgets: Sequence[float]) -> Table:
-    """Return how a stage fits budgets of so many bytes, in GB by part."""
+    """Return how a stage fits `budgets`, each in bytes, in GB by part."""
     models = " and ".join(stack.name for stack in need.stacks)
     table = Table(
         title=f"{need.stage}: {models}, {need.context:,} positions a sample",

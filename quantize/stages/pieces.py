@@ -1,4 +1,4 @@
-"""The pieces of a quantized checkpoint: which source bytes make which output bytes, and how.
+"""Makes the pieces of a quantized checkpoint: source bytes to output bytes.
 
 Every tensor of the plan becomes one or more pieces of about 4 MB of input, in source order:
 
@@ -30,7 +30,7 @@ from quantize.schemes import Scheme
 # CPU time, and small ones hold less memory.
 PIECE_BYTES = 1 << 22
 
-# Of a quantized weight: rounding up takes larger ones beyond BF16's largest number, 3.39e38.
+# Limit on a quantized weight: rounded up, larger ones exceed BF16's largest number, 3.39e38.
 LARGEST = 1e38
 
 
@@ -40,10 +40,10 @@ class Quantizer:
 
     Attributes:
         source: the BF16 checkpoint.
-        observer: how the ranges of weights are found.
+        observer: name of the observer that finds the ranges of weights.
         input_scales: module -> input global scale, for NVFP4.
-        rounded: tensor name -> the file with codes and scales that were found already; empty for
-            rounding to nearest.
+        rounded: tensor name -> file with its codes and scales from `round_weights`; empty for rounding
+            to nearest.
     """
 
     source: Checkpoint
@@ -52,7 +52,7 @@ class Quantizer:
     rounded: Mapping[str, Checkpoint] = field(default_factory=dict[str, Checkpoint])
 
     def plan(self, targets: Sequence[Target]) -> list[Piece]:
-        """Return the pieces of a plan, in its order. No weights are read yet.
+        """Return the pieces of a plan, in its order, without reading any weights.
 
         Raises:
             InputError: Linears that servers fuse have different schemes.
@@ -133,7 +133,7 @@ class Quantizer:
         records = torch.empty((len(modules), size), dtype=torch.uint8)
         columns = records.split([spec.nbytes for spec in specs.values()], dim=1)
         shape, dtype = next((spec.shape, DTYPES[spec.dtype]) for spec in specs.values())
-        codes = columns[0].view(dtype).unflatten(1, shape)  # written where they belong: no copy
+        codes = columns[0].view(dtype).unflatten(1, shape)  # a view: codes are written in place
         if self.rounded:
             tensors = self._rounded(modules, specs)
             codes.copy_(tensors[next(iter(tensors))])
@@ -149,7 +149,7 @@ class Quantizer:
     def _rounded(
         self, modules: Sequence[str], specs: Mapping[str, TensorSpec]
     ) -> dict[str, torch.Tensor]:
-        """Read modules' tensors, stacked: suffix -> [modules, ...]."""
+        """Read the modules' tensors and stack them: suffix -> [modules, ...]."""
         return {
             name.removeprefix("."): torch.stack(
                 [self.rounded[module + name].read(module + name) for module in modules]
@@ -181,7 +181,7 @@ def _layout(linears: Sequence[tuple[str, int, int]], scheme: Scheme) -> dict[str
 
 
 def _runs(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Split rows of nbytes in all into (start, stop) of about PIECE_BYTES."""
+    """Split rows of `nbytes` in all into ranges (start, stop) of about PIECE_BYTES each."""
     step = max(1, rows * PIECE_BYTES // nbytes)
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
@@ -197,5 +197,5 @@ def _refused(info: TensorInfo, where: str, what: str = "NaN or infinity") -> Inp
 
 
 def _unusable(ranges: torch.Tensor) -> str:
-    """Say what makes ranges unusable that `_bad` found."""
+    """Return what makes the ranges that `_bad` found unusable."""
     return f"a weight above {LARGEST:g}" if ranges.isfinite().all() else "NaN or infinity"

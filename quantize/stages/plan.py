@@ -1,7 +1,7 @@
-"""What a recipe would do to a model: module groups, schemes, bytes before and after. Headers only.
+"""Plans what a recipe would do to a model, by headers: module groups, schemes, bytes.
 
 A model is planned from the headers of its shards, or from its config.json alone when the weights are
-not there: the class that transformers builds from the config tells every name and shape.
+missing: the class that transformers builds from the config gives every name and shape.
 """
 
 import csv
@@ -44,7 +44,7 @@ class Group:
 
 
 def plan(checkpoint: Checkpoint, recipe: Recipe, run: RunDir) -> list[Target]:
-    """Decide for every tensor of a BF16 checkpoint, and write targets.csv and recipe.yaml.
+    """Decide the scheme of every tensor of a BF16 checkpoint; write targets.csv and recipe.yaml.
 
     Raises:
         InputError: the checkpoint is already quantized, has an unknown tensor, or does not fit the
@@ -58,9 +58,9 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, run: RunDir) -> list[Target]:
 
 
 def config_of_known(model: str) -> dict[str, Any] | None:
-    """Return a config.json, or that of a published model whose config ships with quantize.
+    """Return the config that `model` names: a config.json, or a published model whose config ships.
 
-    Returns None when `model` is neither; the weights then have to be found.
+    Return None when `model` is neither; the weights then have to be found.
     """
     if model.endswith(".json"):
         return read_json_object(Path(model))

@@ -1,4 +1,4 @@
-"""Prompts for calibration: bundled word problems, a local jsonl of chats, or Hub datasets.
+"""Loads calibration prompts: bundled word problems, a local jsonl of chats, or Hub datasets.
 
 A row becomes a chat that ends with its last user message, so that the model answers it. Rows are
 drawn in turn from the recipe's datasets; the thinking channel is on for the recipe's share of them,
@@ -20,15 +20,15 @@ from quantize.runtime.trajectory import Prompt
 
 BUNDLED = "bundled"
 QUESTION_FIELDS = ("question", "problem", "prompt", "instruction")
-MAX_PROMPT_TOKENS = 2048  # longer chats are skipped: calibration need not pay for them
+MAX_PROMPT_TOKENS = 2048  # longer chats are skipped, to keep calibration cheap
 
 
 def load_prompts(checkpoint: Path, calibration: Calibration, count: int) -> list[Prompt]:
     """Return `count` prompts, tokenized with the checkpoint's own chat template.
 
     Raises:
-        InputError: an unreadable or too small local dataset, or no tokenizer.
-        ResourceError: a Hub dataset that cannot be reached.
+        InputError: a local dataset is unreadable or too small, or there is no tokenizer.
+        ResourceError: a Hub dataset cannot be reached.
     """
     tokenizer = load_tokenizer(checkpoint)
     chats = [read_chats(name, calibration.seed) for name in calibration.datasets]
@@ -47,7 +47,7 @@ def load_prompts(checkpoint: Path, calibration: Calibration, count: int) -> list
 
 
 def _thinks(index: int, share: float) -> bool:
-    """Spread `share` of all indices evenly: every second one for 0.5."""
+    """Whether prompt `index` thinks; `share` of all do, evenly spread: every second for 0.5."""
     return int((index + 1) * share) > int(index * share)
 
 

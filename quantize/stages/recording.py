@@ -1,8 +1,9 @@
-"""What evaluate leaves for the report's table and viewer: questions, and canvases of those that differ.
+"""Writes questions, and canvases of those that differ, for the report's table and viewer.
 
 A question is answered once more on both sides to see its canvases, from the seed of the answer that
-was scored. On a CPU that is another batch, whose sums may round to another answer: each recording says
-what it ended with, and the report whether that is what was scored. Of a private task nothing is left.
+was scored. On a CPU that is another batch, whose sums may round to another answer: each recording
+holds the answer that it ended with, and the report says whether that was scored. A private task
+leaves nothing.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ RECORDED = 8  # questions of a task whose canvases are recorded
 def leave_questions(
     run: RunDir, task: str, data_file: Path | None, definition: Definition | None = None
 ) -> dict[int, Request]:
-    """Write the text of every question that was asked; return each one's request, by its index."""
+    """Write the text of every question that was asked; return the requests by question index."""
     if is_private(task):
         return {}
     asked = sorted({row.doc_id for row in read_scoring(run.evaluation / BASE, task).rows})
@@ -42,13 +43,13 @@ def leave_questions(
 def record_differing(
     run: RunDir, task: str, requests: Mapping[int, Request], models: Mapping[str, Answerer]
 ) -> None:
-    """Record on both sides how answers came about that differ; one that agrees where none does.
+    """Record how differing answers were denoised on both sides; an equal one where none differ.
 
     Args:
-        run: whose scores are compared.
-        task: not a private one.
-        requests: question -> what was asked.
-        models: side -> the model that answered; one after the other is loaded.
+        run: the run whose scores are compared.
+        task: name of a task that is not private.
+        requests: question -> its request.
+        models: side -> its model; they are loaded one after the other.
     """
     sides = {side: read_scoring(run.evaluation / side, task) for side in (BASE, GATED)}
     chosen = choose(*sides.values())

@@ -1,8 +1,8 @@
-"""Teacher-forced replay of recorded trajectories: several models beside the one that made them.
+"""Replays recorded trajectories, teacher-forced, through several models beside their maker.
 
 At every step all models read the canvas the reference read, behind the tokens it committed; each
 encodes the prefix itself. They run in lockstep, one step of all models at a time, and their logits are
-compared in pieces of whole canvases: nothing of a step is kept but what the next one is conditioned on.
+compared in pieces of whole canvases: of a step only the next one's conditioning is kept.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,8 @@ class StepDistance:
         is_last: whether the canvas was committed after this step.
         kl: KL(BF16 || quantized) in nats.
         agrees: whether the argmax is the same.
-        entropy: BF16's, in nats.
-        jaccard: of the accepted positions.
+        entropy: BF16's entropy in nats.
+        jaccard: Jaccard index of the accepted positions.
         routing: [layers] share of equal experts among a position's top k, mean over positions.
     """
 
@@ -67,11 +67,11 @@ def replay(
 
     Args:
         reference: the BF16 model that made the trajectories; it runs once for all models.
-        compared: what to compare; an engine may come twice, with and without its own conditioning.
-        trajectories: what to replay.
-        sampler: the settings they were recorded with.
+        compared: models to compare; an engine may come twice, with and without its own conditioning.
+        trajectories: the trajectories to replay.
+        sampler: the settings that they were recorded with.
         batch_size: trajectories at once, at most the engines' capacity.
-        processes: share the batches, each as one process would replay it; all return all distances.
+        processes: they share the batches as one process makes them; all return all distances.
 
     Returns:
         Distances in the order of trajectory, canvas and step.
@@ -123,7 +123,7 @@ class _Batch:
         self, rows: list[int], canvas: int, sampler: Sampler
     ) -> Iterator[tuple[int, StepDistance]]:
         recorded = {row: self._trajectories[row].steps[canvas] for row in rows}
-        given: list[Tensor | None] = [None] * (1 + len(self._runs))  # conditioning; reference first
+        given: list[Tensor | None] = [None] * (1 + len(self._runs))  # reference's first
         for step in range(1, max(len(ids) for ids in recorded.values()) + 1):
             keep = [i for i, row in enumerate(rows) if len(recorded[row]) >= step]
             if len(keep) < len(rows):
@@ -148,7 +148,7 @@ class _Batch:
         temperature: Tensor,
         sampler: Sampler,
     ) -> tuple[list[Tensor | None], list[tuple[Tensor, ...]]]:
-        """Run one step of all models; return what the next is conditioned on, and the distances."""
+        """Run one step of all models; return the next step's conditioning, and the distances."""
         runs = [self._reference, *self._runs]
         decoded = [
             passes.decode(rows, canvas.to(passes.device), conditioning)

@@ -1,4 +1,4 @@
-"""The report of a run: report.json is everything, the others show it; the verdict gates the release.
+"""Writes a run's report, report.json and files that show it, and the verdict that gates a release.
 
 `quantize/reports/report.schema.json` says what every key of report.json holds. report.md, report.html
 and junit.xml are rendered from it; where $GITHUB_STEP_SUMMARY names a file, report.md is appended to
@@ -84,7 +84,7 @@ def check_report(run: RunDir, recipe: Recipe) -> None:
     """Judge a run once more, from its scores, and compare with its report.
 
     Raises:
-        InputError: report.json says something else than the run's own files, or is older.
+        InputError: report.json differs from what the run's files give, or is older.
     """
     judged, _ = judge_run(run, recipe)
     stands = read_json(run.report_json, *judged)
@@ -97,7 +97,7 @@ def check_report(run: RunDir, recipe: Recipe) -> None:
 
 
 def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
-    """Return the verdict, and what of report.json it rests on or stands for it outside."""
+    """Return the verdict, and the keys of report.json that it rests on or that publishing shows."""
     verification = _needed(run.verification_json, "verify")
     manifest = _needed(run.manifest_json, "run")
     done = _needed(run.evaluation / "done.json", "evaluate")
@@ -138,7 +138,7 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
 
 
 def _evidence(run: RunDir) -> dict[str, str]:
-    """Return path in the run -> sha256 of the recipe and of all scores."""
+    """Return the sha256 of the recipe and of all scores, by path in the run."""
     scores = (file for file in run.evaluation.glob("*/*") if ".partial" not in file.name)
     files = [file for file in (run.recipe_yaml, *sorted(scores)) if file.is_file()]
     return {
@@ -184,7 +184,7 @@ def _entry(
 
 
 def _noise_floor(run: RunDir, recipe: Recipe) -> list[dict[str, Any]]:
-    """Compare BF16 with itself under another seed: what no quantization at all looks like."""
+    """Compare BF16 with itself under another seed: the difference that noise alone makes."""
     again = "bf16-again"
     scored = [
         t for t in recipe.evaluation.tasks if (run.evaluation / again / f"{t}.jsonl").exists()

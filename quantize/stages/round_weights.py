@@ -1,4 +1,4 @@
-"""Round weights with GPTQ, on Hessians of what real denoising feeds each Linear.
+"""Rounds weights with GPTQ on Hessians of each Linear's inputs in real denoising.
 
     prompts --BF16 model's denoising loop--> H = mean x x^T of every Linear's inputs
     weights, H --gptq--> codes and scales, one file a layer, which `convert` writes as they are
@@ -9,8 +9,9 @@ memory holds are collected in one run of the loop, and the next run takes the ne
 the model leaves, on a CPU `BUDGET` bytes. Which layers are collected together changes no sum.
 
 A layer's file is written aside and renamed, so a run that was killed goes on behind the last finished
-layer, with the same bytes. An expert that saw few tokens leans on its layer's mean Hessian
-(`gptq.shrink`); one whose Hessian has no factor is rounded to nearest, and counted in rounding.json.
+layer, with the same bytes. An expert's Hessian of few tokens is drawn to its layer's mean
+(`gptq.shrink`); an expert whose Hessian has no factor is rounded to nearest and counted in
+rounding.json.
 """
 
 import hashlib
@@ -64,7 +65,7 @@ class Hessians:
         self.tokens: dict[str, Tensor] = {}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Observe one input."""
+        """Add the rows of one input to its sums."""
         if name not in self.names:
             return
         x = rows.flatten(0, -2).float()
@@ -90,7 +91,7 @@ class Hessians:
         """Return the shrunk mean Hessians [E, in, in] of an input.
 
         Raises:
-            QuantizeError: it saw no token, or one that was not finite.
+            QuantizeError: the input saw no token, or one that was not finite.
         """
         tokens = self.tokens[name].clamp(min=1)[:, None, None]
         return shrink(self.sums[name] / tokens, self.tokens[name])
@@ -103,7 +104,7 @@ class Unit:
     Attributes:
         reads: name of the input.
         targets: fused experts alone, or q/k/v, gate/up, o or down of a layer.
-        scheme: of all of them.
+        scheme: scheme of all of them.
     """
 
     reads: str
@@ -117,13 +118,13 @@ class Unit:
 
     @property
     def hessian_bytes(self) -> int:
-        """Bytes of the float32 Hessians of its input."""
+        """Bytes of the float32 Hessians of the unit's input."""
         shape = self.targets[0].shape
         return 4 * shape[-1] ** 2 * (shape[0] if len(shape) == 3 else 1)
 
 
 def units_of(targets: Sequence[Target]) -> list[Unit]:
-    """Return what is rounded together.
+    """Return the units, each of which is rounded as one.
 
     Raises:
         InputError: the plan quantizes nothing.
@@ -139,7 +140,7 @@ def units_of(targets: Sequence[Target]) -> list[Unit]:
 
 
 def _input_name(tensor: str) -> str:
-    """Return the name under which an input is observed: that of the first Linear that reads it."""
+    """Return the name of an observed input, which is that of the first Linear that reads it."""
     name = tensor.removesuffix(".weight")
     return re.sub(r"(self_attn\.)[kv]_proj$|(mlp\.)up_proj$", _first_reader, name)
 
@@ -149,7 +150,7 @@ def _first_reader(match: re.Match[str]) -> str:
 
 
 def groups_of(units: Sequence[Unit], budget: int) -> Iterator[list[Unit]]:
-    """Yield the units of as many whole layers as fit `budget` bytes of Hessians, one at least."""
+    """Yield units of as many whole layers as fit `budget` bytes of Hessians, at least one."""
     by_layer: dict[int, list[Unit]] = {}
     for unit in units:
         by_layer.setdefault(unit.layer, []).append(unit)
@@ -163,7 +164,7 @@ def groups_of(units: Sequence[Unit], budget: int) -> Iterator[list[Unit]]:
 
 
 def round_unit(unit: Unit, source: Checkpoint, hessians: Hessians) -> tuple[dict[str, Tensor], Any]:
-    """Return a unit's tensors by on-disk name, and what rounding.json says of it."""
+    """Return a unit's tensors by on-disk name, and its entry of rounding.json."""
     weight = torch.cat([_stack(source.read(target.name)) for target in unit.targets], 1)
     mean = hessians.mean(unit.reads)
     device, shares = mean.device, unit.scheme.shares_global_scale
@@ -185,7 +186,7 @@ def _stack(weight: Tensor) -> Tensor:
 
 
 def _by_module(unit: Unit, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split the rows of a unit among its modules; each gets a copy of what they share."""
+    """Split a unit's rows among its modules, each with a copy of shared tensors."""
     found: dict[str, Tensor] = {}
     modules = [module for target in unit.targets for module in target.modules]
     rows = [linear_shape(t.shape, t.modules)[0] for t in unit.targets for _ in t.modules]
@@ -231,14 +232,14 @@ def round_weights(
     Args:
         source: the BF16 checkpoint.
         targets: its plan.
-        recipe: its `calibration` section names the prompts.
-        out: layer-NN.safetensors and rounding.json; it appears when it is complete.
+        recipe: recipe whose `calibration` section names the prompts.
+        out: folder for layer-NN.safetensors and rounding.json; it appears when it is complete.
         device: where the model, the Hessians and the rounding run.
         gpu_memory: bytes of a GPU that may be used, None for what is free.
         budget: bytes of Hessians held at a time, None for what the model leaves.
 
     Raises:
-        InputError: nothing to round, or no calibration section.
+        InputError: there is nothing to round, or no calibration section.
         QuantizeError: a Linear saw no token, or an input that was not finite.
     """
     if recipe.calibration is None:
@@ -291,7 +292,7 @@ class _Loop:
         return max(BUDGET, int(self._memory - CONTEXT_BYTES - used - ROUNDING_BYTES))
 
     def hessians_of(self, units: Sequence[Unit]) -> Hessians:
-        """Run the loop and return the Hessians of what the units read."""
+        """Run the loop and return the Hessians of the units' inputs."""
         experts: int = self._source.config["text_config"]["num_experts"]
         hessians = Hessians([unit.reads for unit in units], experts)
         title = f"Hessians of {len({unit.layer for unit in units})} layers"
@@ -323,7 +324,7 @@ def _write_layer(
 def _identity(
     source: Checkpoint, units: Sequence[Unit], settings: Calibration, prompts: Sequence[Prompt]
 ) -> str:
-    """Return a digest of what the rounded weights depend on."""
+    """Return a digest of everything that the rounded weights depend on."""
     schemes = [(unit.reads, unit.scheme.name) for unit in units]
     facts = [
         fingerprint(source), schemes, settings.model_dump(), [asdict(prompt) for prompt in prompts],
@@ -333,7 +334,7 @@ def _identity(
 
 
 def _start(folder: Path, identity: str) -> None:
-    """Keep the layers of an interrupted try that had the same inputs; remove those of another."""
+    """Keep layers of an interrupted try with the same inputs; remove those of any other."""
     path = folder / IDENTITY
     if not path.exists() or path.read_text("utf-8") != identity:
         for file in folder.iterdir():

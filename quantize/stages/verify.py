@@ -1,4 +1,4 @@
-"""Static verification: is the artifact what the plan said, and close to what it was made from?
+"""Checks statically that the artifact is what the plan said, and close to its source.
 
 Every check counts what it looked at; a check that looked at nothing fails. Weights are read in parts
 of about 16 MB, by one thread a core, so memory stays at a few parts whatever the size of the model.
@@ -11,7 +11,7 @@ of about 16 MB, by one thread a core, so memory stays at a few parts whatever th
                 `model.encoder.language_model.` both as `model.` (`layer_scalar` has one each)
   shared        q/k/v, and gate/up of an MLP or an expert, have equal global and input scales
   calibrated    input scales are those that calibration found
-  tokenizer     tokenizer.json is there and is JSON
+  tokenizer     tokenizer.json exists and is JSON
 
 and of the values (`verify_weights`):
 
@@ -55,7 +55,7 @@ class Verification:
         return all(check.passed for check in self.checks.values())
 
     def summary(self) -> str:
-        """Return one line: what failed first, or that all passed."""
+        """Return one line that says what failed first, or that all passed."""
         for check in self.checks.values():
             if not check.passed:
                 fault = check.faults[0] if check.faults else "it looked at nothing"
@@ -85,7 +85,7 @@ def verify(
     if _check_layout(artifact, found.checks["layout"]):
         _check_scales(artifact, targets, run.calibration, found.checks)
         found.relative_error.update(check_weights(artifact, source, targets, recipe, found.checks))
-    # Ties this file to these bytes: a checkpoint that is written again, or rots, is not verified by it.
+    # It ties this file to these bytes: a checkpoint that is written again, or rots, is not verified.
     identity = {"artifact": fingerprint(artifact), "sha256": hashes}
     write_json(run.verification_json, {**identity, **found.as_json()})
     return found
@@ -98,7 +98,7 @@ def _names(targets: list[Target], recipe: Recipe) -> list[str]:
 
 
 def _check_unchanged(hashes: dict[str, str], record: Path, check: Check) -> None:
-    """Compare every file with the record that convert left; verification blesses nothing newer."""
+    """Compare every file with convert's record, so that nothing newer is verified."""
     if not record.is_file():
         check.expect(False, f"{record} is missing: nothing says what convert wrote; {CONVERT}")
         return

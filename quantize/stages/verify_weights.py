@@ -1,4 +1,4 @@
-"""Verification of values: kept weights, scales, dead experts, errors, and decompression.
+"""Verifies values: kept weights, scales, dead experts, errors, and decompression.
 
 See `verify` for what each check says.
 """
@@ -26,7 +26,7 @@ from quantize.schemes import Scheme
 
 # Modules of one source tensor whose decompression is compared as a whole, spread evenly over it.
 DECOMPRESSED_PER_TENSOR = 16
-DECOMPRESSED_ROWS = 8  # of every other module
+DECOMPRESSED_ROWS = 8  # rows compared of every other module
 PART_BYTES = 1 << 24
 FAULTS_KEPT = 10
 VALUE_CHECKS = ("kept", "scales", "experts", "error", "decompression")
@@ -42,23 +42,23 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether it looked at something and found nothing wrong."""
+        """Whether the check looked at something and found nothing wrong."""
         return self.looked_at > 0 and not self.faults
 
     def expect(self, ok: bool, fault: str) -> None:
-        """Count one thing looked at; note `fault` unless `ok`."""
+        """Count one thing looked at, and keep `fault` unless `ok`."""
         self.looked_at += 1
         if not ok and len(self.faults) < FAULTS_KEPT:
             self.faults.append(fault)
 
     def add(self, other: "Check") -> None:
-        """Count what another one looked at and found."""
+        """Add the counts and faults of another check."""
         self.looked_at += other.looked_at
         self.faults = (self.faults + other.faults)[:FAULTS_KEPT]
 
 
 def new_checks(names: Iterable[str]) -> dict[str, Check]:
-    """Return a check that has seen nothing for every name."""
+    """Return an empty check for every name."""
     return {name: Check(name) for name in names}
 
 
@@ -71,7 +71,7 @@ def check_weights(
 ) -> dict[str, float | None]:
     """Check the values of every tensor, part by part on all cores.
 
-    Returns the relative error of every quantized source tensor, None where it is no number.
+    Return the relative error of every quantized source tensor, None where it is no number.
     """
     decompressor = Decompressor(artifact)
     tasks = [(target, *rows) for target in targets for rows in _runs(target)]
@@ -140,7 +140,7 @@ class Decompressor:
 
 
 def _relative_error(distance: float, norm: float) -> float:
-    """Return the root of two sums of squares' quotient; 0 when both are zero."""
+    """Return the root of the quotient of two sums of squares, 0 when both are 0."""
     return math.sqrt(distance / norm) if norm else (0.0 if distance == 0 else math.inf)
 
 
@@ -155,7 +155,7 @@ def _runs(target: Target) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class _Part:
-    """What a part of one tensor showed: checks, and sums of squares of W - W' and of W."""
+    """Results of a part of one tensor: checks, and sums of squares of W - W' and of W."""
 
     checks: dict[str, Check] = field(default_factory=lambda: new_checks(VALUE_CHECKS))
     distance: float = 0.0
@@ -209,7 +209,7 @@ def _check_scales(artifact: Checkpoint, module: str, scheme: Scheme, check: Chec
 
 
 def _sum_of_squares(x: torch.Tensor) -> float:
-    """Return the sum of squares; a float32 norm squared in float64 overflows for no BF16 weight."""
+    """Return the sum of squares, a float32 norm squared in float64, which cannot overflow."""
     return x.norm().item() ** 2 if x.abs().max() < 1e15 else x.double().norm().item() ** 2
 
 
