@@ -7,11 +7,13 @@ be compared (a rounding flips attention and experts, and bf16 and float32 share 
 branches are calmed: attention scores of size 1, half the residual stream from the branches.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from fused_dequant.targets import FORCE
 from PIL import Image
 
 from quantize.checkpoints.load import load
@@ -178,6 +180,34 @@ def test_alone_and_in_a_batch(artifact: tuple[str, Path]) -> None:
     full = engine.denoise(range(4))
     admit(2)
     assert engine.denoise([2]) == [full[2]]
+
+
+@pytest.mark.skipif(FORCE in os.environ, reason="a target is forced already")
+@pytest.mark.parametrize("target", ["sm_89", "sm_120"])
+def test_launches_of_another_target_give_the_same_tokens(
+    artifact: tuple[str, Path], target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to rounding: as much as this GPU's own launches differ between batches of 1 and of 4."""
+
+    def answered(batches: list[list[int]]) -> torch.Tensor:
+        weights = load_packed(artifact[1], "cuda")
+        engine = FusedEngine(weights, capacity=4, max_context=4096)
+        for slot, n in enumerate(CONTEXTS):
+            engine.admit(slot, tokens(n, seed=slot).tolist(), slot, SAMPLER)
+        done = [canvas.tokens for slots in batches for canvas in engine.denoise(slots)]
+        schemes.append(weights.layers[0].experts_down.scheme)
+        return torch.tensor(done)
+
+    schemes: list[str] = []
+    own, alone = answered([[0, 1, 2, 3]]), answered([[0], [1], [2], [3]])
+    monkeypatch.setenv(FORCE, target)
+    other = answered([[0, 1, 2, 3]])
+    noise, found = ((own != each).float().mean().item() for each in (alone, other))
+    print(
+        f"{artifact[0]}: {found:.4f} of the tokens differ on {target}, {noise:.4f} in batches of 1"
+    )
+    assert schemes[2] == {"nvfp4_fragments": "nvfp4"}.get(schemes[0], schemes[0])
+    assert found <= 1.5 * noise + 0.01
 
 
 def test_other_settings_and_early_stop(artifact: tuple[str, Path]) -> None:
