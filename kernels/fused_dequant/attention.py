@@ -304,7 +304,7 @@ def attend(
 
 @dataclass(frozen=True)
 class Parts:
-    """Results before they are combined: bf16 [M, q_heads, D] if positions are not split.
+    """The results of `attend_parts`: bf16 [M, q_heads, D] where positions are not split.
 
     Otherwise f16 [splits, M, q_heads, D], and maxima and sums of exponentials f32 [splits, M, q_heads].
     """
@@ -315,7 +315,7 @@ class Parts:
 
     @property
     def splits(self) -> int:
-        """How many parts there are."""
+        """Return how many parts there are."""
         return 1 if self.results.dim() == 3 else len(self.results)
 
 
@@ -328,7 +328,7 @@ def attend_parts(
     last: torch.Tensor,
     config: dict[str, int],
 ) -> Parts:
-    """Attention over each share of the positions; config as `configure` made it."""
+    """Attend to each share of the positions; `config` is what `configure` returned."""
     rows, q_heads, D = q.shape
     count, capacity, kv_heads, _ = keys.shape
     n = rows // len(slots)
@@ -400,10 +400,10 @@ def configure(
     *,
     hopper: bool = False,
 ) -> dict[str, int]:
-    """Choose tiles; positions are split while processors would idle. `hopper`: on sm_90.
+    """Choose tiles, and split positions while processors would idle; `hopper` says that this is sm_90.
 
-    Elsewhere one choice fits every target: 64 rows x 32 positions, 32 x 32 for heads of 512, take 52
-    to 98 KiB of shared memory, and an RTX 4090 and 5090 have 99; no target spills more than a register.
+    Off sm_90 one choice fits every target: 64 rows x 32 positions, 32 x 32 for heads of 512, take 52 to
+    98 KiB of shared memory, and an RTX 4090 and 5090 have 99; no target spills more than a register.
     """
     group = q_heads // kv_heads
     # A copy of queries is at least 8 of a head: shared memory repeats its pattern every 8 rows.

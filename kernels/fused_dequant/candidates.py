@@ -33,12 +33,12 @@ class Product:
 
     @property
     def table_verb(self) -> str:
-        """The verb of its key."""
+        """Return the verb of its key."""
         return "experts" if self.verb.startswith("experts") else self.verb
 
     @property
     def key(self) -> str:
-        """Its key in the table."""
+        """Return its key in the table."""
         return f"{self.table_verb}/{self.scheme}/{self.N}x{self.K}"
 
 
@@ -140,7 +140,7 @@ def _hopper_rows(product: Product) -> list[Config]:
 def _hopper_shapes(
     product: Product,
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """(BN, warps), (BK, stages) and parts of K."""
+    """Return the choices of (BN, warps), of (BK, stages) and of parts of K."""
     if product.verb == "linear":
         steps = ((64, 5), (64, 6), (128, 3), (128, 4), (128, 6), (256, 3))
         return ((64, 4), (128, 8)), steps, (1, 2)
@@ -149,7 +149,7 @@ def _hopper_shapes(
 
 
 def _expert_rows(M: int) -> list[Config]:
-    """Blocks around the mean number of tokens of an expert, M * 8 / 128, and the sizes below."""
+    """Return blocks around the mean number of tokens of an expert, M * 8 / 128, and the sizes below."""
     sizes = {
         64: ((16, 0, 0),),
         256: ((16, 0, 0), (32, 0, 0), (32, 16, 2), (32, 32, 3)),
@@ -159,6 +159,6 @@ def _expert_rows(M: int) -> list[Config]:
 
 
 def distinct(jobs: list[tuple[Product, Config]]) -> list[tuple[Product, Config]]:
-    """One job for each kernel: products of other shapes share theirs, unless K leaves a remainder."""
+    """Return one job for each kernel: all shapes share it, but those whose K leaves a remainder."""
     keys = {(p.verb, p.scheme, p.K % c.get("BK", 1), str(c)): (p, c) for p, c in jobs}
     return list(keys.values())

@@ -69,7 +69,7 @@ class CanvasState:
 
     @classmethod
     def begin(cls, canvas: torch.Tensor, seeds: torch.Tensor, stability: int) -> "CanvasState":
-        """The state before step 1 of canvas 0, whose tokens are `canvas` int64 [B, L]."""
+        """Return the state before step 1 of canvas 0, whose tokens are `canvas` int64 [B, L]."""
         B, device = len(canvas), canvas.device
         return cls(
             seeds=seeds,

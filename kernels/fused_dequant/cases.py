@@ -38,13 +38,13 @@ def random_weight(
 
 
 def random_tokens(tokens: int, columns: int, device: str, seed: int = 1) -> torch.Tensor:
-    """Standard normal bf16 [tokens, columns], as after a norm."""
+    """Return standard normal bf16 [tokens, columns], as after a norm."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(tokens, columns, generator=generator, device=device).to(torch.bfloat16)
 
 
 def rounded(x: torch.Tensor, scheme: str) -> torch.Tensor:
-    """float64 of the activations a scheme multiplies with."""
+    """Return the activations that a scheme multiplies with, in float64."""
     if scheme not in EIGHT_BIT:
         return x.double()
     q, scale = formats.quantize_rows(x, EIGHT_BIT[scheme])
@@ -61,7 +61,7 @@ def random_routing(
     spread: float = 0.0,
     seed: int = 2,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distinct experts of each token among the first `used` (default: all) of them.
+    """Draw distinct experts of each token among the first `used` of them, or all.
 
     `spread` is the standard deviation of the logarithm of an expert's popularity; 0: all alike.
 
@@ -95,7 +95,7 @@ SPREAD = {64: 0.9, 256: 0.9, 1024: 0.5}
 
 
 def blank_weight(scheme: str, experts: int, rows: int, columns: int, device: str) -> Weight:
-    """Uninitialised tensors of a weight's shapes and types; on "meta" they cost nothing."""
+    """Return a weight of uninitialised tensors; on "meta" they cost nothing."""
 
     def blank(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(experts, *shape, dtype=dtype, device=device)

@@ -57,13 +57,13 @@ _CODE_BITS = (6, 7, 8, 15)  # where mantissa, exponent (2) and sign of a code li
 
 
 def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of E2M1 codes 0..15 (any integer dtype); -0 keeps its sign."""
+    """Return the values of E2M1 codes 0..15 (any integer dtype); -0 keeps its sign."""
     values = (*E2M1_VALUES, *(-v for v in E2M1_VALUES))
     return torch.tensor(values, dtype=dtype, device=codes.device)[codes.long()]
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Nearest E2M1 code of each value, ties to the even code, magnitudes above 6 to 6; uint8."""
+    """Return the nearest E2M1 code of each value, uint8: ties to the even code, above 6 that of 6."""
     midpoints = torch.tensor(
         (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), device=x.device, dtype=x.dtype
     )
@@ -74,12 +74,12 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., K/2] -> codes uint8 [..., K], low nibble first."""
+    """Return the codes uint8 [..., K] of uint8 [..., K/2], low nibble first."""
     return torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Codes uint8 [..., K] -> uint8 [..., K/2], low nibble first."""
+    """Pack codes uint8 [..., K] into uint8 [..., K/2], low nibble first."""
     pairs = codes.unflatten(-1, (-1, 2))
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
@@ -87,8 +87,9 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 def quantize_nvfp4(
     x: torch.Tensor, global_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """X [..., K] -> (packed uint8 [..., K/2], scale e4m3 [..., K/16]); global_scale broadcasts
-    over rows.
+    """Quantize x [..., K] to packed codes uint8 [..., K/2] and block scales e4m3 [..., K/16].
+
+    `global_scale` broadcasts over rows.
 
     scale = e4m3(amax / 6 * global_scale); codes are rounded from x * global_scale / scale.
     """
@@ -101,7 +102,7 @@ def quantize_nvfp4(
 
 
 def _divide(x: torch.Tensor, number: float) -> torch.Tensor:
-    """X / number, rounded once: on CUDA torch multiplies with the reciprocal of a plain number."""
+    """Divide and round once: on CUDA torch multiplies with the reciprocal of a plain number."""
     return x / torch.full_like(x, number)
 
 
@@ -111,13 +112,13 @@ def dequantize_nvfp4(
     global_scale: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """(uint8 [..., K/2], e4m3 [..., K/16], f32 broadcastable to [..., 1]) -> values [..., K]."""
+    """Return values [..., K] of codes uint8 [..., K/2], scales e4m3 [..., K/16], f32 to [..., 1]."""
     values = decode_e2m1(unpack_nibbles(packed), dtype).unflatten(-1, (-1, GROUP))
     return (values * scale.to(dtype)[..., None]).flatten(-2) / global_scale.to(dtype)
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric per-row quantization, x [..., K] -> (values of dtype [..., K], scale f32 [...]).
+    """Quantize rows x [..., K] symmetrically: values of `dtype` [..., K] and scales f32 [...].
 
     dtype float8_e4m3fn: scale = amax / 448; int8: amax / 127. q = x * (1 / scale), rounded half to
     even: one division a row, so the kernel agrees bit for bit at the price of a multiply. A zero
@@ -168,7 +169,7 @@ def _scale_table() -> torch.Tensor:
 
 
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """NVFP4 weights in the order of `wgmma` registers.
+    """Lay NVFP4 weights out in the order of `wgmma` registers.
 
     packed uint8 [E, N, K/2], scale e4m3 [E, N, K/16] -> (words int32 [E, N/64, K/64, 512], scale bytes
     int32 [E, N/64, K/64, 64]). Raises ValueError if N or K is no multiple of 64, or a scale is negative
@@ -202,7 +203,7 @@ def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _fragment_words(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Codes uint8 [N, K] -> int32 [N/64, K/64, 512]."""
+    """Spread codes uint8 [N, K] over words int32 [N/64, K/64, 512]."""
     rows, columns = codes.shape
     # row = tile, warp, row//8, row%8;  k = tile, pair of steps, step, k//8 of the step, lane%4, k%2
     axes = codes.reshape(rows // 64, 4, 2, 8, columns // 64, 2, 2, 2, 4, 2)
@@ -215,7 +216,7 @@ def _fragment_words(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def decode_fragments(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What the Hopper kernel computes from fragments, in torch: bf16 [E, N, K] of w * 2^-7.
+    """Compute in torch what the Hopper kernel makes of fragments: bf16 [E, N, K] of w * 2^-7.
 
     The reference for the kernel's inline assembly, instruction by instruction.
     """

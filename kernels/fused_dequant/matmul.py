@@ -198,7 +198,8 @@ def matmul_kernel(
     block = tl.program_id(0 if BLOCKS_FIRST else 1)
     expert, rows = tl.zeros((), tl.int64), BM + MORE
     if GROUPED:
-        # Asked for together: one wait instead of three. Behind the last block there is memory to read.
+        # All three are loaded before the first is waited for. A block past the last one may read
+        # them too: the arrays are as long as the most blocks there can be.
         count = tl.load(block_count)
         expert = tl.load(block_expert + block).to(tl.int64)
         rows = tl.load(block_rows + block)

@@ -415,7 +415,8 @@ def nvfp4_hopper_kernel(
     block = gl.program_id(1)
     expert, rows = 0, BM + MORE
     if GROUPED:
-        # Asked for together: one wait instead of three. Behind the last block there is memory to read.
+        # All three are loaded before the first is waited for. A block past the last one may read
+        # them too: the arrays are as long as the most blocks there can be.
         count = gl.load(block_count)
         expert = gl.load(block_expert + block)
         rows = gl.load(block_rows + block)

@@ -14,17 +14,17 @@ import torch.nn.functional as F
 def matmul(
     x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """X [M, K], weight [N, K] -> x @ weight.T [M, N]."""
+    """Return x @ weight.T [M, N] of x [M, K] and weight [N, K]."""
     return x.to(dtype) @ weight.to(dtype).T
 
 
 def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) * up with the tanh approximation, as Gemma's `gelu_pytorch_tanh`."""
+    """Return gelu(gate) * up with the tanh approximation, as Gemma's `gelu_pytorch_tanh`."""
     return F.gelu(gate, approximate="tanh") * up
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """X * rsqrt(mean(x^2) + eps) * weight along the last dimension."""
+    """Return x * rsqrt(mean(x^2) + eps) * weight along the last dimension."""
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return normed if weight is None else normed * weight.to(x.dtype)
 
@@ -38,7 +38,7 @@ def experts(
     dtype: torch.dtype = torch.float32,
     activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Routed experts, one at a time.
+    """Run routed experts, one at a time.
 
     x [M, H], gate_up [E, 2I, H] (interleaved as `formats.interleave_gate_up`), down [E, H, I],
     expert_ids [M, topk] (an id outside 0..E-1 is skipped), routing_weights [M, topk] -> [M, H].
@@ -61,7 +61,7 @@ def experts(
 def lm_head(
     x: torch.Tensor, embedding: torch.Tensor, softcap: float, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """X [M, H], embedding [V, H] -> softcap * tanh(x @ embedding.T / softcap) [M, V]."""
+    """Return softcap * tanh(x @ embedding.T / softcap) [M, V] of x [M, H] and embedding [V, H]."""
     return softcap * torch.tanh(matmul(x, embedding, dtype) / softcap)
 
 
@@ -71,7 +71,7 @@ def soft_embedding(
     inverse_temperature: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Logits [M, V], embedding [V, H], 1 / T [M] -> softmax(logits / T) @ embedding [M, H]."""
+    """Return softmax(logits / T) @ embedding [M, H] of logits [M, V], embedding [V, H], 1 / T [M]."""
     scaled = logits.to(dtype) * inverse_temperature.to(dtype)[:, None]
     return torch.softmax(scaled, -1) @ embedding.to(dtype)
 
@@ -87,7 +87,7 @@ def attention_heads(
     eps: float,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norms and rope of `layer.attention_heads`: q [M, q_heads, D], k and v [M, kv_heads, D].
+    """Return q [M, q_heads, D], k and v [M, kv_heads, D] of `operations.attention_heads`.
 
     The norms' results are rounded to the dtype of qkv, as the model does between norm and rope.
     """
@@ -115,7 +115,7 @@ def attend(
     first: torch.Tensor,
     last: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of `layer.attend` in the dtype of q, one sequence at a time."""
+    """Attend as `operations.attend`, in the dtype of q, one sequence at a time."""
     n, capacity, group = len(q) // len(slots), keys.shape[1], q.shape[1] // keys.shape[2]
     out = torch.zeros_like(q)
     for b, slot in enumerate(slots.tolist()):
@@ -154,9 +154,10 @@ def after_experts(
     scalar: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(h + norm(norm(dense) * w_1 + norm(sum of routed) * w_2) * w) * scalar, and norm of it * w_next.
+    """Return the joined h, and the next input norm(h) * w_next.
 
-    routed [M, C, H] is summed over C in float32.
+    h = (h + norm(norm(dense) * w_1 + norm(sum of routed) * w_2) * w) * scalar; routed [M, C, H] is
+    summed over C in float32.
     """
     w_1, w_2, w, w_next = norms
     experts = routed.float().sum(1).to(h.dtype)
@@ -175,7 +176,7 @@ def begin(
     *,
     normed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `layer.begin`; the input is not quantized."""
+    """See `operations.begin`; the input is not quantized."""
     h = torch.nn.functional.embedding(tokens.long(), embedding) * factor
     if update is not None:
         h = h + update
@@ -187,7 +188,7 @@ def begin(
 def choose_experts(
     x: torch.Tensor, router: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """X [M, H], router [E, H] -> ids int32 [M, topk], ascending, and routing weights f32 [M, topk]."""
+    """Return ids int32, ascending, and routing weights f32, [M, topk], of x [M, H], router [E, H]."""
     p = torch.softmax((x @ router.T).float(), -1)
     ids = p.topk(topk, -1).indices.sort(-1).values
     weights = p.gather(1, ids)
@@ -196,11 +197,11 @@ def choose_experts(
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """RMS norm in float32, in the dtype of x."""
+    """Return the RMS norm, computed in float32, in the dtype of x."""
     return rms_norm(x.float(), weight, eps).to(x.dtype)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative Frobenius error |actual - expected| / |expected| in float64."""
+    """Return the relative Frobenius error |actual - expected| / |expected| in float64."""
     a, e = actual.double(), expected.double()
     return float((a - e).norm() / e.norm())

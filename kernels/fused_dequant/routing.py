@@ -43,7 +43,7 @@ class Routing:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks to launch."""
+        """Return how many blocks to launch."""
         return len(self.block_expert)
 
 
@@ -72,7 +72,7 @@ def place_results(
 
 
 def max_blocks(slots: int, experts: int, block: int) -> int:
-    """Most blocks any routing of `slots` slots can need."""
+    """Return the most blocks that any routing of `slots` slots can need."""
     return min(experts, slots) + slots // block
 
 
@@ -120,7 +120,7 @@ def route_kernel(
 
 
 def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
-    """expert_ids int [M, topk] -> Routing with blocks of `block` rows."""
+    """Sort the slots of expert_ids int [M, topk] into blocks of `block` rows."""
     total = expert_ids.numel()
     bound = max_blocks(total, experts, block)
     device = expert_ids.device

@@ -16,7 +16,7 @@ FORCE = "QUANTIZE_TARGET"
 
 @dataclass(frozen=True)
 class Target:
-    """One compute capability.
+    """A compute capability, and what a GPU of it has.
 
     Attributes:
         example: a GPU of it.

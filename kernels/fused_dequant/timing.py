@@ -7,7 +7,7 @@ import torch
 
 
 def measure(calls: Sequence[Callable[[], object]], *, replays: int = 20, least: int = 4) -> float:
-    """Median microseconds a call.
+    """Return the median microseconds of a call.
 
     `calls` are the same work on different buffers: give enough of them that their bytes exceed the L2
     several times, or the figure is the cache's. They are captured in turn into one graph, at least

@@ -51,7 +51,7 @@ class Operands:
 
 
 def operands(product: Product, device: str) -> Operands:
-    """Random operands, or blank ones on "meta"."""
+    """Return random operands, or blank ones on "meta"."""
     grouped, down = product.verb.startswith("experts"), product.verb == "experts_down"
     rows = product.M * (cases.TOPK if down else 1)
     # The soft embedding takes logits; its weight lies as the embedding does.
@@ -74,7 +74,7 @@ def operands(product: Product, device: str) -> Operands:
 
 
 def _blocks(product: Product, device: str) -> dict[int, routing.Routing]:
-    """The batch routed once for each block size: timing a product leaves the routing out."""
+    """Route the batch once for each block size: timing a product leaves the routing out."""
     own = candidates(product, capability(torch.device(device)))
     sizes = {tuning.block_rows(config) for config in own}
     if device != "meta":
@@ -127,7 +127,7 @@ class BrokenCandidateError(Exception):
 
 
 def time_candidates(product: Product, excluded: list[Config]) -> list[tuple[float, Config]]:
-    """Microseconds of each candidate that fits and computes what the first one does, fastest first."""
+    """Time the candidates that fit and compute what the first one does; return us, fastest first."""
     first = operands(product, "cuda")
     copies = max(1, min(16, BUFFER_BYTES // first.weight.bytes))
     sets = [first, *(replace(first, weight=first.weight.clone()) for _ in range(copies - 1))]
@@ -166,7 +166,7 @@ class Timer:
         self._child = ProcessPoolExecutor(1, mp_context=context)
 
     def __call__(self, product: Product) -> list[tuple[float, Config]]:
-        """`time_candidates`, without the candidates that broke a process."""
+        """Return `time_candidates`, without the candidates that broke a process."""
         excluded: list[Config] = []
         while True:
             try:

@@ -66,7 +66,7 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(E, N, K) of the dequantized weight."""
+        """Return (E, N, K) of the dequantized weight."""
         experts, rows, columns = self.data.shape[:3]
         if self.scheme == "nvfp4_fragments":
             return experts, rows * formats.FRAGMENT, columns * formats.FRAGMENT
@@ -74,13 +74,13 @@ class Weight:
 
     @property
     def bytes(self) -> int:
-        """Bytes a kernel reads when every expert is used."""
+        """Return the bytes that a kernel reads when every expert is used."""
         tensors = (self.data, self.scale, self.factor)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     @property
     def multiply(self) -> Callable[..., torch.Tensor]:
-        """The product with this weight: a kernel's launch on a GPU, elsewhere torch.
+        """Return the product with this weight: a kernel's launch on a GPU, elsewhere torch.
 
         `matmul.launch` has its arguments.
         """
@@ -118,7 +118,7 @@ class Weight:
         return quantize_rows(x, self.scheme) if scale is None else (x.contiguous(), scale)
 
     def clone(self) -> "Weight":
-        """A copy in memory of its own."""
+        """Return a copy in memory of its own."""
         return self._each(torch.Tensor.clone)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Weight":
@@ -126,7 +126,7 @@ class Weight:
         return Weight(self.scheme, change(self.data), *rest)
 
     def to(self, device: torch.device | str) -> "Weight":
-        """The same weight on a device."""
+        """Return the same weight on a device."""
         return self._each(lambda tensor: tensor.to(device))
 
 
@@ -145,12 +145,12 @@ def require(scheme: str, device: torch.device) -> None:
 
 
 def bf16(weight: torch.Tensor) -> Weight:
-    """Weight [N, K] or [E, N, K]."""
+    """Return a BF16 weight of [N, K] or [E, N, K]."""
     return Weight("bf16", _with_experts(weight.to(torch.bfloat16)))
 
 
 def eight_bit(weight: torch.Tensor, scale: torch.Tensor) -> Weight:
-    """e4m3 or int8 weight [N, K] or [E, N, K] with scale [N], [N, 1], [E, N] or [E, N, 1]."""
+    """Return a weight of e4m3 or int8 [N, K] or [E, N, K], scales [N], [N, 1], [E, N] or [E, N, 1]."""
     schemes = {dtype: scheme for scheme, dtype in formats.EIGHT_BIT.items()}
     if weight.dtype not in schemes:
         raise ValueError(f"an 8-bit weight is float8_e4m3fn or int8, got {weight.dtype}")
@@ -159,7 +159,7 @@ def eight_bit(weight: torch.Tensor, scale: torch.Tensor) -> Weight:
 
 
 def nvfp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> Weight:
-    """Canonical NVFP4 (see `formats`), for the device that holds it.
+    """Return a weight of canonical NVFP4 (see `formats`), laid out for the device that holds it.
 
     packed uint8 [N, K/2] or [E, N, K/2]; global_scale f32 [1], [E] or, for gate and up, [E, 2]. On
     Hopper the weight is repacked into fragments when N and K are multiples of 64.
@@ -173,7 +173,7 @@ def nvfp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor)
 
 
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values [E, N, K] in `dtype`. Gate and up rows of an [E, 2] global scale are interleaved rows."""
+    """Return values [E, N, K] in `dtype`; where gate and up differ in scale, rows are interleaved."""
     data, scale, factor = weight.data, weight.scale, weight.factor
     if scale is None:
         return data.to(dtype)
