@@ -22,20 +22,18 @@ class Target:
         example: a GPU of it.
         shared: KiB of shared memory that a block may have.
         processors: streaming multiprocessors of the example.
-        fp8: whether its tensor cores multiply FP8.
-        fp4: whether they multiply NVFP4.
+        fp4: whether its tensor cores multiply NVFP4.
     """
 
     example: str
     shared: int
     processors: int
-    fp8: bool = True
     fp4: bool = False
 
 
 TARGETS: dict[Capability, Target] = {
-    (8, 0): Target("A100", 163, 108, fp8=False),
-    (8, 6): Target("RTX 3090", 99, 82, fp8=False),
+    (8, 0): Target("A100", 163, 108),
+    (8, 6): Target("RTX 3090", 99, 82),
     (8, 9): Target("RTX 4090", 99, 128),
     (9, 0): Target("H200", 227, 132),
     (10, 0): Target("B200", 227, 148, fp4=True),

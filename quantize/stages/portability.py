@@ -30,7 +30,7 @@ def gpu_of(name: str | None) -> "Gpu | None":
 
 def kernel_schemes(targets: Sequence[Target]) -> dict[str, str]:
     """Return what the kernels call the schemes of experts, attention and MLPs."""
-    schemes = dict.fromkeys(QUANTIZABLE, "bf16")
+    schemes: dict[str, str] = dict.fromkeys(QUANTIZABLE, "bf16")
     for target in targets:
         if target.scheme is not None and target.module_class in schemes:
             schemes[target.module_class] = target.scheme.kernel

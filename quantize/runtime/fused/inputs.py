@@ -99,7 +99,7 @@ class Inputs:
     def experts(
         self, index: int, x: Tensor, ids: Tensor, routing: Tensor, gate_up: Weight, down: Weight
     ) -> Tensor:
-        """Return the routed experts' addends, bf16 [M, C, H], of bf16 rows [M, H]."""
+        """Return the routed experts' addends, [M, topk, H], of bf16 rows [M, H]."""
         self._show(f"{index}.experts.gate_up_proj", x, ids)
         own = self.scales[index]
         scales = tuple(own[kind] for kind in EXPERTS if kind in own)
