@@ -1,7 +1,7 @@
-"""Time every kernel at the real model's shapes on this GPU: `python kernels/benchmark.py`.
+"""Times every kernel at the real model's shapes on this GPU: `python kernels/benchmark.py`.
 
-Random data; weights rotate through buffers larger than the L2; each figure is the median of CUDA graph
-replays. `bytes` counts what must be read and written once: the weights of every expert hit,
+Data are random; weights rotate through buffers larger than the L2; each figure is the median of CUDA
+graph replays. `bytes` counts what must be read and written once: the weights of every expert hit,
 tokens, results. `share` is bytes / time over the copy bandwidth measured before. `reference` is
 torch on the same operands:
 
@@ -14,7 +14,7 @@ torch on the same operands:
 Experts "uneven" are routed as a random 26B model routes (`cases.SPREAD`), others evenly.
 `error` is relative Frobenius against float64 of the dequantized operands, on a few tokens.
 `floor` is the larger of moving the bytes and computing, at the rates measured before its part.
-`target` is what the project asks, and `met` whether the row reaches it.
+`target` is the time that the project asks for, and `met` whether the row reaches it.
 """
 
 # M, N and K are the field's names, not constants; torch keeps its scaled and grouped products private.
@@ -59,21 +59,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device reaches: bytes/s of a copy, FLOP/s of a bf16 and of an FP8 product."""
+    """Rates that this device reaches: bytes/s of a copy, FLOP/s of a bf16 and of an FP8 product."""
 
     copy: float
     bf16: float
     fp8: float
 
     def floor(self, bytes_: int, flop: float, format_: str) -> float:
-        """Microseconds below which no kernel can be."""
+        """Return the least microseconds that any kernel can take."""
         rate = self.bf16 if format_ in ("bf16", "nvfp4") else self.fp8
         return max(bytes_ / self.copy, flop / rate) * 1e6
 
 
 def ceilings() -> Ceilings:
-    """Measured now: 2 GB read and written by a kernel (a graph would give `copy_` to the copy
-    engine), and square products of 8192.
+    """Measure the rates now: 2 GB read and written by a kernel (a graph would give `copy_` to the
+    copy engine), and square products of 8192.
     """
     source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
@@ -88,14 +88,14 @@ def ceilings() -> Ceilings:
 def scaled_mm(
     q: torch.Tensor, q_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor
 ) -> torch.Tensor:
-    """Torch's FP8 product with row-wise scales."""
+    """Return torch's FP8 product with row-wise scales."""
     return torch._scaled_mm(
         q, w.T, q_scale[:, None], w_scale[None], out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 
 def grouped_mm_time(ids: torch.Tensor) -> float:
-    """Microseconds of torch's two bf16 grouped products for this routing."""
+    """Return the microseconds of torch's two bf16 grouped products for this routing."""
     counts = torch.bincount(ids.flatten().long(), minlength=EXPERTS)
     ends = counts.cumsum(0).to(torch.int32)
     up = cases.random_weight("bf16", EXPERTS, 2 * INNER, HIDDEN, "cuda").data.transpose(1, 2)
@@ -106,7 +106,7 @@ def grouped_mm_time(ids: torch.Tensor) -> float:
 
 
 def experts_rows(limits: Ceilings) -> Iterator[Row]:
-    """Whole expert blocks: routing, both products, activation, routing weights."""
+    """Time whole expert blocks: routing, both products, activation, routing weights."""
     layouts = [(256, EXPERTS, 0.0), (256, EXPERTS, SPREAD[256]), (256, 40, 0.0)]
     layouts += [(1024, EXPERTS, 0.0), (1024, EXPERTS, SPREAD[1024]), (64, EXPERTS, 0.0)]
     routings = {
@@ -127,7 +127,7 @@ def scheme_rows(
     torch_time: dict[tuple[int, int, float], float],
     limits: Ceilings,
 ) -> Iterator[Row]:
-    """One format's rows; times first, then the errors, whose float64 weights take gigabytes."""
+    """Return one format's rows: first times, then errors, whose float64 weights take gigabytes."""
     gate_up = cases.random_weight(scheme, EXPERTS, 2 * INNER, HIDDEN, "cuda")
     down = cases.random_weight(scheme, EXPERTS, HIDDEN, INNER, "cuda", seed=5)
     tokens = {key: cases.random_tokens(key[0], HIDDEN, "cuda") for key in routings}
@@ -159,7 +159,7 @@ def experts_error(
     gate_up: weights.Weight,
     down: weights.Weight,
 ) -> float:
-    """On the first 8 tokens."""
+    """Return the relative error on the first 8 tokens."""
     up, out = (weights.dequantize(w, torch.float64) for w in (gate_up, down))
     few = slice(0, 8)
     expected = reference.experts(
@@ -170,7 +170,7 @@ def experts_error(
 
 
 def linear_rows(limits: Ceilings) -> Iterator[Row]:
-    """Dense projections; FP8 with quantized tokens given, as after a fused norm."""
+    """Time dense projections, FP8 with tokens already quantized, as after a fused norm."""
     for scheme, M, (N, K) in itertools.product(("fp8", "nvfp4"), (256, 1024), LINEAR_SHAPES):
         weight = cases.random_weight(scheme, 1, N, K, "cuda")
         x = cases.random_tokens(M, K, "cuda")
@@ -204,7 +204,7 @@ def compare(
     allowed: float,
     limits: Ceilings,
 ) -> Row:
-    """Our product against torch's; `allowed` is the ratio asked for, 0 where none is."""
+    """Compare our product with torch's; `allowed` is the ratio asked for, 0 where none is."""
     _, N, K = weight.shape
     few = slice(0, 8)
     expected = cases.rounded(x[few], scheme) @ weights.dequantize(weight, torch.float64)[0].T
@@ -218,7 +218,7 @@ def compare(
 
 
 def vocabulary_rows(limits: Ceilings) -> Iterator[Row]:
-    """lm_head with softcap, and the soft embedding, at one canvas."""
+    """Time lm_head with softcap, and the soft embedding, at one canvas."""
     M, flop = 256, 2.0 * 256 * VOCABULARY * HIDDEN
     x = cases.random_tokens(M, HIDDEN, "cuda")
     table = cases.random_weight("bf16", 1, VOCABULARY, HIDDEN, "cuda")
@@ -243,7 +243,7 @@ def vocabulary_rows(limits: Ceilings) -> Iterator[Row]:
 
 
 def sampler_rows(limits: Ceilings) -> Iterator[Row]:
-    """One step of the sampler: draw and acceptance; the floor is one read of the logits."""
+    """Time one step of the sampler, draw and acceptance; the floor is one read of the logits."""
     for B in (1, 4):
         logits = cases.random_tokens(256 * B, VOCABULARY, "cuda", seed=3).view(B, 256, -1) * 5
         tokens = torch.zeros(B, 256, dtype=torch.int64, device="cuda")
@@ -269,7 +269,7 @@ def sampler_step(logits: torch.Tensor, state: fd.CanvasState, schedule: torch.Te
 
 
 def line(row: Row, limits: Ceilings) -> str:
-    """One Markdown table line."""
+    """Return one line of a Markdown table."""
     speed = row.bytes / row.microseconds * 1e6
     met = {True: "yes", False: "NO", None: ""}[row.met]
     return (
@@ -301,7 +301,7 @@ def main() -> None:
     for name, part in parts.items():
         if arguments.only and arguments.only != name:
             continue
-        rates[name] = limits = ceilings()  # a GPU that has worked for long clocks lower
+        rates[name] = limits = ceilings()  # a GPU that has worked for long has a lower clock
         for row in part(limits):
             rows.append(asdict(row))
             print(line(row, limits), flush=True)

@@ -1,6 +1,6 @@
-"""What a product reads: a pair of rows and scales.
+"""An activation is what a product reads: a pair of rows and scales.
 
-bf16 [M, K] and None, or e4m3 or int8 [M, K] and f32 [M], one scale a row
+The pair is bf16 [M, K] and None, or e4m3 or int8 [M, K] and f32 [M], one scale a row.
 """
 
 import torch

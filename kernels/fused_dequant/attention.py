@@ -48,12 +48,12 @@ from fused_dequant.tiles import FAR, LOG2_E
 from fused_dequant.tuning import processors
 from fused_dequant.weights import is_hopper
 
-COMBINED = 8  # lines a program of `combine_kernel`
+COMBINED = 8  # lines that a program of `combine_kernel` joins
 
 
 @triton.jit
 def normed(x, weight, offset, eps, HEADS: tl.constexpr, D: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Halves (low, high) [HEADS, D / 2] of heads at x + offset, RMS-normalised and rounded to bf16."""
+    """Load halves (low, high) [HEADS, D / 2] of heads at x + offset, RMS-normalised, as bf16."""
     half: tl.constexpr = D // 2
     d = tl.arange(0, half)[None, :]
     at = x + offset + tl.arange(0, HEADS)[:, None] * D + d
@@ -68,7 +68,7 @@ def normed(x, weight, offset, eps, HEADS: tl.constexpr, D: tl.constexpr, WEIGHTE
 
 @triton.jit
 def rotated(low, high, cos, sin, m, D: tl.constexpr):
-    """Rope on halves [HEADS, D / 2], rounded to bf16."""
+    """Apply rope to halves [HEADS, D / 2], rounded to bf16."""
     at = m * (D // 2) + tl.arange(0, D // 2)[None, :]
     c, s = tl.load(cos + at).to(tl.float32), tl.load(sin + at).to(tl.float32)
     a, b = low.to(tl.float32), high.to(tl.float32)
@@ -96,7 +96,7 @@ def heads_kernel(
     SHARED: tl.constexpr,  # no v_proj: v is the raw k
     CHAINED: tl.constexpr,
 ):
-    """Program (m, kind): the query, key or value heads of row m."""
+    """Program (m, kind) handles the query, key or value heads of row m."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
@@ -149,7 +149,7 @@ def attend_kernel(
     BN: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (block of BQ queries, batch row x key head, split); `rows` = batch * n.
+    """A program is (block of BQ queries, batch row x key head, split); `rows` = batch * n.
 
     Descriptors of keys and values [slots * capacity, kv_heads * D], boxes [BN, D].
     """
@@ -204,7 +204,7 @@ def attend_kernel(
 def combined(
     parts, largest, total, line, lines, SPLITS: tl.constexpr, D: tl.constexpr, LINES: tl.constexpr
 ):
-    """Results [LINES, D] of lines (row x query head), those below `lines`; maxima are base 2."""
+    """Join the parts of lines (row x query head) below `lines`: [LINES, D]; maxima are base 2."""
     inside = line < lines
     at = line[:, None] * D + tl.arange(0, D)[None, :]
     top = tl.full((LINES,), float("-inf"), tl.float32)
@@ -229,7 +229,7 @@ def combine_kernel(
     parts, largest, total, out, lines,
     CHAINED: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Program: LINES lines to bf16."""
+    """A program joins LINES lines to bf16."""
     follow(CHAINED)
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     acc = combined(parts, largest, total, line, lines, SPLITS, D, LINES)
@@ -243,7 +243,7 @@ def combine_quantized_kernel(
     CHAINED: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Program: a row, all its heads, to 8 bits."""
+    """A program joins all heads of a row to 8 bits."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     line = m * HEADS + tl.arange(0, HEADS)
@@ -360,7 +360,7 @@ def attend_parts(
 
 
 def combine(parts: Parts) -> torch.Tensor:
-    """Join the parts: bf16 [M, q_heads, D]."""
+    """Join the parts to bf16 [M, q_heads, D]."""
     if parts.splits == 1:
         return parts.results
     rows, q_heads, D = parts.results.shape[1:]
@@ -374,7 +374,7 @@ def combine(parts: Parts) -> torch.Tensor:
 
 
 def combine_quantized(parts: Parts, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join the parts, and quantize: 8-bit values [M, q_heads * D] and scales f32 [M]."""
+    """Join and quantize the parts: 8-bit values [M, q_heads * D] and scales f32 [M]."""
     if parts.splits == 1:
         return quantize_rows(parts.results.flatten(1), scheme)
     dtype = EIGHT_BIT[scheme]

@@ -44,7 +44,7 @@ def visible_run(
     first, last, row, query, n, splits, SHARE: gl.constexpr, BN: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Positions a program reads, begin .. end - 1, their blocks, and the run that every row sees.
+    """Return the positions a program reads, begin .. end - 1, their blocks, and the run all rows see.
 
     Its queries are `query` .. `query` + SHARE - 1, of which those below n exist; `row` is the first of
     their sequence. From `clear` up to `blurred` no score needs a mask. An empty run is one block that
@@ -67,7 +67,7 @@ def visible_run(
 
 @gluon.jit
 def weigh(score, top, sums, low, high, start, end, clear, blurred):
-    """Scores of positions start .. -> exponentials, decay of what came before, top, sums."""
+    """Turn scores of positions start .. into exponentials, decay of earlier ones, top, sums."""
     positions: gl.constexpr = score.shape[1]
     if (start < clear) | (start + positions > gl.minimum(blurred, end)):
         position = gl.arange(0, positions, gl.SliceLayout(0, score.type.layout))[None, :] + start

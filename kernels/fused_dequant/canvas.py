@@ -22,7 +22,7 @@ class Draw(NamedTuple):
 
     Attributes:
         sampled: int64, drawn from softmax(logits / T).
-        replacement: int64, drawn uniformly: where the sample is not accepted.
+        replacement: int64, drawn uniformly; taken where the sample is not accepted.
         argmax: int64, the most probable token, the lowest of several.
         entropy: f32, nats.
     """
@@ -34,7 +34,7 @@ class Draw(NamedTuple):
 
     @classmethod
     def join(cls, parts: Sequence["Draw"]) -> "Draw":
-        """Return the draws of parts of a batch as one."""
+        """Concatenate the draws of parts of a batch."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
@@ -47,14 +47,14 @@ class CanvasState:
     Attributes:
         seeds: int64 [B], one a sample.
         canvas_index: int64 [B], index of the sequence's canvas, from 0.
-        step: int32 [B], the step about to be taken, from 1; stands still once a sequence is finished.
-        finished: bool [B], stopped by its own criterion.
-        inverse_temperature: f32 [B, L], 1 / T of the last step taken, 0 before the first: for
+        step: int32 [B], the step about to be taken, from 1; it stays once a sequence is finished.
+        finished: bool [B], whether a sequence was stopped by its own criterion.
+        inverse_temperature: f32 [B, L], 1 / T of the last step taken, 0 before the first, for
             `soft_embedding` in the next step.
-        canvas: int64 [B, L], what the decoder reads next.
-        argmax: int64 [B, L], what would be committed.
+        canvas: int64 [B, L], tokens that the decoder reads next.
+        argmax: int64 [B, L], tokens that would be committed.
         history: int64 [S, B, L], argmax of the last S = stability_threshold steps; -1 before the first.
-        accepted: bool [B, L], of the last step.
+        accepted: bool [B, L], positions that the last step accepted.
     """
 
     seeds: torch.Tensor
@@ -126,10 +126,10 @@ def _temperature(state: CanvasState, schedule: torch.Tensor) -> torch.Tensor:
 
 
 def accepted(entropy: torch.Tensor, bound: float) -> torch.Tensor:
-    """Return which positions are accepted, [B, L] bool; at least the most certain one is.
+    """Return which positions are accepted, [B, L] bool; the most certain one always is.
 
-    They are accepted in the order of their entropies [B, L], while all lower ones add up to at most
-    `bound`.
+    They are accepted in the order of their entropies [B, L] in nats, while all lower ones add up to at
+    most `bound`.
     """
     ascending, order = entropy.sort(dim=-1, stable=True)
     lower = ascending.cumsum(-1) - ascending

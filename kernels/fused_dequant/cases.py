@@ -63,13 +63,13 @@ def random_routing(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw distinct experts of each token among the first `used` of them, or all.
 
-    `spread` is the standard deviation of the logarithm of an expert's popularity; 0: all alike.
+    `spread` is the standard deviation of the logarithm of an expert's popularity, 0 if all are alike.
 
-    Returns expert_ids int32 [tokens, topk] and routing weights f32 [tokens, topk] that add up to 1.
+    Return expert_ids int32 [tokens, topk] and routing weights f32 [tokens, topk] that add up to 1.
     """
     generator = torch.Generator(device).manual_seed(seed)
     scores = torch.rand(tokens, used or experts, generator=generator, device=device)
-    if spread:  # the largest of log-popularity plus Gumbel noise: drawn in proportion to popularity
+    if spread:  # the largest log-popularity plus Gumbel noise draws in proportion to popularity
         popularity = torch.randn(scores.shape[1], generator=generator, device=device)
         scores = spread * popularity - torch.log(-torch.log(scores))
     ids = scores.topk(topk, -1).indices.to(torch.int32)

@@ -17,7 +17,7 @@ The kernels between the products (`residual`, `router`) read a few KB of weights
 
 `follow` is for Triton kernels, `hopper.follow` for Gluon's.
 
-Needs sm_90; elsewhere, and in the interpreter, CHAINED is False and nothing is emitted.
+It needs sm_90; elsewhere, and in the interpreter, CHAINED is False and nothing is emitted.
 """
 
 # Kernels are compiled from their syntax.

@@ -1,6 +1,6 @@
-"""Where the kernels run: on a GPU, and in tests where Triton interprets them.
+"""Decides where the kernels run: on a GPU, and in tests where Triton interprets them.
 
-Nothing that a CPU needs imports triton: macOS and Windows have none.
+No module that a CPU needs imports triton, which macOS and Windows lack.
 """
 
 import torch
@@ -10,5 +10,5 @@ interpreted = False
 
 
 def launches(device: torch.device) -> bool:
-    """Return whether operations on tensors of `device` launch kernels; elsewhere torch computes."""
+    """Whether operations on tensors of `device` launch kernels; elsewhere torch computes."""
     return interpreted or device.type != "cpu"

@@ -1,4 +1,4 @@
-"""Number formats and weight layouts the kernels read.
+"""Number formats and weight layouts that the kernels read.
 
 E2M1 (FP4), codes 0..15 = sign, two exponent bits, one mantissa bit:
     0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
@@ -44,7 +44,7 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 GROUP = 16
 EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-LARGEST = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: 127.0}  # symmetric: -128 is not used
+LARGEST = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: 127.0}  # -128 is not used: symmetric
 FRAGMENT = 64  # rows and columns of one fragment
 GATE_UP_RUN = 8
 FRAGMENTED_AT_ONCE = 1 << 24  # bytes of codes: enough for a GPU, and 128 MB of temporaries
@@ -91,7 +91,8 @@ def quantize_nvfp4(
 
     `global_scale` broadcasts over rows.
 
-    scale = e4m3(amax / 6 * global_scale); codes are rounded from x * global_scale / scale.
+    scale = e4m3(amax / 6 * global_scale); codes are rounded from x * global_scale / scale; global_scale
+    broadcasts over rows.
     """
     groups = (x.float() * global_scale).unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1)
@@ -136,7 +137,7 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gate, up [..., I, C] -> [..., 2I, C], runs of 8 gate rows and 8 up rows in turn; I % 8 == 0."""
+    """Join gate, up [..., I, C], I % 8 == 0, to [..., 2I, C]: runs of 8 gate and 8 up rows in turn."""
     if gate.shape != up.shape or gate.shape[-2] % GATE_UP_RUN:
         raise ValueError(
             f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must be equal in shape, rows % 8 == 0"
@@ -148,7 +149,7 @@ def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def _bit_table() -> torch.Tensor:
-    """int32 [8 registers, 2 halves, 16 codes, 2 words]: the bits a code sets in a pair of words."""
+    """Return the bits a code sets in a word pair, int32 [8 registers, 2 halves, 16 codes, 2 words]."""
     table = torch.zeros(8, 2, 16, 2, dtype=torch.int64)
     for register, (source, rotation) in enumerate(REGISTERS):
         for half in range(2):
@@ -161,7 +162,7 @@ def _bit_table() -> torch.Tensor:
 
 
 def _scale_table() -> torch.Tensor:
-    """uint8 [128]: unsigned E5M3 byte of each non-negative finite e4m3 byte."""
+    """Return the unsigned E5M3 byte of each non-negative finite e4m3 byte, uint8 [128]."""
     values = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     mantissa, exponent = torch.frexp(values)  # mantissa in [0.5, 1)
     byte = ((exponent + 14) << 3) + ((mantissa * 2 - 1) * 8).nan_to_num(0.0).to(torch.int32)
@@ -218,7 +219,7 @@ def _fragment_words(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def decode_fragments(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Compute in torch what the Hopper kernel makes of fragments: bf16 [E, N, K] of w * 2^-7.
 
-    The reference for the kernel's inline assembly, instruction by instruction.
+    It is the reference for the kernel's inline assembly, instruction by instruction.
     """
     experts, row_tiles, column_tiles, _ = words.shape
     pairs = words.reshape(-1, 2).long() & 0xFFFFFFFF

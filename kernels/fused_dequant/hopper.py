@@ -1,4 +1,4 @@
-"""What the Gluon kernels for Hopper share: the names of a barrier, and `chain.follow` in Gluon."""
+"""Code that the Gluon kernels for Hopper share: names of a barrier, `chain.follow` in Gluon."""
 
 # Kernels are compiled from their syntax.
 

@@ -1,7 +1,7 @@
-"""Activations rounded as NVFP4 serves them (W4A4), as bf16 rows that any kernel multiplies.
+"""Rounds activations as NVFP4 serves them (W4A4), to bf16 rows that any kernel multiplies.
 
     s = e4m3(min(g * amax / 6, 448)), 0.125 where that is 0       a block of 16, g the global scale
-    y = e2m1(clamp(x / (s / g), -6, 6)) * s                       what is stored
+    y = e2m1(clamp(x / (s / g), -6, 6)) * s                       the stored row
 
 x ~ y / g. A code has 2 significant bits and a block scale 4, so y is exact in bf16 (at most 6 * 448);
 1 / g goes in float32 into the factor of the product's weight. The numbers are those of
@@ -27,7 +27,7 @@ def round_e4m3(s):
 
 @triton.jit
 def round_e2m1(v):
-    """Nearest e2m1 value of -6 <= v <= 6, ties to the even code."""
+    """Round -6 <= v <= 6 to the nearest e2m1 value, ties to the even code."""
     a = tl.abs(v)
     r = 0.5 * (a > 0.25).to(tl.float32) + 0.5 * (a >= 0.75).to(tl.float32)
     r += 0.5 * (a > 1.25).to(tl.float32) + 0.5 * (a >= 1.75).to(tl.float32)

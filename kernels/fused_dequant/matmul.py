@@ -38,14 +38,14 @@ from fused_dequant.weights import Weight
 
 @triton.jit
 def load_tokens(tokens, real, k, k0, K, EVEN_K: tl.constexpr):
-    """One step's columns of a block's rows; padding rows, and columns past K, read as zero."""
+    """Load one step's columns of a block's rows; padding rows and columns past K read as zero."""
     mask = real[:, None] if EVEN_K else real[:, None] & (k < K - k0)[None, :]
     return tl.load(tokens + k0, mask=mask, other=0.0)
 
 
 @triton.jit
 def multiply(tokens, weights, acc, SWAP: tl.constexpr):
-    """Acc [rows, BN] += tokens @ weights.T, or transposed acc [BN, rows]."""
+    """Add tokens @ weights.T to acc [rows, BN], or the transpose to acc [BN, rows]."""
     if SWAP:
         acc = tl.dot(weights, tokens.T, acc, out_dtype=acc.dtype)
     else:
@@ -58,7 +58,7 @@ def row_factors(
     x_scale, row_weight, slot, real, TOPK: tl.constexpr, SCALED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Scales and routing weights of rows, 0 where there is none."""
+    """Load scales and routing weights of rows, 0 where there is none."""
     scale = tl.zeros(slot.shape, tl.float32)
     weight = scale
     if SCALED:
@@ -99,9 +99,9 @@ def compute_block(
     WEIGHTED: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """BM + MORE rows from `first` on times channels n [BN]; `weights` points at columns k [BK].
+    """Multiply BM + MORE rows from `first` on by channels n [BN]; `weights` points at columns k [BK].
 
-    All that the results are multiplied by is asked for before the products and arrives under them.
+    Every factor of the results is loaded before the products and arrives while they run.
     """
     acc_type: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     slot, real = block_rows(slots, first, total, BM, GROUPED)
@@ -146,7 +146,7 @@ def compute_rows(
     BM: tl.constexpr, MORE: tl.constexpr, NARROWER: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """`compute_block`, at the narrowest of NARROWER + 1 sizes that holds the block's real `rows`."""
+    """Run `compute_block` at the narrowest of NARROWER + 1 sizes that holds the real `rows`."""
     LESS: tl.constexpr = BM if MORE else BM // 2
     LESS_MORE: tl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER == 0 or rows > LESS + LESS_MORE:
@@ -192,7 +192,7 @@ def matmul_kernel(
     EVEN_K: tl.constexpr,
     BLOCKS_FIRST: tl.constexpr,
 ):
-    """X [rows, K], w [E, N, K], y [rows, N or N/2]; a slot reads row slot // TOPK of x."""
+    """Multiply x [rows, K] by w [E, N, K] into y [rows, N or N/2]; slots read row slot // TOPK."""
     follow(CHAINED)
     tile = tl.program_id(1 if BLOCKS_FIRST else 0)
     block = tl.program_id(0 if BLOCKS_FIRST else 1)
@@ -230,8 +230,8 @@ def launch(
         weight: bf16, fp8 or int8.
         x: [rows, K] of the weight's type.
         x_scale: f32 [rows] of 8-bit rows, else None.
-        config: as `Weight.config` chose it; BM + MORE must equal `routing.block`.
-        routing: of the experts, None for a dense product.
+        config: from `Weight.config`; BM + MORE must equal `routing.block`.
+        routing: routing of the experts, None for a dense product.
         share: f32 [slots], the routing weights, for `down`.
 
     Returns:

@@ -1,6 +1,6 @@
-"""NVFP4 W4A16 in plain Triton: the kernel for every GPU from Ampere on, and the readable one.
+"""NVFP4 W4A16 in plain Triton: the readable kernel, for every GPU from Ampere on.
 
-Reads the canonical layout (low nibble = even column, e4m3 scale a group of 16), so nothing is repacked:
+It reads the canonical layout (low nibble = even column, e4m3 scale a group of 16) without repacking:
 
     bits  = (code & 8) << 12 | (code & 7) << 6        as bf16: e2m1 * 2^-126, exact
     scale = bf16(e4m3 * 2^119)                        exact
@@ -27,14 +27,14 @@ from fused_dequant.weights import Weight
 
 @triton.jit
 def decode_e2m1(packed, ROWS: tl.constexpr, BK: tl.constexpr):
-    """uint8 [ROWS, BK/2] -> bf16 [ROWS, BK] of e2m1 * 2^-126."""
+    """Decode uint8 [ROWS, BK/2] to bf16 [ROWS, BK] of e2m1 * 2^-126."""
     codes = tl.join(packed & 0xF, packed >> 4).reshape(ROWS, BK).to(tl.uint16)
     return (((codes & 8) << 12) | ((codes & 7) << 6)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def decode_scale(byte):
-    """e4m3 byte (non-negative, finite) -> bf16 of its value * 2^119."""
+    """Decode an e4m3 byte (non-negative, finite) to the bf16 of its value * 2^119."""
     # byte << 20 is the float32 of value * 2^-120, subnormals included; 2^239 in two steps.
     tiny = (byte.to(tl.int32) << 20).to(tl.float32, bitcast=True)
     return (tiny * 1.329227995784916e36 * 6.646139978924579e35).to(tl.bfloat16)
@@ -63,8 +63,9 @@ def nvfp4_kernel(
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """X bf16 [rows, K], packed [E, N, K/2], scale bytes [E, N, K/16], factor f32 [E, 2] -> y
-    [slots, N].
+    """Multiply x bf16 [rows, K] by packed [E, N, K/2] into y [slots, N].
+
+    Scale bytes are [E, N, K/16], factors f32 [E, 2].
     """
     tile = tl.program_id(0)
     block = tl.program_id(1)
@@ -109,10 +110,10 @@ def launch(
     routing: Routing | None = None,
     share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `matmul.launch`, with bf16 rows and a canonical weight."""
+    """Multiply as `matmul.launch` does, with bf16 rows and a canonical weight."""
     _, N, K = weight.shape
     y, mode = place_results(len(x), N, x.device, routing, share)
-    del mode["block_rows"]  # only whole blocks here
+    del mode["block_rows"]  # this kernel computes whole blocks only
     blocks = routing.max_blocks if routing else triton.cdiv(len(x), config["BM"])
     nvfp4_kernel[(triton.cdiv(N, config["BN"]), blocks)](
         x=x, packed=weight.data, scale=weight.scale.view(torch.uint8), factor=weight.factor,

@@ -1,4 +1,4 @@
-"""Decode fragments of NVFP4 weights into the registers from which `wgmma` reads its operand A.
+"""Decodes fragments of NVFP4 weights into the registers from which `wgmma` reads its operand A.
 
 A thread holds what `formats.to_fragments` gave it: pairs of words, each pair 16 codes, and words of
 four block scales. Two values take a funnel shift, a mask and a multiplication by their scale; the scale
@@ -18,7 +18,7 @@ from fused_dequant.formats import REGISTERS, SELECT_FIRST
 
 
 def decode_assembly() -> str:
-    """Two words ($8, $9) and four scale bytes ($10; byte 2 * step + row//8) -> 8 registers of two bf16.
+    """Decode two words ($8, $9), scale bytes ($10; byte 2 * step + row//8) to 8 registers of 2 bf16.
 
     Scales: bytes 0 and 2, then 1 and 3, become pairs of bf16 by (byte << 4) + 0x7380. Each doubled half
     is written as a move of two halves, which ptxas folds into the multiply (HMUL2 .H0_H0 and .H1_H1).
@@ -47,7 +47,7 @@ _BF16 = gl.constexpr((gl.bfloat16,) * 8)
 
 @gluon.constexpr_function
 def fragment_layout(row_tiles, warpgroups):
-    """Words [row tile, column tile, warp, row%8, lane%4, pair of steps, word] over threads."""
+    """Lay out words [row tile, column tile, warp, row%8, lane%4, pair of steps, word] over threads."""
     registers = [[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]]
     registers += [
         [1 << i, 0, 0, 0, 0, 0, 0]
@@ -63,8 +63,8 @@ def fragment_layout(row_tiles, warpgroups):
 
 @gluon.jit
 def decode(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
-    """Words [row tiles, 1, 4, 8, 4, 2, 2], scale words [row tiles, 1, 4, 8, 2] -> bf16 [64 * row
-    tiles, 64].
+    """Decode words [row tiles, 1, 4, 8, 4, 2, 2] and scale words [row tiles, 1, 4, 8, 2] to bf16
+    [64 * row tiles, 64].
     """
     scales = gl.expand_dims(gl.expand_dims(scales, 4), 6)
     words, scales = gl.broadcast(words, scales)

@@ -13,7 +13,7 @@ weights crosses shared memory:
     3.9 that the issue slots allow at 4.3 TB/s (sm_90 SASS, counted by
     tests/fused_dequant/test_compile.py).
 
-Written in Gluon because the layouts are the algorithm.
+It is written in Gluon because the layouts are the algorithm.
 
 The products of one step are in flight while the next 64 columns are decoded, and are waited for at
 the end of the step: carried over the loop's back edge they make ptxas serialise every one (C7515). A
@@ -83,7 +83,7 @@ def copy_tokens(source, target, real, k, step, K, BK: gl.constexpr, EVEN_K: gl.c
 
 @gluon.constexpr_function
 def stored_layout(num_warps):
-    """Of rows [rows, channels] as they are stored."""
+    """Return the layout of rows [rows, channels] for storing."""
     return gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
 
 
@@ -92,7 +92,7 @@ def rows_of(
     slots, row_weight, first, total, COUNT: gl.constexpr, GROUPED: gl.constexpr,
     WEIGHTED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Slots [COUNT] of a block's rows `first`, `first` + 1, ... and their routing weights (or 0)."""
+    """Load slots [COUNT] of a block's rows from `first` on, and their routing weights (or 0)."""
     slot = first + gl.arange(0, COUNT, gl.SliceLayout(1, stored_layout(num_warps)))
     if GROUPED:
         slot = gl.load(slots + slot)
@@ -130,7 +130,7 @@ def store_rows(
 
 @gluon.constexpr_function
 def sum_layout(BN, BM):
-    """Shared f32 [BN, BM] such that neither stores nor loads of an accumulator conflict."""
+    """Return a shared layout f32 [BN, BM] without bank conflicts for an accumulator."""
     columns, rows = BM.bit_length() - 1, BN.bit_length() - 1
     bases = [[0, 1], [0, 2], [0, 4]] + [[1 << i, 0] for i in range(rows)]
     return gl.SharedLinearLayout(bases + [[0, 1 << i] for i in range(3, columns)])
@@ -140,8 +140,8 @@ def sum_layout(BN, BM):
 def allocate(
     BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Shared memory of one part: words, scales and tokens of every stage, and what says that tokens
-    fetched by TMA are there.
+    """Allocate one part's shared memory: words, scales and tokens of every stage, and the barriers
+    on which tokens fetched by TMA arrive.
     """
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -175,7 +175,7 @@ def multiply(
     BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Steps begin .. end of a block: f32 [BN, BM] and [BN, MORE] (or the first again)."""
+    """Sum steps begin .. end of a block: f32 [BN, BM] and [BN, MORE] (or the first again)."""
     ROW_TILES: gl.constexpr = BN // 64
     COLUMN_TILES: gl.constexpr = BK // 64
     WARPGROUPS: gl.constexpr = num_warps // 4
@@ -303,7 +303,7 @@ def multiply_aside(
     BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`multiply` on warps of its own, which leave their sums where their tokens were."""
+    """Run `multiply` on warps of its own, which leave their sums where their tokens were."""
     acc, acc_more = multiply(
         x, x_more, words, scales, slots, total, K, first_tile, first_row, begin, end, smem,
         CHAINED, TOPK, GROUPED, EVEN_K, BM, MORE, BN, BK, STAGES, num_warps,
@@ -323,7 +323,7 @@ def compute_block(
     BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One tile of a block of an expert's tokens. Where results go is asked for before the products."""
+    """Compute one tile of a block of an expert's tokens; slots are loaded before the products."""
     slot, weight = rows_of(slots, row_weight, first_row, total, BM, True, WEIGHTED, num_warps)
     if MORE:
         slot_more, weight_more = rows_of(
@@ -354,7 +354,7 @@ def compute_rows(
     BM: gl.constexpr, MORE: gl.constexpr, NARROWER: gl.constexpr, BN: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`compute_block`, at the narrowest of NARROWER + 1 sizes that holds the block's real `rows`."""
+    """Run `compute_block` at the narrowest of NARROWER + 1 sizes that holds the real `rows`."""
     LESS: gl.constexpr = BM if MORE else BM // 2
     LESS_MORE: gl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER == 0 or rows > LESS + LESS_MORE:
@@ -402,7 +402,7 @@ def nvfp4_hopper_kernel(
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """X bf16 [rows, K]; words, scales from `to_fragments`; factor f32 [E, 2]; y [slots, N or N/2].
+    """Multiply x bf16 [rows, K] by `to_fragments`' words and scales into y [slots, N or N/2].
 
     A block is BM + MORE rows (MORE may be 0): two accumulators, so that 96 rows meet weights decoded
     once and the tensor core does not compute 128. An expert's block is computed at the narrowest of
@@ -489,7 +489,7 @@ def launch(
     routing: Routing | None = None,
     share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `matmul.launch`, with bf16 rows and fragments."""
+    """Multiply as `matmul.launch` does, with bf16 rows and fragments."""
     _, N, K = weight.shape
     y, mode = place_results(len(x), N, x.device, routing, share)
     tokens = [x, x]

@@ -1,4 +1,4 @@
-"""The package's face: every operation once, on a GPU its kernels, elsewhere plain torch (`reference`).
+"""The package's face: every operation, by kernels on a GPU, elsewhere by torch (`reference`).
 
     linear              x @ w.T
     routed_experts      gated experts, before their sum
@@ -15,7 +15,7 @@
 
     sample, accept      one step of the sampler, of `canvas`
 
-What a product reads is an `Activation`: bf16 rows, or 8-bit rows with scales. Both paths compute in
+A product reads an `Activation`: bf16 rows, or 8-bit rows with scales. Both paths compute in
 float32 and round to bf16 at the same places. A scheme the device cannot run raises ValueError naming
 both: nothing falls back silently to a slower path. Launches depend on shapes alone and can be captured
 in a CUDA graph. Kernels' modules, and triton with them, are imported when they are needed.
@@ -47,7 +47,7 @@ Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 def linear(x: torch.Tensor, weight: Weight, scale: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply x [..., K] by a dense weight (E = 1): bf16 [..., N].
 
-    x is bf16, which 8-bit schemes quantize; or [M, K] quantized already, with `scale` f32 [M].
+    x is bf16, which 8-bit schemes quantize, or is quantized already, [M, K] with `scale` f32 [M].
     """
     rows, scale = weight.reads(x.flatten(0, -2), scale)
     y = weight.multiply(rows, scale, weight.config("linear", len(rows)))
@@ -81,7 +81,7 @@ def routed_experts(
         raise ValueError(f"gate_up is {gate_up.scheme} and down {down.scheme}: one scheme for both")
     rows, scale = gate_up.reads(x, scale)
     up, out = (weight.config("experts", len(expert_ids)) for weight in (gate_up, down))
-    # With a row for each choice a token has one choice: the slots are the same either way.
+    # A row for each choice makes each choice a token of its own; the slots stay the same.
     blocks = expert_ids.reshape(len(rows), -1)
     if launches(x.device):
         from fused_dequant import routing
@@ -97,7 +97,7 @@ def lm_head(
 ) -> torch.Tensor:
     """Return softcap * tanh(x @ embedding.T / softcap), bf16 [M, V], of x [M, H], embedding [V, H].
 
-    `out` receives the logits: 134 MB that a captured step then does not have to copy.
+    `out` receives the logits, so that a captured step need not copy 134 MB.
     """
     if x.shape[1] != embedding.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} does not fit an embedding {tuple(embedding.shape)}")
@@ -294,14 +294,14 @@ def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> Draw:
-    """Draw one step.
+    """Draw the tokens of one step.
 
     On a GPU the inverse CDF is of sums in another order, so a draw whose random number lies within
     rounding of a boundary may be the neighbouring token.
 
     Args:
         logits: bf16 or f32 [B, L, V], soft-capped, not divided by the temperature.
-        state: of which seeds, canvas_index and step are read.
+        state: its seeds, canvas_index and step are read.
         schedule: f32 [N], the temperature of each step; step 1 first.
     """
     if logits.dim() != 3 or logits.shape[:2] != state.canvas.shape:
@@ -323,7 +323,7 @@ def accept(
     entropy_bound: float,
     confidence_threshold: float,
 ) -> None:
-    """Write the next state: see `CanvasState`. Finished sequences, and those past step N, are left."""
+    """Write the next state into `CanvasState`; sequences that finished or passed step N stay."""
     on_gpu = launches(draw.entropy.device)
     if on_gpu:
         from fused_dequant import sampling as steps

@@ -1,4 +1,4 @@
-"""Dynamic activation quantization, alone or fused into the activation before it.
+"""Quantizes activations dynamically, alone or fused into the activation function before.
 
 Per token (FP8, INT8): scale[m] = amax(|h[m]|) / 448 or / 127, q = h * (1 / scale), where h is x[m], or
 
@@ -24,13 +24,13 @@ from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 @triton.jit
 def magnitude(h):
-    """The bits of |h|, ordered as |h| is and NaN above infinity, which a warp reduces at once."""
+    """Return the bits of |h|, ordered as |h| and NaN above infinity, which a warp reduces at once."""
     return h.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_of(largest, LARGEST: tl.constexpr):
-    """The scale of a row whose largest `magnitude` is `largest`; NaN if that is no finite number."""
+    """Return the scale of a row whose largest `magnitude` is `largest`, NaN if that is not finite."""
     s = tl.where(largest > 0, tl.div_rn(largest.to(tl.float32, bitcast=True), LARGEST), 1.0)
     return tl.where(largest < 0x7F800000, s, float("nan"))
 
@@ -39,7 +39,7 @@ def scale_of(largest, LARGEST: tl.constexpr):
 def codes(h, scale, dtype: tl.constexpr, LARGEST: tl.constexpr):
     """Round h / scale to 8 bits."""
     v = h * tl.div_rn(1.0, scale)
-    v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)  # of NaN too
+    v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)  # NaN too gets a code
     if dtype == tl.int8:
         # Round half to even: adding 1.5 * 2^23 leaves no fraction bits.
         v = (v + 12582912.0) - 12582912.0
@@ -52,7 +52,7 @@ def quantize_rows_kernel(
     CHAINED: tl.constexpr, GELU_MUL: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows a program; BLOCK >= K is a power of two."""
+    """A program quantizes ROWS rows; BLOCK >= K is a power of two."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK)[None, :]
@@ -80,7 +80,7 @@ def quantize_rows(
     scale = torch.empty(M, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(K)
     # Thousands of short rows (the experts' hidden ones) would be as many tiny programs: 8,192 rows of
-    # 704 take 5.1 us, one a program 10.3.
+    # 704 take 5.1 us, with one row a program 10.3.
     rows = max(1, 4096 // block) if M >= 1024 else 1
     loaded = rows * block * (width // K)
     quantize_rows_kernel[(triton.cdiv(M, rows),)](

@@ -1,6 +1,6 @@
 """Every operation in plain torch: dequantize, then multiply. The truth for tests and the CPU path.
 
-All take `dtype`, the precision of the arithmetic: float32 to serve, float64 to judge a kernel.
+`dtype` is the precision of the arithmetic: float32 to serve, float64 to judge a kernel.
 Results come back in that dtype. Weights are given dequantized ([N, K], or [E, N, K] for experts), so
 that one reference serves every format; `formats` dequantizes.
 """

@@ -1,4 +1,4 @@
-"""What stands between the products of a layer: norms and residual sums; a row in one program.
+"""Norms and residual sums between the products of a layer, one program a row.
 
     begin             h = embedding[token] * factor (+ update, normed)
                       x = norm(h) * w_next             (the first layer's input; bf16 or 8 bits)
@@ -16,8 +16,8 @@ norm(x) = x * rsqrt(mean(x^2) + eps) in float32. Every result that transformers'
 tensor is rounded to bf16 here too, so the two differ by the order of sums alone. As separate torch
 operations a layer spends some thirty launches on this, here two.
 
-A program asks for everything it reads at once: the norms' weights before it waits for the kernel before
-it (`chain`), the rest right after, since a load behind a reduction's barrier costs its whole latency.
+A program issues all its loads early: the norms' weights before it waits for the kernel before it
+(`chain`), the rest right after, since a load behind a reduction's barrier costs its whole latency.
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
@@ -42,7 +42,7 @@ def rounded(x):
 
 @triton.jit
 def norm(x, H, eps):
-    """RMS norm without a weight; x is zero past H."""
+    """Return the RMS norm without a weight; x is zero past H."""
     return x * tl.rsqrt(tl.sum(x * x) / H + eps)
 
 
@@ -85,7 +85,7 @@ def after_attention_kernel(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row; BLOCK >= H is a power of two; DENSE and EXPERTS: LARGEST of the inputs."""
+    """Each program handles a row; BLOCK >= H is a power of two; DENSE, EXPERTS: inputs' LARGEST."""
     m = tl.program_id(0)
     k = tl.arange(0, BLOCK)
     inside = k < H
@@ -127,7 +127,7 @@ def after_experts_kernel(
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row; BLOCK >= H is a power of two."""
+    """Each program handles a row; BLOCK >= H is a power of two."""
     m = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     inside = k < H
@@ -172,7 +172,7 @@ def begin_kernel(
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row; BLOCK >= H is a power of two."""
+    """Each program handles a row; BLOCK >= H is a power of two."""
     m = tl.program_id(0)
     k = tl.arange(0, BLOCK)
     inside = k < H
@@ -192,7 +192,7 @@ def begin_kernel(
 
 @triton.jit
 def scaled_norm_kernel(x, weight, y, H, eps, factor, CHAINED: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a row."""
+    """Each program handles a row."""
     place = tl.program_id(0).to(tl.int64) * H
     k = tl.arange(0, BLOCK)
     inside = k < H
@@ -205,7 +205,7 @@ def scaled_norm_kernel(x, weight, y, H, eps, factor, CHAINED: tl.constexpr, BLOC
 
 @triton.jit
 def gelu_mul_kernel(gate_up, y, K, CHAINED: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (m, i): columns i * BLOCK of row m."""
+    """Program (m, i) handles columns from i * BLOCK on of row m."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -224,7 +224,7 @@ def _room(M: int, H: int, scheme: str, like: torch.Tensor) -> Activation:
 
 
 def _stored(x: Activation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give a kernel where to store: rows in bf16 have no scales, and it writes none."""
+    """Return the tensors a kernel stores to; bf16 rows have no scales, and it writes none."""
     return x[0], x[0] if x[1] is None else x[1]
 
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from fused_dequant.chain import chained, follow
 
 BK = 256
-PROGRAMS = 264  # two a streaming multiprocessor of an H200; more splits only add to the sums' reads
+PROGRAMS = 264  # two a streaming multiprocessor of an H200; more splits only add reads of sums
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def logits_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Program (i, s): rows i * BM of x, STEPS * BK columns from s on -> partial f32 [splits, M, E]."""
+    """Program (i, s) sums rows i * BM of x over split s of K into partial f32 [splits, M, E]."""
     split = tl.program_id(1)
     m, e = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, EXPERTS)
     k = split * STEPS * BK + tl.arange(0, BK)
@@ -66,7 +66,7 @@ def ordered(bits):
 
 @triton.jit
 def score_of(key):
-    """The score in a key, float32."""
+    """Return the float32 score in a key."""
     return (ordered(key >> 16) << 16).to(tl.float32, bitcast=True)
 
 
@@ -83,7 +83,7 @@ def choose_kernel(
     TOPK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """One program a row: TOPK rounds of the largest that is left, the lowest index first on a tie."""
+    """Each program takes a row's largest TOPK one by one, the lowest index first on a tie."""
     m = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
     scale = tl.load(per_expert_scale + e, mask=e < E, other=0.0).to(tl.float32)
@@ -99,7 +99,7 @@ def choose_kernel(
     top = score_of(best)
     p = tl.exp(score.to(tl.float32) - top)
     total = 1.0
-    # Slots of a token are its chosen experts in order of index: a sum in another order, that is all.
+    # A token's slots are its chosen experts by index, which only changes the order of a sum.
     rank = (e > EXPERTS - 1 - (best & 0xFFFF)).to(tl.int32)
     for _ in tl.static_range(TOPK - 1):
         best = tl.max(tl.where(key < best, key, -0x80000000))

@@ -1,4 +1,4 @@
-"""From expert ids to blocks of rows, and from slot results back to tokens, without asking the host.
+"""Turns expert ids into blocks of rows, and slot results back into tokens, without the host.
 
 A slot is token * topk + choice. `route` sorts the slots by expert and pads each expert's run to a
 multiple of `block` rows:
@@ -13,9 +13,9 @@ min(E, S) + S // block in all for S slots. Kernels are launched for the bound; b
 `block_count` return at once. So the launch depends on shapes alone and a CUDA graph can replay it
 with another routing.
 
-One program an expert: each counts all ids itself (8 KB from L2 at 2,048 slots) rather than wait for a
-second launch, then writes its own run in slot order. No atomics, so two runs are equal bit for bit. On
-an H200 that takes 3.1 us for 2,048 slots and 6.8 for 8,192, chained.
+Each expert has one program, which counts all ids itself (8 KB from L2 at 2,048 slots) rather than wait
+for a second launch, then writes its own run in slot order. There are no atomics, so two runs are equal
+bit for bit. On an H200 that takes 3.1 us for 2,048 slots and 6.8 us for 8,192, chained.
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
@@ -50,7 +50,7 @@ class Routing:
 def place_results(
     rows: int, N: int, device: torch.device, routing: Routing | None, share: torch.Tensor | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | int]]:
-    """Make room for the results of a product of so many rows; say where its kernel finds its rows.
+    """Allocate the results of a product of `rows`; return also where its kernel finds its rows.
 
     A dense product, without `routing`, gives bf16 [rows, N]. Of the experts' two, gate_up has a row a
     token and combines gate and up: bf16 [slots, N / 2]. down has a row a slot and multiplies results by
@@ -88,7 +88,7 @@ def route_kernel(
     E: tl.constexpr,
     EXPERTS: tl.constexpr,  # E rounded up to a power of two
     BLOCK: tl.constexpr,
-    PADDING: tl.constexpr,  # BLOCK likewise
+    PADDING: tl.constexpr,  # BLOCK rounded up to a power of two
     CHUNK: tl.constexpr,
 ):
     """Program e lays out expert e."""

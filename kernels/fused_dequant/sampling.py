@@ -42,13 +42,13 @@ RANGE = 4096  # with two warps: 38 us for a canvas; 2,048 takes 43, 8,192 with f
 
 @triton.jit
 def finite(logits):
-    """float32 with minus infinity replaced, so that no difference is NaN; NaN stays."""
+    """Return float32 with minus infinity replaced, so that no difference is NaN; NaN stays."""
     return tl.maximum(logits.to(tl.float32), LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def sharpness_of(schedule, step, b, N):
-    """log2(e) / T of sequence b's step; past the last step, the last step's."""
+    """Return log2(e) / T of sequence b's step, or past the last step of the last one."""
     return LOG2_E / tl.load(schedule + tl.minimum(tl.load(step + b), N) - 1)
 
 
@@ -87,7 +87,7 @@ def statistics_kernel(
 
 @triton.jit
 def uniform(word):
-    """The upper 24 bits of a 32-bit word as a float32 in [0, 1)."""
+    """Return the upper 24 bits of a 32-bit word as a float32 in [0, 1)."""
     return (word >> 8).to(tl.float32) * 5.9604644775390625e-08
 
 
@@ -157,7 +157,7 @@ def draw_kernel(
 
 
 def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> Draw:
-    """See `operations.sample`; logits contiguous."""
+    """See `operations.sample`; logits must be contiguous."""
     B, L, V = logits.shape
     ranges = triton.cdiv(V, RANGE)
     width = min(RANGE, triton.next_power_of_2(V))
@@ -218,7 +218,7 @@ def accept_kernel(
         first = (theirs < own[:, None]) | ((theirs == own[:, None]) & (other < position[:, None]))
         sums += tl.where(first & (other < L), theirs, 0.0)
     lower = tl.sum(sums, 1)
-    taken = (lower <= bound) & (own == own)  # NaN is lower than nothing
+    taken = (lower <= bound) & (own == own)  # a position of NaN is never taken
     tokens = tl.load(sampled + at, mask=inside, other=0)
     renewed = tl.load(replacement + at, mask=inside, other=0)
     tl.store(canvas + at, tl.where(taken, tokens, renewed), mask=inside)

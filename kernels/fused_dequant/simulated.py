@@ -1,4 +1,4 @@
-"""Products whose inputs are rounded as W4A4 serves them, or watched: what calibration and scoring need.
+"""Products whose inputs are rounded as W4A4 serves them, or shown, for calibration and scoring.
 
     round_nvfp4        rows -> bf16 rows of codes times block scales (`input_rounding` has the numbers)
     scaled             an NVFP4 weight whose products are those of rows rounded so
@@ -46,7 +46,7 @@ def round_nvfp4(
 def round_in_torch(
     x: torch.Tensor, global_scale: torch.Tensor, experts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As `round_nvfp4`, in plain torch."""
+    """Round as `round_nvfp4` does, in plain torch."""
     if experts is not None:
         x = x.repeat_interleave(experts.shape[1], 0)
         global_scale = global_scale[experts.flatten().long()]
@@ -87,12 +87,12 @@ def experts(
 
     Args:
         x: bf16 [M, H].
-        ids: int [M, topk], all of them experts there are.
+        ids: int [M, topk], all below E.
         routing_weights: [M, topk].
         gate_up: interleaved; bf16 or NVFP4.
-        down: likewise.
+        down: bf16 or NVFP4.
         scales: global scales of the inputs of both products, f32 [E] or [1]; None rounds nothing.
-        see: is shown the input of `down` before it is rounded: [M * topk, I], row by row of `ids`.
+        see: called with `down`'s input before it is rounded: [M * topk, I], row by row of `ids`.
     """
 
     def rounded(rows: torch.Tensor, product: int, chosen: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def experts(
     def between(hidden: torch.Tensor) -> Activation:
         hidden = hidden.to(
             torch.bfloat16
-        )  # as on a GPU: a rounding moved by it may be another code
+        )  # bf16 as on a GPU, since another rounding could give another code
         if see is not None:
             see(hidden)
         return rounded(hidden, 1, ids.reshape(-1, 1)), None

@@ -1,4 +1,4 @@
-"""Pieces the Triton kernels share: constants, which rows a block computes, the activation.
+"""Functions and constants that Triton kernels share: a block's rows, the activation, stores.
 
 A *block* is `BM` rows of the activation that meet the same weights. Dense: rows BM*i .. BM*i + BM
 - 1 of x, expert 0. Grouped: `slots[BM*i + m]` names token * topk + choice, or `total` where the
@@ -14,7 +14,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of them is 0 and not NaN
-FAR = tl.constexpr(1 << 30)  # behind every position of a sequence
+FAR = tl.constexpr(1 << 30)  # beyond every position of a sequence
 # Where the results of a product belong: experts' (11 MB for a canvas) would otherwise leave the L2
 # before they are read, pushed out by 700 MB of weights (FP8: 0.12 ms of 9.5 a forward).
 KEPT = tl.constexpr("evict_last")
@@ -22,7 +22,7 @@ KEPT = tl.constexpr("evict_last")
 
 @triton.jit
 def block_rows(slots, first, total, COUNT: tl.constexpr, GROUPED: tl.constexpr):
-    """Slots [COUNT] of rows `first`, `first` + 1, ... and which of them are real."""
+    """Load slots [COUNT] of rows `first`, `first` + 1, ... and which of them are real."""
     offsets = first + tl.arange(0, COUNT)
     slot = tl.load(slots + offsets) if GROUPED else offsets
     return slot, slot < total
@@ -30,17 +30,17 @@ def block_rows(slots, first, total, COUNT: tl.constexpr, GROUPED: tl.constexpr):
 
 @triton.jit
 def gelu_mul(gate, up):
-    """gelu_tanh(gate) * up in float32; tanh(z) = 1 - 2 / (exp(2z) + 1) has no overflow."""
+    """Return gelu_tanh(gate) * up in float32; tanh(z) = 1 - 2 / (exp(2z) + 1) has no overflow."""
     z = 0.7978845608028654 * gate * (1.0 + 0.044715 * gate * gate)
     return gate * (1.0 - 1.0 / (tl.exp(2.0 * z) + 1.0)) * up
 
 
 @triton.jit
 def tanh(x, HARDWARE: tl.constexpr):
-    """1 - 2 / (exp(2x) + 1) has no overflow.
+    """Return the tanh of x; 1 - 2 / (exp(2x) + 1) has no overflow.
 
-    HARDWARE: one instruction instead of an exponential and a division, with a relative error of at
-    most 2^-11 (PTX manual), a quarter of bf16's spacing; inline assembly is not interpreted.
+    HARDWARE takes one instruction instead of an exponential and a division, with a relative error of
+    at most 2^-11 (PTX manual), a quarter of bf16's spacing; inline assembly is not interpreted.
     """
     if HARDWARE:
         y = tl.inline_asm_elementwise(
@@ -53,7 +53,7 @@ def tanh(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def split_gate_up(acc, ROWS: tl.constexpr, BM: tl.constexpr):
-    """Acc [ROWS, BM] with runs of 8 gate and 8 up rows -> gate, up [ROWS/2, BM]."""
+    """Split acc [ROWS, BM] with runs of 8 gate and 8 up rows into gate, up [ROWS/2, BM]."""
     gate, up = tl.split(acc.reshape(ROWS // 16, 2, 8, BM).permute(0, 2, 3, 1))
     return gate.reshape(ROWS // 2, BM), up.reshape(ROWS // 2, BM)
 

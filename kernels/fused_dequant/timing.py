@@ -1,4 +1,4 @@
-"""Time on the device: medians of CUDA graph replays over rotating buffers."""
+"""Times work on the device by medians of CUDA graph replays over rotating buffers."""
 
 import statistics
 from collections.abc import Callable, Sequence

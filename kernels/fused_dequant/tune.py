@@ -41,20 +41,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Operands:
-    """What a product multiplies. On "meta" the tensors have no storage: enough to compile for."""
+    """A product's operands. On "meta" the tensors have no storage, which is enough to compile."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None
     weight: Weight
     row_weight: torch.Tensor | None
-    blocks: dict[int, routing.Routing]  # by rows of a block; empty for a dense product
+    blocks: dict[int, routing.Routing]  # by a block's rows; empty for a dense product
 
 
 def operands(product: Product, device: str) -> Operands:
     """Return random operands, or blank ones on "meta"."""
     grouped, down = product.verb.startswith("experts"), product.verb == "experts_down"
     rows = product.M * (cases.TOPK if down else 1)
-    # The soft embedding takes logits; its weight lies as the embedding does.
+    # The soft embedding takes logits; its weight has the embedding's layout.
     soft = product.verb == "soft_embedding"
     N, K = (product.K, product.N) if soft else (product.N, product.K)
     experts = cases.EXPERTS if grouped else 1
@@ -98,7 +98,7 @@ def call(product: Product, o: Operands, config: Config) -> torch.Tensor:
 
 
 def _compile(job: tuple[Product, Config]) -> str | None:
-    """Compile a candidate in a worker process; returns what went wrong."""
+    """Compile a candidate in a worker process; return its error, if any."""
     triton.runtime.jit.KernelInterface.__getitem__ = lambda self, grid: partial(
         self.run, grid=grid, warmup=True
     )
@@ -110,7 +110,7 @@ def _compile(job: tuple[Product, Config]) -> str | None:
 
 
 def compile_all(jobs: list[tuple[Product, Config]]) -> None:
-    """Fill Triton's cache, one worker a core."""
+    """Fill Triton's cache with one worker a core."""
     with multiprocessing.get_context("spawn").Pool() as pool:
         for failure in pool.imap_unordered(_compile, distinct(jobs), chunksize=4):
             if failure:
@@ -118,7 +118,7 @@ def compile_all(jobs: list[tuple[Product, Config]]) -> None:
 
 
 class BrokenCandidateError(Exception):
-    """A candidate ended in a CUDA error, after which its process can run nothing more."""
+    """A candidate ended in a CUDA error, after which its process can run no kernel."""
 
     def __init__(self, config: Config, reason: str) -> None:
         super().__init__(config, reason)
@@ -143,7 +143,7 @@ def time_candidates(product: Product, excluded: list[Config]) -> list[tuple[floa
             microseconds = measure(calls, replays=8)
         except triton.runtime.errors.OutOfResources:
             continue
-        except RuntimeError as failure:  # what torch makes of a CUDA error
+        except RuntimeError as failure:  # torch's form of a CUDA error
             raise BrokenCandidateError(config, str(failure).splitlines()[0]) from None
         if not error < 1e-2:
             raise ValueError(f"{product} {config}: differs from the first candidate by {error:.1e}")

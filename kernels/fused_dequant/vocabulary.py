@@ -20,7 +20,7 @@ The anchor need not be the maximum. bf16 has the exponents of float32: p may be 
 maximum of a range's first few thousand logits, so that the logits are read once and no program holds
 more than those.
 
-No atomics: two runs are equal bit for bit. p is unnormalised, so rounding it to bf16 costs 2^-9 of
+There are no atomics, so two runs are equal bit for bit. p is unnormalised, so rounding it to bf16 costs
 itself; the sums are of the rounded values, so the weights of a row add up to 1.
 """
 
@@ -37,7 +37,7 @@ from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import LOG2_E, LOWEST, tanh
 from fused_dequant.tuning import Config, processors
 
-# How large p may become, a base-2 logarithm: 262,144 of 2^96 times values of 1,000 are 2^124.
+# Base-2 logarithm of the largest p: 262,144 of 2^96 times values of 1,000 are 2^124.
 REACH = tl.constexpr(96.0)
 
 
@@ -57,7 +57,7 @@ def lm_head_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Descriptors of x [M, H], w [V, H] and y [M, V], boxes [BM, BK], [BN, BK] and [BM, BN/2]."""
+    """Take descriptors of x [M, H], w [V, H], y [M, V], boxes [BM, BK], [BN, BK], [BM, BN/2]."""
     follow(CHAINED)
     rows = tl.cdiv(M, BM)
     for tile in tl.range(tl.program_id(0), rows * tl.cdiv(V, BN), programs, flatten=True):
@@ -66,7 +66,7 @@ def lm_head_kernel(
         for k in range(0, H, BK):
             acc = tl.dot(x.load([m, k]), w.load([n, k]).T, acc)
         acc *= 1.0 / cap
-        # Two halves: the staging buffer of the store takes half the shared memory.
+        # Stored in two halves, so that the staging buffer takes half the shared memory.
         left, right = tl.split(acc.reshape(BM, 2, BN // 2).permute(0, 2, 1))
         y.store([m, n], (cap * tanh(left, HARDWARE)).to(tl.bfloat16))
         y.store([m, n + BN // 2], (cap * tanh(right, HARDWARE)).to(tl.bfloat16))
@@ -79,7 +79,7 @@ def lm_head(
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """See `operations.lm_head`; a config with STAGES is of the kernel for sm_90.
+    """See `operations.lm_head`; a config with STAGES is for the sm_90 kernel.
 
     Rows must be multiples of 16 bytes: V % 8 == 0 and H % 8 == 0.
     """
@@ -101,10 +101,10 @@ def lm_head(
 
 @triton.jit
 def rounded_exponential(x, HARDWARE: tl.constexpr):
-    """2^x as bf16, and that bf16 as float32; zero below 2^-126.
+    """Return 2^x as bf16, and that bf16 as float32; both are zero below 2^-126.
 
-    HARDWARE: two values in 5 instructions. The compiler's own exponential rescales subnormal results,
-    and it converts to bf16 one value at a time, at the rate of the exponentials themselves.
+    HARDWARE makes two values in 5 instructions. The compiler's own exponential rescales subnormal
+    results, and it converts to bf16 one value at a time, at the rate of the exponentials themselves.
     """
     if HARDWARE:
         p, p_wide = tl.inline_asm_elementwise(
@@ -122,7 +122,7 @@ def rounded_exponential(x, HARDWARE: tl.constexpr):
 def range_exponentials(
     logits, p, count, anchor, sharpness, HARDWARE: tl.constexpr, EIGHTS: tl.constexpr
 ):
-    """Store p = 2^((logits - anchor) * sharpness) of `count` columns; its sum and their maximum."""
+    """Store p = 2^((logits - anchor) * sharpness) of `count` columns; return its sum, their max."""
     # A thread holds whole rows of 8, 16 bytes: their sums and maxima need no other thread.
     column = tl.arange(0, EIGHTS)[:, None] * 8 + tl.arange(0, 8)[None, :]
     tops = tl.full((EIGHTS,), LOWEST, tl.float32)
@@ -151,10 +151,10 @@ def exponential_kernel(
     HARDWARE: tl.constexpr,
     EIGHTS: tl.constexpr,
 ):
-    """Program (m, s): range s of row m, columns s * length to (s + 1) * length, 8 * EIGHTS at a time.
+    """Program (m, s) handles row m's columns s * length to (s + 1) * length, 8 * EIGHTS at a time.
 
-    p is 1 at the maximum of the first of them, so that the logits are read once. Where the range turns
-    out to hold a token with a p beyond 2^REACH, it is done again, with 1 at its maximum.
+    p is 1 at the maximum of the first of them, so that the logits are read once. A range that turns
+    out to hold a token with a p beyond 2^REACH is done again, with 1 at its maximum.
     """
     follow(CHAINED)
     m, split = tl.program_id(0), tl.program_id(1)

@@ -6,7 +6,7 @@ tile. Here a block has nine warps that work:
     one             copies tiles of x [128, BK] and w [256, BK] into a ring of STAGES places (TMA)
     two times four  multiply 64 rows each into accumulators of 64 x 256, then cap and store them
 
-The two sets share the ring and nothing else: while one is busy with its results the other may multiply.
+The two sets share only the ring: while one is busy with its results the other may multiply.
 
 Programs are persistent, one an SM. A place of the ring is `ready` when its bytes have arrived, `free`
 when both sets have read it. Results leave through two buffers of 64 x 64 a set; TMA clips them to y.
@@ -59,7 +59,7 @@ def multiply_and_cap(
     y, x_tiles, w_tiles, results, ready, free, M, V, H, cap, programs,
     SET: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Rows 64 * SET .. 64 * SET + 63 of every tile of this program."""
+    """Multiply and cap rows 64 * SET .. 64 * SET + 63 of every tile of this program."""
     BK: gl.constexpr = x_tiles.shape[2]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, BK // 4])
     rows, steps = gl.cdiv(M, BM), gl.cdiv(H, BK)
@@ -86,7 +86,7 @@ def multiply_and_cap(
 
 @gluon.jit
 def store_capped(acc, y, results, m, n, cap):
-    """Cap * tanh(acc [64, 256]) to rows m .., columns n .. of y, 64 columns at a time."""
+    """Store cap * tanh(acc [64, 256]) at rows m .., columns n .. of y, 64 columns at a time."""
     low, high = gl.split(acc.reshape([64, 2, BN // 2]).permute([0, 2, 1]))
     first, second = gl.split(low.reshape([64, 2, PIECE]).permute([0, 2, 1]))
     third, fourth = gl.split(high.reshape([64, 2, PIECE]).permute([0, 2, 1]))
@@ -117,7 +117,7 @@ def lm_head_hopper_kernel(
     CHAINED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Descriptors of x [M, H], w [V, H] and y [M, V], boxes [128, BK], [256, BK] and [64, 64]."""
+    """Take descriptors of x [M, H], w [V, H], y [M, V], boxes [128, BK], [256, BK], [64, 64]."""
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, x.block_shape[1]], x.layout)
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BN, w.block_shape[1]], w.layout)
     results = gl.allocate_shared_memory(gl.bfloat16, [2, 64, PIECE], y.layout)
@@ -152,7 +152,7 @@ def lm_head(
     config: dict[str, int],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `vocabulary.lm_head`; config is STAGES, 4 at most."""
+    """Compute `vocabulary.lm_head`; config is STAGES, 4 at most."""
     (M, H), V = x.shape, len(w)
     y = torch.empty(M, V, dtype=torch.bfloat16, device=x.device) if out is None else out
     tiles = triton.cdiv(M, BM.value) * triton.cdiv(V, BN.value)

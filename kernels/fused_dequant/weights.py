@@ -1,4 +1,4 @@
-"""One quantized weight, or one for each expert, in the layout its kernel reads.
+"""One quantized weight, or one for each expert, in the layout that its kernel reads.
 
     scheme            data                        scale                      factor
     bf16              bf16 [E, N, K]              none                       none
@@ -29,10 +29,10 @@ from fused_dequant.targets import Capability, capability
 
 @dataclass(frozen=True)
 class Kernel:
-    """What multiplies with the weights of a scheme.
+    """The kernel that multiplies with the weights of a scheme.
 
     Attributes:
-        module: of this package; its `launch` has the arguments of `matmul.launch`.
+        module: module of this package whose `launch` has the arguments of `matmul.launch`.
         least: the lowest compute capability that has the instructions.
         alone: whether no other capability has them.
     """
@@ -42,7 +42,7 @@ class Kernel:
     alone: bool = False
 
     def runs_on(self, target: Capability) -> bool:
-        """Return whether a GPU of this compute capability has the kernel's instructions."""
+        """Whether a GPU of this compute capability has the kernel's instructions."""
         return target == self.least if self.alone else target >= self.least
 
 
@@ -90,7 +90,7 @@ class Weight:
         return partial(kernel.launch, self)
 
     def config(self, verb: str, tokens: int) -> tuning.Config:
-        """Choose how the kernel is launched for `tokens` rows; verb: linear or experts.
+        """Choose how the kernel is launched for `tokens` rows; `verb` is linear or experts.
 
         Raises:
             ValueError: the device lacks the kernel's instructions.
@@ -101,7 +101,7 @@ class Weight:
     def reads(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Activation:
         """Return rows [M, K] as the scheme multiplies them: in 8 bits with scales f32 [M], or bf16.
 
-        `scale` is that of rows which are quantized already.
+        `scale` belongs to rows that are quantized already.
 
         Raises:
             ValueError: the rows do not fit the weight.
@@ -199,7 +199,7 @@ def _multiply_in_torch(
     ids: torch.Tensor | None = None,
     share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `matmul.launch`, `ids` [M, topk] in place of sorted blocks; experts' rows stay float32."""
+    """Multiply as `matmul.launch`, by `ids` [M, topk], not blocks; experts' rows stay float32."""
     rows, matrices = values((x, x_scale)), dequantize(weight)
     if ids is None:
         return reference.matmul(rows, matrices[0]).to(torch.bfloat16)

@@ -59,7 +59,7 @@ def scoring_options(command: click.decorators.FC) -> click.decorators.FC:
         ),
         click.option(
             "--noise-floor", is_flag=True,
-            help="Score BF16 once more with another seed: what no quantization at all looks like.",
+            help="Score BF16 once more with another seed: the difference that noise alone makes.",
         ),
         click.option(
             "--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
