@@ -201,7 +201,17 @@ def opened(path: Path, gpu_memory: float | None = None) -> Generator[Run]:
     if not folder.manifest_json.exists():
         raise InputError(f"{path}: no manifest.json there; name a folder that `quantize run` made")
     with working_in(folder):
+        _check_ours(folder)
         yield _open(folder, gpu_memory)
+
+
+def _check_ours(folder: RunDir) -> None:
+    """Raise InputError where a checkpoint lies in the folder that was built elsewhere, and judged."""
+    if name := read_json(folder.manifest_json).get("judged"):
+        raise InputError(
+            f"{folder.path}: a judgement of {name}, not a run of ours; `quantize judge ... --resume` "
+            f"goes on with it"
+        )
 
 
 def _open(folder: RunDir, gpu_memory: float | None) -> Run:
@@ -331,6 +341,7 @@ def _reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
     if not folder.manifest_json.exists():
         raise InputError(f"{path}: no manifest.json there; name a folder that `quantize run` made")
     with working_in(folder):
+        _check_ours(folder)
         recipe = read_recipe(folder.recipe_yaml)
         check_fresh(folder, recipe, STAGES)
         check_report(folder, recipe)

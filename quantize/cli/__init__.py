@@ -22,6 +22,7 @@ from quantize.stage import STAGES
 COMMANDS = (
     "run",
     *(stage.name for stage in STAGES),
+    "judge",
     "compare",
     "card",
     "push",
