@@ -1,4 +1,4 @@
-"""What a block of work took: seconds, memory of this process and of the GPU at its most, when, on what.
+"""Measures a block of work: seconds, peak memory of this process and of the GPU, end, device.
 
 Linux remembers the most memory that a process had; writing 5 to /proc/self/clear_refs makes it forget,
 so that each stage has a figure of its own. Where that is not allowed the figure is None, never the

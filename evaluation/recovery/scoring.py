@@ -145,7 +145,7 @@ def score(
         part: which documents and repeats.
         data_file: a local .jsonl or .csv in place of the data set that the task names on the Hub.
         definition: a task of the recipe's own (`recovery.own`).
-        seed: of the run; equal for the models that are compared.
+        seed: the run's seed, equal for the models that are compared.
         batch_size: requests a batch.
         sampler: the sampler's settings, as a condition of the comparison.
         progress: wraps the batches to show how far they are.

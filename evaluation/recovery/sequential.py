@@ -43,7 +43,7 @@ FRACTIONS = (0.3, 0.4, 0.5, 0.7, 1.0)
 POINTS = 400  # points of the grid; with twice as many the levels move by less than 1e-5
 
 
-Answer = tuple[int, int]  # index of a question in its data set, and of the repeat
+Answer = tuple[int, int]  # indices of a question in its data set, and of a repeat
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Part:
-    """What one look adds to those before: questions in ascending order, and repeats of each."""
+    """The answers that one look adds: questions in ascending order, and repeats of each."""
 
     questions: Sequence[int]
     repeats: range
@@ -70,13 +70,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run asks of one task at most, fixed before the first answer.
+    """The most that a run asks of one task, fixed before the first answer.
 
     Attributes:
         estimand: what is judged, and so the unit that looks add; None for no looks on the way.
-        questions: the first so many of the data set.
-        repeats: answers to each.
-        seed: of the order in which looks take questions.
+        questions: number of questions, from the data set's first on.
+        repeats: number of answers to each.
+        seed: seed of the order in which looks take questions.
     """
 
     estimand: Estimand | None
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def looks(self) -> list[Look]:
-        """When the run is looked at: five times at most."""
+        """The looks at the run, five at most."""
         if self.estimand is None:
             return [Look(self.questions, self.repeats, 1.0)]
         return plan_looks(self.estimand, self.questions, self.repeats)
@@ -98,11 +98,11 @@ class Plan:
 
     @property
     def parts(self) -> list[Part]:
-        """What each look adds to the ones before."""
+        """The part that each look adds to the ones before."""
         found: list[Part] = []
         before = Look(0, 0, 0.0)
         for look in self.looks:
-            if look.repeats > before.repeats > 0:  # all questions again
+            if look.repeats > before.repeats > 0:  # all questions are asked again
                 added, repeats = self.order, range(before.repeats, look.repeats)
             else:
                 added = self.order[before.questions : look.questions]
@@ -112,12 +112,12 @@ class Plan:
         return found
 
     def taken(self, *answered: Set[Answer]) -> list[Look]:
-        """Return the looks, from the first on, whose answers are there on every side."""
+        """Return the looks, from the first on, whose answers every side has."""
         whole = takewhile(lambda pair: all(pair[1].answers <= a for a in answered), self._pairs())
         return [look for look, _ in whole]
 
     def until(self, look: Look) -> set[Answer]:
-        """Return all answers that a look has."""
+        """Return all answers that a look covers."""
         return {(q, r) for q in self.order[: look.questions] for r in range(look.repeats)}
 
     def _pairs(self) -> list[tuple[Look, Part]]:
@@ -138,7 +138,7 @@ def plan_looks(estimand: Estimand, questions: int, repeats: int) -> list[Look]:
 def in_random_order(questions: int, seed: int) -> list[int]:
     """Return the indices of so many questions in an order of the seed alone.
 
-    Of more questions under the same seed these come in the same order.
+    Among more questions under the same seed these come in the same order.
     """
     return sorted(
         range(questions), key=lambda index: hashlib.sha256(f"{seed}:{index}".encode()).digest()
@@ -222,7 +222,7 @@ def compare_at_looks(
     Args:
         base: question -> its scores, of at least as many questions and repeats as the last look has.
         quantized: the same for the quantized model.
-        looks: those that were taken, from the first on; `plan_looks` made them.
+        looks: looks taken, from the first on; `plan_looks` made them.
         order: the questions in the order in which looks take them.
         estimand: what is judged.
         margin_pp: allowed loss in percentage points.

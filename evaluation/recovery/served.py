@@ -3,8 +3,8 @@
     POST URL/v1/chat/completions {model, messages, seed, max_tokens, chat_template_kwargs}
 
 The chat template and the sampler are the server's; ours are the prompt, the seed and the token limit.
-A server that is busy (429), broken for the moment (5xx) or unreachable is asked again, after what
-`Retry-After` says or 0.5, 1, 2, ... s; any other refusal ends the run with the server's own words.
+A server that is busy (429), broken for the moment (5xx) or unreachable is asked again, after the time
+in `Retry-After` or 0.5, 1, 2, ... s; any other refusal ends the run with the server's own words.
 Several requests are in flight at once, at several servers of one model if there are, and each is stored
 when it is finished.
 
@@ -38,9 +38,9 @@ class Server:
     """Answers requests through a server.
 
     Args:
-        url: of the server, with or without /v1.
-        model: its name there; the first that the server lists when None. `about` is its entry there.
-        api_key: sent as a bearer token, when there is one.
+        url: the server's address, with or without /v1.
+        model: the server's name of the model; None for its first. `about` is its entry there.
+        api_key: key that is sent as a bearer token; None for none.
         timeout: seconds for one answer.
         attempts: how many times one request is sent at most.
         first_wait: seconds before the second attempt, doubled for each further one.
@@ -137,9 +137,9 @@ class Servers:
     """Several servers of one model; a request goes to whichever is free.
 
     Args:
-        urls: of the servers.
-        in_flight: requests to each at once.
-        settings: those of `Server`.
+        urls: addresses of the servers.
+        in_flight: number of requests to each at once.
+        settings: further arguments of `Server`.
 
     Raises:
         ServerError: one of the servers cannot be reached.
@@ -150,7 +150,7 @@ class Servers:
         self.in_flight = in_flight
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        """Yield each batch when all of it is answered; give batches of one to lose nothing.
+        """Yield each batch when all of it is answered; with batches of one a kill loses least.
 
         The next batch is asked for when a finished one has been taken, and so stored: a kill loses
         `in_flight` batches a server at most, however slow the store is.

@@ -33,17 +33,17 @@ class Product:
 
     @property
     def table_verb(self) -> str:
-        """Return the verb of its key."""
+        """Return the verb of the product's key."""
         return "experts" if self.verb.startswith("experts") else self.verb
 
     @property
     def key(self) -> str:
-        """Return its key in the table."""
+        """Return the product's key in the table."""
         return f"{self.table_verb}/{self.scheme}/{self.N}x{self.K}"
 
 
 def products(target: Capability) -> Iterator[Product]:
-    """Yield everything that a table of this compute capability holds."""
+    """Yield every product that a table of this compute capability holds."""
     nvfp4 = "nvfp4_fragments" if target == HOPPER else "nvfp4"
     known = [s for s in ("bf16", "fp8", "int8", nvfp4) if KERNELS[s].runs_on(target)]
     for scheme, M in itertools.product(known, TOKENS):
@@ -75,7 +75,7 @@ def candidates(product: Product, target: Capability) -> Iterator[Config]:
 
 
 def _sweep(product: Product, shared: int) -> Iterator[Config]:
-    """Yield what the kernels' structure and earlier sweeps leave open, in `shared` bytes of a block."""
+    """Yield configurations left open by kernels and earlier sweeps, in `shared` bytes of a block."""
     if product.verb == "soft_embedding":
         for splits, (BM, BN, warps), BK, stages in itertools.product(
             (3, 6, 12),

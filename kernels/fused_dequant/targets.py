@@ -53,7 +53,7 @@ def forced() -> Capability | None:
     """Return the capability that QUANTIZE_TARGET names, if it is set.
 
     Raises:
-        ValueError: it names none of TARGETS.
+        ValueError: QUANTIZE_TARGET names none of TARGETS.
     """
     name = os.environ.get(FORCE)
     if not name:

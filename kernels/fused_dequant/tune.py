@@ -208,9 +208,9 @@ def tuned(
     """Time the candidates of products, and yield the fastest.
 
     Args:
-        chosen: of `products`; those of experts are pairs, up before down.
-        now: what is launched today.
-        timer: None for one that times on this GPU.
+        chosen: products from `products`; the experts' are pairs, up before down.
+        now: returns the configuration that is launched without the new table.
+        timer: times products; None for a `Timer` on this GPU.
     """
     timer = timer or Timer()
     waiting: Iterator[Product] = iter(chosen)

@@ -1,4 +1,4 @@
-"""Launch configurations: tables of what was measured to be fastest, and a default that always fits.
+"""Looks up launch configurations: tables of the fastest measured, and a default that always fits.
 
     tuning/NVIDIA_H200.json
     {"device": ..., "capability": "sm_90", "triton": ...,
@@ -37,7 +37,7 @@ def user_tables(folder: Path) -> None:
 
 
 def forget() -> None:
-    """Read tables anew: a folder or a file has changed."""
+    """Forget the tables read, so that changed folders and files are read again."""
     _tables.cache_clear()
     table.cache_clear()
     lookup.cache_clear()
@@ -50,7 +50,7 @@ def table_path(device_name: str, folder: Path = SHIPPED) -> Path:
 
 @cache
 def _tables() -> list[dict[str, Any]]:
-    """Return all tables, those that ship first; one that cannot be read is left out and named."""
+    """Return all tables, those that ship first; an unreadable one is left out, with a warning."""
     found: list[dict[str, Any]] = []
     for path in (path for folder in _folders for path in sorted(folder.glob("*.json"))):
         try:
@@ -63,7 +63,7 @@ def _tables() -> list[dict[str, Any]]:
 
 @cache
 def table(device_name: str | None, target: str) -> Table:
-    """Return what is known for a device, or without a name for its compute capability alone."""
+    """Return the table of a device, or without a name that of its compute capability alone."""
     alike = [each for each in _tables() if each["capability"] == target]
     own = [each for each in alike if each["device"] == device_name]
     kernels: Table = {}

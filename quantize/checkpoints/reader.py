@@ -383,7 +383,7 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
     looked up there when HF_HUB_OFFLINE is set; either way `hub_commit` tells the commit afterwards.
 
     Raises:
-        InputError: no such folder or model. ResourceError: the Hub cannot be reached.
+        InputError: there is no such folder or model. ResourceError: the Hub cannot be reached.
     """
     if model in (None, "bundled"):
         from quantize.bundled import CHECKPOINT

@@ -155,7 +155,7 @@ def write_shards(
     """Write all shards (and an index of several files) to `folder`; return key -> sha256.
 
     Args:
-        shards: what to write.
+        shards: shards to write.
         folder: exists; finished shards of an earlier try with this `identity` are kept.
         identity: differs whenever the same plan would give other bytes (source, settings).
         workers: threads that produce blocks; every usable core when not given.

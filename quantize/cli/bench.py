@@ -32,10 +32,12 @@ from quantize.cli.options import REAL_MODEL
 )  # fmt: skip
 @click.option(
     "--experts-hit", type=click.IntRange(8, 128),
-    help="With random weights: route to so many experts only.",
+    help="With random weights: number of experts that tokens are routed to.",
 )  # fmt: skip
 @click.option(
-    "--hourly-price", type=float, help="Of the machine: adds the cost of a million tokens."
+    "--hourly-price",
+    type=float,
+    help="Price of an hour of the machine, which adds the cost of a million tokens.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(

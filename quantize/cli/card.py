@@ -9,7 +9,9 @@ from quantize.cli.options import RUN_FOLDER
 
 @click.command()
 @RUN_FOLDER
-@click.option("--repo", metavar="ORG/NAME", help="Stands in its commands; else the run's name.")
+@click.option(
+    "--repo", metavar="ORG/NAME", help="Name in the card's commands; else the run's name."
+)
 def card(run: Path, repo: str | None) -> None:
     """Write README.md and machine-readable scores into a run's checkpoint; no token is needed.
 

@@ -10,7 +10,7 @@ import click
 @click.argument("run_b", type=click.Path(path_type=Path))
 @click.option(
     "--questions", type=click.IntRange(min=0), default=20, show_default=True,
-    help="Questions of a task to list, of those that differ.",
+    help="Most differing questions to list a task.",
 )  # fmt: skip
 def compare(run_a: Path, run_b: Path, questions: int) -> int:
     """Compare the quantized models of two runs, question by question.

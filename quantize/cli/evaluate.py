@@ -24,7 +24,7 @@ from quantize.stage import STAGES
 )  # fmt: skip
 @click.option(
     "--llama-cpp", type=click.Path(path_type=Path), metavar="PROGRAM",
-    help="Its llama-diffusion-gemma-server, for --gguf.",
+    help="llama.cpp's llama-diffusion-gemma-server, which --gguf needs.",
 )  # fmt: skip
 @GPU_MEMORY
 def evaluate(run: Path, modes: tuple[str, ...], gpu_memory: float | None, **options: Any) -> None:

@@ -9,7 +9,7 @@ from quantize.cli.options import served_name
 
 @click.command()
 @click.argument("checkpoint")
-@click.option("--to", "format_", type=click.Choice(["gguf"]), required=True, help="The format.")
+@click.option("--to", "format_", type=click.Choice(["gguf"]), required=True, help="Format of OUT.")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--type", "kept_as", type=click.Choice(["bf16", "q8_0"]), default="bf16", show_default=True,

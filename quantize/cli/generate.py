@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     help="Most tokens a picture takes: 70, 140, 280, 560 or 1120.",
 )  # fmt: skip
 @click.option("--thinking", is_flag=True, help="Let the model think before it answers.")
-@click.option("--seed", default=0, show_default=True, help="Of the sampling noise.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Rounded up to whole canvases.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the sampling noise.")
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    help="Most tokens of the answer, rounded up to whole canvases.",
+)
 @click.option(
     "--activations", type=click.Choice(["none", "per_expert", "per_layer"]),
     help="How a quantized model's activations are rounded; else as its kernels do, on a CPU not.",
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 @click.option(
     "--plain",
     is_flag=True,
-    help="Write finished canvases, draw none; so it is, too, where stderr is a pipe.",
+    help="Write finished canvases and draw none, as it also does where stderr is a pipe.",
 )
 def generate(
     checkpoint: str,

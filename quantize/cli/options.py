@@ -8,7 +8,7 @@ RUN_FOLDER = click.argument("run", type=click.Path(path_type=Path))
 GPU_MEMORY = click.option(
     "--gpu-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
     callback=lambda _, __, gb: None if gb is None else gb * 1e9,
-    help="Of the GPU, at most; weights that do not fit are streamed. Else all that is free.",
+    help="GPU memory to use, at most; weights that do not fit are streamed. Else all that is free.",
 )  # fmt: skip
 REAL_MODEL = "google/diffusiongemma-26B-A4B-it"
 
@@ -34,15 +34,15 @@ def scoring_options(command: click.decorators.FC) -> click.decorators.FC:
     for option in (
         click.option(
             "--in-flight", type=click.IntRange(min=1), default=8, show_default=True,
-            help="Requests to each server at once.",
+            help="Number of requests to each server at once.",
         ),
-        click.option("--base-server-revision", help="The same of the one with the BF16 model."),
+        click.option("--base-server-revision", help="Revision that --base-server serves."),
         click.option(
             "--server-revision",
-            help="What the server serves, where it does not tell a fingerprint.",
+            help="Revision that --server serves, where it reports no fingerprint.",
         ),
         click.option(
-            "--base-server", "base_servers", multiple=True, help="URL of one with the BF16 model."
+            "--base-server", "base_servers", multiple=True, help="URL of a server with the BF16 model."
         ),
         click.option(
             "--server", "servers", multiple=True,
@@ -55,7 +55,7 @@ def scoring_options(command: click.decorators.FC) -> click.decorators.FC:
         ),
         click.option(
             "--batch-size", type=click.IntRange(min=1),
-            help="Problems at once, in place of the recipe's number.",
+            help="Problems answered at once, in place of the recipe's number.",
         ),
         click.option(
             "--noise-floor", is_flag=True,

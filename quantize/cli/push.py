@@ -10,10 +10,10 @@ from quantize.cli.options import RUN_FOLDER
 
 @click.command()
 @RUN_FOLDER
-@click.option("--repo", required=True, metavar="ORG/NAME", help="Created, private, if it is new.")
+@click.option("--repo", required=True, metavar="ORG/NAME", help="Repository; a new one is private.")
 @click.option(
     "--to", default="pr", show_default=True, metavar="pr|main|BRANCH",
-    help="A pull request, main, or a branch.",
+    help="Target: a pull request, main, or a branch.",
 )  # fmt: skip
 @click.option("--tag", help="Tag the release, as the last step (not with a pull request).")
 @click.option("--public", is_flag=True, help="Make the repository public, once all is verified.")

@@ -12,7 +12,7 @@ from quantize.stage import STAGES
 @RUN_FOLDER
 @click.option(
     "--hourly-price", type=click.FloatRange(min=0),
-    help="Of the machine: the report then states what the evaluation cost.",
+    help="Price of an hour of the machine, with which the report states what the evaluation cost.",
 )  # fmt: skip
 def report(run: Path, hourly_price: float | None) -> int:
     """Write the report of a run, and its verdict: report.json, .md, .html and junit.xml.

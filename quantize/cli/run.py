@@ -20,7 +20,7 @@ from quantize.stage import STAGES
     "--until",
     type=click.Choice([stage.name for stage in STAGES]),
     default="report",
-    help="Stop after it.",
+    help="Stop after this stage.",
 )
 @scoring_options
 @GPU_MEMORY

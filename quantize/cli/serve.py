@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("checkpoint")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Elsewhere a key is required.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Other hosts need an API key.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
-@click.option("--model-name", help="What clients ask for; else the name of the folder.")
+@click.option("--model-name", help="Name that clients ask for; else the folder's.")
 @click.option(
     "--max-num-seqs", type=click.IntRange(1, 64), default=4, show_default=True,
     help="Samples that are denoised together.",
@@ -26,18 +26,20 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--max-context", type=click.IntRange(min=1),
-    help="Tokens of prompt and answer; else what the model takes, on a GPU at most 8192.",
+    help="Most tokens of prompt and answer; else what the model takes, on a GPU at most 8192.",
 )  # fmt: skip
 @click.option(
     "--batch-invariant", is_flag=True,
     help="On a GPU: a seeded sample has the same text alone and beside others, at a full batch's cost.",
 )  # fmt: skip
 @click.option(
-    "--max-prompt-tokens", type=click.IntRange(min=1), help="Else what the context leaves."
+    "--max-prompt-tokens",
+    type=click.IntRange(min=1),
+    help="Most tokens of a prompt; else as many as the context leaves.",
 )
 @click.option(
     "--max-body-bytes", type=click.IntRange(min=1), default=8 << 20, show_default=True,
-    help="Largest request body.",
+    help="Most bytes of a request body.",
 )  # fmt: skip
 @click.option(
     "--request-timeout", type=click.FloatRange(min=0, min_open=True), default=600.0,
@@ -53,10 +55,10 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--ignore-unsupported", is_flag=True,
-    help="Ignore temperature, top_p, penalties and the like, and name them in a header; off, refuse.",
+    help="Ignore temperature, top_p, penalties and the like, and name them in a header; else refuse.",
 )  # fmt: skip
 @click.option(
-    "--log-prompts", is_flag=True, help="Log prompts and answers; off, neither is logged."
+    "--log-prompts", is_flag=True, help="Log prompts and answers; else neither is logged."
 )
 def serve(
     checkpoint: str, model_name: str | None, activations: "ActivationMode | None", **settings: Any

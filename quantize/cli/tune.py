@@ -6,7 +6,7 @@ import click
 @click.command()
 @click.option(
     "--only", default="", metavar="REGEX",
-    help="Only products whose key it matches, such as linear/fp8/4096x2816 M=256.",
+    help="Tune only products whose key matches, such as linear/fp8/4096x2816 M=256.",
 )  # fmt: skip
 def tune(only: str) -> None:
     """Measure the kernels' launch configurations on this GPU and keep the fastest.

@@ -62,7 +62,7 @@ def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], 
 
     Args:
         run: a finished run.
-        request: what to publish where.
+        request: repository, target and options of the push.
         dry_run: stop after showing what can be known without a token or a network, if need be; nothing
             is written, here or on the Hub.
         confirm: asks the user whether to go on.

@@ -1,4 +1,4 @@
-"""What is known and demanded of an answer: pinned tokens (infilling), initial ones, and a guide.
+"""Known tokens of an answer, pinned (infilling) or initial, and a guide that decides its canvases.
 
 At a pinned position the decoder reads the token at every step, the entropy counts as 0 (which takes
 nothing from what a step may accept), and the token is committed. An initial token replaces the canvas'
@@ -21,10 +21,10 @@ FREE = -1  # stands in place of a token where none is known
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a finished canvas.
+    """A guide's decision on a finished canvas.
 
     Attributes:
-        tokens: of the whole canvas.
+        tokens: tokens of the whole canvas.
         stand: None commits them; a number has the canvas denoised again, with so many of them pinned.
     """
 
@@ -33,7 +33,7 @@ class Verdict:
 
 
 class Guide(Protocol):
-    """Looks at the canvases of one answer, one after the other; it never raises.
+    """Decides the canvases of one answer, one after the other, and never raises.
 
     The engine's threads call it, one call at a time.
     """
@@ -46,8 +46,8 @@ class Guide(Protocol):
         """Decide a finished canvas.
 
         Args:
-            logits: [L, V] of its last step, soft-capped, not divided by the temperature.
-            tokens: [L] what would be committed.
+            logits: [L, V], logits of its last step, soft-capped, not divided by the temperature.
+            tokens: [L], tokens that would be committed.
         """
         ...
 
@@ -59,7 +59,7 @@ class Given:
     Attributes:
         pinned: tokens that are committed as they are.
         initial: tokens that stand there before the first step.
-        guide: it decides the canvases; None commits what was denoised.
+        guide: decides the canvases; None commits them as they were denoised.
     """
 
     pinned: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -81,7 +81,7 @@ class Given:
 
 
 def lead(given: Given | None) -> list[int]:
-    """Return what a guide knows of the next canvas' beginning."""
+    """Return the tokens that the next canvas begins with, as far as a guide knows them."""
     return [] if given is None or given.guide is None else list(given.guide.lead())
 
 

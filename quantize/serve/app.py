@@ -70,7 +70,7 @@ class Prepared:
         images: images of its only prompt.
         given: the known tokens of each answer.
         limit: tokens of an answer before its suffix; None where there is none.
-        form: what holds each answer to its form; None for any text.
+        form: matcher that holds each answer to its form; None for any text.
     """
 
     prompts: list[list[int]]

@@ -1,4 +1,4 @@
-"""Answers that a grammar holds to a form: what may be committed of a canvas, from left to right.
+"""Holds answers to a grammar: it decides from left to right what may be committed of a canvas.
 
 A canvas is denoised freely. When it is finished, an automaton (llguidance) reads it from its first
 token on. A token that the grammar does not allow is replaced by the most probable one that it allows,
@@ -21,19 +21,19 @@ from torch import Tensor
 from quantize.errors import InputError
 from quantize.runtime.given import Verdict
 
-ROUNDS = 8  # times that a canvas is denoised again
+ROUNDS = 8  # most times that a canvas is denoised again
 SHORTLIST = 64  # most probable tokens of a position that are tried before all of them
-LONGEST = 4096  # tokens of a way to an accepted end that is looked for
-ENDS_FIRST = ('"}]', '}]"', "")  # characters that close what is open, in the orders that are tried
+LONGEST = 4096  # most tokens of a way to an accepted end that is searched for
+ENDS_FIRST = ('"}]', '}]"', "")  # closing characters, in the orders that are tried
 THEN = ",:{[0tfn"
-Matcher = Any  # of llguidance, which has no types
+Matcher = Any  # llguidance's class, which has no types
 
 
 class Grammars:
     """Makes matchers for one tokenizer.
 
     Args:
-        tokenizer: of transformers, a fast one.
+        tokenizer: a fast tokenizer of transformers.
         ends: token ids that end an answer.
     """
 
@@ -81,7 +81,7 @@ class Grammars:
         return self._matcher(LLMatcher.grammar_from_lark(grammar))
 
     def _matcher(self, grammar: str) -> Matcher:
-        """Compile.
+        """Compile a grammar into a matcher.
 
         Raises:
             InputError: the grammar is wrong, too complex, or needs what the library does not have.
@@ -95,14 +95,14 @@ class Grammars:
         return matcher
 
     def way_out(self, matcher: Matcher, room: int) -> list[int] | None:
-        """Return tokens that lead to an accepted end, None where no such `room` tokens are found."""
+        """Return at most `room` tokens that lead to an accepted end, None where none are found."""
         walks = (
             self._walk(matcher.deep_copy(), order, min(room, LONGEST)) for order in self.orders
         )
         return next((way for way in walks if way is not None), None)
 
     def _walk(self, matcher: Matcher, order: Sequence[int], room: int) -> list[int] | None:
-        """Take what must follow, else the first of `order` that may, else what was taken least.
+        """Take the tokens that must follow, else the first of `order` that may, else the least taken.
 
         Of those the shortest come first, and signs before letters: they are likelier to end something.
         """
@@ -134,16 +134,16 @@ def allowed(matcher: Matcher) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 class Constraint:
-    """What holds one answer to a form.
+    """Holds one answer to a form.
 
     Args:
-        grammars: of the tokenizer.
-        matcher: before the first token; it is copied.
-        room: tokens that the answer may have, thoughts included, without what ends it.
+        grammars: grammars of the tokenizer.
+        matcher: the form's matcher before the first token; it is copied.
+        room: most tokens of the answer, thoughts included, without the token that ends it.
         closes: the token that ends the thoughts before the answer; None where it begins at once.
 
     Raises:
-        InputError: no text of this form is known that fits.
+        InputError: no text of this form is known that fits into `room`.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Constraint:
         return at + 1, [*tokens[:at], self._closes, *tokens[at + 1 :]], cut
 
     def _stands(self, written: list[int], start: int, changed: int) -> int | None:
-        """Write what must follow a change; return how many tokens stand then, None at the end."""
+        """Write the tokens that must follow a change; return how many stand then, None at the end."""
         matcher = self._matcher.deep_copy()
         if written[changed] in self._grammars.ends:
             return None
@@ -229,13 +229,13 @@ class _Line:
         self._grammars, self._logits, self._shortlist = grammars, logits, shortlist
         self._tokens, self._start, self._room = tokens, start, room
         self._ended = False
-        self.way: list[int] | None = None  # to an accepted end, behind what was written
+        self.way: list[int] | None = None  # tokens from what was written to an accepted end
 
     def write(self, matcher: Matcher, way: list[int] | None) -> tuple[list[int], Matcher]:
         """Return the canvas as the grammar allows it, and the matcher behind it.
 
-        With a `way` to an accepted end only tokens are taken behind which one fits into the room: it,
-        or another.
+        With a `way` to an accepted end, a token is taken only if that way or another fits behind it
+        into the room.
         """
         written = self._tokens[: self._start]
         self._ended, self.way = False, way

@@ -1,8 +1,8 @@
-"""What a request says of its answer's form, compiled: JSON, a regular expression, required calls.
+"""Compiles the form that a request asks of its answer: JSON, a regular expression, required calls.
 
-Calls are written as Gemma 4 writes them (`calls`). Of a tool's parameters their names, which of them
-are required, their types and enums are held to, in the order of the template (by name); further
-keywords of their schemas are not.
+Calls are written as Gemma 4 writes them (`calls`). They keep to the names, types and enums of a tool's
+parameters, to which of them are required, and to the template's order (by name), but not to further
+keywords of their schemas.
 """
 
 import json
@@ -16,7 +16,7 @@ from quantize.serve.failures import RequestError
 from quantize.serve.messages import Function
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 
-DEEPEST = 8  # levels of a parameter's schema that are held to; below them any value may stand
+DEEPEST = 8  # levels of a parameter's schema that are enforced; below them any value may stand
 
 
 class Forms:
@@ -28,16 +28,16 @@ class Forms:
 
     @property
     def grammars(self) -> Grammars:
-        """Of the tokenizer; an InputError where llguidance is missing."""
+        """The tokenizer's grammars; raises an InputError where llguidance is missing."""
         if self._made is None:
             self._made = Grammars(self._tokenizer, self._ends)
         return self._made
 
     def matcher(self, body: ChatRequest | CompletionRequest) -> Matcher | None:
-        """Return what the answer is held to, None for any text.
+        """Return the matcher that the answer is held to, None for any text.
 
         Raises:
-            RequestError: 400, a form that cannot be compiled.
+            RequestError: 400, the form cannot be compiled.
         """
         if not body.forms:
             return None
@@ -93,9 +93,9 @@ def _object(schema: dict[str, Any], quote: str, depth: int) -> str:
 
 
 def _listed(fields: Sequence[tuple[str, bool]]) -> str:
-    """Return the rule of fields with commas between those that are there."""
+    """Return the rule of fields with commas between those that are present."""
     choices: list[str] = []
-    for n, (field, needed) in enumerate(fields):  # the first one that is there
+    for n, (field, needed) in enumerate(fields):  # the first one that is present
         behind = "".join(f' "," {f}' if must else f' ("," {f})?' for f, must in fields[n + 1 :])
         choices.append(field + behind)
         if needed:

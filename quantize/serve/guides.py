@@ -1,4 +1,4 @@
-"""The server's guide over an answer: it holds it to a form, and records log-probabilities.
+"""The server's guide of an answer holds it to a form, and records log-probabilities.
 
 Log-probabilities are those of the committed tokens and of the most probable ones at their positions,
 under the logits of the step at which the canvas was committed, at temperature 1. They are not those of
@@ -19,7 +19,7 @@ ROWS = 32  # positions whose logits are looked at together
 
 @dataclass(frozen=True)
 class Scored:
-    """A committed token, its log-probability, and those of the most probable ones, best first."""
+    """A committed token, its log-probability, and the most probable tokens', best first."""
 
     token: int
     logprob: float
@@ -31,7 +31,7 @@ class AnswerGuide:
 
     Args:
         length: tokens of a canvas.
-        constraint: holds it to a form; None for any.
+        constraint: holds the answer to a form; None for any text.
         top: how many of the most probable tokens are recorded; None records nothing.
     """
 
@@ -46,11 +46,11 @@ class AnswerGuide:
 
     @property
     def error(self) -> str | None:
-        """Why the answer could not be held to its form."""
+        """The reason why the answer could not be held to its form, if any."""
         return None if self._constraint is None else self._constraint.error
 
     def lead(self) -> Sequence[int]:
-        """Return what the next canvas must begin with."""
+        """Return the tokens that the next canvas must begin with."""
         return [] if self._constraint is None else self._constraint.lead(self._length)
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:

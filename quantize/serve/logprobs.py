@@ -1,4 +1,4 @@
-"""Recorded log-probabilities in the shapes of OpenAI's chats and completions."""
+"""Puts recorded log-probabilities into the shapes of OpenAI's chats and completions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate

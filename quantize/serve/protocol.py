@@ -137,7 +137,7 @@ class _Generation(Strict):
 
     @property
     def forms(self) -> list[tuple[str, str, Any]]:
-        """What holds the answer to a form: the parameter, the kind of form, its definition."""
+        """Return the answer's forms, each as parameter, kind of form and definition."""
         given: list[tuple[str, str, Any]] = [
             ("guided_json", "json", self.guided_json),
             ("guided_regex", "regex", self.guided_regex),
@@ -146,7 +146,7 @@ class _Generation(Strict):
 
     @property
     def top(self) -> int | None:
-        """How many of the best tokens' log-probabilities are asked for; None for none at all."""
+        """Return how many best tokens' log-probabilities are asked for, None without any."""
         return None
 
     @property
@@ -251,7 +251,7 @@ class ChatRequest(_Generation):
 
     @property
     def forms(self) -> list[tuple[str, str, Any]]:
-        """As `_Generation`; a call that must be made is a form too."""
+        """Return forms as `_Generation` does; a call that must be made is a form too."""
         given = super().forms
         if isinstance(self.response_format, JsonFormat):
             given.append(("response_format", "json", {"type": "object"}))
@@ -264,7 +264,7 @@ class ChatRequest(_Generation):
 
     @property
     def top(self) -> int | None:
-        """As `_Generation`."""
+        """Return the number as `_Generation` does."""
         return self.top_logprobs if self.logprobs else None
 
     @property
@@ -311,7 +311,7 @@ class CompletionRequest(_Generation):
 
     @property
     def top(self) -> int | None:
-        """As `_Generation`."""
+        """Return the number as `_Generation` does."""
         return self.logprobs
 
     @field_validator("prompt")

@@ -74,7 +74,7 @@ class ChatLogprobs(_Closed):
 
 
 class TextLogprobs(_Closed):
-    """The same for a plain completion; offsets count characters."""
+    """Log-probabilities of a plain completion; offsets count characters."""
 
     tokens: list[str]
     token_logprobs: list[float]

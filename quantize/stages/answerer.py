@@ -53,9 +53,9 @@ class Answerer:
         one_by_one: whether samples depend on their requests alone, so that any may be asked for.
         batch_size: requests that are answered as one batch: 1 where samples depend on nothing else.
         capacity: samples that are denoised together: fewer than asked for where they do not fit.
-        made_with: what they depend on besides.
-        announce: told of samples and tokens that are made before their batch is finished.
-        loading_seconds: how long the model has taken to load so far.
+        made_with: everything else that samples depend on.
+        announce: called with samples and tokens that are made before their batch is finished.
+        loading_seconds: seconds that loading the model has taken so far.
 
     Raises:
         ResourceError: not one sample fits the GPU.
@@ -113,7 +113,7 @@ class Answerer:
         self._engine: Engine | None = None
 
     def _place(self) -> None:
-        """Plan the GPU's memory: how many samples and layers stay there; no weights are read."""
+        """Plan how many samples and layers stay in GPU memory, without reading any weights."""
         self.capacity, (self._resident,) = placed(
             [self.folder], self.device, capacity=self.capacity, max_context=self._context,
             gpu_memory=self.gpu_memory,

@@ -1,4 +1,4 @@
-"""Score BF16 and quantized alike: same harness, prompts, seeds and sampler, until a verdict is certain.
+"""Scores BF16 and quantized alike (harness, prompts, seeds, sampler) until a verdict is certain.
 
 Tasks come one after the other, the cheapest first. Each is asked in at most five parts, and after each
 part both sides are compared (`recovery.sequential`): a task that passes is asked no further, a run that
@@ -46,14 +46,14 @@ from quantize.stages.recording import leave_questions, record_differing
 from quantize.stages.sides import BF16, QUANTIZED, Asked, Backend, Side, open_sides, warn_of_servers
 
 BUNDLED_TASKS = ("word_problems", "word_problems_thinking")
-QUESTION_TOKENS = 1024  # room for a prompt; a longer one is made room for when it comes
+QUESTION_TOKENS = 1024  # room for a prompt; a longer one gets room when it comes
 
 
 @dataclass(frozen=True)
 class Task:
     """One task: its local data, how much of it is planned, and the longest answer in tokens.
 
-    `own` defines a task of the recipe's own, and `digest` is over everything that it is.
+    `own` defines a task of the recipe's own, and `digest` is a hash over that definition.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Task:
 
     @property
     def samples(self) -> int:
-        """Answers that are planned a side."""
+        """Number of answers planned on one side."""
         return self.plan.questions * self.plan.repeats
 
     @property
     def cost(self) -> int:
-        """Tokens that all of it takes at most on one side."""
+        """Most tokens that all planned answers take on one side."""
         return self.samples * self.token_limit
 
 
@@ -92,13 +92,13 @@ def evaluate(
         source: folder of the BF16 checkpoint.
         digest: its fingerprint.
         settings: tasks, limits, repeats, seed.
-        gate: what the scores will be judged by; without one everything is asked at once.
-        asked: which sides, and where they run.
+        gate: margins that will judge the scores; without a gate everything is asked at once.
+        asked: the sides that are asked for, and where they run.
         data_dir: folder with <task>.jsonl or .csv files in place of data sets on the Hub.
         go_on: whether to ask everything that is planned, although the verdict is certain.
 
     Returns:
-        Side -> samples, tokens and seconds of this process, what was loading left out.
+        Side -> samples, tokens and seconds of this process, loading excluded.
 
     Raises:
         InputError: a task's own file cannot be read, only one server is given, or the GGUF file is of
@@ -167,7 +167,7 @@ def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | 
 
 
 def _announce(tasks: Sequence[Task], sides: Sequence[Side], gate: Gate | None) -> None:
-    """Say how much there is to do at most, and where PASS cannot be reached."""
+    """Print the most samples and tokens to do, and the tasks that cannot PASS."""
     for task in tasks:
         shares = ", ".join(f"{look.fraction:.0%}" for look in task.plan.looks)
         say(
@@ -198,7 +198,7 @@ def _until_decided(
     *,
     go_on: bool,
 ) -> dict[str, tuple[Task, int]]:
-    """Ask the base and the gated side, look by look; return by task how many looks were taken."""
+    """Ask the base and the gated side, look by look; return the number of looks taken by task."""
     seen: dict[str, Comparison | None] = dict.fromkeys(task.name for task in tasks)
     done: dict[str, tuple[Task, int]] = {}
     for task in tasks:
@@ -221,7 +221,7 @@ def _until_decided(
 def _as_much(
     answers: "Answers", sides: Sequence[Side], done: Mapping[str, tuple[Task, int]]
 ) -> None:
-    """Ask sides that are not judged what the judged ones were asked."""
+    """Ask sides that are not judged the questions that the judged ones were asked."""
     for side in answers.there_first(sides):
         for task, looks in done.values():
             for number in range(looks):
@@ -240,7 +240,7 @@ def _leave_for_the_report(run: RunDir, sides: Sequence[Side], tasks: Sequence[Ta
 
 
 def _finish(run: RunDir, tasks: Sequence[Task], done: Mapping[str, tuple[Task, int]]) -> None:
-    """Note what was asked: the report reads it, and a later run whether anything is left."""
+    """Write what was asked, for the report, and for later runs, which see what is left."""
     looks = {name: {"taken": n, "of": len(task.plan.looks)} for name, (task, n) in done.items()}
     write_json(
         run.evaluation / "done.json",
@@ -253,12 +253,12 @@ def _finish(run: RunDir, tasks: Sequence[Task], done: Mapping[str, tuple[Task, i
 
 
 class Answers:
-    """What is scored so far, by side and task; asks a model for more.
+    """The scores so far, by side and task; it asks a model for more.
 
     Args:
-        run: where scores go.
-        processes: those that share the work.
-        rates: of samples.
+        run: folder that scores go to.
+        processes: processes that share the work.
+        rates: counter of samples, tokens and seconds.
     """
 
     def __init__(self, run: RunDir, processes: Processes, rates: "Rates") -> None:
@@ -266,7 +266,7 @@ class Answers:
         self._there: Backend | None = None
 
     def of_first(self, found: bool) -> bool:
-        """Return what the first process found: it alone has the scores."""
+        """Return the first process' `found`, since it alone has the scores."""
         return self._processes.of_first(found)
 
     def there_first(self, sides: Sequence[Side]) -> list[Side]:
@@ -274,13 +274,13 @@ class Answers:
         return sorted(sides, key=lambda side: side.backend is not self._there)
 
     def release(self) -> None:
-        """Give the memory of the model back that was asked last."""
+        """Free the memory of the model that was asked last."""
         if self._there is not None:
             self._there.release()
         self._there = None
 
     def scored(self, side: Side, task: Task) -> Scoring | None:
-        """Return what is scored of a task on a side under this run's conditions."""
+        """Return the scores of a task on a side under this run's conditions."""
         folder = self._run.evaluation / side.name
         conditions = folder / f"{task.name}.conditions.json"
         if not (folder / f"{task.name}.jsonl").exists() or not conditions.exists():
@@ -338,7 +338,7 @@ class Answers:
         done: Mapping[str, tuple[Task, int]],
         seen: Mapping[str, Comparison | None],
     ) -> None:
-        """Say how it ended, and what was saved by ending there."""
+        """Print how the evaluation ended, and the time that an early end saved."""
         if self._processes.rank:
             return
         planned = 2 * sum(task.samples for task in tasks)
@@ -379,11 +379,11 @@ def made_with(side: Side, task: Task) -> dict[str, Any]:
     }
     if task.digest is not None:
         found["definition"] = task.digest
-    return json.loads(json.dumps(found))  # as it is read back
+    return json.loads(json.dumps(found))  # equal to what is read back
 
 
 def _write(folder: Path, scoring: Scoring) -> None:
-    """Write rows, then conditions: those say what the rows are, and never stand beside others."""
+    """Write rows, then conditions, which describe them and never stand beside other rows."""
     conditions = folder / f"{scoring.task}.conditions.json"
     conditions.unlink(missing_ok=True)
     rows = [json.dumps(asdict(row), ensure_ascii=False) for row in scoring.rows]

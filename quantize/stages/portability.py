@@ -1,4 +1,4 @@
-"""Which kernels run a recipe on a GPU, and how long a forward takes there at least, by arithmetic."""
+"""Tells which kernels run a recipe on a GPU, and computes the least time of a forward there."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ def gpu_of(name: str | None) -> "Gpu | None":
     """Return the named GPU, else the one of this machine, None without one.
 
     Raises:
-        InputError: no GPU is called so.
+        InputError: no GPU has this name.
     """
     import torch
 
@@ -29,7 +29,7 @@ def gpu_of(name: str | None) -> "Gpu | None":
 
 
 def kernel_schemes(targets: Sequence[Target]) -> dict[str, str]:
-    """Return what the kernels call the schemes of experts, attention and MLPs."""
+    """Return the kernels' names of the schemes of experts, attention and MLPs."""
     schemes: dict[str, str] = dict.fromkeys(QUANTIZABLE, "bf16")
     for target in targets:
         if target.scheme is not None and target.module_class in schemes:

@@ -1,10 +1,10 @@
-"""What evaluation compares: models that answer, each in a folder of `evaluation/`.
+"""The sides that evaluation compares: models that answer, each with a folder of `evaluation/`.
 
     bf16                 the base
-    quantized            what the gate judges, activations rounded as the recipe says
-    quantized-<mode>     further ways to round activations, when asked for
-    quantized-gguf       the GGUF file that was exported of it, in llama.cpp, when given
-    bf16-again           BF16 with a second seed: the noise floor, when asked for
+    quantized            the side that the gate judges, activations rounded as the recipe says
+    quantized-<mode>     activations rounded in another way, when asked for
+    quantized-gguf       the checkpoint's GGUF file in llama.cpp, when given
+    bf16-again           BF16 with a second seed, the noise floor, when asked for
 
 Either model may sit behind OpenAI-compatible servers instead of in this process.
 """
@@ -34,8 +34,8 @@ class Backend(Protocol):
     """A model that answers batches, and what its samples depend on.
 
     Attributes:
-        sampler_settings: those of its sampler.
-        made_with: what its samples depend on besides their requests.
+        sampler_settings: settings of its sampler.
+        made_with: everything besides their requests that its samples depend on.
         batch_size: requests that are answered as one batch; 1 where samples depend on nothing else.
         loading_seconds: how long the model has taken to load so far.
     """
@@ -50,7 +50,7 @@ class Backend(Protocol):
         ...
 
     def release(self) -> None:
-        """Give the model's memory back: its jobs are done."""
+        """Free the model's memory once its jobs are done."""
         ...
 
 
@@ -58,13 +58,13 @@ class ServedModel:
     """A model behind servers.
 
     Args:
-        urls: of the servers; requests go to whichever is free.
-        in_flight: requests to each at once.
+        urls: addresses of the servers; requests go to whichever is free.
+        in_flight: number of requests to each at once.
         digest: fingerprint of the checkpoint that they should serve.
-        revision: what the user says that they serve, for servers that tell no fingerprint.
+        revision: revision that the user names, for servers that report no fingerprint.
 
     Raises:
-        InputError: one serves something else, they serve differently, or nobody says what.
+        InputError: one serves other weights, they differ, or neither they nor the user name theirs.
     """
 
     batch_size = 1
@@ -74,7 +74,7 @@ class ServedModel:
         self, urls: Sequence[str], in_flight: int, digest: str, revision: str | None
     ) -> None:
         self.servers = Servers(urls, in_flight=in_flight, api_key=os.environ.get("OPENAI_API_KEY"))
-        # Its template, sampler and precision are the server's own; both sides must be served then.
+        # Template, sampler and precision are the server's own, so both sides must be served.
         self.sampler_settings: dict[str, Any] = {"sampler": "the server's"}
         about = [self._described(server, digest, revision) for server in self.servers.all]
         for server, each in zip(self.servers.all, about, strict=True):
@@ -102,11 +102,11 @@ class ServedModel:
         return served | {"activations": server.about.get("activations")}
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        """Ask for every sample on its own, several at a time."""
+        """Request every sample singly, several at a time."""
         return self.servers(batches)
 
     def release(self) -> None:
-        """Do nothing: the servers stay."""
+        """Do nothing: the servers keep their model."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Side:
 def quantized_sides(
     gated: ActivationMode, more: Sequence[ActivationMode]
 ) -> list[tuple[str, ActivationMode]]:
-    """Return (folder name, activation mode); the gate reads the first."""
+    """Return (folder name, activation mode) of each side; the gate reads the first."""
     named: dict[ActivationMode, str] = {gated: QUANTIZED}
     for mode in more:
         named.setdefault(mode, f"{QUANTIZED}-{mode.replace('_', '-')}")
@@ -130,19 +130,19 @@ def quantized_sides(
 
 @dataclass(frozen=True)
 class Asked:
-    """Which sides are asked for, and where their models run.
+    """The sides that are asked for, and where their models run.
 
     Attributes:
         modes: activation modes to score besides the recipe's.
         noise_floor: whether BF16 is scored once more, with another seed.
         servers: URLs of servers with the quantized model.
         base_servers: URLs of servers with the BF16 model; both are served, or neither.
-        server_revision: what the servers serve, where they do not tell.
-        base_server_revision: the same of those with the BF16 model.
+        server_revision: revision that `servers` serve, where they do not report one.
+        base_server_revision: the same for `base_servers`.
         in_flight: requests to a server at once.
         gguf: a GGUF file of the quantized checkpoint, to be scored too.
         llama_cpp: the program that computes its logits; both are given, or neither.
-        device: where the models run that are not served.
+        device: where models that are not served run.
         gpu_memory: bytes of a GPU that may be used, None for what is free.
     """
 
@@ -179,12 +179,12 @@ def open_sides(
         source: folder of the BF16 checkpoint.
         digest: its fingerprint.
         checkpoint: folder of the quantized one.
-        settings: of the recipe.
-        asked: which sides.
+        settings: the recipe's `evaluation` section.
+        asked: the sides that are asked for.
         context: positions that the longest prompt and answer may take.
 
     Raises:
-        InputError: a server or a GGUF file of another model.
+        InputError: a server or a GGUF file has another model.
         ResourceError: not one sample fits the GPU.
     """
     sampler, quantized = Sampler.from_checkpoint(source), fingerprint(Checkpoint.open(checkpoint))
@@ -220,7 +220,7 @@ def open_sides(
 
 
 def warn_of_servers(sides: Sequence[Side], token_limit: int, canvas_length: int) -> None:
-    """Name servers that may answer worse than their model, where answers take several canvases."""
+    """Warn of servers that may answer worse than their model, if answers take several canvases."""
     if token_limit <= canvas_length:
         return
     served = [side.backend.servers for side in sides if isinstance(side.backend, ServedModel)]

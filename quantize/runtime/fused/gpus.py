@@ -1,4 +1,4 @@
-"""Which GPU runs which scheme with which kernels, said before a weight is read, and how fast at least.
+"""Tells which kernels run a scheme on a GPU, before weights are read, and the least time they take.
 
 A kernel runs where its instructions exist (`fused_dequant.weights.KERNELS`). An H200 has run them all;
 for the other targets of `fused_dequant.targets` the tests compile and check them, and nobody has run
@@ -20,21 +20,21 @@ from quantize.errors import InputError, ResourceError
 from quantize.runtime.fused.cost import Rates
 
 TUNED = Path(user_cache_dir("diffusiongemma-quantize", appauthor=False)) / "tuning"
-HOPPER: Capability = (9, 0)  # what has run the kernels
+HOPPER: Capability = (9, 0)  # the capability on which the kernels have run
 OLDEST: Capability = (8, 0)  # bf16 tensor cores, which every scheme needs
 EXPERTS_HIT = 128.0  # at a canvas of 256 tokens, with 8 of 128 experts each
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. Its figures are what its maker states: nobody measured them here.
+    """A GPU, with figures that its maker states: nobody measured them here.
 
     Attributes:
-        name: as people call it.
+        name: its common name.
         capability: compute capability.
         memory: bytes; 0 where it is not known.
-        rates: bytes/s of its memory, FLOP/s of dense products summed in float32, those of FP8 taken
-            for INT8 too and INT8's where there is no FP8; None where nobody told.
+        rates: bytes/s of its memory, FLOP/s of dense products summed in float32; FP8's rate stands for
+            INT8 too, or INT8's where there is no FP8; None where the maker states none.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Gpu:
 
     @property
     def target(self) -> str:
-        """What is compiled for, as in sm_90."""
+        """The target that kernels are compiled for, as in sm_90."""
         return name_of(self.capability)
 
 
 def _gpu(name: str, capability: Capability, gb: float, tb: float, bf16: float, eight: float) -> Gpu:
-    """GB of memory, TB/s, and TFLOP/s in bf16 and in 8 bits."""
+    """Make a GPU from GB of memory, TB/s, and TFLOP/s in bf16 and in 8 bits."""
     return Gpu(name, capability, gb * 1e9, Rates(tb * 1e12, bf16 * 1e12, eight * 1e12))
 
 
@@ -68,7 +68,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a GPU runs a scheme: `kernels` names what with, None where none can; `note` says more."""
+    """Whether a GPU runs a scheme: `kernels` names the kernels, None if none can; `note` says more."""
 
     scheme: str
     kernels: str | None
@@ -79,7 +79,7 @@ def named(name: str) -> Gpu:
     """Return a GPU by the name of `--gpu`.
 
     Raises:
-        InputError: none is called so.
+        InputError: no GPU has this name.
     """
     key = name.lower().replace(" ", "").replace("-", "").replace("_", "")
     if key not in GPUS:
@@ -98,7 +98,7 @@ def at_hand(device: torch.device) -> Gpu:
 
 
 def verdict(scheme: str, gpu: Gpu) -> Verdict:
-    """Say whether a GPU runs a kernels' scheme (bf16, fp8, int8, nvfp4), and what to use instead."""
+    """Return whether a GPU runs a scheme (bf16, fp8, int8, nvfp4), and what to use instead."""
     own, target = gpu.capability, gpu.target
     if own < OLDEST:
         need = (
@@ -131,7 +131,7 @@ def check_gpu(schemes: Iterable[str], device: torch.device) -> None:
     A CPU runs all, in torch. From here on launches are chosen by the user's tuned tables too.
 
     Raises:
-        ResourceError: no such GPU, or one without the instructions; the message says what to use.
+        ResourceError: the GPU is missing or lacks the instructions; the message says what to use.
     """
     if device.type != "cuda":
         return
@@ -159,8 +159,8 @@ def floor(
     Args:
         config: config.json of a BF16 model.
         schemes: as in `random_weights`.
-        gpu: which; None comes back where its rates are not known.
-        batch: canvases.
+        gpu: the GPU; without known rates the result is None.
+        batch: number of canvases.
         context: positions before each canvas.
     """
     from quantize.runtime.fused.cost import decoder_floor

@@ -1,4 +1,4 @@
-"""The launch configurations of this GPU, measured once and kept in the user's cache folder.
+"""Measures the launch configurations of this GPU once, and keeps them in the user's cache folder.
 
 Every engine reads them from there (`gpus.check_gpu`), before the tables that ship.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fused_dequant.candidates import Product
     from fused_dequant.tune import Choice, Timed
 
-SAVED_EVERY = 8  # choices; a stop loses no more
+SAVED_EVERY = 8  # choices, the most that a stop loses
 
 
 def tune_gpu(
@@ -32,12 +32,12 @@ def tune_gpu(
 
     Args:
         only: a regular expression.
-        folder: of the user's tables.
+        folder: folder of the user's tables.
         timer: times a product's candidates; None for this GPU.
 
     Raises:
-        InputError: `only` is no regular expression, finds nothing, or one of a pair of experts.
-        ResourceError: no GPU here, or one that the kernels do not run on.
+        InputError: `only` is no regular expression, finds nothing, or only one of a pair of experts.
+        ResourceError: there is no GPU, or the kernels do not run on it.
     """
     device = torch.device("cuda")
     check_gpu([], device)
