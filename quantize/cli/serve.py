@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     help="Most tokens of prompt and answer; else what the model takes, on a GPU at most 8192.",
 )  # fmt: skip
 @click.option(
+    "--prefix-cache", "prefix_mib", type=click.IntRange(min=0), default=0, show_default=True,
+    help="MiB of the device for beginnings of prompts that are kept encoded, beside what it takes.",
+)  # fmt: skip
+@click.option(
     "--batch-invariant", is_flag=True,
     help="On a GPU: a seeded sample has the same text alone and beside others, at a full batch's cost.",
 )  # fmt: skip
@@ -61,7 +65,11 @@ if TYPE_CHECKING:
     "--log-prompts", is_flag=True, help="Log prompts and answers; else neither is logged."
 )
 def serve(
-    checkpoint: str, model_name: str | None, activations: "ActivationMode | None", **settings: Any
+    checkpoint: str,
+    model_name: str | None,
+    activations: "ActivationMode | None",
+    prefix_mib: int,
+    **settings: Any,
 ) -> None:
     """Serve a checkpoint as an OpenAI-compatible endpoint: quantize serve CHECKPOINT.
 
@@ -83,7 +91,9 @@ def serve(
       chat_template_kwargs.enable_thinking (thoughts come back as reasoning_content),
       the sampler's num_inference_steps, entropy_bound, t_min, t_max,
       confidence_threshold, stability_threshold,
-      and the canvas: suffix of a completion, pinned [{position, text}], initial_text.
+      the canvas: suffix of a completion, pinned [{position, text}], initial_text,
+      tools with tool_choice and parallel_tool_calls, response_format (json_object, json_schema),
+      guided_json, guided_regex, logprobs with top_logprobs up to 20.
     Anything else is refused with 400, its name and the way out: temperature, say, other than 1;
       with --ignore-unsupported what only steers sampling is ignored and named in a header.
     A stream sends finished canvases; stream_options.include_drafts shows them denoise.
@@ -114,6 +124,7 @@ def serve(
         api_key=os.environ.get(KEY_VARIABLE),
         fingerprint=fingerprint(Checkpoint.open(folder)),
         activations=activations or "as served",
+        prefix_bytes=prefix_mib << 20,
         **settings,
     )
     serve_checkpoint(folder, options, activations=activations, device=best_device())

@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from quantize.runtime.given import Given
 from quantize.runtime.images import Images
+from quantize.runtime.prefixes import PrefixCache
 from quantize.runtime.sample import Sample, canvas_budgets
 from quantize.runtime.sampler import Sampler
 
@@ -121,6 +122,11 @@ class Engine(Protocol):
     @property
     def canvas_length(self) -> int:
         """The number of tokens of one canvas."""
+        ...
+
+    @property
+    def prefixes(self) -> PrefixCache[Any] | None:
+        """Beginnings of prompts that are kept encoded; None where none are."""
         ...
 
     @property

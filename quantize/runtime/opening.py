@@ -55,6 +55,7 @@ def open(
     gpu_memory: float | None = None,
     kind: Kind | None = None,
     beside: Engine | None = None,
+    prefix_bytes: int = 0,
 ) -> Engine:
     """Load a checkpoint and return the engine that runs it.
 
@@ -74,6 +75,8 @@ def open(
             is free. Where even streamed layers leave too little, the engine has fewer slots.
         kind: which engine; None for the device's default.
         beside: an engine of the same checkpoint, whose weights are shared where they can be.
+        prefix_bytes: memory of the device, beside what is planned, for beginnings of prompts that are
+            kept encoded.
 
     Raises:
         InputError: the checkpoint cannot be loaded, or the engine does not have a setting.
@@ -81,7 +84,9 @@ def open(
     """
     if (kind or default_kind(device, dtype)) == "modules":
         checkpoint = _for_modules(checkpoint, batch_invariant)
-        return _modules(checkpoint, device, activations or "none", capacity, max_context, dtype)
+        return _modules(
+            checkpoint, device, activations or "none", capacity, max_context, dtype, prefix_bytes
+        )
     from quantize.runtime.fused.engine import FusedEngine
     from quantize.runtime.fused.inputs import inputs_of
 
@@ -99,6 +104,7 @@ def open(
         max_context=max_context,
         batch_invariant=batch_invariant,
         inputs=inputs,
+        prefix_bytes=prefix_bytes,
     )
 
 
@@ -194,10 +200,11 @@ def _modules(
     capacity: int,
     max_context: int | None,
     dtype: torch.dtype | None,
+    prefix_bytes: int,
 ) -> Engine:
     from quantize.checkpoints.load import load
     from quantize.runtime.modules.engine import ModelEngine
 
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     model = load(checkpoint, activations=activations, dtype=dtype, device=device)
-    return ModelEngine(model, capacity, max_context)
+    return ModelEngine(model, capacity, max_context, prefix_bytes)

@@ -1,9 +1,11 @@
 """Counts what the server does, for Prometheus (GET /metrics)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from quantize.runtime.prefixes import PrefixCache
 from quantize.serve.text import Answer
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
@@ -37,6 +39,18 @@ class Metrics:
             "quantize_canvas_seconds", "Time until a batch of samples has finished a canvas.",
             registry=registry, buckets=SECONDS,
         )  # fmt: skip
+
+    def watch(self, prefixes: PrefixCache[Any] | None) -> None:
+        """Show what an engine keeps of the beginnings of prompts, as it stands when it is asked."""
+        if prefixes is None:
+            return
+        for name, says, value in (
+            ("asked_tokens", "Tokens of prompts that were looked for.", lambda: prefixes.asked),
+            ("reused_tokens", "Those that needed no encoding.", lambda: prefixes.reused),
+            ("bytes", "Memory of what is kept.", lambda: prefixes.nbytes),
+        ):
+            gauge = Gauge(f"quantize_prefix_{name}", says, registry=self.registry)
+            gauge.set_function(value)
 
     def canvas(self, seconds: float, batch: int, steps: Sequence[int]) -> None:
         """Count a batch of samples, and the steps of the canvases that it finished."""

@@ -19,6 +19,7 @@ class Options:
         max_num_seqs: samples that are denoised at once.
         max_queue: samples that may wait for a slot; more are answered 429.
         max_context: positions a sample may take, prompt and answer; None for the engine's own limit.
+        prefix_bytes: memory for beginnings of prompts that are kept encoded.
         batch_invariant: whether a sample has the same tokens whoever is served beside it.
         max_prompt_tokens: most tokens of a prompt, None for what the context leaves.
         max_body_bytes: most bytes of a request body.
@@ -39,6 +40,7 @@ class Options:
     max_num_seqs: int = 4
     max_queue: int = 64
     max_context: int | None = None
+    prefix_bytes: int = 0
     batch_invariant: bool = False
     max_prompt_tokens: int | None = None
     max_body_bytes: int = 8 << 20

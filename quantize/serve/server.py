@@ -60,6 +60,7 @@ def make_server(
 ) -> Server:
     """Return a server of an engine, its text, pictures, sampler and options."""
     metrics = Metrics()
+    metrics.watch(engine.prefixes)
     scheduler = Scheduler(engine, max_queue=options.max_queue, metrics=metrics)
     service = Service(scheduler, text, pictures, sampler, options)
     config = uvicorn.Config(
@@ -84,6 +85,7 @@ def open_engine(
         activations=activations,
         capacity=options.max_num_seqs,
         max_context=options.max_context,
+        prefix_bytes=options.prefix_bytes,
         batch_invariant=options.batch_invariant,
     )
     say("warming up")

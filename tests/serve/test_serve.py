@@ -19,12 +19,22 @@ import pytest
 from click.testing import CliRunner
 from pictures import part
 from recovery.served import Server
-from serving import QUESTION, SAMPLER, Running, ScriptedEngine, in_process, running, text_of
+from serving import (
+    QUESTION,
+    SAMPLER,
+    Running,
+    ScriptedEngine,
+    in_process,
+    model,
+    running,
+    text_of,
+)  # fmt: skip
 
 from quantize import __version__
 from quantize.cli import cli
 from quantize.cli.options import served_name
 from quantize.errors import InputError, ResourceError
+from quantize.runtime.modules.engine import ModelEngine
 from quantize.serve import guard
 from quantize.serve.options import Options
 
@@ -220,7 +230,12 @@ def test_version_and_documentation(server: Running) -> None:
     assert server.http.get("/version").json() == {"version": __version__}
     page = server.http.get("/docs").text
     assert "://" not in page
-    for said in ("POST /v1/chat/completions", "entropy_bound", 'id="Message"', "reasoning_content"):
+    for said in (
+        "POST /v1/chat/completions",
+        "entropy_bound",
+        'id="Question"',
+        "reasoning_content",
+    ):
         assert said in page
 
 
@@ -329,6 +344,23 @@ def test_what_is_harmless_is_ignored_and_named_where_that_is_asked_for(
             server.ask(extra_body={"echo": True})
         with pytest.raises(openai.BadRequestError, match="valid number"):
             server.ask(extra_body={"temperature": "low"})
+
+
+def test_beginnings_of_prompts_are_counted() -> None:
+    with running(ModelEngine(model(), 1, prefix_bytes=1 << 26), max_num_seqs=1) as server:
+        question = "Tom has 5 apples and buys 3 more. " * 30 + QUESTION
+        first, second = (server.ask(question, seed=1, max_tokens=8) for _ in range(2))
+        assert first.choices == second.choices
+        page = dict(
+            line.rsplit(" ", 1)
+            for line in server.http.get("/metrics").text.splitlines()
+            if line.startswith("quantize_prefix")
+        )
+    tokens = first.usage.prompt_tokens
+    assert tokens > 256
+    assert float(page["quantize_prefix_asked_tokens"]) == 2 * tokens
+    assert float(page["quantize_prefix_reused_tokens"]) == tokens // 256 * 256
+    assert float(page["quantize_prefix_bytes"]) > 0
 
 
 def test_another_model_is_not_found(server: Running) -> None:

@@ -38,6 +38,7 @@ from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import TextWeights
 from quantize.runtime.given import Given, Verdict, initial, lead, pinned
 from quantize.runtime.images import Images
+from quantize.runtime.prefixes import PrefixCache
 from quantize.runtime.sampler import Sampler
 
 CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 tokens must fit
@@ -82,6 +83,7 @@ class FusedEngine:
             round differently: in bf16 that may change a token.
         graphs: replay CUDA graphs. Without, or with streamed weights, steps run kernel by kernel.
         inputs: rounds or shows the rows that enter products; None leaves them as the kernels serve.
+        prefix_bytes: memory for beginnings of prompts that are kept encoded; 0 keeps none.
 
     Raises:
         ResourceError: the cache does not fit beside the weights.
@@ -96,6 +98,7 @@ class FusedEngine:
         batch_invariant: bool = False,
         graphs: bool = True,
         inputs: Inputs | None = None,
+        prefix_bytes: int = 0,
     ) -> None:
         config = weights.config
         limit: int = config.text_config.max_position_embeddings
@@ -121,6 +124,9 @@ class FusedEngine:
         self._graphs = graphs and self.device.type == "cuda" and not weights.streamed
         self._pool: Pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._slots: dict[int, _Sequence] = {}
+        self.prefixes = (
+            PrefixCache[list[Tensor]](prefix_bytes, self._chunk) if prefix_bytes else None
+        )
         self._steps, self._guided_steps = (
             Steps(lambda rows, sampler, keep=keep: self._step(rows, sampler, keep))
             for keep in (False, True)
@@ -314,15 +320,27 @@ class FusedEngine:
         seen = pictures(prompt, self._placeholder)
         chunks = pieces(len(prompt), self._chunk, seen)
         embeddings = None if images is None else self._soft(images, seen)
-        for start, end in chunks:
+        known = 0 if images is not None else self._restore(slot, prompt)
+        for start, end in chunks[known:]:
             soft = None if embeddings is None else soft_tokens((start, end), seen, embeddings)
             length = min(-(-(end - start) // SHORT) * SHORT, self._chunk)
             if soft is None and start + length <= self.max_length:
                 self._encode([(slot, start, prompt[start:end])], length)
+                if self.prefixes and images is None and end - start == self._chunk:
+                    block = self.model.cache.block(slot, start, end)
+                    nbytes = sum(kept.numel() * kept.element_size() for kept in block)
+                    self.prefixes.keep(prompt[:end], block, nbytes)
                 continue
             tokens = torch.tensor([prompt[start:end]], device=self.device)
             self.model.encode(tokens, self._integers([slot]), self._integers([start]), soft)
         sequence.context = len(prompt)
+
+    def _restore(self, slot: int, prompt: Sequence[int]) -> int:
+        """Fill a slot with what is known of a prompt; return how many chunks that is."""
+        found = [] if self.prefixes is None else self.prefixes.find(prompt)
+        for n, block in enumerate(found):
+            self.model.cache.restore(slot, n * self._chunk, (n + 1) * self._chunk, block)
+        return len(found)
 
     def _soft(self, images: Images, seen: list[Span]) -> Tensor:
         """Return the soft tokens of a prompt's images, [tokens, H]."""

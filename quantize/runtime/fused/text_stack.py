@@ -14,7 +14,7 @@ The host never waits for a number that is on the device, so a pass of fixed shap
 transformers' bf16 model rounds; logits are bf16 after their softcap, where transformers keeps float32.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +62,7 @@ class Cache:
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    window: int
 
     @classmethod
     def allocate(
@@ -79,7 +80,29 @@ class Cache:
             )
             for i, kind in enumerate(text.layer_types)
         ]  # fmt: skip
-        return cls(tuple(kv[0] for kv in layers), tuple(kv[1] for kv in layers))
+        keys, values = (tuple(kv[n] for kv in layers) for n in range(2))
+        return cls(keys, values, text.sliding_window)
+
+    def block(self, slot: int, start: int, end: int) -> list[Tensor]:
+        """Copy what further tokens need of positions `start` to `end`: see `restore`.
+
+        Full layers give the positions themselves, sliding ones all that a ring holds behind them.
+        """
+        return [
+            tensor[slot, self._cells(tensor, start, end)].clone()
+            for tensor in (*self.keys, *self.values)
+        ]
+
+    def restore(self, slot: int, start: int, end: int, block: Sequence[Tensor]) -> None:
+        """Write a block back; of sliding layers the last block's alone is read."""
+        for tensor, kept in zip((*self.keys, *self.values), block, strict=True):
+            tensor[slot, self._cells(tensor, start, end)] = kept
+
+    def _cells(self, tensor: Tensor, start: int, end: int) -> Tensor:
+        ring = tensor.shape[1]
+        if ring < max(keys.shape[1] for keys in self.keys):
+            start = max(0, end - self.window + 1)
+        return torch.arange(start, end, device=tensor.device) % ring
 
     def clear(self, slot: int) -> None:
         """Forget a slot's values: no NaN of a broken sequence may meet a probability of 0."""

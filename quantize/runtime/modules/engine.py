@@ -26,8 +26,10 @@ from quantize.runtime.modules.passes import (
     text_config,
 )
 from quantize.runtime.noise import CounterNoise
+from quantize.runtime.prefixes import PrefixCache
 from quantize.runtime.sampler import CanvasState, Sampler, decide
 
+BLOCK = 256  # tokens of a prompt that are encoded together where beginnings are kept
 PARTS = 2  # parts of a batch that share a CPU's cores; more were not measured
 
 
@@ -80,6 +82,7 @@ class ModelEngine:
         model: transformers' module.
         capacity: number of slots.
         max_context: positions a sample may take, prompt and answer; None for all the model knows.
+        prefix_bytes: memory for beginnings of prompts that are kept encoded; 0 keeps none.
 
     Raises:
         InputError: the model knows fewer positions.
@@ -90,6 +93,7 @@ class ModelEngine:
         model: DiffusionGemmaForBlockDiffusion,
         capacity: int = 1,
         max_context: int | None = None,
+        prefix_bytes: int = 0,
     ) -> None:
         limit: int = text_config(model).max_position_embeddings
         if max_context is not None and not 0 < max_context <= limit:
@@ -98,6 +102,7 @@ class ModelEngine:
         self.capacity = capacity
         self.canvas_length = canvas_length(model)
         self.max_length = max_context or limit
+        self.prefixes = PrefixCache[Prefix](prefix_bytes, BLOCK) if prefix_bytes else None
         self._slots: dict[int, _Sequence] = {}
         cores = torch.get_num_threads()
         parts = min(PARTS, cores) if model.device.type == "cpu" else 1
@@ -231,7 +236,7 @@ class ModelEngine:
         if sequence.state is not None:
             return
         if sequence.prefix is None:
-            sequence.prefix = encode_prompts(self.model, [sequence.unencoded])
+            sequence.prefix = self._encode_prompt(sequence.unencoded)
         elif sequence.unencoded:
             tokens = torch.tensor([sequence.unencoded], device=self.model.device)
             sequence.prefix = encode_tokens(self.model, sequence.prefix, tokens)
@@ -248,6 +253,20 @@ class ModelEngine:
             known = self._known(pinned, sequence)
         sequence.state = CanvasState.begin(canvas, row, sequence.sampler, known)
         sequence.steps = 0
+
+    def _encode_prompt(self, prompt: Sequence[int]) -> Prefix:
+        """Encode a prompt without pictures, block by block behind what is known of it."""
+        if self.prefixes is None:
+            return encode_prompts(self.model, [prompt])
+        found, block = self.prefixes.find(prompt), self.prefixes.block
+        prefix = found[-1].shared() if found else Prefix.empty(self.model, 1)
+        for start in range(len(found) * block, len(prompt), block):
+            tokens = torch.tensor([prompt[start : start + block]], device=self.model.device)
+            prefix = encode_tokens(self.model, prefix, tokens)
+            if tokens.shape[1] == block:
+                kept = prefix.shared()
+                self.prefixes.keep(prompt[: start + block], kept, kept.nbytes)
+        return prefix
 
     def _known(
         self,

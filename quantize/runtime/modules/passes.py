@@ -42,6 +42,28 @@ class Prefix:
     lengths: Tensor
     columns: int
 
+    @classmethod
+    def empty(cls, model: DiffusionGemmaForBlockDiffusion, rows: int) -> "Prefix":
+        """Return the prefix of `rows` samples of which nothing is encoded yet."""
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        return cls(cache, torch.zeros(rows, dtype=torch.long, device=model.device), 0)
+
+    def shared(self) -> "Prefix":
+        """Return one over the same keys and values; what is appended to either is its own."""
+        cache = copy.copy(self.cache)
+        cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        return Prefix(cache, self.lengths, self.columns)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all keys and values."""
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for layer in self.cache.layers
+            for tensor in (layer.keys, layer.values)
+            if tensor is not None
+        )
+
     def select(self, rows: Tensor) -> "Prefix":
         """Return a copy that holds `rows` only."""
         cache = copy.copy(self.cache)
@@ -94,8 +116,7 @@ def encode_prompts(
         by_length.setdefault((len(prompt), -1 if own is None else row), []).append(row)
     parts: list[tuple[list[int], Prefix]] = []
     for rows in by_length.values():
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        nothing = Prefix(cache, torch.zeros(len(rows), dtype=torch.long, device=model.device), 0)
+        nothing = Prefix.empty(model, len(rows))
         tokens = torch.tensor([list(prompts[row]) for row in rows], device=model.device)
         parts.append((rows, encode_tokens(model, nothing, tokens, given[rows[0]])))
     return merge(parts)

@@ -1,0 +1,79 @@
+"""Beginnings of prompts that are encoded already: shared system prompts and the turns of a chat.
+
+The encoder is causal, so what it keeps of a prompt's first n tokens does not depend on what follows. It
+is kept in whole blocks: block k of a prompt is found under the digest of all tokens up to its end, and
+used only where every block before it is there too. Prompts are encoded block by block whether or not a
+beginning is found, so a sample has the same tokens either way. The blocks that were used longest ago go
+first when the budget is spent. Prompts with pictures are left out.
+"""
+
+import hashlib
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Kept = TypeVar("Kept")
+
+
+@dataclass(frozen=True)
+class _Block(Generic[Kept]):
+    kept: Kept
+    nbytes: int
+
+
+class PrefixCache(Generic[Kept]):
+    """Blocks of encoded prompts, for one engine.
+
+    Args:
+        budget: bytes that all blocks together may take.
+        block: tokens of one.
+
+    Attributes:
+        asked: tokens of the prompts that were looked for.
+        reused: how many of them did not need to be encoded.
+        nbytes: bytes of the blocks that are kept.
+    """
+
+    def __init__(self, budget: int, block: int) -> None:
+        self.budget, self.block = budget, block
+        self.asked = self.reused = self.nbytes = 0
+        self._blocks: OrderedDict[bytes, _Block[Kept]] = OrderedDict()
+        self._lock = threading.Lock()  # the modules engine encodes on two threads
+
+    def find(self, prompt: Sequence[int]) -> list[Kept]:
+        """Return what is kept of the prompt's first blocks, in order, as far as they go."""
+        found: list[bytes] = []
+        with self._lock:
+            for key in self._keys(prompt):
+                if key not in self._blocks:
+                    break
+                found.append(key)
+            for key in reversed(found):  # a block is worth nothing without those before it
+                self._blocks.move_to_end(key)
+            self.asked += len(prompt)
+            self.reused += len(found) * self.block
+            return [self._blocks[key].kept for key in found]
+
+    def keep(self, prompt: Sequence[int], kept: Kept, nbytes: int) -> None:
+        """Keep the last block of `prompt`, which consists of whole blocks; one too large is not."""
+        *before, key = self._keys(prompt)
+        with self._lock:
+            if key in self._blocks or nbytes > self.budget:
+                return
+            self._blocks[key] = _Block(kept, nbytes)
+            self.nbytes += nbytes
+            for older in reversed(before):
+                if older in self._blocks:
+                    self._blocks.move_to_end(older)
+            while self.nbytes > self.budget:
+                _, gone = self._blocks.popitem(last=False)
+                self.nbytes -= gone.nbytes
+
+    def _keys(self, prompt: Sequence[int]) -> Iterator[bytes]:
+        digest = hashlib.sha256()
+        for end in range(self.block, len(prompt) + 1, self.block):
+            digest.update(array("q", prompt[end - self.block : end]).tobytes())
+            yield digest.copy().digest()

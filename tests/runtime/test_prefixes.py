@@ -1,0 +1,80 @@
+"""Beginnings of prompts that are kept encoded: the same tokens, fewer to encode, within a budget."""
+
+from pathlib import Path
+
+import pytest
+from tiny import tiny_model
+
+from quantize.runtime import Sampler
+from quantize.runtime.engine import Canvas
+from quantize.runtime.fused import engine as fused
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.modules import engine as modules
+from quantize.runtime.modules.engine import ModelEngine
+from quantize.runtime.prefixes import PrefixCache
+
+SAMPLER = Sampler(max_denoising_steps=3)
+BLOCK = 32
+SHARED = [7 + n % 400 for n in range(2 * BLOCK + 6)]  # longer than the sliding window of 32
+PROMPTS = [[*SHARED, *range(20, 50)], [*SHARED, *range(60, 75)], [*SHARED[:BLOCK], *range(80, 130)]]
+Made = ModelEngine | FusedEngine
+
+
+@pytest.fixture(params=["modules", "fused"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(modules, "BLOCK", BLOCK)
+    monkeypatch.setattr(fused, "CHUNK", BLOCK)
+    monkeypatch.setattr(fused, "SHORT", BLOCK // 2)
+    return request.param
+
+
+def engine(kind: str, checkpoint: Path, prefix_bytes: int) -> Made:
+    if kind == "modules":
+        return ModelEngine(tiny_model().float(), 1, prefix_bytes=prefix_bytes)
+    packed = load_packed(checkpoint, "cpu")
+    return FusedEngine(packed, capacity=1, max_context=256, prefix_bytes=prefix_bytes)
+
+
+def answers(engine: Made) -> list[list[int]]:
+    """Two canvases behind each prompt, one after the other in one slot."""
+    found: list[list[int]] = []
+    for seed, prompt in enumerate(PROMPTS):
+        engine.admit(0, prompt, seed, SAMPLER)
+        tokens: list[int] = []
+        for _ in range(2):
+            (canvas,) = engine.denoise([0])
+            assert isinstance(canvas, Canvas)
+            tokens += canvas.tokens
+        engine.release(0)
+        found.append(tokens)
+    return found
+
+
+def test_tokens_are_the_same_with_and_without(kind: str, tiny_checkpoint: Path) -> None:
+    without = answers(engine(kind, tiny_checkpoint, 0))
+    caching = engine(kind, tiny_checkpoint, 1 << 24)
+    assert caching.prefixes is not None
+    cold = answers(caching)
+    assert caching.prefixes.reused == 2 * BLOCK + BLOCK  # of the second and third prompt
+    warm = answers(caching)
+    assert caching.prefixes.reused == 3 * BLOCK + sum(len(p) // BLOCK * BLOCK for p in PROMPTS)
+    assert cold == warm == without
+    assert 0 < caching.prefixes.nbytes <= 1 << 24
+
+
+def test_the_budget_holds_and_the_oldest_go_first() -> None:
+    cache = PrefixCache[str](30, 2)
+    cache.keep([1, 2], "a", 10)
+    cache.keep([1, 2, 3, 4], "b", 10)
+    cache.keep([5, 6], "c", 10)
+    assert cache.find([1, 2, 3, 4, 9]) == ["a", "b"]
+    cache.keep([7, 8], "d", 10)  # in place of c
+    assert (cache.find([5, 6]), cache.find([7, 8, 1]), cache.nbytes) == ([], ["d"], 30)
+    cache.keep([9, 9], "e", 31)
+    assert cache.find([9, 9]) == []
+    assert cache.find([1, 2, 3, 4]) == ["a", "b"]
+    cache.keep([0, 0], "f", 10)
+    cache.keep([0, 1], "g", 10)  # b goes before a, without which it is worth nothing
+    assert cache.find([1, 2, 3, 4]) == ["a"]
+    assert (cache.asked, cache.reused) == (5 + 2 + 3 + 2 + 4 + 4, 4 + 2 + 4 + 2)
