@@ -52,7 +52,7 @@ def judge(
         scoring: options of `evaluate_more`.
 
     Raises:
-        InputError: a checkpoint of the wrong kind, or the judgement exists and `resume` is off.
+        InputError: a checkpoint is of the wrong kind, or the judgement exists and `resume` is off.
         GateError: the inspection found a problem, or fidelity or the gate failed.
     """
     checkpoint, source = Checkpoint.open(resolve(name)), Checkpoint.open(resolve(against))
@@ -112,7 +112,7 @@ def _link(checkpoint: Checkpoint, run: Run) -> None:
 
 
 def _note(found: Inspection, judged: str, run: Run) -> None:
-    """Write what was inspected in the form of a verification."""
+    """Write the inspection's findings in the form of a verification."""
     passed = not found.problems
     check = {"name": "inspect", "looked_at": found.tensors, "passed": passed}
     write_json(
@@ -127,7 +127,7 @@ def _note(found: Inspection, judged: str, run: Run) -> None:
 
 
 def _targets(found: Inspection, source: Inspection) -> list[Target]:
-    """Return an entry a class of modules, with its bytes in both checkpoints: all that is known."""
+    """Return one entry for each class of modules, with its bytes in both checkpoints."""
     before: dict[str, int] = {}
     for row in source.rows:
         before[row.kind] = before.get(row.kind, 0) + row.nbytes

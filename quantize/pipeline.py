@@ -206,7 +206,7 @@ def opened(path: Path, gpu_memory: float | None = None) -> Generator[Run]:
 
 
 def _check_ours(folder: RunDir) -> None:
-    """Raise InputError where a checkpoint lies in the folder that was built elsewhere, and judged."""
+    """Raise InputError where the folder's checkpoint was built elsewhere and only judged here."""
     if name := read_json(folder.manifest_json).get("judged"):
         raise InputError(
             f"{folder.path}: a judgement of {name}, not a run of ours; `quantize judge ... --resume` "
@@ -263,7 +263,7 @@ def advance(run: Run, until: str = STAGES[-1].name) -> int:
 
 
 def _saved(run: Run, failed: Stage) -> str:
-    """Say what the run is spared that ends at a stage before evaluation."""
+    """Print the work that a run saves which ends at a stage before evaluation."""
     names = [stage.name for stage in STAGES]
     if run.is_bundled or names.index(failed.name) >= names.index("evaluate"):
         return ""

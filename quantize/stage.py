@@ -172,7 +172,7 @@ def _evaluate(run: Run) -> None:
 
 
 def _lacks_samples(run: Run) -> str | None:
-    """Say what a finished evaluation lacks of what is asked for this time."""
+    """Return what a finished evaluation has not done of what is asked for this time."""
     if run.scoring.get("noise_floor") and not (run.folder.evaluation / "bf16-again").exists():
         return "the noise floor is not scored"
     done = read_json(run.folder.evaluation / "done.json", "looks", "not_asked")

@@ -49,7 +49,7 @@ ESTIMANDS: tuple[Estimand, ...] = get_args(Estimand)
 ROUNDING = 1e-12  # rounding error of p-values: 1 - 0.9 is a little under 0.1
 
 Floats = NDArray[np.float64]
-Number: TypeAlias = Any  # a float, or an array of one a round
+Number: TypeAlias = Any  # a float, or an array with one a round
 
 
 @dataclass(frozen=True)

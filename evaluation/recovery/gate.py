@@ -51,7 +51,7 @@ class Verdict:
 
 
 def passes(comparison: Comparison) -> bool:
-    """Return whether one task on its own passes."""
+    """Whether one task on its own passes."""
     return _within(comparison.p_at_least_margin, comparison)
 
 

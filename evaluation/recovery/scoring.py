@@ -1,4 +1,4 @@
-"""Score one task on one model, part by part: our YAML, lm-eval's harness, one pass a repeat.
+"""Scores one task on one model, part by part, with our YAML and lm-eval's harness, a pass a repeat.
 
 lm-eval's own `repeats` scores the first answer only (take_first), so each repeat is scored by a pass
 of its own over the stored answers; generation happens in the first. The result is one row a document
@@ -40,7 +40,7 @@ from recovery.sequential import Answer, Part
 
 READERS = {".jsonl": "json", ".csv": "csv"}  # suffix of a local data set -> its reader
 FEWSHOT_SEED = 1234  # lm-eval's default, which orders a task's examples
-NO_ANSWER = "[invalid]"  # what lm-eval's regex filter returns when nothing matches
+NO_ANSWER = "[invalid]"  # lm-eval's regex filter returns this when nothing matches
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,16 @@ class Scoring:
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """Index of a document in its data set -> what it is called in comparisons."""
+        """Return index of a document in its data set -> its name in comparisons."""
         return {row.doc_id: f"{row.doc_id}-{row.doc_hash}" for row in self.rows}
 
     @property
     def answered(self) -> set[Answer]:
-        """Which answers it has."""
+        """The answers that the scoring has."""
         return {(row.doc_id, row.repeat) for row in self.rows}
 
     def only(self, answers: Set[Answer]) -> "Scoring":
-        """Return the scoring of some of its answers."""
+        """Return the scoring of `part` of its answers."""
         return self._of([row for row in self.rows if (row.doc_id, row.repeat) in answers])
 
     def and_more(self, other: "Scoring") -> "Scoring":
@@ -136,7 +136,7 @@ def score(
     sampler: Mapping[str, Any],
     progress: Progress,
 ) -> Scoring | None:
-    """Score part of `task`; of processes that share the work the first does, the others return None.
+    """Score part of `task`; of processes that share the work only the first scores, others return None.
 
     Args:
         task: one of `known_tasks()`, or the name of `definition`.
@@ -190,7 +190,7 @@ def first_requests(
     questions: Sequence[int],
     seed: int,
 ) -> list[Request]:
-    """Return what `score` asks of some documents in the first repeat, asking nobody."""
+    """Return the requests of `score`'s first repeat for some documents, without asking a model."""
     with tempfile.TemporaryDirectory() as folder:
 
         def note(batches: Sequence[Batch]) -> Iterator[Finished]:

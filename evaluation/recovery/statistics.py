@@ -199,7 +199,7 @@ def _accuracy(correct: Total, level: float) -> Interval:
 
 
 def _recovery(x: Floats, y: Floats, estimand: Estimand, level: float) -> Interval:
-    """Return the ratios r, in per cent, of which mean(y - r x) = 0 is not excluded."""
+    """Return the interval of ratios r, in per cent, for which mean(y - r x) = 0 is not excluded."""
 
     def limit(r: float, side: int) -> float:
         return ratio_limits(x, y, r, estimand, level)[side]

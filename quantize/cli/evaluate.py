@@ -1,4 +1,4 @@
-"""`quantize evaluate`: scores of a run, and of what else is asked for."""
+"""`quantize evaluate` scores a run's models, and others that are asked for."""
 
 from functools import partial
 from pathlib import Path

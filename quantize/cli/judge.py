@@ -1,4 +1,4 @@
-"""`quantize judge`: a quantized checkpoint that was built elsewhere, against its BF16 model."""
+"""`quantize judge` compares a quantized checkpoint built elsewhere with its BF16 model."""
 
 from pathlib import Path
 from typing import Any

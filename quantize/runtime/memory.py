@@ -24,7 +24,7 @@ import torch
 from quantize.errors import ResourceError
 
 CONTEXT_BYTES = 1.0e9  # the CUDA context, compiled kernels, what the allocator cannot use
-CHUNK, SHORT, CELLS = 1152, 256, 128  # of the fused engine: rows of a long and a short pass, cells
+CHUNK, SHORT, CELLS = 1152, 256, 128  # rows of a long and a short pass, cells of a cache's block
 SPLITS = 16  # partial sums of the soft embedding, at most
 PRODUCT = re.compile(r"model\.decoder\.layers\.(\d+)\.(experts|self_attn\.\w_proj|mlp)\b")
 FLOAT_PASSES = 8  # float32 tensors of a canvas' logits that a comparison holds at once
@@ -86,7 +86,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a stage fits: resident layers of each stack, canvases at once, bytes by part."""
+    """How a stage fits a GPU: resident layers of each stack, canvases at once, bytes by part."""
 
     need: Need
     batch: int

@@ -183,7 +183,7 @@ def placed(
 
 
 def _for_modules(checkpoint: Path | RandomModel, batch_invariant: bool) -> Path:
-    """Return the folder, unless something is asked for that only the kernels have."""
+    """Return the folder, or refuse settings that only the kernels have."""
     if batch_invariant:
         raise InputError(
             "batch-invariant is a property of the kernels: it needs a GPU, or kind='fused'"

@@ -258,10 +258,10 @@ class Service:
     def _guide(
         self, body: ChatRequest | CompletionRequest, prepared: Prepared, room: int
     ) -> AnswerGuide | None:
-        """Return what looks after an answer of `room` tokens, None where nothing is asked of it.
+        """Return the guide of an answer of `room` tokens, None without a form and log-probabilities.
 
         Raises:
-            RequestError: 400, no text of the form fits.
+            RequestError: 400, no text of the form fits into `room`.
         """
         if prepared.form is None and body.top is None:
             return None
@@ -410,7 +410,7 @@ def _add_pages(app: FastAPI, service: Service, metrics: Metrics) -> None:
         "/health", response_model=Health, responses={403: REFUSED[403], 503: {"model": Health}}
     )
     async def health() -> Response:
-        """Say whether new requests have a chance, and how many run and wait."""
+        """Return whether new requests are taken, and how many run and wait."""
         running, waiting = service.scheduler.load
         healthy, needs_key = service.scheduler.healthy, service.options.api_key is not None
         state = {"status": "ok" if healthy else "unavailable"}

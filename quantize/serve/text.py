@@ -86,7 +86,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a canvas added to an answer; `finish` when it was the last.
+    """Text that a canvas added to an answer; the last one has `finish`.
 
     The answer had `called` calls before it; the canvas added its tokens from `span[0]` up to, and
     without, `span[1]`.

@@ -101,7 +101,7 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
     verification = _needed(run.verification_json, "verify")
     manifest = _needed(run.manifest_json, "run")
     done = _needed(run.evaluation / "done.json", "evaluate")
-    # Of the gated entries; None where a task was not asked, the verdict being certain before.
+    # Comparisons of the gated side; None where the verdict was certain before a task was asked.
     comparisons: dict[str, Comparison | None] = dict.fromkeys(recipe.evaluation.tasks)
     tasks: list[dict[str, Any]] = []
     for task in (task for task in recipe.evaluation.tasks if task in done["tasks"]):

@@ -44,9 +44,9 @@ from quantize.runtime.trajectory import Prompt, context_of, record_all
 from quantize.schemes import Scheme
 from quantize.stages.prompts import load_prompts
 
-BUDGET = 4 << 30  # bytes of Hessians held at a time on a CPU, and at least
-EXPERTS_AT_ONCE = 16  # of the 26B model 16 float64 Hessians and their factors take 4 GB
-ROUNDING_BYTES = 12e9  # of a GPU: those, a layer's mean Hessians twice, and a weight with its codes
+BUDGET = 4 << 30  # bytes of Hessians held at a time on a CPU; on a GPU the least
+EXPERTS_AT_ONCE = 16  # of the 26B model, whose 16 float64 Hessians and factors take 4 GB
+ROUNDING_BYTES = 12e9  # GPU bytes for those, a layer's mean Hessians twice, a weight, its codes
 IDENTITY, SUMMARY = "identity.json", "rounding.json"
 
 
