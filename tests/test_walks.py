@@ -1,0 +1,80 @@
+"""The walks of docs/structure.md: a run calls the functions that they name, in their order."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from quantize.bundled import CHECKPOINT
+from quantize.checkpoints.reader import Checkpoint
+from quantize.manifest import fingerprint
+from quantize.recipe import load_recipe
+from quantize.run_dir import RunDir
+from quantize.runtime import Sampler, open
+from quantize.stages.evaluate import evaluate
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "structure.md").read_text("utf-8")
+
+
+def told(title: str) -> list[str]:
+    """Return the functions of a walk, `module.function`, each where it is named first."""
+    walk = PAGE.split(f"## {title}")[1].split("\n## ")[0]
+    assert len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) <= 9
+    return list(dict.fromkeys(re.findall(r"`(\w+\.\w+)\(", walk)))
+
+
+def called(work: Callable[[], object], names: list[str]) -> list[str]:
+    """Return those of `names` that `work` calls, in the order of their first calls."""
+    seen: dict[str, None] = {}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            path = frame.f_code.co_filename
+            name = f"{Path(path).stem}.{frame.f_code.co_name}" if str(ROOT) in path else ""
+            if name in names:
+                seen.setdefault(name)
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return list(seen)
+
+
+def test_the_walk_of_a_canvas() -> None:
+    names = told("The walk of a canvas through one denoising step")
+    engine = open(CHECKPOINT, device="cpu", kind="fused", capacity=1, max_context=128)
+    engine.admit(0, [5, 6, 7], 1, Sampler(max_denoising_steps=1))
+    assert called(lambda: engine.denoise([0]), names) == names
+
+
+def test_the_walk_of_a_scored_sample_names_what_there_is() -> None:
+    """The short form: every named function stands in a module of that name."""
+    files = [f for folder in ("quantize", "evaluation") for f in (ROOT / folder).rglob("*.py")]
+    for name in told("The walk of a scored sample"):
+        module, function = name.split(".")
+        found = [f for f in files if f.stem == module and f"def {function}(" in f.read_text()]
+        assert found, name
+
+
+@pytest.mark.slow
+def test_the_walk_of_a_scored_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = Sampler(max_denoising_steps=1, eos_token_ids=(1,))
+    monkeypatch.setattr(Sampler, "from_checkpoint", lambda *_: short)
+    names = told("The walk of a scored sample")
+    names.remove("engine.each_completed")  # the kernels' way
+    recipe = load_recipe("fp8_dynamic").for_bundled_model().limited_to(2)
+    run = RunDir(tmp_path / "run")
+    run.checkpoint.parent.mkdir(parents=True)
+    run.checkpoint.symlink_to(CHECKPOINT)
+
+    def work() -> None:
+        digest = fingerprint(Checkpoint.open(CHECKPOINT))
+        evaluate(run, CHECKPOINT, digest, recipe.evaluation, gate=recipe.gate)
+
+    assert called(work, names) == names
