@@ -25,6 +25,7 @@ from quantize.checkpoints.scales import complete, positive, read_scales, shared
 from quantize.checkpoints.targets import DROPPED, QUANTIZABLE, linear_modules, module_class
 from quantize.errors import InputError
 from quantize.schemes import GROUP, LAYOUTS, SUFFIXES
+from quantize.units import size
 
 SUFFIX = re.compile(rf"(.+)\.({'|'.join(SUFFIXES)})")
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")
@@ -245,15 +246,15 @@ def _scale_problems(checkpoint: Checkpoint) -> Iterator[str]:
 def inspection_table(found: Inspection) -> Table:
     """Return an inspection as a table for the terminal."""
     table = Table(title=f"{found.folder}: {found.format}", title_justify="left")
-    for name in ("modules", "scheme", "count", "MB"):
-        table.add_column(name, justify="right" if name in ("count", "MB") else "left")
+    for name in ("modules", "scheme", "count", "size"):
+        table.add_column(name, justify="right" if name in ("count", "size") else "left")
     for row in found.rows:
-        table.add_row(row.kind, row.scheme, f"{row.count:,}", f"{row.nbytes / 1e6:,.3f}")
+        table.add_row(row.kind, row.scheme, f"{row.count:,}", size(row.nbytes))
     table.add_section()
     table.add_row(
         f"{found.tensors:,} tensors in {found.shards} shards",
         "quantized Linears",
         f"{found.quantized_modules:,}",
-        f"{found.nbytes / 1e6:,.3f}",
+        size(found.nbytes),
     )
     return table

@@ -205,6 +205,7 @@ def test_the_table_shows_counts_and_bytes(tiny_checkpoint: Path):
     text = console.export_text()
     assert "fused" in text
     assert f"{EXPERT_LINEARS:,}" in text
+    assert " kB " in text
 
 
 def test_another_model_is_refused(tmp_path: Path):
@@ -218,6 +219,9 @@ def test_ignore_of_the_recipes_is_what_these_tests_assume():
 
 
 def test_the_command_exits_1_when_something_is_wrong(tiny_checkpoint: Path, tmp_path: Path):
+    shipped = CliRunner().invoke(cli, ["inspect", "bundled"], standalone_mode=False)
+    assert shipped.return_value == 0
+    assert "14.7 MB" in shipped.output
     good = CliRunner().invoke(cli, ["inspect", str(tiny_checkpoint)], standalone_mode=False)
     assert good.return_value == 0
     assert "not quantized" in " ".join(good.output.split())
