@@ -79,6 +79,13 @@ def test_limits_order_and_odd_sizes():
         plan_shards([odd, odd], 5e9)
 
 
+def test_progress_ends_with_all_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recorder = Recorder(12)
+    write_shards(plan_shards(recorder.pieces, 3 * LENGTH), tmp_path, "x")
+    blocks = sum(recorder.made.values())
+    assert f"convert: {blocks} blocks done in" in capsys.readouterr().err
+
+
 def test_a_restart_makes_only_the_unfinished_shard(tmp_path: Path):
     recorder = Recorder(12)
     shards = plan_shards(recorder.pieces, 3 * LENGTH)
