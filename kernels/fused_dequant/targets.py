@@ -23,12 +23,14 @@ class Target:
         shared: KiB of shared memory that a block may have.
         processors: streaming multiprocessors of the example.
         fp4: whether its tensor cores multiply NVFP4.
+        fp8_as_half: whether Triton 3.7 converts FP8 to half precision before it multiplies.
     """
 
     example: str
     shared: int
     processors: int
     fp4: bool = False
+    fp8_as_half: bool = False
 
 
 TARGETS: dict[Capability, Target] = {
@@ -40,7 +42,7 @@ TARGETS: dict[Capability, Target] = {
     (10, 3): Target("B300", 227, 148, fp4=True),
     (11, 0): Target("Jetson Thor", 227, 20, fp4=True),
     (12, 0): Target("RTX 5090", 99, 170, fp4=True),
-    (12, 1): Target("DGX Spark", 99, 48, fp4=True),
+    (12, 1): Target("DGX Spark", 99, 48, fp4=True, fp8_as_half=True),
 }
 
 

@@ -62,11 +62,13 @@ def faults(launch: Launch, target: Capability, found: Size) -> list[str]:
         wrong.append(f"spills {found.stack} bytes")
     if launch.kernel in OPERAND:
         kind = next(k for k in FORMATS if k in launch.type(OPERAND[launch.kernel]))
-        wanted = instruction(launch, target)
+        formats, wanted = FORMATS[kind], instruction(launch, target)
+        if kind == "fp8e4nv" and TARGETS[target].fp8_as_half:
+            formats = ("f16.f16",)
         if not found.products:
             wrong.append("no tensor-core instruction")
         for product in found.products:
-            if not product.startswith(wanted) or not any(f in product for f in FORMATS[kind]):
+            if not product.startswith(wanted) or not any(f in product for f in formats):
                 wrong.append(f"{product} in place of {wanted} of {kind}")
     return [f"{launch.kernel} {launch.source.constants}: {each}" for each in wrong]
 

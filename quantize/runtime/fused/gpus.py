@@ -61,8 +61,8 @@ GPUS = {
     "h200": _gpu("H200", (9, 0), 141, 4.8, 989, 1979),
     "b200": _gpu("B200", (10, 0), 180, 7.7, 2250, 4500),
     "rtx5090": _gpu("RTX 5090", (12, 0), 32, 1.792, 209, 419),
-    # Its maker states 31 TFLOP/s in float32: products at the RTX 5090's ratio to that.
-    "spark": _gpu("DGX Spark", (12, 1), 128, 0.273, 62, 124),
+    # Its maker states 31 TFLOP/s in float32: products at the RTX 5090's ratio to that, FP8 as half.
+    "spark": _gpu("DGX Spark", (12, 1), 128, 0.273, 62, 62),
 }
 
 
@@ -120,6 +120,8 @@ def verdict(scheme: str, gpu: Gpu) -> Verdict:
         note = "compiled and checked, never run"
     else:
         note = f"{target} is not among the targets that were compiled for: compiled at first use"
+    if scheme == "fp8" and own in TARGETS and TARGETS[own].fp8_as_half:
+        note += "; Triton 3.7 multiplies FP8 in half precision there"
     if scheme == "nvfp4" and own in TARGETS and TARGETS[own].fp4:
         note += "; activations stay bf16 (W4A16), vLLM multiplies W4A4"
     return Verdict(scheme, kernels, note)
