@@ -620,9 +620,9 @@ def test_a_body_must_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
     with running(ScriptedEngine(1)) as server:
         address = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((address[0], int(address[1])), timeout=5) as slow:
+        with socket.create_connection((address[0], int(address[1])), timeout=30) as slow:
             slow.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
                 b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
             )
             reply = slow.makefile("rb").read()

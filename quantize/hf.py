@@ -1,0 +1,76 @@
+"""`import quantize.hf`: transformers' from_pretrained loads our quantized folders right, or fails.
+
+    import quantize.hf
+    from transformers import AutoModelForMultimodalLM
+    model = AutoModelForMultimodalLM.from_pretrained("outputs/nvfp4-.../checkpoint")
+
+By itself transformers fills the experts of such a folder with random numbers and only warns (FP8), or
+ends with an AttributeError (NVFP4). With this import `DiffusionGemmaForBlockDiffusion.from_pretrained`,
+which the Auto classes call, hands quantized folders to `quantize.checkpoints.load`: weights dequantized
+to BF16, every tensor accounted for. Everything else it hands on as before.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, DiffusionGemmaForBlockDiffusion
+
+from quantize.checkpoints.load import load
+from quantize.checkpoints.reader import Checkpoint
+from quantize.errors import InputError
+
+# What Auto classes add, and what cannot change a model that is read from a folder.
+HARMLESS = frozenset(
+    {
+        "_commit_hash",
+        "_from_auto",
+        "adapter_kwargs",
+        "config",
+        "local_files_only",
+        "low_cpu_mem_usage",
+        "trust_remote_code",
+        "use_safetensors",
+    }
+)
+
+_transformers: Any = DiffusionGemmaForBlockDiffusion.from_pretrained
+
+
+def from_pretrained(
+    cls: type[Any], name: str | Path | None = None, *args: Any, **options: Any
+) -> DiffusionGemmaForBlockDiffusion:
+    """Load a model as transformers does; a quantized folder as `quantize.checkpoints.load` does.
+
+    Of a quantized folder `dtype` (BF16 by default) and a `device_map` of one device are taken.
+
+    Raises:
+        InputError: the folder is incomplete or has another layout, an option would be ignored, or a
+            quantized model is no folder.
+    """
+    if name is None or not _is_quantized(Path(name), str(name)):
+        return _transformers(name, *args, **options)
+    dtype = options.pop("dtype", options.pop("torch_dtype", None))
+    device = options.pop("device_map", None) or "cpu"
+    device = device.get("") if isinstance(device, dict) else device
+    if unknown := [*sorted(options.keys() - HARMLESS), *args]:
+        raise InputError(
+            f"{name}: {unknown[0]!r} is not taken for a quantized folder; leave it out"
+        )
+    if not isinstance(device, str | torch.device | int) or device in ("auto", "balanced"):
+        raise InputError(f"{name}: device_map must name one device, such as 'cpu' or 'cuda:0'")
+    kept = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+    return load(Path(name), dtype=kept, device=str(torch.device(device)))
+
+
+def _is_quantized(folder: Path, name: str) -> bool:
+    if folder.is_dir():
+        return (folder / "config.json").is_file() and Checkpoint.open(folder).is_quantized
+    if getattr(AutoConfig.from_pretrained(name), "quantization_config", None) is not None:
+        raise InputError(
+            f"{name}: download it (hf download {name} --local-dir DIR) and give the folder"
+        )
+    return False
+
+
+DiffusionGemmaForBlockDiffusion.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]

@@ -1,0 +1,54 @@
+"""`import quantize.hf`: transformers' Auto class loads quantized folders right, or fails."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conversions import recipe_for, run
+
+PROGRAM = """
+import sys, torch
+from pathlib import Path
+import quantize.hf
+from transformers import AutoModelForMultimodalLM
+from quantize.checkpoints.load import load
+from quantize.errors import InputError
+
+plain, folder = sys.argv[1:]
+model = AutoModelForMultimodalLM.from_pretrained(folder)
+right = load(Path(folder), dtype=torch.bfloat16).state_dict()
+found = model.state_dict()
+assert found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)
+assert model.dtype == torch.bfloat16 and not model.training
+other = AutoModelForMultimodalLM.from_pretrained(plain, dtype=torch.bfloat16).state_dict()
+assert not all(torch.equal(found[name], other[name]) for name in other)
+for options in ({"device_map": "auto"}, {"max_memory": {0: 1}}):
+    try:
+        AutoModelForMultimodalLM.from_pretrained(folder, **options)
+    except InputError as error:
+        print(error)
+    else:
+        raise AssertionError(options)
+next(Path(folder).glob("*.safetensors")).unlink()
+try:
+    AutoModelForMultimodalLM.from_pretrained(folder)
+except InputError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "NVFP4"])
+def test_the_auto_class_loads_what_load_loads(
+    scheme: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "quantized"
+    run(tiny_checkpoint, folder, recipe_for({scheme: ["re:.*experts.*"]}))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tiny_checkpoint), str(folder)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "device_map must name one device" in done.stdout
+    assert "'max_memory' is not taken" in done.stdout
+    assert "refused:" in done.stdout
