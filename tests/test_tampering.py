@@ -7,6 +7,7 @@ so that every digest agrees (`bless`) is refused by `push`, which judges the sco
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from finished_run import bless
 from quick_run import TASK, Done, Quick
 
 from quantize.locks import locked
+from quantize.reports.scores import read_scoring, write_scoring
 from quantize.run_dir import RunDir, read_json, write_json
 
 # Every file of a run, and the stage that makes it again when it was changed or removed.
@@ -169,8 +171,9 @@ BLESSED: dict[str, tuple[Callable[[RunDir], object], int, str]] = {
     ),
     "an answer": (
         lambda run: _replace(run.evaluation / "quantized" / f"{TASK}.jsonl", "1.0", "0.0"),
-        2, "is not what",
+        2, "not what was scored",
     ),
+    "an answer and the digest beside it": (lambda run: _answer(run), 2, "is not what"),
     "the margin": (
         lambda run: _replace(run.recipe_yaml, f"{TASK}: 30", f"{TASK}: 50"), 2, "is not what",
     ),
@@ -182,7 +185,7 @@ BLESSED: dict[str, tuple[Callable[[RunDir], object], int, str]] = {
             run.evaluation / "quantized" / f"{TASK}.conditions.json",
             lambda c: c["made_with"]["model"].update(weights="another"),
         ),
-        2, "is not what",
+        2, "not what was scored",
     ),
     "a secret in the checkpoint": (
         lambda run: (run.checkpoint / ".env").write_text("TOKEN=1"), 2, ".env: not among the files",
@@ -213,6 +216,12 @@ def _replace(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
+
+
+def _answer(run: RunDir) -> None:
+    scoring = read_scoring(run.evaluation / "quantized", TASK)
+    rows = [replace(scoring.rows[0], scores={"exact": 0.0}), *scoring.rows[1:]]
+    write_scoring(run.evaluation / "quantized", replace(scoring, rows=rows))
 
 
 def _link(path: Path, to: Path) -> None:

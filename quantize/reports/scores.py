@@ -1,5 +1,6 @@
-"""Reads scorings that evaluate wrote, counts them and pairs them, for report and compare."""
+"""Writes and reads scorings, counts them and pairs them, for evaluate, report and compare."""
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from recovery.statistics import Comparison, compare
 from recovery.steps import StepInflation, share_at, step_inflation
 
 from quantize.errors import InputError
-from quantize.run_dir import REDO, read_json
+from quantize.run_dir import REDO, read_json, write_json, write_text
 
 
 def pair(
@@ -120,11 +121,27 @@ def _share_a_seed(base: Scoring, other: Scoring) -> bool:
     return any(a.seed == b.seed for a, b in zip(base.rows, other.rows, strict=False))
 
 
+def write_scoring(folder: Path, scoring: Scoring) -> None:
+    """Write rows, then conditions, which describe them and never stand beside other rows."""
+    about = folder / f"{scoring.task}.conditions.json"
+    about.unlink(missing_ok=True)
+    rows = [json.dumps(asdict(row), ensure_ascii=False) for row in scoring.rows]
+    write_text(folder / f"{scoring.task}.jsonl", "\n".join(rows) + "\n")
+    write_json(about, _conditions(folder, scoring.task, scoring.conditions, scoring.made_with))
+
+
+def _conditions(folder: Path, task: str, compared: Any, made_with: Any) -> dict[str, Any]:
+    """Return what a conditions file holds: a sha256 covers it and the rows that lie there."""
+    digest = hashlib.sha256((folder / f"{task}.jsonl").read_bytes())
+    digest.update(json.dumps([compared, made_with], sort_keys=True).encode())
+    return {"compared": compared, "made_with": made_with, "sha256": digest.hexdigest()}
+
+
 def read_scoring(folder: Path, task: str) -> Scoring:
     """Read a scoring that evaluate wrote.
 
     Raises:
-        InputError: the scoring is missing or damaged.
+        InputError: the scoring is missing, or is not what was written.
     """
     path, about = folder / f"{task}.jsonl", folder / f"{task}.conditions.json"
     if not path.exists() or not about.exists():
@@ -133,8 +150,10 @@ def read_scoring(folder: Path, task: str) -> Scoring:
         rows = [Row(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
     except (ValueError, TypeError) as error:
         raise InputError(f"{path}: a line is no scored sample ({error}); {REDO}") from error
-    conditions = read_json(about, "compared", "made_with")
-    return Scoring(task, rows, conditions["compared"], conditions["made_with"])
+    found = read_json(about, "compared", "made_with", "sha256")
+    if found != _conditions(folder, task, found["compared"], found["made_with"]):
+        raise InputError(f"{path}: not what was scored under {about.name}; {REDO}")
+    return Scoring(task, rows, found["compared"], found["made_with"])
 
 
 def counts(rows: Sequence[Row]) -> dict[str, Any]:

@@ -39,8 +39,8 @@ from quantize.locks import locked
 from quantize.processes import Processes, joined
 from quantize.progress import metered, say
 from quantize.recipe import Evaluation, Gate
-from quantize.reports.scores import pair, read_scoring
-from quantize.run_dir import RunDir, read_json, write_json, write_text
+from quantize.reports.scores import pair, read_scoring, write_scoring
+from quantize.run_dir import RunDir, read_json, write_json
 from quantize.stages.answerer import Answerer
 from quantize.stages.recording import leave_questions, record_differing
 from quantize.stages.sides import BF16, QUANTIZED, Asked, Backend, Side, open_sides, warn_of_servers
@@ -281,13 +281,11 @@ class Answers:
 
     def scored(self, side: Side, task: Task) -> Scoring | None:
         """Return the scores of a task on a side under this run's conditions."""
-        folder = self._run.evaluation / side.name
-        conditions = folder / f"{task.name}.conditions.json"
-        if not (folder / f"{task.name}.jsonl").exists() or not conditions.exists():
+        try:
+            found = read_scoring(self._run.evaluation / side.name, task.name)
+        except InputError:  # nothing is there, or it was changed
             return None
-        if read_json(conditions)["made_with"] != made_with(side, task):
-            return None
-        return read_scoring(folder, task.name)
+        return found if found.made_with == made_with(side, task) else None
 
     def compared(self, sides: Sequence[Side], task: Task, gate: Gate) -> Comparison | None:
         """Compare the base and the gated side; None in all processes but the first."""
@@ -328,7 +326,7 @@ class Answers:
             if more is None:
                 return
             whole = more if scored is None else scored.and_more(more)
-            _write(self._run.evaluation / side.name, whole)
+            write_scoring(self._run.evaluation / side.name, whole)
             if side.name != BF16 and len(whole.rows) == task.samples:
                 store.remove()
 
@@ -380,15 +378,6 @@ def made_with(side: Side, task: Task) -> dict[str, Any]:
     if task.digest is not None:
         found["definition"] = task.digest
     return json.loads(json.dumps(found))  # equal to what is read back
-
-
-def _write(folder: Path, scoring: Scoring) -> None:
-    """Write rows, then conditions, which describe them and never stand beside other rows."""
-    conditions = folder / f"{scoring.task}.conditions.json"
-    conditions.unlink(missing_ok=True)
-    rows = [json.dumps(asdict(row), ensure_ascii=False) for row in scoring.rows]
-    write_text(folder / f"{scoring.task}.jsonl", "\n".join(rows) + "\n")
-    write_json(conditions, {"compared": scoring.conditions, "made_with": scoring.made_with})
 
 
 class Rates:

@@ -20,6 +20,7 @@ from quantize.checkpoints.reader import Checkpoint, hub_commit, resolve
 from quantize.errors import InputError
 from quantize.manifest import new_manifest
 from quantize.recipe import read_recipe
+from quantize.reports.scores import read_scoring, write_scoring
 from quantize.run_dir import RunDir, read_json, write_json
 from quantize.stages.report import judge_run
 
@@ -338,8 +339,9 @@ def test_an_unverified_or_another_checkpoint_is_refused(
     bless(run)
     assert "'verdict' is not what" in push("--no-gate").error
     write_json(run.verification_json, verification)
-    conditions = run.evaluation / "quantized" / "gsm8k.conditions.json"
-    change(conditions, lambda c: c["made_with"]["model"].update(weights="another"))
+    scoring = read_scoring(run.evaluation / "quantized", "gsm8k")
+    scoring.made_with["model"].update(weights="another")
+    write_scoring(run.evaluation / "quantized", scoring)
     rejudge(run)
     assert "another checkpoint was scored" in push("--no-gate").error
     write_checkpoint(run.checkpoint, 3, seed=1)

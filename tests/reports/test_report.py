@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -36,7 +37,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.reports.compare import compare_runs, question_tables
 from quantize.reports.questions import parting, question_counts
-from quantize.reports.scores import pair, read_scoring
+from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.run_dir import RunDir, read_json, write_json, write_text
 from quantize.stages.recording import RECORDED, leave_questions, record_differing
 from quantize.stages.report import _with_steps, report
@@ -216,9 +217,9 @@ def test_a_fidelity_fault_fails_whatever_the_scores(full: RunDir, targets: list[
 
 
 def change_rows(run: RunDir, side: str, task: str, **fields: Any) -> None:
-    path = run.evaluation / side / f"{task}.jsonl"
-    rows = [json.loads(line) | fields for line in path.read_text("utf-8").splitlines()]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scoring = read_scoring(run.evaluation / side, task)
+    rows = [replace(row, **fields) for row in scoring.rows]
+    write_scoring(run.evaluation / side, replace(scoring, rows=rows))
 
 
 def test_a_base_that_scores_nothing_has_no_recovery(run: RunDir, targets: list[Target]) -> None:
@@ -231,10 +232,9 @@ def test_a_base_that_scores_nothing_has_no_recovery(run: RunDir, targets: list[T
 
 
 def test_scores_under_other_conditions_are_not_compared(run: RunDir, targets: list[Target]) -> None:
-    path = run.evaluation / "quantized" / "gsm8k.conditions.json"
-    conditions = read_json(path)
-    conditions["compared"]["lm_eval"] = "0.0.0"
-    write_json(path, conditions)
+    scoring = read_scoring(run.evaluation / "quantized", "gsm8k")
+    other = replace(scoring, conditions=scoring.conditions | {"lm_eval": "0.0.0"})
+    write_scoring(run.evaluation / "quantized", other)
     verdict = verdict_of(run, targets)
     assert verdict.exit_code == 4
     assert verdict.reason.startswith("gsm8k: lm_eval differ")

@@ -18,7 +18,7 @@ from quantize.errors import InputError, ResourceError
 from quantize.locks import locked
 from quantize.manifest import tokenizer_digest
 from quantize.recipe import Evaluation
-from quantize.reports.scores import pair
+from quantize.reports.scores import pair, read_scoring
 from quantize.run_dir import RunDir, read_json, write_json
 from quantize.runtime import Sampler
 from quantize.stages import answerer, evaluate, sides
@@ -102,6 +102,34 @@ def test_what_was_scored_with_other_settings_is_scored_again(asked: Any) -> None
     conditions["made_with"]["model"]["weights"] = "another"
     write_json(done, conditions)
     assert asked(dtype="bfloat16") == 3
+
+
+@pytest.mark.parametrize("side", ["bf16", "quantized"])
+def test_scores_that_were_changed_are_made_again(side: str, asked: Any) -> None:
+    """Rows or conditions, one byte of either: BF16's answers come from the store of its samples."""
+    asked()
+    again = {"bf16": 0, "quantized": 3}[side]
+    for name, old, new in (
+        (f"{TASK}.jsonl", '"final_number": 0.0', '"final_number": 1.0'),
+        (f"{TASK}.conditions.json", '"repeats": 1', '"repeats": 2'),
+    ):
+        path = asked.run.evaluation / side / name
+        before = path.read_text("utf-8")
+        assert old in before
+        path.write_text(before.replace(old, new, 1), "utf-8")
+        assert asked() == again
+        assert path.read_text("utf-8") == before
+
+
+def test_the_noise_floor_has_noise_of_its_own(asked: Any) -> None:
+    more = {"asked": sides.Asked(noise_floor=True)}
+    evaluate.evaluate(asked.run, CHECKPOINT, "source", SETTINGS, **more)
+    seeds = [
+        {row.seed for row in read_scoring(asked.run.evaluation / side, TASK).rows}
+        for side in ("bf16", "quantized", "bf16-again")
+    ]
+    assert seeds[0] == seeds[1]
+    assert not seeds[0] & seeds[2]
 
 
 def test_the_second_process_on_a_store_is_refused(asked: Any) -> None:

@@ -12,9 +12,9 @@ from safetensors.numpy import save, save_file
 from quantize.checkpoints.reader import Checkpoint
 from quantize.manifest import checksums, fingerprint
 from quantize.recipe import load_recipe
+from quantize.reports.scores import write_scoring
 from quantize.run_dir import RunDir, write_json, write_text
 from quantize.stage import STAGES
-from quantize.stages import evaluate
 from quantize.stages.report import judge_run
 from quantize.staleness import input_digests, remember
 
@@ -108,7 +108,7 @@ def write_scores(run: RunDir, tasks: list[str], digest: str, outcome: str) -> No
             made_with = {"model": {"weights": model, "activations": "per_layer"}, "dtype": made}
             made_with |= {"device": "cpu", "versions": {"torch": "2"}, "batch_size": 1, "seed": 0}
             scoring = Scoring(task, rows(scores), {"task": task, "seed": 0}, made_with)
-            evaluate._write(run.evaluation / side, scoring)
+            write_scoring(run.evaluation / side, scoring)
     looks = {task: {"taken": 1, "of": 1} for task in tasks}
     done = {"tasks": tasks, "not_asked": [], "looks": looks}
     write_json(run.evaluation / "done.json", done)

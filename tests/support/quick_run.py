@@ -22,8 +22,8 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.manifest import fingerprint
 from quantize.recipe import Evaluation, Recipe, shipped_recipes
+from quantize.reports.scores import write_scoring
 from quantize.run_dir import RunDir, folder_when_complete, write_json
-from quantize.stages import evaluate
 from quantize.stages.sides import Asked
 
 TASK = "word_problems"
@@ -72,7 +72,7 @@ def made_up_scores(
             made_with["dtype"] = dtype
         made_with |= {"device": "cpu", "versions": {"torch": "2"}, "batch_size": 1, "seed": 0}
         scoring = Scoring(TASK, rows(scores), conditions, made_with)
-        evaluate._write(run.evaluation / side, scoring)
+        write_scoring(run.evaluation / side, scoring)
     looks = {task: {"taken": 1, "of": 1} for task in settings.tasks}
     done = {"tasks": settings.tasks, "not_asked": [], "looks": looks}
     write_json(run.evaluation / "done.json", done)
