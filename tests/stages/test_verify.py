@@ -14,10 +14,12 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.manifest import checksums
 from quantize.recipe import load_recipe
 from quantize.run_dir import RunDir, read_json, write_json
+from quantize.stages import verify as verify_module
 from quantize.stages import verify_weights
 from quantize.stages.verify import Verification, verify
 
 LAYER = "model.decoder.layers.2."
+PLANNED = 6 * 8 * 3 + 6 * 3 + 6 * 4 - 1
 Tensors = dict[str, torch.Tensor]
 
 
@@ -293,7 +295,7 @@ def test_every_module_is_decompressed_at_least_in_part(
     monkeypatch.setattr(verify_weights, "read_module", otherwise)
     found = run_verify(nvfp4_artifact, tiny_checkpoint, "nvfp4", tmp_path)
     check = found.checks["decompression"]
-    assert len(check.faults) == check.looked_at == 6 * 8 * 3 + 6 * 3 + 6 * 4 - 1
+    assert len(check.faults) == check.looked_at == PLANNED
     assert [c.name for c in found.checks.values() if not c.passed] == ["decompression"]
 
 
@@ -310,6 +312,69 @@ def test_weights_too_large_for_float32_squares(
     found = run_verify(folder, tiny_checkpoint, "fp8", tmp_path)
     assert any(name in fault for fault in found.checks["error"].faults)
     assert read_json(tmp_path / "verification.json")["relative_error"][f"{name}.weight"] is None
+
+
+def test_the_parts_of_a_tensor_add_up(
+    nvfp4_artifact: Path, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One expert, or some rows, at a time: the same errors as of whole tensors."""
+    whole = run_verify(nvfp4_artifact, tiny_checkpoint, "nvfp4", tmp_path)
+    monkeypatch.setattr(verify_weights, "PART_BYTES", 1)
+    parts = run_verify(nvfp4_artifact, tiny_checkpoint, "nvfp4", tmp_path)
+    assert parts.passed, parts.summary()
+    assert parts.relative_error == pytest.approx(whole.relative_error)
+    assert parts.checks["kept"].looked_at > 2 * whole.checks["kept"].looked_at
+    assert parts.checks["experts"].looked_at == whole.checks["experts"].looked_at
+
+
+def test_nothing_lost_of_nothing_is_no_error() -> None:
+    assert verify_weights._relative_error(0.0, 0.0) == 0
+    assert verify_weights._relative_error(1.0, 0.0) == float("inf")
+    assert verify_weights._relative_error(4.0, 16.0) == 0.5
+    wide = torch.full((3,), 1e30)  # its square is beyond float32
+    assert verify_weights._sum_of_squares(wide) == pytest.approx(3e60)
+
+
+def test_what_is_wrong_with_calibration_is_named(
+    nvfp4_artifact: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """A scale too many or too few in either file, and a file that is not there."""
+    path = tmp_path / "calibration" / "input_scales.safetensors"
+    run_verify(nvfp4_artifact, tiny_checkpoint, "nvfp4", tmp_path)
+    scales = load_file(path)
+    names = sorted(scales)
+    known = {"model.x": 1.0, names[1].removesuffix(".input_global_scale"): scales[names[1]].item()}
+    check = verify_weights.Check("calibrated")
+    save_file({name: scales[name] for name in names[:2]}, path)
+    verify_module._check_calibrated(known, path, check)
+    assert len(check.faults) == 2
+    assert (
+        f"{names[0]} is None and calibration found [{scales[names[0]].item()}]" in check.faults[0]
+    )
+    assert "model.x.input_global_scale is [1.0] and calibration found None" in check.faults[1]
+    path.unlink()
+    gone = verify_weights.Check("calibrated")
+    verify_module._check_calibrated(known, path, gone)
+    assert str(path) in gone.faults[0]
+
+
+def test_verification_json_tells_every_check(
+    fp8_artifact: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(fp8_artifact, folder)
+    config = read_json(folder / "config.json")
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 5
+    write_json(folder / "config.json", config)
+    tensors = load_file(folder / "model.safetensors")
+    quantize_the_router(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    found = run_verify(folder, tiny_checkpoint, "fp8", tmp_path)
+    told = {check["name"]: check for check in read_json(tmp_path / "verification.json")["checks"]}
+    assert told.keys() == found.checks.keys()
+    assert all(told[name]["passed"] == check.passed for name, check in found.checks.items())
+    assert "which no known scheme has" in told["config"]["faults"][0]
+    assert told["counts"]["faults"][0] == f"{PLANNED + 1} modules quantized; the plan has {PLANNED}"
 
 
 def test_another_source_is_found(
