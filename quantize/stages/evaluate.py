@@ -109,10 +109,12 @@ def evaluate(
     asked.check()
     tasks = open_tasks(settings, gate, data_dir)
     longest = max(task.token_limit for task in tasks)
-    canvas = int(read_json(run.checkpoint / "config.json")["canvas_length"])
+    config = read_json(run.checkpoint / "config.json", "canvas_length", "text_config")
+    canvas = int(config["canvas_length"])
     with joined() as processes:
         try:
             context = QUESTION_TOKENS + -(-longest // canvas) * canvas
+            context = min(context, int(config["text_config"]["max_position_embeddings"]))
             sides = open_sides(source, digest, run.checkpoint, settings, asked, context)
             warn_of_servers(sides, longest, canvas)
             rates = Rates()
