@@ -234,7 +234,7 @@ def _measure(
         started = time.perf_counter()
         done = engine.denoise(slots)
         seconds.append(time.perf_counter() - started)
-        steps += max(canvas.steps for canvas in done)
+        steps += max(canvas.steps for canvas in done if canvas)
     stand_behind_context()
     parts = engine.profile_step(slots)
     forwards = steps / canvases + 1

@@ -15,7 +15,7 @@ other weights cost. The rest is done by the products. Encoder and decoder are bo
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
@@ -41,7 +41,7 @@ Choice = tuple[Tensor, Tensor, Tensor]  # a router's probabilities, weights and 
 
 
 @contextmanager
-def routers_held(reference: nn.Module, model: nn.Module, held: str) -> Iterator[None]:
+def routers_held(reference: nn.Module, model: nn.Module, held: str) -> Generator[None]:
     """Make `model` route as `reference` did in the same pass, which must come before its own.
 
     Raises:

@@ -194,7 +194,7 @@ def publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Pla
         hub.create()
     revision, number = plan.revision, 0
     if is_request:
-        number = hub.pull_request(*_request_texts(release, request), plan.account)
+        number = hub.pull_request(*_request_texts(release, request), plan.account or hub.account())
         revision = f"refs/pr/{number}"
     elif revision != MAIN and not (plan.there and revision in plan.there.branches):
         hub.create_branch(revision)

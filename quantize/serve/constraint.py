@@ -63,7 +63,7 @@ class Grammars:
         """Return the matcher of JSON texts that a schema accepts; InputError as `_matcher`."""
         from llguidance import LLMatcher
 
-        compact = {"whitespace_flexible": False}
+        compact: Any = {"whitespace_flexible": False}
         return self._matcher(LLMatcher.grammar_from_json_schema(schema, overrides=compact))
 
     def regex(self, pattern: str) -> Matcher:

@@ -50,8 +50,9 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
     verification = _needed(run.verification_json, "verify")
     judged, verdict = judge_run(run, recipe)
     scorings = {
-        task["task"]: tuple(
-            read_scoring(run.evaluation / side, task["task"]) for side in (BASE, GATED)
+        task["task"]: (
+            read_scoring(run.evaluation / BASE, task["task"]),
+            read_scoring(run.evaluation / GATED, task["task"]),
         )
         for task in judged["tasks"]
         if task["gated"] and not task["not_comparable"]

@@ -57,9 +57,10 @@ class Prefix:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all keys and values."""
+        layers: Sequence[Any] = self.cache.layers
         return sum(
             tensor.numel() * tensor.element_size()
-            for layer in self.cache.layers
+            for layer in layers
             for tensor in (layer.keys, layer.values)
             if tensor is not None
         )
