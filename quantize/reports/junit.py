@@ -21,6 +21,8 @@ def junit(content: dict[str, Any]) -> str:
     for task in (task for task in content["tasks"] if task["gated"]):
         outcome = task["outcome"] or "NOT COMPARABLE"
         cases.append((f"task {task['task']}", outcome, [task["not_comparable"] or task_text(task)]))
+    certain = "not asked: the verdict was certain before"
+    cases += [(f"task {task}", "INCONCLUSIVE", [certain]) for task in content["not_asked"]]
     cases.append(("gate", verdict["outcome"], [verdict["reason"]]))
     counted = {
         tag: sum(OUTCOME_TAGS.get(c[1]) == tag for c in cases) for tag in OUTCOME_TAGS.values()

@@ -12,6 +12,7 @@ from quantize.reports.render import (
     OTHER_INTERVAL,
     fidelity_rows,
     interval_text,
+    looks_lines,
     scored_with,
     steps_text,
 )
@@ -28,6 +29,7 @@ def markdown(content: dict[str, Any]) -> str:
         BUNDLED_NOTE if content["model"]["bundled"] else f"Model: {content['model']['model']}",
         "## Recovery",
         _recovery_table(content["tasks"]),
+        *looks_lines(content),
         *_noise_floor_section(content["noise_floor"]),
         *_questions_section(content["questions"]),
         "## Size",

@@ -58,6 +58,7 @@ def html(content: dict[str, Any]) -> str:
         judged=JUDGED[content["verdict"]["estimand"]],
         other_interval=OTHER_INTERVAL[content["verdict"]["estimand"]],
         scored_with=scored_with(content["tasks"]),
+        looks_lines=looks_lines(content),
         made_lines=made_lines(content),
         stage_rows=stage_rows(content["stages"]),
         question_row=question_row,
@@ -151,3 +152,16 @@ def steps_text(found: dict[str, float] | None) -> str:
         return "-"
     ratio, low, high = (100 * (found[key] - 1) for key in ("ratio", "low", "high"))
     return f"{ratio:+.1f} % [{low:+.1f}, {high:+.1f}]"
+
+
+def looks_lines(content: dict[str, Any]) -> list[str]:
+    """Return a sentence for each task whose verdict was certain before everything was asked."""
+    lines = [
+        f"{task}: the verdict was certain after look {look['taken']} of {look['of']}; the rest was "
+        f"not asked."
+        for task, look in content["looks"].items()
+        if look["taken"] < look["of"]
+    ]
+    return lines + [
+        f"{task}: not asked; the run's verdict was certain before." for task in content["not_asked"]
+    ]

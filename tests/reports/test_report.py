@@ -36,7 +36,10 @@ from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.reports.compare import compare_runs, question_tables
+from quantize.reports.junit import junit
+from quantize.reports.markdown import markdown
 from quantize.reports.questions import parting, question_counts
+from quantize.reports.render import html
 from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.run_dir import RunDir, read_json, write_json, write_text
 from quantize.stages.recording import RECORDED, leave_questions, record_differing
@@ -473,3 +476,16 @@ def test_hours_and_price_of_the_evaluation(run: RunDir, targets: list[Target]) -
         assert f"sha256 of the resolved recipe: {digest}" in text
         for word in ("1800.0", "5400.0", "2.00 GB", "81.9 GB", "NVIDIA H200"):
             assert word in text
+
+
+def test_what_was_not_asked_is_said(full: RunDir) -> None:
+    """In Markdown, on the page and as a skipped test case."""
+    content = read_json(full.report_json)
+    looks = {"gsm8k": {"taken": 2, "of": 5}, "gpqa_diamond": {"taken": 5, "of": 5}}
+    content |= {"looks": looks, "not_asked": ["aime25"]}
+    for text in (markdown(content), Page(html(content)).text):
+        assert "gsm8k: the verdict was certain after look 2 of 5; the rest was not asked." in text
+        assert "aime25: not asked; the run's verdict was certain before." in text
+        assert "gpqa_diamond: the verdict was certain" not in text
+    case = ElementTree.fromstring(junit(content)).find("testcase[@name='task aime25']/skipped")
+    assert case is not None
