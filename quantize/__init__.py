@@ -1,7 +1,26 @@
-"""Quantize DiffusionGemma to FP8 or NVFP4, and prove that it still thinks.
+"""Quantize DiffusionGemma to FP8, INT8 or NVFP4, and measure what it costs against BF16.
 
 The pipeline reads top to bottom as `quantize --help` lists it: plan, calibrate, convert, verify,
-fidelity, evaluate, report, push. docs/structure.md names each module in one sentence.
+fidelity, evaluate, report, push. docs/structure.md names each module in one sentence; docs/python.md
+shows the functions below, which are imported when they are first used.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quantize.api import Run, convert, evaluate, load, open, plan, report, run
+
 __version__ = "0.1.0"
+__all__ = ["Run", "convert", "evaluate", "load", "open", "plan", "report", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the Python face when one of its names is asked for; `import quantize` itself is cheap."""
+    if name not in __all__:
+        raise AttributeError(f"module 'quantize' has no attribute {name!r}")
+    return getattr(import_module("quantize.api"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

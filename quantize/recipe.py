@@ -70,14 +70,14 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """Which model the recipe was made for: a Hub id and, to pin it, a revision."""
+    """The model that the recipe was made for: a Hub id and, to pin it, a revision."""
 
     id: str
     revision: str | None = None
 
 
 class Quantization(Section):
-    """Which modules get which scheme.
+    """The modules that are quantized, and the scheme that each of them gets.
 
     `scheme` is one scheme for all `targets`, or a mapping scheme -> targets of its own. A target or
     ignore entry is a module class (`Linear`), a module name, or `re:` and a regular expression that
@@ -98,11 +98,12 @@ class Quantization(Section):
 
 
 class Calibration(Section):
-    """Prompts and lengths of the calibration's denoising loops.
+    """The prompts on which the BF16 model denoises while input ranges are measured.
 
-    `datasets` are `bundled`, the path of a jsonl of chats, or names of Hub datasets.
-    `thinking` is the share of prompts with the thinking channel on.
-    An expert with fewer than `min_tokens_per_expert` routed tokens takes its layer's maximum.
+    `datasets` are `bundled`, the path of a jsonl of chats, or names of Hub data sets. `prompts` of
+    them are answered with `canvases` canvases each, `batch_size` at a time. `thinking` is the share of
+    prompts with the thinking channel on. An expert with fewer than `min_tokens_per_expert` routed
+    tokens takes its layer's maximum.
     """
 
     datasets: list[str] = Field(min_length=1)

@@ -4,6 +4,7 @@ import ast
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -32,24 +33,60 @@ def test_hugging_face_kernels_wins_over_the_folder_of_that_name() -> None:
     assert "site-packages" in done.stdout
 
 
+SOURCES = {  # folder in the repository -> package
+    "quantize": "quantize",
+    "recipes": "quantize/recipes",
+    "kernels/fused_dequant": "fused_dequant",
+    "evaluation/recovery": "recovery",
+}
+OF_ITS_OWN = "quantize/serve/vllm_plugin/"  # another distribution
+
+
+def sources() -> dict[str, str]:
+    """Every file of the packages in the repository -> its name in a wheel."""
+    command = ["git", "ls-files", "-co", "--exclude-standard", *SOURCES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found: dict[str, str] = {}
+    for name in done.stdout.splitlines():
+        if not name.startswith(OF_ITS_OWN) and (ROOT / name).is_file():
+            folder = next(folder for folder in SOURCES if name.startswith(f"{folder}/"))
+            found[name] = SOURCES[folder] + name.removeprefix(folder)
+    return found
+
+
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    out = tmp_path_factory.mktemp("wheel")
-    shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools would pack what an old one holds
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        str(out),
-        ".",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source distribution, and with the wheel that is built from it alone."""
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("built")
+    top = ["pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt"]
+    for name in (*sources(), *top, "docs/structure.md", "tests/test_cli.py", "tests/conftest.py"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), "."]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (wheel,) = out.glob("diffusiongemma_quantize-*.whl")
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel_names(built: Path) -> list[str]:
+    (wheel,) = built.glob("diffusiongemma_quantize-*.whl")
     return zipfile.ZipFile(wheel).namelist()
+
+
+def test_the_wheel_holds_the_packages_files_and_no_others(wheel_names: list[str]) -> None:
+    found = {name for name in wheel_names if ".dist-info/" not in name}
+    assert found == set(sources().values())
+
+
+def test_the_source_distribution_holds_what_the_wheel_is_built_from(built: Path) -> None:
+    (archive,) = built.glob("diffusiongemma_quantize-*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {member.name.partition("/")[2] for member in tar if member.isfile()}
+    mine = {name for name in names if ".egg-info/" not in name}
+    made = {"PKG-INFO", "setup.cfg"}
+    top = {"pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt"}
+    assert mine - made == set(sources()) | top
 
 
 def test_wheel_installs_only_our_packages(wheel_names: list[str]) -> None:

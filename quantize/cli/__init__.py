@@ -5,6 +5,7 @@ A command lies in the file of its name and is imported when it is called or list
 command is one file and one line of `COMMANDS`.
 """
 
+import difflib
 import errno
 import os
 import sys
@@ -55,7 +56,9 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command in the file of its name, or the one made for a stage."""
         if cmd_name not in COMMANDS:
-            return None
+            close = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise click.UsageError(f"no such command {cmd_name!r}{hint}", ctx)
         if Path(__file__).with_name(f"{cmd_name}.py").is_file():
             return getattr(import_module(f"quantize.cli.{cmd_name}"), cmd_name)
         (stage,) = (stage for stage in STAGES if stage.name == cmd_name)
@@ -100,12 +103,11 @@ def _exit_code() -> int:
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     try:
         with unexpected_in(Path(tempfile.gettempdir(), f"quantize-{os.getpid()}.log")):
-            return cli.main(standalone_mode=False) or 0
+            return cli.main(prog_name="quantize", standalone_mode=False) or 0
     except QuantizeError as error:
         return _complain(str(error), error.exit_code)
     except click.ClickException as error:
-        error.show()
-        return 2
+        return _misused(error)
     except (KeyboardInterrupt, click.Abort):
         return _complain("interrupted; --resume continues this run", 130)
     except OSError as error:
@@ -116,6 +118,17 @@ def _exit_code() -> int:
     except (MemoryError, RuntimeError) as error:  # torch's error for a GPU is a RuntimeError
         text = " ".join(str(error).split())[:LONGEST]
         return _complain(f"out of memory ({text}); free some, or use a larger machine", 3)
+
+
+def _misused(error: click.ClickException) -> int:
+    """Say in one line what is wrong with the words of a command; `quantize` alone shows the help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return 2
+    message = " ".join(error.format_message().split())
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    place = context.command_path if context else "quantize"
+    return _complain(f"{message[0].lower()}{message[1:].rstrip('.')}; see `{place} --help`", 2)
 
 
 def _complain(message: str, code: int) -> int:

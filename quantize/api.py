@@ -1,0 +1,132 @@
+"""The Python face of the pipeline: what `import quantize` offers (docs/python.md).
+
+The functions do what the commands of their names do and raise what the commands end with
+(`quantize.errors`); a run is named by its folder.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from quantize.checkpoints.load import load
+from quantize.checkpoints.reader import Checkpoint, resolve
+from quantize.checkpoints.targets import Target, plan_targets
+from quantize.errors import GateError
+from quantize.pipeline import advance, opened, run_alone, started
+from quantize.recipe import Recipe, load_recipe
+from quantize.run_dir import read_json
+from quantize.runtime import open
+from quantize.stage import STAGES, Run, Stage, evaluate_more
+from quantize.stages.convert import Conversion
+from quantize.stages.convert import convert as write_checkpoint
+
+__all__ = ["Run", "convert", "evaluate", "load", "open", "plan", "report", "run"]
+
+
+def run(
+    recipe: str = "nvfp4",
+    model: str | None = None,
+    out: str | Path = "outputs",
+    *,
+    resume: bool = False,
+    limit: int | None = None,
+    until: str = STAGES[-1].name,
+    revision: str | None = None,
+    gpu_memory: float | None = None,
+    **scoring: Any,
+) -> Run:
+    """Run every stage of a recipe on a model, as `quantize run` does, and return the run.
+
+    Args:
+        recipe: the name of a recipe that ships, or the path of a YAML file.
+        model: a checkpoint folder or a Hub id; None for the bundled model.
+        out: the folder that holds the runs.
+        resume: whether a run that exists is continued, or returned when it is complete.
+        limit: score only so many problems a task.
+        until: the last stage.
+        revision: of a Hub model: a branch, tag or commit.
+        gpu_memory: bytes of a GPU that may be used, None for all that are free.
+        scoring: options of `quantize.stage.evaluate_more`: noise_floor, batch_size, data_dir, server
+            and so on.
+
+    Raises:
+        GateError: verification, fidelity or the gate failed. `report(run.folder.path)` says why.
+        InputError: recipe or model are wrong, or the run exists and `resume` is off.
+        ResourceError: the machine lacks something.
+    """
+    with started(
+        recipe, model, Path(out), resume=resume, revision=revision, limit=limit,
+        gpu_memory=gpu_memory, **scoring,
+    ) as found:  # fmt: skip
+        advance(found, until)
+    return found
+
+
+def plan(
+    recipe: str = "nvfp4", model: str | None = None, revision: str | None = None
+) -> list[Target]:
+    """Return what a recipe would do with every tensor of a model: scheme or reason, bytes.
+
+    Raises:
+        InputError: recipe or model are wrong, or the recipe matches nothing of it.
+    """
+    _, _, targets = _planned(recipe, model, revision)
+    return targets
+
+
+def convert(
+    model: str | Path | None,
+    out: str | Path,
+    recipe: str = "fp8_dynamic",
+    *,
+    input_scales: str | Path | None = None,
+    revision: str | None = None,
+) -> Conversion:
+    """Write the quantized checkpoint of a BF16 model to the folder `out`; nothing is calibrated.
+
+    Args:
+        model: a checkpoint folder or a Hub id; None for the bundled model.
+        out: a folder that does not exist yet.
+        recipe: its name or YAML file; NVFP4 with calibrated activations needs `input_scales`.
+        input_scales: `calibration/input_scales.safetensors` of a run.
+        revision: of a Hub model.
+
+    Raises:
+        InputError: `out` exists, or input scales are missing.
+        ResourceError: the disk is too small.
+    """
+    loaded, source, targets = _planned(recipe, None if model is None else str(model), revision)
+    scales = None if input_scales is None else Path(input_scales)
+    return write_checkpoint(source, targets, Path(out), recipe=loaded, input_scales=scales)
+
+
+def _planned(
+    recipe: str, model: str | None, revision: str | None
+) -> tuple[Recipe, Checkpoint, list[Target]]:
+    loaded = load_recipe(recipe)
+    source = Checkpoint.open(resolve(model, revision))
+    return loaded, source, plan_targets(source.tensors, loaded.quantization)
+
+
+def evaluate(run: str | Path, *, gpu_memory: float | None = None, **options: Any) -> None:
+    """Score what is not scored yet of a run, as `quantize evaluate RUN` does.
+
+    Args:
+        run: its folder.
+        gpu_memory: bytes of a GPU that may be used.
+        options: of `quantize.stage.evaluate_more`: modes, noise_floor, server, base_server, ...
+    """
+    with opened(Path(run), gpu_memory) as found:
+        run_alone(found, _stage("evaluate"), lambda run: evaluate_more(run, **options))
+
+
+def report(run: str | Path) -> dict[str, Any]:
+    """Write the report of a run again and return report.json; a FAIL is told there, and not raised."""
+    with opened(Path(run)) as found:
+        with suppress(GateError):
+            run_alone(found, _stage("report"))
+        return read_json(found.folder.report_json, "verdict")
+
+
+def _stage(name: str) -> Stage:
+    return next(stage for stage in STAGES if stage.name == name)

@@ -1,0 +1,150 @@
+"""Every command of README and docs is run, or marked with what it needs; every link leads somewhere.
+
+A block under `<!-- needs a GPU, the network -->` is not run, but its `quantize` commands must parse.
+The others are run in this process and share one run of the bundled model, on two questions: RUN stands
+for its folder, and `quantize run` stops after the plan.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+from documented import NEEDS, PAGES, ROOT, SHELL, Block, blocks
+from server_process import KEY, process
+
+from quantize import cli
+from quantize.recipe import shipped_recipes
+
+ALL = blocks()
+PYTHON_PAGES = ("docs/python.md", "README.md")
+
+
+def shell(needy: bool) -> list[Block]:
+    return [block for block in ALL if block.kind in SHELL and bool(block.needs) == needy]
+
+
+def by_place(found: list[Block]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("block", found, ids=lambda block: block.place)
+
+
+def test_pages_and_blocks_are_found() -> None:
+    assert {"README.md", "CONTRIBUTING.md", "gate-a-release.md"} <= {page.name for page in PAGES}
+    assert len(shell(needy=False)) > 15
+    assert {need for block in ALL for need in block.needs} <= NEEDS
+
+
+@by_place(shell(needy=True))
+def test_what_is_not_run_parses(block: Block) -> None:
+    for words in block.commands:
+        if "quantize" in words and words[0] not in ("docker", "vllm", "pip", "hf"):
+            parse(words[words.index("quantize") + 1 :])
+
+
+def test_commands_and_python_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One test, because all of it shares the run that docs/python.md makes."""
+    for page in PYTHON_PAGES:
+        folder = tmp_path / page.replace("/", "-")
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        run_python(page)
+    (run,) = (tmp_path / "docs-python.md" / "outputs").glob("nvfp4a16-*")
+    capsys.readouterr()
+    seen: list[list[str]] = []
+    for block in shell(needy=False):
+        folder = tmp_path / block.place.partition(":")[0].replace("/", "-")
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        for words in block.commands:
+            if words[1] in ("plan", "recipes", "tasks") and words in seen:
+                continue  # they leave nothing behind
+            seen.append(words)
+            code = follow(words, run, monkeypatch)
+            error = capsys.readouterr().err
+            assert code in (0, 4), f"{block.place}: {words} ended with {code}: {error}"
+
+
+def run_python(page: str) -> None:
+    """Run the blocks of a page, one after the other, as in a notebook."""
+    examples = [b for b in ALL if b.kind == "python" and b.place.startswith(f"{page}:")]
+    assert examples
+    names: dict[str, object] = {}
+    for block in examples:
+        exec(compile(block.text, block.place, "exec"), names)
+
+
+def follow(words: list[str], run: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Do what a command says, or see that what it names is there; return its exit code."""
+    match words:
+        case ["make", *targets]:
+            assert_targets(targets)
+        case ["python", "-m", "pytest", *files]:
+            assert all((ROOT / file).exists() for file in files), words
+        case ["python", script, *_]:
+            assert (ROOT / script).is_file(), words
+        case ["curl", *_]:
+            pass  # below, against a server
+        case ["quantize", "serve", *_]:
+            parse(words[1:])  # below, too
+        case ["quantize", *rest]:
+            return execute([re.sub(r"^RUN(?=/|$)", str(run), word) for word in rest], monkeypatch)
+        case _:
+            pytest.fail(f"nobody runs {words}; mark what the block needs")
+    return 0
+
+
+def execute(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run the command line in this process; a redirection writes a file."""
+    if ">" in words:
+        place = words.index(">")
+        Path(words[place + 1]).write_text(shipped_recipes()[words[place - 1]])
+        words = words[:place]
+    if words[0] == "run":
+        words = [*words, "--until", "plan"]
+    monkeypatch.setattr("sys.argv", ["quantize", *words])
+    return cli._exit_code()
+
+
+def assert_targets(words: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    for target in (word for word in words if "=" not in word):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def parse(words: list[str]) -> None:
+    """Let click read a command's words, and no more: unknown commands and options raise."""
+    name, *rest = words
+    context = click.Context(cli.cli)
+    command = cli.cli.get_command(context, name)
+    assert command is not None, f"no command {name!r}"
+    command.make_context(name, [word for word in rest if word != "..."], parent=context)
+
+
+def test_an_unknown_option_does_not_parse() -> None:
+    with pytest.raises(click.UsageError):
+        parse(["run", "--recepi", "nvfp4"])
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
+def test_curl_commands_are_answered() -> None:
+    commands = [words for block in ALL for words in block.commands if words[0] == "curl"]
+    assert len(commands) >= 4
+    with process() as (url, _):
+        for words in commands:
+            told = [word.replace("http://127.0.0.1:8000", url.rstrip("/")) for word in words]
+            command = [*told, "-sS", "--fail", "-H", f"Authorization: Bearer {KEY}"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            assert done.returncode == 0, (words, done.stderr)
+            if "completions" in " ".join(words):
+                assert "226" in done.stdout, words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
+        if not link.startswith(("http://", "https://")):
+            assert (page.parent / link).exists(), link

@@ -1,0 +1,83 @@
+"""docs/recipes.md: its reference is what the model says, and its worked examples do what they claim."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from recipe_reference import PAGE, page
+
+from quantize.checkpoints.targets import Target, plan_targets
+from quantize.recipe import Recipe, load_recipe, shipped_recipes
+from quantize.stages.plan import config_of_known, tensors_from_config
+
+CONTRACTS = """
+dataset_path: json
+output_type: generate_until
+doc_to_text: "{{question}}"
+generation_kwargs: {until: [], max_gen_toks: 64}
+metric_list: [{metric: exact_match}]
+"""
+
+
+def test_the_reference_is_generated() -> None:
+    text = PAGE.read_text("utf-8")
+    assert text == page(text), "run: python tests/support/recipe_reference.py"
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    for key, value in changes.items():
+        is_section = isinstance(value, dict) and key in Recipe.model_fields
+        base[key] = merged(base[key], value) if is_section else value
+    return base
+
+
+def example(title: str, folder: Path) -> Recipe:
+    """The NVFP4 recipe with the changed lines of the example under `title`."""
+    found = re.search(rf"^### {title}$.*?```yaml\n(.*?)```", PAGE.read_text("utf-8"), re.S | re.M)
+    assert found, title
+    fields = merged(yaml.safe_load(shipped_recipes()["nvfp4"]), yaml.safe_load(found[1]))
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    return load_recipe(str(path))
+
+
+def schemes(recipe: Recipe) -> dict[str, str | None]:
+    config = config_of_known("google/diffusiongemma-26B-A4B-it")
+    assert config is not None
+    targets: list[Target] = plan_targets(tensors_from_config(config), recipe.quantization)
+    return {target.name: target.scheme and target.scheme.name for target in targets}
+
+
+def test_keep_a_layer_in_bf16(tmp_path: Path) -> None:
+    found = schemes(example("Keep a layer in BF16", tmp_path))
+    before = schemes(load_recipe("nvfp4"))
+    changed = {name for name in before if found[name] != before[name]}
+    assert changed == {n for n in before if ".decoder.layers.0." in n and before[n]}
+    assert changed
+
+
+def test_mix_schemes(tmp_path: Path) -> None:
+    found = schemes(example("Mix schemes", tmp_path))
+    assert {found[name] for name in found if ".experts." in name} == {"NVFP4"}
+    assert {found[n] for n in found if re.search(r"decoder.*(\.mlp\.|_proj\.w)", n)} == {
+        "FP8_DYNAMIC",
+        None,  # self-conditioning
+    }
+
+
+def test_calibrate_on_other_data(tmp_path: Path) -> None:
+    calibration = example("Calibrate on other data", tmp_path).calibration
+    assert calibration is not None
+    assert (calibration.datasets, calibration.prompts) == (["chats.jsonl"], 128)
+    assert calibration.canvases == 2  # the rest stays
+
+
+def test_score_it_on_your_own_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("invoices.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n')
+    Path("contracts.yaml").write_text(CONTRACTS)
+    evaluation = example("Score it on your own questions", tmp_path).evaluation
+    assert evaluation.tasks == ["invoices", "contracts"]
+    assert evaluation.questions("invoices") == 1
