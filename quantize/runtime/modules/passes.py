@@ -57,10 +57,10 @@ class Prefix:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all keys and values."""
-        layers: Sequence[Any] = self.cache.layers
+        cache: Any = self.cache
         return sum(
             tensor.numel() * tensor.element_size()
-            for layer in layers
+            for layer in cache.layers
             for tensor in (layer.keys, layer.values)
             if tensor is not None
         )
