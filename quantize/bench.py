@@ -110,23 +110,11 @@ def bench(
     if not torch.cuda.is_available():
         raise ResourceError("bench needs an NVIDIA GPU: the kernels' speed on a CPU says nothing")
     samplers = {name: _sampler(name, checkpoint) for name in steps}
-    device = torch.device("cuda")
-    rates = measure_rates(device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    started = time.monotonic()
-    engine = open(
-        checkpoint or _random(random, config, experts_hit),
-        device="cuda",
-        capacity=max(batches),
-        max_context=context + 2 * _canvas_length(checkpoint, config),
-        kind="fused",
-    )
-    assert isinstance(engine, FusedEngine)  # as asked
+    rates = measure_rates(torch.device("cuda"))
+    length = context + 2 * _canvas_length(checkpoint, config)
+    model = checkpoint or _random(random, config, experts_hit)
+    engine, loaded = _loaded(model, max(batches), length)
     weights = engine.model.weights
-    torch.cuda.synchronize()
-    loaded = time.monotonic() - started
-    say(f"{weights.nbytes / 1e9:.1f} GB of weights after {loaded:.0f} s")
     prompts = _prompts(weights, context, max(batches))
     hit = _experts_hit(engine, prompts[0])
     if checkpoint is None:  # making random numbers took memory that loading would not
@@ -150,6 +138,21 @@ def bench(
             row = _measure(engine, prompts[:batch], sampler, canvases)
             result.rows.append(_row(row, batch, name, weights, floor, hourly_price))
     return replace(result, peak_bytes=torch.cuda.max_memory_allocated())
+
+
+def _loaded(
+    model: Path | RandomModel, capacity: int, max_context: int
+) -> tuple[FusedEngine, float]:
+    """Return the kernels' engine, and the seconds that loading took."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    started = time.monotonic()
+    engine = open(model, device="cuda", capacity=capacity, max_context=max_context, kind="fused")
+    assert isinstance(engine, FusedEngine)  # as asked
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - started
+    say(f"{engine.model.weights.nbytes / 1e9:.1f} GB of weights after {seconds:.0f} s")
+    return engine, seconds
 
 
 def _sampler(steps: str, checkpoint: Path | None) -> Sampler:

@@ -11,7 +11,41 @@ if TYPE_CHECKING:
     from quantize.recipe import ActivationMode
 
 
-@click.command()
+HELP = """Serve a checkpoint as an OpenAI-compatible endpoint: quantize serve CHECKPOINT.
+
+CHECKPOINT is a folder or a Hub id, BF16 or quantized; `bundled` is the model that ships. Needs
+the extra: pip install 'diffusiongemma-quantize[serve]'.
+
+\b
+  quantize serve bundled                 then open http://127.0.0.1:8000/
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "bundled", "messages": [{"role": "user", "content":
+    "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"}]}'
+  answers 226.
+
+\b
+Also /v1/completions, /v1/models, /health, /metrics (Prometheus), /version, /docs.
+Honoured: max_tokens, stop, seed, n, stream with stream_options.include_usage,
+  image_url parts of a user's message (data URLs of PNG, JPEG or WebP; image_tokens, 70
+  to 1120, is the most that one takes; nothing is fetched),
+  chat_template_kwargs.enable_thinking (thoughts come back as reasoning_content),
+  the sampler's num_inference_steps, entropy_bound, t_min, t_max,
+  confidence_threshold, stability_threshold,
+  the canvas: suffix of a completion, pinned [{position, text}], initial_text,
+  tools with tool_choice and parallel_tool_calls, response_format (json_object, json_schema),
+  guided_json, guided_regex, logprobs with top_logprobs up to 20.
+Anything else is refused with 400, its name and the way out: temperature, say, other than 1;
+  with --ignore-unsupported what only steers sampling is ignored and named in a header.
+A stream sends finished canvases; stream_options.include_drafts shows them denoise.
+
+Clients must send the key in the environment variable QUANTIZE_API_KEY, when there is one.
+Choice j of a request with a seed has the noise of seed + j, whatever else is served meanwhile;
+on a GPU roundings depend on the batch, unless --batch-invariant.
+SIGTERM lets running requests finish and refuses those that wait.
+"""
+
+
+@click.command(help=HELP)
 @click.argument("checkpoint")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Other hosts need an API key.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
@@ -71,38 +105,7 @@ def serve(
     prefix_mib: int,
     **settings: Any,
 ) -> None:
-    """Serve a checkpoint as an OpenAI-compatible endpoint: quantize serve CHECKPOINT.
-
-    CHECKPOINT is a folder or a Hub id, BF16 or quantized; `bundled` is the model that ships. Needs
-    the extra: pip install 'diffusiongemma-quantize[serve]'.
-
-    \b
-      quantize serve bundled                 then open http://127.0.0.1:8000/
-      curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-        -d '{"model": "bundled", "messages": [{"role": "user", "content":
-        "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"}]}'
-      answers 226.
-
-    \b
-    Also /v1/completions, /v1/models, /health, /metrics (Prometheus), /version, /docs.
-    Honoured: max_tokens, stop, seed, n, stream with stream_options.include_usage,
-      image_url parts of a user's message (data URLs of PNG, JPEG or WebP; image_tokens, 70
-      to 1120, is the most that one takes; nothing is fetched),
-      chat_template_kwargs.enable_thinking (thoughts come back as reasoning_content),
-      the sampler's num_inference_steps, entropy_bound, t_min, t_max,
-      confidence_threshold, stability_threshold,
-      the canvas: suffix of a completion, pinned [{position, text}], initial_text,
-      tools with tool_choice and parallel_tool_calls, response_format (json_object, json_schema),
-      guided_json, guided_regex, logprobs with top_logprobs up to 20.
-    Anything else is refused with 400, its name and the way out: temperature, say, other than 1;
-      with --ignore-unsupported what only steers sampling is ignored and named in a header.
-    A stream sends finished canvases; stream_options.include_drafts shows them denoise.
-
-    Clients must send the key in the environment variable QUANTIZE_API_KEY, when there is one.
-    Choice j of a request with a seed has the noise of seed + j, whatever else is served meanwhile;
-    on a GPU roundings depend on the batch, unless --batch-invariant.
-    SIGTERM lets running requests finish and refuses those that wait.
-    """
+    """Serve a checkpoint until SIGINT or SIGTERM."""
     from quantize.checkpoints.reader import Checkpoint, resolve
     from quantize.errors import ResourceError
     from quantize.manifest import fingerprint

@@ -99,13 +99,9 @@ def open(
     if activations is not None and isinstance(checkpoint, Path):
         inputs = inputs_of(Checkpoint.open(checkpoint), weights, activations)
     return FusedEngine(
-        weights,
-        capacity=capacity,
-        max_context=max_context,
-        batch_invariant=batch_invariant,
-        inputs=inputs,
-        prefix_bytes=prefix_bytes,
-    )
+        weights, capacity=capacity, max_context=max_context, batch_invariant=batch_invariant,
+        inputs=inputs, prefix_bytes=prefix_bytes,
+    )  # fmt: skip
 
 
 def _weights(
