@@ -1,0 +1,45 @@
+"""docs/structure.md's list of modules, made from the first sentence of each module's docstring.
+
+python tests/support/structure.py     writes it anew
+"""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "structure.md"
+BEGIN, END = "<!-- modules: made by tests/support/structure.py -->\n", "<!-- end of modules -->\n"
+WINGS = (
+    "quantize", "quantize/cli", "quantize/checkpoints", "quantize/stages", "quantize/reports",
+    "quantize/hub", "quantize/exports", "quantize/runtime", "quantize/runtime/modules",
+    "quantize/runtime/fused", "quantize/serve", "quantize/bundled", "kernels/fused_dequant",
+    "evaluation/recovery", "evaluation/experiments", "evaluation/experiments/bundled",
+)  # fmt: skip
+
+
+def sentence(file: Path) -> str:
+    """Return the first sentence of a module's docstring."""
+    text = ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def modules() -> str:
+    """Return the list: a heading a folder, and its modules."""
+    lines: list[str] = []
+    for wing in WINGS:
+        folder = ROOT / wing
+        lines += [f"**`{wing}/`** {sentence(folder / '__init__.py')}", ""]
+        files = [file for file in sorted(folder.glob("*.py")) if not file.name.startswith("__")]
+        lines += [f"- `{file.name}` {sentence(file)}" for file in files] + [""]
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """Return the whole page with the list as it should be."""
+    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + "\n" + modules() + END + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
