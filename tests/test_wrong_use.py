@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], free: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _=None: "GPU X")
+    memory = SimpleNamespace(total_memory=24_000_000_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _=None: memory)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _=None: (int(free), int(free)))
 
 
@@ -118,16 +121,20 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], free: 
         (
             (7, 5),
             "tiny_checkpoint",
-            "GPU X has compute capability 7.5 .* need 8.0 or newer",
+            "GPU X cannot run bf16: sm_75; bf16 needs sm_80 or newer",
         ),
-        ((7, 5), "nvfp4_artifact", "GPU X has compute capability 7.5 .* need 8.0 or newer"),
-        ((7, 0), "fp8_artifact", "GPU X has compute capability 7.0 .* need 8.0 or newer"),
+        ((7, 5), "nvfp4_artifact", "GPU X cannot run bf16: sm_75; bf16 needs sm_80 or newer"),
+        ((7, 0), "fp8_artifact", "GPU X cannot run bf16: sm_70; bf16 needs sm_80 or newer"),
         (
             (8, 0),
             "fp8_artifact",
-            r"fp8 needs compute capability 8.9 or newer; GPU X has 8.0",
+            "GPU X cannot run fp8: sm_80 has no FP8 tensor cores, which sm_89 or newer has",
         ),
-        ((8, 6), "fp8_artifact", r"fp8 needs compute capability 8.9 or newer; GPU X has 8.6"),
+        (
+            (8, 6),
+            "fp8_artifact",
+            "GPU X cannot run fp8: sm_86 has no FP8 tensor cores, which sm_89 or newer has",
+        ),
         # what runs fails on the next check only: no memory is free
         ((8, 0), "tiny_checkpoint", "cuda has 0.0 GB free"),
         ((8, 0), "nvfp4_artifact", "cuda has 0.0 GB free"),
@@ -160,9 +167,9 @@ def test_an_old_gpu_in_the_command_line(
     pretend(monkeypatch, (7, 5), free=1e12)
     code, line = complaint(monkeypatch, capsys, "generate", folder, QUESTION)
     assert code == 3
-    assert "compute capability 7.5" in line
+    assert "sm_75; bf16 needs sm_80 or newer" in line
     config = json.loads((folder / "config.json").read_text())
-    with pytest.raises(ResourceError, match=r"compute capability 7\.5"):
+    with pytest.raises(ResourceError, match="sm_75; bf16 needs sm_80 or newer"):
         random_weights(config, dict.fromkeys(("experts", "attention", "mlp"), "fp8"), "cuda")
 
 
