@@ -1,4 +1,4 @@
-"""The arithmetic of all schemes: weights to codes and scales and back, and rounded activations.
+"""The arithmetic of all schemes: weights to codes and (block) scales and back, activations rounded.
 
 Weights are [..., out, in] in BF16; leading dimensions (experts) are quantized together.
 

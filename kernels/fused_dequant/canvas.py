@@ -1,4 +1,4 @@
-"""The state of canvases, and one step of the entropy-bound sampler in torch.
+"""Canvases in torch: their state, the noise of each (seed, canvas, step, position), a sampler's step.
 
 `operations.sample` and `accept` run it where there is no GPU, the runtime's engine over modules draws
 from the same functions, and `sampling` has the rules and the kernels.

@@ -1,4 +1,4 @@
-"""One quantized weight, or one for each expert, in the layout that its kernel reads.
+"""One quantized weight, or one for each expert, in its kernel's layout; it chooses that kernel.
 
     scheme            data                        scale                      factor
     bf16              bf16 [E, N, K]              none                       none

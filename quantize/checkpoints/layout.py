@@ -1,4 +1,4 @@
-"""Which tensors a DiffusionGemma checkpoint must hold: names, dtypes and shapes, from its config.
+"""Which tensors a DiffusionGemma checkpoint must hold by its config, and the check that it does.
 
 The BF16 layout is what transformers' own class builds, under on-disk names: 1,047 tensors for the 26B
 model. `quantize.checkpoints.architecture` spells it out for configs that say everything a shape depends

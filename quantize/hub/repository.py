@@ -1,4 +1,4 @@
-"""One model repository on the Hugging Face Hub, with the guarantees that publishing needs.
+"""One model repository on the Hub: commits that happen once, and checksums compared with the files'.
 
 It builds on `huggingface_hub.HfApi`, which uploads (by Xet, or by LFS in parts) and retries that. What
 HfApi leaves to its caller is here and in `hub.calls`:

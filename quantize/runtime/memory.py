@@ -1,4 +1,4 @@
-"""Plans GPU memory before anything is loaded: layers that stay, layers streamed, canvases at once.
+"""Plans GPU memory before loading: layers that stay or are streamed, and how few canvases at once.
 
     fixed        embedding, norms, routers, self-conditioning: always on the GPU
     layers       the products' weights of layers that stay

@@ -1,4 +1,4 @@
-"""Sampling noise as a function of (sample seed, canvas, denoising step, position).
+"""The streams that modules draw from: transformers', or addressed noise (`fused_dequant.canvas`).
 
 Philox4x32-10 (Salmon et al., SC 2011; Random123) is a keyed bijection of a 128-bit counter:
 
