@@ -139,7 +139,7 @@ def _lines(meter: Meter) -> Generator[None]:
     speaker.start()
     try:
         yield
-        say(f"{meter.title}: {meter.end()}")
     finally:
         over.set()
         speaker.join()
+    say(f"{meter.title}: {meter.end()}")
