@@ -129,10 +129,12 @@ def read_weight(
     return parts[0] if len(shape) == 2 else fuse_experts(parts, shape)
 
 
-def read_module(checkpoint: Checkpoint, module: str, scheme: Scheme) -> torch.Tensor:
-    """Read and dequantize one quantized Linear of a checked layout: [out, inputs] BF16."""
+def read_module(
+    checkpoint: Checkpoint, module: str, scheme: Scheme, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Read one quantized Linear of a checked layout, dequantize it there: [out, inputs] BF16."""
     tensors = {
-        name.removeprefix(f"{module}."): read_finite(checkpoint, name)
+        name.removeprefix(f"{module}."): read_finite(checkpoint, name).to(device)
         for name in module_tensors(checkpoint, module)
     }
     return scheme.dequantize(tensors)
