@@ -111,6 +111,11 @@ class Plan:
             before = look
         return found
 
+    def first(self, looks: int) -> Part:
+        """Return the part that the first `looks` looks cover together."""
+        last = self.looks[looks - 1]
+        return Part(sorted(self.order[: last.questions]), range(last.repeats))
+
     def taken(self, *answered: Set[Answer]) -> list[Look]:
         """Return the looks, from the first on, whose answers every side has."""
         whole = takewhile(lambda pair: all(pair[1].answers <= a for a in answered), self._pairs())

@@ -29,7 +29,7 @@ from recovery.gate import judge, out_of_reach
 from recovery.own import Definition
 from recovery.samples import Finished, SampleStore, Share
 from recovery.scoring import Scoring, local_data, score, size
-from recovery.sequential import Plan, still_open
+from recovery.sequential import Part, Plan, still_open
 from recovery.served import ServerError
 from recovery.statistics import Comparison
 
@@ -125,8 +125,9 @@ def evaluate(
         except ServerError as error:
             raise ResourceError(str(error)) from error
         if processes.rank == 0:
-            _leave_for_the_report(run, sides, [task for task, _ in done.values()])
+            _leave_for_the_report(answers, run, sides, [task for task, _ in done.values()])
             _finish(run, tasks, done)
+        answers.release()
     return rates.by_side
 
 
@@ -203,10 +204,14 @@ def _until_decided(
     """Ask the base and the gated side, look by look; return the number of looks taken by task."""
     seen: dict[str, Comparison | None] = dict.fromkeys(task.name for task in tasks)
     done: dict[str, tuple[Task, int]] = {}
+    if go_on or gate is None:  # no look decides, so each model is loaded once
+        for side in answers.there_first(sides[:2]):
+            for task in tasks:
+                answers.ask(side, task, len(task.plan.looks))
     for task in tasks:
         for number in range(len(task.plan.looks)):
             for side in answers.there_first(sides[:2]):
-                answers.extend(side, task, number)
+                answers.ask(side, task, number + 1)
             done[task.name] = (task, number + 1)
             if gate is not None:
                 seen[task.name] = answers.compared(sides, task, gate)
@@ -226,19 +231,23 @@ def _as_much(
     """Ask sides that are not judged the questions that the judged ones were asked."""
     for side in answers.there_first(sides):
         for task, looks in done.values():
-            for number in range(looks):
-                answers.extend(side, task, number)
-    answers.release()
+            answers.ask(side, task, looks)
 
 
-def _leave_for_the_report(run: RunDir, sides: Sequence[Side], tasks: Sequence[Task]) -> None:
+def _leave_for_the_report(
+    answers: "Answers", run: RunDir, sides: Sequence[Side], tasks: Sequence[Task]
+) -> None:
     """Write the questions of every task, and record canvases of those that differ."""
-    models = {side.name: side.backend for side in sides if isinstance(side.backend, Answerer)}
-    compared = {name: models[name] for name in (BF16, QUANTIZED) if name in models}
-    for task in tasks:
-        requests = leave_questions(run, task.name, task.data, task.own)
-        if requests and len(compared) == 2:
-            record_differing(run, task.name, requests, compared)
+    requests = {task.name: leave_questions(run, task.name, task.data, task.own) for task in tasks}
+    compared = [side for side in sides[:2] if isinstance(side.backend, Answerer)]
+    if len(compared) < 2:
+        return
+    for side in answers.there_first(compared):
+        assert isinstance(side.backend, Answerer)
+        for task, own in requests.items():
+            if own:
+                record_differing(run, task, own, {side.name: side.backend})
+        side.backend.release()
 
 
 def _finish(run: RunDir, tasks: Sequence[Task], done: Mapping[str, tuple[Task, int]]) -> None:
@@ -303,9 +312,22 @@ class Answers:
         )
         return comparison
 
-    def extend(self, side: Side, task: Task, number: int) -> None:
+    def ask(self, side: Side, task: Task, looks: int) -> None:
+        """Answer and score all that the first `looks` looks at a task cover, on one side.
+
+        What is done already is not asked again. A first question takes all parts at once, where
+        samples do not depend on their batch: so fewer slots wait for the last of a part.
+        """
+        scored = None if self._processes.rank else self.scored(side, task)
+        alone = side.backend.batch_size == 1
+        if alone and self.of_first(scored is None):
+            self._extend(side, task, task.plan.first(looks))
+            return
+        for part in task.plan.parts[:looks]:
+            self._extend(side, task, part)
+
+    def _extend(self, side: Side, task: Task, part: Part) -> None:
         """Answer and score one part of a task on a side, unless that is done."""
-        part = task.plan.parts[number]
         scored = None if self._processes.rank else self.scored(side, task)
         if self.of_first(scored is not None and part.answers <= scored.answered):
             return

@@ -49,7 +49,7 @@ def record_differing(
         run: the run whose scores are compared.
         task: name of a task that is not private.
         requests: question -> its request.
-        models: side -> its model; they are loaded one after the other.
+        models: side -> its model, of both sides or of one.
     """
     sides = {side: read_scoring(run.evaluation / side, task) for side in (BASE, GATED)}
     chosen = choose(*sides.values())
@@ -63,7 +63,6 @@ def record_differing(
         for row, sample in zip(chosen, recorded["samples"], strict=False):  # fewer were recorded
             sample |= {"question": row.doc_id, "repeat": row.repeat}
         write_json(path, {"of": of} | recorded)
-        model.release()
 
 
 def choose(base: Scoring, other: Scoring) -> Sequence[Row]:

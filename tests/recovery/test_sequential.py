@@ -107,7 +107,8 @@ def test_the_parts_of_a_plan_are_its_looks(
         assert not part.answers & seen
         assert list(part.questions) == sorted(part.questions)
         seen |= part.answers
-        assert seen == plan.until(look)
+        assert seen == plan.until(look) == plan.first(number).answers
+        assert list(plan.first(number).questions) == sorted(plan.first(number).questions)
         assert plan.taken(seen, seen | {(0, 0)}) == plan.looks[:number]
     assert len(seen) == questions * repeats
     assert plan.taken(seen - {(plan.order[0], 0)}, seen) == []

@@ -91,11 +91,12 @@ class Bench:
         estimand: Any = "these_questions",
         repeats: int = REPEATS,
         margin_pp: float = 10,
+        batch_size: int = 8,
         **more: Any,
     ) -> Verdict:
         """Evaluate and judge."""
         settings = Evaluation(
-            tasks=list(tasks), repeats=dict.fromkeys(tasks, repeats), batch_size=8
+            tasks=list(tasks), repeats=dict.fromkeys(tasks, repeats), batch_size=batch_size
         )
         gate = Gate(estimand=estimand, margin_pp=dict.fromkeys(tasks, margin_pp))
         evaluate.evaluate(
@@ -184,6 +185,15 @@ def test_going_on_asks_everything_and_keeps_the_verdict(bench: Bench) -> None:
     assert early.outcome == late.outcome == "PASS"
     assert bench.done["looks"][WORDS]["taken"] == bench.done["looks"][WORDS]["of"]
     assert not list(bench.run.evaluation.rglob("*.partial.jsonl"))
+
+
+@pytest.mark.parametrize(("batch_size", "calls"), [(8, 2 * 2 * 3), (1, 2 * 2)])
+def test_going_on_loads_each_model_once(bench: Bench, batch_size: int, calls: int) -> None:
+    """Samples that depend on no batch are asked at once, the others look by look; alike in the end."""
+    bench.score((GSM, WORDS), go_on=True, batch_size=batch_size)
+    assert bench.loaded == ["bf16"] * (calls // 2) + ["quantized"] * (calls // 2)
+    assert len(bench.asked) == 2 * 2 * COUNT * REPEATS
+    assert bench.done["looks"] == dict.fromkeys((WORDS, GSM), {"taken": 3, "of": 3})
 
 
 def test_other_sides_are_asked_as_much(bench: Bench) -> None:
