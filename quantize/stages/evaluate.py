@@ -43,7 +43,7 @@ from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.run_dir import RunDir, read_json, write_json
 from quantize.stages.answerer import Answerer
 from quantize.stages.recording import leave_questions, record_differing
-from quantize.stages.sides import BF16, QUANTIZED, Asked, Backend, Side, open_sides, warn_of_servers
+from quantize.stages.sides import BF16, Asked, Backend, Side, open_sides, warn_of_servers
 
 BUNDLED_TASKS = ("word_problems", "word_problems_thinking")
 QUESTION_TOKENS = 1024  # room for a prompt; a longer one gets room when it comes
