@@ -346,14 +346,19 @@ class FusedModel:
         Memory is safe: what the branch allocates is used by the main stream before the next branch
         starts, and what the main stream lends it is held until after `_join`.
         """
-        if self._side is None or self.inputs is not None:
+        if (side := self._branch) is None:
             return nullcontext()
-        self._side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._side)
+        side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(side)
 
     def _join(self) -> None:
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
+        if (side := self._branch) is not None:
+            torch.cuda.current_stream().wait_stream(side)
+
+    @property
+    def _branch(self) -> torch.cuda.Stream | None:
+        """The branch's stream; None while inputs are shown, to observers that add on one stream."""
+        return None if self.inputs is not None and self.inputs.shown else self._side
 
     def _next(self, index: int) -> tuple[Tensor, str]:
         """Return the norm and the scheme of what follows a layer: the next, or the final norm."""
