@@ -2,10 +2,12 @@
 
 A row is one batch size with one number of steps. "Fixed" steps never stop early, so their canvases cost
 the same for random weights as for real ones; "adaptive" stops as the checkpoint's own generation config
-committed canvas: N steps make N + 1 forwards a canvas. Times are of whole canvases, host work included.
+says. N steps make N + 1 forwards a canvas, the last of which encodes it for those behind it. "One token"
+rows write as many tokens one a forward, greedily (`continuation`). Times hold the host's work too.
 
     ms a canvas, ms a forward, tokens/s   over `canvases` canvases, each behind `context` tokens
-    first canvas                          ms to encode a prompt of `context` tokens and denoise a canvas
+    tokens a joule                        over SECONDS at least, by the GPU's own counter of energy
+    first canvas                          ms to encode a prompt of `context` tokens and write a canvas
     x floor                               time of a step over the least its bytes and FLOP allow
     parts                                 GPU ms of one step's kernels by what they do, from a profile
 
@@ -15,7 +17,7 @@ Random weights have the model's exact shapes and routing, but their answers are 
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,16 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.progress import say
 from quantize.runtime import Sampler, open
-from quantize.runtime.fused.cost import Rates, decoder_floor, measure_rates
+from quantize.runtime.fused.continuation import Continuation
+from quantize.runtime.fused.cost import Rates, decoder_floor, measure_rates, one_token_floor
+from quantize.runtime.fused.energy import EnergyCounter
 from quantize.runtime.fused.engine import PARTS, FusedEngine
 from quantize.runtime.fused.weights import TextWeights, model_config
 from quantize.runtime.opening import RandomModel
 
 NEVER = 1e-30  # nats: no canvas has a mean entropy below it
+SECONDS = 2.0  # of work between two readings of the energy counter
+ONE_TOKEN = "one token"  # in place of a number of steps
 MIXES = {
     "bf16": ("bf16", "bf16", "bf16"),
     "fp8": ("fp8", "fp8", "fp8"),
@@ -46,7 +52,9 @@ MIXES = {
 class Row:
     """One batch size and number of steps; times are medians over canvases, in milliseconds.
 
-    `parts` and `floor_parts` are of one denoising step with self-conditioning.
+    `parts` and `floor_parts` are of one denoising step with self-conditioning. A row of ONE_TOKEN takes as
+    many forwards a canvas as it has tokens; `parts` are empty, floor and experts of one forward.
+    `tokens_a_joule` is None where the GPU does not say.
     """
 
     batch: int
@@ -55,7 +63,9 @@ class Row:
     ms_a_canvas: float
     ms_a_forward: float
     tokens_a_second: float
+    tokens_a_joule: float | None
     first_canvas_ms: float
+    experts_hit: float
     floor_ms_a_step: float
     parts: dict[str, float]
     floor_parts: dict[str, float]
@@ -88,6 +98,7 @@ def bench(
     context: int,
     canvases: int,
     experts_hit: int | None = None,
+    autoregressive: bool = False,
     hourly_price: float | None = None,
 ) -> Bench:
     """Measure a checkpoint, or random weights, at every batch size and number of steps.
@@ -101,6 +112,7 @@ def bench(
         context: tokens of the prompt.
         canvases: canvases measured for each row, at least 1.
         experts_hit: number of experts that random weights route to; None for all.
+        autoregressive: measure the same weights one token a forward too.
         hourly_price: price of an hour of the machine, for the cost of a million tokens.
 
     Raises:
@@ -131,13 +143,34 @@ def bench(
         experts_hit=hit,
         rates=rates,
     )
+    for row in _rows(engine, prompts, rates, samplers, batches, canvases, autoregressive):
+        result.rows.append(_priced(row, hourly_price))
+    return replace(result, peak_bytes=torch.cuda.max_memory_allocated())
+
+
+def _rows(
+    engine: FusedEngine,
+    prompts: list[list[int]],
+    rates: Rates,
+    samplers: dict[str, Sampler],
+    batches: Sequence[int],
+    canvases: int,
+    autoregressive: bool,
+) -> Iterator[Row]:
+    """Measure every batch size, first one token a forward if asked for, then block by block."""
+    weights, context = engine.model.weights, len(prompts[0])
+    hit = statistics.mean(_experts_hit(engine, prompts[0]))
     for batch in batches:
-        floor = decoder_floor(weights, rates, batch, context, statistics.mean(hit))
+        if autoregressive:
+            say(f"batch {batch}, one token a forward")
+            times, own_hit = _measure_tokens(engine, prompts[:batch], canvases)
+            floor = one_token_floor(weights, rates, batch, context, own_hit)
+            yield _row(times, batch, ONE_TOKEN, engine.canvas_length, floor, own_hit)
+        floor = decoder_floor(weights, rates, batch, context, hit)
         for name, sampler in samplers.items():
             say(f"batch {batch}, {name} steps")
-            row = _measure(engine, prompts[:batch], sampler, canvases)
-            result.rows.append(_row(row, batch, name, weights, floor, hourly_price))
-    return replace(result, peak_bytes=torch.cuda.max_memory_allocated())
+            times = _measure(engine, prompts[:batch], sampler, canvases)
+            yield _row(times, batch, name, engine.canvas_length, floor, hit)
 
 
 def _loaded(
@@ -196,12 +229,13 @@ def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Times:
-    """Times in milliseconds; `forwards` a canvas include the encoder's."""
+    """Times in milliseconds; `forwards` a canvas include the encoder's; `joules` are a canvas'."""
 
     first_canvas: float
     canvas: float
     forwards: float
     parts: dict[str, float]
+    joules: float | None
 
 
 def _measure(
@@ -230,42 +264,103 @@ def _measure(
     admit(0)
     engine.denoise(slots)
     first = time.perf_counter() - started
-    seconds: list[float] = []
-    steps = 0
-    for _ in range(canvases):
-        stand_behind_context()
-        started = time.perf_counter()
+    admit(engine.canvas_length)
+    before = engine.denoise(slots)
+
+    def canvas() -> int:
         done = engine.denoise(slots)
-        seconds.append(time.perf_counter() - started)
-        steps += max(canvas.steps for canvas in done if canvas)
-    stand_behind_context()
+        for slot, own in zip(slots, before, strict=True):
+            engine.rewind(slot, own.tokens if own else [])
+        return max(canvas.steps for canvas in done if canvas)
+
+    seconds, steps, joules = _repeated(canvas, canvases, engine.device)
     parts = engine.profile_step(slots)
-    forwards = steps / canvases + 1
-    return _Times(first * 1e3, statistics.median(seconds) * 1e3, forwards, parts)
+    return _Times(first * 1e3, seconds * 1e3, steps + 1, parts, joules)
+
+
+def _measure_tokens(
+    engine: FusedEngine, prompts: list[list[int]], canvases: int
+) -> tuple[_Times, float]:
+    """Time as many tokens as a canvas has, one a forward; return the experts that one hits too.
+
+    On average they stand behind as many tokens as the prompts have.
+    """
+    slots, length = list(range(len(prompts))), engine.canvas_length
+
+    def begin(left_out: int) -> Continuation:
+        for slot in slots:
+            engine.release(slot)
+            prompt = prompts[slot]
+            engine.admit(slot, prompt[: max(1, len(prompt) - 1 - left_out)], slot, Sampler())
+        return engine.continuation(slots, [prompt[-1] for prompt in prompts])
+
+    begin(0).run(length)  # compiles, and captures the graphs
+    started = time.perf_counter()
+    begin(0).run(length)
+    first = time.perf_counter() - started
+    texts = begin(length // 2)
+    hit = statistics.mean(texts.experts_hit())
+
+    def canvas() -> int:
+        texts.rewind()
+        texts.run(length)
+        return length
+
+    seconds, forwards, joules = _repeated(canvas, canvases, engine.device)
+    for slot in slots:
+        engine.release(slot)
+    return _Times(first * 1e3, seconds * 1e3, forwards, {}, joules), hit
+
+
+def _repeated(
+    canvas: Callable[[], int], count: int, device: torch.device
+) -> tuple[float, float, float | None]:
+    """Write the same canvas `count` times, or longer where energy can be read.
+
+    Returns:
+        The median of their seconds, the mean of what `canvas` returns, the joules of one or None.
+    """
+    meter = EnergyCounter.of(device)
+    before = meter.joules() if meter else None
+    least = 0.0 if before is None else SECONDS
+    seconds: list[float] = []
+    passes = 0
+    while len(seconds) < count or sum(seconds) < least:
+        started = time.perf_counter()
+        passes += canvas()
+        seconds.append(time.perf_counter() - started)
+    after = meter.joules() if meter else None
+    known = before is not None and after is not None
+    joules = (after - before) / len(seconds) if known else None
+    return statistics.median(seconds), passes / len(seconds), joules
 
 
 def _row(
-    times: _Times,
-    batch: int,
-    steps: str,
-    weights: TextWeights,
-    floor: dict[str, float],
-    hourly_price: float | None,
+    times: _Times, batch: int, steps: str, length: int, floor: dict[str, float], hit: float
 ) -> Row:
-    rate = batch * weights.config.canvas_length / times.canvas * 1e3
+    tokens = batch * length
     return Row(
         batch=batch,
         steps=steps,
         forwards_a_canvas=times.forwards,
         ms_a_canvas=times.canvas,
         ms_a_forward=times.canvas / times.forwards,
-        tokens_a_second=rate,
+        tokens_a_second=tokens / times.canvas * 1e3,
+        tokens_a_joule=tokens / times.joules if times.joules else None,
         first_canvas_ms=times.first_canvas,
+        experts_hit=hit,
         floor_ms_a_step=sum(floor.values()) * 1e3,
         parts=times.parts,
         floor_parts={name: value * 1e3 for name, value in floor.items()},
-        price_a_million_tokens=None if hourly_price is None else hourly_price / rate / 3600 * 1e6,
+        price_a_million_tokens=None,
     )
+
+
+def _priced(row: Row, hourly_price: float | None) -> Row:
+    """Return a row with the price of a million tokens at an hour's price of the machine."""
+    if hourly_price is None:
+        return row
+    return replace(row, price_a_million_tokens=hourly_price / row.tokens_a_second / 3600 * 1e6)
 
 
 def tables(result: Bench) -> list[Table]:
@@ -276,22 +371,24 @@ def tables(result: Bench) -> list[Table]:
         f"loaded in {result.load_seconds:.0f} s"
     )
     speed = Table(title=title, title_justify="left")
-    columns = ["batch", "steps", "ms/forward", "ms/canvas", "tokens/s", "first canvas ms", "floor"]
-    for name in (*columns, "x floor", "per million tokens"):
+    columns = ["batch", "steps", "ms/forward", "ms/canvas", "tokens/s", "tokens/J", "per million"]
+    for name in (*columns, "first canvas ms", "floor", "x floor"):
         speed.add_column(name, justify="right")
     parts = Table(title="ms of one denoising step, and x floor", title_justify="left")
     for name in ("batch", "steps", *PARTS, "rest"):
         parts.add_column(name, justify="right")
     for row in result.rows:
-        price = row.price_a_million_tokens
+        price, frugal = row.price_a_million_tokens, row.tokens_a_joule
+        step = sum(row.parts.values()) or row.ms_a_forward
         speed.add_row(
             str(row.batch), row.steps, f"{row.ms_a_forward:.2f}", f"{row.ms_a_canvas:.1f}",
-            f"{row.tokens_a_second:,.0f}", f"{row.first_canvas_ms:.1f}", f"{row.floor_ms_a_step:.2f}",
-            f"{sum(row.parts.values()) / row.floor_ms_a_step:.2f}",
-            "" if price is None else f"{price:.2f}",
+            f"{row.tokens_a_second:,.0f}", "" if frugal is None else f"{frugal:.2f}",
+            "" if price is None else f"{price:.2f}", f"{row.first_canvas_ms:.1f}",
+            f"{row.floor_ms_a_step:.2f}", f"{step / row.floor_ms_a_step:.2f}",
         )  # fmt: skip
-        cells = [_part(row, name) for name in (*PARTS, "rest")]
-        parts.add_row(str(row.batch), row.steps, *cells)
+        if row.parts:
+            cells = [_part(row, name) for name in (*PARTS, "rest")]
+            parts.add_row(str(row.batch), row.steps, *cells)
     return [speed, parts]
 
 

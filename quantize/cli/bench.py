@@ -35,6 +35,10 @@ from quantize.cli.options import REAL_MODEL
     help="With random weights: number of experts that tokens are routed to.",
 )  # fmt: skip
 @click.option(
+    "--autoregressive", is_flag=True,
+    help="Measure the same weights one token a forward too, as a model without canvases writes.",
+)  # fmt: skip
+@click.option(
     "--hourly-price",
     type=float,
     help="Price of an hour of the machine, which adds the cost of a million tokens.",
@@ -48,17 +52,19 @@ def bench(
     context: int,
     canvases: int,
     experts_hit: int | None,
+    autoregressive: bool,
     hourly_price: float | None,
     as_json: bool,
 ) -> None:
     """Measure how fast a checkpoint denoises on this GPU, and how far from the floor.
 
     CHECKPOINT is a folder or a Hub id; leave it out with --random-weights. Shows ms per forward and
-    per canvas, tokens/s, time to the first canvas, memory, and where a step's time goes.
+    per canvas, tokens/s, tokens a joule where the GPU counts them, time to the first canvas, memory, and
+    where a step's time goes.
 
     
       quantize bench outputs/nvfp4-3f2a91c/checkpoint --steps 10 --steps adaptive --batch 1 --batch 4
-      quantize bench --random-weights nvfp4 --batch 1 --batch 4
+      quantize bench --random-weights nvfp4 --batch 1 --batch 4 --autoregressive --hourly-price 3
     """
     from rich.console import Console
 
@@ -77,6 +83,7 @@ def bench(
         context=context,
         canvases=canvases,
         experts_hit=experts_hit,
+        autoregressive=autoregressive,
         hourly_price=hourly_price,
     )
     if as_json:

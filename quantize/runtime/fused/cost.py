@@ -81,7 +81,23 @@ def decoder_floor(
         context: positions before each canvas.
         experts_hit: experts that get a token, mean over layers.
     """
-    text, length = weights.config.text_config, weights.config.canvas_length
+    length = weights.config.canvas_length
+    floor = _floor(weights, rates, (batch, length), context, experts_hit)
+    return floor | {"vocabulary": 2 * floor["vocabulary"]}  # lm_head, then the soft embedding
+
+
+def one_token_floor(
+    weights: "TextWeights", rates: Rates, batch: int, context: int, experts_hit: float
+) -> dict[str, float]:
+    """Return the least seconds of each part of a pass of one token a sequence, as `decoder_floor`."""
+    return _floor(weights, rates, (batch, 1), context, experts_hit)
+
+
+def _floor(
+    weights: "TextWeights", rates: Rates, shape: tuple[int, int], context: int, experts_hit: float
+) -> dict[str, float]:
+    """Return the least seconds of each part of a pass of [batch, length] rows, logits included."""
+    text, (batch, length) = weights.config.text_config, shape
     rows = batch * length
 
     def product(weight: Weight, share: float = 1.0, tokens: int = rows) -> float:
@@ -101,5 +117,4 @@ def decoder_floor(
         flop = 4 * rows * seen * text.num_attention_heads * own.head_dim
         parts["attention"] += rates.seconds(cells, flop, "bf16")
     V, H = weights.embedding.shape
-    either = rates.seconds(2 * V * H, 2 * rows * V * H, "bf16")  # lm_head, or the soft embedding
-    return parts | {"vocabulary": 2 * either}
+    return parts | {"vocabulary": rates.seconds(2 * V * H, 2 * rows * V * H, "bf16")}

@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from quantize.errors import InputError, ResourceError
 from quantize.runtime.engine import Canvas, Meanwhile, Observer, OnDraft, by_sampler
 from quantize.runtime.fused.batch import FusedPasses
+from quantize.runtime.fused.continuation import Continuation
 from quantize.runtime.fused.graphs import CANVASES_A_PIECE, Commit, Pool, Step, Steps
 from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.prompt_pieces import Span, pictures, pieces, soft_tokens
@@ -132,6 +133,7 @@ class FusedEngine:
             for keep in (False, True)
         )
         self._commits: dict[tuple[int, int], Commit] = {}
+        self._continuations: dict[int, Continuation] = {}
 
     def admit(
         self,
@@ -255,6 +257,29 @@ class FusedEngine:
                 self.release(slot)
             self._steps.hold()
             bucket *= 2
+
+    def rewind(self, slot: int, before: Sequence[int]) -> None:
+        """Take back a slot's last canvas: the next `denoise` encodes `before` again and repeats it.
+
+        `before` is the canvas that stood before it, which `denoise` returned.
+        """
+        sequence = self._slots[slot]
+        sequence.canvases -= 1
+        sequence.context -= len(before)
+        sequence.unencoded = list(before)
+
+    def continuation(self, slots: Sequence[int], tokens: Sequence[int]) -> Continuation:
+        """Return what continues the slots' texts one token a pass, from the next `tokens` on.
+
+        The slots are done for with that: no canvas of theirs is denoised any more.
+        """
+        self._encode_last(slots)
+        texts = self._continuations.get(len(slots))
+        if texts is None:
+            texts = Continuation(self.model, len(slots), self._pool, self._graphs)
+            self._continuations[len(slots)] = texts
+        texts.begin(slots, [self._slots[slot].context for slot in slots], tokens)
+        return texts
 
     def profile_step(self, slots: Sequence[int]) -> dict[str, float]:
         """Return the GPU milliseconds of each part of a step of the next canvas, which is thrown away.

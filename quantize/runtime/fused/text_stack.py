@@ -206,6 +206,13 @@ class FusedModel:
             self._encode_soft(tokens, rows, soft)
         self.on_encoded()
 
+    def encode_and_read(self, tokens: Tensor, slots: Tensor, start: Tensor) -> Tensor:
+        """Append tokens as `encode` does; return what `logits` reads behind them, bf16 [B * n, H]."""
+        rows = self._encoder_rows(slots, start, tokens.shape[1])
+        return self._layers(
+            *self._begin(tokens, None, decoder=False), rows, decoder=False, whole=True
+        )
+
     def _encode_soft(self, tokens: Tensor, rows: Placement, soft: SoftTokens) -> None:
         h = F.embedding(tokens.flatten(), self.weights.embedding) * self.embed_scale
         h[soft.rows] = soft.embeddings  # as they are: only tokens' embeddings are scaled
@@ -258,15 +265,17 @@ class FusedModel:
             *self._entrance(0), self.eps, normed=decoder,
         )  # fmt: skip
 
-    def _layers(self, h: Tensor, x: Activation, rows: Placement, *, decoder: bool) -> Tensor:
-        """Run the layers; return the decoder's normalised output. The encoder stops at the last
+    def _layers(
+        self, h: Tensor, x: Activation, rows: Placement, *, decoder: bool, whole: bool = False
+    ) -> Tensor:
+        """Run the layers; return the normalised output. Unless `whole`, the encoder stops at the last
         layer's keys and values: nothing reads what comes after them.
         """
         layers = self.weights.layers
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
             q = self._heads(index, layer, x, rows)
-            if last and not decoder and not (self.inputs and self.inputs.shown):
+            if last and not (decoder or whole or (self.inputs and self.inputs.shown)):
                 break
             h, x = self._rest(index, layer, h, q, rows, decoder=decoder)
         return x[0]
