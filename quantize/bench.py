@@ -2,8 +2,8 @@
 
 A row is one batch size with one number of steps. "Fixed" steps never stop early, so their canvases cost
 the same for random weights as for real ones; "adaptive" stops as the checkpoint's own generation config
-says. N steps make N + 1 forwards a canvas, the last of which encodes it for those behind it. "One token"
-rows write as many tokens one a forward, greedily (`continuation`). Times hold the host's work too.
+says. N steps make N + 1 forwards a canvas, the last of which encodes it for those behind it. Rows of
+"one token" write as many tokens one a forward, greedily (`continuation`). Times hold the host's work.
 
     ms a canvas, ms a forward, tokens/s   over `canvases` canvases, each behind `context` tokens
     tokens a joule                        over SECONDS at least, by the GPU's own counter of energy
@@ -52,8 +52,8 @@ MIXES = {
 class Row:
     """One batch size and number of steps; times are medians over canvases, in milliseconds.
 
-    `parts` and `floor_parts` are of one denoising step with self-conditioning. A row of ONE_TOKEN takes as
-    many forwards a canvas as it has tokens; `parts` are empty, floor and experts of one forward.
+    `parts` and `floor_parts` are of one denoising step with self-conditioning. A row of ONE_TOKEN takes
+    as many forwards a canvas as that has tokens; its `parts` are empty, its floor is of one forward.
     `tokens_a_joule` is None where the GPU does not say.
     """
 
@@ -253,10 +253,6 @@ def _measure(
             prompt = prompts[slot]
             engine.admit(slot, prompt[: max(1, len(prompt) - left_out)], slot, sampler)
 
-    def stand_behind_context() -> None:
-        admit(engine.canvas_length)
-        engine.denoise(slots)
-
     admit(0)
     for _ in range(2):  # captures the graphs: the step's, and from the second canvas the encoder's
         engine.denoise(slots)
@@ -330,8 +326,7 @@ def _repeated(
         passes += canvas()
         seconds.append(time.perf_counter() - started)
     after = meter.joules() if meter else None
-    known = before is not None and after is not None
-    joules = (after - before) / len(seconds) if known else None
+    joules = None if before is None or after is None else (after - before) / len(seconds)
     return statistics.median(seconds), passes / len(seconds), joules
 
 

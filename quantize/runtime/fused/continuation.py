@@ -1,9 +1,10 @@
 """Continues texts one token a pass, greedily: what the same weights cost without canvases.
 
-The encoder is a causal language model of the same layers, with scalars of its own: behind its last layer
-stand the final norm and the vocabulary, as behind the decoder's. A pass reads every weight that one token
-a sequence needs, where a denoising step reads those that a canvas needs; `quantize bench --autoregressive`
-sets them beside each other. The model was not trained to be read like this: only the time means something.
+The encoder is a causal language model of the same layers, with scalars of its own: behind its last
+layer stand the final norm and the vocabulary, as behind the decoder's. A pass reads the weights that
+one token a sequence needs, a denoising step those that a canvas needs, and `quantize bench
+--autoregressive` sets the two beside each other. The model was not trained to be read like this: only
+the time means something.
 
 The chosen token stays on the device and is the next pass' input, so the host never waits for one.
 """
@@ -37,7 +38,7 @@ class Continuation:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def begin(self, slots: Sequence[int], contexts: Sequence[int], tokens: Sequence[int]) -> None:
-        """Set where each text stands: its slot, the positions encoded there, the token that comes next."""
+        """Set each text's slot, the positions encoded there, and the token that comes next."""
         self._slots.copy_(torch.tensor(slots))
         self._first.copy_(torch.tensor(contexts))
         self._given.copy_(torch.tensor(tokens)[:, None])
