@@ -252,9 +252,7 @@ def round_weights(
         for group in groups_of(left, budget or loop.room()) if left else ():
             hessians = loop.hessians_of(group)
             for layer in track(sorted({unit.layer for unit in group}), "rounding", unit="layers"):
-                _write_layer(
-                    folder, layer, [u for u in group if u.layer == layer], source, hessians
-                )
+                write_layer(folder, [u for u in group if u.layer == layer], source, hessians)
         _summarize(folder)
 
 
@@ -306,19 +304,25 @@ def _file(layer: int) -> str:
     return f"layer-{layer:02}.safetensors"
 
 
-def _write_layer(
-    folder: Path, layer: int, units: Sequence[Unit], source: Checkpoint, hessians: Hessians
+def write_layer(
+    folder: Path, units: Sequence[Unit], source: Checkpoint, hessians: Hessians
 ) -> None:
+    """Round all units of one layer and write its file, with facts beside it.
+
+    Raises:
+        QuantizeError: an input saw no token, or one that was not finite.
+    """
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {}
     for unit in units:
         found, facts[unit.reads] = round_unit(unit, source, hessians)
         tensors |= found
-    write_json(folder / _file(layer).replace(".safetensors", ".json"), facts)
+    name = _file(units[0].layer)
+    write_json(folder / name.replace(".safetensors", ".json"), facts)
     temporary = folder / "layer.partial"
     save_file(tensors, temporary)
     sync_file(temporary)
-    temporary.replace(folder / _file(layer))
+    temporary.replace(folder / name)
 
 
 def _identity(

@@ -2,6 +2,7 @@
 
     python tests/benchmarks/full_size_run.py FOLDER REPORT.jsonl
         [--recipe nvfp4 --recipe fp8_dynamic] [--gpu-memory 141 --gpu-memory 76 --gpu-memory 22]
+        [--gptq-layers 6 --until convert]
 
 FOLDER (in memory: /dev/shm) gets a synthetic BF16 checkpoint once, prompts and problems as local jsonl
 files, and one run a recipe and budget: 64 prompts x 1 canvas x 16 steps of calibration, 16 held-out
@@ -10,14 +11,18 @@ command goes on where the last one stopped (--seconds says when it stops); finis
 checkpoint, so BF16 and one artifact are there at a time. Without a GPU, and with --layers 2
 --vocabulary 4096, everything runs in a few minutes anywhere.
 
+With --gptq-layers N only the first N layers are quantized, their weights rounded by GPTQ; the model
+that denoises is whole, so a pass of the loop over it and a layer's rounding can be projected.
+
 A line of REPORT.jsonl is one process: seconds, the GPU's peak, the most anonymous memory of the host
-(page cache and pinned buffers are `mapped_gb`), bytes that went to the GPU, and the floor, those bytes
-at the rate of a copy from pinned memory here. At the end stages are summed, and results that must not
-depend on the budget are compared byte by byte.
+(page cache and pinned buffers are `mapped_gb`), bytes that went to the GPU, the floor, those bytes at
+the rate of a copy from pinned memory here, and `parts`, what its progress lines say. At the end stages
+are summed, and results that must not depend on the budget are compared byte by byte.
 """
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -34,6 +39,7 @@ ENDED = (0, 1, 4)  # random weights may well fail the gate: the report is there 
 TASK = "word_problems"  # one canvas an answer
 SAME = ("calibration/input_scales.safetensors", "fidelity.json")
 SCORES = f"evaluation/*/{TASK}.jsonl"
+PART = re.compile(r"^([^\n:]+): .*done.* in (.+)$", re.MULTILINE)  # of a progress line
 Facts = dict[str, Any]
 
 
@@ -54,9 +60,16 @@ def prepare(folder: Path, shape: dict[str, int], count: int, steps: int) -> None
     (folder / "tasks" / f"{TASK}.jsonl").write_text("\n".join(problems))
 
 
-def recipe_of(folder: Path, name: str, count: int, batch: int) -> Path:
-    """Write a shipped recipe with this run's prompts, problems and batch."""
+def recipe_of(folder: Path, name: str, count: int, batch: int, gptq: range) -> Path:
+    """Write a shipped recipe with this run's prompts, problems and batch.
+
+    `gptq` names the layers that stay BF16 where GPTQ rounds the others; empty for the recipe's own.
+    """
     recipe = shipped(name).model_dump(mode="json", exclude={"bundled"})
+    if gptq:
+        kept = "|".join(map(str, gptq))
+        recipe["quantization"]["ignore"].append(rf"re:.*\.layers\.({kept})\..*")
+        recipe["quantization"]["rounding"] = "gptq"
     if recipe["calibration"] is not None:
         recipe["calibration"] |= {
             "datasets": [str(folder / "prompts.jsonl")], "prompts": count, "canvases": 1,
@@ -203,6 +216,8 @@ def summary(lines: list[Facts], folder: Path) -> list[str]:
 @click.option("--denoising-steps", default=16, show_default=True)
 @click.option("--batch", default=16, show_default=True, help="Canvases at once.")
 @click.option("--seconds", default=560, show_default=True, help="When this command stops.")
+@click.option("--gptq-layers", default=0, help="Quantize these first layers alone, by GPTQ.")
+@click.option("--until", default="report", show_default=True, help="The last stage.")
 @click.option("--only", hidden=True)
 def main(
     folder: Path,
@@ -216,6 +231,8 @@ def main(
     denoising_steps: int,
     batch: int,
     seconds: float,
+    gptq_layers: int,
+    until: str,
     only: str | None,
 ) -> None:
     """Run every recipe at every budget in FOLDER; REPORT gets one JSON line a process."""
@@ -226,21 +243,23 @@ def main(
     shape = {"layers": layers, "experts": experts, "vocabulary": vocabulary}
     prepare(folder, shape, count, denoising_steps)
     print(f"prepared; {end - time.monotonic():.0f} s left", flush=True)
+    gptq = range(gptq_layers, layers) if gptq_layers else range(0)
     for name, gb, out in chains(folder, recipes, budgets):
-        words = ["run", "--recipe", str(recipe_of(folder, name, count, batch))]
+        words = ["run", "--recipe", str(recipe_of(folder, name, count, batch, gptq))]
         words += ["--model", str(folder / "bf16"), "--out", str(out), "--gpu-memory", f"{gb:g}"]
         words += ["--data-dir", str(folder / "tasks"), "--all", "--resume"]
-        if not chain(words, {"recipe": name, "gb": gb}, out, report, end):
+        if not chain(words, {"recipe": name, "gb": gb}, out, report, end, until):
             break
     lines = [json.loads(line) for line in report.read_text().splitlines()]
     print("\n".join(summary(lines, folder)))
 
 
-def chain(words: list[str], key: Facts, out: Path, report: Path, end: float) -> bool:
-    """Run the stages of one run that are not done; return whether all are."""
+def chain(words: list[str], key: Facts, out: Path, report: Path, end: float, until: str) -> bool:
+    """Run the stages of one run that are not done, up to `until`; return whether all are."""
     from quantize.stage import STAGES
 
-    for stage in STAGES[1:]:  # the first one's process plans, too
+    last = [stage.name for stage in STAGES].index(until)
+    for stage in STAGES[1 : last + 1]:  # the first one's process plans, too
         run = run_folder(out)
         if not is_needed(stage, words):
             continue
@@ -252,6 +271,7 @@ def chain(words: list[str], key: Facts, out: Path, report: Path, end: float) -> 
             return False
         log = out.parent / "run.log"
         facts = key | {"stage": stage.name} | process([*words, "--until", stage.name], left, log)
+        facts["parts"] = PART.findall(log.read_text())
         print(json.dumps(facts), flush=True)
         with report.open("a") as file:
             file.write(json.dumps(facts) + "\n")

@@ -151,21 +151,22 @@ def test_budget_and_interruption_change_no_byte(
 ) -> None:  # fmt: skip
     """One layer of Hessians at a time, stopped in the fourth layer, then finished by another call."""
     targets, recipe = targets_of(source), recipe_of(source)
-    out, write, written = tmp_path / "rounded", stage._write_layer, []
+    out, write, written = tmp_path / "rounded", stage.write_layer, []
 
-    def breaking(folder: Path, layer: int, *rest: object) -> None:
+    def noting(folder: Path, units: list[stage.Unit], *rest: object) -> None:
+        written.append(units[0].layer)
+        write(folder, units, *rest)  # type: ignore[arg-type]
+
+    def breaking(*args: object) -> None:
         if len(written) == 3:
             raise KeyboardInterrupt
-        written.append(layer)
-        write(folder, layer, *rest)  # type: ignore[arg-type]
+        noting(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stage, "_write_layer", breaking)
+    monkeypatch.setattr(stage, "write_layer", breaking)
     with pytest.raises(KeyboardInterrupt):
         round_weights(source, targets, recipe, out, budget=1)
     assert not out.exists()
-    monkeypatch.setattr(
-        stage, "_write_layer", lambda f, n, *r: (written.append(n), write(f, n, *r))
-    )
+    monkeypatch.setattr(stage, "write_layer", noting)
     round_weights(source, targets, recipe, out, budget=1)
     assert written == list(range(LAYERS))  # no layer twice
     for path in sorted(rounded.iterdir()):

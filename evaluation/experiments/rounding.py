@@ -1,0 +1,292 @@
+"""What each choice of an NVFP4 recipe costs on the bundled model: the tables of docs/rounding.md.
+
+    PYTHONPATH=evaluation python -m experiments.rounding OUT [make] [replay] [answers] [table]
+
+make      a checkpoint a variant: calibrated, rounded and converted as `quantize run` does it
+replay    KL from BF16 on held-out trajectories, teacher-forced, in float32, in three activation modes
+answers   held-out problems, several answers each, the same noise for every model
+table     what is measured so far; right answers of another server (OUT/served/VARIANT.json, `right` a
+          string of 0 and 1, one a problem) are paired with the first of ours
+
+One file a measurement: a killed run goes on. `--only VARIANT` shares the answers among processes.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import click
+import torch
+from recovery.samples import Request, sample_seed
+
+from experiments.bundled.score import FINAL_ANSWER
+from experiments.routing import BATCH, CANVASES, heldout
+from quantize.bundled import CHECKPOINT, HELDOUT
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import plan_targets
+from quantize.progress import say
+from quantize.recipe import ACTIVATION_MODES, ActivationMode, Quantization, Recipe, load_recipe
+from quantize.run_dir import read_json, write_json
+from quantize.runtime import open
+from quantize.runtime.engine import Engine
+from quantize.runtime.opening import Kind
+from quantize.runtime.sampler import Sampler
+from quantize.runtime.trajectory import Trajectory, record
+from quantize.stages.answerer import Answerer
+from quantize.stages.calibrate import SCALES, calibrate
+from quantize.stages.convert import convert
+from quantize.stages.fidelity import bootstrap_interval, by_trajectory
+from quantize.stages.replay import Compared, replay
+from quantize.stages.round_weights import round_weights
+
+MEASURES = ("make", "replay", "answers", "table")
+TOKENS = 128  # the most an answer may take
+BASE = "w4a4"  # the variant that the others are compared with
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The schemes of a layer's parts, and how their weights are rounded."""
+
+    experts: str = "NVFP4"
+    mlp: str = "NVFP4"
+    attention: str = "NVFP4"
+    rounding: str = "nearest"
+
+    def quantization(self) -> Quantization:
+        """Return the section of a recipe that gives these schemes."""
+        scheme: dict[str, list[str]] = {}
+        for part, name in (
+            ("experts", self.experts), ("mlp", self.mlp), ("self_attn", self.attention),
+        ):  # fmt: skip
+            scheme.setdefault(name, []).append(rf"re:.*\.{part}\..*")
+        ignore = load_recipe("nvfp4").quantization.ignore
+        return Quantization.model_validate(
+            {"scheme": scheme, "ignore": ignore, "rounding": self.rounding}
+        )
+
+
+VARIANTS = {
+    "w4a4": Variant(),
+    "w4a4-gptq": Variant(rounding="gptq"),
+    "a16": Variant(attention="NVFP4A16"),
+    "a16-gptq": Variant(attention="NVFP4A16", rounding="gptq"),
+    "fp8": Variant(attention="FP8_DYNAMIC"),
+    "fp8-gptq": Variant(attention="FP8_DYNAMIC", rounding="gptq"),
+    "fp8mlp": Variant(attention="FP8_DYNAMIC", mlp="FP8_DYNAMIC"),
+    "fp8mlp-gptq": Variant(attention="FP8_DYNAMIC", mlp="FP8_DYNAMIC", rounding="gptq"),
+}
+# What answers problems, the most telling first.
+ANSWERED: tuple[tuple[str, ActivationMode], ...] = (
+    ("bf16", "none"),
+    ("w4a4", "per_layer"),
+    ("a16-gptq", "per_layer"),
+    ("a16", "per_layer"),
+    ("fp8-gptq", "per_layer"),
+    ("w4a4-gptq", "per_layer"),
+    ("a16-gptq", "none"),
+    ("w4a4", "none"),
+    ("a16-gptq", "per_expert"),
+    ("w4a4", "per_expert"),
+    ("fp8mlp-gptq", "per_layer"),
+    ("fp8mlp", "per_layer"),
+    ("fp8mlp", "none"),
+)
+
+
+def recipe_of(variant: Variant, prompts: int) -> Recipe:
+    """Return the bundled model's NVFP4 recipe with a variant's schemes and rounding."""
+    base = load_recipe("nvfp4").for_bundled_model()
+    assert base.calibration is not None
+    calibration = base.calibration.model_copy(update={"prompts": prompts})
+    changes = {"quantization": variant.quantization(), "calibration": calibration}
+    return base.model_copy(update=changes)
+
+
+def make(out: Path, variant: Variant, prompts: int, device: str) -> None:
+    """Write a variant's checkpoint to OUT/checkpoint, and what it was calibrated to beside it."""
+    recipe = recipe_of(variant, prompts)
+    source = Checkpoint.open(CHECKPOINT)
+    targets = plan_targets(source.tensors, recipe.quantization)
+    if not (out / "calibration").exists():
+        calibrate(CHECKPOINT, recipe, out / "calibration", device=device)
+    rounded = out / "rounded" if variant.rounding == "gptq" else None
+    if rounded is not None and not rounded.exists():
+        round_weights(source, targets, recipe, rounded, device=device)
+    if not (out / "checkpoint").exists():
+        scales = out / "calibration" / SCALES
+        convert(
+            source, targets, out / "checkpoint", recipe=recipe, input_scales=scales, rounded=rounded
+        )
+
+
+def recorded(reference: Engine, count: int) -> list[Trajectory]:
+    """Let BF16 denoise held-out problems that nothing is calibrated on."""
+    prompts, sampler = heldout(count), Sampler.from_checkpoint(CHECKPOINT)
+    made: list[Trajectory] = []
+    for start in range(0, count, BATCH):
+        batch = prompts[start : start + BATCH]
+        seeds = list(range(start, start + len(batch)))
+        made += record(reference, batch, seeds, sampler=sampler, canvases=CANVASES, held_out=True)
+    return made
+
+
+def replay_all(out: Path, names: Sequence[str], count: int, device: str) -> None:
+    """Write the KL by trajectory of every variant and mode that has none yet, side by side."""
+    left = [
+        (name, mode)
+        for name in names
+        for mode in ACTIVATION_MODES
+        if not (out / "replay" / f"{name}-{mode}.json").exists()
+    ]
+    if not left:
+        return
+
+    def engine(folder: Path, mode: ActivationMode) -> Engine:
+        return open(
+            folder, device=device, kind="modules", dtype=torch.float32, activations=mode,
+            capacity=BATCH,
+        )  # fmt: skip
+
+    reference = engine(CHECKPOINT, "none")
+    compared = [Compared(engine(out / name / "checkpoint", mode)) for name, mode in left]
+    sampler = Sampler.from_checkpoint(CHECKPOINT)
+    found = replay(reference, compared, recorded(reference, count), sampler, batch_size=BATCH)
+    (out / "replay").mkdir(exist_ok=True)
+    for (name, mode), distances in zip(left, found, strict=True):
+        kl = by_trajectory(distances, lambda step: step.kl.mean().item())
+        write_json(out / "replay" / f"{name}-{mode}.json", {"kl": list(kl.values())})
+
+
+def answer(
+    out: Path, name: str, mode: ActivationMode, problems: int, repeats: int, device: str
+) -> None:
+    """Write which answers of a model are right: OUT/answers/NAME-MODE.json."""
+    path = out / "answers" / f"{name}-{mode}.json"
+    if path.exists():
+        return
+    rows = [json.loads(line) for line in HELDOUT.read_text("utf-8").splitlines()[:problems]]
+    requests = {
+        Request(row["question"], sample_seed(0, row["question"], repeat), TOKENS): (repeat, at)
+        for repeat in range(repeats)
+        for at, row in enumerate(rows)
+    }
+    kind: Kind = "modules" if device == "cpu" else "fused"
+    folder = CHECKPOINT if name == "bf16" else out / name / "checkpoint"
+    model = Answerer(
+        folder, "", mode, Sampler.from_checkpoint(CHECKPOINT), device, capacity=BATCH, kind=kind
+    )
+    order = list(requests)
+    batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+    right = [[False] * len(rows) for _ in range(repeats)]
+    tokens = steps = 0
+    started = time.monotonic()
+    for batch, answers in model(batches):
+        for request, done in zip(batch, answers, strict=True):
+            repeat, at = requests[request]
+            number = FINAL_ANSWER.search(done.text)
+            right[repeat][at] = number is not None and int(number[1]) == rows[at]["answer_number"]
+            tokens, steps = tokens + done.tokens, steps + sum(done.denoising_steps)
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, {"right": right, "tokens": tokens, "steps": steps})
+    say(f"{name}, {mode}: {len(order)} answers in {time.monotonic() - started:.0f} s")
+
+
+def per_problem(right: Sequence[Sequence[bool]]) -> list[float]:
+    """Return the share of right answers of each problem, from [repeats][problems]."""
+    return [mean(map(float, answers)) for answers in zip(*right, strict=True)]
+
+
+def differing(mine: Sequence[float], base: Sequence[float], scale: float) -> str:
+    """Return the mean of paired differences with its 95 % bootstrap interval."""
+    differences = [scale * (a - b) for a, b in zip(mine, base, strict=True)]
+    low, high = bootstrap_interval(differences)
+    return f"{mean(differences):+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def table(out: Path) -> list[str]:
+    """Return what is measured as Markdown.
+
+    Raises:
+        click.ClickException: nothing is measured yet.
+    """
+    shown = [
+        "| variant | activations | KL x 1000 | minus w4a4 | of w4a4 |",
+        "|---|---|---:|---|---:|",
+    ]
+    kl = {path.stem: read_json(path)["kl"] for path in sorted((out / "replay").glob("*.json"))}
+    for name, found in kl.items():
+        variant, mode = name.rsplit("-", 1)
+        base = kl.get(f"{BASE}-{mode}", found)
+        shown.append(
+            f"| {variant} | {mode} | {1000 * mean(found):.2f} | {differing(found, base, 1000)} | "
+            f"{mean(found) / mean(base):.3f} |"
+        )
+    shown += ["", "| variant | activations | accuracy | minus BF16, points | steps a token |"]
+    shown += ["|---|---|---:|---|---:|"]
+    made = {path.stem: read_json(path) for path in sorted((out / "answers").glob("*.json"))}
+    bf16 = made.get("bf16-none")
+    for name, found in made.items() if bf16 else ():
+        variant, mode = name.rsplit("-", 1)
+        mine, base = per_problem(found["right"]), per_problem(bf16["right"])
+        steps = found["steps"] / found["tokens"] / (bf16["steps"] / bf16["tokens"]) - 1
+        shown.append(
+            f"| {variant} | {mode} | {mean(mine):.4f} | {differing(mine, base, 100)} | {steps:+.1%} |"
+        )
+    shown += [
+        "",
+        "| served elsewhere | accuracy | ours | minus ours, points |",
+        "|---|---:|---:|---|",
+    ]
+    for path in sorted((out / "served").glob("*.json")):
+        theirs = [float(bit) for bit in read_json(path)["right"]]
+        name = path.stem
+        if found := made.get(f"{name}-none"):
+            ours = [float(right) for right in found["right"][0][: len(theirs)]]
+            shown.append(
+                f"| {name} | {mean(theirs):.4f} | {mean(ours):.4f} | {differing(theirs, ours, 100)} |"
+            )
+    if not kl and not made:
+        raise click.ClickException(f"{out}: nothing is measured there yet")
+    return shown
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("measures", nargs=-1, type=click.Choice(MEASURES))
+@click.option("--only", multiple=True, type=click.Choice(["bf16", *VARIANTS]))
+@click.option("--prompts", default=256, show_default=True, help="Of the calibration.")
+@click.option("--trajectories", default=128, show_default=True)
+@click.option("--problems", default=2000, show_default=True)
+@click.option("--repeats", default=8, show_default=True, help="Answers a problem.")
+@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+def main(
+    out: Path,
+    measures: tuple[str, ...],
+    only: tuple[str, ...],
+    prompts: int,
+    trajectories: int,
+    problems: int,
+    repeats: int,
+    device: str,
+) -> None:
+    """Measure in the order make, replay, answers, table; without a name, all of them."""
+    chosen = set(measures or MEASURES)
+    names = [name for name in VARIANTS if not only or name in only]
+    out.mkdir(parents=True, exist_ok=True)
+    for name in names if "make" in chosen else ():
+        make(out / name, VARIANTS[name], prompts, device)
+    if "replay" in chosen:
+        replay_all(out, names, trajectories, device)
+    for name, mode in ANSWERED if "answers" in chosen else ():
+        if name in names or (name == "bf16" and (not only or name in only)):
+            answer(out, name, mode, problems, repeats, device)
+    if "table" in chosen:
+        print("\n".join(table(out)))
+
+
+if __name__ == "__main__":
+    main()
