@@ -11,8 +11,16 @@ from llmcompressor.observers import Observer
 from oracle import assert_equal_quantization, assert_same_bits, oracle, preset
 
 from quantize.checkpoints.reader import DTYPES
-from quantize.rounding import E2M1, global_scale, round_e2m1
-from quantize.schemes import SCHEMES, Scheme
+from quantize.rounding import (
+    E2M1,
+    FP8,
+    all_finite,
+    global_scale,
+    pack_e2m1,
+    round_e2m1,
+    unpack_e2m1,
+)
+from quantize.schemes import SCHEMES, Scheme, scheme_of_group
 
 OBSERVERS = ("memoryless_minmax", "memoryless_mse")
 NVFP4 = SCHEMES["NVFP4"]
@@ -224,3 +232,57 @@ def test_the_record_agrees_with_compressed_tensors(scheme: Scheme):
     assert list(mine := quantized(scheme, random_weight(32, 64))) == [
         suffix for suffix in on_disk if suffix in mine
     ]
+
+
+@every_scheme
+def test_a_config_group_is_read_back_as_its_scheme(scheme: Scheme):
+    group = scheme.config_group(["Linear"], OBSERVERS[0])
+    assert scheme_of_group(group) is scheme
+    for key, other in (("type", "uint"), ("num_bits", 5), ("strategy", "block")):
+        assert scheme_of_group(group | {"weights": group["weights"] | {key: other}}) is None
+    assert scheme_of_group(group | {"input_activations": {"dynamic": False}}) is None
+    assert scheme_of_group(group | {"weights": None}) is None
+    if scheme.codes.group:
+        assert scheme_of_group(group | {"weights": group["weights"] | {"group_size": 32}}) is None
+
+
+def test_modelopts_layout_of_a_matrix_of_48_by_80():
+    """Written down from NVIDIA's published checkpoints (tests/checkpoints/test_modelopt.py)."""
+    codes = {"weight": ("U8", (48, 40)), "weight_scale": ("F8_E4M3", (48, 5))}
+    number = ("F32", ())
+    found = {s.name: s.modelopt and s.modelopt.tensors(48, 80) for s in SCHEMES.values()}
+    assert found == {
+        "FP8_DYNAMIC": {
+            "weight": ("F8_E4M3", (48, 80)), "weight_scale": number, "input_scale": number,
+        },
+        "NVFP4": codes | {"weight_scale_2": number, "input_scale": number},
+        "NVFP4A16": codes | {"weight_scale_2": number},
+        "INT8_DYNAMIC": None,
+    }  # fmt: skip
+
+
+def test_every_e2m1_value_is_packed_and_unpacked():
+    """The low nibble is the even input, bit 3 the sign, also of zero."""
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    packed = pack_e2m1(values)
+    assert packed.tolist() == [2 * i | (2 * i + 1) << 4 for i in range(8)]
+    assert_same_bits(unpack_e2m1(packed), values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FP8])
+def test_one_value_that_is_not_finite_is_found_wherever_it_stands(dtype: torch.dtype):
+    largest = torch.finfo(dtype).max
+    whole = torch.tensor([0.0, -0.0, largest, -largest, 1.5]).repeat(200_000).to(dtype)
+    assert all_finite(whole)  # more than one block of them
+    assert all_finite(whole[:0])
+    for at in (0, 600_000, len(whole) - 1):
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            broken = whole.clone()
+            broken[at] = bad  # e4m3 has no infinity: it becomes NaN or the largest number
+            assert all_finite(broken) == bool(broken.float().isfinite().all())
+            assert not all_finite(broken) or dtype == FP8
+
+
+def test_whole_numbers_are_finite():
+    assert all_finite(torch.tensor([-1, 127], dtype=torch.int8))
+    assert all_finite(torch.empty(0, dtype=torch.uint8))
