@@ -81,7 +81,7 @@ def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Rele
         if not path.exists():
             raise InputError(f"{path}: missing; run `quantize {stage}` first")
     recipe = read_recipe(run.recipe_yaml)
-    _check_artifact(run, recipe)
+    _check_artifact(run)
     override = _check_verdict(run, request)
     weights = _listed_files(run)
     source = read_json(run.manifest_json, "source")["source"]
@@ -91,7 +91,7 @@ def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Rele
     return Release(run.path.resolve().name, weights, cards, override)
 
 
-def _check_artifact(run: RunDir, recipe: Recipe) -> None:
+def _check_artifact(run: RunDir) -> None:
     """Refuse a checkpoint that is damaged, unverified, or not the one that was verified and scored."""
     artifact = Checkpoint.open(run.checkpoint)
     if not artifact.is_quantized:
@@ -107,7 +107,8 @@ def _check_artifact(run: RunDir, recipe: Recipe) -> None:
             f"{run.checkpoint}: not the checkpoint that was verified; run `quantize verify`, "
             f"`evaluate` and `report` again"
         )
-    for task in recipe.evaluation.tasks:
+    asked = read_json(run.evaluation / "done.json", "tasks")["tasks"]
+    for task in asked:  # not all of the recipe's, where a failure was certain before
         path = run.evaluation / "quantized" / f"{task}.conditions.json"
         scored = read_json(path, "made_with.model.weights")["made_with"]["model"]["weights"]
         if scored not in (digest, None):  # a server may tell no fingerprint; the card then says so

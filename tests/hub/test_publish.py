@@ -324,6 +324,22 @@ def test_only_a_pass_or_an_explicit_option_is_published(
     assert override["outcome"] == outcome
 
 
+def test_a_run_that_failed_before_all_tasks_were_asked_can_be_overruled(
+    hub: FakeHub, tmp_path: Path, push: Any, finished: Callable[[str, Path], RunDir]
+) -> None:
+    run = finished("FAIL", tmp_path)
+    first, *others = read_recipe(run.recipe_yaml).evaluation.tasks
+    for file in run.evaluation.glob("*/*"):
+        if file.name.split(".")[0] in others:
+            file.unlink()
+    change(run.evaluation / "done.json", lambda done: done.update(tasks=[first], not_asked=others))
+    rejudge(run)
+    assert "the verdict is FAIL" in push("--to", "main").error
+    assert push("--to", "main", "--no-gate").code == 0
+    card = (remote_files(hub)["README.md"] or b"").decode()
+    assert f"certain before: {', '.join(others)}.\n" in card
+
+
 def change(path: Path, edit: Callable[[Any], Any]) -> None:
     """Change a JSON file of a run."""
     value = read_json(path)

@@ -71,6 +71,7 @@ def finished_run(
         "tasks": [
             comparison(task, recipe.gate.margin_pp[task]) for task in recipe.evaluation.tasks
         ],
+        "not_asked": [],
         "noise_floor": [comparison("gsm8k", 2)],
         "sizes": {"bf16_bytes": 66560, "quantized_bytes": 19456, "ratio": 0.2923}
         | {"quantized_modules": 16},
