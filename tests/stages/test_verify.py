@@ -1,5 +1,6 @@
 """Static verification passes what convert wrote, and names each kind of damage."""
 
+import re
 import shutil
 from collections.abc import Callable
 from hashlib import sha256
@@ -51,11 +52,16 @@ def run_verify(
 
 
 def test_what_convert_wrote_passes(
-    artifact: Path, tiny_checkpoint: Path, scheme: str, tmp_path: Path
+    artifact: Path,
+    tiny_checkpoint: Path,
+    scheme: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copy(artifact.with_suffix(".json"), RunDir(tmp_path).conversion_json)
     found = run_verify(artifact, tiny_checkpoint, scheme, tmp_path, as_written=False)
     assert found.passed, found.summary()
+    assert re.search(r"verify: (\d+) parts of tensors done in", capsys.readouterr().err)
     assert all(check.looked_at > 0 for check in found.checks.values())
     assert len(found.relative_error) == 6 * 2 + 6 * 3 + 6 * 4 - 1
     assert {"shared", "calibrated"} <= found.checks.keys() or scheme == "fp8"
