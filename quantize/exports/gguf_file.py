@@ -28,6 +28,7 @@ from quantize.errors import InputError
 from quantize.exports.metadata import ARCHITECTURE, metadata
 from quantize.exports.tensors import ALIGNMENT, GGUFTensor, KeptAs, plan_tensors
 from quantize.exports.vocabulary import vocabulary
+from quantize.locks import locked
 from quantize.manifest import fingerprint
 from quantize.run_dir import TEMPORARY_SUFFIX, sync_folder
 from quantize.runtime.llama_cpp import FINGERPRINT
@@ -65,7 +66,7 @@ def export_gguf(
     Raises:
         InputError: `out` exists or is no .gguf; GGUF or llama.cpp cannot hold a scheme, width, trait or
             the tokenizer; or a weight is NaN or infinite.
-        ResourceError: the disk is too small, or fails.
+        ResourceError: the disk is too small, or fails; or another process writes `out`.
     """
     if out.suffix != ".gguf":
         raise InputError(f"{out}: must end in .gguf; name the file, not its folder")
@@ -77,15 +78,18 @@ def export_gguf(
     keys = _about(name, before, tensors) | metadata(source)
     keys |= vocabulary(source.folder, _rows(tensors, "token_embd.weight"))
     folder = out.with_name(out.name + TEMPORARY_SUFFIX)
-    folder.mkdir(parents=True, exist_ok=True)
-    shards = _stretches(out.name, _header(keys, tensors), tensors, stretch)
-    write_shards(shards, folder, json.dumps([before, kept_as]), what="export")
-    if fingerprint(source) != before:
-        raise InputError(f"{source.folder}: a shard changed while it was read; export again")
-    (folder / out.name).rename(out)
-    sync_folder(out.parent)
-    folder.rmdir()
-    state_path(folder).unlink()
+    lock = folder.with_name(folder.name + ".lock")
+    with locked(lock, str(out)):
+        folder.mkdir(exist_ok=True)
+        shards = _stretches(out.name, _header(keys, tensors), tensors, stretch)
+        write_shards(shards, folder, json.dumps([before, kept_as]), what="export")
+        if fingerprint(source) != before:
+            raise InputError(f"{source.folder}: a shard changed while it was read; export again")
+        (folder / out.name).rename(out)
+        sync_folder(out.parent)
+        folder.rmdir()
+        state_path(folder).unlink()
+        lock.unlink()
     types = [tensor.type for tensor in tensors]
     return Exported(
         {t: types.count(t) for t in sorted(set(types))}, source.nbytes, out.stat().st_size

@@ -1,6 +1,7 @@
 """Whole files: each tensor read back by the `gguf` package and compared with the checkpoint's bits."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.shards import state_path
 from quantize.errors import ResourceError
 from quantize.exports.gguf_file import export_gguf
+from quantize.locks import locked
 from quantize.manifest import fingerprint
 from quantize.rounding import unpack_e2m1
 
@@ -282,3 +284,16 @@ def test_an_interrupted_export_goes_on_to_the_same_bytes(
     assert len(written) >= 4  # the damaged stretch and those behind it
     assert out.read_bytes() == bf16.read_bytes()
     assert [*folder.glob("again.gguf.*")] == []
+
+
+def test_two_exports_of_one_file(folder: Path, bf16: Path):
+    out = folder / "twice.gguf"
+    lock = folder / "twice.gguf.partial.lock"
+    with (
+        locked(lock, str(out)),
+        pytest.raises(ResourceError, match=f"twice.gguf: process {os.getpid()} is at work there"),
+    ):
+        exported(CHECKPOINT, out)
+    assert not out.exists()
+    assert exported(CHECKPOINT, out).read_bytes() == bf16.read_bytes()
+    assert not lock.exists()
