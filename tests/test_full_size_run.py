@@ -1,11 +1,14 @@
-"""The script that runs the whole chain at the real size, at a small one: it ends and compares."""
+"""The script that runs the whole chain at the real size, on the bundled model: it ends and compares."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from quantize.bundled import CHECKPOINT
 
 SCRIPT = Path(__file__).parent / "benchmarks" / "full_size_run.py"
 
@@ -13,20 +16,22 @@ SCRIPT = Path(__file__).parent / "benchmarks" / "full_size_run.py"
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_whole_chain_at_two_budgets(tmp_path: Path) -> None:
-    report = tmp_path / "report.jsonl"
-    command = [sys.executable, SCRIPT, tmp_path / "work", report, "--recipe", "nvfp4"]
-    command += ["--gpu-memory", "12", "--gpu-memory", "9", "--layers", "2", "--experts", "8"]
-    command += ["--vocabulary", "4096", "--count", "4", "--denoising-steps", "2", "--batch", "4"]
+    folder = tmp_path / "work"
+    shutil.copytree(CHECKPOINT, folder / "bf16")
+    command = [sys.executable, SCRIPT, "run", folder, "--recipe", "nvfp4", "--parallel", "2"]
+    command += ["--gpu-memory", "12", "--gpu-memory", "9", "--keep", "nvfp4-9"]
+    command += ["--count", "16", "--denoising-steps", "6", "--batch", "8", "--patience", "4"]
     words = list(map(str, command))
     shown = subprocess.run([*words, "--seconds", "60"], capture_output=True, text=True, check=True)
     if "out of time" in shown.stdout:  # the same command goes on
-        shown = subprocess.run(
-            [*words, "--seconds", "1600"], capture_output=True, text=True, check=True
-        )
-    lines = [json.loads(line) for line in report.read_text().splitlines()]
-    ended = {(line["gb"], line["stage"]) for line in lines if line["code"] is not None}
+        shown = subprocess.run(words, capture_output=True, text=True, check=True)
     stages = {"calibrate", "convert", "verify", "fidelity", "evaluate", "report"}
-    assert ended == {(gb, stage) for gb in (12.0, 9.0) for stage in stages}
+    for gb in (12, 9):
+        report = folder / "chains" / f"nvfp4-{gb}" / "report.jsonl"
+        lines = [json.loads(line) for line in report.read_text().splitlines()]
+        assert {line["stage"] for line in lines if line["code"] is not None} == stages
+        assert f"nvfp4 at {gb} GB" in shown.stdout
     for file in ("input_scales.safetensors", "fidelity.json", "bf16/word_problems.jsonl"):
         assert f"{file}: the same at 2 budgets" in shown.stdout
-    assert not list((tmp_path / "work").glob("runs-*/*/checkpoint/*.safetensors"))
+    kept = folder.glob("chains/*/*/checkpoint/*.safetensors")
+    assert {path.parents[2].name for path in kept} == {"nvfp4-9"}

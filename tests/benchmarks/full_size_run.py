@@ -1,89 +1,146 @@
 """The whole chain at the real size, from a BF16 folder to report.html, at budgets of GPU memory.
 
-    python tests/benchmarks/full_size_run.py FOLDER REPORT.jsonl
-        [--recipe nvfp4 --recipe fp8_dynamic] [--gpu-memory 141 --gpu-memory 76 --gpu-memory 22]
-        [--gptq-layers 6 --until convert]
+    python tests/benchmarks/full_size_run.py prepare FOLDER
+    python tests/benchmarks/full_size_run.py run FOLDER --parallel 4 [--gptq-layers 6 --until convert]
+    python tests/benchmarks/full_size_run.py summary FOLDER
 
-FOLDER (in memory: /dev/shm) gets a synthetic BF16 checkpoint once, prompts and problems as local jsonl
-files, and one run a recipe and budget: 64 prompts x 1 canvas x 16 steps of calibration, 16 held-out
-trajectories, 64 problems x 1 canvas x 16 steps a side. Every stage is a process of its own. The same
-command goes on where the last one stopped (--seconds says when it stops); finished runs lose their
-checkpoint, so BF16 and one artifact are there at a time. Without a GPU, and with --layers 2
---vocabulary 4096, everything runs in a few minutes anywhere.
+FOLDER (in memory: /dev/shm) gets a synthetic BF16 checkpoint, unless FOLDER/bf16 is there, prompts and
+problems as local jsonl files. A chain is one recipe at one budget: 64 prompts x 1 canvas x 16 steps of
+calibration, 16 held-out trajectories, 64 problems x 1 canvas x 16 steps a side. Each of its stages is a
+process of its own with a time limit of its own. Several chains run at the same time, each on a GPU and
+a share of the cores of its own. The same command goes on where it stopped. A finished chain loses its
+checkpoint, unless it is named by --keep. Without a GPU, and with --layers 2 --vocabulary 4096,
+everything runs in a few minutes anywhere.
 
 With --gptq-layers N only the first N layers are quantized, their weights rounded by GPTQ; the model
 that denoises is whole, so a pass of the loop over it and a layer's rounding can be projected.
 
-A line of REPORT.jsonl is one process: seconds, the GPU's peak, the most anonymous memory of the host
-(page cache and pinned buffers are `mapped_gb`), bytes that went to the GPU, the floor, those bytes at
-the rate of a copy from pinned memory here, and `parts`, what its progress lines say. At the end stages
-are summed, and results that must not depend on the budget are compared byte by byte.
+FOLDER/chains/RECIPE-GB/report.jsonl has a line a process: seconds, the most that was taken of the GPU,
+the most anonymous memory of the host (page cache and pinned buffers are `mapped_gb`), bytes that went
+to the device, the floor, those bytes at the rate of a copy from pinned memory, and `parts`, what its
+progress lines say. The summary adds up stages, and compares results that must not depend on the budget.
 """
 
-import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import click
 import yaml
 from full_size import QUESTION, Peak, shipped, write
+from full_size_compare import compare_runs
 
+LIMITS = {
+    "calibrate": 240, "round": 900, "convert": 300, "verify": 300, "fidelity": 600,
+    "evaluate": 600, "report": 120,
+}  # fmt: skip  # seconds
 LEAST_SECONDS = 10  # a process takes that to start
 ENDED = (0, 1, 4)  # random weights may well fail the gate: the report is there all the same
+ON_THE_GPU = ("fidelity", "evaluate")
+GOES_ON_WITHOUT = ("verify", "fidelity")  # what comes next is measured all the same
 TASK = "word_problems"  # one canvas an answer
-SAME = ("calibration/input_scales.safetensors", "fidelity.json")
-SCORES = f"evaluation/*/{TASK}.jsonl"
 PART = re.compile(r"^([^\n:]+): .*done.* in (.+)$", re.MULTILINE)  # of a progress line
 Facts = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Chain:
+    """One recipe at one budget of GPU memory, in GB."""
+
+    folder: Path
+    recipe: str
+    gb: float
+
+    @property
+    def name(self) -> str:
+        """What it is called, here and for --keep."""
+        return f"{self.recipe}-{self.gb:g}"
+
+    @property
+    def path(self) -> Path:
+        """Where its run, its log and its report lie."""
+        return self.folder / "chains" / self.name
+
+    @property
+    def report(self) -> Path:
+        """A JSON line for every process that ended."""
+        return self.path / "report.jsonl"
+
+    @property
+    def run(self) -> Path | None:
+        """The run folder, None where there is none yet."""
+        return next((path.parent for path in self.path.glob("*/manifest.json")), None)
+
+    def lines(self) -> list[Facts]:
+        """What is in the report so far."""
+        text = self.report.read_text() if self.report.exists() else ""
+        return [json.loads(line) for line in text.splitlines()]
+
+
 def prepare(folder: Path, shape: dict[str, int], count: int, steps: int) -> None:
-    """Write the BF16 checkpoint, prompts, problems and recipes, where they are not there yet."""
+    """Write the BF16 checkpoint, prompts and problems, where they are not there yet.
+
+    The chains read FOLDER/model: the same shards, and a generation config with their steps.
+    """
     from quantize.run_dir import read_json
 
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "bf16").exists():
         write(folder, **shape)
-    settings = folder / "bf16" / "generation_config.json"
-    settings.write_text(json.dumps(read_json(settings) | {"max_denoising_steps": steps}))
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    for file in (folder / "bf16").iterdir():
+        if not (model / file.name).exists() and file.name != "generation_config.json":
+            os.link(file, model / file.name)
+    settings = read_json(folder / "bf16" / "generation_config.json")
+    _write(model / "generation_config.json", json.dumps(settings | {"max_denoising_steps": steps}))
     questions = [QUESTION.format(3 + i % 50, 5 + i % 7, i) for i in range(2 * count + 16)]
     prompts = [json.dumps({"question": question}) for question in questions[: count + 16]]
-    (folder / "prompts.jsonl").write_text("\n".join(prompts))
+    _write(folder / "prompts.jsonl", "\n".join(prompts))
     problems = [json.dumps({"question": q, "answer_number": 7}) for q in questions[-count:]]
     (folder / "tasks").mkdir(exist_ok=True)
-    (folder / "tasks" / f"{TASK}.jsonl").write_text("\n".join(problems))
+    _write(folder / "tasks" / f"{TASK}.jsonl", "\n".join(problems))
 
 
-def recipe_of(folder: Path, name: str, count: int, batch: int, gptq: range) -> Path:
-    """Write a shipped recipe with this run's prompts, problems and batch.
+def _write(path: Path, text: str) -> None:
+    """Write a file, unless it has that text already: another chain may be reading it."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def recipe_of(chain: Chain, count: int, batch: int, gptq: range) -> Path:
+    """Write a shipped recipe with these prompts, problems and batch.
 
     `gptq` names the layers that stay BF16 where GPTQ rounds the others; empty for the recipe's own.
     """
-    recipe = shipped(name).model_dump(mode="json", exclude={"bundled"})
+    recipe = shipped(chain.recipe).model_dump(mode="json", exclude={"bundled"})
     if gptq:
         kept = "|".join(map(str, gptq))
         recipe["quantization"]["ignore"].append(rf"re:.*\.layers\.({kept})\..*")
         recipe["quantization"]["rounding"] = "gptq"
     if recipe["calibration"] is not None:
         recipe["calibration"] |= {
-            "datasets": [str(folder / "prompts.jsonl")], "prompts": count, "canvases": 1,
+            "datasets": [str(chain.folder / "prompts.jsonl")], "prompts": count, "canvases": 1,
             "batch_size": batch,
         }  # fmt: skip
     limits = {"tasks": [TASK], "limit": {TASK: count}, "repeats": {}, "batch_size": batch}
     recipe["evaluation"] |= limits
     recipe["gate"] |= {"margin_pp": {TASK: 5.0}, "max_kl_nats": {}}
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    path = chain.path / "recipe.yaml"
+    _write(path, yaml.safe_dump(recipe, sort_keys=False))
     return path
 
 
-def stage(words: list[str]) -> Facts:
+def measured(words: list[str]) -> Facts:
     """Run the command line in this process and say what it took."""
     import torch
 
@@ -98,8 +155,7 @@ def stage(words: list[str]) -> Facts:
         return fetch(self, layout)
 
     transfer.Transfer.fetch = counted
-    on_gpu = torch.cuda.is_available()
-    link = link_rate() if on_gpu else None
+    link = link_rate() if torch.cuda.is_available() else None
     peak, started = Peak(), time.perf_counter()
     with peak.watching():
         sys.argv = ["quantize", *words]
@@ -113,7 +169,7 @@ def stage(words: list[str]) -> Facts:
     }
     if link is not None:
         facts |= {
-            "gpu_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2),
+            "gpu_gb": round(peak.on_gpu / 1e9, 2),
             "link_gb_s": round(link / 1e9, 1),
             "floor_s": round(sum(taken) / link, 1),
         }
@@ -121,10 +177,10 @@ def stage(words: list[str]) -> Facts:
 
 
 def link_rate() -> float:
-    """Return the bytes/s of a copy of 1 GB from pinned memory."""
+    """Return the bytes/s of a copy of 0.25 GB from pinned memory."""
     import torch
 
-    pinned = torch.ones(1 << 30, dtype=torch.uint8, pin_memory=True)
+    pinned = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(pinned, device="cuda")
     seconds = 0.0
     for _ in range(3):
@@ -136,182 +192,231 @@ def link_rate() -> float:
     rate = len(pinned) / seconds
     del pinned, there
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     return rate
 
 
-def run_folder(out: Path) -> Path | None:
-    """Return the run in an outputs folder, None where there is none yet."""
-    return next((path.parent for path in out.glob("*/manifest.json")), None)
+def go_through(
+    chain: Chain,
+    recipe: Path,
+    place: dict[str, str],
+    cores: set[int],
+    *,
+    end: float,
+    patience: float,
+    until: str,
+) -> bool:
+    """Run the stages of a chain that are not done, up to `until`; return whether all are."""
+    from quantize.recipe import load_recipe
+    from quantize.stage import STAGES
+
+    last = [stage.name for stage in STAGES].index(until)
+    needed = [stage for stage in STAGES[1 : last + 1] if stage.is_needed(load_recipe(str(recipe)))]
+    words = ["run", "--recipe", str(recipe), "--model", str(chain.folder / "model"), "--all"]
+    words += ["--out", str(chain.path), "--gpu-memory", f"{chain.gb:g}", "--resume"]
+    words += ["--data-dir", str(chain.folder / "tasks")]
+    alone = False  # whether a stage is left out that `run` would do first
+    for stage in needed:  # the first one's process plans, too
+        if (run := chain.run) is not None and (run / stage.result).exists():
+            continue
+        left = min(patience * LIMITS[stage.name], end - time.monotonic())
+        if left < LEAST_SECONDS:
+            print(f"{chain.name}: out of time; the same command goes on from {stage.name}")
+            return False
+        own = [*words, "--until", stage.name]
+        if alone:
+            own = [stage.name, str(chain.run)]
+            own += ["--gpu-memory", f"{chain.gb:g}"] if stage.name in ON_THE_GPU else []
+            own += [*words[-2:], "--all"] if stage.name == "evaluate" else []
+        log = chain.path / f"{stage.name}.log"
+        found = {"stage": stage.name, **process(own, left, log, place, cores)}
+        print(json.dumps({"chain": chain.name} | found), flush=True)
+        with chain.report.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        if found["code"] in (ENDED if stage.name == "report" else (0,)):
+            continue
+        print("\n".join(log.read_text().splitlines()[-12:]), flush=True)
+        if stage.name not in GOES_ON_WITHOUT or chain.run is None:
+            return False
+        alone = True
+    return True
 
 
-def digests(run: Path) -> dict[str, str]:
-    """Return the checksums of what must not depend on the budget."""
-    found = [run / name for name in SAME] + sorted(run.glob(SCORES))
-    return {
-        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        for path in found
-        if path.exists()
-    }
+def process(
+    words: list[str], left: float, log: Path, place: dict[str, str], cores: set[int]
+) -> Facts:
+    """Run one stage in a process of its own, which writes to `log` what it shows."""
+    started = time.perf_counter()
+    command = [sys.executable, __file__, "stage", json.dumps(words)]
+    facts: Facts = {"code": None, "seconds": 0.0}
+    try:
+        with log.open("w") as shown:
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=shown, text=True, timeout=left,
+                env=os.environ | place, preexec_fn=lambda: os.sched_setaffinity(0, cores),
+            )  # fmt: skip
+        if done.returncode == 0:
+            facts = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        facts |= {"seconds": round(left, 1), "stopped": "time limit"}
+    facts["process_seconds"] = round(time.perf_counter() - started, 1)
+    return facts | {"parts": PART.findall(log.read_text())}
 
 
-def chains(
-    folder: Path, recipes: tuple[str, ...], budgets: tuple[float, ...]
-) -> Iterator[tuple[str, float, Path]]:
-    """Yield recipe, budget and outputs folder of every run."""
-    for name in recipes:
-        for gb in budgets:
-            yield name, gb, folder / f"runs-{name}-{gb:g}"
+def release(chain: Chain) -> None:
+    """Remove a finished run's weights: the next run needs the room."""
+    for shard in (chain.run or chain.path).glob("checkpoint/*.safetensors"):
+        shard.unlink()
 
 
-def summary(lines: list[Facts], folder: Path) -> list[str]:
-    """Sum processes by stage, and compare results over budgets."""
-    shown: list[str] = []
-    keys = list(dict.fromkeys((line["recipe"], line["gb"]) for line in lines))
-    for recipe, gb in keys:
-        own = [line for line in lines if (line["recipe"], line["gb"]) == (recipe, gb)]
-        shown.append(f"{recipe} at {gb:g} GB: {sum(line['seconds'] for line in own):.0f} s")
-        for name in dict.fromkeys(line["stage"] for line in own):
-            parts = [line for line in own if line["stage"] == name]
-            seconds = sum(line["seconds"] for line in parts)
-            floor = sum(line.get("floor_s", 0) for line in parts)
-            most = {key: max(p.get(key, 0) for p in parts) for key in ("gpu_gb", "own_memory_gb")}
-            moved = sum(line.get("to_device_gb", 0) for line in parts)
-            over = f", {seconds / floor:.1f} x the floor of {floor:.1f} s" if floor else ""
-            shown.append(
-                f"  {name:10} {seconds:7.1f} s, GPU {most['gpu_gb']:.1f} GB, host "
-                f"{most['own_memory_gb']:.2f} GB, to the device {moved:.1f} GB{over}"
-            )
-    for recipe in dict.fromkeys(key[0] for key in keys):
-        outs = sorted(folder.glob(f"runs-{recipe}-*"))
-        runs = [(out.name, run) for out in outs if (run := run_folder(out)) is not None]
-        found = {name: digests(run) for name, run in runs if (run / "report.html").exists()}
-        for file in sorted({file for each in found.values() for file in each}):
-            kinds = {each.get(file) for each in found.values()}
-            word = "the same" if len(kinds) == 1 else "DIFFERENT"
-            shown.append(f"{recipe}, {file}: {word} at {len(found)} budgets")
-    return shown
+def places(parallel: int) -> list[tuple[dict[str, str], set[int]]]:
+    """Return a GPU (as environment variables) and cores for each of the chains at the same time."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // parallel)
+    return [
+        ({"CUDA_VISIBLE_DEVICES": str(i)} if parallel > 1 else {}, set(own or cores))
+        for i in range(parallel)
+        for own in [cores[i * each : (i + 1) * each]]
+    ]
 
 
-@click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.argument("report", type=click.Path(path_type=Path))
+def in_parallel(
+    chains: list[Chain], parallel: int, work: Callable[[Chain, dict[str, str], set[int]], None]
+) -> None:
+    """Work on chains in order, so many at the same time, each in a place of its own."""
+    free: SimpleQueue[tuple[dict[str, str], set[int]]] = SimpleQueue()
+    for place in places(parallel):
+        free.put(place)
+
+    def begin(chain: Chain) -> None:
+        place = free.get()
+        try:
+            work(chain, *place)
+        finally:
+            free.put(place)
+
+    with ThreadPoolExecutor(parallel) as pool:
+        list(pool.map(begin, chains))
+
+
+def summary(chains: list[Chain]) -> Iterator[str]:
+    """Yield the sums of processes by stage, and how results differ between budgets."""
+    for chain in chains:
+        lines = chain.lines()
+        if not lines:
+            continue
+        finished = (
+            "a report"
+            if (chain.run or chain.path).joinpath("report.html").exists()
+            else ("NO report")
+        )
+        seconds = sum(line["seconds"] for line in lines)
+        yield f"{chain.recipe} at {chain.gb:g} GB: {seconds:.0f} s, {finished}"
+        for name in dict.fromkeys(line["stage"] for line in lines):
+            yield _stage_line(name, [line for line in lines if line["stage"] == name])
+    for recipe in dict.fromkeys(chain.recipe for chain in chains):
+        runs = {c.name: c.run for c in chains if c.recipe == recipe and c.run is not None}
+        yield from compare_runs(recipe, runs)
+
+
+def _stage_line(name: str, parts: list[Facts]) -> str:
+    seconds = sum(line["seconds"] for line in parts)
+    floor = sum(line.get("floor_s", 0) for line in parts)
+    gpu, host = (max(p.get(key, 0) for p in parts) for key in ("gpu_gb", "own_memory_gb"))
+    moved = sum(line.get("to_device_gb", 0) for line in parts)
+    over = f", {seconds / floor:.1f} x the floor of {floor:.1f} s" if floor else ""
+    code = "" if parts[-1]["code"] == 0 else f", exit code {parts[-1]['code']}"
+    return (
+        f"  {name:10} {seconds:7.1f} s, GPU {gpu:.1f} GB, host {host:.2f} GB, to the device "
+        f"{moved:.1f} GB{over}{code}"
+    )
+
+
+@click.group()
+def main() -> None:
+    """Run the whole chain at the real size."""
+
+
+def shape_options(command: click.decorators.FC) -> click.decorators.FC:
+    """Add what FOLDER is prepared with."""
+    for option in (
+        click.argument("folder", type=click.Path(path_type=Path)),
+        click.option("--layers", default=30, show_default=True),
+        click.option("--experts", default=128, show_default=True),
+        click.option("--vocabulary", default=262_144, show_default=True),
+        click.option(
+            "--count",
+            default=64,
+            show_default=True,
+            help="Prompts of the calibration, and problems.",
+        ),
+        click.option("--denoising-steps", default=16, show_default=True),
+    ):
+        command = option(command)
+    return command
+
+
+@main.command("prepare")
+@shape_options
+def prepare_command(folder: Path, count: int, denoising_steps: int, **shape: int) -> None:
+    """Write the BF16 checkpoint, prompts and problems to FOLDER, where they are not there yet."""
+    prepare(folder, shape, count, denoising_steps)
+
+
+@main.command("run")
+@shape_options
 @click.option(
     "--recipe", "recipes", multiple=True, default=("nvfp4", "fp8_dynamic"), show_default=True
 )
 @click.option(
-    "--gpu-memory",
-    "budgets",
-    multiple=True,
-    type=float,
-    default=(141.0, 76.0, 22.0),
-    show_default=True,
-)
-@click.option("--layers", default=30, show_default=True)
-@click.option("--experts", default=128, show_default=True)
-@click.option("--vocabulary", default=262_144, show_default=True)
-@click.option(
-    "--count", default=64, show_default=True, help="Prompts of the calibration, and problems."
-)
-@click.option("--denoising-steps", default=16, show_default=True)
+    "--gpu-memory", "budgets", multiple=True, type=float, default=(22.0, 76.0, 141.0),
+    show_default=True, help="Budgets in GB, in the order in which they are run.",
+)  # fmt: skip
 @click.option("--batch", default=16, show_default=True, help="Canvases at once.")
-@click.option("--seconds", default=560, show_default=True, help="When this command stops.")
+@click.option(
+    "--parallel", default=1, show_default=True, help="Chains at the same time, each on its GPU."
+)
+@click.option("--keep", multiple=True, help="RECIPE-GB: a chain that keeps its checkpoint.")
+@click.option("--seconds", default=1800, show_default=True, help="When this command stops.")
 @click.option("--gptq-layers", default=0, help="Quantize these first layers alone, by GPTQ.")
 @click.option("--until", default="report", show_default=True, help="The last stage.")
-@click.option("--only", hidden=True)
-def main(
-    folder: Path,
-    report: Path,
-    recipes: tuple[str, ...],
-    budgets: tuple[float, ...],
-    layers: int,
-    experts: int,
-    vocabulary: int,
-    count: int,
-    denoising_steps: int,
-    batch: int,
-    seconds: float,
-    gptq_layers: int,
-    until: str,
-    only: str | None,
-) -> None:
-    """Run every recipe at every budget in FOLDER; REPORT gets one JSON line a process."""
-    if only:
-        print(json.dumps(stage(json.loads(only))))
-        return
+@click.option("--patience", default=1.0, show_default=True, help="Times the stages' time limits.")
+def run_command(
+    folder: Path, count: int, denoising_steps: int, recipes: tuple[str, ...],
+    budgets: tuple[float, ...], batch: int, parallel: int, keep: tuple[str, ...], seconds: float,
+    gptq_layers: int, until: str, patience: float, **shape: int,
+) -> None:  # fmt: skip
+    """Run every recipe at every budget in FOLDER, and print the summary."""
     end = time.monotonic() + seconds
-    shape = {"layers": layers, "experts": experts, "vocabulary": vocabulary}
     prepare(folder, shape, count, denoising_steps)
+    gptq = range(gptq_layers, shape["layers"]) if gptq_layers else range(0)
+    chains = [Chain(folder, name, gb) for gb in budgets for name in recipes]
     print(f"prepared; {end - time.monotonic():.0f} s left", flush=True)
-    gptq = range(gptq_layers, layers) if gptq_layers else range(0)
-    for name, gb, out in chains(folder, recipes, budgets):
-        words = ["run", "--recipe", str(recipe_of(folder, name, count, batch, gptq))]
-        words += ["--model", str(folder / "bf16"), "--out", str(out), "--gpu-memory", f"{gb:g}"]
-        words += ["--data-dir", str(folder / "tasks"), "--all", "--resume"]
-        if not chain(words, {"recipe": name, "gb": gb}, out, report, end, until):
-            break
-    lines = [json.loads(line) for line in report.read_text().splitlines()]
-    print("\n".join(summary(lines, folder)))
+
+    def work(chain: Chain, place: dict[str, str], cores: set[int]) -> None:
+        chain.path.mkdir(parents=True, exist_ok=True)
+        recipe = recipe_of(chain, count, batch, gptq)
+        done = go_through(chain, recipe, place, cores, end=end, patience=patience, until=until)
+        if done and until == "report" and chain.name not in keep:
+            release(chain)
+
+    in_parallel(chains, parallel, work)
+    print("\n".join(summary(chains)))
 
 
-def chain(words: list[str], key: Facts, out: Path, report: Path, end: float, until: str) -> bool:
-    """Run the stages of one run that are not done, up to `until`; return whether all are."""
-    from quantize.stage import STAGES
-
-    last = [stage.name for stage in STAGES].index(until)
-    for stage in STAGES[1 : last + 1]:  # the first one's process plans, too
-        run = run_folder(out)
-        if not is_needed(stage, words):
-            continue
-        if run is not None and ((run / stage.result).exists() or (run / "report.html").exists()):
-            continue
-        left = end - time.monotonic()
-        if left < LEAST_SECONDS:
-            print("out of time: the same command goes on from here")
-            return False
-        log = out.parent / "run.log"
-        facts = key | {"stage": stage.name} | process([*words, "--until", stage.name], left, log)
-        facts["parts"] = PART.findall(log.read_text())
-        print(json.dumps(facts), flush=True)
-        with report.open("a") as file:
-            file.write(json.dumps(facts) + "\n")
-        if facts["code"] not in (ENDED if stage.name == "report" else (0,)):
-            print("\n".join(log.read_text().splitlines()[-12:]))
-            return False
-    release(out)
-    return True
+@main.command("summary")
+@click.argument("folder", type=click.Path(path_type=Path))
+def summary_command(folder: Path) -> None:
+    """Print what the chains in FOLDER took so far, and compare their results."""
+    names = [path.parent.name.rpartition("-") for path in folder.glob("chains/*/report.jsonl")]
+    chains = [Chain(folder, recipe, float(gb)) for recipe, _, gb in names]
+    print("\n".join(summary(sorted(chains, key=lambda c: (c.recipe, -c.gb)))))
 
 
-def is_needed(stage: Any, words: list[str]) -> bool:
-    """Whether the recipe that a command names has this stage at all."""
-    from quantize.recipe import load_recipe
-
-    recipe = load_recipe(words[words.index("--recipe") + 1])
-    return stage.is_needed(recipe)
-
-
-def process(words: list[str], left: float, log: Path) -> Facts:
-    """Run one stage in a process of its own, which writes to `log` what it shows."""
-    started = time.perf_counter()
-    command = [sys.executable, __file__, ".", ".", "--only", json.dumps(words)]
-    facts: Facts = {"code": None}
-    try:
-        with log.open("w") as shown:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=shown, text=True, timeout=left
-            )
-        if done.returncode == 0:
-            facts = json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        facts |= {"seconds": round(left, 1)}
-    return {"seconds": 0.0} | facts | {"process_seconds": round(time.perf_counter() - started, 1)}
-
-
-def release(out: Path) -> None:
-    """Remove a finished run's weights: the next run needs the room."""
-    run = run_folder(out)
-    for shard in (run / "checkpoint").glob("*.safetensors") if run is not None else ():
-        shard.unlink()
+@main.command("stage", hidden=True)
+@click.argument("words", type=json.loads)
+def stage_command(words: list[str]) -> None:
+    """Run one command of the project, and print what it took."""
+    print(json.dumps(measured(words)))
 
 
 if __name__ == "__main__":
