@@ -62,8 +62,7 @@ def main() -> None:
         print(f"{name}: {statistics.median(found) * 1e3:.1f} ms to the first canvas")
     print(f"{keeping.prefixes.reused} of {keeping.prefixes.asked} prompt tokens reused")
     print(f"{keeping.prefixes.nbytes / 1e6:.0f} MB kept")
-    del keeping
-    plain = open(asked.checkpoint, max_context=context, **made)
+    plain = open(asked.checkpoint, max_context=context, beside=keeping, **made)
     same = [first_canvas(plain, prompt, seed)[1] == tokens for prompt, seed, tokens in kept]
     print(f"the same tokens without: {sum(same)} of {len(same)}")
 

@@ -293,3 +293,19 @@ def test_short_prompts_together(artifact: tuple[str, Path]) -> None:
         assert set(engine._commits) == {(4, 256)}
         results.append([canvases[list(order).index(which)] for which in range(4)])
     assert results[0] == results[1] == results[2]
+
+
+def test_one_token_a_pass(artifact: tuple[str, Path]) -> None:
+    """A replayed graph gives the tokens of passes kernel by kernel, and again after a rewind."""
+    found: list[list[list[int]]] = []
+    weights = load_packed(artifact[1], "cuda")
+    for graphs in (True, False):
+        engine = FusedEngine(weights, capacity=4, max_context=4096, graphs=graphs)
+        prompts = [tokens(n, seed=slot).tolist() for slot, n in enumerate(CONTEXTS)]
+        for slot, prompt in enumerate(prompts):
+            engine.admit(slot, prompt[:-1], slot, SAMPLER)
+        texts = engine.continuation(range(4), [prompt[-1] for prompt in prompts])
+        found.append(texts.run(20))
+        texts.rewind()
+        found.append(texts.run(20))
+    assert found[0] == found[1] == found[2] == found[3]

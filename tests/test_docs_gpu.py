@@ -1,0 +1,105 @@
+"""The commands of README and docs that need a GPU, as `python -m quantize` in a process of its own.
+
+What no test has is replaced: a model of the Hub by the bundled one, RUN by a run of it, URL by a server
+of it, eight GPUs by those that are here, and thousands of questions by two. Blocks that need vLLM,
+docker or another program are run by nobody here.
+"""
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from documented import SHELL, Block, blocks
+from server_process import KEY, process
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+FOUND = [b for b in blocks() if b.kind in SHELL and {*b.needs} - {"the network"} == {"a GPU"}]
+RUN = re.compile(r"^(?:RUN|outputs/nvfp4-\.\.\.)(?=/|$)")
+TWO = ["--limit", "2"]
+NUMBERS = itertools.count()  # of the runs' folders
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with one run of the bundled model in it."""
+    made = tmp_path_factory.mktemp("docs")
+    quantize(made, "run", "--recipe", "nvfp4", *TWO)
+    return made
+
+
+def quantize(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> str:
+    """Run a command; it ends with 0, or with 4 where two questions decide nothing."""
+    start = [sys.executable, "-m", *launcher, *(("-m",) if launcher else ()), "quantize"]
+    cache = {"XDG_CACHE_HOME": str(folder / "cache")}  # `tune` writes there
+    done = subprocess.run(
+        [*start, *words], cwd=folder, env=os.environ | cache, capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode in (0, 4), f"{words} ended with {done.returncode}: {done.stderr[-3000:]}"
+    return done.stdout
+
+
+def here(words: list[str], folder: Path) -> list[str]:
+    """Return a command's words with what is here in place of what they name."""
+    (run,) = (folder / "outputs").glob("nvfp4-*")
+    told = [RUN.sub(str(run), word) for word in words]
+    for option in ("--model", "--limit", "--out"):
+        if option in told:
+            at = told.index(option)
+            del told[at : at + 2]
+    return told + ([*TWO, "--out", f"run-{next(NUMBERS)}"] if told[0] == "run" else [])
+
+
+@pytest.mark.parametrize("block", FOUND, ids=lambda block: block.place)
+def test_commands_run(block: Block, folder: Path) -> None:
+    for words in block.commands:
+        if words[0] == "torchrun":
+            count, rest = words[2], words[words.index("quantize") + 1 :]
+            assert count.isdigit()
+            processes = str(max(1, min(int(count), torch.cuda.device_count())))
+            launcher = ("torch.distributed.run", "--nproc-per-node", processes)
+            quantize(folder, *here(rest, folder), launcher=launcher)
+        elif "serve" in words:
+            serves(words[words.index("serve") + 1 :], folder)
+        elif "URL" in words:
+            with process() as (url, _):
+                told = [f"{url}/v1" if word == "URL" else word for word in words[1:]]
+                quantize(folder, *here(told, folder))
+        else:
+            assert words[0] == "quantize", words
+            quantize(folder, *here(words[1:], folder))
+
+
+def serves(words: list[str], folder: Path) -> None:
+    """Start a server as the page says, on a free port, ask for its models, and end it."""
+    told = ["bundled" if word == "ORG/NAME" else word for word in here(words, folder)]
+    command = [sys.executable, "-m", "quantize", "serve", *told, "--port", "0"]
+    environment = os.environ | {"QUANTIZE_API_KEY": KEY}
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, cwd=folder
+    ) as server:
+        assert server.stderr is not None
+        seen = ""
+        while not (port := re.search(r"at http://\S+:(\d+)", seen)):
+            line = server.stderr.readline()
+            assert line, seen
+            seen += line
+        try:
+            asked = urllib.request.Request(
+                f"http://127.0.0.1:{port[1]}/v1/models", headers={"Authorization": f"Bearer {KEY}"}
+            )
+            assert urllib.request.urlopen(asked, timeout=30).status == 200
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
+
+
+def test_blocks_are_found() -> None:
+    assert len(FOUND) >= 7
