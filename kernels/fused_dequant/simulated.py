@@ -21,6 +21,8 @@ from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.operations import routed_experts
 from fused_dequant.weights import Weight
 
+EXPERTS_AT_ONCE = 16
+
 
 def round_nvfp4(
     x: torch.Tensor, global_scale: torch.Tensor, experts: torch.Tensor | None = None
@@ -68,10 +70,17 @@ def scaled(weight: Weight, global_scale: torch.Tensor) -> Weight:
 
 
 def plain(weight: Weight) -> Weight:
-    """Return an 8-bit weight in bf16, so that its inputs stay as they are; others unchanged."""
-    if weight.scheme not in EIGHT_BIT:
+    """Return an 8-bit weight in bf16, so that its inputs stay as they are; others unchanged.
+
+    It goes through float32 some experts at a time: all of a layer's at once would take 4 GB.
+    """
+    if weight.scheme not in EIGHT_BIT or weight.scale is None:
         return weight
-    return weights.bf16(weights.dequantize(weight, torch.float32))
+    found = torch.empty(weight.data.shape, dtype=torch.bfloat16, device=weight.data.device)
+    parts = (tensor.split(EXPERTS_AT_ONCE) for tensor in (found, weight.data, weight.scale))
+    for out, data, scale in zip(*parts, strict=True):
+        out.copy_(weights.dequantize(replace(weight, data=data, scale=scale)))
+    return weights.bf16(found)
 
 
 def experts(

@@ -85,8 +85,9 @@ def test_experts_multiply_rounded_inputs(shared: bool) -> None:
     assert (shown[0].view(M, 2, inner).float() == hidden).float().mean() > 0.99
 
 
-def test_a_weight_of_8_bits_becomes_bf16() -> None:
-    eight = weight(1, 32, 64, "fp8")
+@pytest.mark.parametrize("experts", [1, simulated.EXPERTS_AT_ONCE + 3])
+def test_a_weight_of_8_bits_becomes_bf16(experts: int) -> None:
+    eight = weight(experts, 32, 64, "fp8")
     found = simulated.plain(eight)
     assert found.scheme == "bf16"
     expected = weights.dequantize(eight, torch.float32).to(torch.bfloat16)
