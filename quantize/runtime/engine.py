@@ -252,20 +252,25 @@ def each_completed(
     given = [None] * len(prompts) if images is None else images
     samples = [Sample() for _ in prompts]
     waiting, running = deque(range(len(prompts))), dict[int, int]()
-    while waiting or running:
-        for slot in range(engine.capacity):
-            if waiting and slot not in running:
-                running[slot] = index = waiting.popleft()
-                engine.admit(slot, prompts[index], seeds[index], sampler, given[index])
-        slots = sorted(running)
-        for slot, canvas in zip(slots, engine.denoise(slots, on_draft), strict=True):
-            if canvas is None:
-                continue
-            index = running[slot]
-            samples[index].commit(canvas.tokens, canvas.steps, sampler)
-            if on_canvas is not None:
-                on_canvas(index, samples[index])
-            if samples[index].finish == "eos" or samples[index].canvases >= budgets[index]:
-                engine.release(slot)
-                del running[slot]
-                yield index, samples[index]
+    try:
+        while waiting or running:
+            for slot in range(engine.capacity):
+                if waiting and slot not in running:
+                    index = waiting.popleft()
+                    engine.admit(slot, prompts[index], seeds[index], sampler, given[index])
+                    running[slot] = index
+            slots = sorted(running)
+            for slot, canvas in zip(slots, engine.denoise(slots, on_draft), strict=True):
+                if canvas is None:
+                    continue
+                index = running[slot]
+                samples[index].commit(canvas.tokens, canvas.steps, sampler)
+                if on_canvas is not None:
+                    on_canvas(index, samples[index])
+                if samples[index].finish == "eos" or samples[index].canvases >= budgets[index]:
+                    engine.release(slot)
+                    del running[slot]
+                    yield index, samples[index]
+    finally:
+        for slot in running:  # after an error, or when the caller has enough
+            engine.release(slot)

@@ -8,14 +8,15 @@ An answer's text is made here too, not on the event loop: a stop string must fre
 next canvas begins. Without stop strings EOS and length decide, and text is made and sent while the
 engine is at the next canvas, so the GPU never waits for it. A job's events go through its `emit`, which
 is called on this thread, or on the engine's for drafts. A failure of the engine fails the jobs that it
-was working on, and no others.
+was working on, and no others; a failure to make a job's text fails that job.
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quantize.errors import InputError
@@ -257,8 +258,9 @@ class Scheduler:
                 job.emit(RequestError(400, message, code="constraint_failed"))
                 self._leave([slot])
                 continue
-            job.answer.commit(canvas)
-            self._unsaid.append(job)
+            with self._failing_alone(job):
+                job.answer.commit(canvas)
+                self._unsaid.append(job)
             if job.answer.finish:
                 self._leave([slot])
                 self._seconds += 0.1 * (time.monotonic() - job.started - self._seconds)
@@ -269,7 +271,17 @@ class Scheduler:
         while self._unsaid:
             job = self._unsaid.popleft()
             if not job.cancelled:
-                job.emit(job.answer.delta())
+                with self._failing_alone(job):
+                    job.emit(job.answer.delta())
+
+    @contextmanager
+    def _failing_alone(self, job: Job) -> Generator[None]:
+        """Fail a job whose text cannot be made; its slot is freed once its canvas is done."""
+        try:
+            yield
+        except Exception:  # it is logged and answered with a 500; the server goes on
+            self._fail([job])
+            job.cancelled = True
 
     def _show(self, slot: int, step: int, tokens: list[int], accepted: list[bool]) -> None:
         job = self._running[slot]

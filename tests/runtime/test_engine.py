@@ -12,7 +12,7 @@ from quantize.checkpoints.load import load
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.engine import Canvas
+from quantize.runtime.engine import Canvas, complete, each_completed
 from quantize.runtime.modules import engine as model_engine
 from quantize.runtime.modules.engine import ModelEngine
 
@@ -173,6 +173,20 @@ def test_a_failure_is_raised_and_the_engine_can_be_used_again(
                 engine.release(0)
                 engine.release(1)
     assert any(engine.denoise([0, 1]))
+
+
+def test_slots_are_free_after_an_error_and_when_the_caller_has_enough(
+    model: DiffusionGemmaForBlockDiffusion,
+) -> None:
+    engine = ModelEngine(model, 2)
+    settings = {"max_new_tokens": 64, "sampler": replace(SAMPLER, max_denoising_steps=2)}
+    (asked,) = prompts(1)
+    with pytest.raises(InputError, match="prompt 0"):
+        complete(engine, [asked, [5, 100_000]], [0, 1], **settings)
+    some = each_completed(engine, [asked] * 3, [0, 1, 2], **settings)
+    index, sample = next(some)
+    some.close()
+    assert complete(engine, [asked], [index], **settings) == [sample]
 
 
 def test_a_slot_is_used_again_once_it_is_released(model: DiffusionGemmaForBlockDiffusion) -> None:

@@ -174,6 +174,28 @@ def test_a_failure_fails_its_batch_and_no_one_else(case: Case) -> None:
     assert case.scheduler.healthy
 
 
+@pytest.mark.parametrize("step", ["commit", "delta"])
+def test_text_that_cannot_be_made_fails_its_job_and_no_one_else(
+    case: Case, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (broken, events), (_, beside) = jobs = case.job(3), case.job(3)
+
+    def failing(*_: object) -> None:
+        raise ValueError("no such token")
+
+    monkeypatch.setattr(broken.answer, step, failing)
+    case.queue([job for job, _ in jobs])
+    for _ in range(3):
+        case.canvas()
+    assert finished(beside).startswith("c1 ")
+    failure = events.get(timeout=20)
+    assert isinstance(failure, RequestError)
+    assert failure.status == 500
+    assert events.empty()  # one event ends a job
+    assert case.engine.batches[-1] == [1]  # text is made while the engine is at the next canvas
+    assert case.scheduler.healthy
+
+
 def test_an_engine_that_keeps_failing_is_not_healthy(case: Case) -> None:
     case.engine.fault = RuntimeError("sticky")
     for _ in range(3):
