@@ -186,6 +186,9 @@ def test_a_recipe_brings_its_own_questions(tmp_path: Path) -> None:
     digest = evaluation.own_tasks["sums"].digest()
     data.write_text(QUESTIONS.replace("+ 1?", "+ one?"))
     assert evaluation.own_tasks["sums"].digest() != digest
+    data.write_text(QUESTIONS.replace("+ 1?", "\u2028+ 1?"), "utf-8")  # no end of a line in jsonl
+    evaluation = load_recipe(str(own_task(tmp_path, data=str(data)))).for_bundled_model().evaluation
+    assert evaluation.questions("sums") == 5
 
 
 LM_EVAL = """
@@ -203,6 +206,7 @@ metric_list: [{metric: exact_match}]
         ({}, "bundled.evaluation.own_tasks.sums: name `data`, a jsonl file"),
         ({"data": "nowhere.jsonl"}, "nowhere.jsonl: not a jsonl file of questions"),
         ({"data": "empty.jsonl"}, "empty.jsonl: not a jsonl file of questions"),
+        ({"data": "twice.jsonl"}, "stands there more than once (1 such lines)"),
         ({"data": "sums.jsonl", "target": "{{solution}}"}, "no field 'solution'"),
         ({"data": "sums.jsonl", "extract": "#### .+"}, "must have one group"),
         ({"lm_eval": "likelihood.yaml"}, "'multiple_choice', not 'generate_until'"),
@@ -217,6 +221,7 @@ def test_a_task_of_its_own_is_checked_when_the_recipe_is_read(
     monkeypatch.chdir(tmp_path)
     Path("sums.jsonl").write_text(QUESTIONS)
     Path("empty.jsonl").write_text("")
+    Path("twice.jsonl").write_text(QUESTIONS + "\n" + QUESTIONS.split("\n")[2])
     Path("likelihood.yaml").write_text(LM_EVAL.replace("generate_until", "multiple_choice"))
     Path("endless.yaml").write_text(LM_EVAL.replace("max_gen_toks: 64", ""))
     Path("bleu.yaml").write_text(LM_EVAL.replace("exact_match", "bleu"))

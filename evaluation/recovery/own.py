@@ -6,6 +6,7 @@ that ships. Their errors are found here, before a model is loaded.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ def from_questions(
         thinking: whether the thinking channel is on.
 
     Raises:
-        ValueError: the file cannot be read, or a template names a field that its first line lacks.
+        ValueError: the file cannot be read or has a line twice, or a template names a field that its
+            first line lacks.
     """
     first, count = _first_line(file)
     for text in (prompt, target):
@@ -66,10 +68,15 @@ def from_questions(
 def _first_line(file: Path) -> tuple[dict[str, Any], int]:
     """Return the first JSON object of a file and how many lines there are."""
     try:
-        lines = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+        lines = [line for line in file.read_text("utf-8").split("\n") if line.strip()]
         first = json.loads(lines[0])
     except (OSError, ValueError, IndexError) as error:
         raise ValueError(f"{file}: not a jsonl file of questions ({error})") from error
+    if again := [line for line, count in Counter(lines).items() if count > 1]:
+        raise ValueError(
+            f"{file}: {again[0][:60]!r} stands there more than once ({len(again)} such lines); it has "
+            f"one answer and would count as several, so remove what is repeated"
+        )
     if not isinstance(first, dict):
         raise ValueError(f"{file}: its first line is not a JSON object")
     return first, len(lines)

@@ -147,7 +147,8 @@ def read_scoring(folder: Path, task: str) -> Scoring:
     if not path.exists() or not about.exists():
         raise InputError(f"{path}: missing or unfinished; run `quantize evaluate` first")
     try:
-        rows = [Row(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+        lines = path.read_text("utf-8").split("\n")  # answers may hold other ends of lines: U+2028
+        rows = [Row(**json.loads(line)) for line in lines if line]
     except (ValueError, TypeError) as error:
         raise InputError(f"{path}: a line is no scored sample ({error}); {REDO}") from error
     found = read_json(about, "compared", "made_with", "sha256")

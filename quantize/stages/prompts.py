@@ -98,7 +98,7 @@ def chat_of(row: Mapping[str, Any]) -> list[Message] | None:
 
 def _read_jsonl(path: Path, seed: int) -> list[Mapping[str, Any]]:
     try:
-        rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+        rows = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         raise InputError(
             f"{path}: this calibration file cannot be read as jsonl ({error})"

@@ -334,6 +334,16 @@ def test_a_data_set_folder_is_read_by_the_datasets_library(source: Path, tmp_pat
     assert [p.ids for p in prompts] == [(2, 200 + i, 100) for i in range(3)]
 
 
+def test_a_chat_may_hold_any_end_of_a_line(source: Path, tmp_path: Path) -> None:
+    """Text from the web has U+2028 and U+0085 in it, which Python's splitlines would split at."""
+    row = json.dumps({"question": "w7\u2028w8\x85w9"}, ensure_ascii=False)
+    (tmp_path / "chats.jsonl").write_text(f"{row}\r\n{row}\n", "utf-8")
+    settings = Calibration(
+        datasets=[str(tmp_path / "chats.jsonl")], prompts=2, canvases=1, thinking=0
+    )
+    assert len({p.ids for p in load_prompts(source, settings, 2)}) == 1
+
+
 @pytest.mark.parametrize(
     ("dataset", "content", "error", "message"),
     [

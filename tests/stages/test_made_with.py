@@ -18,7 +18,7 @@ from quantize.errors import InputError, ResourceError
 from quantize.locks import locked
 from quantize.manifest import tokenizer_digest
 from quantize.recipe import Evaluation
-from quantize.reports.scores import pair, read_scoring
+from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.run_dir import RunDir, read_json, write_json
 from quantize.runtime import Sampler
 from quantize.stages import answerer, evaluate, sides
@@ -119,6 +119,15 @@ def test_scores_that_were_changed_are_made_again(side: str, asked: Any) -> None:
         path.write_text(before.replace(old, new, 1), "utf-8")
         assert asked() == again
         assert path.read_text("utf-8") == before
+
+
+def test_an_answer_with_any_end_of_a_line_is_read_back(tmp_path: Path) -> None:
+    """Only a line feed ends a row: Python's splitlines also knows U+2028, U+0085, a form feed ..."""
+    text = "one\u2028two\u2029three\x85four\x0bfive\x0csix\x1cseven\r\neight\n"
+    row = dataclasses.replace(rows([1.0])[0], text=text)
+    scoring = Scoring(TASK, [row], {"task": TASK}, {"model": "any"})
+    write_scoring(tmp_path, scoring)
+    assert read_scoring(tmp_path, TASK) == scoring
 
 
 def test_the_noise_floor_has_noise_of_its_own(asked: Any) -> None:
