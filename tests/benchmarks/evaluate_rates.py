@@ -1,0 +1,210 @@
+"""Tokens/s of evaluation beside those of `quantize bench`, and what a recipe's evaluation would take.
+
+    python tests/benchmarks/evaluate_rates.py measure CHECKPOINT REPORT.jsonl [--activations per_layer]
+    python tests/benchmarks/evaluate_rates.py project REPORT.jsonl [REPORT.jsonl ...]
+
+`measure` needs a GPU. At each number of slots it answers three times as many chats, of four canvases
+each and a fixed number of steps, as evaluation does: batch-invariantly, slots refilled as samples end,
+every answer stored and synced. Loading and the first chats, which compile and capture, are left out.
+`bench` then measures the same checkpoint at the same batches and steps behind 512 tokens, which is the
+mean of what these canvases stand behind. A line of REPORT.jsonl is one number of slots.
+
+`project` computes hours from these rates: tokens a side over tokens/s, where a canvas of N steps takes
+N + 1 forwards. Several GPUs share the batches and exchange nothing, so hours are divided by their
+number. That is arithmetic, not a measurement.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from recovery.samples import Finished, Request, SampleStore
+from rich.console import Console
+from rich.table import Table
+
+from quantize.recipe import ActivationMode
+
+WAVES, CANVASES = 3, 4  # chats a slot, canvases a chat
+CONTEXT = 512  # tokens that a measured canvas stands behind, on average
+WORDS = "Add these numbers and say how you did it: "
+SEQUENTIAL = 0.45  # share of the three tasks' samples without loss: docs/evaluation.md
+Facts = dict[str, Any]
+
+
+@dataclass
+class Clock:
+    """Counts the positions of finished canvases, and the seconds they took."""
+
+    canvas: int
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def timed(self, finished: Iterator[Finished], _: int) -> Iterable[Finished]:
+        """Pass on finished batches; what `SampleStore.complete` wraps them in."""
+        started = time.perf_counter()
+        for batch, completions in finished:
+            self.tokens += sum(len(each.denoising_steps) * self.canvas for each in completions)
+            yield batch, completions
+        self.seconds = time.perf_counter() - started
+
+
+def chats(count: int, canvas: int, first: int = 0) -> list[Request]:
+    """Return requests of about 128 tokens whose answers take CANVASES canvases."""
+    return [
+        Request(
+            prompt=WORDS + ", ".join(str(i * 7919 % 997 + n) for n in range(26)),
+            seed=i, max_new_tokens=CANVASES * canvas, thinking=False,
+        )
+        for i in range(first, first + count)
+    ]  # fmt: skip
+
+
+def evaluated(folder: Path, activations: ActivationMode, capacity: int, steps: int) -> Facts:
+    """Answer chats as evaluation does, and return what it took."""
+    from quantize.bench import NEVER
+    from quantize.checkpoints.reader import Checkpoint
+    from quantize.processes import best_device
+    from quantize.runtime import Sampler
+    from quantize.stages.answerer import Answerer
+
+    sampler = replace(
+        Sampler.from_checkpoint(folder), max_denoising_steps=steps, confidence_threshold=NEVER,
+        eos_token_ids=(),
+    )  # fmt: skip
+    canvas: int = Checkpoint.open(folder).config["canvas_length"]
+    answerer = Answerer(
+        folder, "measured", activations, sampler, best_device(), None, capacity, "fused",
+        context=CONTEXT + CANVASES * canvas,
+    )  # fmt: skip
+    for _ in answerer([[request] for request in chats(answerer.capacity, canvas)]):
+        pass  # loads, compiles and captures
+    asked = chats(WAVES * answerer.capacity, canvas, first=1000)
+    clock = Clock(canvas)
+    with tempfile.TemporaryDirectory() as scratch:
+        store = SampleStore(Path(scratch) / "samples.jsonl", {})
+        store.complete(asked, answerer, 1, clock.timed)
+    facts: Facts = {
+        "slots": answerer.capacity,
+        "tokens_a_second": round(clock.tokens / clock.seconds, 1),
+        "tokens": clock.tokens,
+        "seconds": round(clock.seconds, 2),
+        "loading_seconds": round(answerer.loading_seconds, 1),
+    }
+    answerer.release()
+    return facts
+
+
+def benched(folder: Path, slots: list[int], steps: int) -> dict[int, float]:
+    """Return `bench`'s tokens/s by batch."""
+    from quantize.bench import bench
+
+    found = bench(
+        folder, random=None, config=None, steps=[str(steps)], batches=slots, context=CONTEXT,
+        canvases=5,
+    )  # fmt: skip
+    return {row.batch: row.tokens_a_second for row in found.rows}
+
+
+@click.group()
+def main() -> None:
+    """Measure the rates of evaluation, and project its hours."""
+
+
+@main.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path, exists=True))
+@click.argument("report", type=click.Path(path_type=Path))
+@click.option("--name", help="What the checkpoint is called; else its folder's name.")
+@click.option(
+    "--activations", "modes", multiple=True, default=("none",), show_default=True,
+    type=click.Choice(["none", "per_expert", "per_layer"]),
+)  # fmt: skip
+@click.option("--slots", multiple=True, type=int, default=(4, 16, 32), show_default=True)
+@click.option("--steps", default=16, show_default=True, help="Denoising steps of every canvas.")
+@click.option("--bench/--no-bench", "with_bench", default=True)
+def measure(
+    checkpoint: Path, report: Path, name: str | None, modes: tuple[ActivationMode, ...],
+    slots: tuple[int, ...], steps: int, with_bench: bool,
+) -> None:  # fmt: skip
+    """Measure CHECKPOINT; REPORT gets a JSON line a number of slots."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    rates = benched(checkpoint, list(slots), steps) if with_bench else {}
+    with report.open("a") as file:
+        for mode in modes:
+            for capacity in slots:
+                facts = {"model": name or checkpoint.resolve().name, "activations": mode}
+                facts |= {"device": device, "steps": steps}
+                facts |= evaluated(checkpoint, mode, capacity, steps)
+                if own := rates.get(capacity):
+                    facts["bench_tokens_a_second"] = round(own, 1)
+                    facts["share_of_bench"] = round(facts["tokens_a_second"] / own, 3)
+                print(json.dumps(facts), flush=True)
+                file.write(json.dumps(facts) + "\n")
+                file.flush()
+
+
+@main.command()
+@click.argument("reports", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+@click.option(
+    "--base", default="bf16", show_default=True, help="The model that others are paired with."
+)
+@click.option("--tokens", default=58e6, show_default=True, help="Tokens of a side's answers.")
+@click.option("--steps", default=26.0, show_default=True, help="Steps that a canvas takes.")
+@click.option("--gpus", multiple=True, type=int, default=(1, 8), show_default=True)
+def project(
+    reports: tuple[Path, ...], base: str, tokens: float, steps: float, gpus: tuple[int, ...]
+) -> None:
+    """Print the rates, and the hours that a recipe's evaluation of both sides would take."""
+    lines = [json.loads(line) for path in reports for line in path.read_text().splitlines()]
+    console = Console()
+    console.print(rates_table(lines), hours_table(lines, base, tokens, steps, gpus))
+
+
+def rates_table(lines: list[Facts]) -> Table:
+    """Return tokens/s of evaluation and their share of bench's."""
+    table = Table(title=f"tokens/s, {lines[0]['steps']} steps a canvas, {lines[0]['device']}")
+    for column in ("model", "activations", "slots", "evaluate", "bench", "share"):
+        table.add_column(column, justify="left" if column in ("model", "activations") else "right")
+    for line in lines:
+        share = line.get("share_of_bench")
+        bench = line.get("bench_tokens_a_second")
+        table.add_row(
+            line["model"], line["activations"], str(line["slots"]),
+            f"{line['tokens_a_second']:,.0f}", f"{bench:,.0f}" if bench else "",
+            f"{share:.0%}" if share else "",
+        )  # fmt: skip
+    return table
+
+
+def hours_table(
+    lines: list[Facts], base: str, tokens: float, steps: float, gpus: tuple[int, ...]
+) -> Table:
+    """Return the hours of the base and each other side at each number of slots that both have."""
+    table = Table(title=f"hours of {tokens / 1e6:g} M tokens a side, {steps:g} steps a canvas")
+    heads = [f"{n} GPU{'s' * (n > 1)}{kind}" for kind in ("", ", sequential") for n in gpus]
+    for column in ("sides", "slots", *heads):
+        table.add_column(column, justify="left" if column == "sides" else "right")
+    ours = {line["slots"]: line for line in lines if line["model"] == base}
+    for line in (each for each in lines if each["model"] != base and each["slots"] in ours):
+        both = (ours[line["slots"]], line)
+        hours = (
+            sum(
+                tokens / each["tokens_a_second"] * (steps + 1) / (each["steps"] + 1)
+                for each in both
+            )
+            / 3600
+        )
+        cells = [f"{hours * share / n:.1f}" for share in (1.0, SEQUENTIAL) for n in gpus]
+        sides = f"{base} and {line['model']}, {line['activations']}"
+        table.add_row(sides, str(line["slots"]), *cells)
+    return table
+
+
+if __name__ == "__main__":
+    main()
