@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
@@ -158,9 +159,13 @@ def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) ->
     `known` holds checksums of files that need not be read again.
     """
     found = dict(known or {})
-    for path in sorted(file for file in checkpoint.folder.rglob("*") if file.is_file()):
-        name = path.relative_to(checkpoint.folder).as_posix()
-        if name not in found and not is_card(name):
-            with path.open("rb") as file:
-                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+    files = sorted(file for file in checkpoint.folder.rglob("*") if file.is_file())
+    names = {file.relative_to(checkpoint.folder).as_posix(): file for file in files}
+    asked = {name: file for name, file in names.items() if name not in found and not is_card(name)}
+    with ThreadPoolExecutor() as pool:  # a core hashes 0.85 GB/s
+        return found | dict(zip(asked, pool.map(_sha256, asked.values()), strict=True))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

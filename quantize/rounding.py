@@ -24,6 +24,7 @@ Left out: asymmetric zero points and block-128 FP8 (704 and 2112 inputs are no m
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Literal
 
@@ -79,7 +80,7 @@ def observe(weight: torch.Tensor, codes: Codes, observer: Observer) -> torch.Ten
     # Positive BF16 numbers sort like their bits, and int16 maxima run 3 times as fast as BF16 ones.
     bits = weight.view(torch.int16)
     amax = torch.empty((*leading, groups), dtype=torch.int16, device=weight.device)
-    for block in _blocks(weight):
+    for block in blocks(weight):
         torch.amax((bits[block] & 0x7FFF).unflatten(-1, (groups, -1)), dim=-1, out=amax[block])
     ranges = amax.view(torch.bfloat16)
     if observer == "memoryless_mse":
@@ -111,7 +112,7 @@ def quantize_rows(
     """
     found = torch.empty_like(weight, dtype=codes.cast) if out is None else out
     scale = _row_scale(ranges, codes)
-    for block in _blocks(weight):
+    for block in blocks(weight):
         found[block] = codes.fit(weight[block] / scale[block])  # copying casts
     return {"weight": found, "weight_scale": scale}
 
@@ -135,7 +136,7 @@ def quantize_groups(
     packed = weight.new_empty((*leading, inputs // 2), dtype=torch.uint8) if out is None else out
     scale = block_scale(ranges, shared.unsqueeze(-1))  # [..., out, in / 16] FP32
     divisor = (scale / shared.unsqueeze(-1)).unsqueeze(-1)
-    for block in _blocks(weight):
+    for block in blocks(weight):
         scaled = weight[block].unflatten(-1, (-1, GROUP)) / divisor[block]
         packed[block] = _pack(_e2m1_codes(scaled.clamp_(-E2M1_MAX, E2M1_MAX)).flatten(-2))
     return {
@@ -159,15 +160,26 @@ def dequantize_groups(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     else:  # [..., out, in / 16] over [..., 1, 1]
         shared = tensors["weight_global_scale"].unsqueeze(-1)
         packed, scale = tensors["weight_packed"], scale / shared
-    values = unpack_e2m1(packed).unflatten(-1, (-1, GROUP))
-    return (values * scale.unsqueeze(-1)).flatten(-2).bfloat16()
+    *leading, half = packed.shape
+    weight = torch.empty((*leading, 2 * half), dtype=torch.bfloat16, device=packed.device)
+    for block in blocks(weight):
+        values = unpack_e2m1(packed[block]).unflatten(-1, (-1, GROUP))
+        weight[block] = values.mul_(scale[block].unsqueeze(-1)).flatten(-2)
+    return weight
 
 
 def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """Return the FP32 values [..., in] of packed codes [..., in / 2]."""
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=packed.device)
-    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-    return table[codes.int()]
+    found = _pairs(packed.device).index_select(0, packed.flatten().int())
+    return found.view(torch.float32).view(*packed.shape[:-1], -1)
+
+
+@lru_cache
+def _pairs(device: torch.device) -> torch.Tensor:
+    """Return the two FP32 values of each byte as one int64, since one look-up costs half of two."""
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    high, low = torch.meshgrid(values, values, indexing="ij")
+    return torch.stack((low, high), -1).flatten().view(torch.int64).to(device)
 
 
 def round_tokens(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -300,7 +312,7 @@ def _error(groups: torch.Tensor, ranges: torch.Tensor, codes: Codes) -> torch.Te
     """Return the sum of |W - W'|^2.4 of each group [..., out, groups], W' under `ranges`."""
     result = torch.empty_like(ranges)
     scale = _row_scale(ranges, codes).unsqueeze(-1)
-    for block in _blocks(groups.flatten(-2)):
+    for block in blocks(groups.flatten(-2)):
         rounded = codes.fit(groups[block] / scale[block]).to(codes.cast).to(groups.dtype)
         rounded *= scale[block]
         result[block] = rounded.sub_(groups[block]).abs_().pow_(MSE_NORM).sum(-1)
@@ -317,7 +329,7 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
-def _blocks(weight: torch.Tensor) -> Iterator[tuple[int | slice, ...]]:
+def blocks(weight: torch.Tensor) -> Iterator[tuple[int | slice, ...]]:
     """Yield indices of rows of [..., out, in], about BLOCK_VALUES values of one Linear each."""
     *leading, out, inputs = weight.shape
     step = max(1, BLOCK_VALUES // inputs)
