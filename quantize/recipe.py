@@ -110,7 +110,7 @@ class Calibration(Section):
     prompts: int = Field(gt=0)
     canvases: int = Field(gt=0)
     thinking: float = Field(ge=0, le=1)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 31)  # a prompt's own is (seed << 32) + its index
     batch_size: int = Field(default=16, gt=0)
     min_tokens_per_expert: int = Field(default=64, gt=0)
 
@@ -191,6 +191,8 @@ class Evaluation(Section):
         if taken := sorted(self.own_tasks.keys() & set(known_tasks())):
             raise ValueError(f"own_tasks: {taken[0]!r} is a task that ships; choose another name")
         self.check_names([*self.tasks, *self.limit, *self.repeats])
+        if twice := [task for task in self.tasks if self.tasks.count(task) > 1]:
+            raise ValueError(f"tasks: {twice[0]!r} stands there twice")
         return self
 
     def check_names(self, names: Iterable[str]) -> None:

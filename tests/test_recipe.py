@@ -59,6 +59,11 @@ def edited(**changes: object) -> str:
         ),
         ({"quantization__scheme": "NVFP5"}, "quantization.scheme"),
         ({"calibration__thinking": 2}, "calibration.thinking"),
+        ({"calibration__seed": 1 << 31}, "calibration.seed: Input should be less than 2147483648"),
+        (
+            {"evaluation__tasks": ["gsm8k", "gsm8k"]},
+            "evaluation: tasks: 'gsm8k' stands there twice",
+        ),
         ({"gate__margin_pp": {"gsm8k": 0}}, "gate.margin_pp.gsm8k: Input should be greater than 0"),
         ({"gate__margin_pp__gsm8k": math.nan}, "gate.margin_pp.gsm8k: Input should be"),
         ({"gate__margin_pp__gsm8k": math.inf}, "gate.margin_pp.gsm8k: Input should be"),
