@@ -11,7 +11,10 @@ the prefix itself. So a step's distance is its own: without sampling noise or ac
     commit  share of equal argmax at the last step of a canvas: tokens that would be committed
     routing share of the top-k experts that both routers choose, by layer
 
-Every quantized Linear is also compared alone, on the inputs that BF16 gives it: `linears`.
+Every quantized Linear is also compared alone, on the inputs that BF16 gives it, and every router's
+tensors bit for bit: `linears`. Routing therefore has no limit of its own, and none would do: on the
+bundled model sound NVFP4 keeps 0.90 of the experts in its worst layer (0.93 with BF16 activations),
+where two experts swapped leave 0.92 and two rows of a router swapped 0.90.
 
 A second replay, of the gated mode alone, lets the quantized model condition itself on its own logits:
 errors then add up over the steps of a canvas, as they do while serving.
