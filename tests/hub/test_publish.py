@@ -263,6 +263,7 @@ def test_the_preview_says_what_where_who_and_a_dry_run_writes_nothing(
     assert done.code == 0
     for word in (REPO, "new, private", "pull request", "alice", "README.md", "LICENSE", "upload"):
         assert word in " ".join(done.out.split()), word
+    assert f"checksums: {len(local_files(run))} files done in" in done.err
     assert not hub.repos
     assert not hub.paths("^(POST|PUT)")
     assert sorted(path for path in run.path.rglob("*")) == files
@@ -314,6 +315,8 @@ def test_only_a_pass_or_an_explicit_option_is_published(
     assert done.code == code, done.err
     if code:
         assert outcome in done.error
+        overrules = "--allow inconclusive" if outcome == "INCONCLUSIVE" else "--no-gate"
+        assert f"; {overrules} overrules it" in done.error
         assert not hub.requests
         return
     card = (remote_files(hub)["README.md"] or b"").decode()
@@ -369,6 +372,14 @@ def test_an_unverified_or_another_checkpoint_is_refused(
     assert push("--no-gate").code == 2
     run.report_json.unlink()
     assert "is stale" in push("--no-gate").error
+    assert not hub.requests
+
+
+def test_a_link_in_the_checkpoint_is_refused(hub: FakeHub, run: RunDir, push: Any) -> None:
+    (run.checkpoint / "notes.txt").symlink_to("/etc/hostname")
+    assert push().code == 2
+    bless(run)
+    assert "notes.txt: a link, and only files are published; put a copy in" in push().error
     assert not hub.requests
 
 
