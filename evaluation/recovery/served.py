@@ -99,13 +99,20 @@ class Server:
                 denoising_steps=[],  # the protocol has no field for them
                 truncated=choice["finish_reason"] == "length",
             )
-        except (KeyError, IndexError, TypeError) as error:
-            raise ServerError(f"{self.url}: an answer without {error}") from error
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ServerError(
+                f"{self.url}: an answer that is none of the protocol's ({error!r}): {str(reply)[:200]}"
+            ) from error
 
     def _listed(self, name: str | None) -> dict[str, Any]:
         """Return the server's entry for a model, for its first one without a name."""
-        models: list[dict[str, Any]] = self._ask("models", None).get("data") or []
-        found = [entry for entry in models if name in (None, entry.get("id"))]
+        reply = self._ask("models", None)
+        try:
+            found = [dict(entry) for entry in reply["data"] if name in (None, entry["id"])]
+        except (LookupError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"{self.url}/models: no list of models: {str(reply)[:200]}"
+            ) from error
         if not found:
             raise ServerError(f"{self.url}/models: lists no model {name or ''}")
         return found[0]

@@ -235,3 +235,40 @@ def test_a_refusal_is_not_repeated_and_says_what_to_do() -> None:
         Server(f"http://127.0.0.1:{server.server_address[1]}", attempts=50)
     server.shutdown()
     server.server_close()
+
+
+ANSWER = {
+    "choices": [{"message": {"content": "7"}, "finish_reason": "stop"}],
+    "usage": {"completion_tokens": 1},
+}
+
+
+class Confused(Handler):
+    def do_GET(self) -> None:
+        self.reply(200, self.server.models)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.reply(200, self.server.answer)
+
+
+@pytest.mark.parametrize("models", [[], {"data": None}, {"data": ["a"]}, {"data": [{"name": "a"}]}])
+@pytest.mark.parametrize("key", ["models", "answer"])
+def test_what_is_none_of_the_protocols_is_one_line(key: str, models: Any) -> None:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Confused)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    server.models = {"data": [{"id": "a"}]} if key == "answer" else models
+    try:
+        if key == "models":
+            with pytest.raises(ServerError, match="/models: no list of models"):
+                Server(url)
+            return
+        found = Server(url)
+        usage = {"usage": {"completion_tokens": "many"}}
+        for server.answer in (models, ANSWER | {"choices": [{"message": "7"}]}, ANSWER | usage):
+            with pytest.raises(ServerError, match="none of the protocol's"):
+                found.answer([Request("q", 0, 8)])
+    finally:
+        server.shutdown()
+        server.server_close()
