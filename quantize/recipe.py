@@ -129,7 +129,9 @@ class OwnTask(Section):
     which finds the answer in what the model wrote; the last match counts. Case, commas, $ and a full
     stop at the end are ignored when answer and target are compared. `max_tokens` is the most that an
     answer may take; `thinking` turns the thinking channel on. An `lm_eval` file says all of this
-    itself. Paths are relative to the folder in which the command runs.
+    itself. Of a `private` task (also one whose `metadata` says so) no question, answer or target is
+    written: rows and reports hold hashes, samples what `extract` found. Paths are relative to the
+    folder in which the command runs.
     """
 
     data: FilePath | None = None
@@ -139,6 +141,7 @@ class OwnTask(Section):
     extract: str = r"#### (.+)"
     max_tokens: PositiveInt = 512
     thinking: bool = False
+    private: bool = False
 
     @model_validator(mode="after")
     def _is_one_of_two(self) -> "OwnTask":
@@ -155,7 +158,7 @@ class OwnTask(Section):
         options = self.model_dump(exclude={"data", "lm_eval"})
         try:
             if self.lm_eval is not None:
-                return from_lm_eval(Path(self.lm_eval))
+                return from_lm_eval(Path(self.lm_eval), private=self.private)
             return from_questions(Path(self.data or ""), **options)
         except ValueError as error:
             raise InputError(str(error)) from error

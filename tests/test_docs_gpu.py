@@ -37,9 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quantize(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> str:
     """Run a command; it ends with 0, or with 4 where two questions decide nothing."""
     start = [sys.executable, "-m", *launcher, *(("-m",) if launcher else ()), "quantize"]
-    cache = {"XDG_CACHE_HOME": str(folder / "cache")}  # `tune` writes there
+    own = {"XDG_CACHE_HOME": str(folder / "cache"), "OPENAI_API_KEY": KEY}  # `tune` writes there
     done = subprocess.run(
-        [*start, *words], cwd=folder, env=os.environ | cache, capture_output=True, text=True,
+        [*start, *words], cwd=folder, env=os.environ | own, capture_output=True, text=True,
         timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode in (0, 4), f"{words} ended with {done.returncode}: {done.stderr[-3000:]}"

@@ -3,15 +3,16 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from click.testing import CliRunner
-from recovery.catalog import known_tasks
+from recovery.catalog import is_private, known_tasks
 
 from quantize.cli import cli
 from quantize.errors import InputError
-from quantize.recipe import load_recipe, parse_recipe, shipped_recipes
+from quantize.recipe import OwnTask, load_recipe, parse_recipe, shipped_recipes
 from quantize.stages.estimate import cannot_pass
 
 
@@ -217,11 +218,13 @@ metric_list: [{metric: exact_match}]
         ({"lm_eval": "likelihood.yaml"}, "'multiple_choice', not 'generate_until'"),
         ({"lm_eval": "endless.yaml"}, "lacks max_gen_toks"),
         ({"lm_eval": "bleu.yaml"}, "metric_list lacks exact_match"),
+        ({"lm_eval": "private.yaml"}, "private.yaml: a private task needs one filter"),
+        ({"lm_eval": "plain.yaml", "private": True}, "plain.yaml: a private task needs one filter"),
         ({"lm_eval": "nowhere.yaml"}, "nowhere.yaml: not readable as an lm-eval task"),
     ],
 )
 def test_a_task_of_its_own_is_checked_when_the_recipe_is_read(
-    task: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sums.jsonl").write_text(QUESTIONS)
@@ -230,8 +233,23 @@ def test_a_task_of_its_own_is_checked_when_the_recipe_is_read(
     Path("likelihood.yaml").write_text(LM_EVAL.replace("generate_until", "multiple_choice"))
     Path("endless.yaml").write_text(LM_EVAL.replace("max_gen_toks: 64", ""))
     Path("bleu.yaml").write_text(LM_EVAL.replace("exact_match", "bleu"))
+    Path("plain.yaml").write_text(LM_EVAL)
+    Path("private.yaml").write_text(LM_EVAL + "metadata: {private: true}")
     with pytest.raises(InputError, match=re.escape(message)):
         load_recipe(str(own_task(tmp_path, **task)))
+
+
+def test_an_lm_eval_task_is_private_if_either_says_so(tmp_path: Path) -> None:
+    found = "filter_list: [{name: n, filter: [{function: regex, regex_pattern: '#### (.+)'}]}]\n"
+    path = tmp_path / "mine.yaml"
+    for text, private, expected in (
+        (LM_EVAL, False, False),
+        (LM_EVAL + found, True, True),
+        (LM_EVAL + found + "metadata: {private: true}", False, True),
+    ):
+        path.write_text(text)
+        task = OwnTask(lm_eval=str(path), private=private)
+        assert is_private("mine", task.definition()) == expected
 
 
 def test_a_name_that_ships_cannot_be_an_own_task(tmp_path: Path) -> None:

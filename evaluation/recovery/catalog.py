@@ -5,6 +5,7 @@ so that a plan can be judged before any data set is loaded.
 """
 
 import importlib.resources
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,16 @@ def known_tasks() -> list[str]:
     return sorted(path.stem for path in TASKS.glob("*.yaml"))
 
 
-def is_private(task: str) -> bool:
-    """Whether a task's questions and answers must not be written anywhere."""
-    return task in known_tasks() and bool(shipped(task)["metadata"].get("private"))
+def is_private(task: str, own: Mapping[str, Any] | None = None) -> bool:
+    """Whether a task's questions and answers must not be written.
+
+    Args:
+        task: its name.
+        own: its definition if it is a recipe's own (`recovery.own`).
+    """
+    if own is None and task not in known_tasks():
+        return False
+    return bool((shipped(task) if own is None else own)["metadata"].get("private"))
 
 
 def questions(task: str) -> int | None:

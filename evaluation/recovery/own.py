@@ -7,7 +7,7 @@ that ships. Their errors are found here, before a model is loaded.
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,14 @@ FORGIVEN = [",", r"\$", r"\.$"]  # ignored when answer and target are compared, 
 
 
 def from_questions(
-    file: Path, *, prompt: str, target: str, extract: str, max_tokens: int, thinking: bool
+    file: Path,
+    *,
+    prompt: str,
+    target: str,
+    extract: str,
+    max_tokens: int,
+    thinking: bool,
+    private: bool = False,
 ) -> Definition:
     """Return the task of a jsonl file with one question a line.
 
@@ -29,6 +36,7 @@ def from_questions(
         extract: regular expression whose group is the model's answer; its last match counts.
         max_tokens: most tokens of an answer.
         thinking: whether the thinking channel is on.
+        private: whether questions and answers must not be written.
 
     Raises:
         ValueError: the file cannot be read or has a line twice, or a template names a field that its
@@ -61,7 +69,7 @@ def from_questions(
                 "regexes_to_ignore": FORGIVEN,
             }
         ],
-        "metadata": {"version": 1.0, "questions": count},
+        "metadata": {"version": 1.0, "questions": count, "private": private},
     }
 
 
@@ -92,11 +100,14 @@ def _fields(template: str) -> set[str]:
         raise ValueError(f"{template!r} is not a Jinja template: {error}") from error
 
 
-def from_lm_eval(file: Path) -> Definition:
+def from_lm_eval(file: Path, *, private: bool = False) -> Definition:
     """Return the task of an lm-eval YAML file, of type generate_until, scored by exact_match.
 
+    It is private if its `metadata` says so, too.
+
     Raises:
-        ValueError: the file cannot be read, or is a task that block diffusion cannot answer.
+        ValueError: the file cannot be read, is a task that block diffusion cannot answer, or a private
+            one of which nothing short can be kept.
     """
     fields = read_task(file)
     if (kind := fields.get("output_type")) != "generate_until":
@@ -109,5 +120,46 @@ def from_lm_eval(file: Path) -> Definition:
     metrics = [metric.get("metric") for metric in fields.get("metric_list") or []]
     if "exact_match" not in metrics:
         raise ValueError(f"{file}: metric_list lacks exact_match, which is what is compared")
-    said = {key: fields[key] for key in ("generation_kwargs", "dataset_path") if key in fields}
-    return {"include": str(file), "metadata": fields.get("metadata") or {}, **said}
+    kept = ("generation_kwargs", "dataset_path", "filter_list")
+    said = {key: fields[key] for key in kept if key in fields}
+    metadata = dict(fields.get("metadata") or {})
+    metadata["private"] = private or bool(metadata.get("private"))
+    definition = {"include": str(file), "metadata": metadata, **said}
+    if metadata["private"]:
+        try:
+            finding(definition)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+    return definition
+
+
+def finding(definition: Definition) -> Callable[[str], str]:
+    """Return what reduces an answer to a private task to what its regular expression finds in it.
+
+    Raises:
+        ValueError: the task's one filter does not begin with a regular expression; what is returned
+            raises it where the expression needs the text around what it finds.
+    """
+    filters = definition.get("filter_list") or []
+    first: dict[str, Any] = filters[0]["filter"][0] if len(filters) == 1 else {}
+    which = first.get("group_select", 0)
+    if first.get("function") != "regex" or "regex_pattern" not in first or which not in (0, -1):
+        raise ValueError(
+            "a private task needs one filter that begins with `regex`, its first or last match: of an "
+            "answer only that is kept"
+        )
+    pattern = re.compile(first["regex_pattern"])
+
+    def found(text: str) -> str:
+        matches = list(pattern.finditer(text))
+        if not matches:
+            return ""
+        alone = pattern.findall(matches[which][0])
+        if len(alone) != 1 or alone != pattern.findall(text)[which:][:1]:
+            raise ValueError(
+                f"{first['regex_pattern']!r} finds an answer only with the text around it, of which "
+                f"nothing is kept for a private task; let it match what it needs"
+            )
+        return matches[which][0]
+
+    return found

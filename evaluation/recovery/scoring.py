@@ -4,15 +4,16 @@ lm-eval's own `repeats` scores the first answer only (take_first), so each repea
 of its own over the stored answers; generation happens in the first. The result is one row a document
 and repeat, in that order, and the conditions under which two scorings may be compared.
 
-A private task (GPQA) leaves no text behind: its rows hold hashes, letters and counts, and what the
-datasets library makes of a local file lies in a temporary folder.
+A private task (GPQA, or a recipe's own) leaves no text behind: its rows hold hashes, letters and
+counts, and what the datasets library makes of a local file lies in a temporary folder.
 """
 
+import hashlib
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -25,8 +26,8 @@ from lm_eval.tasks import TaskManager
 
 from recovery.catalog import TASKS, THINKING, is_private, known_tasks
 from recovery.filters import final_choice
-from recovery.lm import BlockDiffusionLM, without_thinking
-from recovery.own import Definition
+from recovery.lm import BlockDiffusionLM, cut, without_thinking
+from recovery.own import Definition, finding
 from recovery.samples import (
     Batch,
     Completion,
@@ -86,6 +87,11 @@ class Scoring:
     rows: list[Row]
     conditions: dict[str, Any]
     made_with: dict[str, Any]
+
+    @property
+    def private(self) -> bool:
+        """Whether the task's questions and answers must not be shown."""
+        return is_private(self.task) or bool(self.conditions.get("private"))
 
     def by_question(self) -> dict[str, list[float]]:
         """Return document -> its scores in the order of repeats."""
@@ -166,7 +172,7 @@ def score(
             part=part,
             batch_size=batch_size,
             progress=progress,
-            keep=_letter if is_private(task) else str,
+            keep=_keeping(task, definition),
         )
         for model.repeat in part.repeats:
             results = _evaluate(model, task, loaded, part.questions)
@@ -179,6 +185,8 @@ def score(
     if not rows:
         raise ValueError(f"task {task!r} has no documents")
     rows.sort(key=lambda row: (row.doc_id, row.repeat))
+    if definition is not None and is_private(task, definition):
+        rows, conditions = list(map(_hashed, rows)), conditions | {"private": True}
     return Scoring(task, rows, conditions | _asked(rows), store.made_with)
 
 
@@ -223,7 +231,8 @@ def size(
             limit = int(found.config.generation_kwargs["max_gen_toks"])
             return len(list(found.eval_docs)), limit
     except Exception as error:  # datasets and its readers raise a dozen unrelated types
-        what = " ".join(str(error).split())[:200] if not is_private(task) else ""
+        private = is_private(task, definition)
+        what = "" if private else " ".join(str(error).split())[:200]
         raise ValueError(
             f"task {task}: {data_file or 'its data set on the Hub'} cannot be read "
             f"({type(error).__name__} {what}); {_remedy(task)}"
@@ -236,6 +245,27 @@ def _remedy(task: str) -> str:
     )
     name = task.removesuffix(THINKING)
     return f"{token}put {name}.jsonl or {name}.csv into a folder for --data-dir"
+
+
+def _keeping(task: str, definition: Definition | None) -> Callable[[str], str]:
+    """Return what is kept of an answer's text; of a private task's, what scoring it needs."""
+    if not is_private(task, definition):
+        return str
+    if definition is None:
+        return _letter
+    found = finding(definition)
+    stops = definition["generation_kwargs"].get("until") or []
+    return lambda text: found(cut(text, stops))
+
+
+def _hashed(row: Row) -> Row:
+    """Return a row whose target, answer and text are hashes; equal ones stay equal."""
+
+    def digest(text: str) -> str:
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    answer = digest(row.answer) if row.answered else row.answer
+    return replace(row, target=digest(row.target), answer=answer, text=digest(row.text))
 
 
 def _letter(text: str) -> str:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from recovery.catalog import is_private
 from recovery.scoring import Row, Scoring
 
 from quantize.run_dir import RunDir, read_json
@@ -31,9 +30,8 @@ def differing(base: Scoring, other: Scoring) -> list[dict[str, Any]]:
     for row in base.rows:
         if (row.doc_id, row.repeat) in theirs:
             pairs.setdefault(row.doc_id, []).append((row, theirs[row.doc_id, row.repeat]))
-    hidden = is_private(base.task)
     return [
-        _entry(rows, hidden=hidden)
+        _entry(rows, hidden=base.private)
         for _, rows in sorted(pairs.items())
         if any(_differ(*pair) for pair in rows)
     ]
@@ -72,9 +70,9 @@ def _entry(rows: Sequence[tuple[Row, Row]], *, hidden: bool) -> dict[str, Any]:
 
 
 def prompts_of(run: RunDir, task: str) -> dict[int, str]:
-    """Return index -> text of a task's questions that evaluate wrote, none for a private task."""
+    """Return index -> text of a task's questions that evaluate wrote: none for a private task."""
     path = run.evaluation / "questions" / f"{task}.json"
-    if is_private(task) or not path.exists():
+    if not path.exists():
         return {}
     return {int(index): text for index, text in read_json(path, "prompts")["prompts"].items()}
 
@@ -82,7 +80,7 @@ def prompts_of(run: RunDir, task: str) -> dict[int, str]:
 def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Return the vocabulary, and each recorded problem with the steps of both sides."""
     files = [run.evaluation / side / f"{task}.canvases.json" for side in (BASE, GATED)]
-    if is_private(task) or not all(file.exists() for file in files):
+    if not all(file.exists() for file in files):
         return {}, []
     ours, theirs = (read_json(file, "vocabulary", "samples") for file in files)
     if "of" not in ours or "of" not in theirs:
@@ -147,16 +145,17 @@ def questions_and_canvases(
     problems: list[dict[str, Any]] = []
     questions: dict[str, Any] = {}
     for task, (base, other) in scorings.items():
-        words, found = recorded_canvases(run, task)
+        shown = not base.private  # files of an earlier, open run of the task may lie there
+        words, found = recorded_canvases(run, task) if shown else ({}, [])
         vocabulary |= words
-        entries, prompts = differing(base, other), prompts_of(run, task)
+        entries, prompts = differing(base, other), prompts_of(run, task) if shown else {}
         by_index = {(entry["question"], entry["repeat"]): entry for entry in entries}
         for problem in found:
             _describe(problem, base, other, by_index, words)
         for entry in entries:
             entry["text"] = prompts.get(entry["question"])
         problems += found
-        questions[task] = {"private": is_private(task), "differ": entries}
+        questions[task] = {"private": base.private, "differ": entries}
     problems.sort(key=lambda problem: problem["outcome"] is None)
     return questions, {"vocabulary": vocabulary, "problems": problems} if problems else None
 

@@ -28,7 +28,7 @@ def leave_questions(
     run: RunDir, task: str, data_file: Path | None, definition: Definition | None = None
 ) -> dict[int, Request]:
     """Write the text of every question that was asked; return the requests by question index."""
-    if is_private(task):
+    if is_private(task, definition):
         return {}
     asked = sorted({row.doc_id for row in read_scoring(run.evaluation / BASE, task).rows})
     found = first_requests(

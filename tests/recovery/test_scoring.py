@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 from recovery.catalog import TASKS
 from recovery.filters import final_choice, integer
 from recovery.lm import cut
-from recovery.own import Definition, from_lm_eval, from_questions
+from recovery.own import Definition, finding, from_lm_eval, from_questions
 from recovery.samples import Batch, Completion, Finished, Request, SampleStore
 from recovery.scoring import Scoring, first_requests, known_tasks, score, size
 from recovery.sequential import Part
@@ -43,14 +43,16 @@ def run(
     *,
     repeats: int = 1,
     limit: int | None = None,
+    definition: Definition | None = None,
 ) -> Scoring:
-    questions = size(task, data)[0] if limit is None else limit
+    questions = size(task, data, definition)[0] if limit is None else limit
     return score(
         task,
         SampleStore(folder / f"{task}.samples.jsonl", {"model": "scripted"}),
         answering(answer),
         Part(range(questions), range(repeats)),
         data_file=data,
+        definition=definition,
         seed=0,
         batch_size=8,
         sampler={"entropy_bound": 0.1},
@@ -378,6 +380,53 @@ def test_gpqa_keeps_hashes_letters_and_counts_only(tmp_path: Path) -> None:
     assert MARKER not in kept
 
 
+@pytest.mark.parametrize("extract", [r"#### (.+)", r"result: \[([^\]]*)\]"])
+def test_a_private_own_task_keeps_what_its_expression_finds(extract: str, tmp_path: Path) -> None:
+    """Scores are those of the open task; of texts the samples keep the answer, and rows hashes."""
+    rows = [{"question": f"{MARKER} is {i} + 1?", "answer": f"{MARKER}{i + 1}"} for i in range(6)]
+    data = write_jsonl(tmp_path / "mine.jsonl", rows)
+    written = {r"#### (.+)": "#### {}", r"result: \[([^\]]*)\]": "result: [{}] ..."}[extract]
+
+    def answer(request: Request) -> str:
+        n = number_in(request)
+        found = f"{MARKER}{n + 1}" if n % 2 else f"wrong{n}"
+        tail = written.format(found) if n else "no answer"
+        return f"<|channel>thought\nSECRETTHOUGHT<channel|>SECRETTEXT\n{tail}"
+
+    found: dict[bool, Scoring] = {}
+    for private in (False, True):
+        options: Any = {"prompt": "{{question}}", "target": "{{answer}}", "extract": extract}
+        definition = from_questions(data, **options, max_tokens=64, thinking=True, private=private)
+        out = tmp_path / str(private)
+        out.mkdir()
+        found[private] = run("mine", out, data, answer, definition=definition)
+    open_, closed = found[False], found[True]
+    assert [row.score for row in closed.rows] == [row.score for row in open_.rows]
+    assert 0 < sum(row.score for row in closed.rows) < 6
+    assert [row.answered for row in closed.rows] == [False] + [True] * 5
+    assert (open_.private, closed.private) == (False, True)
+    assert MARKER in json.dumps([asdict(row) for row in open_.rows])
+    kept = json.dumps([asdict(row) for row in closed.rows]) + json.dumps(closed.conditions)
+    samples = (tmp_path / "True" / "mine.samples.jsonl").read_text()
+    for secret in ("SECRET", f"{MARKER} is"):
+        assert secret not in samples
+        assert secret not in kept
+    assert MARKER not in kept
+    assert len({row.answer for row in closed.rows}) == 6
+    assert [row.target == row.answer for row in closed.rows] == [bool(r.score) for r in closed.rows]
+
+
+def test_what_a_private_tasks_expression_needs_must_be_in_it(tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "mine.jsonl", [{"question": "q", "answer": "7"}])
+    definition = from_questions(
+        data, prompt="{{question}}", target="{{answer}}", extract=r"(?<=is )(\d+)", max_tokens=9,
+        thinking=False, private=True,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="only with the text around it"):
+        finding(definition)("it is 7")
+    assert finding(definition)("nothing") == ""
+
+
 def test_gpqa_options_have_one_order_everywhere(tmp_path: Path) -> None:
     data = gpqa_file(tmp_path)
     random.seed(1)
@@ -391,6 +440,14 @@ def test_errors_of_a_private_data_set_do_not_quote_it(tmp_path: Path) -> None:
     broken.write_text(f"Question\n{MARKER}\n")
     with pytest.raises(ValueError, match="cannot be read") as error:
         size("gpqa_diamond", broken)
+    assert MARKER not in str(error.value)
+    own: Any = {
+        "metadata": {"private": True},
+        "doc_to_text": f"{{{{{MARKER}",
+        "dataset_path": "json",
+    }
+    with pytest.raises(ValueError, match="cannot be read") as error:
+        size("mine", broken, own)
     assert MARKER not in str(error.value)
 
 

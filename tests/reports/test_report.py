@@ -38,7 +38,7 @@ from quantize.checkpoints.targets import Target, plan_targets
 from quantize.reports.compare import compare_runs, question_tables
 from quantize.reports.junit import junit
 from quantize.reports.markdown import markdown
-from quantize.reports.questions import parting, question_counts
+from quantize.reports.questions import parting, question_counts, questions_and_canvases
 from quantize.reports.render import html
 from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.run_dir import RunDir, read_json, write_json, write_text
@@ -364,6 +364,26 @@ def test_a_private_task_shows_hashes_of_its_questions_and_nothing_else(full: Run
         assert (entry["text"], entry["target"], entry["repeats"]) == (None, None, 2)
         assert f"hash {entry['hash'][:12]}" in page
         assert f"hash {entry['hash'][:12]}" in full.report_md.read_text("utf-8")
+
+
+def test_an_own_task_that_became_private_shows_nothing_of_an_earlier_run(
+    run: RunDir, data: Path
+) -> None:
+    """Its texts and canvases may still lie in the run folder."""
+    requests = leave_questions(run, "gsm8k", data / "gsm8k.jsonl")
+    models: dict[str, Any] = {"bf16": Recorder(), "quantized": Recorder()}
+    record_differing(run, "gsm8k", requests, models)
+    sides = [read_scoring(run.evaluation / side, "gsm8k") for side in ("bf16", "quantized")]
+    open_, canvases = questions_and_canvases(run, {"gsm8k": (sides[0], sides[1])})
+    assert canvases
+    assert all(entry["text"] and entry["target"] for entry in open_["gsm8k"]["differ"])
+    closed = [replace(side, conditions=side.conditions | {"private": True}) for side in sides]
+    found, canvases = questions_and_canvases(run, {"gsm8k": (closed[0], closed[1])})
+    assert canvases is None
+    assert found["gsm8k"]["private"]
+    for entry in found["gsm8k"]["differ"]:
+        assert (entry["text"], entry["target"]) == (None, None)
+        assert entry["bf16"]["answer"] is None
 
 
 @pytest.mark.parametrize(
