@@ -3,7 +3,8 @@
 All headers are known before the first weight is read: dtype and shape of every tensor follow from the
 plan. A shard is then its header and the bytes of its pieces, one after the other. Worker threads
 produce the next few blocks (read, quantize) while the last one is written and hashed and earlier ones
-are synced to disk, each on a thread of its own.
+are synced to disk, each on a thread of its own. One core hashes 0.85 GB/s, which 4 of them fill with
+blocks: where there are more, so many files are written side by side.
 
 Restart: a shard counts as finished when it is on disk (fsync) and `<folder>.state.json` holds its
 sha256. A later try keeps the finished shards whose bytes still have that hash and writes the others
@@ -19,11 +20,12 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ import torch
 from quantize.checkpoints.layout import TensorSpec
 from quantize.checkpoints.reader import INDEX, SINGLE, bytes_of
 from quantize.errors import InputError, ResourceError
-from quantize.progress import say, track
+from quantize.progress import Meter, metered, say
 from quantize.run_dir import read_json, sync_file, sync_folder, write_json
 
 # Returns the next bytes of a shard as a uint8 tensor [n].
@@ -43,6 +45,7 @@ HASH_BLOCK = 1 << 24
 # One call writes this much. Larger ones make Linux (6.18, ext4) look for large pages: it takes 0.25 s
 # of system time a GB at best and 2.3 s when memory is fragmented; up to 256 KB always 0.3 s.
 WRITE_BLOCK = 1 << 18
+WORKERS_A_FILE = 4
 SYNC_BYTES = 1 << 28  # bytes between two syncs of an unfinished shard, so that the last is short
 
 
@@ -168,23 +171,69 @@ def write_shards(
         state = _State.open(folder, shards, identity)
         todo = [shard for shard in shards if shard.key not in state.finished]
         _check_free_disk(folder, todo)
-        with (
-            ThreadPoolExecutor(1) as syncer,
-            ThreadPoolExecutor(1) as hasher,
-            _produced(todo, workers or len(os.sched_getaffinity(0)), what) as blocks,
-        ):
+        _write_all(todo, state, workers or len(os.sched_getaffinity(0)), what)
+        if len({shard.name for shard in shards}) > 1:
+            write_json(folder / INDEX, index_json(shards))
+    return {shard.key: state.finished[shard.key] for shard in shards}
+
+
+def _write_all(todo: Sequence[Shard], state: "_State", workers: int, what: str) -> None:
+    """Write shards, several files side by side, and record each as it is finished.
+
+    At most two blocks a worker exist at any time. After an error no further block is begun.
+    """
+    files = [list(same) for _, same in groupby(todo, lambda shard: shard.name)]
+    lanes = max(1, min(len(files), workers // WORKERS_A_FILE))
+    count = sum(len(piece.tasks) for shard in todo for piece in shard.pieces)
+    with (
+        metered(what, count, "blocks") as meter,
+        ThreadPoolExecutor(1) as recorder,
+        ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as makers,
+        ThreadPoolExecutor(lanes) as writers,
+    ):
+        lane = _Lane(state, recorder, makers, 2 * workers // lanes, meter, Lock())
+        writing = [writers.submit(lane.write, shards) for shards in files]
+        try:
+            for written in as_completed(writing):
+                written.result()
+        finally:  # after an error the others end when they miss a block
+            for pool in (writers, makers):
+                pool.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """What writes one file after the other, beside other lanes; they share all but `ahead` blocks."""
+
+    state: "_State"
+    recorder: ThreadPoolExecutor
+    makers: ThreadPoolExecutor
+    ahead: int
+    meter: Meter
+    lock: Lock
+
+    def write(self, shards: Sequence[Shard]) -> None:
+        """Write the shards of one file."""
+        tasks = [task for shard in shards for piece in shard.pieces for task in piece.tasks]
+        blocks = self._counted(_in_order(self.makers, tasks, self.ahead))
+        with ThreadPoolExecutor(1) as syncer, ThreadPoolExecutor(1) as hasher:
             finished = [
-                syncer.submit(
-                    state.finish, shard, _write(folder / shard.name, shard, blocks, hasher, syncer)
+                self.recorder.submit(
+                    self.state.finish,
+                    shard,
+                    _write(self.state.folder / shard.name, shard, blocks, hasher, syncer),
                 )
-                for shard in todo
+                for shard in shards
             ]
             next(blocks, None)  # the last block counts as done when the next one is asked for
             for future in finished:
                 future.result()
-        if len({shard.name for shard in shards}) > 1:
-            write_json(folder / INDEX, index_json(shards))
-    return {shard.key: state.finished[shard.key] for shard in shards}
+
+    def _counted(self, blocks: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for block in blocks:
+            yield block
+            with self.lock:
+                self.meter.add()
 
 
 @contextmanager
@@ -280,22 +329,6 @@ def _check_free_disk(folder: Path, shards: Sequence[Shard]) -> None:
             f"{folder}: {needed:,} bytes needed and {free:,} free on this disk; "
             f"free {needed - free:,} more, {RESUME}"
         )
-
-
-@contextmanager
-def _produced(
-    shards: Sequence[Shard], workers: int, what: str
-) -> Generator[Iterator[torch.Tensor]]:
-    """Yield an iterator of all blocks of `shards` in order, made ahead by threads.
-
-    At most two blocks a worker exist at any time. After an error no further block is begun.
-    """
-    tasks = [task for shard in shards for piece in shard.pieces for task in piece.tasks]
-    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        yield track(_in_order(pool, tasks, 2 * workers), what, len(tasks), "blocks")
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _in_order(

@@ -22,7 +22,13 @@ import quantize.checkpoints.reader
 import quantize.checkpoints.shards
 from quantize.checkpoints.layout import TensorSpec
 from quantize.checkpoints.reader import Checkpoint
-from quantize.checkpoints.shards import Piece, plan_shards, state_path, write_shards
+from quantize.checkpoints.shards import (
+    WORKERS_A_FILE,
+    Piece,
+    plan_shards,
+    state_path,
+    write_shards,
+)
 from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.errors import InputError, ResourceError
 
@@ -84,6 +90,26 @@ def test_progress_ends_with_all_blocks(tmp_path: Path, capsys: pytest.CaptureFix
     write_shards(plan_shards(recorder.pieces, 3 * LENGTH), tmp_path, "x")
     blocks = sum(recorder.made.values())
     assert f"convert: {blocks} blocks done in" in capsys.readouterr().err
+
+
+def test_files_written_side_by_side_are_the_same(tmp_path: Path):
+    """Three files at the same time; after an error what was finished stays, and nothing hangs."""
+    recorder = Recorder(30)
+    shards = plan_shards(recorder.pieces, 4 * LENGTH)
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone.mkdir()
+    together.mkdir()
+    hashes = write_shards(shards, alone, "x", workers=1)
+    recorder.fails_at, recorder.made = 17, Counter()  # in the fifth of eight files
+    with pytest.raises(ResourceError, match="gave up"):
+        write_shards(shards, together, "x", workers=3 * WORKERS_A_FILE)
+    kept = json.loads(state_path(together).read_text())["finished"]
+    assert kept.items() <= hashes.items()
+    made = sum(recorder.made.values())
+    recorder.fails_at, recorder.made = None, Counter()
+    assert write_shards(shards, together, "x", workers=3 * WORKERS_A_FILE) == hashes
+    assert contents(together) == contents(alone)
+    assert made + sum(recorder.made.values()) < 2 * 30  # finished ones were not made again
 
 
 def test_a_restart_makes_only_the_unfinished_shard(tmp_path: Path):
@@ -156,7 +182,8 @@ def test_what_a_record_must_agree_with(tmp_path: Path):
     assert load_file(tmp_path / shards[0].name)["t00"].dtype == torch.int8
 
 
-def test_few_blocks_exist_at_a_time(tmp_path: Path):
+@pytest.mark.parametrize("workers", [3, 2 * WORKERS_A_FILE])
+def test_few_blocks_exist_at_a_time(tmp_path: Path, workers: int):
     alive, most = 0, 0
 
     class Block:
@@ -183,9 +210,9 @@ def test_few_blocks_exist_at_a_time(tmp_path: Path):
     pieces = [Piece(p.layout, (partial(counting, i),)) for i, p in enumerate(recorder.pieces)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantize.checkpoints.shards, "bytes_of", consumed)
-        write_shards(plan_shards(pieces, 5e9), tmp_path, "x", workers=3)
+        write_shards(plan_shards(pieces, 8 * LENGTH), tmp_path, "x", workers=workers)
     assert written == 64
-    assert most <= 2 * 3 + 1
+    assert most <= 2 * workers + workers // WORKERS_A_FILE + 1
 
 
 def test_syncs_on_the_way_and_tells_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
