@@ -11,7 +11,8 @@ which is what vLLM's Blackwell mixture-of-experts path does.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ def simulate_activations(
     model: DiffusionGemmaForBlockDiffusion,
     inputs: Mapping[str, tuple[Scheme, float | None]],
     mode: ActivationMode,
+    undo: ExitStack | None = None,
 ) -> int:
     """Make every quantized Linear round its input; return how many Linears now do.
 
@@ -38,10 +40,12 @@ def simulate_activations(
         model: the dequantized model; both of its trees, encoder and decoder, are changed.
         inputs: on-disk module name -> (scheme, input global scale for NVFP4).
         mode: `per_expert` or `per_layer`.
+        undo: gets a callback for every change, which takes it back.
 
     Raises:
         ValueError: no module was matched.
     """
+    undo = undo or ExitStack()
     roundings = {name: rounding(*entry) for name, entry in inputs.items()}
     experts: dict[str, dict[str, tuple[Scheme, float | None]]] = {}
     count = 0
@@ -50,17 +54,32 @@ def simulate_activations(
         if match:
             experts.setdefault(match[1], {})[match[2]] = inputs[name]
         elif round_input is not None:
-            count += len(_in_both_trees(model, name, partial(_round_linear, round_input)))
+            count += len(_in_both_trees(model, name, partial(_round_linear, round_input, undo)))
     for name, scales in experts.items():
         gate = [scales[f"{e}.gate_proj"] for e in range(len(scales) // 3)]
         down = [scales[f"{e}.down_proj"] for e in range(len(scales) // 3)]
         if mode == "per_layer":
             gate, down = _widest(gate), _widest(down)
         rounded = _Experts([rounding(*g) for g in gate], [rounding(*d) for d in down])
-        count += len(_in_both_trees(model, name, partial(_replace_experts, rounded))) * len(scales)
+        count += len(_in_both_trees(model, name, partial(_replace_experts, rounded, undo))) * len(
+            scales
+        )
     if not count:
         raise ValueError("no quantized Linear of this model has its activations quantized")
     return count
+
+
+@contextmanager
+def simulated(
+    model: DiffusionGemmaForBlockDiffusion,
+    inputs: Mapping[str, tuple[Scheme, float | None]],
+    mode: ActivationMode,
+) -> Generator[None]:
+    """Make quantized Linears round their inputs while the block runs; no input need be rounded."""
+    with ExitStack() as undo:
+        if mode != "none" and any(scheme.round_activations for scheme, _ in inputs.values()):
+            simulate_activations(model, inputs, mode, undo)
+        yield
 
 
 def rounding(scheme: Scheme, input_global_scale: float | None) -> Rounding | None:
@@ -89,12 +108,14 @@ def _in_both_trees(
     return modules
 
 
-def _round_linear(round_input: Rounding, module: nn.Module) -> None:
-    module.register_forward_pre_hook(lambda _, args: (round_input(args[0]), *args[1:]))
+def _round_linear(round_input: Rounding, undo: ExitStack, module: nn.Module) -> None:
+    hook = module.register_forward_pre_hook(lambda _, args: (round_input(args[0]), *args[1:]))
+    undo.callback(hook.remove)
 
 
-def _replace_experts(experts: "_Experts", module: nn.Module) -> None:
+def _replace_experts(experts: "_Experts", undo: ExitStack, module: nn.Module) -> None:
     module.forward = partial(experts.forward, module)
+    undo.callback(delattr, module, "forward")
 
 
 class _Experts:

@@ -28,6 +28,7 @@ COMMANDS = (
     "card",
     "push",
     "recipes",
+    "search",
     "tasks",
     "inspect",
     "generate",

@@ -13,6 +13,12 @@ WIDTH = 420
 LEFT, RIGHT = 128, 12
 CLASSES = ("attention", "mlp", "experts")
 
+STYLE = (  # of a plot that is a file of its own, outside the report's page
+    "<style>svg{background:#fff}text{font:11px sans-serif;fill:#333}.middle{text-anchor:middle}"
+    ".end{text-anchor:end}.grid{stroke:#ddd}.line{fill:none;stroke:#2563eb;stroke-width:1.5}"
+    ".hollow{fill:#fff;stroke:#2563eb}.filled{fill:#2563eb}</style>"
+)
+
 # RedHatAI's model cards of google/diffusiongemma-26B-A4B-it (one B200, vLLM; no seeds, repeats or
 # intervals given), recovery in percent as printed there: benchmark -> scheme -> recovery.
 PUBLISHED = {
@@ -225,6 +231,28 @@ def _lines(lines: dict[str, list[tuple[int, float]]], x_name: str, y_name: str) 
         body += f'<rect class="{css}" x="{44 + 125 * i}" y="187" width="10" height="10"/>'
         body += _text(58 + 125 * i, 196, name, "label")
     return _svg(202, f"{y_name}, by {x_name}", body)
+
+
+def frontier(
+    points: Sequence[tuple[float, float]], chosen: float, predicted: float, measured: float
+) -> str:
+    """Plot the least KL at each size as an SVG file of its own, a choice's two KL hollow and filled.
+
+    Sizes are per cent of BF16's bytes, KL is in nats.
+    """
+    x = _Scale(points[0][0], points[-1][0], 44)
+    y = _Scale(0, max(measured, predicted, *(kl for _, kl in points)) * 1.05, 150, 8)
+    body = _y_axis(y, 44)
+    for tick in x.ticks():
+        body += _text(x(tick), 164, f"{tick:g} %", "tick middle")
+    body += _text((44 + WIDTH - RIGHT) / 2, 178, "bytes, of BF16", "label middle")
+    path = "M" + "L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in points)
+    body += f'<path class="line" d="{path}"/>'
+    for css, kl in (("hollow", predicted), ("filled", measured)):
+        body += f'<circle class="{css}" cx="{x(chosen):.1f}" cy="{y(kl):.1f}" r="4"/>'
+    body += _text(44, 196, "line and hollow: KL predicted, nats; filled: measured", "label")
+    drawn = _svg(202, "KL from BF16 by bytes: predicted, and measured for the choice", body)
+    return drawn.replace(">", f' xmlns="http://www.w3.org/2000/svg">{STYLE}', 1)
 
 
 def _x_axis(x: _Scale, height: float, unit: str) -> str:
