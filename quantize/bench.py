@@ -1,15 +1,18 @@
 """Measures how fast a checkpoint denoises on this GPU, and how far from the floor: `quantize bench`.
 
 A row is one batch size with one number of steps. "Fixed" steps never stop early, so their canvases cost
-the same for random weights as for real ones; "adaptive" stops as the checkpoint's own generation config
-says. N steps make N + 1 forwards a canvas, the last of which encodes it for those behind it. Rows of
-"one token" write as many tokens one a forward, greedily (`continuation`). Times hold the host's work.
+the same for random weights as for real ones. A canvas is N steps and the encoding of the canvas before,
+which counts as one: N + 1 forwards, although both go through the layers in one pass. "Adaptive" rows stop
+as the checkpoint's own generation config says (`adaptive`), rows of "one token" write as many tokens one
+a forward, greedily (`continuation`). Times hold the host's work.
 
     ms a canvas, ms a forward, tokens/s   over `canvases` canvases, each behind `context` tokens
     tokens a joule                        over SECONDS at least, by the GPU's own counter of energy
     first canvas                          ms to encode a prompt of `context` tokens and write a canvas
-    x floor                               time of a step over the least its bytes and FLOP allow
+    ms a step                             of steps alone, graph behind graph
+    x floor                               ms a step over the least that its bytes and FLOP allow
     parts                                 GPU ms of one step's kernels by what they do, from a profile
+    unexplained                           ms a step without its parts: gaps, less what runs side by side
 
 Random weights have the model's exact shapes and routing, but their answers are noise.
 """
@@ -26,6 +29,7 @@ import torch
 from rich.table import Table
 
 from quantize.checkpoints.reader import Checkpoint
+from quantize.adaptive import NEVER, AdaptiveRow, adaptive_rows
 from quantize.errors import InputError, ResourceError
 from quantize.progress import say
 from quantize.runtime import Sampler, open
@@ -36,7 +40,7 @@ from quantize.runtime.fused.engine import PARTS, FusedEngine
 from quantize.runtime.fused.weights import TextWeights, model_config
 from quantize.runtime.opening import RandomModel
 
-NEVER = 1e-30  # nats: no canvas has a mean entropy below it
+ADAPTIVE = "adaptive"  # in place of a number of steps
 SECONDS = 2.0  # of work between two readings of the energy counter
 ONE_TOKEN = "one token"  # in place of a number of steps
 MIXES = {
@@ -66,10 +70,16 @@ class Row:
     tokens_a_joule: float | None
     first_canvas_ms: float
     experts_hit: float
+    ms_a_step: float
     floor_ms_a_step: float
     parts: dict[str, float]
     floor_parts: dict[str, float]
     price_a_million_tokens: float | None
+
+    @property
+    def unexplained(self) -> float:
+        """Milliseconds of a step that no kernel of a profiled step accounts for."""
+        return self.ms_a_step - sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,7 @@ class Bench:
     experts_hit: list[int]
     rates: Rates
     rows: list[Row] = field(default_factory=list[Row])
+    adaptive: list[AdaptiveRow] = field(default_factory=list[AdaptiveRow])
 
 
 def bench(
@@ -100,6 +111,7 @@ def bench(
     experts_hit: int | None = None,
     autoregressive: bool = False,
     hourly_price: float | None = None,
+    stops: Sequence[int] | None = None,
 ) -> Bench:
     """Measure a checkpoint, or random weights, at every batch size and number of steps.
 
@@ -114,6 +126,7 @@ def bench(
         experts_hit: number of experts that random weights route to; None for all.
         autoregressive: measure the same weights one token a forward too.
         hourly_price: price of an hour of the machine, for the cost of a million tokens.
+        stops: numbers of steps that canvases take in adaptive rows, in turns; None for their own.
 
     Raises:
         ResourceError: there is no GPU, or too little memory on it.
@@ -123,7 +136,7 @@ def bench(
         raise ResourceError("bench needs an NVIDIA GPU: the kernels' speed on a CPU says nothing")
     samplers = {name: _sampler(name, checkpoint) for name in steps}
     rates = measure_rates(torch.device("cuda"))
-    length = context + 2 * _canvas_length(checkpoint, config)
+    length = context + 2 * _canvas_length(checkpoint, config)  # an adaptive request's, too
     model = checkpoint or _random(random, config, experts_hit)
     engine, loaded = _loaded(model, max(batches), length)
     weights = engine.model.weights
@@ -143,6 +156,10 @@ def bench(
         experts_hit=hit,
         rates=rates,
     )
+    own = samplers.pop(ADAPTIVE, None)
+    for batch in batches if own is not None else ():
+        say(f"batch {batch}, adaptive steps")
+        result.adaptive.extend(adaptive_rows(engine, prompts[:batch], own, stops))
     for row in _rows(engine, prompts, rates, samplers, batches, canvases, autoregressive):
         result.rows.append(_priced(row, hourly_price))
     return replace(result, peak_bytes=torch.cuda.max_memory_allocated())
@@ -190,7 +207,7 @@ def _loaded(
 
 def _sampler(steps: str, checkpoint: Path | None) -> Sampler:
     own = Sampler.from_checkpoint(checkpoint) if checkpoint else Sampler()
-    if steps == "adaptive":
+    if steps == ADAPTIVE:
         return own
     if not steps.isdigit() or int(steps) < 1:
         raise InputError(f"steps {steps!r}: a number above 0, or adaptive")
@@ -229,11 +246,15 @@ def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Times:
-    """Times in milliseconds; `forwards` a canvas include the encoder's; `joules` are a canvas'."""
+    """Times in milliseconds; `forwards` a canvas include the encoder's; `joules` are a canvas'.
+
+    `step` is a forward's where every forward is a step.
+    """
 
     first_canvas: float
     canvas: float
     forwards: float
+    step: float
     parts: dict[str, float]
     joules: float | None
 
@@ -270,8 +291,8 @@ def _measure(
         return max(canvas.steps for canvas in done if canvas)
 
     seconds, steps, joules = _repeated(canvas, canvases, engine.device)
-    parts = engine.profile_step(slots)
-    return _Times(first * 1e3, seconds * 1e3, steps + 1, parts, joules)
+    step, parts = engine.time_step(slots), engine.profile_step(slots)
+    return _Times(first * 1e3, seconds * 1e3, steps + 1, step, parts, joules)
 
 
 def _measure_tokens(
@@ -305,7 +326,7 @@ def _measure_tokens(
     seconds, forwards, joules = _repeated(canvas, canvases, engine.device)
     for slot in slots:
         engine.release(slot)
-    return _Times(first * 1e3, seconds * 1e3, forwards, {}, joules), hit
+    return _Times(first * 1e3, seconds * 1e3, forwards, seconds * 1e3 / forwards, {}, joules), hit
 
 
 def _repeated(
@@ -344,6 +365,7 @@ def _row(
         tokens_a_joule=tokens / times.joules if times.joules else None,
         first_canvas_ms=times.first_canvas,
         experts_hit=hit,
+        ms_a_step=times.step,
         floor_ms_a_step=sum(floor.values()) * 1e3,
         parts=times.parts,
         floor_parts={name: value * 1e3 for name, value in floor.items()},
@@ -367,24 +389,36 @@ def tables(result: Bench) -> list[Table]:
     )
     speed = Table(title=title, title_justify="left")
     columns = ["batch", "steps", "ms/forward", "ms/canvas", "tokens/s", "tokens/J", "per million"]
-    for name in (*columns, "first canvas ms", "floor", "x floor"):
+    for name in (*columns, "first canvas ms", "ms/step", "floor", "x floor"):
         speed.add_column(name, justify="right")
     parts = Table(title="ms of one denoising step, and x floor", title_justify="left")
-    for name in ("batch", "steps", *PARTS, "rest"):
+    for name in ("batch", "steps", *PARTS, "rest", "unexplained"):
         parts.add_column(name, justify="right")
     for row in result.rows:
         price, frugal = row.price_a_million_tokens, row.tokens_a_joule
-        step = sum(row.parts.values()) or row.ms_a_forward
         speed.add_row(
             str(row.batch), row.steps, f"{row.ms_a_forward:.2f}", f"{row.ms_a_canvas:.1f}",
             f"{row.tokens_a_second:,.0f}", "" if frugal is None else f"{frugal:.2f}",
             "" if price is None else f"{price:.2f}", f"{row.first_canvas_ms:.1f}",
-            f"{row.floor_ms_a_step:.2f}", f"{step / row.floor_ms_a_step:.2f}",
+            f"{row.ms_a_step:.2f}", f"{row.floor_ms_a_step:.2f}",
+            f"{row.ms_a_step / row.floor_ms_a_step:.2f}",
         )  # fmt: skip
         if row.parts:
             cells = [_part(row, name) for name in (*PARTS, "rest")]
-            parts.add_row(str(row.batch), row.steps, *cells)
-    return [speed, parts]
+            parts.add_row(str(row.batch), row.steps, *cells, f"{row.unexplained:.2f}")
+    return [*([speed, parts] if result.rows else []), *_adaptive_table(result)]
+
+
+def _adaptive_table(result: Bench) -> list[Table]:
+    if not result.adaptive:
+        return []
+    table = Table(title="canvases that stop by themselves", title_justify="left")
+    for name in ("batch", "slots go on", "tokens/s", "steps a canvas"):
+        table.add_column(name, justify="right")
+    for row in result.adaptive:
+        mean = f"{statistics.mean(row.steps_of_canvases):.1f}"
+        table.add_row(str(row.batch), row.slots_go_on, f"{row.tokens_a_second:,.0f}", mean)
+    return [table]
 
 
 def _part(row: Row, name: str) -> str:

@@ -34,6 +34,7 @@ def test_canvases_stand_behind_the_context(context: int, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(engine, "denoise", denoise)
     monkeypatch.setattr(engine, "profile_step", lambda slots: {})
+    monkeypatch.setattr(engine, "time_step", lambda slots: 1.0)
     sampler = replace(Sampler(), max_denoising_steps=2, confidence_threshold=1e-30)
     prompts = [[5] * context] * 2
     times = bench._measure(engine, prompts, sampler, 3)
@@ -82,11 +83,12 @@ def test_tokens_one_by_one_stand_around_the_context(
 
 def test_rows_say_what_a_token_costs() -> None:
     """Tokens a second and a joule, price a million, and the table that shows them; worked by hand."""
-    times = bench._Times(first_canvas=50.0, canvas=200.0, forwards=17, parts={}, joules=100.0)
+    times = bench._Times(first_canvas=50.0, canvas=200.0, forwards=17, step=8.0, parts={"experts": 5.5}, joules=100.0)
     row = bench._row(times, 4, "16", 256, {"experts": 0.005}, 127.0)
     assert row.tokens_a_second == 4 * 256 / 0.2
     assert row.tokens_a_joule == 10.24
     assert row.ms_a_forward == pytest.approx(200 / 17)
+    assert (row.ms_a_step, row.unexplained) == (8.0, 2.5)
     price = bench._priced(row, 3.6).price_a_million_tokens
     assert price == pytest.approx(1e6 / 5120 / 3600 * 3.6)
     assert bench._priced(row, None).price_a_million_tokens is None

@@ -49,7 +49,7 @@ def called(work: Callable[[], object], names: list[str]) -> list[str]:
 def test_the_walk_of_a_canvas() -> None:
     names = told("The walk of a canvas through one denoising step")
     engine = open(CHECKPOINT, device="cpu", kind="fused", capacity=1, max_context=128)
-    engine.admit(0, [5, 6, 7], 1, Sampler(max_denoising_steps=1))
+    engine.admit(0, [5, 6, 7], 1, Sampler(max_denoising_steps=2))
     assert called(lambda: engine.denoise([0]), names) == names
 
 

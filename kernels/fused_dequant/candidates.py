@@ -12,7 +12,10 @@ from fused_dequant.targets import TARGETS, Capability
 from fused_dequant.tuning import Config
 from fused_dequant.weights import KERNELS
 
-TOKENS = (64, 256, 1024)
+# Of the canvases that are denoised together: 1, 2 (or a canvas that is committed with the first step of
+# the next), 4, 8, and 16 to 64. Rows of the two products with the embedding come in pieces of 8.
+TOKENS = (64, 256, 512, 1024, 2048, 8192)
+PIECES = (256, 512, 1024, 2048)
 # A thread has 255 registers, and decoded weights and addresses lie beside the accumulators. A sweep
 # that allowed 256 accumulators ended in "illegal instruction"; none within this limit has.
 MAX_ACCUMULATORS = 128
@@ -52,7 +55,7 @@ def products(target: Capability) -> Iterator[Product]:
     shapes = (*cases.LINEAR_SHAPES, (9216, cases.HIDDEN))
     for scheme, M, (N, K) in itertools.product(known, TOKENS[1:], shapes):
         yield Product("linear", scheme, M, N, K)
-    for M in TOKENS[1:]:
+    for M in PIECES:
         yield Product("lm_head", "bf16", M, cases.VOCABULARY, cases.HIDDEN)
         yield Product("soft_embedding", "bf16", M, cases.HIDDEN, cases.VOCABULARY)
 
@@ -106,12 +109,12 @@ def _sweep(product: Product, shared: int) -> Iterator[Config]:
         ):
             yield own | _config("BN BK num_warps num_stages", BN, BK, warps, stages)
     elif product.verb.startswith("experts"):
-        tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
-        depths = (64, 128) if product.M == 1024 else (64, 128, 256)
-        for rows, (BN, warps), BK, stages in itertools.product(
-            _expert_rows(product.M), tiles, depths, (2, 3, 4)
+        sides = (1,) if product.M < 2048 else (0, 1)  # few rows are the product's narrow side
+        depths, deep = ((64, 128, 256), (2, 3, 4)) if product.M <= 256 else ((64, 128), (3, 4))
+        for rows, (BN, warps), BK, swap, stages in itertools.product(
+            _expert_rows(product.M), _expert_tiles(product.M), depths, sides, deep
         ):
-            yield rows | _config("BN BK SWAP num_warps num_stages", BN, BK, 1, warps, stages)
+            yield rows | _config("BN BK SWAP num_warps num_stages", BN, BK, swap, warps, stages)
     else:
         tiles = (
             (64, 32, 4),
@@ -144,8 +147,13 @@ def _hopper_shapes(
     if product.verb == "linear":
         steps = ((64, 5), (64, 6), (128, 3), (128, 4), (128, 6), (256, 3))
         return ((64, 4), (128, 8)), steps, (1, 2)
+    return _expert_tiles(product.M), tuple(itertools.product((64, 128), (3, 4))), (1,)
+
+
+def _expert_tiles(M: int) -> tuple[tuple[int, int], ...]:
+    """Return the choices of (BN, warps)."""
     tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
-    return tiles, tuple(itertools.product((64, 128), (3, 4))), (1,)
+    return tiles if M <= 1024 else tiles[1:]
 
 
 def _expert_rows(M: int) -> list[Config]:
@@ -153,7 +161,10 @@ def _expert_rows(M: int) -> list[Config]:
     sizes = {
         64: ((16, 0, 0),),
         256: ((16, 0, 0), (32, 0, 0), (32, 16, 2), (32, 32, 3)),
+        512: ((32, 16, 2), (64, 0, 3), (64, 16, 2)),
         1024: ((64, 0, 0), (64, 16, 0), (64, 16, 2), (64, 16, 4), (64, 32, 3)),
+        2048: ((64, 16, 2), (64, 16, 4), (128, 0, 0), (128, 0, 3)),
+        8192: ((128, 0, 0), (128, 0, 3)),
     }[M]
     return [_config("BM MORE NARROWER", *size) for size in sizes]
 

@@ -90,8 +90,9 @@ LINEAR_SHAPES = (
 )
 EXPERTS, TOPK, HIDDEN, INNER, VOCABULARY = 128, 8, 2816, 704, 262144
 # How uneven its routing is, as `spread` by tokens: the fullest of 128 experts gets 94 of the 2,048
-# choices of a canvas and 187 of the 8,192 of four (means over the layers of a random 26B model).
-SPREAD = {64: 0.9, 256: 0.9, 1024: 0.5}
+# choices of a canvas and 187 of the 8,192 of four (means over the layers of a random 26B model). Of
+# other numbers of canvases it is assumed, from those two.
+SPREAD = {64: 0.9, 256: 0.9, 512: 0.7, 1024: 0.5, 2048: 0.5, 8192: 0.5}
 
 
 def blank_weight(scheme: str, experts: int, rows: int, columns: int, device: str) -> Weight:

@@ -134,21 +134,21 @@ def begin(
     factor: float,
     update: torch.Tensor | None,
     w_next: torch.Tensor,
+    decoded: int,
     scheme: str,
     eps: float = 1e-6,
-    *,
-    normed: bool,
 ) -> tuple[torch.Tensor, Activation]:
     """Embed tokens [M] and normalise for the first product; return h bf16 [M, H] and its input.
 
-    h is embedding[token] * factor, plus `update` bf16 [M, H] if given, and then if `normed` divided by
-    its root mean square. `scheme` is the first product's, w_next [H] its norm.
+    h is embedding[token] * factor. The first `decoded` rows are the decoder's: to them `update` bf16
+    [decoded, H] is added, if given, and they are divided by their root mean square. `scheme` is the
+    first product's, w_next [H] its norm.
     """
     if launches(embedding.device):
         from fused_dequant import residual
 
-        return residual.begin(tokens, embedding, factor, update, w_next, scheme, eps, normed=normed)
-    h, x = reference.begin(tokens, embedding, factor, update, w_next, eps, normed=normed)
+        return residual.begin(tokens, embedding, factor, update, w_next, decoded, scheme, eps)
+    h, x = reference.begin(tokens, embedding, factor, update, w_next, decoded, eps)
     return h, in_torch(x, scheme)
 
 
@@ -255,21 +255,23 @@ def after_experts(
     dense: torch.Tensor,
     routed: torch.Tensor,
     norms: Norms,
-    scalar: torch.Tensor,
+    scalars: tuple[torch.Tensor, torch.Tensor],
+    decoded: int,
     scheme: str,
     eps: float = 1e-6,
 ) -> tuple[torch.Tensor, Activation]:
     """Join the two branches, end the layer, and normalise for the next product.
 
     h, dense bf16 [M, H]; routed [M, topk, H] of `routed_experts`; norms [H]: of the dense branch,
-    of the experts, of their sum, and the next input norm, whose product has `scheme`; scalar [1].
-    Returns h and the next input.
+    of the experts, of their sum, and the next input norm, whose product has `scheme`. A layer ends with
+    one of `scalars` [1]: the first for the first `decoded` rows, the decoder's, the second for the
+    encoder's behind them. Returns h and the next input.
     """
     if launches(h.device):
         from fused_dequant import residual
 
-        return residual.after_experts(h, dense, routed, norms, scalar, scheme, eps)
-    h, x = reference.after_experts(h, dense, routed, norms, scalar, eps)
+        return residual.after_experts(h, dense, routed, norms, scalars, decoded, scheme, eps)
+    h, x = reference.after_experts(h, dense, routed, norms, scalars, decoded, eps)
     return h, in_torch(x, scheme)
 
 

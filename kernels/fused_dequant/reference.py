@@ -151,18 +151,20 @@ def after_experts(
     dense: torch.Tensor,
     routed: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    scalar: torch.Tensor,
+    scalars: tuple[torch.Tensor, torch.Tensor],
+    decoded: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the joined h, and the next input norm(h) * w_next.
 
-    h = (h + norm(norm(dense) * w_1 + norm(sum of routed) * w_2) * w) * scalar; routed [M, C, H] is
-    summed over C in float32.
+    h = (h + norm(norm(dense) * w_1 + norm(sum of routed) * w_2) * w) * scalar of the row; routed
+    [M, C, H] is summed over C in float32.
     """
     w_1, w_2, w, w_next = norms
     experts = routed.float().sum(1).to(h.dtype)
     both = _norm(dense, w_1, eps) + _norm(experts, w_2, eps)
-    h = (h + _norm(both, w, eps)) * scalar
+    h = h + _norm(both, w, eps)
+    h = torch.cat([h[:decoded] * scalars[0], h[decoded:] * scalars[1]])
     return h, _norm(h, w_next, eps)
 
 
@@ -172,16 +174,13 @@ def begin(
     factor: float,
     update: torch.Tensor | None,
     w_next: torch.Tensor,
+    decoded: int,
     eps: float,
-    *,
-    normed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `operations.begin`; the input is not quantized."""
     h = torch.nn.functional.embedding(tokens.long(), embedding) * factor
-    if update is not None:
-        h = h + update
-    if normed:
-        h = _norm(h, None, eps)
+    first = h[:decoded] if update is None else h[:decoded] + update
+    h = torch.cat([_norm(first, None, eps), h[decoded:]])
     return h, _norm(h, w_next, eps)
 
 

@@ -1,6 +1,6 @@
 """Norms and residual sums between the products of a layer, one program a row.
 
-    begin             h = embedding[token] * factor (+ update, normed)
+    begin             h = embedding[token] * factor (+ update, normed: rows of the decoder)
                       x = norm(h) * w_next             (the first layer's input; bf16 or 8 bits)
     after_attention   h += norm(o) * w_post
                       x_dense = norm(h) * w_dense      (bf16, or 8 bits a token with a scale)
@@ -15,6 +15,9 @@
 norm(x) = x * rsqrt(mean(x^2) + eps) in float32. Every result that transformers' bf16 model holds in a
 tensor is rounded to bf16 here too, so the two differ by the order of sums alone. As separate torch
 operations a layer spends some thirty launches on this, here two.
+
+One pass may have rows of the decoder and, behind them, rows of the encoder: the number of the former
+decides what is normed, and by which of two scalars a layer ends.
 
 A program issues all its loads early: the norms' weights before it waits for the kernel before it
 (`chain`), the rest right after, since a load behind a reduction's barrier costs its whole latency.
@@ -115,11 +118,13 @@ def after_experts_kernel(
     w_1,
     w_2,
     w,
-    scalar,
+    decoder_scalar,
+    encoder_scalar,
     w_next,
     h_out,
     x,
     x_scale,
+    decoded,
     H,
     eps,
     CHAINED: tl.constexpr,
@@ -136,7 +141,7 @@ def after_experts_kernel(
     weight_2 = tl.load(w_2 + k, mask=inside, other=0.0)
     weight = tl.load(w + k, mask=inside, other=0.0)
     next_weight = tl.load(w_next + k, mask=inside, other=0.0)
-    factor = tl.load(scalar).to(tl.float32)
+    factor = tl.where(m < decoded, tl.load(decoder_scalar), tl.load(encoder_scalar)).to(tl.float32)
     follow(CHAINED)
     a = tl.load(dense + place, mask=inside, other=0.0)
     row = tl.load(h + place, mask=inside, other=0.0)
@@ -163,12 +168,12 @@ def begin_kernel(
     h_out,
     x,
     x_scale,
+    decoded,
     H,
     eps,
     factor,
     CHAINED: tl.constexpr,
     UPDATED: tl.constexpr,
-    NORMED: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -183,9 +188,9 @@ def begin_kernel(
     row = tl.load(embedding + token * H + k, mask=inside, other=0.0).to(tl.float32)
     row = rounded(row * factor)
     if UPDATED:
-        row = rounded(row + tl.load(update + place, mask=inside, other=0.0).to(tl.float32))
-    if NORMED:
-        row = rounded(norm(row, H, eps))
+        updated = inside & (m < decoded)
+        row = rounded(row + tl.load(update + place, mask=updated, other=0.0).to(tl.float32))
+    row = tl.where(m < decoded, rounded(norm(row, H, eps)), row)
     tl.store(h_out + place, row.to(h_out.dtype.element_ty), mask=inside)
     store_row(weighted(norm(row, H, eps), weight), x, x_scale, m, place, inside, LARGEST)
 
@@ -259,7 +264,8 @@ def after_experts(
     dense: torch.Tensor,
     experts: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    scalar: torch.Tensor,
+    scalars: tuple[torch.Tensor, torch.Tensor],
+    decoded: int,
     scheme: str,
     eps: float,
 ) -> tuple[torch.Tensor, Activation]:
@@ -268,7 +274,7 @@ def after_experts(
     h_out, x = torch.empty_like(h), _room(M, H, scheme, h)
     w_1, w_2, w, w_next = norms
     after_experts_kernel[(M,)](
-        h, dense, experts, w_1, w_2, w, scalar, w_next, h_out, *_stored(x), H, eps,
+        h, dense, experts, w_1, w_2, w, *scalars, w_next, h_out, *_stored(x), decoded, H, eps,
         CHOICES=experts.shape[1], LARGEST=_largest(scheme),
         BLOCK=triton.next_power_of_2(H), num_warps=8, **chained(h.device),
     )  # fmt: skip
@@ -281,18 +287,17 @@ def begin(
     factor: float,
     update: torch.Tensor | None,
     w_next: torch.Tensor,
+    decoded: int,
     scheme: str,
     eps: float,
-    *,
-    normed: bool,
 ) -> tuple[torch.Tensor, Activation]:
     """See `operations.begin`."""
     M, H = len(tokens), embedding.shape[1]
     h_out = torch.empty(M, H, dtype=embedding.dtype, device=embedding.device)
     x = _room(M, H, scheme, embedding)
     begin_kernel[(M,)](
-        tokens, embedding, h_out if update is None else update, w_next, h_out, *_stored(x),
-        H, eps, factor, UPDATED=update is not None, NORMED=normed, LARGEST=_largest(scheme),
+        tokens, embedding, h_out if update is None else update, w_next, h_out, *_stored(x), decoded,
+        H, eps, factor, UPDATED=update is not None, LARGEST=_largest(scheme),
         BLOCK=triton.next_power_of_2(H), num_warps=8,
         **chained(embedding.device),
     )  # fmt: skip

@@ -192,15 +192,15 @@ def accept_kernel(
     inverse_temperature,
     bound,
     confidence,
-    B,
     L,
     N,
+    stride,
     CHAINED: tl.constexpr,
     STABILITY: tl.constexpr,
     POSITIONS: tl.constexpr,  # L rounded up to a power of two
     COLUMNS: tl.constexpr,
 ):
-    """Program b decides for sequence b; see `operations.accept`."""
+    """Program b decides for sequence b; see `operations.accept`. history has `stride` between steps."""
     follow(CHAINED)
     b = tl.program_id(0)
     now = tl.load(step + b)
@@ -227,12 +227,12 @@ def accept_kernel(
     best = tl.load(new_argmax + at, mask=inside, other=0)
     same = tl.full((POSITIONS,), 1, tl.int32)
     for past in tl.static_range(STABILITY):
-        seen = tl.load(history + past * B * L + at, mask=inside, other=0)
+        seen = tl.load(history + past * stride + at, mask=inside, other=0)
         same = tl.where(seen == best, same, 0)
         if past > 0:
-            tl.store(history + (past - 1) * B * L + at, seen, mask=inside)
+            tl.store(history + (past - 1) * stride + at, seen, mask=inside)
     if STABILITY > 0:
-        tl.store(history + (STABILITY - 1) * B * L + at, best, mask=inside)
+        tl.store(history + (STABILITY - 1) * stride + at, best, mask=inside)
     tl.store(argmax + at, best, mask=inside)
     mean = tl.sum(tl.where(inside, own, 0.0)) / L
     stop = (tl.min(same) == 1) & (mean < confidence)
@@ -256,7 +256,7 @@ def accept(
     accept_kernel[(B,)](
         *draw, schedule, state.canvas, state.argmax, state.history, state.accepted, state.step,
         state.finished, state.inverse_temperature, entropy_bound, confidence_threshold,
-        B, L, len(schedule),
+        L, len(schedule), state.history.stride(0),
         STABILITY=len(state.history), POSITIONS=triton.next_power_of_2(L), COLUMNS=32, num_warps=16,
         **chained(state.canvas.device),
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """`quantize bench`: how fast a checkpoint denoises on this GPU."""
 
+from pathlib import Path
+
 import click
 
 from quantize.cli.options import REAL_MODEL
@@ -43,6 +45,10 @@ from quantize.cli.options import REAL_MODEL
     type=float,
     help="Price of an hour of the machine, which adds the cost of a million tokens.",
 )
+@click.option(
+    "--stops", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+    help="JSON list of steps that canvases take in adaptive rows, in turns, in place of their own.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
     checkpoint: str | None,
@@ -54,6 +60,7 @@ def bench(
     experts_hit: int | None,
     autoregressive: bool,
     hourly_price: float | None,
+    stops: Path | None,
     as_json: bool,
 ) -> None:
     """Measure how fast a checkpoint denoises on this GPU, and how far from the floor.
@@ -68,6 +75,7 @@ def bench(
     """
     from rich.console import Console
 
+    from quantize.adaptive import read_stops
     from quantize.bench import bench as measure
     from quantize.bench import tables, to_json
     from quantize.checkpoints.reader import known_config, resolve
@@ -85,6 +93,7 @@ def bench(
         experts_hit=experts_hit,
         autoregressive=autoregressive,
         hourly_price=hourly_price,
+        stops=None if stops is None else read_stops(stops),
     )
     if as_json:
         click.echo(to_json(result))

@@ -44,21 +44,23 @@ def test_after_attention(M: int, H: int, schemes: tuple[str, str]) -> None:
 def test_after_experts(M: int, H: int, scheme: str, choices: int) -> None:
     h, dense, routed = random(M, H) * 2, random(M, H, seed=1), random(M, choices, H, seed=2) * 9
     norms = tuple(random(H, seed=s) for s in range(3, 7))
-    scalar = torch.tensor([0.2041], dtype=torch.bfloat16, device=DEVICE)
-    wanted, x_wanted = reference.after_experts(h, dense, routed, norms, scalar, EPS)
-    out, x = fd.after_experts(h, dense, routed, norms, scalar, scheme, EPS)
-    assert relative_error(out, wanted) <= TOLERANCE
-    assert_activation(*x, x_wanted, scheme)
+    scalars = torch.tensor([[0.2041], [0.7]], dtype=torch.bfloat16, device=DEVICE).unbind()
+    for decoded in (0, M // 2, M):  # rows of the decoder, which come first
+        args = (h, dense, routed, norms, scalars, decoded)
+        wanted, x_wanted = reference.after_experts(*args, EPS)
+        out, x = fd.after_experts(*args, scheme, EPS)
+        assert relative_error(out, wanted) <= TOLERANCE
+        assert_activation(*x, x_wanted, scheme)
 
 
 @pytest.mark.parametrize("scheme", DTYPES)
-@pytest.mark.parametrize(("updated", "normed"), [(False, False), (False, True), (True, True)])
-def test_begin(scheme: str, updated: bool, normed: bool) -> None:
+@pytest.mark.parametrize(("updated", "decoded"), [(False, 0), (False, 5), (True, 5), (True, 3)])
+def test_begin(scheme: str, updated: bool, decoded: int) -> None:
     embedding, w_next = random(50, 704), random(704, seed=1)
     tokens = torch.tensor([3, 49, 0, 3, 7], device=DEVICE)
-    update = random(5, 704, seed=2) * 30 if updated else None
-    wanted, x_wanted = reference.begin(tokens, embedding, 26.5, update, w_next, EPS, normed=normed)
-    h, x = fd.begin(tokens, embedding, 26.5, update, w_next, scheme, EPS, normed=normed)
+    update = random(decoded, 704, seed=2) * 30 if updated else None
+    wanted, x_wanted = reference.begin(tokens, embedding, 26.5, update, w_next, decoded, EPS)
+    h, x = fd.begin(tokens, embedding, 26.5, update, w_next, decoded, scheme, EPS)
     assert relative_error(h, wanted) <= TOLERANCE
     assert_activation(*x, x_wanted, scheme)
 

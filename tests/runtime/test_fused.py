@@ -13,6 +13,7 @@ from PIL import Image
 
 from quantize.errors import InputError
 from quantize.runtime import Sampler
+from quantize.runtime.engine import Canvas
 from quantize.runtime.fused import graphs as passes_of
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.graphs import CAPTURED, WORTH, Steps
@@ -164,6 +165,80 @@ def test_pieces_cut_no_picture() -> None:
     assert soft.embeddings.flatten().tolist() == [3, 4]
     assert (soft.first.tolist(), soft.last.tolist()) == ([5, 5], [6, 6])
     assert soft_tokens((8, 11), seen, torch.zeros(5, 1)) is None
+
+
+def test_a_commit_and_a_first_step_in_one_pass_are_two_passes(tiny_checkpoint: Path) -> None:
+    """Two canvases are encoded while they and a third, in the middle of its own, take a step."""
+    fused = fused_model(tiny_checkpoint)
+    layers = (
+        replace(layer, encoder_scalar=layer.encoder_scalar * 3) for layer in fused.weights.layers
+    )
+    fused.weights = replace(fused.weights, layers=tuple(layers))  # else both towers have the same
+    length, vocabulary = fused.weights.config.canvas_length, len(fused.weights.embedding)
+    prompt, committed = tokens(3, 90), tokens(2, length, seed=1)
+    canvas, slots, start = tokens(3, length, seed=2), integers(0, 1, 2), integers(90, 50, 70)
+    signal = torch.randn(3 * length, fused.weights.embedding.shape[1]).to(torch.bfloat16)
+    signal[length:] = 0  # of the two whose canvas begins
+    rows = fused.behind(integers(2, 0, 1), integers(70, 90 + length, 50 + length), length)
+
+    def logits(h: torch.Tensor) -> torch.Tensor:
+        return fused.logits(h, torch.empty(3 * length, vocabulary, dtype=torch.bfloat16)).float()
+
+    def stored() -> list[torch.Tensor]:
+        return [layer.clone() for layer in (*fused.cache.keys, *fused.cache.values)]
+
+    fused.encode(prompt, slots, integers(0, 0, 0))
+    together = logits(fused.decode(canvas, rows, signal, (committed, integers(0, 1), start[:2])))
+    cells = stored()
+    fused.encode(prompt, slots, integers(0, 0, 0))
+    fused.encode(committed, integers(0, 1), start[:2])
+    apart = logits(fused.decode(canvas, rows, signal))
+    assert (together - apart).norm() / apart.norm() < 1e-2
+    for one, other in zip(cells, stored(), strict=True):
+        assert (one - other).float().norm() / other.float().norm() < 1e-2
+    fused.encode(prompt, slots, integers(0, 0, 0))
+    fused.encode(committed.flip(0), integers(0, 1), start[:2])
+    other = logits(fused.decode(canvas, rows, signal))
+    assert (other - apart).norm() / apart.norm() > 0.1
+
+
+def test_a_slot_goes_on_while_others_are_in_the_middle(tiny_checkpoint: Path) -> None:
+    """Canvases that end by themselves, at steps of their own: each sample's are those it has alone."""
+    sampler = Sampler(
+        max_denoising_steps=5, stability_threshold=0, entropy_bound=5, confidence_threshold=5.4
+    )
+    weights, wanted = load_packed(tiny_checkpoint, "cpu"), 3
+
+    def engine() -> FusedEngine:
+        return FusedEngine(weights, capacity=4, max_context=256, batch_invariant=True)
+
+    def admit(own: FusedEngine, slot: int, sample: int) -> None:
+        own.admit(slot, [5 + sample] * (5 + sample), sample, sampler)
+
+    own, alone = engine(), list[list[Canvas]]()
+    for sample in range(5):
+        admit(own, 0, sample)
+        alone.append([canvas for _ in range(wanted) for canvas in own.denoise([0]) if canvas])
+        own.release(0)
+    own, waiting, running = engine(), [4, 3, 2, 1, 0], dict[int, int]()
+    found: list[list[Canvas]] = [[] for _ in alone]
+    calls = unfinished = 0
+    while waiting or running:
+        for slot in range(4):
+            if waiting and slot not in running:
+                running[slot] = waiting.pop()
+                admit(own, slot, running[slot])
+        calls += 1
+        slots = [slot for slot in running if calls % 3 or slot != 1 or len(running) == 1]
+        for slot, canvas in zip(slots, own.denoise(slots), strict=True):
+            unfinished += canvas is None
+            found[running[slot]] += [canvas] if canvas else []
+            if len(found[running[slot]]) == wanted:
+                own.release(slot)
+                del running[slot]
+    assert found == alone
+    assert unfinished >= 4
+    assert len({canvas.steps for canvases in alone for canvas in canvases}) > 2
 
 
 def test_engine_keeps_samples_apart(tiny_checkpoint: Path) -> None:

@@ -208,6 +208,67 @@ def test_alone_and_in_a_batch(artifact: tuple[str, Path]) -> None:
     assert engine.denoise([2]) == [full[2]]
 
 
+@torch.no_grad()
+def test_a_commit_and_a_first_step_in_one_pass(artifact: tuple[str, Path]) -> None:
+    """Two canvases encoded while they and another take a step: the first layer's keys, and logits."""
+    weights = load_packed(artifact[1], "cuda")
+    fused = FusedModel(weights, Cache.allocate(weights.config, 3, 2048, 1024, torch.device("cuda")))
+    committed, canvas = tokens(2, CANVAS, seed=8), tokens(3, CANVAS, seed=9)
+    start, more = integers(1000, 300, 20), (committed, integers(0, 1), integers(1000, 300))
+    rows = fused.behind(integers(2, 0, 1), integers(20, 1000 + CANVAS, 300 + CANVAS), CANVAS)
+
+    def prompted() -> None:
+        for slot, n in enumerate(start.tolist()):
+            fused.encode(tokens(1, n, seed=n), integers(slot), integers(0))
+
+    def logits(h: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(3 * CANVAS, VOCABULARY, dtype=torch.bfloat16, device="cuda")
+        return fused.logits(h, out).float()
+
+    prompted()
+    together = logits(fused.decode(canvas, rows, None, more))
+    first = fused.cache.keys[0].clone()
+    prompted()
+    fused.encode(*more)
+    apart = logits(fused.decode(canvas, rows, None))
+    found = error(together, apart)
+    agree = (together.argmax(-1) == apart.argmax(-1)).float().mean()
+    print(f"{artifact[0]}: one pass differs from two by {found:.4f}, argmax agrees {agree:.4f}")
+    assert error(first, fused.cache.keys[0].float()) < 2e-3  # nothing has been rounded twice yet
+    assert found < 0.1
+    assert agree > 0.97
+    prompted()
+    fused.encode(committed.flip(0), *more[1:])
+    assert error(logits(fused.decode(canvas, rows, None)), apart) > 2 * found
+
+
+def test_slots_go_on_step_by_step(artifact: tuple[str, Path]) -> None:
+    """Canvases of 2 to 6 steps, a sample waiting for a slot: each has the tokens it has alone."""
+    weights = load_packed(artifact[1], "cuda")
+    found: list[dict[int, list[object]]] = []
+    for capacity in (1, 4):
+        engine = FusedEngine(weights, capacity=4, max_context=4096, batch_invariant=True)
+        engine.stops = lambda seed, canvas: 2 + (3 * seed + canvas) % 5
+        waiting, running = [4, 3, 2, 1, 0], dict[int, int]()
+        canvases: dict[int, list[object]] = {sample: [] for sample in waiting}
+        while waiting or running:
+            for slot in range(capacity):
+                if waiting and slot not in running:
+                    sample = running[slot] = waiting.pop()
+                    prompt = tokens((*CONTEXTS, 90)[sample], seed=sample).tolist()
+                    engine.admit(slot, prompt, sample, SAMPLER)
+            slots = list(running)
+            for slot, canvas in zip(slots, engine.denoise(slots), strict=True):
+                own = canvases[running[slot]]
+                own += [canvas] if canvas else []
+                if len(own) == 3:
+                    engine.release(slot)
+                    del running[slot]
+        found.append(canvases)
+    assert found[0] == found[1]
+    assert {canvas.steps for own in found[1].values() for canvas in own} == {2, 3, 4, 5, 6}
+
+
 @pytest.mark.skipif(FORCE in os.environ, reason="a target is forced already")
 @pytest.mark.parametrize("target", ["sm_89", "sm_120"])
 def test_launches_of_another_target_give_the_same_tokens(

@@ -1,22 +1,24 @@
-"""The `Engine` on the fused kernels: slots of one cache, each denoising step one CUDA graph.
+"""The `Engine` on the fused kernels: slots of one cache, each denoising step two CUDA graphs.
 
-A canvas of B sequences is one replay of the first step's graph (no self-conditioning yet) and then one
-replay of the next step's for every further step:
+A step of B sequences is a replay of two graphs:
 
-    soft embedding of the last logits -> decoder -> lm_head -> sample -> accept
+    decoder -> lm_head -> sample -> accept          soft embedding of the logits, for the next step
 
 All that changes between replays is in device memory: canvas, step, temperature, slots, context. Graphs
 are captured for a bucket of sequences (1, 2, 4, 8, ...) and a sampler's settings, as far as `Steps`
 allows; a batch between two buckets repeats its first sequence, which writes the same values to the same
-cells. The host learns that all have stopped from a flag that travels one step behind, so it never waits
-for a step before it starts the next; that step leaves stopped sequences as they are.
+cells. The host learns who has finished while the soft embedding is made: the GPU need not wait for it.
 
-What a batch committed is encoded together, again as a graph, and so are new prompts of up to SHORT
-tokens; longer ones are encoded in chunks as they are admitted, each a graph unless it has pictures. On
-a CPU the same calls run without graphs, on the kernels' torch references.
+Every sequence is at a step of its own: as soon as one canvas is finished, `denoise` returns it, and its
+slot may go on with its next canvas, or be given to another prompt, beside the others' next step. That
+first step also encodes the canvas just committed, in one pass of 512 rows for 256: weights are read
+once for both. Not so where a sample must not depend on its batch (`batch_invariant`): passes of one
+shape encode there, as they do new prompts of up to SHORT tokens, together. Longer prompts are encoded
+in chunks as they are admitted, each a graph unless it has pictures. On a CPU the same calls run without
+graphs, on the kernels' torch references.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -45,6 +47,7 @@ from quantize.runtime.sampler import Sampler
 CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 tokens must fit
 SHORT = 256  # prompts up to here, or to a canvas, are encoded together in a pass of this length
 DEFAULT_CONTEXT = 8192  # positions of a sample where `max_context` is not given
+TIMED = 12  # steps
 PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
 
 
@@ -54,6 +57,8 @@ class _Sequence:
 
     `begun` are the tokens that its guide has the canvas begin with, None before it was asked; `spent`
     counts the steps that the canvas took before its guide had it denoised again.
+
+    A canvas of `taken` steps stands in a `row` of a `step`, or is `saved` while others are denoised.
     """
 
     seed: int
@@ -64,6 +69,31 @@ class _Sequence:
     given: Given | None = None
     begun: list[int] | None = None
     spent: int = 0
+    step: Step | None = None
+    row: int = 0
+    saved: list[Tensor] | None = None
+    taken: int = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether its canvas has begun."""
+        return self.step is not None or self.saved is not None
+
+    def save(self) -> None:
+        """Leave the row."""
+        assert self.step is not None
+        self.saved, self.step = [kept.clone() for kept in self.step.row(self.row)], None
+
+    def stand_in(self, step: Step, row: int) -> None:
+        """Take a row of a step."""
+        if self.saved is not None:
+            for kept, saved in zip(step.row(row), self.saved, strict=True):
+                kept.copy_(saved)
+        self.step, self.row, self.saved = step, row, None
+
+    def end_canvas(self) -> None:
+        """Leave a canvas, finished or not."""
+        self.step, self.saved, self.taken = None, None, 0
 
     @property
     def guided(self) -> bool:
@@ -85,6 +115,10 @@ class FusedEngine:
         graphs: replay CUDA graphs. Without, or with streamed weights, steps run kernel by kernel.
         inputs: rounds or shows the rows that enter products; None leaves them as the kernels serve.
         prefix_bytes: memory for beginnings of prompts that are kept encoded; 0 keeps none.
+
+    Attributes:
+        stops: None, or what returns, of a sample's seed and the index of a canvas, the most steps that
+            the canvas takes: random weights never stop by themselves.
 
     Raises:
         ResourceError: the cache does not fit beside the weights.
@@ -109,11 +143,12 @@ class FusedEngine:
         self.canvas_length: int = config.canvas_length
         self.max_length = min(max_context or DEFAULT_CONTEXT, limit)
         self.device = weights.device
-        self._chunk = max(CHUNK, self.canvas_length)
+        self._chunk = max(CHUNK, 2 * self.canvas_length)  # a pass may add two canvases
         self._short = min(max(SHORT, self.canvas_length), self.max_length)
         self._vocabulary: int = config.text_config.vocab_size
         self._placeholder: int | None = config.image_token_id
         self._smallest = _bucket(capacity) if batch_invariant else 1
+        self._joins = not batch_invariant and inputs is None  # commits and first steps in one pass
         try:
             cache = Cache.allocate(config, capacity, self.max_length, self._chunk, self.device)
         except torch.OutOfMemoryError as error:
@@ -134,6 +169,7 @@ class FusedEngine:
         )
         self._commits: dict[tuple[int, int], Commit] = {}
         self._continuations: dict[int, Continuation] = {}
+        self.stops: Callable[[int, int], int] | None = None
 
     def admit(
         self,
@@ -168,22 +204,34 @@ class FusedEngine:
         on_draft: OnDraft | None = None,
         meanwhile: Meanwhile | None = None,
     ) -> list[Canvas | None]:
-        """Denoise the next canvas of each slot; slots of equal settings form one batch."""
+        """Denoise until a canvas is finished in each batch: slots of equal settings form one."""
         for slot in slots:
             sequence = self._slots[slot]
             if sequence.context + len(sequence.unencoded) + self.canvas_length > self.max_length:
                 raise InputError(f"slot {slot}: no canvas fits within {self.max_length} positions")
-        self._encode_last(slots)
-        if meanwhile is not None:
-            meanwhile()  # the GPU is encoding: there is always a prompt or a canvas
+        alone = [slot for slot in slots if not self._joins_step(self._slots[slot])]
+        self._encode_last(alone)
+        waiting = [_nothing if meanwhile is None else meanwhile]
+
+        def launched() -> None:
+            if waiting:
+                waiting.pop()()
+
         done: dict[int, Canvas] = {}
         while not done:  # but for guides that have all canvases denoised again, once
             for guided in (False, True):
                 chosen = {s: self._slots[s] for s in slots if self._slots[s].guided == guided}
                 samplers = {slot: sequence.sampler for slot, sequence in chosen.items()}
                 for sampler, group in by_sampler(samplers).items():
-                    done |= self._denoise(group, sampler, guided, on_draft)
+                    done |= self._denoise(group, sampler, guided, launched, on_draft)
         return [done.get(slot) for slot in slots]
+
+    def _joins_step(self, sequence: _Sequence) -> bool:
+        """Whether what a sequence has to encode is encoded with the first step of its canvas.
+
+        It must fill a canvas: what fills it up would lie where the next canvas writes.
+        """
+        return self._joins and len(sequence.unencoded) == self.canvas_length
 
     def _step(self, rows: int, sampler: Sampler, keep: bool) -> Step:
         return Step(self.model, rows, sampler, self._logits, self._pool, keep)
@@ -253,6 +301,8 @@ class FusedEngine:
             # The second canvas encodes what the first committed.
             for _ in range(min(2, (self.max_length - len(prompt)) // self.canvas_length)):
                 self.denoise(slots)
+            if self._graphs and self._joins:
+                self._steps.get(bucket, _denoising(sampler))[0].capture_commits()
             for slot in slots:
                 self.release(slot)
             self._steps.hold()
@@ -281,22 +331,48 @@ class FusedEngine:
         texts.begin(slots, [self._slots[slot].context for slot in slots], tokens)
         return texts
 
+    def time_step(self, slots: Sequence[int]) -> float:
+        """Return the milliseconds of a step of the next canvas, a mean over TIMED; it is thrown away.
+
+        Steps past the canvas' last one cost the same.
+        """
+        step, graphs = self._begin_canvases(slots)
+        step.take(graphs)
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started.record()
+        for _ in range(TIMED):
+            step.take(graphs)
+        ended.record()
+        ended.synchronize()
+        self._drop(slots)
+        return started.elapsed_time(ended) / TIMED
+
+    def _begin_canvases(self, slots: Sequence[int]) -> tuple[Step, bool]:
+        """Begin the next canvases of slots that share their settings, behind all that they hold."""
+        self._encode_last(slots)
+        rows = self._rows_for(slots)
+        step, worth = self._steps.get(rows, self._slots[slots[0]].sampler)
+        self._begin(step, list(slots), self._graphs and worth)
+        return step, self._graphs and worth
+
+    def _drop(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._slots[slot].end_canvas()
+
     def profile_step(self, slots: Sequence[int]) -> dict[str, float]:
         """Return the GPU milliseconds of each part of a step of the next canvas, which is thrown away.
 
         `FusedModel` and the sampler name the parts; "rest" is what they leave. The step runs twice and
         the second run counts, since the first meets an idle GPU.
         """
-        self._encode_last(slots)
-        rows = self._padded(slots)
-        step, graphs = self._steps.get(len(rows), self._slots[slots[0]].sampler)
-        self._begin(step, rows, graphs and self._graphs)
-        step.compute(True)
+        step, _ = self._begin_canvases(slots)
+        step.take(graphs=False)
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
             for _ in range(2):
-                step.compute(False)
+                step.take(graphs=False)
             torch.cuda.synchronize()
+        self._drop(slots)
         on_gpu: list[Any] = [e for e in record.events() or () if e.device_type == DeviceType.CUDA]
         named = [event for event in on_gpu if event.name in PARTS]  # from first kernel to last
         kernels = sorted(
@@ -313,10 +389,13 @@ class FusedEngine:
             parts[owner] += (ended[event.device_resource_id] - before) / 1e3
         return parts
 
+    def _rows_for(self, slots: Sequence[int]) -> int:
+        """Return the number of rows of a pass over some slots."""
+        return max(self._smallest, _bucket(len(slots)))
+
     def _padded(self, slots: Sequence[int]) -> list[int]:
         """Return the slots with the first one repeated up to the bucket's size."""
-        bucket = max(self._smallest, _bucket(len(slots)))
-        return [*slots, *[slots[0]] * (bucket - len(slots))]
+        return [*slots, *[slots[0]] * (self._rows_for(slots) - len(slots))]
 
     def _check(self, prompt: Sequence[int], images: Images | None) -> None:
         if not prompt:
@@ -412,21 +491,32 @@ class FusedEngine:
         commit.run(self._graphs)
 
     def _denoise(
-        self, slots: list[int], sampler: Sampler, guided: bool, on_draft: OnDraft | None
+        self,
+        slots: list[int],
+        sampler: Sampler,
+        guided: bool,
+        launched: Callable[[], None],
+        on_draft: OnDraft | None,
     ) -> dict[int, Canvas]:
-        rows = self._padded(slots)
-        step, worth = (self._guided_steps if guided else self._steps).get(len(rows), sampler)
+        """Take steps until a canvas of some slots is finished; return those that are."""
+        steps = self._guided_steps if guided else self._steps
+        step, worth = steps.get(self._rows_for(slots), sampler)
         graphs = self._graphs and worth
-        self._begin(step, rows, graphs)
-        show = None if on_draft is None else lambda n: _show(step.state, slots, n, on_draft)
-        step.run(graphs, show)
-        tokens, steps = step.state.argmax.tolist(), (step.state.step - 1).tolist()
+        taken, committed = self._begin(step, slots, graphs)
+        sequences = {slot: self._slots[slot] for slot in slots}
+        rows = {slot: sequence.row for slot, sequence in sequences.items()}
+        show = None if on_draft is None else lambda: _show(step.state, rows, on_draft)
+        told = step.run(taken, committed, graphs, launched, show)
         done: dict[int, Canvas] = {}
-        for row, slot in enumerate(slots):
-            sequence, verdict = self._slots[slot], Verdict(tokens[row])
+        for slot, sequence in sequences.items():
+            *tokens, sequence.taken, finished = told[sequence.row]
+            if not finished:
+                continue
+            verdict = Verdict(tokens)
             if sequence.given is not None and sequence.given.guide is not None:
-                verdict = sequence.given.guide.settle(step.last_logits(row), verdict.tokens)
-            sequence.spent += steps[row]
+                verdict = sequence.given.guide.settle(step.last_logits(sequence.row), tokens)
+            sequence.spent += sequence.taken
+            sequence.end_canvas()
             if verdict.stand is not None:
                 sequence.begun = verdict.tokens[: verdict.stand]
                 continue
@@ -436,18 +526,64 @@ class FusedEngine:
             sequence.unencoded = verdict.tokens
         return done
 
-    def _begin(self, step: Step, rows: list[int], graphs: bool) -> None:
-        sequences = [self._slots[slot] for slot in rows]
-        given = [(r, s.context, s.seed, s.canvases) for r, s in zip(rows, sequences, strict=True)]
-        for sequence in sequences:
+    def _begin(self, step: Step, slots: list[int], graphs: bool) -> tuple[list[int], int]:
+        """Put sequences into the rows of a step, and begin the canvases of those that have none.
+
+        Returns the steps that the sequence of each row has taken, and how many canvases the next step
+        encodes.
+        """
+        new = {slot for slot in slots if not self._slots[slot].under_way}
+        rows = self._seat(step, slots)
+        runs: list[tuple[int, int, list[int]]] = []
+        for slot in slots:
+            sequence = self._slots[slot]
+            if sequence.unencoded:
+                runs.append((slot, sequence.context, sequence.unencoded))
+                sequence.context += len(sequence.unencoded)
+                sequence.unencoded = []
             if sequence.begun is None:
                 sequence.begun = lead(sequence.given)
-        whats = (initial, pinned)
-        begin, pins = (
-            [w(s.given, s.canvases, self.canvas_length, s.begun or []) for s in sequences]
-            for w in whats
+        standing = [(slot, self._slots[slot]) for slot in rows]
+        given = [
+            (t, s.context, s.seed, s.canvases, self._most_steps(s), t in new) for t, s in standing
+        ]
+        known = None
+        if any(s.given is not None for _, s in standing):
+            begin, pins = (
+                [what(s.given, s.canvases, self.canvas_length, s.begun or []) for _, s in standing]
+                for what in (initial, pinned)
+            )
+            known = begin, pins
+        committed = step.commit(runs)
+        step.begin(given, known, graphs)
+        return [s.taken for _, s in standing], committed
+
+    def _most_steps(self, sequence: _Sequence) -> int:
+        most = sequence.sampler.max_denoising_steps
+        return (
+            most if self.stops is None else min(most, self.stops(sequence.seed, sequence.canvases))
         )
-        step.begin(given, (begin, pins), graphs)
+
+    def _seat(self, step: Step, slots: list[int]) -> list[int]:
+        """Give every slot a row of a step, and return the slot of each row.
+
+        A sequence that stands there stays; others are saved, or come from where they were saved. Rows
+        that are left repeat the first slot.
+        """
+        for slot, sequence in self._slots.items():
+            if sequence.step is not None and (sequence.step is step) != (slot in slots):
+                sequence.save()
+        rows = {self._slots[s].row: s for s in slots if self._slots[s].step is step}
+        free = [row for row in range(step.rows) if row not in rows]
+        for slot in slots:
+            if self._slots[slot].step is not step:
+                rows[free[0]] = slot
+                self._slots[slot].stand_in(step, free.pop(0))
+        for row in free:
+            rows[row] = slots[0]
+            for kept, own in zip(step.row(row), step.row(self._slots[slots[0]].row), strict=True):
+                kept.copy_(own)
+        return [rows[row] for row in range(step.rows)]
 
 
 def _denoising(sampler: Sampler) -> Sampler:
@@ -472,7 +608,7 @@ def _bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-def _show(state: CanvasState, slots: Sequence[int], step: int, on_draft: OnDraft) -> None:
-    for row, slot in enumerate(slots):
-        if int(state.step[row]) == step + 1:  # it took this step
-            on_draft(slot, step, state.argmax[row].tolist(), state.accepted[row].tolist())
+def _show(state: CanvasState, rows: Mapping[int, int], on_draft: OnDraft) -> None:
+    for slot, row in rows.items():
+        step = int(state.step[row]) - 1
+        on_draft(slot, step, state.argmax[row].tolist(), state.accepted[row].tolist())

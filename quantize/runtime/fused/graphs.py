@@ -5,12 +5,13 @@ run, for one number of sequences and, where the sampler is part of it, its setti
 settings freely, so `Steps` bounds what is captured for them.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from fused_dequant import CanvasState, Draw, accept, sample
+from fused_dequant import CanvasState, accept, sample
 from fused_dequant.canvas import uniforms
 from torch import Tensor
 from torch.profiler import record_function as part
@@ -67,10 +68,15 @@ class Commit:
 
 
 class Step:
-    """The denoising steps of `rows` sequences under one sampler.
+    """The denoising steps of `rows` sequences under one sampler, each at a step of its own.
+
+    A step is two graphs. `compute` decodes, draws and accepts, and may encode in the same pass what
+    some of the sequences committed; its end is a report, which travels to the host while `condition`
+    makes the soft embedding for the next step. So the host knows who has finished before the GPU has
+    nothing left to do.
 
     With `keep` the logits of each sequence's last step can be asked for: what they are made of is kept,
-    1.4 MB a canvas at the real size, because finished sequences are decoded on beside the others.
+    1.4 MB a canvas at the real size.
     """
 
     def __init__(
@@ -84,131 +90,218 @@ class Step:
     ) -> None:
         device, length = model.weights.device, model.weights.config.canvas_length
         self._model, self._sampler, self._pool = model, sampler, pool
-        self._logits = logits
+        self._logits, self.rows, self._length = logits, rows, length
         config = model.weights.config.text_config
         self._signal = torch.zeros(
             rows * length, config.hidden_size, dtype=torch.bfloat16, device=device
         )
         self._last = torch.zeros_like(self._signal).view(rows, length, -1) if keep else None
-        # slot, context, seed and canvas index of each sequence
-        self._given = torch.zeros(4, rows, dtype=torch.int64, device=device)
+        # slot, context, seed and canvas index of each sequence, the most steps that its canvas takes,
+        # and whether it begins
+        self._given = torch.zeros(6, rows, dtype=torch.int64, device=device)
         slots, context = self._given[:2].int()
         self._rows = model.behind(slots, context, length)
         steps = range(1, sampler.max_denoising_steps + 1)
         self._schedule = torch.stack([sampler.temperature(step) for step in steps]).to(device)
         # initial and pinned tokens of each sequence
         self._known = torch.full((2, rows, length), FREE, dtype=torch.int64, device=device)
+        self._knows = False
+        # what is encoded with a step: tokens, and their slots and positions
+        self._committed = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        self._places = torch.zeros(2, rows, dtype=torch.int32, device=device)
         canvas = torch.zeros(rows, length, dtype=torch.int64, device=device)
         seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.state = CanvasState.begin(canvas, seeds, sampler.stability_threshold)
-        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
-        self._start: torch.cuda.CUDAGraph | None = None
-        pinned = device.type == "cuda"
-        self._flags = [torch.zeros(rows, dtype=torch.bool, pin_memory=pinned) for _ in range(2)]
+        self._graphs: dict[str | int, torch.cuda.CUDAGraph] = {}
+        # of each row: argmax, steps taken, whether the canvas is finished
+        self._report = torch.zeros(rows, length + 2, dtype=torch.int64, device=device)
+        self._told = torch.zeros(
+            self._report.shape, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+
+    def row(self, row: int) -> list[Tensor]:
+        """Return what a sequence takes along when it goes on in another row, as views."""
+        state = vars(self.state).items()
+        own = [tensor[:, row] if name == "history" else tensor[row] for name, tensor in state]
+        return [*own, self._signal.unflatten(0, self.state.canvas.shape)[row]]
+
+    def commit(self, runs: list[tuple[int, int, list[int]]]) -> int:
+        """Have the next step encode canvases, given as slot, position and tokens; return their number.
+
+        The number is a power of two: the first canvas is repeated.
+        """
+        if not runs:
+            return 0
+        count = 1 << (len(runs) - 1).bit_length()
+        runs = runs + runs[:1] * (count - len(runs))
+        slots, starts, tokens = zip(*runs, strict=True)
+        self._committed[:count].copy_(torch.tensor(tokens))
+        self._places[:, :count].copy_(torch.tensor([slots, starts], dtype=torch.int32))
+        return count
 
     def begin(
         self,
-        sequences: list[tuple[int, int, int, int]],
-        known: tuple[list[list[int]], list[list[int]]],
+        sequences: list[tuple[int, int, int, int, int, bool]],
+        known: tuple[list[list[int]], list[list[int]]] | None,
         graphs: bool,
     ) -> None:
-        """Set the state before the first step; a sequence is its slot, context, seed, canvas index.
+        """Say what stands in the rows, and fill the canvases of those that begin one.
 
-        `known` holds the initial and the pinned tokens of each.
+        Args:
+            sequences: slot, context, seed, canvas index, the most steps, whether the canvas begins.
+            known: the initial and the pinned tokens of each; None where none has any.
+            graphs: replay a graph.
         """
-        self._known.copy_(torch.tensor(known))
+        if known is not None:
+            self._known.copy_(torch.tensor(known))
+        elif self._knows:
+            self._known.fill_(FREE)
+        self._knows = known is not None
         self._given.copy_(torch.tensor(sequences, dtype=torch.int64).T.contiguous())
-        if not graphs:
-            self._set_state()
-            return
-        if self._start is None:  # kernel by kernel it takes some two hundred launches
-            self._start = captured(self._set_state, self._pool)
-        self._start.replay()
+        self._launch("begin", self._set_state, graphs)  # else some two hundred launches
 
     def _set_state(self) -> None:
-        """Fill the canvases with noise, addressed by seed and canvas index."""
+        """Fill the canvases that begin with noise, addressed by seed and canvas index."""
         slots, context = self._given[:2].int()
-        seeds, canvases = self._given[2:]
-        length = self.state.canvas.shape[1]
-        noise = uniforms(seeds, canvases, 0, length)[..., 1]
+        seeds, canvases = self._given[2:4]
+        fresh = self._given[5] != 0
+        noise = uniforms(seeds, canvases, 0, self._length)[..., 1]
         vocabulary = self._logits.shape[1]
-        fresh = CanvasState.begin(
+        first = CanvasState.begin(
             put(self._known[0], (noise * vocabulary).long()),
             seeds,
             self._sampler.stability_threshold,
         )
-        for name, tensor in vars(fresh).items():
-            getattr(self.state, name).copy_(tensor)
+        for name, new in vars(first).items():
+            old: Tensor = getattr(self.state, name)
+            chosen = fresh[:, None] if new.dim() > 1 else fresh
+            old.copy_(torch.where(chosen, new, old))
         self.state.canvas_index.copy_(canvases)
-        self._rows.copy_(self._model.behind(slots, context, length))
+        self._signal.unflatten(0, self.state.canvas.shape).masked_fill_(fresh[:, None, None], 0)
+        self._rows.copy_(self._model.behind(slots, context, self._length))
 
-    def run(self, graphs: bool, show: Callable[[int], None] | None) -> None:
-        """Take steps until all sequences have stopped, or the last step is taken."""
-        arrived: torch.cuda.Event | None = None
-        for step in range(1, self._sampler.max_denoising_steps + 1):
-            self._take(step == 1, graphs)
+    def run(
+        self,
+        taken: list[int],
+        committed: int,
+        graphs: bool,
+        launched: Callable[[], None],
+        show: Callable[[], None] | None,
+    ) -> list[list[int]]:
+        """Take steps until a canvas is finished.
+
+        Args:
+            taken: steps that the sequence of each row has taken.
+            committed: what `commit` returned.
+            graphs: replay graphs.
+            launched: called when the first step is on its way.
+            show: called after every step.
+
+        Returns:
+            Of each row: its tokens, how many steps its canvas has taken, 1 if it is finished, else 0.
+        """
+        for step in itertools.count(1):
+            self._launch(committed, lambda count=committed: self.compute(count), graphs)
+            arrived = self._send_report()
+            if min(taken) + step < self._sampler.max_denoising_steps:  # else no step follows
+                self._launch("condition", self.condition, graphs)
+            if step == 1:
+                launched()
             if show is not None:
-                show(step)
-            if not self._flags[0].is_pinned():
-                if bool(self.state.finished.all()):
-                    return
-                continue
-            if arrived is not None:  # did the step before this one stop all?
+                show()
+            if arrived is not None:
                 arrived.synchronize()
-                if bool(self._flags[(step - 1) % 2].all()):
-                    return
-            self._flags[step % 2].copy_(self.state.finished, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
+            if bool(self._told[:, -1].any()):
+                break
+            committed = 0
+        return self._told.tolist()
 
-    def _take(self, first: bool, graphs: bool) -> None:
+    def take(self, graphs: bool) -> None:
+        """Take one step."""
+        self._launch(0, lambda: self.compute(0), graphs)
+        self._launch("condition", self.condition, graphs)
+
+    def _send_report(self) -> torch.cuda.Event | None:
+        self._told.copy_(self._report, non_blocking=True)
+        if not self._told.is_pinned():
+            return None
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return arrived
+
+    def _launch(self, name: str | int, work: Callable[[], None], graphs: bool) -> None:
         if not graphs:
-            self.compute(first)
+            work()
             return
-        if first not in self._graphs:
-            before = {name: tensor.clone() for name, tensor in vars(self.state).items()}
-            signal = self._signal.clone()
-            self._graphs[first] = captured(lambda: self.compute(first), self._pool)
-            for name, tensor in before.items():
-                getattr(self.state, name).copy_(tensor)
-            self._signal.copy_(signal)
-        self._graphs[first].replay()
+        self._capture(name, work)
+        self._graphs[name].replay()
 
-    def compute(self, first: bool) -> None:
-        """Take one step, kernel by kernel."""
-        state, sampler = self.state, self._sampler
-        h = self._model.decode(state.canvas, self._rows, None if first else self._signal)
+    def _capture(self, name: str | int, work: Callable[[], None]) -> None:
+        """Capture what has no graph yet; its trial run leaves the sequences as they are."""
+        if name in self._graphs:
+            return
+        changed = [*vars(self.state).values(), self._signal]
+        before = [tensor.clone() for tensor in changed]
+        self._graphs[name] = captured(work, self._pool)
+        for tensor, old in zip(changed, before, strict=True):
+            tensor.copy_(old)
+
+    def capture_commits(self) -> None:
+        """Capture the steps that encode 1, 2, 4, ... canvases, up to one of each row."""
+        for power in range(self.rows.bit_length()):
+            self._capture(1 << power, lambda count=1 << power: self.compute(count))
+
+    def compute(self, committed: int) -> None:
+        """Take one step up to its report, kernel by kernel; encode what was committed with it."""
+        state, more = self.state, None
+        if committed:
+            more = (self._committed[:committed], *self._places[:, :committed].unbind())
+        h = self._model.decode(state.canvas, self._rows, self._signal, more)
         if self._last is not None:
             live = ~state.finished & (state.step <= len(self._schedule))
             self._last.copy_(torch.where(live[:, None, None], h.view_as(self._last), self._last))
-        draws = [self._look(h, start) for start in range(0, len(state.canvas), CANVASES_A_PIECE)]
+        for start in range(0, self.rows, CANVASES_A_PIECE):
+            if start:
+                self._condition(start - CANVASES_A_PIECE)  # before its logits are overwritten
+            self._look(h, start)
         with part("sampler"):
-            draw = holding(Draw.join(draws), self._known[1])
-            accept(
-                draw, state, self._schedule,
-                entropy_bound=sampler.entropy_bound,
-                confidence_threshold=sampler.confidence_threshold,
-            )  # fmt: skip
+            over = state.finished | (state.step > self._given[4])
+            columns = [state.argmax, (state.step - 1)[:, None], over[:, None]]
+            self._report.copy_(torch.cat([column.long() for column in columns], 1))
+
+    def condition(self) -> None:
+        """Make the soft embedding for the next step, of the canvases that `compute` left."""
+        self._condition((self.rows - 1) // CANVASES_A_PIECE * CANVASES_A_PIECE)
 
     def last_logits(self, row: int) -> Tensor:
         """Return the logits bf16 [L, V] of a sequence's last step, until the next call or step."""
         if self._last is None:
             raise ValueError("these steps keep nothing")
-        return self._model.logits(self._last[row], self._logits[: self._last.shape[1]])
+        return self._model.logits(self._last[row], self._logits[: self._length])
 
-    def _look(self, h: Tensor, start: int) -> Draw:
-        """Draw from the logits of some canvases, and store their soft embedding for the next step."""
-        canvases = slice(start, start + CANVASES_A_PIECE)
-        state = _part_of(self.state, canvases)
-        count, length = state.canvas.shape
-        rows = slice(start * length, (start + count) * length)
-        logits = self._model.logits(h[rows], self._logits[: count * length])
+    def _look(self, h: Tensor, start: int) -> None:
+        """Draw from the logits of some canvases, and decide their next ones."""
+        state, rows, logits = self._piece(start)
+        self._model.logits(h[rows], logits)
         with part("sampler"):
-            draw = sample(logits.view(count, length, -1), state, self._schedule)
-        taken = state.step.long().clamp(max=len(self._schedule)) - 1
-        inverse = (1 / self._schedule)[taken].repeat_interleave(length)
-        self._signal[rows] = self._model.soft_embedding(logits, inverse)
-        return draw
+            draw = sample(logits.view(*state.canvas.shape, -1), state, self._schedule)
+            accept(
+                holding(draw, self._known[1][start : start + CANVASES_A_PIECE]),
+                state, self._schedule,
+                entropy_bound=self._sampler.entropy_bound,
+                confidence_threshold=self._sampler.confidence_threshold,
+            )  # fmt: skip
+
+    def _condition(self, start: int) -> None:
+        state, rows, logits = self._piece(start)
+        self._signal[rows] = self._model.soft_embedding(logits, state.inverse_temperature.flatten())
+
+    def _piece(self, start: int) -> tuple[CanvasState, slice, Tensor]:
+        """Return the state of canvases from `start` on, their rows of a pass, and their logits."""
+        state = _part_of(self.state, slice(start, start + CANVASES_A_PIECE))
+        count = state.canvas.numel()
+        first = start * self._length
+        return state, slice(first, first + count), self._logits[:count]
 
 
 def _part_of(state: CanvasState, canvases: slice) -> CanvasState:

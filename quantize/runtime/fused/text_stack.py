@@ -9,6 +9,11 @@ pass overwrites them. What a row sees is a run of positions (`fused_dequant.atte
 
 A picture's soft tokens also see all of their picture, which leaves a run.
 
+One pass may do both: canvases that were just committed are encoded while the next ones take a step
+behind them. A layer writes all keys and values before it attends, so the decoder's rows see the
+encoder's as if these had been encoded before. The decoder's rows come first, and their number
+(`decoded`) decides what is normed at the entrance and which scalar ends a layer.
+
 The host never waits for a number that is on the device, so a pass of fixed shape is one CUDA graph.
 `part` names what belongs together, for a profile's breakdown. Activations are bf16, rounded where
 transformers' bf16 model rounds; logits are bf16 after their softcap, where transformers keeps float32.
@@ -133,6 +138,16 @@ class Placement:
         for own, theirs in zip(self._tensors(), other._tensors(), strict=True):
             own.copy_(theirs)
 
+    def followed_by(self, other: "Placement") -> "Placement":
+        """Return a placement of both passes' rows, of as many rows a sequence."""
+        joined = [torch.cat(pair) for pair in zip(self._tensors(), other._tensors(), strict=True)]
+        return self._with(joined)
+
+    def first_rows(self, count: int) -> "Placement":
+        """Return the placement of the first `count` rows, a whole number of sequences."""
+        sequences = len(self.slots) * count // len(self.positions)
+        return self._with([self.slots[:sequences], *(t[:count] for t in self._tensors()[1:])])
+
     def widened(self, soft: "SoftTokens") -> "Placement":
         """Return a placement in which a picture's soft tokens also see what follows them of it."""
         visible: dict[bool, tuple[Tensor, Tensor]] = {}
@@ -147,6 +162,15 @@ class Placement:
     def _tensors(self) -> list[Tensor]:
         pairs = [pair for kinds in (self.visible, self.angles) for pair in kinds.values()]
         return [self.slots, self.positions, *(tensor for pair in pairs for tensor in pair)]
+
+    def _with(self, tensors: list[Tensor]) -> "Placement":
+        """Return a placement of other tensors, in the order of `_tensors`."""
+        slots, positions, *rest = tensors
+        pairs = iter(zip(rest[::2], rest[1::2], strict=True))
+        visible, angles = (
+            {kind: next(pairs) for kind in kinds} for kinds in (self.visible, self.angles)
+        )
+        return Placement(slots, positions, visible, angles)
 
 
 @dataclass(frozen=True)
@@ -201,7 +225,7 @@ class FusedModel:
         """
         rows = self._encoder_rows(slots, start, tokens.shape[1])
         if soft is None:
-            self._layers(*self._begin(tokens, None, decoder=False), rows, decoder=False)
+            self._layers(*self._begin(tokens.flatten(), None, 0), rows, 0)
         else:
             self._encode_soft(tokens, rows, soft)
         self.on_encoded()
@@ -210,30 +234,43 @@ class FusedModel:
         """Append tokens as `encode` does; return what `logits` reads behind them, bf16 [B * n, H]."""
         rows = self._encoder_rows(slots, start, tokens.shape[1])
         return self._layers(
-            *self._begin(tokens, None, decoder=False), rows, decoder=False, whole=True
+            *self._begin(tokens.flatten(), None, 0), rows, 0, whole=True
         )
 
     def _encode_soft(self, tokens: Tensor, rows: Placement, soft: SoftTokens) -> None:
         h = F.embedding(tokens.flatten(), self.weights.embedding) * self.embed_scale
         h[soft.rows] = soft.embeddings  # as they are: only tokens' embeddings are scaled
         each = torch.arange(len(h), device=h.device)
-        inputs = begin(each, h, 1.0, None, *self._entrance(0), self.eps, normed=False)
-        self._layers(*inputs, rows.widened(soft), decoder=False)
+        norm, scheme = self._entrance(0)
+        self._layers(*begin(each, h, 1.0, None, norm, 0, scheme, self.eps), rows.widened(soft), 0)
 
-    def decode(self, canvas: Tensor, rows: Placement, signal: Tensor | None) -> Tensor:
+    def decode(
+        self,
+        canvas: Tensor,
+        rows: Placement,
+        signal: Tensor | None,
+        committed: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """Return what `logits` reads: the normalised rows behind the last layer, bf16 [B * L, H].
 
         Args:
             canvas: [B, L] token ids.
             rows: from `behind`.
-            signal: bf16 [B * L, H] soft embedding of the step before, None at the first step.
+            signal: bf16 [B * L, H] soft embedding of the step before; zeros or None at the first step.
+            committed: what `encode` takes, tokens [C, L], slots and start [C]: they are encoded in the
+                same pass, and canvases may stand behind them.
         """
         update = None
         if signal is not None:
             own = self.weights.self_conditioning
             x = scaled_norm(signal, self.embed_scale, own.pre_norm, self.eps)
             update = linear(gelu_mul(linear(x, own.gate_up)), own.down)
-        return self._layers(*self._begin(canvas, update, decoder=True), rows, decoder=True)
+        tokens, decoded = canvas.flatten(), canvas.numel()
+        if committed is not None:
+            more, slots, start = committed
+            tokens = torch.cat([tokens, more.flatten()])
+            rows = rows.followed_by(self._encoder_rows(slots, start, more.shape[1]))
+        return self._layers(*self._begin(tokens, update, decoded), rows, decoded)
 
     @contextmanager
     def showing(self, real: Tensor) -> Generator[None]:
@@ -257,28 +294,31 @@ class FusedModel:
             return soft_embedding(logits, self.weights.embedding, inverse_temperature)
 
     def _begin(
-        self, tokens: Tensor, update: Tensor | None, *, decoder: bool
+        self, tokens: Tensor, update: Tensor | None, decoded: int
     ) -> tuple[Tensor, Activation]:
-        """Embed the tokens; in the decoder, add the update, if any, and normalise."""
-        return begin(
-            tokens.flatten(), self.weights.embedding, self.embed_scale, update,
-            *self._entrance(0), self.eps, normed=decoder,
-        )  # fmt: skip
+        """Embed the tokens; to the decoder's, add the update, if any, and normalise."""
+        norm, scheme = self._entrance(0)
+        embedding, factor = self.weights.embedding, self.embed_scale
+        return begin(tokens, embedding, factor, update, norm, decoded, scheme, self.eps)
 
     def _layers(
-        self, h: Tensor, x: Activation, rows: Placement, *, decoder: bool, whole: bool = False
+        self, h: Tensor, x: Activation, rows: Placement, decoded: int, *, whole: bool = False
     ) -> Tensor:
-        """Run the layers; return the normalised output. Unless `whole`, the encoder stops at the last
-        layer's keys and values: nothing reads what comes after them.
+        """Run the layers; return the normalised output of the decoder's rows, the first `decoded`.
+
+        Unless `whole`, the encoder's stop at the last layer's keys and values: nothing reads what comes
+        after them.
         """
         layers = self.weights.layers
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
             q = self._heads(index, layer, x, rows)
-            if last and not (decoder or whole or (self.inputs and self.inputs.shown)):
-                break
-            h, x = self._rest(index, layer, h, q, rows, decoder=decoder)
-        return x[0]
+            if last and not (whole or (self.inputs and self.inputs.shown)):
+                if not decoded:
+                    break
+                h, q, rows = h[:decoded], q[:decoded], rows.first_rows(decoded)
+            h, x = self._rest(index, layer, h, q, rows, decoded)
+        return x[0] if whole else x[0][:decoded]
 
     def _heads(self, index: int, layer: LayerWeights, x: Activation, rows: Placement) -> Tensor:
         with part("dense"):
@@ -297,8 +337,7 @@ class FusedModel:
         h: Tensor,
         q: Tensor,
         rows: Placement,
-        *,
-        decoder: bool,
+        decoded: int,
     ) -> tuple[Tensor, Activation]:
         """Attend, run the dense and the routed branch; return h and the next layer's input."""
         visible = rows.visible[layer.sliding]
@@ -325,8 +364,8 @@ class FusedModel:
         self._join()
         norm, scheme = self._next(index)
         after = (n["post_dense"], n["post_experts"], n["post"], norm)
-        scalar = layer.decoder_scalar if decoder else layer.encoder_scalar
-        return after_experts(h, dense, routed, after, scalar, scheme, self.eps)
+        scalars = layer.decoder_scalar, layer.encoder_scalar
+        return after_experts(h, dense, routed, after, scalars, decoded, scheme, self.eps)
 
     def _scheme(self, rows: Rows) -> str:
         """Return the scheme that an input shared by several weights is quantized with, or bf16."""

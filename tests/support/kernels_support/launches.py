@@ -23,8 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import KernelInterface
 
-# Canvases of one, two and four sequences; a piece of a prompt with a picture may have any length.
-TOKENS = (256, 512, 1024, 5)
+# Canvases of one to 64 sequences; a piece of a prompt with a picture may have any length.
+TOKENS = (256, 512, 1024, 2048, 8192, 5)
 HEADS = ((256, 8, 1408), (512, 2, 8192))  # head dim, key heads, capacity: sliding and full layers
 SHAPES = (*LINEAR_SHAPES, (9216, HIDDEN))
 
@@ -154,8 +154,8 @@ def _layer(scheme: str, M: int) -> None:
     h, norm, numbers = blank(M, HIDDEN), blank(HIDDEN), integers(M)
     norms = (norm, norm, norm, norm)
     tokens, embedding = blank(M, dtype=torch.int64), blank(VOCABULARY, HIDDEN)
-    for update, normed in ((None, False), (None, True), (h, True)):
-        fd.begin(tokens, embedding, 53.0, update, norm, scheme, normed=normed)
+    for update in (None, h):
+        fd.begin(tokens, embedding, 53.0, update, norm, M, scheme)
     for D, kv, capacity in HEADS:
         slots = integers(max(1, M // 256))
         keys, values = (blank(8, capacity, kv, D) for _ in range(2))
@@ -168,7 +168,7 @@ def _layer(scheme: str, M: int) -> None:
     for schemes in ((scheme, scheme), ("bf16", scheme), (scheme, "bf16")):
         fd.after_attention(h, h, norms, schemes)
     fd.choose_experts(h, blank(EXPERTS, HIDDEN), blank(EXPERTS), TOPK)
-    fd.after_experts(h, h, blank(M, TOPK, HIDDEN), norms, blank(1), scheme)
+    fd.after_experts(h, h, blank(M, TOPK, HIDDEN), norms, (blank(1), blank(1)), M, scheme)
     fd.scaled_norm(h, 53.0, norm)
     fd.gelu_mul(blank(M, 2 * 2112))
 

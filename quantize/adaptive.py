@@ -1,0 +1,107 @@
+"""Times canvases that stop by themselves: slots that go on step by step, or canvas by canvas.
+
+A canvas stops when it is done, and real ones differ: some take a few steps, some all. "By step", as it
+is served, a slot goes on with its next canvas, or with another request, as soon as its own has stopped;
+"by canvas" all of a batch finish first. Requests of two canvases, REQUESTS for each slot, their prompts
+included. Random weights never stop: their canvases take recorded numbers of steps.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantize.errors import InputError
+from quantize.runtime import Sampler
+from quantize.runtime.engine import Canvas, Engine, complete
+from quantize.runtime.fused.engine import FusedEngine
+
+REQUESTS = 4  # of each slot
+NEVER = 1e-30  # nats: no canvas has a mean entropy below it
+
+
+@dataclass(frozen=True)
+class AdaptiveRow:
+    """One batch size, whose slots go on "by step" or "by canvas".
+
+    `steps_of_canvases` are in the order of requests.
+    """
+
+    batch: int
+    slots_go_on: str
+    tokens_a_second: float
+    steps_of_canvases: list[int]
+
+
+class SomeSlots:
+    """The first slots of an engine; with `whole` a batch waits for its slowest canvas."""
+
+    def __init__(self, engine: Engine, capacity: int, *, whole: bool) -> None:
+        self._engine, self.capacity, self._whole = engine, capacity, whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def denoise(self, slots: Sequence[int], *_: Any) -> list[Canvas | None]:
+        """Denoise a canvas of one slot at least, or of all."""
+        found: dict[int, Canvas] = {}
+        while not found or (self._whole and len(found) < len(slots)):
+            left = [slot for slot in slots if slot not in found]
+            done = zip(left, self._engine.denoise(left), strict=True)
+            found |= {slot: canvas for slot, canvas in done if canvas}
+        return [found.get(slot) for slot in slots]
+
+
+def adaptive_rows(
+    engine: FusedEngine, prompts: list[list[int]], sampler: Sampler, stops: Sequence[int] | None
+) -> list[AdaptiveRow]:
+    """Time both ways at `len(prompts)` slots, all of which become free.
+
+    Args:
+        engine: has room for two canvases behind a prompt.
+        prompts: one a slot, asked REQUESTS times.
+        sampler: when canvases stop.
+        stops: numbers of steps that canvases take instead, in turns.
+    """
+    for slot in range(engine.capacity):
+        engine.release(slot)
+    batch, length = len(prompts), engine.canvas_length
+    requests = [prompt for _ in range(REQUESTS) for prompt in prompts]
+    own = replace(sampler, max_length=None, eos_token_ids=())
+    if stops is not None:
+        own = replace(own, confidence_threshold=NEVER)
+        each = list(itertools.islice(itertools.cycle(stops), 2 * len(requests)))
+        engine.stops = lambda seed, canvas: each[2 * seed + canvas]
+    rows: list[AdaptiveRow] = []
+    ways = {"by step": False, "by canvas": True}
+    for name, whole in [*ways.items()] * 2:  # the first time captures graphs
+        held: Any = SomeSlots(engine, batch, whole=whole)
+        started = time.perf_counter()
+        seeds = range(len(requests))
+        samples = complete(held, requests, seeds, max_new_tokens=2 * length, sampler=own)
+        seconds = time.perf_counter() - started
+        steps = [count for sample in samples for count in sample.steps_per_canvas]
+        rows.append(AdaptiveRow(batch, name, len(steps) * length / seconds, steps))
+    engine.stops = None
+    return rows[len(ways) :]
+
+
+def read_stops(path: Path) -> list[int]:
+    """Read recorded numbers of steps.
+
+    Raises:
+        InputError: the file holds no JSON list of numbers above 0.
+    """
+    try:
+        found: Any = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(found, list) or not found:
+        raise InputError(f"{path}: not a JSON list of numbers of steps")
+    counts: list[Any] = found
+    if any(type(count) is not int or count < 1 for count in counts):
+        raise InputError(f"{path}: a number of steps is a whole number above 0")
+    return counts
