@@ -24,6 +24,8 @@ CAPTURED = 8  # (rows, settings) whose graphs are kept, beside those of the warm
 WORTH = 8  # canvases after which further settings are worth a capture
 
 CANVASES_A_PIECE = 8  # canvases whose logits are held at once: 1.1 GB of the real vocabulary
+# Of a step's graphs: canvases encoded with it, and whether any token is pinned.
+Name = str | tuple[int, bool]
 Pool = Any  # torch's handle of CUDA graphs' memory; None where nothing is captured
 
 
@@ -112,7 +114,7 @@ class Step:
         canvas = torch.zeros(rows, length, dtype=torch.int64, device=device)
         seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.state = CanvasState.begin(canvas, seeds, sampler.stability_threshold)
-        self._graphs: dict[str | int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Name, torch.cuda.CUDAGraph] = {}
         # of each row: argmax, steps taken, whether the canvas is finished
         self._report = torch.zeros(rows, length + 2, dtype=torch.int64, device=device)
         self._told = torch.zeros(
@@ -201,7 +203,7 @@ class Step:
             Of each row: its tokens, how many steps its canvas has taken, 1 if it is finished, else 0.
         """
         for step in itertools.count(1):
-            self._launch(committed, lambda count=committed: self.compute(count), graphs)
+            self._compute(committed, graphs)
             arrived = self._send_report()
             if min(taken) + step < self._sampler.max_denoising_steps:  # else no step follows
                 self._launch("condition", self.condition, graphs)
@@ -218,8 +220,11 @@ class Step:
 
     def take(self, graphs: bool) -> None:
         """Take one step."""
-        self._launch(0, lambda: self.compute(0), graphs)
+        self._compute(0, graphs)
         self._launch("condition", self.condition, graphs)
+
+    def _compute(self, committed: int, graphs: bool) -> None:
+        self._launch((committed, self._knows), lambda: self.compute(committed), graphs)
 
     def _send_report(self) -> torch.cuda.Event | None:
         self._told.copy_(self._report, non_blocking=True)
@@ -229,14 +234,14 @@ class Step:
         arrived.record()
         return arrived
 
-    def _launch(self, name: str | int, work: Callable[[], None], graphs: bool) -> None:
+    def _launch(self, name: Name, work: Callable[[], None], graphs: bool) -> None:
         if not graphs:
             work()
             return
         self._capture(name, work)
         self._graphs[name].replay()
 
-    def _capture(self, name: str | int, work: Callable[[], None]) -> None:
+    def _capture(self, name: Name, work: Callable[[], None]) -> None:
         """Capture what has no graph yet; its trial run leaves the sequences as they are."""
         if name in self._graphs:
             return
@@ -249,7 +254,8 @@ class Step:
     def capture_commits(self) -> None:
         """Capture the steps that encode 1, 2, 4, ... canvases, up to one of each row."""
         for power in range(self.rows.bit_length()):
-            self._capture(1 << power, lambda count=1 << power: self.compute(count))
+            count = 1 << power
+            self._capture((count, False), lambda count=count: self.compute(count))
 
     def compute(self, committed: int) -> None:
         """Take one step up to its report, kernel by kernel; encode what was committed with it."""
@@ -285,9 +291,10 @@ class Step:
         self._model.logits(h[rows], logits)
         with part("sampler"):
             draw = sample(logits.view(*state.canvas.shape, -1), state, self._schedule)
+            if self._knows:  # else six launches would change nothing
+                draw = holding(draw, self._known[1][start : start + CANVASES_A_PIECE])
             accept(
-                holding(draw, self._known[1][start : start + CANVASES_A_PIECE]),
-                state, self._schedule,
+                draw, state, self._schedule,
                 entropy_bound=self._sampler.entropy_bound,
                 confidence_threshold=self._sampler.confidence_threshold,
             )  # fmt: skip
