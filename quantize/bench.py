@@ -1,10 +1,10 @@
 """Measures how fast a checkpoint denoises on this GPU, and how far from the floor: `quantize bench`.
 
 A row is one batch size with one number of steps. "Fixed" steps never stop early, so their canvases cost
-the same for random weights as for real ones. A canvas is N steps and the encoding of the canvas before,
-which counts as one: N + 1 forwards, although both go through the layers in one pass. "Adaptive" rows stop
-as the checkpoint's own generation config says (`adaptive`), rows of "one token" write as many tokens one
-a forward, greedily (`continuation`). Times hold the host's work.
+the same for random weights as for real ones. A canvas is N steps, and the encoding of the one before,
+which counts as a forward, although it goes through the layers with the first step: N + 1 forwards.
+"Adaptive" rows stop as the checkpoint's own generation config says (`adaptive`); rows of "one token"
+write as many tokens one a forward, greedily (`continuation`). Times hold the host's work.
 
     ms a canvas, ms a forward, tokens/s   over `canvases` canvases, each behind `context` tokens
     tokens a joule                        over SECONDS at least, by the GPU's own counter of energy
@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from quantize.checkpoints.reader import Checkpoint
 from quantize.adaptive import NEVER, AdaptiveRow, adaptive_rows
+from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.progress import say
 from quantize.runtime import Sampler, open

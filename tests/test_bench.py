@@ -83,7 +83,9 @@ def test_tokens_one_by_one_stand_around_the_context(
 
 def test_rows_say_what_a_token_costs() -> None:
     """Tokens a second and a joule, price a million, and the table that shows them; worked by hand."""
-    times = bench._Times(first_canvas=50.0, canvas=200.0, forwards=17, step=8.0, parts={"experts": 5.5}, joules=100.0)
+    times = bench._Times(
+        first_canvas=50.0, canvas=200.0, forwards=17, step=8.0, parts={"experts": 5.5}, joules=100.0
+    )
     row = bench._row(times, 4, "16", 256, {"experts": 0.005}, 127.0)
     assert row.tokens_a_second == 4 * 256 / 0.2
     assert row.tokens_a_joule == 10.24

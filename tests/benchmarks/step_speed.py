@@ -49,6 +49,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support"
 from fused_dequant import tuning  # noqa: E402
 
 from quantize import bench  # noqa: E402
+from quantize.adaptive import NEVER, SomeSlots  # noqa: E402
 from quantize.bundled import CHECKPOINT, HELDOUT  # noqa: E402
 from quantize.checkpoints.reader import known_config  # noqa: E402
 from quantize.cli.options import REAL_MODEL  # noqa: E402
@@ -61,7 +62,7 @@ from quantize.runtime.fused.engine import FusedEngine  # noqa: E402
 from quantize.runtime.fused.random_weights import random_weights  # noqa: E402
 
 CONTEXT, STEPS = 1024, 16
-SAMPLER = replace(Sampler(), max_denoising_steps=STEPS, confidence_threshold=bench.NEVER)
+SAMPLER = replace(Sampler(), max_denoising_steps=STEPS, confidence_threshold=NEVER)
 ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 PARITY = "one_pass or step_by_step or replay or batch or early"
 COMMANDS = ("rows", "compile", "candidates", "bundled", "small")
@@ -193,7 +194,7 @@ def bundled(args: argparse.Namespace) -> None:
     found: dict[str, Any] = {}
     for turn in range(2):  # the first captures graphs
         for name, whole in (("by step", False), ("by canvas", True)):
-            held: Any = bench._Slots(engine, 4, whole=whole)  # pyright: ignore[reportPrivateUsage]
+            held: Any = SomeSlots(engine, 4, whole=whole)
             started = time.perf_counter()
             seeds = range(len(prompts))
             samples = complete(held, prompts, seeds, max_new_tokens=512, sampler=sampler)

@@ -233,9 +233,7 @@ class FusedModel:
     def encode_and_read(self, tokens: Tensor, slots: Tensor, start: Tensor) -> Tensor:
         """Append tokens as `encode` does; return what `logits` reads behind them, bf16 [B * n, H]."""
         rows = self._encoder_rows(slots, start, tokens.shape[1])
-        return self._layers(
-            *self._begin(tokens.flatten(), None, 0), rows, 0, whole=True
-        )
+        return self._layers(*self._begin(tokens.flatten(), None, 0), rows, 0, whole=True)
 
     def _encode_soft(self, tokens: Tensor, rows: Placement, soft: SoftTokens) -> None:
         h = F.embedding(tokens.flatten(), self.weights.embedding) * self.embed_scale
