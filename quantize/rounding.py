@@ -322,7 +322,8 @@ def _error(groups: torch.Tensor, ranges: torch.Tensor, codes: Codes) -> torch.Te
 def all_finite(tensor: torch.Tensor) -> bool:
     """Whether no value is NaN or infinite; comparing bits is 10 times as fast as isfinite."""
     if tensor.dtype == torch.bfloat16:
-        bits = tensor.view(torch.int16).flatten().split(BLOCK_VALUES)
+        step = BLOCK_VALUES if tensor.device.type == "cpu" else 64 * BLOCK_VALUES  # each waits
+        bits = tensor.view(torch.int16).flatten().split(step)
         return all(bool((block & 0x7F80).amax() < 0x7F80) for block in bits if block.numel())
     if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
         return not tensor.numel() or bool((tensor.view(torch.uint8) & 0x7F).amax() < 0x7F)
