@@ -12,17 +12,18 @@ import re
 from typing import Any
 
 LETTERS = "ABCD"
-# What may stand between "answer is" or a box and the letter: spaces, Markdown, brackets, TeX.
-_MARKUP = r"(?:[\s*_$:({\[\"'`]|\\[(\[]|\\(?:boxed|fbox|text\w*|math\w+)\b)*"
+# What may stand between "answer is" or a box and the letter: spaces, Markdown, brackets, TeX. It gives
+# nothing back (*+), since a damaged model may write asterisks for pages.
+_MARKUP = r"(?:[\s*_$:({\[\"'`]|\\[(\[]|\\(?:boxed|fbox|text\w*|math\w+)\b)*+"
 # A capital that begins no word or formula, or a small letter that ends its phrase (not "a bit").
 _LETTER = r"([A-D](?![\w'’-])(?!\s*=)|[a-d](?=\s*(?:[)\]}*$.,;`\"]|\\[)\]]|$)))"
 _NOT_ONE_OF_TWO = r"(?![\s)*\]}$]*(?:or|and|/)\s*[*($]*[A-D](?!\w))"
 _CHOICE = re.compile(
-    r"(?:(?i:answer|option|choice)[\s*_]*(?::|=|(?i:is|would be|should be|must be))[\s*_]*"
+    r"(?:(?i:answer|option|choice)[\s*_]*+(?::|=|(?i:is|would be|should be|must be))[\s*_]*+"
     r"(?i:option|choice|letter)?|\\(?:boxed|fbox)\s*\{)" + _MARKUP + _LETTER + _NOT_ONE_OF_TWO,
     re.MULTILINE,
 )
-_ALONE = re.compile(_MARKUP + r"([A-D])[\s*_$)}\]\"'`.]*(?:\\[)\]])?[\s$.*]*")
+_ALONE = re.compile(_MARKUP + r"([A-D])[\s*_$)}\]\"'`.]*+(?:\\[)\]])?[\s$.*]*")
 _BESIDE_A_NUMBER = re.compile(
     r"\\(?:text|mathrm|mbox)\s*\{[^{}\d]*\}|\^\s*\{?\s*\\circ\s*\}?|\\degree|°|\bdegrees?\b"
     r"|\\[,;:!() \[\]]|\\(?:text\w*|math\w+|bf|left|right|displaystyle)\b|[\s,$*{}()~]"
@@ -49,7 +50,7 @@ def equal_numbers(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 def integer(text: str) -> int | None:
     """Return the integer that `text` spells, also as a sum's value or in degrees, else None."""
     bare = _BESIDE_A_NUMBER.sub("", text.rpartition("=")[2]).rstrip(".")
-    match = re.fullmatch(r"([+-]?\d+)(\.0*)?", bare)
+    match = re.fullmatch(r"([+-]?\d{1,1000})(\.0*)?", bare)  # int() refuses more than 4,300
     return int(match[1]) if match else None
 
 

@@ -6,6 +6,7 @@ an earlier one; what cannot be read is no answer rather than a guess.
 
 import csv
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -131,3 +132,19 @@ def test_a_gold_answer_that_is_no_integer_is_a_fault_of_the_data() -> None:
     with pytest.raises(ValueError, match="'x' is no integer"):
         boxed_integer({"answer": "x"}, ["x"])
     assert integer("") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1" * 5000, "0." + "0" * 5000, "The answer is" + "*" * 20_000, "Answer: " + " " * 20_000 + "x",
+        "A" + "*" * 20_000 + "x", "A" + " $" * 10_000 + "x", r"\boxed{" * 1000,
+    ],
+    ids=["digits", "zeros", "asterisks", "spaces", "a letter", "dollars", "boxes"],
+)  # fmt: skip
+def test_what_a_damaged_model_repeats_is_no_answer_at_once(text: str) -> None:
+    """Not a ValueError of int(), which takes 4,300 digits, and no minutes of backtracking."""
+    began = time.process_time()
+    assert integer(text) in (None, 0)
+    assert final_choice(text) == ""
+    assert time.process_time() - began < 1
