@@ -266,6 +266,10 @@ def test_tasks_lists_what_ships_and_a_recipes_own(tmp_path: Path) -> None:
     path.write_text(edited(evaluation__own_tasks=own))
     done = CliRunner().invoke(cli, ["tasks", "--recipe", str(path)])
     rows = {line.split()[0]: line.split()[1:] for line in done.output.splitlines()}
-    assert rows["sums"] == ["5", "100", "500", str(data)]
-    assert rows["gsm8k"][:3] == ["1,319", "1,024", f"{1319 * 1024:,}"]
+    assert rows["sums"] == ["5", "100", "500", "0.00", str(data)]
+    assert rows["gsm8k"][:4] == ["1,319", "1,024", f"{1319 * 1024:,}", "0.26"]
     assert set(known_tasks()) < rows.keys()
+    done = CliRunner().invoke(cli, ["tasks", "--rate", "100"])
+    rows = {line.split()[0]: line.split()[1:] for line in done.output.splitlines()}
+    assert rows["gsm8k"][3] == "3.75"
+    assert CliRunner().invoke(cli, ["tasks", "--rate", "0"]).exit_code == 2
