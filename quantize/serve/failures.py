@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from quantize.serve.unsupported import refusal
+from quantize.serve.unsupported import refusal, refused_part
 
 TYPES = {
     401: "authentication_error",
@@ -68,6 +68,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
             return RequestError(400, message, param=param, code="unsupported_parameter")
         message = f"{param}: this server knows no such parameter; GET /docs lists those it takes"
         return RequestError(400, message, param=param, code="unknown_parameter")
+    if first["type"] == "union_tag_invalid" and (part := refused_part(first["ctx"]["tag"])):
+        return RequestError(400, f"{param}: {part}", param=param, code="unsupported_content")
     if first["type"] == "value_error" and param is None:  # the message itself names the field
         return RequestError(400, reason, param=reason.partition(":")[0], code="invalid_value")
     if param is None:

@@ -43,6 +43,13 @@ REFUSED = {
     "prediction": "nothing is speculated; leave it out",
     "web_search_options": "this server fetches nothing; put what it should know into the prompt",
 }
+# parts of a message's content -> why not, and the way out
+PARTS = {
+    "video_url": "the model takes no video; send some of its frames as image_url",
+    "input_audio": "the model takes no audio; send what is said as text",
+    "audio_url": "the model takes no audio; send what is said as text",
+    "file": "files are not read; send their text, or pictures of their pages as image_url",
+}
 
 
 def message(name: str, why: str, instead: str) -> str:
@@ -54,6 +61,11 @@ def refusal(name: str) -> str | None:
     """Return the refusal of a parameter that is never ignored, or None for an unknown name."""
     why, _, instead = REFUSED.get(name, "").partition("; ")
     return message(name, why, instead) if why else None
+
+
+def refused_part(kind: Any) -> str | None:
+    """Return why a part of a message's content is refused, or None for an unknown type."""
+    return f"{kind}: not supported: {PARTS[kind]}" if kind in PARTS else None
 
 
 def asked(given: Mapping[str, Any]) -> list[str]:

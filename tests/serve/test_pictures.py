@@ -176,3 +176,24 @@ def test_a_request_of_the_size_limit_is_taken_and_a_larger_one_is_not() -> None:
         assert ask(server, [part(data_url(noise))]).choices[0].finish_reason
         body = {"messages": "x" * (8 << 20)}
         assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("kind", "way_out"),
+    [("video_url", "frames as image_url"), ("input_audio", "said as text"), ("file", "their text")],
+)
+def test_other_media_are_refused_by_name_with_a_way_out(
+    server: Running, kind: str, way_out: str
+) -> None:
+    """transformers' DiffusionGemma says that it supports neither video nor audio."""
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(server, [QUESTION, {"type": kind, kind: {"url": "data:video/mp4;base64,AAAA"}}])
+    assert error.value.code == "unsupported_content"
+    assert error.value.message.count(f"{kind}: not supported: ") == 1
+    assert way_out in error.value.message
+    assert error.value.param.startswith("messages.0.content")
+
+
+def test_an_unknown_part_is_refused_too(server: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="'telepathy'"):
+        ask(server, [{"type": "telepathy"}])

@@ -53,13 +53,14 @@ def _gpu(name: str, capability: Capability, gb: float, tb: float, bf16: float, e
     return Gpu(name, capability, gb * 1e9, Rates(tb * 1e12, bf16 * 1e12, eight * 1e12))
 
 
+# Where each figure was looked up: docs/runtime.md, What makers state.
 GPUS = {
     "a100": _gpu("A100", (8, 0), 80, 2.039, 312, 624),
     "rtx3090": _gpu("RTX 3090", (8, 6), 24, 0.936, 71, 284),
     "rtx4090": _gpu("RTX 4090", (8, 9), 24, 1.008, 165, 330),
     "h100": _gpu("H100", (9, 0), 80, 3.35, 989, 1979),
     "h200": _gpu("H200", (9, 0), 141, 4.8, 989, 1979),
-    "b200": _gpu("B200", (10, 0), 180, 7.7, 2250, 4500),
+    "b200": _gpu("B200", (10, 0), 180, 8.0, 2250, 4500),
     "rtx5090": _gpu("RTX 5090", (12, 0), 32, 1.792, 209, 419),
     # Its maker states 31 TFLOP/s in float32: products at the RTX 5090's ratio to that, FP8 as half.
     "spark": _gpu("DGX Spark", (12, 1), 128, 0.273, 62, 62),
