@@ -45,6 +45,8 @@ def of_results() -> Iterator[Check]:
     tokens = (*TESTS, "-s", "tests/runtime/test_fused_gpu.py", "-k", "another_target or one_token")
     yield Check("tokens of another target, one token a pass", 240, tokens)
     yield Check("a form and log-probabilities", 120, (*TESTS, "tests/serve/test_serve_gpu.py"))
+    many = (PYTHON, "tests/benchmarks/temperature.py", "--problems", "400")
+    yield Check("temperature", 240, many)
     documented = (*TESTS, "--durations=0", "tests/test_docs_gpu.py", "-k", "not README.md:161")
     yield Check("documented commands", 280, documented)
 
