@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def started(
-    recipe_name: str,
+    recipe: str | Recipe,
     model: str | None,
     out: Path,
     *,
@@ -65,7 +65,8 @@ def started(
 ) -> Generator[Run]:
     """Resolve recipe and model, name the run folder, show the plan; lock the run for the block.
 
-    `gpu_memory` and `scoring` are those of `Run`.
+    A recipe that is named is adapted to the bundled model and to `limit`; one that is given is taken as
+    it is. `gpu_memory` and `scoring` are those of `Run`.
 
     Raises:
         InputError: the run exists and `resume` is off, recipe or model are wrong, no folder can be made
@@ -78,7 +79,8 @@ def started(
             "`quantize run` is one process; torchrun is for `quantize calibrate RUN`, `quantize "
             "fidelity RUN` and `quantize evaluate RUN`"
         )
-    recipe = _resolved(recipe_name, model, limit)
+    if isinstance(recipe, str):
+        recipe = _resolved(recipe, model, limit)
     source = Checkpoint.open(resolve(model, revision))
     if source.is_quantized:
         raise InputError(f"{source.folder}: already quantized; name the BF16 model")

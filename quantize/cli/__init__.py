@@ -22,6 +22,7 @@ from quantize.stage import STAGES
 
 COMMANDS = (
     "run",
+    "rehearse",
     *(stage.name for stage in STAGES),
     "judge",
     "compare",
