@@ -22,7 +22,7 @@ from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.checkpoints.targets import plan_targets
 from quantize.recipe import load_recipe
 from quantize.runtime import Sampler
-from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.engine import FusedEngine, _denoising
 from quantize.runtime.fused.inputs import DENSE, EXPERTS, Inputs
 from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import load_packed
@@ -151,28 +151,33 @@ def test_replay_equals_eager(artifact: tuple[str, Path]) -> None:
 
 
 def test_replay_equals_eager_with_rounded_inputs(artifact: tuple[str, Path]) -> None:
-    """W4A4 by rounded rows, a scale a layer and a scale an expert: captured and kernel by kernel."""
+    """W4A4 by rounded rows, a scale a layer and a scale an expert: captured and kernel by kernel.
+
+    A calm model's argmax hardly moves, so soft embeddings are compared.
+    """
     if artifact[0] != "nvfp4a16":
         pytest.skip("rounded rows are multiplied with NVFP4 weights")
     weights = load_packed(artifact[1], "cuda")
-    one, each = torch.full((1,), 300.0, device="cuda"), torch.linspace(200, 400, 128, device="cuda")
-    plain: list[object] = []
+    one, each = torch.full((1,), 300.0, device="cuda"), torch.linspace(20, 400, 128, device="cuda")
+    seen: list[torch.Tensor] = []
     for experts in (None, one, each):
         inputs = None
         if experts is not None:
             scales = dict.fromkeys(DENSE, one) | dict.fromkeys(EXPERTS, experts)
             inputs = Inputs(weights.config.text_config, [scales] * 6, bf16=False)
-        results: list[list[object]] = []
+        softs: list[torch.Tensor] = []
         for graphs in (True, False):
             engine = FusedEngine(
                 weights, capacity=4, max_context=4096, graphs=graphs, inputs=inputs
             )
             for slot, n in enumerate(CONTEXTS):
                 engine.admit(slot, tokens(n, seed=n).tolist(), slot, SAMPLER)
-            results.append([engine.denoise(range(4)) for _ in range(2)])
-        assert results[0] == results[1]
-        assert results[0] not in plain  # rounding changes something
-        plain.append(results[0])
+            engine.denoise(range(4))
+            step, _ = engine._steps.get(4, _denoising(SAMPLER))
+            softs.append(step._signal.float())
+        assert torch.equal(*softs)
+        assert all(error(softs[0], other) > 1e-3 for other in seen)
+        seen.append(softs[0])
 
 
 def test_alone_and_in_a_batch(artifact: tuple[str, Path]) -> None:
