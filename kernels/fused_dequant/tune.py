@@ -109,9 +109,9 @@ def _compile(job: tuple[Product, Config]) -> str | None:
     return None
 
 
-def compile_all(jobs: list[tuple[Product, Config]]) -> None:
-    """Fill Triton's cache with one worker a core."""
-    with multiprocessing.get_context("spawn").Pool() as pool:
+def compile_all(jobs: list[tuple[Product, Config]], workers: int | None = None) -> None:
+    """Fill Triton's cache with so many workers, or one a core."""
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for failure in pool.imap_unordered(_compile, distinct(jobs), chunksize=4):
             if failure:
                 _log.info("did not compile: %s", failure[:300])

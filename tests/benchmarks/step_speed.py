@@ -65,6 +65,7 @@ CONTEXT, STEPS = 1024, 16
 SAMPLER = replace(Sampler(), max_denoising_steps=STEPS, confidence_threshold=NEVER)
 ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 PARITY = "one_pass or step_by_step or replay or batch or early"
+WORKERS = min(16, os.cpu_count() or 1)  # that compile
 COMMANDS = ("rows", "compile", "candidates", "bundled", "small")
 TUNED = (  # what no table holds yet, what serves most first
     r"(experts/(fp8|nvfp4_fragments)|linear/fp8)/.* M=(512|2048|8192)$|linear/fp8/9216",
@@ -93,9 +94,9 @@ def compile_launches(job: tuple[str, int]) -> str:
 
 
 def compile_all() -> None:
-    """Fill Triton's cache with one worker a core."""
+    """Fill Triton's cache."""
     jobs = [(scheme, rows) for rows in ROWS for scheme in ("nvfp4_fragments", "fp8", "bf16")]
-    with multiprocessing.get_context("spawn").Pool() as pool:
+    with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
         print(json.dumps(Counter(pool.imap_unordered(compile_launches, jobs))), flush=True)
 
 
@@ -106,7 +107,9 @@ def compile_candidates() -> None:
     found = list(candidates.products((9, 0)))
     for only in TUNED:
         chosen = [p for p in found if re.search(only, f"{p.key} M={p.M}")]
-        tune.compile_all([(p, c) for p in chosen for c in candidates.candidates(p, (9, 0))])
+        tune.compile_all(
+            [(p, c) for p in chosen for c in candidates.candidates(p, (9, 0))], WORKERS
+        )
 
 
 def measured(engine: FusedEngine, prompts: list[list[int]], canvases: int) -> dict[str, Any]:
