@@ -156,10 +156,10 @@ def bench(
         experts_hit=hit,
         rates=rates,
     )
-    own = samplers.pop(ADAPTIVE, None)
-    for batch in batches if own is not None else ():
-        say(f"batch {batch}, adaptive steps")
-        result.adaptive.extend(adaptive_rows(engine, prompts[:batch], own, stops))
+    if (own := samplers.pop(ADAPTIVE, None)) is not None:
+        for batch in batches:
+            say(f"batch {batch}, adaptive steps")
+            result.adaptive.extend(adaptive_rows(engine, prompts[:batch], own, stops))
     for row in _rows(engine, prompts, rates, samplers, batches, canvases, autoregressive):
         result.rows.append(_priced(row, hourly_price))
     return replace(result, peak_bytes=torch.cuda.max_memory_allocated())

@@ -261,7 +261,8 @@ class Step:
         """Take one step up to its report, kernel by kernel; encode what was committed with it."""
         state, more = self.state, None
         if committed:
-            more = (self._committed[:committed], *self._places[:, :committed].unbind())
+            slots, starts = self._places[:, :committed]
+            more = self._committed[:committed], slots, starts
         h = self._model.decode(state.canvas, self._rows, self._signal, more)
         if self._last is not None:
             live = ~state.finished & (state.step <= len(self._schedule))
