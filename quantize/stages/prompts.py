@@ -74,7 +74,10 @@ def read_chats(name: str, seed: int) -> Iterator[list[Message]]:
     else:
         rows = _read_hub(name)
     for number, row in enumerate(rows, start=1):
-        messages = chat_of(row)
+        try:
+            messages = chat_of(row)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise InputError(f"{name}: row {number} is no chat of texts ({error!r})") from error
         if messages is None:
             raise InputError(
                 f"{name}: row {number} has neither `messages` with a user message nor one of "
@@ -84,16 +87,26 @@ def read_chats(name: str, seed: int) -> Iterator[list[Message]]:
 
 
 def chat_of(row: Mapping[str, Any]) -> list[Message] | None:
-    """Return a row's chat up to its last user message, or None when it holds none."""
+    """Return a row's chat up to its last user message, or None when it holds none.
+
+    Raises:
+        TypeError, KeyError, AttributeError: the row is no object, or its chat not one of texts.
+    """
     messages = row.get("messages")
     if isinstance(messages, list):
-        turns = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+        turns = [{"role": _text(m["role"]), "content": _text(m["content"])} for m in messages]
         last = max((i for i, m in enumerate(turns) if m["role"] == "user"), default=None)
         return None if last is None else [*turns[: last + 1]]
     for field in QUESTION_FIELDS:
         if isinstance(row.get(field), str):
             return [{"role": "user", "content": row[field]}]
     return None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):  # parts of a message with pictures, or the None of a tool call
+        raise TypeError(f"{str(value)[:60]} is not text")
+    return value
 
 
 def _read_jsonl(path: Path, seed: int) -> list[Mapping[str, Any]]:

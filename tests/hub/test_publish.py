@@ -363,6 +363,10 @@ def test_an_unverified_or_another_checkpoint_is_refused(
     write_scoring(run.evaluation / "quantized", scoring)
     rejudge(run)
     assert "another checkpoint was scored" in push("--no-gate").error
+    scoring.made_with["model"].pop("weights")
+    write_scoring(run.evaluation / "quantized", scoring)
+    rejudge(run)
+    assert "'made_with.model.weights' is missing there" in push("--no-gate").error
     write_checkpoint(run.checkpoint, 3, seed=1)
     bless(run)
     done = push("--no-gate")

@@ -351,6 +351,20 @@ def test_a_chat_may_hold_any_end_of_a_line(source: Path, tmp_path: Path) -> None
         ("broken.jsonl", "{", InputError, "broken.jsonl"),
         ("fields.jsonl", '{"text": "w5"}', InputError, "row 1 has neither"),
         ("few.jsonl", '{"question": "w5"}', InputError, "1 usable prompts"),
+        ("list.jsonl", '["w5"]', InputError, "list.jsonl: row 1 is no chat"),
+        ("turns.jsonl", '{"messages": ["w5"]}', InputError, "row 1 is no chat of texts"),
+        (
+            "role.jsonl",
+            '{"messages": [{"content": "w5"}]}',
+            InputError,
+            "row 1 is no chat of texts",
+        ),
+        (
+            "parts.jsonl",
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            InputError,
+            "'image'}] is not text",
+        ),
         ("nobody/unreachable", None, ResourceError, "nobody/unreachable"),
     ],
 )
