@@ -66,20 +66,13 @@ class Release:
 def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Release:
     """Check that a run may be released, hash its files and write its card (not to disk).
 
-    `base` finds the Hub id of the BF16 model in place of `find_base`.
+    Its stages are all fresh: `pipeline.push` has seen to that. `base` finds the BF16 model's Hub id
+    in place of `find_base`.
 
     Raises:
-        InputError: a stage is missing, or the checkpoint changed since. GateError: verification or
-            the gate failed. UndecidedError: the verdict is neither PASS nor FAIL.
+        InputError: the checkpoint is not the one that was verified and scored. GateError: verification
+            or the gate failed. UndecidedError: the verdict is neither PASS nor FAIL.
     """
-    for path, stage in (
-        (run.manifest_json, "run"),
-        (run.checkpoint, "convert"),
-        (run.verification_json, "verify"),
-        (run.report_json, "report"),
-    ):
-        if not path.exists():
-            raise InputError(f"{path}: missing; run `quantize {stage}` first")
     recipe = read_recipe(run.recipe_yaml)
     _check_artifact(run)
     override = _check_verdict(run, request)

@@ -422,6 +422,21 @@ def test_the_base_model_is_named_when_the_hub_lists_its_files(
     assert ("no base model is named" in done.err) == (other is not None)
 
 
+def test_a_base_model_in_a_folder_is_compared_with_main_of_the_recipes_id(
+    hub: FakeHub, run: RunDir, push: Any
+) -> None:
+    hub.create(BASE)
+    for name, content in base_files().items():
+        hub.put(BASE, "main", name, content)
+    change(
+        run.manifest_json, lambda m: m["source"].update(model=m["source"]["folder"], commit=None)
+    )
+    rejudge(run)
+    done = push("--to", "main")
+    assert done.code == 0, done.err
+    assert f"base_model: {BASE}" in (remote_files(hub)["README.md"] or b"").decode()
+
+
 def test_bad_requests_are_usage(hub: FakeHub, push: Any) -> None:
     assert "pull request is no release" in push("--tag", "v1").error
     assert push("--to", "refs/pr/3").code == 2
