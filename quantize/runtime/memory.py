@@ -7,6 +7,7 @@
     vocabulary   bf16 logits and probabilities of every row, partial soft embeddings
     activations  tensors of one pass' rows
     comparison   float32 logits of one canvas, where models are compared
+    beside       what a stage holds beside the models: GPTQ's Hessians and factors
     CUDA         the context, compiled kernels, what the allocator cannot use
 
 A batch is part of a result's conditions, so layers leave the GPU first; the batch is halved only where
@@ -74,6 +75,7 @@ class Need:
         context: positions a sample takes, prompt and answer.
         compares: whether logits of the models are compared.
         caches: engines, each with keys and values of its own; several may share a model.
+        beside: bytes that the stage itself holds.
     """
 
     stage: str
@@ -82,6 +84,7 @@ class Need:
     context: int
     compares: bool = False
     caches: int = 1
+    beside: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -227,6 +230,8 @@ def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
     }
     if need.compares:
         parts["comparison"] = 4 * FLOAT_PASSES * L * V
+    if need.beside:
+        parts["beside"] = need.beside
     return {name: float(value) for name, value in parts.items()}
 
 

@@ -20,6 +20,10 @@ from quantize.units import size
 
 BUDGETS_GB = (24, 32, 48, 80, 96, 141)
 REPLAYED = 16  # trajectories at once
+HESSIAN_BYTES = 4 << 30  # GPTQ's Hessians held at a time on a CPU; on a GPU the least
+ROUNDING_BYTES = (
+    12e9  # GPU bytes of GPTQ's factors, a layer's mean Hessians twice, a weight, its codes
+)
 # Tokens of the longest answer of a task, as its harness allows.
 ANSWER_TOKENS = {
     "aime25": 32_768, "aime25_thinking": 32_768, "gpqa_diamond": 16_384,
@@ -35,7 +39,7 @@ def needs(
     tensors: Mapping[str, TensorInfo],
     targets: Sequence[Target],
 ) -> list[Need]:
-    """Return the needs of calibrate, fidelity and evaluate, in that order."""
+    """Return the needs of those of calibrate, round, fidelity and evaluate that the recipe has."""
     bf16 = Stack.of("BF16", {name: info.nbytes for name, info in tensors.items()}, quantized=False)
     sizes = {target.name: target.bytes_after for target in targets}
     quantized = Stack.of(recipe.name, sizes, quantized=True)
@@ -45,6 +49,10 @@ def needs(
     if recipe.needs_calibration and (settings := recipe.calibration):
         replayed = MAX_PROMPT_TOKENS + settings.canvases * canvas
         found.append(Need("calibrate", (bf16,), settings.batch_size, replayed))
+    if recipe.quantization.rounding == "gptq" and (settings := recipe.calibration):
+        length = MAX_PROMPT_TOKENS + settings.canvases * canvas
+        hessians = HESSIAN_BYTES + ROUNDING_BYTES
+        found.append(Need("round", (bf16,), settings.batch_size, length, beside=hessians))
     found.append(Need("fidelity", (bf16, quantized), REPLAYED, replayed, True, 3))
     longest = max(
         ANSWER_TOKENS.get(task, max(ANSWER_TOKENS.values())) for task in recipe.evaluation.tasks

@@ -6,7 +6,7 @@
 The loop is that of calibrate, with its prompts and seeds: encoder passes and every denoising step are
 seen, each token counting alike. Hessians of a layer of the 26B model take 4.5 GB, so as many layers as
 memory holds are collected in one run of the loop, and the next run takes the next ones: on a GPU what
-the model leaves, on a CPU `BUDGET` bytes. Which layers are collected together changes no sum.
+the model leaves, on a CPU `HESSIAN_BYTES`. Which layers are collected together changes no sum.
 
 A layer's file is written aside and renamed, so a run that was killed goes on behind the last finished
 layer, with the same bytes. An expert's Hessian of few tokens is drawn to its layer's mean
@@ -42,11 +42,10 @@ from quantize.runtime.opening import open, placed
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Prompt, context_of, record_all
 from quantize.schemes import Scheme
+from quantize.stages.needs import HESSIAN_BYTES, ROUNDING_BYTES
 from quantize.stages.prompts import load_prompts
 
-BUDGET = 4 << 30  # bytes of Hessians held at a time on a CPU; on a GPU the least
 EXPERTS_AT_ONCE = 16  # of the 26B model, whose 16 float64 Hessians and factors take 4 GB
-ROUNDING_BYTES = 12e9  # GPU bytes for those, a layer's mean Hessians twice, a weight, its codes
 IDENTITY, SUMMARY = "identity.json", "rounding.json"
 
 
@@ -274,7 +273,7 @@ class _Loop:
         room: dict[str, Any] = {"device": self._device, "max_context": context}
         if self._device == "cpu" or self._memory is None:
             return open(folder, capacity=settings.batch_size, **room)
-        left = self._memory - BUDGET - ROUNDING_BYTES
+        left = self._memory - HESSIAN_BYTES - ROUNDING_BYTES
         capacity, (resident,) = placed(
             [folder], capacity=settings.batch_size, gpu_memory=left, **room
         )
@@ -284,10 +283,10 @@ class _Loop:
     def room(self) -> int:
         """Return the bytes of Hessians that fit beside the model."""
         if self._device == "cpu" or self._memory is None:
-            return BUDGET
+            return HESSIAN_BYTES
         _ = self._engine  # it is loaded now, so that what it leaves is known
         used = torch.cuda.memory_allocated(self._device)
-        return max(BUDGET, int(self._memory - CONTEXT_BYTES - used - ROUNDING_BYTES))
+        return max(HESSIAN_BYTES, int(self._memory - CONTEXT_BYTES - used - ROUNDING_BYTES))
 
     def hessians_of(self, units: Sequence[Unit]) -> Hessians:
         """Run the loop and return the Hessians of the units' inputs."""

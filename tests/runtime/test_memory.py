@@ -1,5 +1,6 @@
 """What fits a GPU is known before anything is loaded: plans within budgets, sizes as allocated."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,13 @@ from quantize.runtime.memory import (
     least_bytes,
     plan,
 )
-from quantize.stages.needs import BUDGETS_GB, memory_table, needs
+from quantize.stages.needs import (
+    BUDGETS_GB,
+    HESSIAN_BYTES,
+    ROUNDING_BYTES,
+    memory_table,
+    needs,
+)
 from quantize.stages.plan import tensors_from_config
 from quantize.units import size
 
@@ -33,6 +40,25 @@ def real_needs(name: str) -> dict[str, Need]:
     recipe, tensors = load_recipe(name), tensors_from_config(REAL)
     targets = plan_targets(tensors, recipe.quantization)
     return {need.stage: need for need in needs(recipe, REAL, tensors, targets)}
+
+
+def test_gptq_plans_its_hessians_beside_the_model() -> None:
+    """A recipe without it has no such stage; one with it fails at plan time where they do not fit."""
+    recipe, tensors = load_recipe("nvfp4"), tensors_from_config(REAL)
+    assert "round" not in real_needs("nvfp4")
+    quantization = recipe.quantization.model_copy(update={"rounding": "gptq"})
+    recipe = recipe.model_copy(update={"quantization": quantization})
+    found = needs(recipe, REAL, tensors, plan_targets(tensors, quantization))
+    assert [need.stage for need in found[:3]] == ["calibrate", "round", "fidelity"]
+    need = found[1]
+    assert need.beside == HESSIAN_BYTES + ROUNDING_BYTES
+    for gb in (32e9, 80e9):  # as `round_weights` places the model in what those leave
+        alone = plan(replace(need, beside=0.0), REAL, gb - need.beside)
+        both = plan(need, REAL, gb)
+        assert (both.resident, both.batch) == (alone.resident, alone.batch)
+        assert both.total == pytest.approx(alone.total + need.beside)
+    with pytest.raises(ResourceError, match=r"round: there are 20\.0 GB"):
+        plan(need, REAL, 20e9)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_dynamic"])

@@ -204,10 +204,10 @@ def test_hessians_take_what_the_model_leaves_of_a_gpu(
     settings = recipe_of(source).calibration
     assert settings is not None
     loop = stage._Loop(source, settings, "cpu", None)
-    assert loop.room() == stage.BUDGET
+    assert loop.room() == stage.HESSIAN_BYTES
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda _: 60e9)
     monkeypatch.setattr(stage._Loop, "_engine", None)
     loop._device, loop._memory = "cuda", 141e9
     assert loop.room() == int(141e9 - 60e9 - stage.CONTEXT_BYTES - stage.ROUNDING_BYTES)
     loop._memory = 24e9
-    assert loop.room() == stage.BUDGET
+    assert loop.room() == stage.HESSIAN_BYTES
