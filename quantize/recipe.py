@@ -103,7 +103,7 @@ class Calibration(Section):
     `datasets` are `bundled`, the path of a jsonl of chats, or names of Hub data sets. `prompts` of
     them are answered with `canvases` canvases each, `batch_size` at a time. `thinking` is the share of
     prompts with the thinking channel on. An expert with fewer than `min_tokens_per_expert` routed
-    tokens takes its layer's maximum.
+    tokens takes its layer's maximum. Chats of more than `max_prompt_tokens` are skipped.
     """
 
     datasets: list[str] = Field(min_length=1)
@@ -113,6 +113,7 @@ class Calibration(Section):
     seed: int = Field(default=0, ge=0, lt=1 << 31)  # a prompt's own is (seed << 32) + its index
     batch_size: int = Field(default=16, gt=0)
     min_tokens_per_expert: int = Field(default=64, gt=0)
+    max_prompt_tokens: int = Field(default=2048, gt=0)
 
 
 class Verification(Section):

@@ -12,6 +12,7 @@ from quantize.reports.render import (
     OTHER_INTERVAL,
     fidelity_rows,
     interval_text,
+    kind_lines,
     looks_lines,
     scored_with,
     steps_text,
@@ -148,7 +149,8 @@ def _coverage_section(coverage: dict[str, Any] | None) -> list[str]:
 def _fidelity_section(fidelity: dict[str, Any] | None) -> list[str]:
     if fidelity is None:
         return []
-    return ["## Fidelity on replayed trajectories", _fidelity_table(fidelity)]
+    table = _fidelity_table(fidelity)
+    return ["## Fidelity on replayed trajectories", table, *kind_lines(fidelity)]
 
 
 def _fidelity_table(fidelity: dict[str, Any]) -> str:

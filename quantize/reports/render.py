@@ -68,6 +68,7 @@ def html(content: dict[str, Any]) -> str:
         steps_text=steps_text,
         fidelity_columns=FIDELITY,
         fidelity_rows=fidelity_rows(content["fidelity"]) if content["fidelity"] else [],
+        kind_lines=kind_lines(content["fidelity"]) if content["fidelity"] else [],
     )
 
 
@@ -137,6 +138,22 @@ def fidelity_rows(fidelity: dict[str, Any]) -> list[tuple[str, dict[str, Any], s
     rows = [(m, r, str(limits.get(m, "-"))) for m, r in fidelity["activations"].items()]
     own = fidelity["own_conditioning"]
     return [*rows, (f"{own['activations']}, own self-conditioning", own, "-")]
+
+
+def kind_lines(fidelity: dict[str, Any]) -> list[str]:
+    """Return a sentence a replay: its KL by kind of prompt, where there are several kinds."""
+    lines: list[str] = []
+    for name, result, _ in fidelity_rows(fidelity):
+        kinds = result.get("by_kind", [])
+        each = [
+            f"{k['kind']} {k['kl_nats']['mean']:.4f} "
+            f"[{k['kl_nats']['interval'][0]:.4f}, {k['kl_nats']['interval'][1]:.4f}] "
+            f"({k['trajectories']} trajectories)"
+            for k in kinds
+        ]
+        if len(kinds) > 1:
+            lines.append(f"{name}, KL by kind of prompt: {'; '.join(each)}.")
+    return lines
 
 
 def interval_text(interval: dict[str, Any], spec: str) -> str:

@@ -5,13 +5,14 @@ was committed. With the sampler's settings that is all a teacher-forced replay n
 self-conditioning are recomputed. On disk, in one folder:
 
     trajectories.safetensors   <index>.prompt [n], <index>.steps [all steps, L], <index>.committed
-                               [canvases, L]; int32
+                               [canvases, L]; int32; of a prompt with pictures also <index>.pixels
+                               and <index>.positions, as `Images` has them
     trajectories.json          sampler settings; per trajectory seed, thinking, held_out and
                                steps_per_canvas
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from quantize.recipe import Calibration
 from quantize.run_dir import read_json, write_json
 from quantize.runtime.batch import OnStep, ended, generate
 from quantize.runtime.engine import Engine
+from quantize.runtime.images import Images
 from quantize.runtime.sampler import Sampler, StepRecord
 
 TENSORS, INDEX = "trajectories.safetensors", "trajectories.json"
@@ -34,10 +36,17 @@ TENSORS, INDEX = "trajectories.safetensors", "trajectories.json"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: token ids, and whether its template opened the thinking channel."""
+    """One prompt: token ids, whether its template opened the thinking channel, and its pictures."""
 
     ids: tuple[int, ...]
     thinking: bool
+    images: Images | None = field(default=None, compare=False)
+
+    def kind(self, window: int) -> str:
+        """Return `pictures`, `past the window` of so many positions, or `text`."""
+        if self.images is not None:
+            return "pictures"
+        return "past the window" if len(self.ids) > window else "text"
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,7 @@ def record(
         max_new_tokens=canvases * engine.canvas_length,
         sampler=sampler,
         on_step=remember,
+        images=[prompt.images for prompt in prompts],
     )
     return [
         Trajectory(
@@ -163,6 +173,9 @@ def save_trajectories(folder: Path, trajectories: Sequence[Trajectory], sampler:
         tensors[f"{index:05}.prompt"] = torch.tensor(item.prompt.ids, dtype=torch.int32)
         tensors[f"{index:05}.steps"] = torch.cat(item.steps).int()
         tensors[f"{index:05}.committed"] = item.committed.int()
+        if item.prompt.images is not None:
+            tensors[f"{index:05}.pixels"] = item.prompt.images.pixels
+            tensors[f"{index:05}.positions"] = item.prompt.images.positions
         entries.append(
             {
                 "seed": item.seed,
@@ -187,9 +200,14 @@ def load_trajectories(folder: Path) -> tuple[list[Trajectory], Sampler]:
     index = read_json(folder / INDEX)
     tensors = load_file(folder / TENSORS)
     settings = index["sampler"] | {"eos_token_ids": tuple(index["sampler"]["eos_token_ids"])}
+
+    def images_of(i: int) -> Images | None:
+        pixels = tensors.get(f"{i:05}.pixels")
+        return None if pixels is None else Images(pixels, tensors[f"{i:05}.positions"])
+
     trajectories = [
         Trajectory(
-            Prompt(tuple(tensors[f"{i:05}.prompt"].tolist()), entry["thinking"]),
+            Prompt(tuple(tensors[f"{i:05}.prompt"].tolist()), entry["thinking"], images_of(i)),
             entry["seed"],
             entry["held_out"],
             tensors[f"{i:05}.steps"].long().split(entry["steps_per_canvas"]),

@@ -19,6 +19,8 @@ where two experts swapped leave 0.92 and two rows of a router swapped 0.90.
 A second replay, of the gated mode alone, lets the quantized model condition itself on its own logits:
 errors then add up over the steps of a canvas, as they do while serving.
 
+KL stands by kind of prompt too: text, past the sliding window, with pictures.
+
 Intervals: percentile bootstrap over trajectories (positions and steps of one sample are not
 independent), fixed seed. The gate: a mean KL above the recipe's `gate.max_kl_nats` of its mode, or a
 Linear that is not what BF16's rounded would be, is a fault, and ends a run before anything is scored.
@@ -32,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantize.checkpoints.reader import Checkpoint
 from quantize.processes import Processes, joined
 from quantize.recipe import ActivationMode, Calibration
 from quantize.run_dir import write_json
@@ -96,7 +99,9 @@ def fidelity(
         )
     if processes.rank > 0:
         return
-    results = {mode: summarize(each) for mode, each in zip(modes, replayed, strict=True)}
+    window: int = Checkpoint.open(source).config["text_config"]["sliding_window"]
+    kinds = [trajectory.prompt.kind(window) for trajectory in trajectories]
+    results = {mode: summarize(each, kinds) for mode, each in zip(modes, replayed, strict=True)}
     linears, linear_faults = check_linears(models["bf16"], source, checkpoint, trajectories[:BATCH])
     content = {
         "trajectories": len(trajectories),
@@ -104,7 +109,7 @@ def fidelity(
         "faults": [*find_faults(results, limits), *linear_faults],
         "linears": linears,
         "activations": results,
-        "own_conditioning": {"activations": activations} | summarize(own),
+        "own_conditioning": {"activations": activations} | summarize(own, kinds),
     }
     write_json(out, content)
 
@@ -167,8 +172,13 @@ def held_out_trajectories(
     ), sampler
 
 
-def summarize(distances: Sequence[StepDistance]) -> dict[str, Any]:
-    """Return what fidelity.json holds for one replay: means with intervals, by step, by entropy."""
+def summarize(
+    distances: Sequence[StepDistance], kinds: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Return what fidelity.json holds for one replay: means with intervals, by step, by entropy.
+
+    With the kind of every trajectory's prompt also by kind.
+    """
     kl = torch.cat([d.kl for d in distances])
     agrees = torch.cat([d.agrees for d in distances]).double()
     entropy = torch.cat([d.entropy for d in distances])
@@ -204,6 +214,15 @@ def summarize(distances: Sequence[StepDistance]) -> dict[str, Any]:
             for low, high in pairwise(ENTROPY_BINS)
             for inside in [(entropy >= low) & (entropy < high)]
             if inside.any()
+        ],
+        "by_kind": [
+            {
+                "kind": kind,
+                "trajectories": kinds.count(kind),
+                "kl_nats": _with_interval(here, lambda d: d.kl.mean().item()),
+            }
+            for kind in sorted(set(kinds or ()))
+            for here in [[d for d in distances if kinds and kinds[d.trajectory] == kind]]
         ],
     }
 

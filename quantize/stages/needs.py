@@ -15,7 +15,6 @@ from quantize.checkpoints.targets import Target
 from quantize.errors import ResourceError
 from quantize.recipe import AT_ONCE, Recipe
 from quantize.runtime.memory import Need, Plan, Stack, least_bytes, plan
-from quantize.stages.prompts import MAX_PROMPT_TOKENS
 from quantize.units import size
 
 BUDGETS_GB = (24, 32, 48, 80, 96, 141)
@@ -31,6 +30,7 @@ ANSWER_TOKENS = {
     "svamp_thinking": 4096, "word_problems": 128, "word_problems_thinking": 128,
 }  # fmt: skip
 QUESTION_TOKENS = 1024
+FRESH_TOKENS = 2048  # of a prompt that is recorded for the replay where nothing was calibrated
 
 
 def needs(
@@ -45,9 +45,9 @@ def needs(
     quantized = Stack.of(recipe.name, sizes, quantized=True)
     canvas = config["canvas_length"]
     found: list[Need] = []
-    replayed = MAX_PROMPT_TOKENS + 2 * canvas
+    replayed = FRESH_TOKENS + 2 * canvas
     if recipe.needs_calibration and (settings := recipe.calibration):
-        replayed = MAX_PROMPT_TOKENS + settings.canvases * canvas
+        replayed = settings.max_prompt_tokens + settings.canvases * canvas
         found.append(Need("calibrate", (bf16,), settings.batch_size, replayed))
     if recipe.quantization.rounding == "gptq" and (settings := recipe.calibration):
         length = MAX_PROMPT_TOKENS + settings.canvases * canvas

@@ -1,6 +1,8 @@
 """Loads calibration prompts: bundled word problems, a local jsonl of chats, or Hub datasets.
 
-A row becomes a chat that ends with its last user message, so that the model answers it. Rows are
+A row becomes a chat that ends with its last user message, so that the model answers it. Chats of a
+local file may show pictures: {"type": "image", "path": "a.png"} among the parts of a message, the path
+relative to the file. Rows are
 drawn in turn from the recipe's datasets; the thinking channel is on for the recipe's share of them,
 spread evenly. The same recipe gives the same prompts: local files are shuffled by the recipe's seed,
 Hub datasets are read from their first row on.
@@ -13,14 +15,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.recipe import Calibration
 from quantize.runtime.chat import Message, encode_chat, load_tokenizer
+from quantize.runtime.images import open_picture, place, prepare
 from quantize.runtime.trajectory import Prompt
 
 BUNDLED = "bundled"
 QUESTION_FIELDS = ("question", "problem", "prompt", "instruction")
-MAX_PROMPT_TOKENS = 2048  # longer chats are skipped, to keep calibration cheap
 
 
 def load_prompts(checkpoint: Path, calibration: Calibration, count: int) -> list[Prompt]:
@@ -35,15 +38,28 @@ def load_prompts(checkpoint: Path, calibration: Calibration, count: int) -> list
     prompts: list[Prompt] = []
     for messages in _take_turns(chats):
         thinking = _thinks(len(prompts), calibration.thinking)
-        ids = encode_chat(tokenizer, messages, thinking=thinking)
-        if len(ids) <= MAX_PROMPT_TOKENS:
-            prompts.append(Prompt(tuple(ids), thinking))
+        ids, images = encode_chat(tokenizer, messages, thinking=thinking), None
+        if paths := _pictures(messages):
+            from quantize.runtime.fused.weights import model_config
+
+            config = model_config(Checkpoint.open(checkpoint).config)
+            images, counts = prepare([open_picture(path) for path in paths], config)
+            ids = place(ids, counts, config)
+        if len(ids) <= calibration.max_prompt_tokens:
+            prompts.append(Prompt(tuple(ids), thinking, images))
         if len(prompts) == count:
             return prompts
     raise InputError(
         f"calibration: {', '.join(calibration.datasets)} hold {len(prompts)} usable prompts and "
         f"{count} are needed; name a larger dataset or lower `prompts`"
     )
+
+
+def _pictures(messages: list[Message]) -> list[Path]:
+    """Return the pictures that a chat shows, in their order."""
+    contents = (message["content"] for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [Path(part["path"]) for part in parts if part["type"] == "image"]
 
 
 def _thinks(index: int, share: float) -> bool:
@@ -75,7 +91,7 @@ def read_chats(name: str, seed: int) -> Iterator[list[Message]]:
         rows = _read_hub(name)
     for number, row in enumerate(rows, start=1):
         try:
-            messages = chat_of(row)
+            messages = chat_of(row, Path(name).parent if name.endswith(".jsonl") else None)
         except (TypeError, KeyError, AttributeError) as error:
             raise InputError(f"{name}: row {number} is no chat of texts ({error!r})") from error
         if messages is None:
@@ -86,15 +102,20 @@ def read_chats(name: str, seed: int) -> Iterator[list[Message]]:
         yield messages
 
 
-def chat_of(row: Mapping[str, Any]) -> list[Message] | None:
+def chat_of(row: Mapping[str, Any], folder: Path | None = None) -> list[Message] | None:
     """Return a row's chat up to its last user message, or None when it holds none.
 
+    Pictures are looked up in `folder`; without one a row may show none.
+
     Raises:
-        TypeError, KeyError, AttributeError: the row is no object, or its chat not one of texts.
+        TypeError, KeyError, AttributeError: the row is no object, or its chat not one of texts and
+            pictures.
     """
     messages = row.get("messages")
     if isinstance(messages, list):
-        turns = [{"role": _text(m["role"]), "content": _text(m["content"])} for m in messages]
+        turns = [
+            {"role": _text(m["role"]), "content": _content(m["content"], folder)} for m in messages
+        ]
         last = max((i for i, m in enumerate(turns) if m["role"] == "user"), default=None)
         return None if last is None else [*turns[: last + 1]]
     for field in QUESTION_FIELDS:
@@ -104,9 +125,28 @@ def chat_of(row: Mapping[str, Any]) -> list[Message] | None:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str):  # parts of a message with pictures, or the None of a tool call
+    if not isinstance(value, str):  # such as the None of a tool call
         raise TypeError(f"{str(value)[:60]} is not text")
     return value
+
+
+def _content(content: Any, folder: Path | None) -> str | list[dict[str, str]]:
+    """Return a message's text, or its parts where it has some."""
+    if not isinstance(content, list) or folder is None:
+        return _text(content)
+    parts: list[dict[str, str]] = []
+    for part in content:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                parts.append({"type": "text", "text": text})
+            case {"type": "image", "path": str(path)}:
+                parts.append({"type": "image", "path": str(folder / path)})
+            case _:
+                raise TypeError(
+                    f'{json.dumps(part)[:60]} is neither {{"type": "text", "text": ...}} nor '
+                    f'{{"type": "image", "path": ...}}'
+                )
+    return parts
 
 
 def _read_jsonl(path: Path, seed: int) -> list[Mapping[str, Any]]:

@@ -102,7 +102,8 @@ class _Batch:
         self._trajectories = list(trajectories.values())
         prompts = [item.prompt.ids for item in self._trajectories]
         engines = {id(each): each for each in (reference, *(item.engine for item in compared))}
-        self._passes = {key: engine.passes(prompts) for key, engine in engines.items()}
+        images = [item.prompt.images for item in self._trajectories]
+        self._passes = {key: engine.passes(prompts, images) for key, engine in engines.items()}
         self._runs = [self._passes[id(item.engine)] for item in compared]
         self._own = [item.own_conditioning for item in compared]
         self._reference = self._passes[id(reference)]

@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -330,10 +330,14 @@ def _identity(
     """Return a digest of everything that the rounded weights depend on."""
     schemes = [(unit.reads, unit.scheme.name) for unit in units]
     facts = [
-        fingerprint(source), schemes, settings.model_dump(), [asdict(prompt) for prompt in prompts],
+        fingerprint(source), schemes, settings.model_dump(), [[p.ids, p.thinking] for p in prompts],
         DAMPING, NEIGHBOURS, SWEEPS,
     ]  # fmt: skip
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for prompt in prompts:
+        if prompt.images is not None:
+            digest.update(prompt.images.pixels.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _start(folder: Path, identity: str) -> None:

@@ -363,7 +363,7 @@ def test_a_chat_may_hold_any_end_of_a_line(source: Path, tmp_path: Path) -> None
             "parts.jsonl",
             '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
             InputError,
-            "'image'}] is not text",
+            "row 1 is no chat of texts .*is neither",
         ),
         ("nobody/unreachable", None, ResourceError, "nobody/unreachable"),
     ],
