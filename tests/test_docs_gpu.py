@@ -1,8 +1,8 @@
 """The commands of README and docs that need a GPU, as `python -m quantize` in a process of its own.
 
-What no test has is replaced: a model of the Hub by the bundled one, RUN by a run of it, URL by a server
-of it, eight GPUs by those that are here, and thousands of questions by two. Blocks that need vLLM,
-docker or another program are run by nobody here.
+What no test has is replaced: a model of the Hub by the bundled one, RUN by a run of it, URL by servers
+of both sides, eight GPUs by those that are here, and thousands of questions by two. Blocks that need
+vLLM, docker or another program are run by nobody here.
 """
 
 import itertools
@@ -19,7 +19,7 @@ import torch
 from documented import SHELL, Block, blocks
 from server_process import KEY, process
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.gpu
 FOUND = [b for b in blocks() if b.kind in SHELL and {*b.needs} - {"the network"} == {"a GPU"}]
 RUN = re.compile(r"^(?:RUN|outputs/nvfp4-\.\.\.)(?=/|$)")
 TWO = ["--limit", "2"]
@@ -69,9 +69,12 @@ def test_commands_run(block: Block, folder: Path) -> None:
         elif "serve" in words:
             serves(words[words.index("serve") + 1 :], folder)
         elif "URL" in words:
-            with process() as (url, _):
-                told = [f"{url}/v1" if word == "URL" else word for word in words[1:]]
-                quantize(folder, *here(told, folder))
+            told = here(words[1:], folder)
+            with process() as (base, _), process(checkpoint=f"{told[1]}/checkpoint") as (own, _):
+                at = {"--server": f"{own}/v1", "--base-server": f"{base}/v1"}
+                quantize(
+                    folder, *[at[told[n - 1]] if w == "URL" else w for n, w in enumerate(told)]
+                )
         else:
             assert words[0] == "quantize", words
             quantize(folder, *here(words[1:], folder))

@@ -1,6 +1,6 @@
 """Answers of the bundled model with and without a form: how many fit it, and how many are right.
 
-    PYTHONPATH=tests/support python tests/benchmarks/structured_output.py [--problems 200]
+    PYTHONPATH=tests/support python tests/benchmarks/structured_output.py [--problems 200] [--form NAME]
 
 The first held-out problems, over HTTP, with their index as seed. A JSON answer is right when its number
 is; a text when the number behind its last #### is.
@@ -64,11 +64,12 @@ def main() -> None:
     """Measure every form, with and without thinking."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", type=int, default=200)
-    count = parser.parse_args().problems
-    lines = HELDOUT.read_text("utf-8").splitlines()[:count]
+    parser.add_argument("--form", action="append", choices=list(FORMS), help="one of them alone")
+    asked = parser.parse_args()
+    lines = HELDOUT.read_text("utf-8").splitlines()[: asked.problems]
     problems = [json.loads(line) for line in lines]
     with running(max_num_seqs=1) as server:
-        for form in FORMS:
+        for form in asked.form or FORMS:
             for thinking in (False, True):
                 ask(server, problems, form, thinking)
 

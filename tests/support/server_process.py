@@ -15,9 +15,9 @@ KEY = "a-key-for-this-test"
 
 
 @contextmanager
-def process(*options: str) -> Generator[tuple[str, psutil.Process]]:
+def process(*options: str, checkpoint: str = "bundled") -> Generator[tuple[str, psutil.Process]]:
     """A server as a user starts it; ended with SIGTERM, and then its exit code counts."""
-    command = [sys.executable, "-m", "quantize", "serve", "bundled", "--port", "0", *options]
+    command = [sys.executable, "-m", "quantize", "serve", checkpoint, "--port", "0", *options]
     environment = os.environ | {"QUANTIZE_API_KEY": KEY}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
