@@ -54,7 +54,8 @@ def here(words: list[str], folder: Path) -> list[str]:
         if option in told:
             at = told.index(option)
             del told[at : at + 2]
-    return told + ([*TWO, "--out", f"run-{next(NUMBERS)}"] if told[0] == "run" else [])
+    told += TWO if told[0] == "run" else []
+    return told + (["--out", f"{next(NUMBERS)}"] if told[0] in ("run", "rehearse") else [])
 
 
 @pytest.mark.parametrize("block", FOUND, ids=lambda block: block.place)
