@@ -50,7 +50,7 @@ def needs(
         replayed = settings.max_prompt_tokens + settings.canvases * canvas
         found.append(Need("calibrate", (bf16,), settings.batch_size, replayed))
     if recipe.quantization.rounding == "gptq" and (settings := recipe.calibration):
-        length = MAX_PROMPT_TOKENS + settings.canvases * canvas
+        length = settings.max_prompt_tokens + settings.canvases * canvas
         hessians = HESSIAN_BYTES + ROUNDING_BYTES
         found.append(Need("round", (bf16,), settings.batch_size, length, beside=hessians))
     found.append(Need("fidelity", (bf16, quantized), REPLAYED, replayed, True, 3))
