@@ -192,22 +192,29 @@ def bundled(args: argparse.Namespace) -> None:
         encode_chat(tokenizer, [{"role": "user", "content": p["question"]}], thinking=True)
         for p in problems
     ]
-    engine = open_engine(CHECKPOINT, device=args.device, kind="fused", capacity=4, max_context=1024)
     sampler = Sampler.from_checkpoint(CHECKPOINT)
-    found: dict[str, Any] = {}
-    for turn in range(2):  # the first captures graphs
-        for name, whole in (("by step", False), ("by canvas", True)):
-            held: Any = SomeSlots(engine, 4, whole=whole)
+    for capacity, invariant in ((4, False), (32, True)):  # as served, as evaluated
+        engine = open_engine(
+            CHECKPOINT, device=args.device, kind="fused", capacity=capacity, max_context=1024,
+            batch_invariant=invariant,
+        )  # fmt: skip
+        steps: list[list[int]] = []
+        for name, whole in [
+            ("by step", False),
+            ("by canvas", True),
+        ] * 2:  # first it captures graphs
+            held: Any = SomeSlots(engine, capacity, whole=whole)
             started = time.perf_counter()
             seeds = range(len(prompts))
             samples = complete(held, prompts, seeds, max_new_tokens=512, sampler=sampler)
             seconds = time.perf_counter() - started
-            if turn:
-                tokens = sum(sample.new_tokens for sample in samples)
-                found[name] = {"seconds": seconds, "tokens_a_second": tokens / seconds}
-    found["steps"] = [count for sample in samples for count in sample.steps_per_canvas]
-    args.out.write_text(json.dumps(found["steps"]))
-    print(json.dumps({k: v for k, v in found.items() if k != "steps"}), flush=True)
+            steps.append([count for sample in samples for count in sample.steps_per_canvas])
+            row: dict[str, Any] = {"slots": capacity, "invariant": invariant, "go on": name}
+            row |= {"seconds": seconds, "same_steps": steps[-1] == steps[0]}
+            row["tokens_a_second"] = sum(sample.new_tokens for sample in samples) / seconds
+            print(json.dumps(row), flush=True)
+        if not invariant:
+            args.out.write_text(json.dumps(steps[0]))
 
 
 def small() -> None:

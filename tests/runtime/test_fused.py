@@ -273,7 +273,7 @@ def test_the_caller_is_free_while_the_engine_encodes(tiny_checkpoint: Path) -> N
 
 
 def test_batch_invariant_engine(tiny_checkpoint: Path) -> None:
-    """Every pass has the shape of a full engine: alone, together, and after a warm-up."""
+    """Every step has the shape of a full engine: alone, together, and after a warm-up."""
     weights = load_packed(tiny_checkpoint, "cpu")
     engine = FusedEngine(weights, capacity=3, max_context=256, batch_invariant=True)
     engine.warm_up(SAMPLER)
@@ -288,7 +288,7 @@ def test_batch_invariant_engine(tiny_checkpoint: Path) -> None:
         assert alone == [canvases[slot] for canvases in together]
     assert {rows for rows, _ in engine._steps._lasting} == {4}
     assert not engine._steps._captured
-    assert set(engine._commits) == {(4, 16), (4, 256)}  # canvases, and prompts longer than one
+    assert set(engine._commits) == {(1, 16), (1, 256)}  # canvases, and prompts longer than one
 
 
 @pytest.mark.parametrize("room", [17, 30, 700])

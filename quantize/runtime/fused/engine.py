@@ -12,10 +12,10 @@ cells. The host learns who has finished while the soft embedding is made: the GP
 Every sequence is at a step of its own: as soon as one canvas is finished, `denoise` returns it, and its
 slot may go on with its next canvas, or be given to another prompt, beside the others' next step. That
 first step also encodes the canvas just committed, in one pass of 512 rows for 256: weights are read
-once for both. Not so where a sample must not depend on its batch (`batch_invariant`): passes of one
-shape encode there, as they do new prompts of up to SHORT tokens, together. Longer prompts are encoded
-in chunks as they are admitted, each a graph unless it has pictures. On a CPU the same calls run without
-graphs, on the kernels' torch references.
+once for both. Where a sample must not depend on its batch (`batch_invariant`), every kind of pass has
+one shape: canvases are encoded one by one there, and so are new prompts of up to SHORT tokens, which
+elsewhere go together. Longer prompts are encoded in chunks as they are admitted, each a graph unless it
+has pictures. On a CPU the same calls run without graphs, on the kernels' torch references.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -109,7 +109,7 @@ class FusedEngine:
         capacity: number of slots; a power of two wastes nothing.
         max_context: positions a sequence may take, prompt and answer; None for 8,192 or the model's
             limit, whichever is less. Full layers' keys are allocated for all of them.
-        batch_invariant: run every pass at the shape of a full engine, so that a sample's tokens are the
+        batch_invariant: run every step at the shape of a full engine, so that a sample's tokens are the
             same whoever is denoised beside it. Otherwise each bucket has kernels of its own, which
             round differently: in bf16 that may change a token.
         graphs: replay CUDA graphs. Without, or with streamed weights, steps run kernel by kernel.
@@ -390,12 +390,8 @@ class FusedEngine:
         return parts
 
     def _rows_for(self, slots: Sequence[int]) -> int:
-        """Return the number of rows of a pass over some slots."""
+        """Return the number of rows of a step of some slots."""
         return max(self._smallest, _bucket(len(slots)))
-
-    def _padded(self, slots: Sequence[int]) -> list[int]:
-        """Return the slots with the first one repeated up to the bucket's size."""
-        return [*slots, *[slots[0]] * (self._rows_for(slots) - len(slots))]
 
     def _check(self, prompt: Sequence[int], images: Images | None) -> None:
         if not prompt:
@@ -459,15 +455,22 @@ class FusedEngine:
         return embeddings
 
     def _encode_last(self, slots: Sequence[int]) -> None:
-        """Encode the slots' unencoded tokens: canvases in one pass, short prompts in another."""
+        """Encode the slots' unencoded tokens: canvases in one pass, short prompts in another.
+
+        Where a sample must not depend on its batch each has a pass of its own: few canvases end at
+        once, and a pass of a full engine's shape would cost as much as a step.
+        """
         behind: dict[int, list[int]] = {}
         for slot in slots:
             if left := len(self._slots[slot].unencoded):
                 fits = left <= self.canvas_length
                 behind.setdefault(self.canvas_length if fits else self._short, []).append(slot)
         for length, group in behind.items():
-            rows = [(slot, self._slots[slot]) for slot in self._padded(group)]
-            self._encode([(slot, s.context, s.unencoded) for slot, s in rows], length)
+            passes = [group] if self._smallest == 1 else [[slot] for slot in group]
+            for together in passes:
+                rows = together + together[:1] * (_bucket(len(together)) - len(together))
+                behind_what = [(slot, self._slots[slot]) for slot in rows]
+                self._encode([(slot, s.context, s.unencoded) for slot, s in behind_what], length)
             for slot in group:
                 sequence = self._slots[slot]
                 sequence.context += len(sequence.unencoded)
