@@ -110,8 +110,9 @@ class FusedEngine:
         max_context: positions a sequence may take, prompt and answer; None for 8,192 or the model's
             limit, whichever is less. Full layers' keys are allocated for all of them.
         batch_invariant: run every step at the shape of a full engine, so that a sample's tokens are the
-            same whoever is denoised beside it. Otherwise each bucket has kernels of its own, which
-            round differently: in bf16 that may change a token.
+            same whoever is denoised beside it. Otherwise a pass of more rows, another bucket's or one
+            that encodes too, has kernels of its own, which round differently: in bf16 that may change a
+            token.
         graphs: replay CUDA graphs. Without, or with streamed weights, steps run kernel by kernel.
         inputs: rounds or shows the rows that enter products; None leaves them as the kernels serve.
         prefix_bytes: memory for beginnings of prompts that are kept encoded; 0 keeps none.
