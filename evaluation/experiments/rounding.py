@@ -138,7 +138,7 @@ def recorded(reference: Engine, count: int) -> list[Trajectory]:
 
 def replay_all(out: Path, names: Sequence[str], count: int, device: str) -> None:
     """Write the KL by trajectory of every variant and mode that has none yet, side by side."""
-    left = [
+    left: list[tuple[str, ActivationMode]] = [
         (name, mode)
         for name in names
         for mode in ACTIVATION_MODES
@@ -230,9 +230,9 @@ def table(out: Path) -> list[str]:
     shown += ["", "| variant | activations | accuracy | minus BF16, points | steps a token |"]
     shown += ["|---|---|---:|---|---:|"]
     made = {path.stem: read_json(path) for path in sorted((out / "answers").glob("*.json"))}
-    bf16 = made.get("bf16-none")
-    for name, found in made.items() if bf16 else ():
+    for name, found in made.items() if "bf16-none" in made else ():
         variant, mode = name.rsplit("-", 1)
+        bf16 = made["bf16-none"]
         mine, base = per_problem(found["right"]), per_problem(bf16["right"])
         steps = found["steps"] / found["tokens"] / (bf16["steps"] / bf16["tokens"]) - 1
         shown.append(
