@@ -148,8 +148,21 @@ def quantize_groups(
 
 def dequantize_rows(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the BF16 weights [..., out, in] of 8-bit codes, by on-disk suffix."""
-    scale = tensors["weight_scale"]
-    return (tensors["weight"].to(scale.dtype) * scale).bfloat16()
+    codes, scale = tensors["weight"], tensors["weight_scale"]
+    scale = scale.expand(*codes.shape[:-1], 1)  # ModelOpt has one for the whole matrix
+    table = _values(codes.dtype, scale.dtype, codes.device)
+    weight = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+    for block in blocks(codes):
+        own = codes[block]
+        found = table.index_select(0, own.view(torch.uint8).flatten().int())
+        weight[block] = found.view(own.shape).mul_(scale[block])
+    return weight
+
+
+@lru_cache
+def _values(codes: torch.dtype, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the value of each byte: looking it up takes a CPU a fifth of casting e4m3."""
+    return torch.arange(256, dtype=torch.uint8).view(codes).to(dtype).to(device)
 
 
 def dequantize_groups(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
