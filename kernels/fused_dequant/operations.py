@@ -110,12 +110,15 @@ def lm_head(
 
 
 def soft_embedding(
-    logits: torch.Tensor, embedding: torch.Tensor, inverse_temperature: torch.Tensor
+    logits: torch.Tensor,
+    embedding: torch.Tensor,
+    inverse_temperature: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return softmax(logits / T) @ embedding, bf16 [M, H].
 
     Logits bf16 or f32 [M, V], embedding bf16 [V, H]; 1 / T f32 [M], which a CUDA graph may find changed
-    at each replay.
+    at each replay. `out` receives the result.
     """
     if logits.shape[1] != len(embedding):
         raise ValueError(
@@ -124,8 +127,9 @@ def soft_embedding(
     if launches(logits.device):
         from fused_dequant import vocabulary
 
-        return vocabulary.soft_embedding(logits.contiguous(), embedding, inverse_temperature)
-    return reference.soft_embedding(logits, embedding, inverse_temperature).to(torch.bfloat16)
+        return vocabulary.soft_embedding(logits.contiguous(), embedding, inverse_temperature, out)
+    soft = reference.soft_embedding(logits, embedding, inverse_temperature).to(torch.bfloat16)
+    return soft if out is None else out.copy_(soft)
 
 
 def begin(

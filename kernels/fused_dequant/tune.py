@@ -90,7 +90,7 @@ def call(product: Product, o: Operands, config: Config) -> torch.Tensor:
     """Launch one product as `operations` does, with a given configuration."""
     if product.verb == "soft_embedding":
         sharpness = torch.full((len(o.x),), 1.5, device=o.x.device)
-        return vocabulary.soft_embedding(o.x, o.weight.data[0], sharpness, config)
+        return vocabulary.soft_embedding(o.x, o.weight.data[0], sharpness, config=config)
     if product.verb == "lm_head":
         return vocabulary.lm_head(o.x, o.weight.data[0], 30.0, config=config)
     blocks = o.blocks[tuning.block_rows(config)] if o.blocks else None

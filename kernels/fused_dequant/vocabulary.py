@@ -239,6 +239,7 @@ def soft_embedding(
     logits: torch.Tensor,
     embedding: torch.Tensor,
     inverse_temperature: torch.Tensor,
+    out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
     """See `operations.soft_embedding`."""
@@ -250,7 +251,8 @@ def soft_embedding(
     p = torch.empty(M, V, dtype=embedding.dtype, device=device)
     anchors, total = torch.empty(2, splits, M, dtype=torch.float32, device=device)
     partial = torch.empty(splits, M, H, dtype=torch.float32, device=device)
-    out = torch.empty(M, H, dtype=torch.bfloat16, device=device)
+    if out is None:
+        out = torch.empty(M, H, dtype=torch.bfloat16, device=device)
     exponential_kernel[(M, splits)](
         logits, p, anchors, total, M, V, length, inverse_temperature, HARDWARE=device.type != "cpu",
         EIGHTS=256, num_warps=8, **chained(device),

@@ -274,7 +274,9 @@ def test_lm_head_and_soft_embedding() -> None:
     logits = (cases.random_tokens(tokens, vocabulary, DEVICE, seed=3) * 5).contiguous()
     sharpness = torch.linspace(1, 2.5, tokens, device=DEVICE)
     expected = reference.soft_embedding(logits, table, sharpness, torch.float64)
-    assert_close(fd.soft_embedding(logits, table, sharpness), expected, 4e-3)
+    out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=DEVICE)
+    assert fd.soft_embedding(logits, table, sharpness, out) is out
+    assert_close(out, expected, 4e-3)
 
 
 def test_soft_embedding_of_logits_far_apart() -> None:

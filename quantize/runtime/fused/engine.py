@@ -506,14 +506,15 @@ class FusedEngine:
         steps = self._guided_steps if guided else self._steps
         step, worth = steps.get(self._rows_for(slots), sampler)
         graphs = self._graphs and worth
-        taken, committed = self._begin(step, slots, graphs)
+        standing, committed = self._begin(step, slots, graphs)
+        taken, most = [s.taken for s in standing], [self._most_steps(s) for s in standing]
         sequences = {slot: self._slots[slot] for slot in slots}
         rows = {slot: sequence.row for slot, sequence in sequences.items()}
         show = None if on_draft is None else lambda: _show(step.state, rows, on_draft)
-        told = step.run(taken, committed, graphs, launched, show)
+        told = step.run(taken, most, committed, graphs, launched, show)
         done: dict[int, Canvas] = {}
         for slot, sequence in sequences.items():
-            *tokens, sequence.taken, finished = told[sequence.row]
+            tokens, sequence.taken, finished = told[sequence.row]
             if not finished:
                 continue
             verdict = Verdict(tokens)
@@ -530,11 +531,10 @@ class FusedEngine:
             sequence.unencoded = verdict.tokens
         return done
 
-    def _begin(self, step: Step, slots: list[int], graphs: bool) -> tuple[list[int], int]:
+    def _begin(self, step: Step, slots: list[int], graphs: bool) -> tuple[list[_Sequence], int]:
         """Put sequences into the rows of a step, and begin the canvases of those that have none.
 
-        Returns the steps that the sequence of each row has taken, and how many canvases the next step
-        encodes.
+        Returns the sequence of each row, and how many canvases the next step encodes.
         """
         new = {slot for slot in slots if not self._slots[slot].under_way}
         rows = self._seat(step, slots)
@@ -548,9 +548,7 @@ class FusedEngine:
             if sequence.begun is None:
                 sequence.begun = lead(sequence.given)
         standing = [(slot, self._slots[slot]) for slot in rows]
-        given = [
-            (t, s.context, s.seed, s.canvases, self._most_steps(s), t in new) for t, s in standing
-        ]
+        given = [(t, s.context, s.seed, s.canvases, t in new) for t, s in standing]
         known = None
         if any(s.given is not None for _, s in standing):
             begin, pins = (
@@ -560,7 +558,7 @@ class FusedEngine:
             known = begin, pins
         committed = step.commit(runs)
         step.begin(given, known, graphs)
-        return [s.taken for _, s in standing], committed
+        return [sequence for _, sequence in standing], committed
 
     def _most_steps(self, sequence: _Sequence) -> int:
         most = sequence.sampler.max_denoising_steps

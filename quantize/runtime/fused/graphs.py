@@ -98,9 +98,8 @@ class Step:
             rows * length, config.hidden_size, dtype=torch.bfloat16, device=device
         )
         self._last = torch.zeros_like(self._signal).view(rows, length, -1) if keep else None
-        # slot, context, seed and canvas index of each sequence, the most steps that its canvas takes,
-        # and whether it begins
-        self._given = torch.zeros(6, rows, dtype=torch.int64, device=device)
+        # slot, context, seed and canvas index of each sequence, and whether its canvas begins
+        self._given = torch.zeros(5, rows, dtype=torch.int64, device=device)
         slots, context = self._given[:2].int()
         self._rows = model.behind(slots, context, length)
         steps = range(1, sampler.max_denoising_steps + 1)
@@ -115,7 +114,7 @@ class Step:
         seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.state = CanvasState.begin(canvas, seeds, sampler.stability_threshold)
         self._graphs: dict[Name, torch.cuda.CUDAGraph] = {}
-        # of each row: argmax, steps taken, whether the canvas is finished
+        # of each row: argmax, number of the step that comes next, whether it has stopped by itself
         self._report = torch.zeros(rows, length + 2, dtype=torch.int64, device=device)
         self._told = torch.zeros(
             self._report.shape, dtype=torch.int64, pin_memory=device.type == "cuda"
@@ -143,14 +142,14 @@ class Step:
 
     def begin(
         self,
-        sequences: list[tuple[int, int, int, int, int, bool]],
+        sequences: list[tuple[int, int, int, int, bool]],
         known: tuple[list[list[int]], list[list[int]]] | None,
         graphs: bool,
     ) -> None:
         """Say what stands in the rows, and fill the canvases of those that begin one.
 
         Args:
-            sequences: slot, context, seed, canvas index, the most steps, whether the canvas begins.
+            sequences: slot, context, seed, canvas index, and whether the canvas begins.
             known: the initial and the pinned tokens of each; None where none has any.
             graphs: replay a graph.
         """
@@ -166,7 +165,7 @@ class Step:
         """Fill the canvases that begin with noise, addressed by seed and canvas index."""
         slots, context = self._given[:2].int()
         seeds, canvases = self._given[2:4]
-        fresh = self._given[5] != 0
+        fresh = self._given[4] != 0
         noise = uniforms(seeds, canvases, 0, self._length)[..., 1]
         vocabulary = self._logits.shape[1]
         first = CanvasState.begin(
@@ -185,23 +184,26 @@ class Step:
     def run(
         self,
         taken: list[int],
+        most: list[int],
         committed: int,
         graphs: bool,
         launched: Callable[[], None],
         show: Callable[[], None] | None,
-    ) -> list[list[int]]:
+    ) -> list[tuple[list[int], int, bool]]:
         """Take steps until a canvas is finished.
 
         Args:
-            taken: steps that the sequence of each row has taken.
+            taken: steps that the canvas of each row has taken.
+            most: steps that it may take; fewer than the sampler's end it there.
             committed: what `commit` returned.
             graphs: replay graphs.
             launched: called when the first step is on its way.
             show: called after every step.
 
         Returns:
-            Of each row: its tokens, how many steps its canvas has taken, 1 if it is finished, else 0.
+            Of each row: its tokens, how many steps its canvas has taken, and whether it is finished.
         """
+        ends = torch.tensor(most)
         for step in itertools.count(1):
             self._compute(committed, graphs)
             arrived = self._send_report()
@@ -213,10 +215,12 @@ class Step:
                 show()
             if arrived is not None:
                 arrived.synchronize()
-            if bool(self._told[:, -1].any()):
+            over = (self._told[:, -1] != 0) | (self._told[:, -2] > ends)
+            if bool(over.any()):
                 break
             committed = 0
-        return self._told.tolist()
+        rows = zip(self._told.tolist(), over.tolist(), strict=True)
+        return [(row[:-2], row[-2] - 1, finished) for row, finished in rows]
 
     def take(self, graphs: bool) -> None:
         """Take one step."""
@@ -272,9 +276,9 @@ class Step:
                 self._condition(start - CANVASES_A_PIECE)  # before its logits are overwritten
             self._look(h, start)
         with part("sampler"):
-            over = state.finished | (state.step > self._given[4])
-            columns = [state.argmax, (state.step - 1)[:, None], over[:, None]]
-            self._report.copy_(torch.cat([column.long() for column in columns], 1))
+            self._report[:, :-2].copy_(state.argmax)
+            self._report[:, -2].copy_(state.step)
+            self._report[:, -1].copy_(state.finished)
 
     def condition(self) -> None:
         """Make the soft embedding for the next step, of the canvases that `compute` left."""
@@ -302,7 +306,8 @@ class Step:
 
     def _condition(self, start: int) -> None:
         state, rows, logits = self._piece(start)
-        self._signal[rows] = self._model.soft_embedding(logits, state.inverse_temperature.flatten())
+        inverse = state.inverse_temperature.flatten()
+        self._model.soft_embedding(logits, inverse, self._signal[rows])
 
     def _piece(self, start: int) -> tuple[CanvasState, slice, Tensor]:
         """Return the state of canvases from `start` on, their rows of a pass, and their logits."""

@@ -286,10 +286,15 @@ class FusedModel:
         with part("vocabulary"):
             return lm_head(h, self.weights.embedding, self.softcap, out=out)
 
-    def soft_embedding(self, logits: Tensor, inverse_temperature: Tensor) -> Tensor:
-        """Return softmax(logits / T) @ embedding, not yet scaled as embeddings are: bf16 [M, H]."""
+    def soft_embedding(
+        self, logits: Tensor, inverse_temperature: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """Return softmax(logits / T) @ embedding, bf16 [M, H], in `out` if given.
+
+        It is not yet scaled as embeddings are.
+        """
         with part("vocabulary"):
-            return soft_embedding(logits, self.weights.embedding, inverse_temperature)
+            return soft_embedding(logits, self.weights.embedding, inverse_temperature, out)
 
     def _begin(
         self, tokens: Tensor, update: Tensor | None, decoded: int
