@@ -240,7 +240,8 @@ def test_a_config_group_is_read_back_as_its_scheme(scheme: Scheme):
     assert scheme_of_group(group) is scheme
     for key, other in (("type", "uint"), ("num_bits", 5), ("strategy", "block")):
         assert scheme_of_group(group | {"weights": group["weights"] | {key: other}}) is None
-    assert scheme_of_group(group | {"input_activations": {"dynamic": False}}) is None
+    for stated in ({"dynamic": False}, {"num_bits": 8}):  # without a word they are not dynamic
+        assert scheme_of_group(group | {"input_activations": stated}) is None
     assert scheme_of_group(group | {"weights": None}) is None
     if scheme.codes.group:
         assert scheme_of_group(group | {"weights": group["weights"] | {"group_size": 32}}) is None
