@@ -42,6 +42,9 @@ from quantize.schemes import Scheme
 DAMPING = 0.01
 NEIGHBOURS = 6  # e4m3 codes below and above amax / 6 that a block scale may take
 SWEEPS = 4  # passes of coordinate descent
+FACTORED = (
+    4  # experts whose Hessians are in float64 at a time: 64 MB each, six times, at 2,816 inputs
+)
 SPAN = 8 * GROUP  # inputs whose errors are spread together: one product for 8 blocks
 SMALLEST_SCALE = 2.0**-9  # e4m3's least positive number
 
@@ -63,30 +66,32 @@ class Rounded:
     fell_back: Tensor
 
 
-def shrink(hessians: Tensor, tokens: Tensor) -> Tensor:
-    """Draw each expert's Hessian towards its layer's mean, keeping a share of n / (n + in).
+def shrunk(sums: Tensor, tokens: Tensor, at: slice = slice(None)) -> Tensor:
+    """Return experts' mean Hessians [E', in, in], drawn to the layer's: each keeps n / (n + in).
 
-    An expert of few tokens has a Hessian of low rank, which GPTQ would trust too much.
+    An expert of few tokens has a Hessian of low rank, which GPTQ would trust too much. A dense Linear,
+    E = 1, keeps its own.
 
     Args:
-        hessians: [E, in, in], means over each expert's own tokens; zeros where it saw none.
-        tokens: [E], the tokens that each expert saw.
+        sums: [E, in, in], x x^T summed over the tokens that each expert of the layer saw.
+        tokens: [E], how many those were.
+        at: the experts that are asked for; all count for the layer's mean.
 
     Raises:
         QuantizeError: no expert saw a token, or a Hessian is not finite.
     """
-    if not bool(hessians.isfinite().all()):
-        bad = int((~hessians.isfinite()).flatten(1).any(1).nonzero()[0])
-        raise QuantizeError(f"the Hessian of expert {bad} is not finite: its inputs were not")
     total = tokens.sum()
     if total == 0:
         raise QuantizeError("no token was seen: there is no Hessian; use more prompts")
-    if len(hessians) == 1:
-        return hessians
-    tokens = tokens.to(hessians)
-    mean = torch.einsum("e,eij->ij", tokens, hessians) / total
-    own = (tokens / (tokens + hessians.shape[-1]))[:, None, None]
-    return own * hessians + (1 - own) * mean
+    found = sums[at] / tokens[at].clamp(min=1)[:, None, None]
+    if not bool(found.isfinite().all()):
+        bad = int((~found.isfinite()).flatten(1).any(1).nonzero()[0]) + (at.start or 0)
+        raise QuantizeError(f"the Hessian of expert {bad} is not finite: its inputs were not")
+    if len(sums) == 1:
+        return found
+    own = tokens[at].to(found)
+    own = (own / (own + found.shape[-1]))[:, None, None]
+    return found.mul_(own).add_((1 - own) * (sums.sum(0) / total))
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None 
     Args:
         scheme: scheme of the weights.
         weight: [E, out, in] BF16, finite; `in` a multiple of 16.
-        hessian: [E, in, in] float32, as `shrink` returns it.
+        hessian: [E, in, in] float32, as `shrunk` returns it.
         shared: [E, 1] FP32 global scales, where the scheme has them.
     """
     if shared is None:
@@ -213,6 +218,12 @@ def _values(codes: Tensor, scale: Tensor) -> Tensor:
 
 def _factored(hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return damped H, the upper factor U of its inverse (both float32), and which [E] lack U."""
+    found = [_factored_in_float64(each) for each in hessian.split(FACTORED)]
+    damped, factor, singular = (torch.cat(each) for each in zip(*found, strict=True))
+    return damped, factor, singular
+
+
+def _factored_in_float64(hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     inputs = hessian.shape[-1]
     damped = hessian.double()
     mean = damped.diagonal(dim1=-2, dim2=-1).mean(-1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quantize import gptq as module
 from quantize.errors import QuantizeError
-from quantize.gptq import Rounded, gptq, layer_loss, shrink
+from quantize.gptq import Rounded, gptq, layer_loss, shrunk
 from quantize.rounding import global_scale, unpack_e2m1
 from quantize.schemes import SCHEMES
 
@@ -138,19 +138,34 @@ def test_a_block_of_zeros_stays_zero() -> None:
 
 def test_few_tokens_lean_on_the_layers_mean() -> None:
     """Experts of 0, 1, 15 and many tokens: weight n / (n + in) stays with the own Hessian."""
-    own = torch.stack([torch.eye(IN) * k for k in (0.0, 2.0, 3.0, 4.0)])
     tokens = torch.tensor([0, 1, 15, 10_000])
+    sums = torch.stack(
+        [torch.eye(IN) * k * n for k, n in zip((0.0, 2.0, 3.0, 4.0), tokens, strict=True)]
+    )
     mean = (2 * 1 + 3 * 15 + 4 * 10_000) / tokens.sum()
-    found = shrink(own, tokens).diagonal(dim1=1, dim2=2)[:, 0]
+    found = shrunk(sums, tokens).diagonal(dim1=1, dim2=2)[:, 0]
     weight = tokens / (tokens + IN)
     expected = weight * torch.tensor([0.0, 2.0, 3.0, 4.0]) + (1 - weight) * mean
     torch.testing.assert_close(found, expected)
+    for at in (slice(0, 2), slice(2, 4)):  # some experts of a layer, drawn to the mean of all
+        assert torch.equal(shrunk(sums, tokens, at), shrunk(sums, tokens)[at])
+
+
+def test_factors_do_not_depend_on_how_many_are_made_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, hessian = layer()
+    whole = rounded_nvfp4(weight, hessian)
+    monkeypatch.setattr(module, "FACTORED", 1)
+    for name, tensor in rounded_nvfp4(weight, hessian).tensors.items():
+        assert torch.equal(tensor.view(torch.uint8), whole.tensors[name].view(torch.uint8)), name
 
 
 def test_unseen_and_broken_hessians_are_named() -> None:
     hessians = torch.eye(IN).repeat(3, 1, 1)
     with pytest.raises(QuantizeError, match="no token was seen"):
-        shrink(hessians, torch.zeros(3))
+        shrunk(hessians, torch.zeros(3))
     hessians[2, 0, 0] = float("nan")
-    with pytest.raises(QuantizeError, match="expert 2 is not finite"):
-        shrink(hessians, torch.ones(3))
+    for at in (slice(None), slice(1, 3)):
+        with pytest.raises(QuantizeError, match="expert 2 is not finite"):
+            shrunk(hessians, torch.ones(3), at)

@@ -20,9 +20,9 @@ from quantize.units import size
 BUDGETS_GB = (24, 32, 48, 80, 96, 141)
 REPLAYED = 16  # trajectories at once
 HESSIAN_BYTES = 4 << 30  # GPTQ's Hessians held at a time on a CPU; on a GPU the least
-ROUNDING_BYTES = (
-    12e9  # GPU bytes of GPTQ's factors, a layer's mean Hessians twice, a weight, its codes
-)
+# GPU bytes of GPTQ beside them, by arithmetic: of 16 experts of 2,816 inputs and 1,408 rows at a time
+# 5 float32 Hessians and factors (2.5 GB), 4 in float64 six times (1.5 GB), 8 copies of a weight (2 GB).
+ROUNDING_BYTES = 6e9
 # Tokens of the longest answer of a task, as its harness allows.
 ANSWER_TOKENS = {
     "aime25": 32_768, "aime25_thinking": 32_768, "gpqa_diamond": 16_384,

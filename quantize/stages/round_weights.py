@@ -10,7 +10,7 @@ the model leaves, on a CPU `HESSIAN_BYTES`. Which layers are collected together 
 
 A layer's file is written aside and renamed, so a run that was killed goes on behind the last finished
 layer, with the same bytes. An expert's Hessian of few tokens is drawn to its layer's mean
-(`gptq.shrink`); an expert whose Hessian has no factor is rounded to nearest and counted in
+(`gptq.shrunk`); an expert whose Hessian has no factor is rounded to nearest and counted in
 rounding.json.
 """
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, fused_units, linear_shape
 from quantize.errors import InputError
-from quantize.gptq import DAMPING, NEIGHBOURS, SWEEPS, Rounded, gptq, shrink
+from quantize.gptq import DAMPING, NEIGHBOURS, SWEEPS, Rounded, gptq, shrunk
 from quantize.manifest import fingerprint
 from quantize.progress import say, track
 from quantize.recipe import Calibration, Recipe
@@ -45,7 +45,7 @@ from quantize.schemes import Scheme
 from quantize.stages.needs import HESSIAN_BYTES, ROUNDING_BYTES
 from quantize.stages.prompts import load_prompts
 
-EXPERTS_AT_ONCE = 16  # of the 26B model, whose 16 float64 Hessians and factors take 4 GB
+EXPERTS_AT_ONCE = 16  # `needs.ROUNDING_BYTES` says what they take
 IDENTITY, SUMMARY = "identity.json", "rounding.json"
 
 
@@ -86,14 +86,13 @@ class Hessians:
         self.sums[name][expert].addmm_(x.T, x)
         self.tokens[name][expert] += len(x)
 
-    def mean(self, name: str) -> Tensor:
-        """Return the shrunk mean Hessians [E, in, in] of an input.
+    def mean(self, name: str, at: slice = slice(None)) -> Tensor:
+        """Return the shrunk mean Hessians [E', in, in] of an input, of all experts or those `at`.
 
         Raises:
             QuantizeError: the input saw no token, or one that was not finite.
         """
-        tokens = self.tokens[name].clamp(min=1)[:, None, None]
-        return shrink(self.sums[name] / tokens, self.tokens[name])
+        return shrunk(self.sums[name], self.tokens[name], at)
 
 
 @dataclass(frozen=True)
@@ -165,12 +164,14 @@ def groups_of(units: Sequence[Unit], budget: int) -> Iterator[list[Unit]]:
 def round_unit(unit: Unit, source: Checkpoint, hessians: Hessians) -> tuple[dict[str, Tensor], Any]:
     """Return a unit's tensors by on-disk name, and its entry of rounding.json."""
     weight = torch.cat([_stack(source.read(target.name)) for target in unit.targets], 1)
-    mean = hessians.mean(unit.reads)
-    device, shares = mean.device, unit.scheme.shares_global_scale
+    device, shares = hessians.tokens[unit.reads].device, unit.scheme.shares_global_scale
     shared = global_scale([unit.scheme.observe(weight, "memoryless_minmax")])
     done = [
         gptq(
-            unit.scheme, weight[at].to(device), mean[at], shared[at].to(device) if shares else None
+            unit.scheme,
+            weight[at].to(device),
+            hessians.mean(unit.reads, at),
+            shared[at].to(device) if shares else None,
         )
         for start in range(0, len(weight), EXPERTS_AT_ONCE)
         for at in [slice(start, start + EXPERTS_AT_ONCE)]
