@@ -50,12 +50,11 @@ QUESTION = "A shop sells {0} boxes of {1} apples and {2} single ones. How many a
 class Peak:
     """The most memory this process held, in bytes, sampled 20 times a second.
 
-    `most` is anonymous; `mapped` are pages of files and of shared memory: page cache, pinned buffers;
-    `on_gpu` is what all processes hold of this one's GPU.
+    `most` is anonymous; `mapped` are pages of files and of shared memory: page cache, pinned buffers.
     """
 
     def __init__(self) -> None:
-        self.most = self.mapped = self.on_gpu = 0
+        self.most = self.mapped = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -71,10 +70,6 @@ class Peak:
                 }
                 self.most = max(self.most, held["Anon"])
                 self.mapped = max(self.mapped, held["File"] + held["Shmem"])
-                cuda = getattr(sys.modules.get("torch"), "cuda", None)
-                if cuda is not None and cuda.is_initialized():
-                    free, there = cuda.mem_get_info()
-                    self.on_gpu = max(self.on_gpu, there - free)
 
         watcher = threading.Thread(target=watch)
         watcher.start()
