@@ -4,7 +4,7 @@
     layers       the products' weights of layers that stay
     streaming    two slots of the largest streamed layer, and what packing a layer takes
     cache        keys and values of every slot
-    vocabulary   bf16 logits and probabilities of every row, partial soft embeddings
+    vocabulary   bf16 logits and probabilities of a piece of the rows, partial soft embeddings
     activations  tensors of one pass' rows
     comparison   float32 logits of one canvas, where models are compared
     beside       what a stage holds beside the models: GPTQ's Hessians and factors
@@ -26,6 +26,7 @@ from quantize.errors import ResourceError
 
 CONTEXT_BYTES = 1.0e9  # the CUDA context, compiled kernels, what the allocator cannot use
 CHUNK, SHORT, CELLS = 1152, 256, 128  # rows of a long and a short pass, cells of a cache's block
+CANVASES_A_PIECE = 8  # whose logits are there at once
 SPLITS = 16  # partial sums of the soft embedding, at most
 PRODUCT = re.compile(r"model\.decoder\.layers\.(\d+)\.(experts|self_attn\.\w_proj|mlp)\b")
 FLOAT_PASSES = 8  # float32 tensors of a canvas' logits that a comparison holds at once
@@ -218,13 +219,13 @@ def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
     text, L = config["text_config"], config["canvas_length"]
     V, H = text["vocab_size"], text["hidden_size"]
     rows = need.batch * max(L, min(SHORT, need.context))
-    passed = max(rows, min(max(CHUNK, L), need.context))
+    passed = max(2 * rows, min(max(CHUNK, L), need.context))  # a step may encode as many canvases
     heads = text["num_attention_heads"] * (text.get("global_head_dim") or text["head_dim"])
     experts = text["top_k_experts"] * (2 * H + 3 * text["moe_intermediate_size"])
     each = 2 * (10 * H + experts + 4 * text["intermediate_size"] + 4 * heads)
     parts = {
         "cache": need.caches * need.batch * cache_bytes(config, need.context),
-        "vocabulary": need.batch * L * (4 * V + 4 * SPLITS * H),
+        "vocabulary": min(need.batch, CANVASES_A_PIECE) * L * (4 * V + 4 * SPLITS * H),
         "activations": passed * each,
         "CUDA": CONTEXT_BYTES,
     }
@@ -239,7 +240,9 @@ def cache_bytes(config: Mapping[str, Any], context: int) -> int:
     """Return the bytes of one slot's keys and values, as `fused.text_stack.Cache` allocates them."""
     text = config["text_config"]
     full = _rounded_up(context)
-    ring = min(full, _rounded_up(text["sliding_window"] - 1 + max(CHUNK, config["canvas_length"])))
+    ring = min(
+        full, _rounded_up(text["sliding_window"] - 1 + max(CHUNK, 2 * config["canvas_length"]))
+    )
     sliding = 4 * ring * text["num_key_value_heads"] * text["head_dim"]
     heads = text.get("num_global_key_value_heads") or text["num_key_value_heads"]
     whole = 4 * full * heads * (text.get("global_head_dim") or text["head_dim"])

@@ -34,13 +34,14 @@ from quantize.errors import InputError, ResourceError
 from quantize.runtime.engine import Canvas, Meanwhile, Observer, OnDraft, by_sampler
 from quantize.runtime.fused.batch import FusedPasses
 from quantize.runtime.fused.continuation import Continuation
-from quantize.runtime.fused.graphs import CANVASES_A_PIECE, Commit, Pool, Step, Steps
+from quantize.runtime.fused.graphs import Commit, Pool, Step, Steps
 from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.prompt_pieces import Span, pictures, pieces, soft_tokens
 from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import TextWeights
 from quantize.runtime.given import Given, Verdict, initial, lead, pinned
 from quantize.runtime.images import Images
+from quantize.runtime.memory import CANVASES_A_PIECE
 from quantize.runtime.prefixes import PrefixCache
 from quantize.runtime.sampler import Sampler
 

@@ -18,12 +18,12 @@ from torch.profiler import record_function as part
 
 from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.given import FREE, put
+from quantize.runtime.memory import CANVASES_A_PIECE  # 1.1 GB of the real vocabulary's logits
 from quantize.runtime.sampler import Sampler, holding
 
 CAPTURED = 8  # (rows, settings) whose graphs are kept, beside those of the warm-up
 WORTH = 8  # canvases after which further settings are worth a capture
 
-CANVASES_A_PIECE = 8  # canvases whose logits are held at once: 1.1 GB of the real vocabulary
 # Of a step's graphs: canvases encoded with it, and whether any token is pinned.
 Name = str | tuple[int, bool]
 Pool = Any  # torch's handle of CUDA graphs' memory; None where nothing is captured
