@@ -40,7 +40,7 @@ def fp8_artifact(tiny_checkpoint: Path) -> Path:
 @pytest.fixture(scope="session")
 def nvfp4_artifact(tiny_checkpoint: Path) -> Path:
     """Folder of the tiny model in NVFP4, every expert with an input scale of its own."""
-    recipe, targets = _planned(tiny_checkpoint, "nvfp4")
+    recipe, targets = _planned(tiny_checkpoint, "nvfp4_w4a4")
     modules = [module for target in targets for module in target.modules]
     inputs = {m: fused_with(m) for m in modules}  # gate and up, q and k and v read one input
     order = {name: i for i, name in enumerate(sorted(set(inputs.values())))}

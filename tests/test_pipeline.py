@@ -30,7 +30,7 @@ PROBLEMS = 48
 @pytest.fixture(scope="module")
 def small_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """nvfp4 with few prompts and problems, and a margin that so few problems can decide."""
-    fields = yaml.safe_load(shipped_recipes()["nvfp4"])
+    fields = yaml.safe_load(shipped_recipes()["nvfp4_w4a4"])
     fields["name"] = "small"
     fields["bundled"]["calibration"] |= {"prompts": 16, "canvases": 1, "min_tokens_per_expert": 8}
     fields["bundled"]["evaluation"]["limit"] = {"word_problems": PROBLEMS}

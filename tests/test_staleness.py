@@ -13,7 +13,7 @@ from quantize.run_dir import read_json, write_json
 from quantize.stage import STAGES
 from quantize.stages import convert
 
-NAMES = [stage.name for stage in STAGES if stage.is_needed(load_recipe("nvfp4"))]
+NAMES = [stage.name for stage in STAGES if stage.is_needed(load_recipe("nvfp4_w4a4"))]
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def overlap(a: dict[str, Any], b: dict[str, Any]) -> bool:
 @click.option("--json", "out", type=click.Path(path_type=Path))
 def main(device: str, problems: int, prompts: int, out: Path | None) -> None:
     """Measure, print, judge."""
-    recipe = load_recipe("nvfp4").for_bundled_model()
+    recipe = load_recipe("nvfp4_w4a4").for_bundled_model()
     assert recipe.calibration is not None
     changes = {"prompts": prompts, "min_tokens_per_expert": prompts}
     calibrated = recipe.calibration.model_copy(update=changes)

@@ -47,7 +47,7 @@ def test_the_26b_plan_has_the_published_counts_and_size(recipe: str, gigabytes: 
 
 def test_the_plan_groups_add_up_to_the_whole(tiny_checkpoint: Path) -> None:
     tensors = Checkpoint.open(tiny_checkpoint).tensors
-    targets = plan_targets(tensors, load_recipe("nvfp4").quantization)
+    targets = plan_targets(tensors, load_recipe("nvfp4_w4a4").quantization)
     groups = group(targets)
     assert sum(g.tensors for g in groups) == len(targets) == len(tensors)
     assert sum(g.bytes_after for g in groups) == sum_bytes(targets)[1]
@@ -55,7 +55,7 @@ def test_the_plan_groups_add_up_to_the_whole(tiny_checkpoint: Path) -> None:
 
 def test_no_router_vision_or_self_conditioning_is_quantized(tiny_checkpoint: Path) -> None:
     targets = plan_targets(
-        Checkpoint.open(tiny_checkpoint).tensors, load_recipe("nvfp4").quantization
+        Checkpoint.open(tiny_checkpoint).tensors, load_recipe("nvfp4_w4a4").quantization
     )
     kept = {t.module_class for t in targets if t.scheme is None}
     assert {"router", "vision", "self_conditioning", "embedding", "norm"} <= kept

@@ -44,8 +44,8 @@ def real_needs(name: str) -> dict[str, Need]:
 
 def test_gptq_plans_its_hessians_beside_the_model() -> None:
     """A recipe without it has no such stage; one with it fails at plan time where they do not fit."""
-    recipe, tensors = load_recipe("nvfp4"), tensors_from_config(REAL)
-    assert "round" not in real_needs("nvfp4")
+    recipe, tensors = load_recipe("nvfp4_w4a4"), tensors_from_config(REAL)
+    assert "round" not in real_needs("nvfp4_w4a4")
     quantization = recipe.quantization.model_copy(update={"rounding": "gptq"})
     recipe = recipe.model_copy(update={"quantization": quantization})
     found = needs(recipe, REAL, tensors, plan_targets(tensors, quantization))

@@ -74,7 +74,7 @@ def test_both_engines_see_the_same_inputs(
 ) -> None:
     """The same Linears, the same tokens and no padding, magnitudes within BF16's rounding."""
     (ours, counts, encoded), (theirs, their_counts, also) = seen["fused"], seen["modules"]
-    modules = calibrated_modules(CHECKPOINT, load_recipe("nvfp4").quantization)
+    modules = calibrated_modules(CHECKPOINT, load_recipe("nvfp4_w4a4").quantization)
     a, b = (input_scales(each, modules) for each in (ours, theirs))
     ratios = torch.cat([a[m] / b[m] for m in modules if b[m].isfinite() and a[m].isfinite()])
     assert len(ratios) > 0.9 * len(modules)
@@ -100,10 +100,10 @@ def quantized(
     """The bundled model in NVFP4, with scales of these passes, and in FP8."""
     folder, source = tmp_path_factory.mktemp("passes"), Checkpoint.open(CHECKPOINT)
     made: dict[str, Path] = {}
-    for name in ("nvfp4", "fp8_dynamic"):
+    for name in ("nvfp4_w4a4", "fp8_dynamic"):
         recipe = load_recipe(name)
         targets, scales = plan_targets(source.tensors, recipe.quantization), None
-        if name == "nvfp4":
+        if name == "nvfp4_w4a4":
             modules = calibrated_modules(CHECKPOINT, recipe.quantization)
             found = input_scales(seen["modules"][0], modules)
             finite = {m: s if s.isfinite() else torch.full((1,), 100.0) for m, s in found.items()}
@@ -115,7 +115,8 @@ def quantized(
 
 
 CASES: list[tuple[str, ActivationMode]] = [
-    ("nvfp4", "none"), ("nvfp4", "per_expert"), ("fp8_dynamic", "none"), ("fp8_dynamic", "per_layer"),
+    ("nvfp4_w4a4", "none"), ("nvfp4_w4a4", "per_expert"), ("fp8_dynamic", "none"),
+    ("fp8_dynamic", "per_layer"),
 ]  # fmt: skip
 
 
@@ -142,10 +143,10 @@ def test_modes_differ_as_they_should(
     """Against BF16 on the same engine: rounded activations cost more than none, and differ."""
     reference = opened(CHECKPOINT, "fused")
     modes: list[ActivationMode] = ["none", "per_expert", "per_layer"]
-    first = opened(quantized["nvfp4"], "fused", activations="none")
+    first = opened(quantized["nvfp4_w4a4"], "fused", activations="none")
     compared = [Compared(reference), Compared(first)]
     for mode in modes[1:]:
-        beside = opened(quantized["nvfp4"], "fused", activations=mode, beside=first)
+        beside = opened(quantized["nvfp4_w4a4"], "fused", activations=mode, beside=first)
         compared.append(Compared(beside))
     compared.append(Compared(compared[-1].engine, own_conditioning=True))
     same, none, per_expert, per_layer, own = (

@@ -56,7 +56,7 @@ def recipe_for(source: Path, **changes: object) -> Recipe:
         batch_size=4,
         min_tokens_per_expert=1,
     )
-    recipe = load_recipe("nvfp4")
+    recipe = load_recipe("nvfp4_w4a4")
     return recipe.model_copy(update={"calibration": settings.model_copy(update=changes)})
 
 
@@ -74,7 +74,7 @@ def scales_of(folder: Path) -> dict[str, torch.Tensor]:
 def test_every_planned_module_has_a_scale(source: Path, calibrated: Path) -> None:
     scales = scales_of(calibrated)
     assert len(scales) == NVFP4_MODULES
-    modules = calibrated_modules(source, load_recipe("nvfp4").quantization)
+    modules = calibrated_modules(source, load_recipe("nvfp4_w4a4").quantization)
     assert scales.keys() == {f"{m}.input_global_scale" for m in modules}
     for scale in scales.values():
         assert scale.dtype == torch.float32
@@ -270,7 +270,7 @@ def test_modules_that_share_an_input_share_a_scale() -> None:
 
 
 def test_scales_are_those_of_llm_compressors_oneshot(source: Path) -> None:
-    quantization = load_recipe("nvfp4").quantization
+    quantization = load_recipe("nvfp4_w4a4").quantization
     modules = calibrated_modules(source, quantization)
     prompts = [[2, *range(110 + 7 * i, 130 + 9 * i), 100] for i in range(6)]
 

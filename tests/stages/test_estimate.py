@@ -21,7 +21,7 @@ REAL = "google/diffusiongemma-26B-A4B-it"
 
 @pytest.fixture(scope="module")
 def nvfp4() -> tuple[list[Target], Recipe]:
-    recipe = load_recipe("nvfp4")
+    recipe = load_recipe("nvfp4_w4a4")
     return plan_targets(
         tensors_from_config(config_of_known(REAL) or {}), recipe.quantization
     ), recipe

@@ -60,7 +60,7 @@ def artifact(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """NVFP4 with input scales of other prompts than those that are replayed."""
-    folder, recipe = tmp_path_factory.mktemp("linears"), load_recipe("nvfp4")
+    folder, recipe = tmp_path_factory.mktemp("linears"), load_recipe("nvfp4_w4a4")
     ranges = Ranges(8)
     with model.watching(ranges.see):
         recorded(model, 20)

@@ -45,7 +45,7 @@ def run_verify(
     run.calibration.mkdir(exist_ok=True)
     if (scales := source.parent / "input_scales.safetensors").exists():
         shutil.copy(scales, run.calibration)
-    recipe = load_recipe({"fp8": "fp8_dynamic", "nvfp4": "nvfp4"}[scheme])
+    recipe = load_recipe({"fp8": "fp8_dynamic", "nvfp4": "nvfp4_w4a4"}[scheme])
     bf16 = Checkpoint.open(source)
     targets = plan_targets(bf16.tensors, recipe.quantization)
     return verify(Checkpoint.open(artifact), bf16, targets, recipe, run)

@@ -21,7 +21,7 @@ MIXED = {
 
 
 def recipe_for(scheme: str | dict[str, list[str]], observer="memoryless_minmax") -> Recipe:
-    recipe = load_recipe("nvfp4")
+    recipe = load_recipe("nvfp4_w4a4")
     changed = {**recipe.quantization.model_dump(), "scheme": scheme, "observer": observer}
     limits = {name: record.max_relative_error for name, record in SCHEMES.items()}
     fields = {"quantization": changed, "verification": {"max_relative_error": limits}}

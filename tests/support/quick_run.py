@@ -32,7 +32,7 @@ PROBLEMS = 60
 
 def quick_recipe(folder: Path) -> Path:
     """Write an NVFP4 recipe with one task and a margin that 60 problems can decide."""
-    fields = yaml.safe_load(shipped_recipes()["nvfp4"]) | {"name": "quick"}
+    fields = yaml.safe_load(shipped_recipes()["nvfp4_w4a4"]) | {"name": "quick"}
     fields["evaluation"] |= {"tasks": [TASK], "repeats": {}}
     fields["gate"] |= {"margin_pp": {TASK: 30}}
     path = folder / "quick.yaml"

@@ -76,7 +76,7 @@ def mock_data(folder: Path) -> Path:
 
 
 def recipe() -> Recipe:
-    fields = yaml.safe_load(shipped_recipes()["nvfp4"])
+    fields = yaml.safe_load(shipped_recipes()["nvfp4_w4a4"])
     fields["evaluation"] = {"tasks": list(TASKS), "repeats": {"gpqa_diamond": 2}}
     fields["gate"] = {
         "estimand": "these_questions",
