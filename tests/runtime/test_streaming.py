@@ -172,17 +172,38 @@ def test_not_a_number_is_found_before_the_first_pass(tiny_checkpoint: Path, tmp_
         load_packed(folder, "cpu", resident=0)
 
 
-def test_an_engine_over_streamed_weights(fp8_artifact: Path) -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_an_engine_over_streamed_weights(fp8_artifact: Path, batch_invariant: bool) -> None:
     sampler = Sampler(max_denoising_steps=3, eos_token_ids=(1,))
     prompts = [[5, 6, 7], [9, 8], [11] * 30]
     found = [
         complete(
-            FusedEngine(weights, capacity=2, max_context=96),
+            FusedEngine(weights, capacity=2, max_context=96, batch_invariant=batch_invariant),
             prompts, [0, 1, 2], max_new_tokens=32, sampler=sampler,
         )
         for weights in (load_packed(fp8_artifact, "cpu", resident=n) for n in (None, 0))
     ]  # fmt: skip
     assert found[0] == found[1]
+
+
+def test_passes_of_one_shape_share_what_is_streamed(
+    fp8_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch-invariant, two prompts are encoded alone, in one pass over the files; a step is another."""
+    read: list[int] = []
+    monkeypatch.setattr(
+        StreamedLayers,
+        "_take",
+        lambda self, i, take=StreamedLayers._take: read.append(i) or take(self, i),
+    )
+    weights = load_packed(fp8_artifact, "cpu", resident=0)
+    engine = FusedEngine(weights, capacity=2, max_context=96, batch_invariant=True)
+    sampler = Sampler(max_denoising_steps=1, eos_token_ids=(1,))
+    for slot, prompt in enumerate(([5, 6, 7], [9, 8])):
+        engine.admit(slot, prompt, slot, sampler)
+    read.clear()
+    engine.denoise([0, 1])
+    assert read == [*range(LAYERS)] * 2
 
 
 def in_file(path: Path, sizes: Sequence[tuple[int, int]]) -> list[TensorInfo]:

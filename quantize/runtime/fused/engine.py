@@ -460,7 +460,8 @@ class FusedEngine:
         """Encode the slots' unencoded tokens: canvases in one pass, short prompts in another.
 
         Where a sample must not depend on its batch each has a pass of its own: few canvases end at
-        once, and a pass of a full engine's shape would cost as much as a step.
+        once, and a pass of a full engine's shape would cost as much as a step. Streamed weights are
+        read once for all of these passes.
         """
         behind: dict[int, list[int]] = {}
         for slot in slots:
@@ -468,11 +469,16 @@ class FusedEngine:
                 fits = left <= self.canvas_length
                 behind.setdefault(self.canvas_length if fits else self._short, []).append(slot)
         for length, group in behind.items():
-            passes = [group] if self._smallest == 1 else [[slot] for slot in group]
-            for together in passes:
-                rows = together + together[:1] * (_bucket(len(together)) - len(together))
-                behind_what = [(slot, self._slots[slot]) for slot in rows]
-                self._encode([(slot, s.context, s.unencoded) for slot, s in behind_what], length)
+            rows = [
+                (slot, self._slots[slot].context, self._slots[slot].unencoded) for slot in group
+            ]
+            if self._smallest == 1:
+                self._encode(rows + rows[:1] * (_bucket(len(rows)) - len(rows)), length)
+            elif self.model.weights.streamed:
+                self.model.encode_each([self._filled([row], length) for row in rows])
+            else:
+                for row in rows:
+                    self._encode([row], length)
             for slot in group:
                 sequence = self._slots[slot]
                 sequence.context += len(sequence.unencoded)
@@ -488,12 +494,19 @@ class FusedEngine:
         if commit is None:
             commit = Commit(self.model, len(rows), length, self._pool)
             self._commits[len(rows), length] = commit
+        given = self._filled(rows, length)
+        for own, new in zip((commit.tokens, commit.slots, commit.start), given, strict=True):
+            own.copy_(new)
+        commit.run(self._graphs)
+
+    def _filled(
+        self, rows: list[tuple[int, int, list[int]]], length: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `FusedModel.encode` takes of such rows."""
         slots, contexts, runs = zip(*rows, strict=True)
         filled = [run + [0] * (length - len(run)) for run in runs]
-        commit.tokens.copy_(torch.tensor(filled, device=self.device))
-        commit.slots.copy_(self._integers(slots))
-        commit.start.copy_(self._integers(contexts))
-        commit.run(self._graphs)
+        tokens = torch.tensor(filled, device=self.device)
+        return tokens, self._integers(slots), self._integers(contexts)
 
     def _denoise(
         self,

@@ -230,6 +230,23 @@ class FusedModel:
             self._encode_soft(tokens, rows, soft)
         self.on_encoded()
 
+    def encode_each(self, passes: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Do passes of `encode` side by side, each as it is alone: a streamed layer serves them all."""
+        layers = self.weights.layers
+        rows = [self._encoder_rows(slots, start, n.shape[1]) for n, slots, start in passes]
+        states = [self._begin(tokens.flatten(), None, 0) for tokens, _, _ in passes]
+        for index, layer in enumerate(layers):
+            heads = [
+                self._heads(index, layer, x, own) for (_, x), own in zip(states, rows, strict=True)
+            ]
+            if index + 1 == len(layers):
+                break
+            states = [
+                self._rest(index, layer, h, q, own, 0)
+                for (h, _), q, own in zip(states, heads, rows, strict=True)
+            ]
+        self.on_encoded()
+
     def encode_and_read(self, tokens: Tensor, slots: Tensor, start: Tensor) -> Tensor:
         """Append tokens as `encode` does; return what `logits` reads behind them, bf16 [B * n, H]."""
         rows = self._encoder_rows(slots, start, tokens.shape[1])
