@@ -114,7 +114,10 @@ def _sweep(product: Product, shared: int) -> Iterator[Config]:
         for rows, (BN, warps), BK, swap, stages in itertools.product(
             _expert_rows(product.M), _expert_tiles(product.M), depths, sides, deep
         ):
-            yield rows | _config("BN BK SWAP num_warps num_stages", BN, BK, swap, warps, stages)
+            if (
+                swap or not rows["NARROWER"]
+            ):  # 8-bit tensor cores take 64 rows and more on this side
+                yield rows | _config("BN BK SWAP num_warps num_stages", BN, BK, swap, warps, stages)
     else:
         tiles = (
             (64, 32, 4),

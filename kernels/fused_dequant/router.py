@@ -24,6 +24,7 @@ from fused_dequant.chain import chained, follow
 
 BK = 256
 PROGRAMS = 264  # two a streaming multiprocessor of an H200; more splits only add reads of sums
+MOST_STEPS = 4  # of a program: their loads are in flight together, and 8 spill
 
 
 @triton.jit
@@ -119,7 +120,7 @@ def choose_experts(
     # rows with blocks of 32 (64: 4.4), and 7.5 for 1,024 with blocks of 64 (32: 10.0).
     block = 32 if M <= 512 else 64
     blocks, columns = triton.cdiv(M, block), triton.cdiv(K, BK)
-    steps = triton.next_power_of_2(triton.cdiv(blocks * columns, PROGRAMS))
+    steps = min(MOST_STEPS, triton.next_power_of_2(triton.cdiv(blocks * columns, PROGRAMS)))
     splits = triton.cdiv(columns, steps)
     experts = max(16, triton.next_power_of_2(E))
     device = x.device
