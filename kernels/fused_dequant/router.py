@@ -24,7 +24,7 @@ from fused_dequant.chain import chained, follow
 
 BK = 256
 PROGRAMS = 264  # two a streaming multiprocessor of an H200; more splits only add reads of sums
-MOST_STEPS = 4  # of a program: their loads are in flight together, and 8 spill
+MOST_STEPS = 2  # of a program: their loads are in flight together, and those of 4 spill
 
 
 @triton.jit
