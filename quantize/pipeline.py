@@ -265,7 +265,7 @@ def advance(run: Run, until: str = STAGES[-1].name) -> int:
 
 
 def _saved(run: Run, failed: Stage) -> str:
-    """Print the work that a run saves which ends at a stage before evaluation."""
+    """Return what a message adds of the work that a run saves by ending before evaluation."""
     names = [stage.name for stage in STAGES]
     if run.is_bundled or names.index(failed.name) >= names.index("evaluate"):
         return ""
