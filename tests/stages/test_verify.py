@@ -148,6 +148,21 @@ def test_damage_is_found_by_its_check(
     found = run_verify(folder, tiny_checkpoint, scheme, tmp_path)
     assert not found.passed
     assert found.checks[check].faults, found.summary()
+    assert all(fault and "\n" not in fault for fault in found.checks[check].faults)
+
+
+def test_a_scale_of_zero_is_of_a_block_of_zeros_alone(
+    artifact: Path, tiny_checkpoint: Path, scheme: str, tmp_path: Path
+) -> None:
+    """A writer of NVFP4 may give such a block the scale 0; a row of FP8 has no such thing."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(artifact, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = f"{LAYER}mlp.up_proj.weight_scale"
+    tensors[name][0, 0] = 0
+    save_file(tensors, folder / "model.safetensors")
+    faults = run_verify(folder, tiny_checkpoint, scheme, tmp_path).checks["scales"].faults
+    assert faults == ([f"{name} is not above 0 throughout"] if scheme == "fp8" else [])
 
 
 def scale_of_an_input(factor: float) -> Callable[[Tensors], str]:
@@ -302,6 +317,9 @@ def test_every_module_is_decompressed_at_least_in_part(
     found = run_verify(nvfp4_artifact, tiny_checkpoint, "nvfp4", tmp_path)
     check = found.checks["decompression"]
     assert len(check.faults) == check.looked_at == PLANNED
+    told = {fault.partition(":") for fault in check.faults}
+    assert {what for _, _, what in told} == {" compressed-tensors decompresses other weights"}
+    assert f"{LAYER}mlp.up_proj" in {module for module, _, _ in told}
     assert [c.name for c in found.checks.values() if not c.passed] == ["decompression"]
 
 
