@@ -37,6 +37,8 @@ Left out: MX formats (e8m0 scales), asymmetric integers, group sizes other than 
 this model uses them.
 """
 
+from functools import cache
+
 import torch
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -161,6 +163,7 @@ def _bit_table() -> torch.Tensor:
     return torch.where(table >= 2**31, table - 2**32, table).to(torch.int32)
 
 
+@cache
 def _scale_table() -> torch.Tensor:
     """Return the unsigned E5M3 byte of each non-negative finite e4m3 byte, uint8 [128]."""
     values = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -189,12 +192,12 @@ def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
         experts, rows // 64, half // 32, 256, dtype=torch.uint8, device=packed.device
     )
     recode = _scale_table().to(packed.device)
-    table = _bit_table().to(packed.device)
+    table = _byte_table().to(packed.device)
     step = max(1, FRAGMENTED_AT_ONCE // (rows * half))
     for start in range(0, experts, step):
         part = slice(start, start + step)
         bytes_ = scale_bytes[part].flatten(0, 1)  # rows of one expert behind those of another
-        codes = unpack_nibbles(packed[part].flatten(0, 1)).unflatten(-1, (-1, GROUP))
+        codes = packed[part].flatten(0, 1).unflatten(-1, (-1, GROUP // 2))
         codes = torch.where(bytes_[..., None] > 0, codes, torch.zeros_like(codes)).flatten(-2)
         words[part] = _fragment_words(codes, table).view(words[part].shape)
         # rows -> tile, warp, row//8, row%8; groups -> tile, pair of steps, step
@@ -203,17 +206,25 @@ def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
     return words, scales.view(torch.int32)
 
 
-def _fragment_words(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Spread codes uint8 [N, K] over words int32 [N/64, K/64, 512]."""
-    rows, columns = codes.shape
-    # row = tile, warp, row//8, row%8;  k = tile, pair of steps, step, k//8 of the step, lane%4, k%2
-    axes = codes.reshape(rows // 64, 4, 2, 8, columns // 64, 2, 2, 2, 4, 2)
-    # -> step, k//8, row//8, k%2 | tiles, warp, row%8, lane%4, pair of steps
-    axes = axes.permute(6, 7, 2, 9, 0, 4, 1, 3, 8, 5).reshape(16, -1)
-    words = torch.zeros(axes.shape[1], 2, dtype=torch.int32, device=codes.device)
-    for own, bits in zip(axes, table.reshape(16, 16, 2), strict=True):
-        words |= bits[own.int()]
-    return words.reshape(rows // 64, columns // 64, 512)
+def _fragment_words(packed: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Spread bytes of two codes, uint8 [N, K/2], over words int32 [N/64, K/64, 512]."""
+    rows, half = packed.shape
+    # row = tile, warp, row//8, row%8;  byte = tile, pair of steps, step, k//8 of the step, lane%4
+    axes = packed.reshape(rows // 64, 4, 2, 8, half // 32, 2, 2, 2, 4)
+    # -> step, k//8, row//8 | tiles, warp, row%8, lane%4, pair of steps
+    axes = axes.permute(6, 7, 2, 0, 4, 1, 3, 8, 5).reshape(8, -1)
+    words = torch.zeros(axes.shape[1], dtype=torch.int64, device=packed.device)
+    for own, bits in zip(axes, table, strict=True):
+        words |= bits.index_select(0, own.int())
+    return words.view(torch.int32).reshape(rows // 64, half // 32, 512)
+
+
+@cache
+def _byte_table() -> torch.Tensor:
+    """Return what a byte of two codes adds to a pair of words, as one int64: [8 places, 256]."""
+    low, high = _bit_table().reshape(8, 2, 16, 2).unbind(1)  # the even and the odd input's code
+    both = high[:, :, None] | low[:, None]  # [8, 16, 16, 2]
+    return both.contiguous().view(torch.int64).reshape(8, 256)
 
 
 def decode_fragments(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
