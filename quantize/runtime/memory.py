@@ -161,8 +161,8 @@ def hold_to(device: str, nbytes: float) -> None:
     """Let torch's allocator have so many bytes of a GPU, the process' own context included."""
     _, total = torch.cuda.mem_get_info(device)
     share = max(0.0, nbytes - CONTEXT_BYTES) / total
-    index = torch.device(device).index  # of "cuda" None, which the allocator does not take
-    index = torch.cuda.current_device() if index is None else index
+    named = ":" in device  # the allocator does not take "cuda" alone
+    index = torch.device(device).index if named else torch.cuda.current_device()
     torch.cuda.set_per_process_memory_fraction(min(1.0, share), index)
 
 

@@ -218,7 +218,7 @@ def summarize(
         "by_kind": [
             {
                 "kind": kind,
-                "trajectories": kinds.count(kind),
+                "trajectories": len({d.trajectory for d in here}),
                 "kl_nats": _with_interval(here, lambda d: d.kl.mean().item()),
             }
             for kind in sorted(set(kinds or ()))

@@ -5,7 +5,6 @@ run, for one number of sequences and, where the sampler is part of it, its setti
 settings freely, so `Steps` bounds what is captured for them.
 """
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -204,7 +203,9 @@ class Step:
             Of each row: its tokens, how many steps its canvas has taken, and whether it is finished.
         """
         ends = torch.tensor(most)
-        for step in itertools.count(1):
+        step = 0
+        while True:
+            step += 1
             self._compute(committed, graphs)
             arrived = self._send_report()
             if min(taken) + step < self._sampler.max_denoising_steps:  # else no step follows
@@ -217,10 +218,9 @@ class Step:
                 arrived.synchronize()
             over = (self._told[:, -1] != 0) | (self._told[:, -2] > ends)
             if bool(over.any()):
-                break
+                rows = zip(self._told.tolist(), over.tolist(), strict=True)
+                return [(row[:-2], row[-2] - 1, finished) for row, finished in rows]
             committed = 0
-        rows = zip(self._told.tolist(), over.tolist(), strict=True)
-        return [(row[:-2], row[-2] - 1, finished) for row, finished in rows]
 
     def take(self, graphs: bool) -> None:
         """Take one step."""
