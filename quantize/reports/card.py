@@ -24,7 +24,7 @@ from jinja2 import Environment, StrictUndefined
 
 from quantize.errors import InputError
 from quantize.recipe import Recipe
-from quantize.reports.render import JUDGED, OTHER_INTERVAL
+from quantize.reports.render import JUDGED, OTHER_INTERVAL, looks_lines
 from quantize.run_dir import README, RESULTS, RunDir, read_json, write_text
 
 # Task -> (data set on the Hub, name of the task in it): gpqa_diamond is the Hub's own name, the others
@@ -100,6 +100,7 @@ def card(
         repo=repo,
         base=base,
         report=report,
+        looks=looks_lines(report),
         recipe=recipe,
         schemes=list(recipe.quantization.targets_by_scheme()),
         recipe_yaml=recipe.to_yaml().strip(),

@@ -175,7 +175,7 @@ def looks_lines(content: dict[str, Any]) -> list[str]:
     """Return a sentence for each task whose verdict was certain before everything was asked."""
     lines = [
         f"{task}: the verdict was certain after look {look['taken']} of {look['of']}; the rest was "
-        f"not asked."
+        f"not asked. Its intervals are of what was asked, not widened for the looks."
         for task, look in content["looks"].items()
         if look["taken"] < look["of"]
     ]

@@ -42,14 +42,24 @@ def encode_chat(
     thinking: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Return the ids of a chat that ends where the model's turn begins; `tools` are declared in it."""
-    encoded = tokenizer.apply_chat_template(
-        list(messages),
-        tools=tools,
-        add_generation_prompt=True,
-        enable_thinking=thinking,
-        return_dict=True,
-    )
+    """Return the ids of a chat that ends where the model's turn begins; `tools` are declared in it.
+
+    Raises:
+        InputError: the chat template refuses the messages or tools.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        encoded = tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools,
+            add_generation_prompt=True,
+            enable_thinking=thinking,
+            return_dict=True,
+        )
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        # Messages and schemas of tools may have any shape, but a template assumes those it knows.
+        raise InputError(f"messages: the chat template refuses them: {error}") from error
     return list(encoded["input_ids"])
 
 

@@ -45,16 +45,10 @@ class Text:
         Raises:
             InputError: the chat template refuses the messages, or has no place for tools.
         """
-        from jinja2 import TemplateError
-
         declares = "tools" in str(self.tokenizer.chat_template)
         if not declares and (tools or any(turn["role"] == "tool" for turn in messages)):
             raise InputError("tools: this model's chat template has no place for them")
-        try:
-            return encode_chat(self.tokenizer, messages, thinking=thinking, tools=tools or None)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            # Schemas of tools may have any shape, but a template assumes the one it knows.
-            raise InputError(f"messages: the chat template refuses them: {error}") from error
+        return encode_chat(self.tokenizer, messages, thinking=thinking, tools=tools or None)
 
     def encode(self, prompt: str) -> list[int]:
         """Return the ids of plain text, with what the tokenizer puts before it."""

@@ -335,12 +335,15 @@ def test_a_run_that_failed_before_all_tasks_were_asked_can_be_overruled(
     for file in run.evaluation.glob("*/*"):
         if file.name.split(".")[0] in others:
             file.unlink()
-    change(run.evaluation / "done.json", lambda done: done.update(tasks=[first], not_asked=others))
+    looks = {first: {"taken": 2, "of": 5}}
+    done = {"tasks": [first], "not_asked": others, "looks": looks}
+    change(run.evaluation / "done.json", lambda found: found.update(done))
     rejudge(run)
     assert "the verdict is FAIL" in push("--to", "main").error
     assert push("--to", "main", "--no-gate").code == 0
     card = (remote_files(hub)["README.md"] or b"").decode()
-    assert f"certain before: {', '.join(others)}.\n" in card
+    assert f"{first}: the verdict was certain after look 2 of 5; the rest was not asked." in card
+    assert all(f"{task}: not asked; the run's verdict was certain" in card for task in others)
 
 
 def change(path: Path, edit: Callable[[Any], Any]) -> None:

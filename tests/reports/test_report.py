@@ -505,6 +505,7 @@ def test_what_was_not_asked_is_said(full: RunDir) -> None:
     content |= {"looks": looks, "not_asked": ["aime25"]}
     for text in (markdown(content), Page(html(content)).text):
         assert "gsm8k: the verdict was certain after look 2 of 5; the rest was not asked." in text
+        assert "Its intervals are of what was asked, not widened for the looks." in text
         assert "aime25: not asked; the run's verdict was certain before." in text
         assert "gpqa_diamond: the verdict was certain" not in text
     case = ElementTree.fromstring(junit(content)).find("testcase[@name='task aime25']/skipped")

@@ -22,6 +22,7 @@ from quantize.errors import InputError, QuantizeError, ResourceError
 from quantize.recipe import Calibration, Quantization, Recipe, load_recipe
 from quantize.run_dir import read_json
 from quantize.runtime import Sampler, generate
+from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.modules.inputs import watch_inputs
 from quantize.runtime.ranges import Ranges
@@ -323,6 +324,13 @@ def test_prompts_alternate_and_end_with_the_user(source: Path) -> None:
     assert all(400 not in p.ids for p in prompts)  # the assistant's answer is not shown
     quarter = load_prompts(source, calibration.model_copy(update={"thinking": 0.25}), 8)
     assert sum(p.thinking for p in quarter) == 2
+
+
+def test_a_template_that_refuses_a_chat_is_quoted(source: Path) -> None:
+    tokenizer = load_tokenizer(source)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InputError, match="chat template refuses them: roles must alternate"):
+        encode_chat(tokenizer, [{"role": "user", "content": "w7"}], thinking=False)
 
 
 def test_a_data_set_folder_is_read_by_the_datasets_library(source: Path, tmp_path: Path) -> None:

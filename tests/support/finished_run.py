@@ -40,7 +40,7 @@ def finished_run(
     source.mkdir(exist_ok=True)
     for name, content in base_files().items():
         (source / name).write_bytes(content)
-    recipe = load_recipe("nvfp4")
+    recipe = load_recipe("nvfp4_w4a4")
     write_text(run.recipe_yaml, recipe.to_yaml())
     write_text(run.targets_csv, TARGETS)
     about = {"model": BASE, "bundled": False, "commit": COMMIT, "folder": str(source)}
@@ -71,6 +71,7 @@ def finished_run(
         "tasks": [
             comparison(task, recipe.gate.margin_pp[task]) for task in recipe.evaluation.tasks
         ],
+        "looks": {},
         "not_asked": [],
         "noise_floor": [comparison("gsm8k", 2)],
         "sizes": {"bf16_bytes": 66560, "quantized_bytes": 19456, "ratio": 0.2923}
