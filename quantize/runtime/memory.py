@@ -161,8 +161,8 @@ def hold_to(device: str, nbytes: float) -> None:
     """Let torch's allocator have so many bytes of a GPU, the process' own context included."""
     _, total = torch.cuda.mem_get_info(device)
     share = max(0.0, nbytes - CONTEXT_BYTES) / total
-    named = ":" in device  # the allocator does not take "cuda" alone
-    index = torch.device(device).index if named else torch.cuda.current_device()
+    # The allocator does not take "cuda" alone.
+    index = torch.device(device).index if ":" in device else torch.cuda.current_device()
     torch.cuda.set_per_process_memory_fraction(min(1.0, share), index)
 
 

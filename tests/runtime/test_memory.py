@@ -154,16 +154,23 @@ def test_a_card_that_others_fill(monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20e9, 80e9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 4e9)
-    monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share)
-    )
+    held: list[object] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+
+    def hold(share: float, index: object) -> None:
+        shares.append(share)
+        held.append(index)
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", hold)
     assert budget_of("cpu", None) is None
     assert budget_of("cuda:0", None) == 20e9 + 4e9 + CONTEXT_BYTES
     assert not shares
     with pytest.raises(ResourceError, match=r"--gpu-memory 60: cuda:0 .* 24\.0 GB are free"):
         budget_of("cuda:0", 60e9)
     assert budget_of("cuda:0", 21e9) == 21e9
-    assert shares == [pytest.approx((21e9 - CONTEXT_BYTES) / 80e9)]
+    assert budget_of("cuda", 21e9) == 21e9
+    assert held == [0, 3]
+    assert shares == [pytest.approx((21e9 - CONTEXT_BYTES) / 80e9)] * 2
 
 
 def test_the_command_line_says_so_before_anything_is_made(
