@@ -278,7 +278,7 @@ def _row_scale(ranges: torch.Tensor, codes: Codes) -> torch.Tensor:
 
 def _quotient(ranges: torch.Tensor, half_range: float) -> torch.Tensor:
     """Divide by a tensor, since CUDA turns division by a Python number into an inexact product."""
-    return ranges / ranges.new_tensor(half_range)
+    return ranges / ranges.new_full((), half_range)  # made there: nothing waits for a copy
 
 
 def _fit_e4m3(scaled: torch.Tensor) -> torch.Tensor:
@@ -344,9 +344,13 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 
 def blocks(weight: torch.Tensor) -> Iterator[tuple[int | slice, ...]]:
-    """Yield indices of rows of [..., out, in], about BLOCK_VALUES values of one Linear each."""
+    """Yield indices of rows of [..., out, in], about BLOCK_VALUES values of one Linear each.
+
+    On a GPU, which has less to gain from its cache than to lose by launches, they are 4 times as many.
+    """
     *leading, out, inputs = weight.shape
-    step = max(1, BLOCK_VALUES // inputs)
+    values = BLOCK_VALUES if weight.device.type == "cpu" else 4 * BLOCK_VALUES
+    step = max(1, values // inputs)
     for linear in product(*map(range, leading)):
         for start in range(0, out, step):
             yield (*linear, slice(start, start + step))

@@ -125,6 +125,7 @@ def _convert(run: Run) -> None:
         recipe=run.recipe,
         input_scales=scales if run.recipe.needs_calibration else None,
         rounded=run.folder.rounding if _rounds_weights(run.recipe) else None,
+        device=best_device(),
         record=run.folder.conversion_json,
         overwrite=True,
     )

@@ -199,19 +199,20 @@ class Checkpoint:
         """Whether config.json carries a quantization_config."""
         return "quantization_config" in self.config
 
-    def read(self, name: str) -> torch.Tensor:
-        """Read one whole tensor into memory of its own."""
+    def read(self, name: str, *, pinned: bool = False) -> torch.Tensor:
+        """Read one whole tensor into memory of its own, pinned for a GPU where that is asked for."""
         info = self._info(name)
-        return _read_range(info, info.begin, info.shape)
+        return _read_range(info, info.begin, info.shape, pinned)
 
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read_rows(self, name: str, start: int, stop: int, *, pinned: bool = False) -> torch.Tensor:
         """Read rows `start:stop` of dimension 0, touching only their bytes."""
         info = self._info(name)
         rows = info.shape[0]
         if not 0 <= start <= stop <= rows:
             raise IndexError(f"rows {start}:{stop} of {name!r}, which has {rows}")
         row_bytes = info.nbytes // rows
-        return _read_range(info, info.begin + start * row_bytes, (stop - start, *info.shape[1:]))
+        shape = (stop - start, *info.shape[1:])
+        return _read_range(info, info.begin + start * row_bytes, shape, pinned)
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
@@ -219,12 +220,12 @@ class Checkpoint:
         return self.tensors[name]
 
 
-def _read_range(info: TensorInfo, begin: int, shape: tuple[int, ...]) -> torch.Tensor:
+def _read_range(info: TensorInfo, begin: int, shape: tuple[int, ...], pinned: bool) -> torch.Tensor:
     dtype = DTYPES[info.dtype]
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype)
-    data = torch.empty(nbytes, dtype=torch.uint8)
+    data = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
     try:
         with info.file.open("rb", buffering=0) as file:
             file.seek(begin)

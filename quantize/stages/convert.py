@@ -11,7 +11,10 @@ order (`checkpoints.shards`), so memory is a few pieces whatever the size of the
   - config.json with `quantization_config` as compressed-tensors writes it; tokenizer, processor,
     chat template, generation config and licence files as they are.
 
-It runs on all cores of the CPU; the GPU is left to calibration and evaluation.
+Threads on all cores read, hash and write. A GPU does the arithmetic where there is one, a piece at a
+time, with the CPU's bytes: maxima, quotients rounded as IEEE 754 says and casts are exact on both. Sums
+and powers are not, so what the observer memoryless_mse finds is found on the CPU; and codes that
+`round_weights` made are copied there.
 """
 
 import importlib.metadata
@@ -33,6 +36,7 @@ from quantize.manifest import checksums
 from quantize.recipe import Recipe
 from quantize.run_dir import folder_when_complete, write_json
 from quantize.schemes import SCHEMES
+from quantize.stages.device import Device
 from quantize.stages.pieces import Quantizer
 
 MAX_SHARD_BYTES = 5e9
@@ -60,6 +64,7 @@ def convert(
     recipe: Recipe,
     input_scales: Path | None = None,
     rounded: Path | None = None,
+    device: str = "cpu",
     record: Path | None = None,
     max_shard_bytes: float = MAX_SHARD_BYTES,
     overwrite: bool = False,
@@ -76,6 +81,7 @@ def convert(
         recipe: gives the weight observer and the config groups.
         input_scales: `<module>.input_global_scale` FP32 [1] of every NVFP4 module, from calibrate.
         rounded: folder of codes and scales that `round_weights` found; None rounds to nearest.
+        device: where weights are quantized, which decides on nothing but speed.
         record: file for the checksums of all files, which verify compares with.
         max_shard_bytes: size of the tensors in a shard.
         overwrite: replace `out`, once the new one is complete.
@@ -91,10 +97,13 @@ def convert(
     before = _stamps(source.shards)
     scales = _read_input_scales(input_scales, targets)
     found = _read_rounded(rounded) if rounded else {}
-    pieces = Quantizer(source, recipe.quantization.observer, scales, found).plan(targets)
+    observer = recipe.quantization.observer
+    exact = observer == "memoryless_minmax" and not found
+    where = Device(device if exact else "cpu")
+    pieces = Quantizer(source, observer, scales, found, where).plan(targets)
     shards = plan_shards(pieces, max_shard_bytes)
     codes = _stamps(sorted(rounded.glob(LAYERS)) if rounded else [])
-    identity = json.dumps([before, recipe.quantization.observer, sorted(scales.items()), codes])
+    identity = json.dumps([before, observer, sorted(scales.items()), codes])
     with folder_when_complete(out, keep_partial=True) as folder:
         hashes = write_shards(shards, folder, identity)
         _carry_files(source.folder, folder)

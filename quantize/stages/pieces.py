@@ -25,6 +25,7 @@ from quantize.checkpoints.targets import Target, fused_units, linear_shape
 from quantize.errors import InputError
 from quantize.rounding import Observer, all_finite, global_scale
 from quantize.schemes import Scheme
+from quantize.stages.device import Device
 
 # An expert's down of the 26B model; its gate and up are 8 MB. From 4 to 16 MB a piece costs the same
 # CPU time, and small ones hold less memory.
@@ -44,12 +45,14 @@ class Quantizer:
         input_scales: module -> input global scale, for NVFP4.
         rounded: tensor name -> file with its codes and scales from `round_weights`; empty for rounding
             to nearest.
+        device: where weights are quantized; the bytes are the same everywhere (see `convert`).
     """
 
     source: Checkpoint
     observer: Observer
     input_scales: Mapping[str, float]
     rounded: Mapping[str, Checkpoint] = field(default_factory=dict[str, Checkpoint])
+    device: Device = field(default_factory=Device)
 
     def plan(self, targets: Sequence[Target]) -> list[Piece]:
         """Return the pieces of a plan, in its order, without reading any weights.
@@ -92,32 +95,37 @@ class Quantizer:
         self, target: Target, scheme: Scheme, start: int, stop: int
     ) -> torch.Tensor:
         each = len(target.modules) // target.shape[0]
-        fused = self.source.read_rows(target.name, start, stop)  # [e, each * out, in]
-        weight = split_experts(fused, each)  # [e, each, out, in]
-        ranges = scheme.observe(weight, self.observer)
-        if bad := _bad(ranges):
-            info, where = self.source.tensors[target.name], f"in expert {start + bad[0]}"
-            raise _refused(info, where, _unusable(ranges))
-        shared = None
-        if scheme.shares_global_scale:
-            both = ranges.flatten(1, 2)  # [e, each * out, groups]
-            shared = global_scale([both]).repeat_interleave(each, 0)
         modules = target.modules[start * each : stop * each]
-        return self._records(modules, scheme, weight.flatten(0, 1), ranges.flatten(0, 1), shared)
+        read = self.source.read_rows(target.name, start, stop, pinned=self.device.pinned)
+        with self.device.turn:
+            fused = self.device.take(read)  # [e, each * out, in]
+            weight = split_experts(fused, each)  # [e, each, out, in]
+            ranges = scheme.observe(weight, self.observer)
+            if bad := _bad(ranges):
+                info, where = self.source.tensors[target.name], f"in expert {start + bad[0]}"
+                raise _refused(info, where, _unusable(ranges))
+            shared = None
+            if scheme.shares_global_scale:
+                both = ranges.flatten(1, 2)  # [e, each * out, groups]
+                shared = global_scale([both]).repeat_interleave(each, 0)
+            one = weight.flatten(0, 1), ranges.flatten(0, 1)  # [e * each, out, in or groups]
+            return self.device.give(self._records(modules, scheme, *one, shared))
 
     def _quantize_linears(self, unit: list[Target], scheme: Scheme) -> torch.Tensor:
-        weights = [self.source.read(target.name)[None] for target in unit]  # [1, out, in] each
-        ranges = [scheme.observe(weight, self.observer) for weight in weights]
-        for target, found in zip(unit, ranges, strict=True):
-            if bad := _bad(found[0]):
-                info = self.source.tensors[target.name]
-                raise _refused(info, f"in row {bad[0]}", _unusable(found))
-        shared = global_scale(ranges) if scheme.shares_global_scale else None
-        records = [
-            self._records(target.modules, scheme, weight, found, shared)
-            for target, weight, found in zip(unit, weights, ranges, strict=True)
-        ]
-        return torch.cat(records)
+        read = [self.source.read(target.name, pinned=self.device.pinned) for target in unit]
+        with self.device.turn:
+            weights = [self.device.take(weight)[None] for weight in read]  # [1, out, in] each
+            ranges = [scheme.observe(weight, self.observer) for weight in weights]
+            for target, found in zip(unit, ranges, strict=True):
+                if bad := _bad(found[0]):
+                    info = self.source.tensors[target.name]
+                    raise _refused(info, f"in row {bad[0]}", _unusable(found))
+            shared = global_scale(ranges) if scheme.shares_global_scale else None
+            records = [
+                self._records(target.modules, scheme, weight, found, shared)
+                for target, weight, found in zip(unit, weights, ranges, strict=True)
+            ]
+            return self.device.give(torch.cat(records))
 
     def _records(
         self,
@@ -130,7 +138,7 @@ class Quantizer:
         """Quantize weights [modules, out, in] to the bytes of one module after the other."""
         specs = scheme_tensors("", scheme, *weight.shape[1:])
         size = sum(spec.nbytes for spec in specs.values())
-        records = torch.empty((len(modules), size), dtype=torch.uint8)
+        records = torch.empty((len(modules), size), dtype=torch.uint8, device=weight.device)
         columns = records.split([spec.nbytes for spec in specs.values()], dim=1)
         shape, dtype = next((spec.shape, DTYPES[spec.dtype]) for spec in specs.values())
         codes = columns[0].view(dtype).unflatten(1, shape)  # a view: codes are written in place
@@ -141,7 +149,7 @@ class Quantizer:
             tensors = scheme.quantize(weight, ranges, shared, codes)
         if scheme.calibrated:
             values = [[self.input_scales[module]] for module in modules]
-            tensors["input_global_scale"] = torch.tensor(values, dtype=torch.float32)
+            tensors["input_global_scale"] = ranges.new_tensor(values, dtype=torch.float32)
         for name, column in list(zip(specs, columns, strict=True))[1:]:
             column.copy_(tensors[name.removeprefix(".")].flatten(1).view(torch.uint8))
         return records.flatten()
@@ -189,7 +197,8 @@ def _runs(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 def _bad(ranges: torch.Tensor) -> list[int]:
     """Return the indices in dimension 0 under which a range is NaN, infinite or too large."""
-    return (~(ranges <= LARGEST)).flatten(1).any(1).nonzero().flatten().tolist()
+    found = (~(ranges <= LARGEST)).flatten(1).any(1).tolist()  # a GPU is waited for once
+    return [index for index, is_bad in enumerate(found) if is_bad]
 
 
 def _refused(info: TensorInfo, where: str, what: str = "NaN or infinity") -> InputError:

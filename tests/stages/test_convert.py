@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import EXPERTS, LAYERS
 
+from quantize import rounding
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets, sum_bytes
@@ -28,7 +31,9 @@ from quantize.recipe import Recipe, load_recipe, shipped_recipes
 from quantize.run_dir import read_json
 from quantize.schemes import SCHEMES, Scheme
 from quantize.stages import convert as convert_module
+from quantize.stages import pieces
 from quantize.stages.convert import convert
+from quantize.stages.device import Device
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -474,3 +479,65 @@ def test_shards_of_other_settings_are_not_taken_up_again(
         resumed = converted(out, **after)
         assert resumed != plain
         assert resumed == converted(tmp_path / f"{out.name}-alone", **after)
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4", MIXED])
+def test_bytes_do_not_depend_on_how_much_is_worked_on_at_a_time(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: Any
+) -> None:
+    run(tiny_checkpoint, tmp_path / "whole", recipe_for(scheme))
+    tensors = Checkpoint.open(tiny_checkpoint).tensors
+    experts = tensors["model.decoder.layers.2.experts.down_proj"].nbytes
+    assert experts < pieces.PIECE_BYTES
+    for size in (experts // EXPERTS, experts // 3):
+        monkeypatch.setattr(pieces, "PIECE_BYTES", size)
+        monkeypatch.setattr(rounding, "BLOCK_VALUES", 100)
+        run(tiny_checkpoint, tmp_path / str(size), recipe_for(scheme))
+        monkeypatch.undo()
+        for file in (tmp_path / "whole").iterdir():
+            assert (tmp_path / str(size) / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_gpu_gets_what_it_computes_exactly(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Maxima, quotients and casts; not an observer's sums, nor the copying of codes."""
+    asked: list[str] = []
+
+    def device(name: str) -> Device:
+        asked.append(name)
+        return Device()
+
+    monkeypatch.setattr(convert_module, "Device", device)
+    run(tiny_checkpoint, tmp_path / "a", recipe_for("NVFP4A16"), device="cuda:0")
+    run(tiny_checkpoint, tmp_path / "b", recipe_for("NVFP4A16", "memoryless_mse"), device="cuda:0")
+    (tmp_path / "codes").mkdir()
+    shutil.copy(tmp_path / "a" / "model.safetensors", tmp_path / "codes" / "layer-00.safetensors")
+    settings = {"device": "cuda:0", "rounded": tmp_path / "codes"}
+    run(tiny_checkpoint, tmp_path / "c", recipe_for("NVFP4A16"), **settings)
+    run(tiny_checkpoint, tmp_path / "d", recipe_for("NVFP4A16"))
+    assert asked == ["cuda:0", "cpu", "cpu", "cpu"]
+
+
+def test_a_gpu_s_memory_is_held_by_few_threads(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All reading is done before a thread has its turn, all computing within it."""
+    turn, free = Lock(), {"read": set[bool](), "observe": set[bool]()}
+    device = Device()
+    device.turn = turn
+
+    def noting(what: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def noted(*given: Any, **named: Any) -> torch.Tensor:
+            free[what].add(not turn.locked())
+            return function(*given, **named)
+
+        return noted
+
+    monkeypatch.setattr(rounding, "observe", noting("observe", rounding.observe))
+    for name in ("read", "read_rows"):
+        monkeypatch.setattr(Checkpoint, name, noting("read", getattr(Checkpoint, name)))
+    monkeypatch.setattr(convert_module, "Device", lambda _: device)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    run(tiny_checkpoint, tmp_path / "out", recipe_for("NVFP4A16"))
+    assert free == {"read": {True}, "observe": {False}}
