@@ -21,10 +21,11 @@ Left out: ordering of inputs by their energy (blocks of 16 are fixed on disk), a
 and the asymmetric loss of GPTAQ, which was worse here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from fused_dequant.dispatch import launches
 from torch import Tensor
 
 from quantize.errors import QuantizeError
@@ -42,9 +43,6 @@ from quantize.schemes import Scheme
 DAMPING = 0.01
 NEIGHBOURS = 6  # e4m3 codes below and above amax / 6 that a block scale may take
 SWEEPS = 4  # passes of coordinate descent
-FACTORED = (
-    4  # experts whose Hessians are in float64 at a time: 64 MB each, six times, at 2,816 inputs
-)
 SPAN = 8 * GROUP  # inputs whose errors are spread together: one product for 8 blocks
 SMALLEST_SCALE = 2.0**-9  # e4m3's least positive number
 
@@ -84,14 +82,15 @@ def shrunk(sums: Tensor, tokens: Tensor, at: slice = slice(None)) -> Tensor:
     if total == 0:
         raise QuantizeError("no token was seen: there is no Hessian; use more prompts")
     found = sums[at] / tokens[at].clamp(min=1)[:, None, None]
-    if not bool(found.isfinite().all()):
-        bad = int((~found.isfinite()).flatten(1).any(1).nonzero()[0]) + (at.start or 0)
+    extremes = torch.stack(found.flatten(1).aminmax(dim=1))  # NaN where there is one
+    if not bool(extremes.isfinite().all()):
+        bad = int((~extremes.isfinite()).any(0).nonzero()[0]) + (at.start or 0)
         raise QuantizeError(f"the Hessian of expert {bad} is not finite: its inputs were not")
     if len(sums) == 1:
         return found
     own = tokens[at].to(found)
     own = (own / (own + found.shape[-1]))[:, None, None]
-    return found.mul_(own).add_((1 - own) * (sums.sum(0) / total))
+    return found.mul_(own).addcmul_(1 - own, sums.sum(0) / total)
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,12 @@ class Grid:
     """The numbers that a weight over its step can take, and how far its block scale may move.
 
     Attributes:
+        name: what the kernels call it.
         round: float32 -> the nearest code's value; saturates.
         neighbours: e4m3 codes below and above the usual block scale; 0 where scales are fixed.
     """
 
+    name: str
     round: Callable[[Tensor], Tensor]
     neighbours: int
 
@@ -121,9 +122,9 @@ def _round_int8(x: Tensor) -> Tensor:
 
 # By the dtype that a scheme's codes are cast to.
 GRIDS = {
-    torch.float32: Grid(_round_e2m1, NEIGHBOURS),
-    FP8: Grid(_round_e4m3, 0),
-    torch.int8: Grid(_round_int8, 0),
+    torch.float32: Grid("e2m1", _round_e2m1, NEIGHBOURS),
+    FP8: Grid("e4m3", _round_e4m3, 0),
+    torch.int8: Grid("int8", _round_int8, 0),
 }
 
 
@@ -133,9 +134,10 @@ def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None 
     Args:
         scheme: scheme of the weights.
         weight: [E, out, in] BF16, finite; `in` a multiple of 16.
-        hessian: [E, in, in] float32, as `shrunk` returns it.
+        hessian: [E, in, in] float32, as `shrunk` returns it; its diagonal is another meanwhile.
         shared: [E, 1] FP32 global scales, where the scheme has them.
     """
+    hessian = hessian.contiguous()
     if shared is None:
         return _gptq_rows(scheme, weight, hessian)
     return _gptq_groups(scheme, weight, hessian, shared)
@@ -145,19 +147,17 @@ def _gptq_groups(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor
     own = shared.unsqueeze(-1)  # [E, 1, 1]
     usual = block_scale(scheme.observe(weight, "memoryless_minmax"), own)  # [E, out, in / 16]
     weight, grid = weight.float(), GRIDS[scheme.codes.cast]
-    nearest = grid.round(weight / _spread(usual / own))
-    codes, scales, singular = _round_all(weight, hessian, nearest, usual, own, grid)
+    blocks = weight.unflatten(-1, (-1, GROUP))
+    nearest = grid.round(blocks / (usual / own)[..., None]).flatten(-2)
+    codes, scales, singular = _round_all(weight, hessian, nearest, usual, shared[:, 0], grid)
     tensors = {
         "weight_packed": pack_e2m1(codes),
         "weight_scale": scales.to(FP8),
         "weight_global_scale": shared.clone(),
     }
-    return Rounded(
-        tensors,
-        layer_loss(weight, _values(codes, scales / own), hessian),
-        layer_loss(weight, _values(nearest, usual / own), hessian),
-        singular,
-    )
+    found = (_values(c, s / own) for c, s in ((codes, scales), (nearest, usual)))
+    loss, plain = _losses(weight, found, hessian)
+    return Rounded(tensors, loss, plain, singular)
 
 
 def _gptq_rows(scheme: Scheme, weight: Tensor, hessian: Tensor) -> Rounded:
@@ -166,14 +166,11 @@ def _gptq_rows(scheme: Scheme, weight: Tensor, hessian: Tensor) -> Rounded:
     nearest, scale = plain["weight"].float(), plain["weight_scale"]  # [E, out, in], [E, out, 1]
     weight, grid = weight.float(), GRIDS[scheme.codes.cast]
     steps = scale.float().expand(*weight.shape[:-1], weight.shape[-1] // GROUP)
-    one = weight.new_ones(len(weight), 1, 1)
+    one = weight.new_ones(len(weight))
     codes, _, singular = _round_all(weight, hessian, nearest, steps, one, grid)
-    return Rounded(
-        {"weight": codes.to(scheme.codes.cast), "weight_scale": scale},
-        layer_loss(weight, codes * scale.float(), hessian),
-        layer_loss(weight, nearest * scale.float(), hessian),
-        singular,
-    )
+    tensors = {"weight": codes.to(scheme.codes.cast), "weight_scale": scale}
+    loss, own = _losses(weight, (each * scale.float() for each in (codes, nearest)), hessian)
+    return Rounded(tensors, loss, own, singular)
 
 
 def _round_all(
@@ -182,23 +179,31 @@ def _round_all(
     """Return code values, block scales, and which experts were left at the nearest codes.
 
     `nearest` [E, out, in] and `usual` [E, out, in / 16] are codes and scales of rounding to nearest; a
-    code's step is its scale over `shared` [E, 1, 1].
+    code's step is its scale over `shared` [E]. The Hessian is damped, and then as it was.
     """
-    damped, factor, singular = _factored(hessian)
-    codes, scales = _spread_errors(weight, factor, usual, shared, grid)
-    codes, scales = _descend(weight, codes, scales, damped, shared, grid)
+    undamped = hessian.diagonal(dim1=-2, dim2=-1).clone()
+    factor, singular = _factored(hessian)
+    codes, scales = torch.empty_like(weight), usual.clone()
+    _spread_errors(weight, factor, shared, codes, scales, grid)
+    del factor
+    _descend(weight, codes, scales, hessian, shared, grid)
+    hessian.diagonal(dim1=-2, dim2=-1).copy_(undamped)
     lost = singular[:, None, None]
     return torch.where(lost, nearest, codes), torch.where(lost, usual, scales), singular
 
 
+def _losses(weight: Tensor, found: Iterable[Tensor], hessian: Tensor) -> list[Tensor]:
+    whole = _energy(weight, hessian).clamp(min=1e-30)
+    return [_energy(weight - each, hessian) / whole for each in found]
+
+
 def layer_loss(weight: Tensor, rounded: Tensor, hessian: Tensor) -> Tensor:
     """Return tr (W - Q) H (W - Q)^T over tr W H W^T of [E, out, in]: [E] float32."""
-    error = weight - rounded
-    return _energy(error, hessian) / _energy(weight, hessian).clamp(min=1e-30)
+    return _losses(weight, [rounded], hessian)[0]
 
 
 def _energy(x: Tensor, hessian: Tensor) -> Tensor:
-    return ((x @ hessian) * x).sum((-1, -2))
+    return (x @ hessian).mul_(x).sum((-1, -2))
 
 
 def _block_amax(weight: Tensor) -> Tensor:
@@ -206,58 +211,57 @@ def _block_amax(weight: Tensor) -> Tensor:
     return weight.unflatten(-1, (-1, GROUP)).abs().amax(-1).bfloat16()
 
 
-def _spread(scale: Tensor) -> Tensor:
-    """Repeat the scale of a block for its 16 inputs: [E, out, in / 16] to [E, out, in]."""
-    return scale.repeat_interleave(GROUP, -1)
-
-
 def _values(codes: Tensor, scale: Tensor) -> Tensor:
     """Multiply code values [E, out, in] by the scale of their blocks [E, out, in / 16]."""
-    return codes * _spread(scale)
+    return (codes.unflatten(-1, (-1, GROUP)) * scale[..., None]).flatten(-2)
 
 
-def _factored(hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return damped H, the upper factor U of its inverse (both float32), and which [E] lack U."""
-    found = [_factored_in_float64(each) for each in hessian.split(FACTORED)]
-    damped, factor, singular = (torch.cat(each) for each in zip(*found, strict=True))
-    return damped, factor, singular
+def _factored(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Damp H [E, in, in] in place; return the upper factor U of its inverse, and which [E] lack U.
 
-
-def _factored_in_float64(hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = hessian.shape[-1]
-    damped = hessian.double()
-    mean = damped.diagonal(dim1=-2, dim2=-1).mean(-1)
-    diagonal = (DAMPING * mean)[:, None].expand(-1, inputs)
-    damped = damped + torch.diag_embed(diagonal)
-    lower, failed = torch.linalg.cholesky_ex(damped)
-    singular = (failed != 0) | (mean <= 0)
-    identity = torch.eye(inputs, dtype=damped.dtype, device=damped.device)
-    lower = torch.where(singular[:, None, None], identity, lower)
-    factor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
-    return damped.float(), factor.float(), singular
+    With the inputs in reverse order, H = L L^T, and H^-1 = U^T U where U is L^-1, reversed again. A
+    matrix at a time: at 2,816 inputs 64 MB each in float64, and libraries' batched factorisations are
+    made for small ones.
+    """
+    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.double().mean(-1)
+    diagonal.add_((DAMPING * mean).to(hessian)[:, None])
+    factor, failed = torch.empty_like(hessian), torch.empty_like(mean, dtype=torch.int32)
+    identity = torch.eye(hessian.shape[-1], dtype=torch.float64, device=hessian.device)
+    for each, own in enumerate(hessian):
+        lower, failed[each] = torch.linalg.cholesky_ex(own.double().flip(0, 1))
+        lower = torch.where(failed[each] != 0, identity, lower)
+        inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+        factor[each] = inverse.flip(0, 1)
+    return factor, (failed != 0) | (mean <= 0)
 
 
 def _spread_errors(
-    weight: Tensor, factor: Tensor, usual: Tensor, shared: Tensor, grid: Grid
-) -> tuple[Tensor, Tensor]:
-    """Run GPTQ from left to right, choosing block scales; return code values and block scales."""
+    weight: Tensor, factor: Tensor, shared: Tensor, codes: Tensor, scales: Tensor, grid: Grid
+) -> None:
+    """Run GPTQ from left to right; write codes and, where they may move, block scales.
+
+    Errors are spread within SPAN inputs block by block, and from them to all others in one product.
+    """
     left = weight.clone()
-    codes, scales = torch.empty_like(weight), torch.empty_like(usual)
+    errors = weight.new_empty(*weight.shape[:-1], SPAN)
     for start in range(0, weight.shape[-1], SPAN):
         stop = min(start + SPAN, weight.shape[-1])
-        errors = torch.empty_like(left[..., start:stop])
         for at in range(start, stop, GROUP):
             block = slice(at, at + GROUP)
-            tried = usual[..., at // GROUP, None]
-            if grid.neighbours:  # around the scale of the block's values as they are by now
-                amax = _block_amax(left[..., block])
-                tried = _near(block_scale(amax, shared)[..., 0], grid.neighbours)
-            found = _round_block(left[..., block], factor[:, block, block], tried, shared, grid)
-            codes[..., block], scales[..., at // GROUP], error = found
-            errors[..., at - start : at - start + GROUP] = error
-            left[..., at + GROUP : stop] -= error @ factor[:, block, at + GROUP : stop]
-        left[..., stop:] -= errors @ factor[:, start:stop, stop:]
-    return codes, scales
+            error = errors[..., at - start : at - start + GROUP]
+            round_block(
+                left[..., block], factor[:, block, block], shared, scales[..., at // GROUP],
+                codes[..., block], error, grid,
+            )  # fmt: skip
+            _subtract(left[..., at + GROUP : stop], error, factor[:, block, at + GROUP : stop])
+        _subtract(left[..., stop:], errors[..., : stop - start], factor[:, start:stop, stop:])
+
+
+def _subtract(target: Tensor, rows: Tensor, matrix: Tensor) -> None:
+    """Subtract rows @ matrix from a target of as many columns, in place."""
+    if target.shape[-1]:
+        target.baddbmm_(rows, matrix, alpha=-1)
 
 
 def _near(scale: Tensor, neighbours: int) -> Tensor:
@@ -268,52 +272,106 @@ def _near(scale: Tensor, neighbours: int) -> Tensor:
     return near.view(FP8).float()
 
 
-def _round_block(
-    weight: Tensor, factor: Tensor, candidates: Tensor, shared: Tensor, grid: Grid
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Round one block [E, out, 16] under each candidate scale [E, out, C]; keep the best.
+def round_block(
+    weight: Tensor, factor: Tensor, shared: Tensor, scales: Tensor, codes: Tensor, errors: Tensor,
+    grid: Grid,
+) -> None:  # fmt: skip
+    """Round a block of 16 inputs under each scale that is tried, and keep the best.
 
-    Returns:
-        Code values [E, out, 16], the chosen scale [E, out], and the errors over U_ii [E, out, 16].
+    Args:
+        weight: [E, out, 16], with the errors of the inputs before it.
+        factor: [E, 16, 16], the block of U on its diagonal.
+        shared: [E].
+        scales: [E, out]; read where the grid has no neighbours, else the chosen ones are written.
+        codes: [E, out, 16], written: code values.
+        errors: [E, out, 16], written: errors over U_ii.
+        grid: the codes.
     """
-    step = candidates / shared  # [E, out, C]
+    if launches(weight.device):
+        from fused_dequant import gptq
+
+        gptq.round_block(
+            weight, factor, shared, scales, codes, errors, grid.name, grid.neighbours
+        )  # fmt: skip
+        return
+    candidates = scales[..., None]  # [E, out, C]
+    if grid.neighbours:  # around the scale of the block's values as they are by now
+        usual = block_scale(_block_amax(weight), shared[:, None, None])
+        candidates = _near(usual[..., 0], grid.neighbours)
+    step = candidates / shared[:, None, None]
     left = weight[..., None, :].expand(*candidates.shape, GROUP).clone()  # [E, out, C, 16]
-    codes, errors = torch.empty_like(left), torch.empty_like(left)
+    found, error = torch.empty_like(left), torch.empty_like(left)
     for i in range(GROUP):
-        codes[..., i] = grid.round(left[..., i] / step)
-        errors[..., i] = (left[..., i] - codes[..., i] * step) / factor[:, i, i, None, None]
-        rest = factor[:, None, None, i, i + 1 :]
-        left[..., i + 1 :] -= errors[..., i, None] * rest
-    best = errors.square().sum(-1).argmin(-1, keepdim=True)  # [E, out, 1]
+        found[..., i] = grid.round(left[..., i] / step)
+        error[..., i] = (left[..., i] - found[..., i] * step) / factor[:, i, i, None, None]
+        left[..., i + 1 :] -= error[..., i, None] * factor[:, None, None, i, i + 1 :]
+    best = error.square().sum(-1).argmin(-1, keepdim=True)  # [E, out, 1]
     pick = best[..., None].expand(*best.shape, GROUP)
-    return (
-        codes.gather(-2, pick)[..., 0, :],
-        candidates.gather(-1, best)[..., 0],
-        errors.gather(-2, pick)[..., 0, :],
-    )
+    codes.copy_(found.gather(-2, pick)[..., 0, :])
+    errors.copy_(error.gather(-2, pick)[..., 0, :])
+    scales.copy_(candidates.gather(-1, best)[..., 0])
 
 
 def _descend(
     weight: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, shared: Tensor, grid: Grid
-) -> tuple[Tensor, Tensor]:
-    """Move block scales and codes one at a time to where the exact loss is least."""
-    codes, scales = codes.clone(), scales.clone()
-    own_shared = shared[..., 0]  # [E, 1]
-    slope = (weight - _values(codes, scales / shared)) @ hessian  # half of -d loss / d Q
+) -> None:
+    """Move block scales and codes one at a time to where the exact loss is least, in place.
+
+    What a block moves by changes the slope at once within its SPAN inputs, and that of all others in
+    one product when these have been passed.
+    """
+    slope = (weight - _values(codes, scales / shared[:, None, None])) @ hessian  # -d loss / d Q / 2
+    moved = weight.new_empty(*weight.shape[:-1], SPAN)
     for _ in range(SWEEPS):
-        for at in range(0, weight.shape[-1], GROUP):
-            block, group = slice(at, at + GROUP), at // GROUP
-            pull, own = slope[..., block], hessian[:, block, block]
-            before = codes[..., block] * (scales[..., group] / own_shared)[..., None]
-            if grid.neighbours:
-                scales[..., group] = _best_scale(
-                    codes[..., block], scales[..., group], pull, own, own_shared
-                )
-            step = scales[..., group] / own_shared
-            codes[..., block] = _best_codes(codes[..., block], step, before, pull, own, grid)
-            moved = codes[..., block] * step[..., None] - before
-            slope -= moved @ hessian[:, block]
-    return codes, scales
+        for start in range(0, weight.shape[-1], SPAN):
+            span = slice(start, min(start + SPAN, weight.shape[-1]))
+            near = slope[..., span].clone()
+            for at in range(span.start, span.stop, GROUP):
+                block, own = slice(at, at + GROUP), slice(at - start, at - start + GROUP)
+                descend_block(
+                    near[..., own], hessian[:, block, block], shared, scales[..., at // GROUP],
+                    codes[..., block], moved[..., own], grid,
+                )  # fmt: skip
+                after = hessian[:, block, at + GROUP : span.stop]
+                _subtract(near[..., own.stop :], moved[..., own], after)
+            _subtract(slope, moved[..., : near.shape[-1]], hessian[:, span])
+
+
+def descend_block(
+    slope: Tensor, hessian: Tensor, shared: Tensor, scales: Tensor, codes: Tensor, moved: Tensor,
+    grid: Grid,
+) -> None:  # fmt: skip
+    """Move a block's scales, then its codes, each to its own optimum given all the others.
+
+    Args:
+        slope: [E, out, 16], (W - Q) H of the block's inputs.
+        hessian: [E, 16, 16], the block of H on its diagonal.
+        shared: [E].
+        scales: [E, out], moved where the grid has neighbours.
+        codes: [E, out, 16], moved: code values.
+        moved: [E, out, 16], written: by how much the values codes * scale / shared grew.
+        grid: the codes.
+    """
+    if launches(slope.device):
+        from fused_dequant import gptq
+
+        gptq.descend_block(
+            slope, hessian, shared, scales, codes, moved, grid.name, scaled=grid.neighbours > 0
+        )  # fmt: skip
+        return
+    before = codes * (scales / shared[:, None])[..., None]
+    if grid.neighbours:
+        scales.copy_(_best_scale(codes, scales, slope, hessian, shared[:, None]))
+    step = scales / shared[:, None]
+    values = codes * step[..., None]
+    slope = slope - (values - before) @ hessian
+    for i in range(GROUP):
+        wanted = values[..., i] + slope[..., i] / hessian[:, i, i, None]
+        codes[..., i] = grid.round(wanted / step)
+        shift = codes[..., i] * step - values[..., i]
+        values[..., i] += shift
+        slope -= shift[..., None] * hessian[:, None, i]
+    torch.sub(codes * step[..., None], before, out=moved)
 
 
 def _best_scale(codes: Tensor, scale: Tensor, slope: Tensor, own: Tensor, shared: Tensor) -> Tensor:
@@ -327,22 +385,3 @@ def _best_scale(codes: Tensor, scale: Tensor, slope: Tensor, own: Tensor, shared
     least, best = cost.min(-1)
     chosen = near.gather(-1, best[..., None])[..., 0]
     return torch.where((least < 0) & (curvature > 0), chosen, scale)
-
-
-def _best_codes(
-    codes: Tensor, step: Tensor, before: Tensor, slope: Tensor, own: Tensor, grid: Grid
-) -> Tensor:
-    """Return a block's code values [E, out, 16], each moved in turn to its own optimum.
-
-    `before` holds the block's values when `slope` was computed.
-    """
-    codes = codes.clone()
-    values = codes * step[..., None]
-    slope = slope - (values - before) @ own
-    for i in range(GROUP):
-        wanted = values[..., i] + slope[..., i] / own[:, i, i, None]
-        codes[..., i] = grid.round(wanted / step)
-        moved = codes[..., i] * step - values[..., i]
-        values[..., i] += moved
-        slope -= moved[..., None] * own[:, None, i]
-    return codes

@@ -151,14 +151,24 @@ def test_few_tokens_lean_on_the_layers_mean() -> None:
         assert torch.equal(shrunk(sums, tokens, at), shrunk(sums, tokens)[at])
 
 
-def test_factors_do_not_depend_on_how_many_are_made_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_factor_is_that_of_the_inverse() -> None:
+    """U is upper, U^T U the inverse of the damped Hessian, and that is left in its place."""
+    _, hessian = layer()
+    damped = hessian.clone()
+    factor, singular = module._factored(damped)
+    mean = hessian.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
+    torch.testing.assert_close(damped, hessian + module.DAMPING * mean * torch.eye(IN))
+    assert torch.equal(factor, factor.triu())
+    assert not singular.any()
+    found = damped.double() @ (factor.mT.double() @ factor.double())
+    torch.testing.assert_close(found, torch.eye(IN).double().expand_as(found), atol=1e-5, rtol=0)
+
+
+def test_the_hessian_is_left_as_it_was() -> None:
     weight, hessian = layer()
-    whole = rounded_nvfp4(weight, hessian)
-    monkeypatch.setattr(module, "FACTORED", 1)
-    for name, tensor in rounded_nvfp4(weight, hessian).tensors.items():
-        assert torch.equal(tensor.view(torch.uint8), whole.tensors[name].view(torch.uint8)), name
+    before = hessian.clone()
+    rounded_nvfp4(weight, hessian)
+    assert torch.equal(hessian, before)
 
 
 def test_unseen_and_broken_hessians_are_named() -> None:

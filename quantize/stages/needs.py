@@ -20,8 +20,9 @@ from quantize.units import size
 BUDGETS_GB = (24, 32, 48, 80, 96, 141)
 REPLAYED = 16  # trajectories at once
 HESSIAN_BYTES = 4 << 30  # GPTQ's Hessians held at a time on a CPU; on a GPU the least
-# GPU bytes of GPTQ beside them, by arithmetic: of 16 experts of 2,816 inputs and 1,408 rows at a time
-# 5 float32 Hessians and factors (2.5 GB), 4 in float64 six times (1.5 GB), 8 copies of a weight (2 GB).
+# GPU bytes of GPTQ beside them, by arithmetic: of 32 experts of 2,816 inputs and 1,408 rows at a time
+# 2 float32 Hessians and 6.5 copies of a weight (5.3 GB), and 7 matrices in float64 (0.4 GB). A dense
+# Linear of 8,192 inputs takes 4.9 GB.
 ROUNDING_BYTES = 6e9
 # Tokens of the longest answer of a task, as its harness allows.
 ANSWER_TOKENS = {

@@ -16,6 +16,7 @@ rounding.json.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,6 @@ from quantize.schemes import Scheme
 from quantize.stages.needs import HESSIAN_BYTES, ROUNDING_BYTES
 from quantize.stages.prompts import load_prompts
 
-EXPERTS_AT_ONCE = 16  # `needs.ROUNDING_BYTES` says what they take
 IDENTITY, SUMMARY = "identity.json", "rounding.json"
 
 
@@ -165,6 +165,7 @@ def round_unit(unit: Unit, source: Checkpoint, hessians: Hessians) -> tuple[dict
     """Return a unit's tensors by on-disk name, and its entry of rounding.json."""
     weight = torch.cat([_stack(source.read(target.name)) for target in unit.targets], 1)
     device, shares = hessians.tokens[unit.reads].device, unit.scheme.shares_global_scale
+    step = experts_at_once(*weight.shape)
     shared = global_scale([unit.scheme.observe(weight, "memoryless_minmax")])
     done = [
         gptq(
@@ -173,11 +174,23 @@ def round_unit(unit: Unit, source: Checkpoint, hessians: Hessians) -> tuple[dict
             hessians.mean(unit.reads, at),
             shared[at].to(device) if shares else None,
         )
-        for start in range(0, len(weight), EXPERTS_AT_ONCE)
-        for at in [slice(start, start + EXPERTS_AT_ONCE)]
+        for start in range(0, len(weight), step)
+        for at in [slice(start, start + step)]
     ]
     tensors = {key: torch.cat([each.tensors[key] for each in done]) for key in done[0].tensors}
     return _by_module(unit, tensors), _facts(unit, done, hessians)
+
+
+def experts_at_once(experts: int, out: int, inputs: int) -> int:
+    """Return how many experts are rounded together, so that each round has as many, but for the last.
+
+    `ROUNDING_BYTES` hold of each expert, in float32, its Hessian, the factor and six copies of its
+    weight, beside it in BF16; and seven matrices of float64 while one Hessian is factored. The number
+    does not depend on the GPU's memory, since a product's sums may depend on how many are batched.
+    """
+    each = 4 * inputs * (2 * inputs + 6.5 * out)
+    most = max(1, int((ROUNDING_BYTES - 56 * inputs**2) // each))
+    return math.ceil(experts / math.ceil(experts / most))
 
 
 def _stack(weight: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import fused_dequant as fd
 import torch
-from fused_dequant import cases, simulated, targets
+from fused_dequant import cases, gptq, simulated, targets
 from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, TOPK, VOCABULARY
 from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.targets import Capability
@@ -113,6 +113,8 @@ def launches(capability: Capability) -> list[Launch]:
             _vocabulary(M)
         for B in (1, 4):
             _sampler(B)
+        for codes, neighbours in (("e2m1", 6), ("e4m3", 0), ("int8", 0)):
+            _rounding(codes, neighbours)
     return list(found.values())
 
 
@@ -185,3 +187,11 @@ def _sampler(B: int) -> None:
     schedule = blank(48, dtype=torch.float32)
     draw = fd.sample(blank(B, 256, VOCABULARY), state, schedule)
     fd.accept(draw, state, schedule, entropy_bound=0.1, confidence_threshold=0.005)
+
+
+def _rounding(codes: str, neighbours: int) -> None:
+    """A block of GPTQ; the rest of a layer is products in torch."""
+    rows, matrix = (blank(EXPERTS, n, 16, dtype=torch.float32) for n in (2 * INNER, 16))
+    shared, scales = (blank(*shape, dtype=torch.float32) for shape in ((EXPERTS,), rows.shape[:2]))
+    gptq.round_block(rows, matrix, shared, scales, rows, rows, codes, neighbours)
+    gptq.descend_block(rows, matrix, shared, scales, rows, rows, codes, scaled=neighbours > 0)

@@ -1,0 +1,247 @@
+"""GPTQ and coordinate descent over a block of 16 inputs, whose rows are independent: one a thread.
+
+    round_block     for each scale s that is tried: for i = 0 .. 15
+                        left_i = w_i - sum_{j < i} error_j * U_ji
+                        q_i = nearest(left_i / step), error_i = (left_i - q_i * step) / U_ii
+                    keeps the s of least sum of error_i^2,     step = s / shared
+    descend_block   s moves to an e4m3 number next to the optimum of the loss in s alone; then, each
+                    given all others, q_i moves to nearest((value_i + slope_i / H_ii) / step)
+
+Scales of e2m1 codes are tried among the e4m3 neighbours of amax / 6 and move; those of e4m3 and int8
+codes stay. What the pipeline does with it, and the same in torch, is in `quantize/gptq.py`.
+
+A row's sequence stays in registers: each of the 16 inputs is a vector over the rows, in a tuple that
+is indexed when the kernel is compiled. Scales are tried one after the other, the best of them once
+more, so that nothing but its loss is kept of a scale. U and H are those of an expert, which the rows
+of a program share. Weights, codes and errors are columns of larger matrices, changed in place.
+"""
+
+# Kernels are compiled from their syntax: their parameters have no Python types, a launch passes numbers
+# for `constexpr`, and tuples are not unpacked.
+
+import torch
+import triton
+import triton.language as tl
+
+from fused_dequant.input_rounding import round_e2m1, round_e4m3
+
+ROWS, WARPS = 64, 2  # one row a thread; small programs, since a dense Linear has few rows
+# Pointers, sizes and strides, of which nothing is compiled in: a block starts anywhere.
+PLACES = range(17)
+
+
+@triton.jit
+def clamp(v, least, most):
+    """Return v within least .. most."""
+    return tl.minimum(tl.maximum(v, least), most)
+
+
+@triton.jit
+def nearest(v, CODES: tl.constexpr):
+    """Round to the nearest code's value, ties to the even code; saturates, and keeps the sign of 0."""
+    if CODES == "int8":  # adding 1.5 * 2^23 leaves no fraction bits
+        return (clamp(v, -128.0, 127.0) + 12582912.0) - 12582912.0
+    if CODES == "e2m1":
+        rounded = round_e2m1(tl.minimum(tl.abs(v), 6.0))
+    else:
+        rounded = round_e4m3(tl.minimum(tl.abs(v), 448.0))
+    sign = v.to(tl.int32, bitcast=True) & -0x80000000
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bits_of(s):
+    """Return the 7 bits of an e4m3 number s > 0; the last subnormal is below 2^-6."""
+    bits = s.to(tl.int32, bitcast=True)
+    return tl.where(s < 0.015625, (s * 512.0).to(tl.int32), (bits >> 20) - 960)
+
+
+@triton.jit
+def neighbour(bits, offset):
+    """Return the e4m3 number `offset` codes from one, never 0 nor NaN."""
+    bits = tl.minimum(tl.maximum(bits + offset, 1), 126)
+    normal = ((bits + 960) << 20).to(tl.float32, bitcast=True)
+    return tl.where(bits < 8, bits.to(tl.float32) * 0.001953125, normal)
+
+
+@triton.jit
+def scale_of(largest, g):
+    """Return the usual scale of a block, as from BF16: the range, and its sixth, are such numbers."""
+    sixth = tl.div_rn(largest.to(tl.bfloat16).to(tl.float32), 6.0)
+    scale = round_e4m3(tl.minimum(g * sixth.to(tl.bfloat16).to(tl.float32), 448.0))
+    return tl.where(scale == 0.0, 0.125, scale)
+
+
+@triton.jit(do_not_specialize=PLACES, do_not_specialize_on_alignment=PLACES)
+def round_block_kernel(
+    weight, factor, shared, scales, codes, errors, OUT,
+    weight_expert, weight_row, factor_expert, factor_row, scales_expert, scales_row,
+    codes_expert, codes_row, errors_expert, errors_row,
+    CODES: tl.constexpr, NEIGHBOURS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program (m, e) rounds ROWS rows of expert e; strides are those of experts and of rows."""
+    e = tl.program_id(1).to(tl.int64)
+    m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = m < OUT
+    weight += e * weight_expert + m * weight_row
+    codes += e * codes_expert + m * codes_row
+    errors += e * errors_expert + m * errors_row
+    scales += e * scales_expert + m * scales_row
+    factor += e * factor_expert
+    g = tl.load(shared + e)
+    scale = tl.load(scales, mask=inside, other=1.0)
+    bits = bits_of(scale)
+    if NEIGHBOURS > 0:
+        largest = tl.zeros((ROWS,), tl.float32)
+        for i in tl.static_range(16):
+            largest = tl.maximum(largest, tl.abs(tl.load(weight + i, mask=inside, other=0.0)))
+        bits = bits_of(scale_of(largest, g))
+    least = tl.full((ROWS,), float("inf"), tl.float32)
+    for n in range(2 * NEIGHBOURS + 2 if NEIGHBOURS > 0 else 1):
+        last = n == 2 * NEIGHBOURS + 1 if NEIGHBOURS > 0 else n == 0
+        tried = tl.where(last, scale, neighbour(bits, n - NEIGHBOURS))
+        step = tl.div_rn(tried, g)
+        loss = tl.zeros_like(step)
+        done = ()
+        for i in tl.static_range(16):
+            left = tl.load(weight + i, mask=inside, other=0.0)
+            for j in tl.static_range(i):
+                left -= done[j] * tl.load(factor + j * factor_row + i)
+            code = nearest(tl.div_rn(left, step), CODES)
+            error = tl.div_rn(left - code * step, tl.load(factor + i * factor_row + i))
+            loss += error * error
+            done = done + (error,)  # noqa: RUF005
+            tl.store(codes + i, code, mask=inside & last)
+            tl.store(errors + i, error, mask=inside & last)
+        scale = tl.where(loss < least, tried, scale)
+        least = tl.minimum(loss, least)
+    if NEIGHBOURS > 0:
+        tl.store(scales, scale, mask=inside)
+
+
+@triton.jit
+def best_scale(scale, curvature, pull, g):
+    """Return the e4m3 number of least loss next to the optimum in the scale, or `scale` itself."""
+    wanted = scale + tl.div_rn(pull, tl.maximum(curvature, 1e-30)) * g
+    bits = bits_of(round_e4m3(clamp(wanted, 0.001953125, 448.0)))
+    best, least = scale, tl.zeros_like(scale)
+    for offset in tl.static_range(-1, 2):
+        near = neighbour(bits, offset)
+        change = tl.div_rn(near - scale, g)
+        cost = change * change * curvature - 2.0 * change * pull
+        best = tl.where((cost < least) & (curvature > 0.0), near, best)
+        least = tl.minimum(cost, least)
+    return best
+
+
+@triton.jit(do_not_specialize=PLACES, do_not_specialize_on_alignment=PLACES)
+def descend_block_kernel(
+    slope, hessian, shared, scales, codes, moved, OUT,
+    slope_expert, slope_row, hessian_expert, hessian_row, scales_expert, scales_row,
+    codes_expert, codes_row, moved_expert, moved_row,
+    CODES: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program (m, e) moves ROWS rows of expert e; strides are those of experts and of rows."""
+    e = tl.program_id(1).to(tl.int64)
+    m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = m < OUT
+    slope += e * slope_expert + m * slope_row
+    codes += e * codes_expert + m * codes_row
+    moved += e * moved_expert + m * moved_row
+    scales += e * scales_expert + m * scales_row
+    hessian += e * hessian_expert
+    g = tl.load(shared + e)
+    scale = tl.load(scales, mask=inside, other=1.0)
+    before = tl.div_rn(scale, g)
+    step = before
+    own = ()  # codes as they are
+    bent = ()  # own @ H
+    for i in tl.static_range(16):
+        own = own + (tl.load(codes + i, mask=inside, other=0.0),)  # noqa: RUF005
+    if SCALED:
+        curvature = tl.zeros_like(scale)
+        pull = tl.zeros_like(scale)
+        for i in tl.static_range(16):
+            product = tl.zeros_like(scale)
+            for j in tl.static_range(16):
+                product += own[j] * tl.load(hessian + j * hessian_row + i)
+            curvature += product * own[i]
+            pull += tl.load(slope + i, mask=inside, other=0.0) * own[i]
+            bent = bent + (product,)  # noqa: RUF005
+        scale = best_scale(scale, curvature, pull, g)
+        step = tl.div_rn(scale, g)
+        tl.store(scales, scale, mask=inside)
+    done = ()  # how far values move under the new scale
+    for i in tl.static_range(16):
+        left = tl.load(slope + i, mask=inside, other=0.0)
+        if SCALED:
+            left -= (step - before) * bent[i]
+        for j in tl.static_range(i):
+            left -= done[j] * tl.load(hessian + j * hessian_row + i)
+        value = own[i] * step
+        wanted = value + tl.div_rn(left, tl.load(hessian + i * hessian_row + i))
+        code = nearest(tl.div_rn(wanted, step), CODES)
+        done = done + (code * step - value,)  # noqa: RUF005
+        tl.store(codes + i, code, mask=inside)
+        tl.store(moved + i, code * step - own[i] * before, mask=inside)
+
+
+def round_block(
+    weight: torch.Tensor,
+    factor: torch.Tensor,
+    shared: torch.Tensor,
+    scales: torch.Tensor,
+    codes: torch.Tensor,
+    errors: torch.Tensor,
+    kind: str,
+    neighbours: int,
+) -> None:
+    """See `quantize.gptq.round_block`; all float32, of stride 1 along the inputs.
+
+    Args:
+        weight: [E, out, 16].
+        factor: [E, 16, 16].
+        shared: [E].
+        scales: [E, out], read with 0 neighbours, else written.
+        codes: [E, out, 16], written.
+        errors: [E, out, 16], written.
+        kind: e2m1, e4m3 or int8.
+        neighbours: e4m3 codes below and above amax / 6 that are tried.
+    """
+    E, OUT, _ = weight.shape
+    round_block_kernel[(triton.cdiv(OUT, ROWS), E)](
+        weight, factor, shared, scales, codes, errors, OUT, *weight.stride()[:2],
+        *factor.stride()[:2], *scales.stride(), *codes.stride()[:2], *errors.stride()[:2],
+        CODES=kind, NEIGHBOURS=neighbours, ROWS=ROWS, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def descend_block(
+    slope: torch.Tensor,
+    hessian: torch.Tensor,
+    shared: torch.Tensor,
+    scales: torch.Tensor,
+    codes: torch.Tensor,
+    moved: torch.Tensor,
+    kind: str,
+    *,
+    scaled: bool,
+) -> None:
+    """See `quantize.gptq.descend_block`; all float32, of stride 1 along the inputs.
+
+    Args:
+        slope: [E, out, 16].
+        hessian: [E, 16, 16].
+        shared: [E].
+        scales: [E, out], moved where `scaled`.
+        codes: [E, out, 16], moved.
+        moved: [E, out, 16], written: how far the values moved.
+        kind: e2m1, e4m3 or int8.
+        scaled: whether scales move.
+    """
+    E, OUT, _ = slope.shape
+    descend_block_kernel[(triton.cdiv(OUT, ROWS), E)](
+        slope, hessian, shared, scales, codes, moved, OUT, *slope.stride()[:2],
+        *hessian.stride()[:2], *scales.stride(), *codes.stride()[:2], *moved.stride()[:2],
+        CODES=kind, SCALED=scaled, ROWS=ROWS, num_warps=WARPS,
+    )  # fmt: skip

@@ -1,0 +1,129 @@
+"""The kernels of GPTQ beside the torch functions they stand for: codes, scales, errors and losses.
+
+In the interpreter both compute alike, so all but ties of sums in another order is equal. A GPU
+contracts products and sums, so a few codes near a tie differ, and later ones with them; the loss
+hardly does.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fused_dequant import dispatch
+from kernels_support.device import DEVICE, INTERPRETED, MARKS
+from torch import Tensor
+
+from quantize import gptq
+from quantize.gptq import GRIDS, Grid, descend_block, round_block
+from quantize.rounding import FP8, block_scale, global_scale
+from quantize.schemes import SCHEMES
+
+KINDS = {"e2m1": torch.float32, "e4m3": FP8, "int8": torch.int8}
+LAYERS = [(2, 24, 32)] if INTERPRETED else [(2, 96, 336), (8, 704, 2816), (1, 4224, 2112)]
+
+
+def layer(experts: int, out: int, inputs: int) -> tuple[Tensor, Tensor]:
+    """Return BF16 weights [E, out, in] with a block of zeros, and Hessians of correlated inputs."""
+    g = torch.Generator().manual_seed(out)
+    weight = (torch.randn(experts, out, inputs, generator=g) * 0.05).bfloat16()
+    weight[0, 1, :16] = 0
+    mix = torch.eye(inputs) + torch.randn(inputs, inputs, generator=g) / inputs**0.5
+    mix[:, :3] *= 8
+    x = torch.randn(experts, 2 * inputs, inputs, generator=g) @ mix
+    return weight, x.mT @ x / x.shape[1]
+
+
+def block(grid: Grid, out: int) -> dict[str, Tensor]:
+    """Return the arguments of a block's functions: 3 experts, one of them with tiny weights."""
+    g = torch.Generator().manual_seed(out)
+    weight = torch.randn(3, out, 16, generator=g) * torch.tensor([0.05, 1e-6, 3.0])[:, None, None]
+    weight[2, 0] = 0
+    x = torch.randn(3, 64, 16, generator=g)
+    hessian = x.mT @ x / 64
+    factor = torch.linalg.cholesky(hessian.inverse(), upper=True)
+    shared = torch.tensor([7000.0, 9e5, 300.7]) if grid.neighbours else torch.ones(3)
+    largest = weight.abs().amax(-1)
+    usual = largest / {"e4m3": 448, "int8": 127.5}.get(grid.name, 6) + 1e-9
+    if grid.neighbours:
+        usual = block_scale(largest.bfloat16()[..., None], shared[:, None, None])[..., 0]
+    slope = torch.randn(3, out, 16, generator=g) * weight.std((1, 2), keepdim=True)
+    return {
+        "weight": weight, "factor": factor, "hessian": hessian, "shared": shared,
+        "scales": usual, "slope": slope,
+    }  # fmt: skip
+
+
+def within(part: Tensor, device: str) -> Tensor:
+    """Return a copy of [..., 16] that lies in the columns of a larger matrix, in the middle of it."""
+    wide = torch.full((*part.shape[:-1], 40), torch.nan, device=device)
+    wide[..., 12:28] = part.to(device)
+    return wide[..., 12:28]
+
+
+def run(grid: Grid, given: dict[str, Tensor], device: str) -> list[Tensor]:
+    """Round a block, then move it: scales, codes, errors, and the same moved with `moved`."""
+    own = {name: tensor.to(device, copy=True) for name, tensor in given.items()}
+    codes, errors = (within(torch.zeros_like(given["weight"]), device) for _ in range(2))
+    weight, factor = (within(given[name], device) for name in ("weight", "factor"))
+    round_block(weight, factor, own["shared"], own["scales"], codes, errors, grid)
+    found = [own["scales"].clone(), codes.clone(), errors.clone()]
+    slope, hessian = (within(given[name], device) for name in ("slope", "hessian"))
+    descend_block(slope, hessian, own["shared"], own["scales"], codes, errors, grid)
+    return [each.cpu() for each in (*found, own["scales"], codes, errors)]
+
+
+class TestOnTheKernels:
+    pytestmark = MARKS
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_block_is_rounded_and_moved_as_by_torch(
+        self, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        grid = GRIDS[KINDS[kind]]
+        given = block(grid, out=70)  # more than a program's rows
+        found = run(grid, given, DEVICE)
+        monkeypatch.setattr(dispatch, "interpreted", False)
+        for mine, theirs in zip(found, run(grid, given, "cpu"), strict=True):
+            same = torch.isclose(mine, theirs, rtol=1e-4, atol=1e-6 * theirs.abs().max().item())
+            assert same.float().mean() > (0.999 if INTERPRETED else 0.99)
+
+    @pytest.mark.parametrize("scheme", ["NVFP4", "FP8_DYNAMIC", "INT8_DYNAMIC"])
+    @pytest.mark.parametrize(("experts", "out", "inputs"), LAYERS)
+    def test_a_layer_is_rounded_as_by_torch(
+        self, scheme: str, experts: int, out: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(gptq, "SWEEPS", 1 if INTERPRETED else gptq.SWEEPS)
+        weight, hessian = layer(experts, out, inputs)
+        ranges = SCHEMES[scheme].observe(weight, "memoryless_minmax")
+        shared = global_scale([ranges]) if scheme == "NVFP4" else None
+        moved = None if shared is None else shared.to(DEVICE)
+        arguments = (SCHEMES[scheme], weight.to(DEVICE), hessian.to(DEVICE), moved)
+        found, again = (gptq.gptq(*arguments) for _ in range(2))
+        monkeypatch.setattr(dispatch, "interpreted", False)
+        few = slice(0, 1)  # torch takes long on a CPU
+        expected = gptq.gptq(
+            SCHEMES[scheme], weight[few], hessian[few], None if shared is None else shared[few]
+        )
+        torch.testing.assert_close(found.nearest[few].cpu(), expected.nearest, rtol=1e-4, atol=0)
+        limit = 1e-4 if INTERPRETED else 5e-3
+        torch.testing.assert_close(found.loss[few].cpu(), expected.loss, rtol=limit, atol=0)
+        for name, tensor in found.tensors.items():
+            bits = tensor.view(torch.uint8)
+            assert torch.equal(bits, again.tensors[name].view(torch.uint8)), name
+            if INTERPRETED:
+                same = bits[few] == expected.tensors[name].view(torch.uint8)
+                assert same.float().mean() > 0.999, name
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
+def test_the_kernels_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider"]
+    command += ["-W", "ignore::RuntimeWarning", __file__, "-k", "TestOnTheKernels"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "6 passed" in done.stdout, done.stdout
