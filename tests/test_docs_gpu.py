@@ -1,13 +1,15 @@
 """The commands of README and docs that need a GPU, as `python -m quantize` in a process of its own.
 
 What no test has is replaced: a model of the Hub by the bundled one, RUN by a run of it, URL by servers
-of both sides, eight GPUs by those that are here, and thousands of questions by two. Blocks that need
-vLLM, docker or another program are run by nobody here.
+of both sides, eight GPUs by those that are here, thousands of questions by two, and three schemes to
+search among by one. A command that is then the same as another is run once. Blocks that need vLLM,
+docker or another program are run by nobody here.
 """
 
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,21 +19,32 @@ from pathlib import Path
 import pytest
 import torch
 from documented import SHELL, Block, blocks
+from filelock import FileLock
 from server_process import KEY, process
 
 pytestmark = pytest.mark.gpu
 FOUND = [b for b in blocks() if b.kind in SHELL and {*b.needs} - {"the network"} == {"a GPU"}]
-RUN = re.compile(r"^(?:RUN|outputs/nvfp4-\.\.\.)(?=/|$)")
+RUN = re.compile(r"^(?:RUN|outputs/(\w+)-\.\.\.)(?=/|$)")
 TWO = ["--limit", "2"]
 NUMBERS = itertools.count()  # of the runs' folders
 
 
+RAN = ("run", "--recipe", "nvfp4", *TWO)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with one run of the bundled model in it."""
+    """A working directory with one run of the bundled model; workers of pytest-xdist copy one run."""
     made = tmp_path_factory.mktemp("docs")
-    quantize(made, "run", "--recipe", "nvfp4", *TWO)
-    return made
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        quantize(made, *RAN)
+        return made
+    shared = tmp_path_factory.getbasetemp().parent / "docs-run"
+    with FileLock(f"{shared}.lock"):
+        if not shared.exists():
+            shared.mkdir()
+            quantize(shared, *RAN)
+    return Path(shutil.copytree(shared, made, dirs_exist_ok=True))
 
 
 def quantize(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> str:
@@ -47,18 +60,31 @@ def quantize(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> str:
 
 
 def here(words: list[str], folder: Path) -> list[str]:
-    """Return a command's words with what is here in place of what they name."""
-    (run,) = (folder / "outputs").glob("nvfp4-*")
-    told = [RUN.sub(str(run), word) for word in words]
+    """Return a command's words with what is here in place of what they name, none for `RAN`."""
+    told = [RUN.sub(lambda found: newest(folder, found[1] or "nvfp4"), word) for word in words]
     for option in ("--model", "--limit", "--out"):
         if option in told:
             at = told.index(option)
             del told[at : at + 2]
-    told += TWO if told[0] == "run" else []
+    told += TWO if told[0] == "run" else ["--scheme", "NVFP4A16"] if told[0] == "search" else []
+    if tuple(told) == RAN:
+        return []
     return told + (["--out", f"{next(NUMBERS)}"] if told[0] in ("run", "rehearse") else [])
 
 
-@pytest.mark.parametrize("block", FOUND, ids=lambda block: block.place)
+def newest(folder: Path, recipe: str) -> str:
+    """Return the last run of a recipe that a block, or the fixture, has made."""
+    return str(max(folder.glob(f"*/{recipe}-*"), key=lambda run: run.stat().st_mtime))
+
+
+def name(block: Block) -> str:
+    """Where a block stands, and the subcommands in it."""
+    return "-".join(
+        [block.place, *(words[words.index("quantize") + 1] for words in block.commands)]
+    )
+
+
+@pytest.mark.parametrize("block", FOUND, ids=name)
 def test_commands_run(block: Block, folder: Path) -> None:
     for words in block.commands:
         if words[0] == "torchrun":
@@ -78,7 +104,8 @@ def test_commands_run(block: Block, folder: Path) -> None:
                 )
         else:
             assert words[0] == "quantize", words
-            quantize(folder, *here(words[1:], folder))
+            if told := here(words[1:], folder):
+                quantize(folder, *told)
 
 
 def serves(words: list[str], folder: Path) -> None:

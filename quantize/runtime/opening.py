@@ -112,12 +112,12 @@ def _weights(
     from quantize.runtime.fused.random_weights import random_weights
     from quantize.runtime.fused.weights import load_packed
 
+    if isinstance(beside, FusedEngine):
+        return beside.model.weights
     if isinstance(checkpoint, RandomModel):
         return random_weights(
             checkpoint.config, dict(checkpoint.schemes), device, experts_hit=checkpoint.experts_hit
         )
-    if isinstance(beside, FusedEngine):
-        return beside.model.weights
     return load_packed(
         checkpoint, device, resident=resident,
         on_layer=lambda layers: track(layers, "loading", unit="layers"),

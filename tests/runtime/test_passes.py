@@ -22,7 +22,8 @@ from quantize.runtime import engine as protocol
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Engine, complete
 from quantize.runtime.fused import graphs
-from quantize.runtime.opening import Kind
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.opening import Kind, RandomModel
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import Prompt, Trajectory, record
 from quantize.stages.calibrate import calibrated_modules, input_scales
@@ -36,7 +37,7 @@ SAMPLER = replace(Sampler.from_checkpoint(CHECKPOINT), max_denoising_steps=STEPS
 KINDS: tuple[Kind, ...] = ("modules", "fused")
 
 
-def opened(folder: Path, kind: Kind, **settings: object) -> Engine:
+def opened(folder: Path | RandomModel, kind: Kind, **settings: object) -> Engine:
     return open(folder, device="cpu", kind=kind, capacity=PROMPTS, max_context=ROOM, **settings)  # type: ignore[arg-type]
 
 
@@ -176,6 +177,18 @@ def test_pieces_change_nothing_and_both_ways_to_generate_agree(
     engine = opened(CHECKPOINT, "fused")
     assert complete(engine, prompts(), range(PROMPTS), **asked) == whole[0]
     assert generate(engine, prompts(), range(PROMPTS), **asked) == whole[1]
+
+
+def test_an_engine_beside_another_shares_its_weights() -> None:
+    """A checkpoint's, and random ones, which would be made, and held, once more."""
+    config = Checkpoint.open(CHECKPOINT).config
+    random = RandomModel(config, dict.fromkeys(("experts", "attention", "mlp"), "bf16"))
+    for model in (CHECKPOINT, random):
+        first = opened(model, "fused")
+        assert isinstance(first, FusedEngine)
+        second = opened(model, "fused", beside=first)
+        assert isinstance(second, FusedEngine)
+        assert second.model.weights is first.model.weights
 
 
 def test_what_passes_refuse() -> None:

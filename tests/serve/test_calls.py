@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -74,6 +75,29 @@ def test_calls_that_stay_text(body: str) -> None:
     assert read_call(body, NAMES) is None
     text = f"<|tool_call>{body}<tool_call|>."
     assert read_calls(text, NAMES, whole=True) == (text, [])
+
+
+def spelled(value: Any) -> Any:
+    """A value with its bare words as the template spells them, which vLLM's parser reads as strings."""
+    if isinstance(value, dict):
+        return {key: spelled(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [spelled(each) for each in value]
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def test_calls_are_read_as_vllm_reads_them() -> None:
+    """What vLLM 0.26.0's parser made of them (tests/data): the same but for types; scraps are text."""
+    recorded = json.loads((Path(__file__).parents[1] / "data" / "gemma4_calls.json").read_text())
+    assert len(recorded["written"]) > 40
+    for body, theirs in recorded["written"]:
+        call = read_call(body, NAMES)
+        assert call is not None, body
+        assert spelled(json.loads(call.arguments)) == theirs, body
+        assert read_calls(written(json.loads(call.arguments)), NAMES, whole=True) == ("", [call])
+    for body, theirs in recorded["scraps"]:
+        assert isinstance(theirs, dict)  # where vLLM returns what it can make of it
+        assert read_call(body, NAMES) is None, body
 
 
 CHOPPED = (

@@ -35,3 +35,7 @@ def test_a_form_and_logprobs() -> None:
         assert best == sorted(best, reverse=True)
         assert len(best) == 5
         assert entry.logprob <= best[0] <= 1e-3
+    spread = [round(entry.logprob, 3) for entry in entries]
+    print(
+        f"form: {answer}; log-probabilities of {len(entries)} tokens, {min(spread)} to {max(spread)}"
+    )
