@@ -31,6 +31,27 @@ PLACES = range(17)
 
 
 @triton.jit
+def columns(block, ROWS: tl.constexpr, N: tl.constexpr):
+    """Return the N columns of [ROWS, N] as a tuple of vectors."""
+    if N == 1:
+        return (tl.reshape(block, (ROWS,)),)
+    else:
+        first, last = tl.split(tl.permute(tl.reshape(block, (ROWS, 2, N // 2)), (0, 2, 1)))
+        return columns(first, ROWS, N // 2) + columns(last, ROWS, N // 2)
+
+
+@triton.jit
+def joined(vectors, ROWS: tl.constexpr, FIRST: tl.constexpr, N: tl.constexpr):
+    """Return N vectors of a tuple, from FIRST on, as the columns of [ROWS, N]."""
+    if N == 1:
+        return tl.reshape(vectors[FIRST], (ROWS, 1))
+    else:
+        first = joined(vectors, ROWS, FIRST, N // 2)
+        last = joined(vectors, ROWS, FIRST + N // 2, N // 2)
+        return tl.reshape(tl.permute(tl.join(first, last), (0, 2, 1)), (ROWS, N))
+
+
+@triton.jit
 def clamp(v, least, most):
     """Return v within least .. most."""
     return tl.minimum(tl.maximum(v, least), most)
@@ -72,6 +93,22 @@ def scale_of(largest, g):
     return tl.where(scale == 0.0, 0.125, scale)
 
 
+@triton.jit
+def round_row(given, factor, factor_row, step, CODES: tl.constexpr):
+    """Round 16 inputs one after the other: the sum of (error / U_ii)^2, codes, errors over U_ii."""
+    loss = tl.zeros_like(step)
+    codes, errors = (), ()
+    for i in tl.static_range(16):
+        left = given[i]
+        for j in tl.static_range(i):
+            left -= errors[j] * tl.load(factor + j * factor_row + i)
+        code = nearest(tl.div_rn(left, step), CODES)
+        error = tl.div_rn(left - code * step, tl.load(factor + i * factor_row + i))
+        loss += error * error
+        codes, errors = codes + (code,), errors + (error,)  # noqa: RUF005
+    return loss, codes, errors
+
+
 @triton.jit(do_not_specialize=PLACES, do_not_specialize_on_alignment=PLACES)
 def round_block_kernel(
     weight, factor, shared, scales, codes, errors, OUT,
@@ -83,40 +120,31 @@ def round_block_kernel(
     e = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = m < OUT
-    weight += e * weight_expert + m * weight_row
-    codes += e * codes_expert + m * codes_row
-    errors += e * errors_expert + m * errors_row
+    row, k = m[:, None], tl.arange(0, 16)[None, :]
+    weight += e * weight_expert + row * weight_row + k
+    codes += e * codes_expert + row * codes_row + k
+    errors += e * errors_expert + row * errors_row + k
     scales += e * scales_expert + m * scales_row
     factor += e * factor_expert
     g = tl.load(shared + e)
+    given = columns(tl.load(weight, mask=row < OUT, other=0.0), ROWS, 16)
     scale = tl.load(scales, mask=inside, other=1.0)
-    bits = bits_of(scale)
     if NEIGHBOURS > 0:
-        largest = tl.zeros((ROWS,), tl.float32)
-        for i in tl.static_range(16):
-            largest = tl.maximum(largest, tl.abs(tl.load(weight + i, mask=inside, other=0.0)))
-        bits = bits_of(scale_of(largest, g))
-    least = tl.full((ROWS,), float("inf"), tl.float32)
-    for n in range(2 * NEIGHBOURS + 2 if NEIGHBOURS > 0 else 1):
-        last = n == 2 * NEIGHBOURS + 1 if NEIGHBOURS > 0 else n == 0
-        tried = tl.where(last, scale, neighbour(bits, n - NEIGHBOURS))
-        step = tl.div_rn(tried, g)
-        loss = tl.zeros_like(step)
-        done = ()
-        for i in tl.static_range(16):
-            left = tl.load(weight + i, mask=inside, other=0.0)
-            for j in tl.static_range(i):
-                left -= done[j] * tl.load(factor + j * factor_row + i)
-            code = nearest(tl.div_rn(left, step), CODES)
-            error = tl.div_rn(left - code * step, tl.load(factor + i * factor_row + i))
-            loss += error * error
-            done = done + (error,)  # noqa: RUF005
-            tl.store(codes + i, code, mask=inside & last)
-            tl.store(errors + i, error, mask=inside & last)
-        scale = tl.where(loss < least, tried, scale)
-        least = tl.minimum(loss, least)
-    if NEIGHBOURS > 0:
+        largest = tl.abs(given[0])
+        for i in tl.static_range(1, 16):
+            largest = tl.maximum(largest, tl.abs(given[i]))
+        scale = scale_of(largest, g)
+        bits = bits_of(scale)
+        least = tl.full((ROWS,), float("inf"), tl.float32)
+        for offset in range(-NEIGHBOURS, NEIGHBOURS + 1):
+            tried = neighbour(bits, offset)
+            loss, _, _ = round_row(given, factor, factor_row, tl.div_rn(tried, g), CODES)
+            scale = tl.where(loss < least, tried, scale)
+            least = tl.minimum(loss, least)
         tl.store(scales, scale, mask=inside)
+    _, found, done = round_row(given, factor, factor_row, tl.div_rn(scale, g), CODES)
+    tl.store(codes, joined(found, ROWS, 0, 16), mask=row < OUT)
+    tl.store(errors, joined(done, ROWS, 0, 16), mask=row < OUT)
 
 
 @triton.jit
@@ -145,19 +173,19 @@ def descend_block_kernel(
     e = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = m < OUT
-    slope += e * slope_expert + m * slope_row
-    codes += e * codes_expert + m * codes_row
-    moved += e * moved_expert + m * moved_row
+    row, k = m[:, None], tl.arange(0, 16)[None, :]
+    slope += e * slope_expert + row * slope_row + k
+    codes += e * codes_expert + row * codes_row + k
+    moved += e * moved_expert + row * moved_row + k
     scales += e * scales_expert + m * scales_row
     hessian += e * hessian_expert
     g = tl.load(shared + e)
     scale = tl.load(scales, mask=inside, other=1.0)
     before = tl.div_rn(scale, g)
     step = before
-    own = ()  # codes as they are
+    pulls = columns(tl.load(slope, mask=row < OUT, other=0.0), ROWS, 16)
+    own = columns(tl.load(codes, mask=row < OUT, other=0.0), ROWS, 16)
     bent = ()  # own @ H
-    for i in tl.static_range(16):
-        own = own + (tl.load(codes + i, mask=inside, other=0.0),)  # noqa: RUF005
     if SCALED:
         curvature = tl.zeros_like(scale)
         pull = tl.zeros_like(scale)
@@ -166,14 +194,15 @@ def descend_block_kernel(
             for j in tl.static_range(16):
                 product += own[j] * tl.load(hessian + j * hessian_row + i)
             curvature += product * own[i]
-            pull += tl.load(slope + i, mask=inside, other=0.0) * own[i]
+            pull += pulls[i] * own[i]
             bent = bent + (product,)  # noqa: RUF005
         scale = best_scale(scale, curvature, pull, g)
         step = tl.div_rn(scale, g)
         tl.store(scales, scale, mask=inside)
+    found, shifts = (), ()
     done = ()  # how far values move under the new scale
     for i in tl.static_range(16):
-        left = tl.load(slope + i, mask=inside, other=0.0)
+        left = pulls[i]
         if SCALED:
             left -= (step - before) * bent[i]
         for j in tl.static_range(i):
@@ -181,9 +210,10 @@ def descend_block_kernel(
         value = own[i] * step
         wanted = value + tl.div_rn(left, tl.load(hessian + i * hessian_row + i))
         code = nearest(tl.div_rn(wanted, step), CODES)
-        done = done + (code * step - value,)  # noqa: RUF005
-        tl.store(codes + i, code, mask=inside)
-        tl.store(moved + i, code * step - own[i] * before, mask=inside)
+        found, done = found + (code,), done + (code * step - value,)  # noqa: RUF005
+        shifts = shifts + (code * step - own[i] * before,)  # noqa: RUF005
+    tl.store(codes, joined(found, ROWS, 0, 16), mask=row < OUT)
+    tl.store(moved, joined(shifts, ROWS, 0, 16), mask=row < OUT)
 
 
 def round_block(
