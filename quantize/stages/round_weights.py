@@ -8,10 +8,10 @@ seen, each token counting alike. Hessians of a layer of the 26B model take 4.5 G
 memory holds are collected in one run of the loop, and the next run takes the next ones: on a GPU what
 the model leaves, on a CPU `HESSIAN_BYTES`. Which layers are collected together changes no sum.
 
-A layer's file is written aside and renamed, so a run that was killed goes on behind the last finished
-layer, with the same bytes. An expert's Hessian of few tokens is drawn to its layer's mean
-(`gptq.shrunk`); an expert whose Hessian has no factor is rounded to nearest and counted in
-rounding.json.
+While a layer is rounded, the next one's weights are read and the last one's file is written. A file
+is written aside and renamed, so a run that was killed goes on behind the last finished layer, with the
+same bytes. An expert's Hessian of few tokens is drawn to its layer's mean (`gptq.shrunk`); an expert
+whose Hessian has no factor is rounded to nearest and counted in rounding.json.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -67,24 +68,24 @@ class Hessians:
         """Add the rows of one input to its sums."""
         if name not in self.names:
             return
-        x = rows.flatten(0, -2).float()
+        x = rows.flatten(0, -2)
         if name not in self.sums:
             count = 1 if experts is None else self._experts
-            self.sums[name] = x.new_zeros(count, x.shape[1], x.shape[1])
-            self.tokens[name] = torch.zeros(count, dtype=torch.int64, device=x.device)
+            shape, device = (count, x.shape[1], x.shape[1]), x.device
+            self.sums[name] = torch.zeros(shape, dtype=torch.float32, device=device)
+            self.tokens[name] = torch.zeros(count, dtype=torch.int64, device=device)
         if experts is None:
-            self._add(name, 0, x)
+            x = x.float()
+            self.sums[name][0].addmm_(x.T, x)
+            self.tokens[name] += len(x)
             return
         flat = experts.flatten()
-        order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=self._experts).tolist()
-        for expert, own in enumerate(order.split(counts)):
+        counts = flat.bincount(minlength=self._experts)
+        self.tokens[name] += counts
+        x = x[flat.argsort(stable=True) // experts.shape[1]].float()  # by expert
+        for expert, own in enumerate(x.split(counts.tolist())):  # the host waits here, once
             if len(own):
-                self._add(name, expert, x[own // experts.shape[1]])
-
-    def _add(self, name: str, expert: int, x: Tensor) -> None:
-        self.sums[name][expert].addmm_(x.T, x)
-        self.tokens[name][expert] += len(x)
+                self.sums[name][expert].addmm_(own.T, own)
 
     def mean(self, name: str, at: slice = slice(None)) -> Tensor:
         """Return the shrunk mean Hessians [E', in, in] of an input, of all experts or those `at`.
@@ -161,24 +162,33 @@ def groups_of(units: Sequence[Unit], budget: int) -> Iterator[list[Unit]]:
     yield group
 
 
-def round_unit(unit: Unit, source: Checkpoint, hessians: Hessians) -> tuple[dict[str, Tensor], Any]:
-    """Return a unit's tensors by on-disk name, and its entry of rounding.json."""
-    weight = torch.cat([_stack(source.read(target.name)) for target in unit.targets], 1)
-    device, shares = hessians.tokens[unit.reads].device, unit.scheme.shares_global_scale
-    step = experts_at_once(*weight.shape)
-    shared = global_scale([unit.scheme.observe(weight, "memoryless_minmax")])
-    done = [
-        gptq(
-            unit.scheme,
-            weight[at].to(device),
-            hessians.mean(unit.reads, at),
-            shared[at].to(device) if shares else None,
-        )
-        for start in range(0, len(weight), step)
-        for at in [slice(start, start + step)]
-    ]
-    tensors = {key: torch.cat([each.tensors[key] for each in done]) for key in done[0].tensors}
-    return _by_module(unit, tensors), _facts(unit, done, hessians)
+@dataclass(frozen=True)
+class Done:
+    """A rounded unit: tensors [E, ...] in host memory by suffix, and its entry of rounding.json."""
+
+    unit: Unit
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+
+
+def round_unit(unit: Unit, weights: Sequence[Tensor], hessians: Hessians) -> Done:
+    """Round a unit's weights, one [E, out, in] or [out, in] for each of its targets."""
+    stacked = [_stack(weight) for weight in weights]
+    experts, _, inputs = stacked[0].shape
+    step = experts_at_once(experts, sum(weight.shape[1] for weight in stacked), inputs)
+    done: list[Rounded] = []
+    for start in range(0, experts, step):
+        at = slice(start, start + step)
+        hessian = hessians.mean(unit.reads, at)
+        weight = torch.cat([own[at].to(hessian.device) for own in stacked], 1)
+        ranges = unit.scheme.observe(weight, "memoryless_minmax")
+        shared = global_scale([ranges]) if unit.scheme.shares_global_scale else None
+        done.append(gptq(unit.scheme, weight, hessian, shared))
+        del hessian
+    tensors = {
+        key: torch.cat([each.tensors[key] for each in done]).cpu() for key in done[0].tensors
+    }
+    return Done(unit, tensors, _facts(unit, done, hessians))
 
 
 def experts_at_once(experts: int, out: int, inputs: int) -> int:
@@ -206,7 +216,7 @@ def _by_module(unit: Unit, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     experts = len(tensors["weight_scale"])
     each = len(modules) // experts
     for suffix, stacked in tensors.items():
-        for expert, tensor in enumerate(stacked.cpu()):
+        for expert, tensor in enumerate(stacked):
             own = slice(expert * each, (expert + 1) * each)
             is_shared = suffix == "weight_global_scale"
             parts = [tensor] * each if is_shared else tensor.split(rows[own])
@@ -263,9 +273,7 @@ def round_weights(
         _start(folder, _identity(source, units, recipe.calibration, loop.prompts))
         left = [unit for unit in units if not (folder / _file(unit.layer)).exists()]
         for group in groups_of(left, budget or loop.room()) if left else ():
-            hessians = loop.hessians_of(group)
-            for layer in track(sorted({unit.layer for unit in group}), "rounding", unit="layers"):
-                write_layer(folder, [u for u in group if u.layer == layer], source, hessians)
+            _round_layers(folder, group, source, loop.hessians_of(group))
         _summarize(folder)
 
 
@@ -317,20 +325,41 @@ def _file(layer: int) -> str:
     return f"layer-{layer:02}.safetensors"
 
 
-def write_layer(
+def _round_layers(
     folder: Path, units: Sequence[Unit], source: Checkpoint, hessians: Hessians
 ) -> None:
-    """Round all units of one layer and write its file, with facts beside it.
+    """Round layer after layer, while the next one's weights are read and the last one's file written.
 
     Raises:
         QuantizeError: an input saw no token, or one that was not finite.
     """
+    layers = [[u for u in units if u.layer == n] for n in sorted({u.layer for u in units})]
+    pinned = any(sums.is_cuda for sums in hessians.sums.values())
+    with ThreadPoolExecutor(2) as beside:
+        reading, writing = beside.submit(_read, layers[0], source, pinned), None
+        for index, layer in enumerate(track(layers, "rounding", unit="layers")):
+            weights = reading.result()
+            if index + 1 < len(layers):
+                reading = beside.submit(_read, layers[index + 1], source, pinned)
+            done = [round_unit(*each, hessians) for each in zip(layer, weights, strict=True)]
+            if writing is not None:
+                writing.result()
+            writing = beside.submit(write_layer, folder, layer, done)
+        if writing is not None:
+            writing.result()
+
+
+def _read(units: Sequence[Unit], source: Checkpoint, pinned: bool) -> list[list[Tensor]]:
+    return [[source.read(t.name, pinned=pinned) for t in unit.targets] for unit in units]
+
+
+def write_layer(folder: Path, units: Sequence[Unit], done: Sequence[Done]) -> None:
+    """Write the file of one layer, whose units are `done`, with facts beside it."""
     tensors: dict[str, Tensor] = {}
-    facts: dict[str, Any] = {}
-    for unit in units:
-        found, facts[unit.reads] = round_unit(unit, source, hessians)
-        tensors |= found
+    for each in done:
+        tensors |= _by_module(each.unit, each.tensors)
     name = _file(units[0].layer)
+    facts = {each.unit.reads: each.facts for each in done}
     write_json(folder / name.replace(".safetensors", ".json"), facts)
     temporary = folder / "layer.partial"
     save_file(tensors, temporary)

@@ -96,6 +96,7 @@ def test_every_linear_is_rounded_and_none_worse_than_nearest(rounded: Path) -> N
     summary = read_json(rounded / stage.SUMMARY)
     assert len(summary["linears"]) == LAYERS * 6  # qkv, o, gate/up, down, experts' two
     assert summary["fell_back"] == 0
+    assert torch.get_float32_matmul_precision() == "highest"  # no TF32: nothing has enabled it
     for name, facts in summary["linears"].items():
         assert facts["layer_loss"] < facts["layer_loss_of_nearest"], name
 
@@ -188,6 +189,31 @@ def test_groups_hold_whole_layers_within_the_budget(source: Checkpoint) -> None:
     sizes = [len({u.layer for u in g}) for g in groups_of(units, 2 * each + each // 2)]
     assert sizes == [2, 2, 2]
     assert [len({u.layer for u in g}) for g in groups_of(units, 1)] == [1] * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("shape", "rounds"), [((128, 1408, 2816), 4), ((128, 2816, 704), 2), ((1, 2816, 8192), 1)]
+)
+def test_as_many_experts_at_once_as_memory_holds(shape: tuple[int, int, int], rounds: int) -> None:
+    """The experts of the 26B model, and its widest Linear, in even rounds."""
+    experts, out, inputs = shape
+    count = stage.experts_at_once(*shape)
+    assert -(-experts // count) == rounds
+    assert count * 4 * inputs * (2 * inputs + 6.5 * out) + 56 * inputs**2 < stage.ROUNDING_BYTES
+
+
+def test_a_file_that_cannot_be_written_ends_the_stage(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are written beside the rounding; the error comes up all the same, and no folder appears."""
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(stage, "save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        round_weights(source, targets_of(source), recipe_of(source), tmp_path / "rounded")
+    assert not (tmp_path / "rounded").exists()
 
 
 def test_gptq_without_prompts_is_refused_when_the_recipe_is_read() -> None:
