@@ -135,7 +135,14 @@ def _verify(run: Run) -> None:
     from quantize.checkpoints.reader import Checkpoint
     from quantize.stages.verify import verify
 
-    verify(Checkpoint.open(run.folder.checkpoint), run.source, run.targets, run.recipe, run.folder)
+    verify(
+        Checkpoint.open(run.folder.checkpoint),
+        run.source,
+        run.targets,
+        run.recipe,
+        run.folder,
+        device=best_device(),
+    )
 
 
 def _verified(run: Run) -> int:

@@ -13,6 +13,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -214,6 +215,24 @@ class Checkpoint:
         shape = (stop - start, *info.shape[1:])
         return _read_range(info, info.begin + start * row_bytes, shape, pinned)
 
+    def read_stacked(self, names: Sequence[str], *, pinned: bool = False) -> torch.Tensor:
+        """Read tensors of one dtype and shape as one tensor [len(names), *shape].
+
+        Raises:
+            InputError: they differ.
+        """
+        infos = [self._info(name) for name in names]
+        for info in infos:
+            if (info.dtype, info.shape) != (infos[0].dtype, infos[0].shape):
+                raise InputError(
+                    f"{info.file}: tensor {info.name!r} is {info.dtype} {list(info.shape)}, and "
+                    f"{names[0]!r} is {infos[0].dtype} {list(infos[0].shape)}; {FIX}"
+                )
+        rows = torch.empty((len(infos), infos[0].nbytes), dtype=torch.uint8, pin_memory=pinned)
+        for info, row in zip(infos, rows, strict=True):
+            _fill(row, info, info.begin)
+        return rows.view(DTYPES[infos[0].dtype]).view(len(infos), *infos[0].shape)
+
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             raise InputError(f"{self.folder}: tensor {name!r} is missing; {FIX}")
@@ -226,6 +245,12 @@ def _read_range(info: TensorInfo, begin: int, shape: tuple[int, ...], pinned: bo
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype)
     data = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    _fill(data, info, begin)
+    return data.view(dtype).view(shape)
+
+
+def _fill(data: torch.Tensor, info: TensorInfo, begin: int) -> None:
+    """Fill uint8 [n] with the bytes of a tensor's file from `begin` on."""
     try:
         with info.file.open("rb", buffering=0) as file:
             file.seek(begin)
@@ -234,9 +259,8 @@ def _read_range(info: TensorInfo, begin: int, shape: tuple[int, ...], pinned: bo
         raise ResourceError(
             f"{info.file}: reading tensor {info.name!r} failed ({error.strerror}); check the disk"
         ) from error
-    if count != nbytes:
+    if count != len(data):
         raise InputError(f"{info.file}: ends inside tensor {info.name!r}; {FIX}")
-    return data.view(dtype).view(shape)
 
 
 def bytes_of(data: torch.Tensor) -> memoryview:

@@ -1,7 +1,7 @@
 """Checks statically that the artifact is what the plan said, and close to its source.
 
 Every check counts what it looked at; a check that looked at nothing fails. Weights are read in parts
-of about 16 MB, by one thread a core, so memory stays at a few parts whatever the size of the model.
+of about 8 MB, by one thread a core, so memory stays at a few parts whatever the size of the model.
 
   unchanged     every file still has the checksum that convert recorded when it wrote it
   config        config.json is the source's, and quantizes what the plan says, with its schemes
@@ -24,6 +24,7 @@ and of the values (`verify_weights`):
 """
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from quantize.errors import InputError
 from quantize.manifest import checksums, fingerprint
 from quantize.recipe import Recipe
 from quantize.run_dir import RunDir, read_json, write_json
+from quantize.stages.device import Device
 from quantize.stages.verify_weights import VALUE_CHECKS, Check, check_weights, new_checks
 
 ALWAYS = ("unchanged", "config", "layout", "counts", "one owner", "tokenizer", *VALUE_CHECKS)
@@ -72,19 +74,32 @@ class Verification:
 
 
 def verify(
-    artifact: Checkpoint, source: Checkpoint, targets: list[Target], recipe: Recipe, run: RunDir
+    artifact: Checkpoint,
+    source: Checkpoint,
+    targets: list[Target],
+    recipe: Recipe,
+    run: RunDir,
+    *,
+    device: str = "cpu",
 ) -> Verification:
-    """Check a quantized checkpoint against its source and plan; write verification.json."""
+    """Check a quantized checkpoint against its source and plan; write verification.json.
+
+    Values are compared on `device`, while the files are hashed.
+    """
     found = Verification(new_checks(_names(targets, recipe)))
-    hashes = checksums(artifact)
+    with ThreadPoolExecutor(1) as beside:
+        hashing = beside.submit(checksums, artifact)
+        _check_config(artifact, source, targets, found.checks["config"])
+        _check_counts(artifact, targets, found.checks["counts"])
+        _check_owner(artifact, found.checks["one owner"])
+        _check_tokenizer(artifact, found.checks["tokenizer"])
+        if _check_layout(artifact, found.checks["layout"]):
+            _check_scales(artifact, targets, run.calibration, found.checks)
+            found.relative_error.update(
+                check_weights(artifact, source, targets, recipe, found.checks, Device(device))
+            )
+    hashes = hashing.result()
     _check_unchanged(hashes, run.conversion_json, found.checks["unchanged"])
-    _check_config(artifact, source, targets, found.checks["config"])
-    _check_counts(artifact, targets, found.checks["counts"])
-    _check_owner(artifact, found.checks["one owner"])
-    _check_tokenizer(artifact, found.checks["tokenizer"])
-    if _check_layout(artifact, found.checks["layout"]):
-        _check_scales(artifact, targets, run.calibration, found.checks)
-        found.relative_error.update(check_weights(artifact, source, targets, recipe, found.checks))
     # It ties this file to these bytes: a checkpoint that is written again, or rots, is not verified.
     identity = {"artifact": fingerprint(artifact), "sha256": hashes}
     write_json(run.verification_json, {**identity, **found.as_json()})

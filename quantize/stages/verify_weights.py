@@ -1,34 +1,36 @@
 """Verifies values: kept weights, scales, dead experts, errors, and decompression.
 
-See `verify` for what each check says.
+See `verify` for what each check says. Linears of one part of a source tensor are checked together, on a
+GPU where there is one, since calls of torch are what takes time. So compressed-tensors gets rows of
+several Linears in one call, each row with the global scale of its Linear. Kept weights are compared on
+the CPU.
 """
 
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig
+from torch import Tensor
 
-from quantize.checkpoints.layout import ConfigSchemes, scheme_tensors
-from quantize.checkpoints.load import read_module
+from quantize.checkpoints.layout import ConfigSchemes, module_tensors
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, linear_shape
 from quantize.errors import InputError
 from quantize.progress import track
 from quantize.recipe import Recipe
-from quantize.rounding import blocks
-from quantize.schemes import Scheme
+from quantize.rounding import FP8, blocks
+from quantize.schemes import INPUT_SCALES, TENSOR_SCALES, Scheme
+from quantize.stages.device import Device
 
 # Modules of one source tensor whose decompression is compared as a whole, spread evenly over it.
 DECOMPRESSED_PER_TENSOR = 16
 DECOMPRESSED_ROWS = 8  # rows compared of every other module
-PART_BYTES = 1 << 24
+PART_BYTES = 1 << 23
 FAULTS_KEPT = 10
 VALUE_CHECKS = ("kept", "scales", "experts", "error", "decompression")
 
@@ -69,18 +71,19 @@ def check_weights(
     targets: list[Target],
     recipe: Recipe,
     checks: dict[str, Check],
+    device: Device,
 ) -> dict[str, float | None]:
-    """Check the values of every tensor, part by part on all cores.
+    """Check the values of every tensor, part by part, read by all cores.
 
     Return the relative error of every quantized source tensor, None where it is no number.
     """
-    decompressor = Decompressor(artifact)
+    verifier = _Verifier(artifact, source, Decompressor(artifact), device)
     tasks = [(target, *rows) for target in targets for rows in _runs(target)]
     cores = len(os.sched_getaffinity(0))
     distance: dict[str, float] = defaultdict(float)
     norm: dict[str, float] = defaultdict(float)
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        parts = pool.map(lambda task: _check_part(decompressor, source, *task), tasks)
+        parts = pool.map(lambda task: verifier.check(*task), tasks)
         pairs = track(zip(tasks, parts, strict=True), "verify", len(tasks), "parts of tensors")
         for (target, _, _), part in pairs:
             for name, check in part.checks.items():
@@ -102,42 +105,33 @@ def check_weights(
 
 
 class Decompressor:
-    """Decompresses single Linears with compressed-tensors, the format's own library."""
+    """Decompresses Linears with compressed-tensors, the format's own library."""
 
     def __init__(self, artifact: Checkpoint) -> None:
+        # Importing it takes seconds, in which the files are being hashed.
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.quantization import QuantizationConfig
+
         config = artifact.config["quantization_config"]
-        self.artifact = artifact
-        self.schemes = ConfigSchemes(config)
-        self.groups = QuantizationConfig.model_validate(config).config_groups
-        self.default_format: str = config["format"]
+        self._schemes = ConfigSchemes(config)
+        self._groups = QuantizationConfig.model_validate(config).config_groups
+        self._default_format: str = config["format"]
+        self._compressor: Any = BaseCompressor.get_value_from_registry
 
-    def weight(
-        self,
-        module: str,
-        scheme: Scheme,
-        out: int,
-        inputs: int,
-        rows: slice = slice(None),
-    ) -> torch.Tensor:
-        """Return rows of the BF16 weight [out, inputs] of a module as compressed-tensors reads it."""
-        group: Any = self.groups[str(self.schemes.group_of(module))]
-        tensors = scheme_tensors("", scheme, out, inputs).items()
-        state = {
-            name.removeprefix("."): self._read(
-                f"{module}{name}", rows if len(spec.shape) > 1 else None
-            )
-            for name, spec in tensors
-        }
-        compressor: Any = BaseCompressor.get_value_from_registry(
-            group.format or self.default_format
-        )
-        return compressor.decompress(state, group)["weight"]
+    def group(self, module: str) -> str:
+        """Return the name of the config group that a quantized module belongs to."""
+        return str(self._schemes.group_of(module))
 
-    def _read(self, name: str, rows: slice | None) -> torch.Tensor:
-        if rows is None:
-            return self.artifact.read(name)
-        start, stop, _ = rows.indices(self.artifact.tensors[name].shape[0])
-        return self.artifact.read_rows(name, start, stop)
+    def weight(self, group: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return BF16 weights [R, in] as compressed-tensors reads them.
+
+        Args:
+            group: the config group of the Linears whose rows these are.
+            tensors: what the rows have on disk, by suffix: [R, ...], global scales [R, 1, 1].
+        """
+        settings: Any = self._groups[group]
+        compressor = self._compressor(settings.format or self._default_format)
+        return compressor.decompress(dict(tensors), settings)["weight"]
 
 
 def _relative_error(distance: float, norm: float) -> float:
@@ -163,38 +157,178 @@ class _Part:
     norm: float = 0.0
 
 
-def _check_part(
-    decompressor: Decompressor, source: Checkpoint, target: Target, start: int, stop: int
-) -> _Part:
-    """Check rows (experts) start:stop of one source tensor."""
-    part, artifact = _Part(), decompressor.artifact
-    rows = source.read_rows(target.name, start, stop)
-    if target.scheme is None:
-        same = _same_bits(rows, artifact.read_rows(target.name, start, stop))
-        part.checks["kept"].expect(same, f"{target.name} differs from the source")
+@dataclass(frozen=True)
+class _Verifier:
+    """Compares parts of an artifact with its source; threads share it."""
+
+    artifact: Checkpoint
+    source: Checkpoint
+    decompressor: Decompressor
+    device: Device
+
+    def check(self, target: Target, start: int, stop: int) -> _Part:
+        """Check rows (experts) start:stop of one source tensor."""
+        if target.scheme is not None:
+            return self._quantized(target, target.scheme, start, stop)
+        part, name = _Part(), target.name
+        both = (side.read_rows(name, start, stop) for side in (self.source, self.artifact))
+        part.checks["kept"].expect(_same_bits(*both), f"{name} differs from the source")
         return part
-    out, inputs = linear_shape(target.shape, target.modules)
-    first = start * len(target.modules) // target.shape[0]
-    for i, weight in enumerate(rows.view(-1, out, inputs), first):
-        module = target.modules[i]
+
+    def _quantized(self, target: Target, scheme: Scheme, start: int, stop: int) -> _Part:
+        part, count = _Part(), len(target.modules)
+        out, inputs = linear_shape(target.shape, target.modules)
+        indices = range(start * count // target.shape[0], stop * count // target.shape[0])
+        modules = target.modules[indices.start : indices.stop]
+        compared = [_compared_rows(index, count, out) for index in indices]
+        pinned = self.device.pinned
+        rows = self.source.read_rows(target.name, start, stop, pinned=pinned)
+        read = {
+            suffix: self.artifact.read_stacked([f"{m}.{suffix}" for m in modules], pinned=pinned)
+            for suffix in scheme.compressed.tensors(out, inputs)
+        }
+        with self.device.turn:
+            weight = self.device.take(rows).view(-1, out, inputs)
+            tensors = {suffix: self.device.take(tensor) for suffix, tensor in read.items()}
+            mine = scheme.dequantize(tensors)
+            squares = _sums_of_squares(weight, mine)
+            del weight
+            flags = (
+                _sound(tensors),
+                _positive(tensors["weight_scale"], scheme),
+                _alive(mine),
+                self._decompressed_alike(modules, compared, tensors, mine),
+            )
+            found = zip(modules, squares, *torch.stack(flags).tolist(), strict=True)
+        for module, (norm, distance), sound, positive, alive, alike in found:
+            if not sound:
+                part.checks["scales"].expect(False, self._unsound(module))
+                continue
+            part.norm += norm
+            part.distance += distance
+            fault = f"{module}.weight_scale is not above 0 throughout"
+            part.checks["scales"].expect(positive, fault)
+            if target.module_class == "experts":
+                part.checks["experts"].expect(alive, f"{module} is all zero")
+            fault = f"{module}: compressed-tensors decompresses other weights"
+            part.checks["decompression"].expect(alike, fault)
+        return part
+
+    def _unsound(self, module: str) -> str:
+        """Return what the reader says of a module one of whose tensors it refuses."""
+        from quantize.checkpoints.load import read_finite
+
         try:
-            mine = read_module(artifact, module, target.scheme)
-        except InputError as error:  # a NaN or infinite tensor, named by the reader
-            part.checks["scales"].expect(False, str(error))
-            continue
+            for name in module_tensors(self.artifact, module):
+                read_finite(self.artifact, name)
+        except InputError as error:
+            return str(error)
+        return f"{module}: a tensor held NaN, infinity or 0 when it was read first"
+
+    def _decompressed_alike(
+        self,
+        modules: Sequence[str],
+        compared: Sequence[slice],
+        tensors: Mapping[str, Tensor],
+        mine: Tensor,
+    ) -> Tensor:
+        """Return for each module whether the rows to be compared have the same bits: bool [n]."""
+        alike = torch.zeros(len(modules), dtype=torch.bool, device=mine.device)
+        groups: dict[str, dict[int, slice]] = defaultdict(dict)
+        for index, (module, rows) in enumerate(zip(modules, compared, strict=True)):
+            groups[self.decompressor.group(module)][index] = rows
+        for group, chosen in groups.items():
+            own = _rows(mine, chosen)
+            stored = {
+                suffix: _rows(tensor, chosen)
+                if tensor.dim() == 3
+                else _a_row(tensor, chosen, mine.shape[1])
+                for suffix, tensor in tensors.items()
+                if suffix not in INPUT_SCALES
+            }
+            equal = [
+                _equal_rows(
+                    self.decompressor.weight(group, {s: t[block] for s, t in stored.items()}),
+                    own[block],
+                )
+                for block in blocks(own)
+            ]
+            counts = [len(range(*rows.indices(mine.shape[1]))) for rows in chosen.values()]
+            for index, rows in zip(chosen, torch.cat(equal).split(counts), strict=True):
+                alike[index] = rows.all()
+        return alike
+
+
+def _rows(tensor: Tensor, chosen: Mapping[int, slice]) -> Tensor:
+    """Join rows of matrices [n, out, ...], chosen by index: [R, ...]."""
+    parts = [tensor[index, rows] for index, rows in chosen.items()]
+    if len(parts) == 1:
+        return parts[0]
+    if tensor.element_size() == 1:  # as bytes, since not every operation takes 8-bit floats
+        return torch.cat([part.view(torch.uint8) for part in parts]).view(tensor.dtype)
+    return torch.cat(parts)
+
+
+def _a_row(scales: Tensor, chosen: Mapping[int, slice], out: int) -> Tensor:
+    """Repeat scales [n, 1] of whole matrices for each of their rows that is chosen: [R, 1, 1]."""
+    counts = [len(range(*rows.indices(out))) for rows in chosen.values()]
+    parts = zip(chosen, counts, strict=True)
+    return torch.cat([scales[index].expand(count, 1, 1) for index, count in parts])
+
+
+def _equal_rows(theirs: Tensor, mine: Tensor) -> Tensor:
+    """Return for each row whether dtype and bits are the same: bool [R]."""
+    if theirs.dtype != mine.dtype or theirs.shape != mine.shape:
+        return torch.zeros(len(mine), dtype=torch.bool, device=mine.device)
+    return (theirs.contiguous().view(torch.int16) == mine.view(torch.int16)).all(1)
+
+
+def _sound(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return for each module whether all is finite and scales of whole matrices above 0: bool [n].
+
+    `tensors` are [n, ...] by suffix.
+    """
+    found: list[Tensor] = []
+    for suffix, tensor in tensors.items():
+        if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
+            found.append((tensor.view(torch.uint8) & 0x7F).flatten(1).amax(1) < 0x7F)
+        elif tensor.is_floating_point():
+            found.append(tensor.isfinite().flatten(1).all(1))
+        if suffix in TENSOR_SCALES:
+            found.append((tensor > 0).flatten(1).all(1))
+    return torch.stack(found).all(0)
+
+
+def _positive(scales: Tensor, scheme: Scheme) -> Tensor:
+    """Return for each of [n, out, groups] whether scales are as they must be: bool [n]."""
+    scale = scales.float().flatten(1)
+    zero_allowed = scheme.codes.group is not None  # the scale of an all-zero block of 16
+    return (scale >= 0 if zero_allowed else scale > 0).all(1) & (scale > 0).any(1)
+
+
+def _alive(weight: Tensor) -> Tensor:
+    """Return for each of [n, out, in] whether any weight is not 0: bool [n]."""
+    found = weight[:, 0].any(1)  # a look at one row is mostly enough
+    return found if found.all() else weight.flatten(1).any(1)
+
+
+def _sums_of_squares(weight: Tensor, mine: Tensor) -> list[tuple[float, float]]:
+    """Return for each of [n, out, in] the sums of squares of W and of W - W'.
+
+    They are norms squared in float64: float32's, unless one overflows.
+    """
+    for dtype in (torch.float32, torch.float64):
+        norms: list[Tensor] = []
         for block in blocks(weight):
-            own = weight[block].float()
-            part.norm += _sum_of_squares(own)
-            part.distance += _sum_of_squares(own.sub_(mine[block]))
-        _check_scales(artifact, module, target.scheme, part.checks["scales"])
-        if target.module_class == "experts":
-            alive = bool(mine[:1].any() or mine.any())  # a look at one row is mostly enough
-            part.checks["experts"].expect(alive, f"{module} is all zero")
-        compared = _compared_rows(i, len(target.modules), out)
-        theirs = decompressor.weight(module, target.scheme, out, inputs, compared)
-        fault = f"{module}: compressed-tensors decompresses other weights"
-        part.checks["decompression"].expect(_same_bits(theirs, mine[compared]), fault)
-    return part
+            own = weight[block].to(dtype)
+            norms += [own.norm(), own.sub_(mine[block]).norm()]
+        found = torch.stack(norms).tolist()
+        if math.inf not in found:
+            break
+    sums = [(0.0, 0.0)] * len(weight)
+    for (index, *_), norm, distance in zip(blocks(weight), found[::2], found[1::2], strict=True):
+        sums[index] = sums[index][0] + norm**2, sums[index][1] + distance**2
+    return sums
 
 
 def _compared_rows(index: int, modules: int, out: int) -> slice:
@@ -203,19 +337,6 @@ def _compared_rows(index: int, modules: int, out: int) -> slice:
         return slice(0, out)
     start = index * DECOMPRESSED_ROWS % out
     return slice(start, start + DECOMPRESSED_ROWS)
-
-
-def _check_scales(artifact: Checkpoint, module: str, scheme: Scheme, check: Check) -> None:
-    scale = artifact.read(f"{module}.weight_scale").float()
-    zero_allowed = scheme.codes.group is not None  # the scale of an all-zero block of 16
-    good = bool((scale >= 0 if zero_allowed else scale > 0).all()) and bool((scale > 0).any())
-    check.expect(good, f"{module}.weight_scale is not above 0 throughout")
-
-
-def _sum_of_squares(x: torch.Tensor) -> float:
-    """Return the sum of squares, a norm squared in float64: float32's, unless that overflows."""
-    norm = x.norm().item()
-    return (x.double().norm().item() if norm == math.inf else norm) ** 2
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

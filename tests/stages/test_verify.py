@@ -5,23 +5,35 @@ import shutil
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conversions import run
 from safetensors.torch import load_file, save_file
 
+from quantize import stage as stage_module
 from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.checkpoints.targets import plan_targets
+from quantize.errors import InputError
 from quantize.manifest import checksums
 from quantize.recipe import load_recipe
 from quantize.run_dir import RunDir, read_json, write_json
 from quantize.stages import verify as verify_module
 from quantize.stages import verify_weights
+from quantize.stages.device import Device
 from quantize.stages.verify import Verification, verify
 
 LAYER = "model.decoder.layers.2."
 PLANNED = 6 * 8 * 3 + 6 * 3 + 6 * 4 - 1
 Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every check is as strict wherever it is made."""
+    monkeypatch.setattr(verify_module, "Device", lambda _: Device(request.param))
 
 
 @pytest.fixture(params=["fp8", "nvfp4"])
@@ -307,13 +319,13 @@ def test_every_module_is_decompressed_at_least_in_part(
     """Our loader and compressed-tensors disagree by a sign of zero: no error sees that."""
     monkeypatch.setattr(verify_weights, "DECOMPRESSED_PER_TENSOR", whole)
     monkeypatch.setattr(verify_weights, "FAULTS_KEPT", 10_000)
-    read = verify_weights.read_module
+    decompressed = verify_weights.Decompressor.weight
 
-    def otherwise(*given: object) -> torch.Tensor:
-        weight = read(*given)  # type: ignore[arg-type]
+    def otherwise(*given: Any) -> torch.Tensor:
+        weight = decompressed(*given)
         return torch.where(weight == 0, -weight, weight)
 
-    monkeypatch.setattr(verify_weights, "read_module", otherwise)
+    monkeypatch.setattr(verify_weights.Decompressor, "weight", otherwise)
     found = run_verify(nvfp4_artifact, tiny_checkpoint, "nvfp4", tmp_path)
     check = found.checks["decompression"]
     assert len(check.faults) == check.looked_at == PLANNED
@@ -355,8 +367,10 @@ def test_nothing_lost_of_nothing_is_no_error() -> None:
     assert verify_weights._relative_error(0.0, 0.0) == 0
     assert verify_weights._relative_error(1.0, 0.0) == float("inf")
     assert verify_weights._relative_error(4.0, 16.0) == 0.5
-    wide = torch.full((3,), 1e30)  # its square is beyond float32
-    assert verify_weights._sum_of_squares(wide) == pytest.approx(3e60)
+    wide = torch.tensor([[[2.0**100] * 3], [[1.0] * 3]]).bfloat16()  # beyond float32 when squared
+    norm, distance = zip(*verify_weights._sums_of_squares(wide, wide / 2), strict=True)
+    assert norm == pytest.approx([3 * 2.0**200, 3])
+    assert distance == pytest.approx([0.75 * 2.0**200, 0.75])
 
 
 def test_what_is_wrong_with_calibration_is_named(
@@ -410,3 +424,58 @@ def test_another_source_is_found(
     found = run_verify(artifact, tmp_path / "other", scheme, tmp_path)
     assert not found.checks["error"].passed
     assert not found.checks["kept"].passed
+
+
+def test_scales_of_two_kinds_are_refused(tiny_checkpoint: Path, fp8_artifact: Path) -> None:
+    """Tensors that are checked together are of one dtype and shape."""
+    artifact, source = Checkpoint.open(fp8_artifact), Checkpoint.open(tiny_checkpoint)
+    names = [f"{LAYER}mlp.{kind}_proj.weight_scale" for kind in ("gate", "up")]
+    stacked = artifact.read_stacked(names)
+    assert torch.equal(stacked, torch.stack([artifact.read(name) for name in names]))
+    with pytest.raises(InputError, match=r"norm\.weight' is BF16 .* and 'model.* is BF16 "):
+        source.read_stacked([f"{LAYER}mlp.up_proj.weight", "model.decoder.norm.weight"])
+
+
+def test_the_stage_names_the_device(
+    fp8_artifact: Path, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(verify_module, "Device", lambda name: asked.append(name) or Device())
+    monkeypatch.setattr(stage_module, "best_device", lambda: "cuda:7")
+    run_verify(fp8_artifact, tiny_checkpoint, "fp8", tmp_path)
+    recipe, source = load_recipe("fp8_dynamic"), Checkpoint.open(tiny_checkpoint)
+    targets = plan_targets(source.tensors, recipe.quantization)
+    folder = RunDir(tmp_path)
+    shutil.copytree(fp8_artifact, folder.checkpoint)
+    stage_module._verify(stage_module.Run(folder, recipe, source, targets, True))
+    assert asked == ["cpu", "cuda:7"]
+    assert read_json(folder.verification_json)["passed"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8_dynamic", "int8_dynamic", "nvfp4a16", "nvfp4_fp8"])
+def test_real_shapes_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, device: None
+) -> None:
+    """The CPU's findings, in little memory: by arithmetic at most 0.8 GB at once."""
+    config = synthetic_config(layers=2, experts=16, vision_layers=1, vocabulary=4096)
+    recipe, folder = load_recipe(name), RunDir(tmp_path)
+    run(write_synthetic(tmp_path / "bf16", config), folder.checkpoint, recipe,
+        record=folder.conversion_json)  # fmt: skip
+    folder.calibration.mkdir()
+    if (scales := tmp_path / "input_scales.safetensors").exists():
+        shutil.move(scales, folder.calibration)
+    artifact, source = Checkpoint.open(folder.checkpoint), Checkpoint.open(tmp_path / "bf16")
+    targets = plan_targets(source.tensors, recipe.quantization)
+    monkeypatch.undo()
+    on_cpu = verify(artifact, source, targets, recipe, folder)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_reserved()
+    on_gpu = verify(artifact, source, targets, recipe, folder, device="cuda:0")
+    taken = torch.cuda.max_memory_reserved() - held
+    print(f"verify {name}: {taken / 1e9:.2f} GB of the GPU")
+    assert on_cpu.passed, on_cpu.summary()
+    assert on_gpu.checks == on_cpu.checks
+    assert on_gpu.relative_error == pytest.approx(on_cpu.relative_error, rel=1e-5)
+    assert 0 < taken < 1e9
