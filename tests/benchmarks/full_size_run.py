@@ -6,19 +6,20 @@
 
 FOLDER (in memory: /dev/shm) gets a synthetic BF16 checkpoint, unless FOLDER/bf16 is there, prompts and
 problems as local jsonl files. A chain is one recipe at one budget: 64 prompts x 1 canvas x 16 steps of
-calibration, 16 held-out trajectories, 64 problems x 1 canvas x 16 steps a side. Each of its stages is a
-process of its own with a time limit of its own. Several chains run at the same time, each on a GPU and
-a share of the cores of its own. The same command goes on where it stopped. A finished chain loses its
-checkpoint, unless it is named by --keep. Without a GPU, and with --layers 2 --vocabulary 4096,
-everything runs in a few minutes anywhere.
+calibration, 16 held-out trajectories, 64 problems x 1 canvas x 16 steps a side. It is one process, a
+`quantize run`, and the same command goes on where it was stopped. Several chains run at the same time,
+each on a GPU and a share of the cores of its own. A finished chain loses its checkpoint, unless it is
+named by --keep. Without a GPU, and with --layers 2 --vocabulary 4096, everything runs in a few minutes
+anywhere.
 
 With --gptq-layers N only the first N layers are quantized, their weights rounded by GPTQ; the model
 that denoises is whole, so a pass of the loop over it and a layer's rounding can be projected.
 
-FOLDER/chains/RECIPE-GB/report.jsonl has a line a process: seconds, the most that was taken of the GPU,
+FOLDER/chains/RECIPE-GB/report.jsonl has a line a stage: seconds, the most that was taken of the GPU,
 the most anonymous memory of the host (page cache and pinned buffers are `mapped_gb`), bytes that went
-to the device, the floor, those bytes at the rate of a copy from pinned memory, and `parts`, what its
-progress lines say. The summary adds up stages, and compares results that must not depend on the budget.
+to the device, and the floor, those bytes at the rate of a copy from pinned memory; and a line for each
+process: its seconds beside its stages', and `parts`, what its progress lines say. The summary adds up
+stages, and compares results that must not depend on the budget.
 """
 
 import json
@@ -29,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -39,14 +41,9 @@ import yaml
 from full_size import QUESTION, Peak, shipped, write
 from full_size_compare import compare_runs
 
-LIMITS = {
-    "calibrate": 240, "round": 900, "convert": 300, "verify": 300, "fidelity": 600,
-    "evaluate": 600, "report": 120,
-}  # fmt: skip  # seconds
 LEAST_SECONDS = 10  # a process takes that to start
 ENDED = (0, 1, 4)  # random weights may well fail the gate: the report is there all the same
-ON_THE_GPU = ("fidelity", "evaluate")
-GOES_ON_WITHOUT = ("verify", "fidelity")  # what comes next is measured all the same
+BESIDE = "beside stages"  # the seconds of a process that none of its stages took: imports, plans
 TASK = "word_problems"  # one canvas an answer
 PART = re.compile(r"^([^\n:]+): .*done.* in (.+)$", re.MULTILINE)  # of a progress line
 Facts = dict[str, Any]
@@ -72,13 +69,22 @@ class Chain:
 
     @property
     def report(self) -> Path:
-        """A JSON line for every process that ended."""
+        """A JSON line for every stage that ended, and for every process."""
         return self.path / "report.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """What the last process showed."""
+        return self.path / "run.log"
 
     @property
     def run(self) -> Path | None:
         """The run folder, None where there is none yet."""
         return next((path.parent for path in self.path.glob("*/manifest.json")), None)
+
+    def done(self, stage: str) -> bool:
+        """Whether a stage has come to its end."""
+        return any(line["stage"] == stage and line["done"] for line in self.lines())
 
     def lines(self) -> list[Facts]:
         """What is in the report so far."""
@@ -140,40 +146,55 @@ def recipe_of(chain: Chain, count: int, batch: int, gptq: range) -> Path:
     return path
 
 
-def measured(words: list[str]) -> Facts:
-    """Run the command line in this process and say what it took."""
+def measured(report: Path, words: list[str]) -> int:
+    """Run the command line here, with a line of `report` for every stage; return its exit code."""
     import torch
 
-    from quantize import cli
+    from quantize import cli, pipeline
     from quantize.runtime.fused import transfer
 
     taken: list[int] = []
-    fetch = transfer.Transfer.fetch
+    fetch, work = transfer.Transfer.fetch, pipeline.work
 
     def counted(self: transfer.Transfer, layout: transfer.Layout) -> transfer.Fetched:
         taken.append(layout.size)
         return fetch(self, layout)
 
-    transfer.Transfer.fetch = counted
+    def watched(run: Any, stage: Any, task: Any) -> None:
+        taken.clear()
+        if link is not None:
+            torch.cuda.reset_peak_memory_stats()
+        peak, started, done = Peak(), time.perf_counter(), False
+        try:
+            with peak.watching():
+                work(run, stage, task)
+            done = True
+        finally:
+            facts: Facts = {
+                "stage": stage.name,
+                "done": done,
+                "seconds": round(time.perf_counter() - started, 1),
+                "own_memory_gb": round(peak.most / 1e9, 2),
+                "mapped_gb": round(peak.mapped / 1e9, 2),
+                "to_device_gb": round(sum(taken) / 1e9, 2),
+            }
+            if link is not None:
+                facts |= {
+                    "gpu_gb": round(gpu_bytes() / 1e9, 2),
+                    "link_gb_s": round(link / 1e9, 1),
+                    "floor_s": round(sum(taken) / link, 1),
+                }
+            _add_line(report, facts)
+
+    transfer.Transfer.fetch, pipeline.work = counted, watched
     link = link_rate() if torch.cuda.is_available() else None
-    peak, started = Peak(), time.perf_counter()
-    with peak.watching():
-        sys.argv = ["quantize", *words]
-        code = cli._exit_code()
-    facts: Facts = {
-        "code": code,
-        "seconds": round(time.perf_counter() - started, 1),
-        "own_memory_gb": round(peak.most / 1e9, 2),
-        "mapped_gb": round(peak.mapped / 1e9, 2),
-        "to_device_gb": round(sum(taken) / 1e9, 2),
-    }
-    if link is not None:
-        facts |= {
-            "gpu_gb": round(gpu_bytes() / 1e9, 2),
-            "link_gb_s": round(link / 1e9, 1),
-            "floor_s": round(sum(taken) / link, 1),
-        }
-    return facts
+    sys.argv = ["quantize", *words]
+    return cli._exit_code()
+
+
+def _add_line(report: Path, facts: Facts) -> None:
+    with report.open("a") as file:
+        file.write(json.dumps(facts) + "\n")
 
 
 def gpu_bytes() -> int:
@@ -209,70 +230,51 @@ def link_rate() -> float:
 
 
 def go_through(
-    chain: Chain,
-    recipe: Path,
-    place: dict[str, str],
-    cores: set[int],
-    *,
-    end: float,
-    patience: float,
-    until: str,
+    chain: Chain, recipe: Path, place: dict[str, str], cores: set[int], *, end: float, until: str
 ) -> bool:
-    """Run the stages of a chain that are not done, up to `until`; return whether all are."""
-    from quantize.recipe import load_recipe
-    from quantize.stage import STAGES
+    """Run the stages of a chain that are not done, up to `until`; return whether all are.
 
-    last = [stage.name for stage in STAGES].index(until)
-    needed = [stage for stage in STAGES[1 : last + 1] if stage.is_needed(load_recipe(str(recipe)))]
-    words = ["run", "--recipe", str(recipe), "--model", str(chain.folder / "model"), "--all"]
-    words += ["--out", str(chain.path), "--gpu-memory", f"{chain.gb:g}", "--resume"]
-    words += ["--data-dir", str(chain.folder / "tasks")]
-    alone = False  # whether a stage is left out that `run` would do first
-    for stage in needed:  # the first one's process plans, too
-        if (run := chain.run) is not None and (run / stage.result).exists():
-            continue
-        left = min(patience * LIMITS[stage.name], end - time.monotonic())
-        if left < LEAST_SECONDS:
-            print(f"{chain.name}: out of time; the same command goes on from {stage.name}")
-            return False
-        own = [*words, "--until", stage.name]
-        if alone:
-            own = [stage.name, str(chain.run)]
-            own += ["--gpu-memory", f"{chain.gb:g}"] if stage.name in ON_THE_GPU else []
-            own += [*words[-2:], "--all"] if stage.name == "evaluate" else []
-        log = chain.path / f"{stage.name}.log"
-        found = {"stage": stage.name, **process(own, left, log, place, cores)}
-        print(json.dumps({"chain": chain.name} | found), flush=True)
-        with chain.report.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-        if found["code"] in (ENDED if stage.name == "report" else (0,)):
-            continue
-        print("\n".join(log.read_text().splitlines()[-12:]), flush=True)
-        if stage.name not in GOES_ON_WITHOUT or chain.run is None:
-            return False
-        alone = True
-    return True
+    Where fidelity ends the run, as it may with random weights, evaluate and report follow all the same.
+    """
+    budget = ["--gpu-memory", f"{chain.gb:g}"]
+    data = ["--data-dir", str(chain.folder / "tasks"), "--all"]
+    words = ["run", "--recipe", str(recipe), "--model", str(chain.folder / "model"), *budget, *data]
+    code = process(
+        chain, [*words, "--out", str(chain.path), "--resume", "--until", until], end, place, cores
+    )
+    run = str(chain.run)
+    if code == 1 and until == "report" and chain.done("fidelity") and not chain.done("report"):
+        code = process(chain, ["evaluate", run, *budget, *data], end, place, cores)
+        code = process(chain, ["report", run], end, place, cores) if code == 0 else code
+    return code == 0 or (code in ENDED and chain.done("report"))
 
 
 def process(
-    words: list[str], left: float, log: Path, place: dict[str, str], cores: set[int]
-) -> Facts:
-    """Run one stage in a process of its own, which writes to `log` what it shows."""
-    started = time.perf_counter()
-    command = [sys.executable, __file__, "stage", json.dumps(words)]
-    facts: Facts = {"code": None, "seconds": 0.0}
-    try:
-        with log.open("w") as shown:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=shown, text=True, timeout=left,
-                env=os.environ | place, preexec_fn=lambda: os.sched_setaffinity(0, cores),
-            )  # fmt: skip
-        if done.returncode == 0:
-            facts = json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        facts |= {"seconds": round(left, 1), "stopped": "time limit"}
-    facts["process_seconds"] = round(time.perf_counter() - started, 1)
-    return facts | {"parts": PART.findall(log.read_text())}
+    chain: Chain, words: list[str], end: float, place: dict[str, str], cores: set[int]
+) -> int | None:
+    """Run the command line in a process of its own; return its exit code, None where time ended it."""
+    left, started = end - time.monotonic(), time.perf_counter()
+    if left < LEAST_SECONDS:
+        print(f"{chain.name}: out of time; the same command goes on")
+        return None
+    before, code = len(chain.lines()), None
+    command = [sys.executable, __file__, "command", str(chain.report), json.dumps(words)]
+    with chain.log.open("w") as shown, suppress(subprocess.TimeoutExpired):
+        code = subprocess.run(
+            command, stderr=shown, timeout=left, env=os.environ | place,
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
+        ).returncode  # fmt: skip
+    seconds, shown = time.perf_counter() - started, chain.log.read_text()
+    beside = seconds - sum(line["seconds"] for line in chain.lines()[before:])
+    facts: Facts = {"stage": BESIDE, "done": code in ENDED, "code": code}
+    facts |= {"seconds": round(beside, 1), "parts": PART.findall(shown)}
+    _add_line(chain.report, facts)
+    for line in chain.lines()[before:]:
+        print(json.dumps({"chain": chain.name} | line), flush=True)
+    if code != 0:
+        why = "out of time; the same command goes on" if code is None else f"exit code {code}"
+        print(f"{chain.name}: {why}", *shown.splitlines()[-12:], sep="\n", flush=True)
+    return code
 
 
 def release(chain: Chain) -> None:
@@ -337,9 +339,9 @@ def _stage_line(name: str, parts: list[Facts]) -> str:
     gpu, host = (max(p.get(key, 0) for p in parts) for key in ("gpu_gb", "own_memory_gb"))
     moved = sum(line.get("to_device_gb", 0) for line in parts)
     over = f", {seconds / floor:.1f} x the floor of {floor:.1f} s" if floor else ""
-    code = "" if parts[-1]["code"] == 0 else f", exit code {parts[-1]['code']}"
+    code = "" if parts[-1]["done"] else ", NOT done"
     return (
-        f"  {name:10} {seconds:7.1f} s, GPU {gpu:.1f} GB, host {host:.2f} GB, to the device "
+        f"  {name:13} {seconds:7.1f} s, GPU {gpu:.1f} GB, host {host:.2f} GB, to the device "
         f"{moved:.1f} GB{over}{code}"
     )
 
@@ -392,11 +394,10 @@ def prepare_command(folder: Path, count: int, denoising_steps: int, **shape: int
 @click.option("--seconds", default=1800, show_default=True, help="When this command stops.")
 @click.option("--gptq-layers", default=0, help="Quantize these first layers alone, by GPTQ.")
 @click.option("--until", default="report", show_default=True, help="The last stage.")
-@click.option("--patience", default=1.0, show_default=True, help="Times the stages' time limits.")
 def run_command(
     folder: Path, count: int, denoising_steps: int, recipes: tuple[str, ...],
     budgets: tuple[float, ...], batch: int, parallel: int, keep: tuple[str, ...], seconds: float,
-    gptq_layers: int, until: str, patience: float, **shape: int,
+    gptq_layers: int, until: str, **shape: int,
 ) -> None:  # fmt: skip
     """Run every recipe at every budget in FOLDER, and print the summary."""
     end = time.monotonic() + seconds
@@ -408,7 +409,7 @@ def run_command(
     def work(chain: Chain, place: dict[str, str], cores: set[int]) -> None:
         chain.path.mkdir(parents=True, exist_ok=True)
         recipe = recipe_of(chain, count, batch, gptq)
-        done = go_through(chain, recipe, place, cores, end=end, patience=patience, until=until)
+        done = go_through(chain, recipe, place, cores, end=end, until=until)
         if done and until == "report" and chain.name not in keep:
             release(chain)
 
@@ -425,11 +426,12 @@ def summary_command(folder: Path) -> None:
     print("\n".join(summary(sorted(chains, key=lambda c: (c.recipe, -c.gb)))))
 
 
-@main.command("stage", hidden=True)
+@main.command("command", hidden=True)
+@click.argument("report", type=click.Path(path_type=Path))
 @click.argument("words", type=json.loads)
-def stage_command(words: list[str]) -> None:
-    """Run one command of the project, and print what it took."""
-    print(json.dumps(measured(words)))
+def command_command(report: Path, words: list[str]) -> None:
+    """Run one command of the project, and add to REPORT what its stages took."""
+    sys.exit(measured(report, words))
 
 
 if __name__ == "__main__":
