@@ -25,7 +25,7 @@ from quantize.measured import measured
 from quantize.processes import best_device, is_first
 from quantize.progress import console, say
 from quantize.recipe import Recipe, load_recipe, read_recipe
-from quantize.run_dir import REDO, RunDir, read_json, write_json
+from quantize.run_dir import REDO, RunDir, existing_run, read_json, write_json
 from quantize.runtime.memory import budget_of
 from quantize.runtime.memory import plan as fit
 from quantize.stage import STAGES, Run, Stage
@@ -199,9 +199,7 @@ def opened(path: Path, gpu_memory: float | None = None) -> Generator[Run]:
         InputError: there is no run, or its source, recipe or plan has changed since.
         ResourceError: another process works in the run.
     """
-    folder = RunDir(path)
-    if not folder.manifest_json.exists():
-        raise InputError(f"{path}: no manifest.json there; name a folder that `quantize run` made")
+    folder = existing_run(path)
     with working_in(folder):
         _check_ours(folder)
         yield _open(folder, gpu_memory)
@@ -339,9 +337,7 @@ def _reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
     """Lock a run whose results are all fresh and whose report is what its scores give."""
     from quantize.stages.report import check_report
 
-    folder = RunDir(path)
-    if not folder.manifest_json.exists():
-        raise InputError(f"{path}: no manifest.json there; name a folder that `quantize run` made")
+    folder = existing_run(path)
     with working_in(folder):
         _check_ours(folder)
         recipe = read_recipe(folder.recipe_yaml)

@@ -115,6 +115,19 @@ class RunDir:
         return self.path / "run.log"
 
 
+def existing_run(path: Path) -> RunDir:
+    """Return the folder of a run that is there.
+
+    Raises:
+        InputError: there is no such folder, or no run in it.
+    """
+    folder = RunDir(path)
+    if not folder.manifest_json.exists():
+        what = "no manifest.json there" if folder.path.is_dir() else "no such folder"
+        raise InputError(f"{path}: {what}; name a folder that `quantize run` made: outputs/...")
+    return folder
+
+
 def is_card(name: str) -> bool:
     """Return whether a file of a checkpoint, by its path in it, is the model card or scores with it.
 

@@ -19,6 +19,14 @@ WRONG = {
             "/nowhere/model: no such folder, and not a Hub id (ORG/NAME or ORG/NAME@revision); name a"
         ],
     ),
+    "a checkpoint": (["serve", "/nowhere/model"], 2, ["no such folder", "or `bundled` for the"]),
+    "a run": (
+        ["report", "/nowhere/run"],
+        2,
+        ["/nowhere/run: no such folder; name a folder that `q"],
+    ),
+    "a folder that is no run": (["report", "/"], 2, ["/: no manifest.json there; name a folder"]),
+    "runs": (["compare", "/nowhere/a", "/"], 2, ["/nowhere/a: no such folder; name a folder that"]),
     "a flag": (
         ["run", "--recepi", "nvfp4"],
         2,

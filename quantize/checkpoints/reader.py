@@ -424,7 +424,7 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
     ):
         raise InputError(
             f"{model}: no such folder, and not a Hub id (ORG/NAME or ORG/NAME@revision); "
-            f"name a checkpoint folder or leave --model out for the bundled model"
+            f"name a checkpoint folder, or `bundled` for the bundled model"
         )
     if own_revision and revision not in (None, own_revision):
         raise InputError(f"{model}: --revision names another revision, {revision!r}; give one")

@@ -22,9 +22,9 @@ def compare(run_a: Path, run_b: Path, questions: int) -> int:
 
     from quantize.progress import say
     from quantize.reports.compare import compare_runs, comparison_table, question_tables
-    from quantize.run_dir import RunDir
+    from quantize.run_dir import existing_run
 
-    a, b = RunDir(run_a), RunDir(run_b)
+    a, b = existing_run(run_a), existing_run(run_b)
     found = compare_runs(a, b)
     Console().print(comparison_table(found, a, b), *question_tables(found, questions))
     if found.not_comparable:
