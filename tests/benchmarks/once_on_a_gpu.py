@@ -35,7 +35,8 @@ def matching(pattern: str) -> Callable[[str], str]:
 
 def of_pytest(log: str) -> str:
     """Return pytest's own figures, what tests print, and the first words of failures."""
-    return matching(r"^\d+\.\d+s (call|setup)|^(E  |FAILED|form:)|\d (passed|failed|error)")(log)
+    kept = r"^\d+\.\d+s (call|setup)|^(E  |FAILED|form:)|^\[gw.* PASSED|\d (passed|failed|error)"
+    return matching(kept)(log)
 
 
 def of_bench(log: str) -> str:
@@ -66,7 +67,7 @@ class Check:
 def of_results() -> Iterator[Check]:
     """Yield what is right or wrong, however fast."""
     documented = (
-        *TESTS, "--durations=0", "-n", "4", "tests/test_docs_gpu.py", "-k", "not tune",
+        *TESTS, "-vv", "--durations=0", "-n", "4", "tests/test_docs_gpu.py", "-k", "not tune",
     )  # fmt: skip
     yield Check("documented commands", 400, documented)
     form = (*TESTS, "-s", "tests/serve/test_serve_gpu.py")
