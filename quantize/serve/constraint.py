@@ -24,7 +24,7 @@ from quantize.runtime.given import Verdict
 ROUNDS = 8  # most times that a canvas is denoised again
 SHORTLIST = 64  # most probable tokens of a position that are tried before all of them
 LONGEST = 4096  # most tokens of a way to an accepted end that is searched for
-ENDS_FIRST = ('"}]', '}]"', "")  # closing characters, in the orders that are tried
+ENDS_FIRST = ('"}]', '}]"', "\n", "")  # closing characters, in the orders that are tried
 THEN = ",:{[0tfn"
 Matcher = Any  # llguidance's class, which has no types
 

@@ -85,8 +85,12 @@ def test_json_fits_its_schema(grammars: Grammars, schema: dict[str, Any], room: 
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"[0-9+=]+\n#### -?[0-9]+", "[a-y]{3,}z", "(yes|no)", r"\w+@x\.de"]
-)
+    "pattern",
+    [
+        r"[0-9+=]+\n#### -?[0-9]+", "[a-y]{3,}z", "(yes|no)", r"\w+@x\.de",
+        r"([^\n]{1,200}\n){0,6}#### [0-9]+",
+    ],
+)  # fmt: skip
 def test_a_regular_expression_matches_the_whole_text(grammars: Grammars, pattern: str) -> None:
     for seed in range(3):
         text = said(written(grammars, grammars.regex(pattern), 40, seed))
