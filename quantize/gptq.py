@@ -64,7 +64,9 @@ class Rounded:
     fell_back: Tensor
 
 
-def shrunk(sums: Tensor, tokens: Tensor, at: slice = slice(None)) -> Tensor:
+def shrunk(
+    sums: Tensor, tokens: Tensor, at: slice = slice(None), inputs: int | None = None
+) -> Tensor:
     """Return experts' mean Hessians [E', in, in], drawn to the layer's: each keeps n / (n + in).
 
     An expert of few tokens has a Hessian of low rank, which GPTQ would trust too much. A dense Linear,
@@ -74,6 +76,7 @@ def shrunk(sums: Tensor, tokens: Tensor, at: slice = slice(None)) -> Tensor:
         sums: [E, in, in], x x^T summed over the tokens that each expert of the layer saw.
         tokens: [E], how many those were.
         at: the experts that are asked for; all count for the layer's mean.
+        inputs: how many there are, where sums are [E, ...] of another form, such as tiles.
 
     Raises:
         QuantizeError: no expert saw a token, or a Hessian is not finite.
@@ -81,7 +84,7 @@ def shrunk(sums: Tensor, tokens: Tensor, at: slice = slice(None)) -> Tensor:
     total = tokens.sum()
     if total == 0:
         raise QuantizeError("no token was seen: there is no Hessian; use more prompts")
-    found = sums[at] / tokens[at].clamp(min=1)[:, None, None]
+    found = sums[at] / tokens[at].clamp(min=1).view(-1, *[1] * (sums.dim() - 1))
     extremes = torch.stack(found.flatten(1).aminmax(dim=1))  # NaN where there is one
     if not bool(extremes.isfinite().all()):
         bad = int((~extremes.isfinite()).any(0).nonzero()[0]) + (at.start or 0)
@@ -89,7 +92,7 @@ def shrunk(sums: Tensor, tokens: Tensor, at: slice = slice(None)) -> Tensor:
     if len(sums) == 1:
         return found
     own = tokens[at].to(found)
-    own = (own / (own + found.shape[-1]))[:, None, None]
+    own = (own / (own + (inputs or found.shape[-1]))).view(-1, *[1] * (found.dim() - 1))
     return found.mul_(own).addcmul_(1 - own, sums.sum(0) / total)
 
 

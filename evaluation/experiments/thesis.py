@@ -40,6 +40,7 @@ from quantize.bundled import CALIBRATION, CHECKPOINT
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
+from quantize.hessians import Hessians
 from quantize.progress import say
 from quantize.recipe import ActivationMode, Calibration
 from quantize.run_dir import read_json, write_json
@@ -68,7 +69,7 @@ from quantize.stages.convert import convert
 from quantize.stages.coverage import Coverage
 from quantize.stages.fidelity import bootstrap_interval, by_trajectory
 from quantize.stages.replay import Compared, replay
-from quantize.stages.round_weights import Hessians, groups_of, units_of, write_layer
+from quantize.stages.round_weights import round_layers, units_of
 
 Model = DiffusionGemmaForBlockDiffusion
 SOURCES = ("clean text", "random canvas", "trajectories")
@@ -168,8 +169,7 @@ def calibrate(folder: Path, source: str, seed: int, budget: int, prompts: int, d
     check_scales(scales)
     folder.mkdir(parents=True)
     save_file({f"{m}.{INPUT_SCALE}": s for m, s in scales.items()}, folder / SCALES)
-    for layer in groups_of(units, 0):
-        write_layer(folder, layer, checkpoint, hessians)
+    round_layers(folder, units, checkpoint, hessians)
     for rounding, rounded in (("nearest", None), ("gptq", folder)):
         convert(
             checkpoint, targets, folder / rounding, recipe=RECIPE, input_scales=folder / SCALES,

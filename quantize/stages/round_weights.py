@@ -4,7 +4,7 @@
     weights, H --gptq--> codes and scales, one file a layer, which `convert` writes as they are
 
 The loop is that of calibrate, with its prompts and seeds: encoder passes and every denoising step are
-seen, each token counting alike. Hessians of a layer of the 26B model take 4.5 GB, so as many layers as
+seen, each token counting alike. Hessians of a layer of the 26B model take 2.4 GB, so as many layers as
 memory holds are collected in one run of the loop, and the next run takes the next ones: on a GPU what
 the model leaves, on a CPU `HESSIAN_BYTES`. Which layers are collected together changes no sum.
 
@@ -32,7 +32,8 @@ from torch import Tensor
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, fused_units, linear_shape
 from quantize.errors import InputError
-from quantize.gptq import DAMPING, NEIGHBOURS, SWEEPS, Rounded, gptq, shrunk
+from quantize.gptq import DAMPING, NEIGHBOURS, SWEEPS, Rounded, gptq
+from quantize.hessians import TILE, Hessians, tiles_of
 from quantize.manifest import fingerprint
 from quantize.progress import say, track
 from quantize.recipe import Calibration, Recipe
@@ -48,52 +49,6 @@ from quantize.stages.needs import HESSIAN_BYTES, ROUNDING_BYTES
 from quantize.stages.prompts import load_prompts
 
 IDENTITY, SUMMARY = "identity.json", "rounding.json"
-
-
-class Hessians:
-    """Sums of x x^T and token counts of the inputs of chosen Linears, on the device of the inputs.
-
-    Attributes:
-        names: the inputs that are summed, as `watch_inputs` names them.
-        sums: name -> [E, in, in] float32; E is 1 for a dense Linear.
-        tokens: name -> [E] int64.
-    """
-
-    def __init__(self, names: Sequence[str], experts: int) -> None:
-        self.names, self._experts = frozenset(names), experts
-        self.sums: dict[str, Tensor] = {}
-        self.tokens: dict[str, Tensor] = {}
-
-    def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Add the rows of one input to its sums."""
-        if name not in self.names:
-            return
-        x = rows.flatten(0, -2)
-        if name not in self.sums:
-            count = 1 if experts is None else self._experts
-            shape, device = (count, x.shape[1], x.shape[1]), x.device
-            self.sums[name] = torch.zeros(shape, dtype=torch.float32, device=device)
-            self.tokens[name] = torch.zeros(count, dtype=torch.int64, device=device)
-        if experts is None:
-            x = x.float()
-            self.sums[name][0].addmm_(x.T, x)
-            self.tokens[name] += len(x)
-            return
-        flat = experts.flatten()
-        counts = flat.bincount(minlength=self._experts)
-        self.tokens[name] += counts
-        x = x[flat.argsort(stable=True) // experts.shape[1]].float()  # by expert
-        for expert, own in enumerate(x.split(counts.tolist())):  # the host waits here, once
-            if len(own):
-                self.sums[name][expert].addmm_(own.T, own)
-
-    def mean(self, name: str, at: slice = slice(None)) -> Tensor:
-        """Return the shrunk mean Hessians [E', in, in] of an input, of all experts or those `at`.
-
-        Raises:
-            QuantizeError: the input saw no token, or one that was not finite.
-        """
-        return shrunk(self.sums[name], self.tokens[name], at)
 
 
 @dataclass(frozen=True)
@@ -117,9 +72,9 @@ class Unit:
 
     @property
     def hessian_bytes(self) -> int:
-        """Bytes of the float32 Hessians of the unit's input."""
+        """Bytes of the Hessians of the unit's input."""
         shape = self.targets[0].shape
-        return 4 * shape[-1] ** 2 * (shape[0] if len(shape) == 3 else 1)
+        return 4 * TILE**2 * tiles_of(shape[-1]) * (shape[0] if len(shape) == 3 else 1)
 
 
 def units_of(targets: Sequence[Target]) -> list[Unit]:
@@ -273,7 +228,7 @@ def round_weights(
         _start(folder, _identity(source, units, recipe.calibration, loop.prompts))
         left = [unit for unit in units if not (folder / _file(unit.layer)).exists()]
         for group in groups_of(left, budget or loop.room()) if left else ():
-            _round_layers(folder, group, source, loop.hessians_of(group))
+            round_layers(folder, group, source, loop.hessians_of(group))
         _summarize(folder)
 
 
@@ -325,7 +280,7 @@ def _file(layer: int) -> str:
     return f"layer-{layer:02}.safetensors"
 
 
-def _round_layers(
+def round_layers(
     folder: Path, units: Sequence[Unit], source: Checkpoint, hessians: Hessians
 ) -> None:
     """Round layer after layer, while the next one's weights are read and the last one's file written.

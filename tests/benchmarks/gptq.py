@@ -17,9 +17,10 @@ from torch import Tensor
 
 from quantize import gptq
 from quantize.gptq import GRIDS
+from quantize.hessians import Hessians
 from quantize.rounding import block_scale, global_scale
 from quantize.schemes import SCHEMES
-from quantize.stages.round_weights import Hessians, experts_at_once
+from quantize.stages.round_weights import experts_at_once
 
 SHAPES = {"gate_up": (1408, 2816), "down": (2816, 704)}
 TOKENS, TOPK = 1024, 8

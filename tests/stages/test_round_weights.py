@@ -17,6 +17,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.errors import InputError
 from quantize.gptq import layer_loss
+from quantize.hessians import Hessians
 from quantize.recipe import Calibration, Recipe, load_recipe, parse_recipe
 from quantize.run_dir import read_json
 from quantize.runtime import Sampler, generate
@@ -24,7 +25,7 @@ from quantize.runtime.modules.engine import ModelEngine
 from quantize.schemes import SCHEMES
 from quantize.stages import round_weights as stage
 from quantize.stages.convert import convert
-from quantize.stages.round_weights import Hessians, groups_of, round_weights, units_of
+from quantize.stages.round_weights import groups_of, round_weights, units_of
 
 SAMPLER = Sampler(max_denoising_steps=3, eos_token_ids=(1, 50), pad_token_id=0)
 LAYER = "model.decoder.layers.1"
@@ -83,12 +84,12 @@ def test_hessians_are_sums_over_what_enters_the_linears() -> None:
     for handle in handles:
         handle.remove()
     x = torch.cat(dense)
-    torch.testing.assert_close(hessians.sums[names[0]][0].double(), x.T @ x, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hessians.sum(names[0])[0].double(), x.T @ x, rtol=1e-4, atol=1e-4)
     assert hessians.tokens[names[0]].tolist() == [len(x)]
     for expert in range(EXPERTS):
         own = torch.cat([x[(ids == expert).any(-1)] for x, ids in routed])
         assert hessians.tokens[names[1]][expert] == len(own)
-        found = hessians.sums[names[1]][expert].double()
+        found = hessians.sum(names[1])[expert].double()
         torch.testing.assert_close(found, own.T @ own, rtol=1e-4, atol=1e-4)
 
 
@@ -140,7 +141,7 @@ def test_the_output_of_a_layer_is_nearer_on_inputs_not_seen(
     ranges = scheme.observe(weight.bfloat16(), "memoryless_minmax")
     plain = scheme.quantize(weight.bfloat16(), ranges, None, None)
     losses = [
-        layer_loss(weight, scheme.dequantize(each).float(), other.sums[name]).item()
+        layer_loss(weight, scheme.dequantize(each).float(), other.sum(name)).item()
         for each in (gptq, plain)
     ]
     assert losses[0] < losses[1]

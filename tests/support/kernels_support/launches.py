@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import fused_dequant as fd
 import torch
-from fused_dequant import cases, gptq, simulated, targets
+from fused_dequant import cases, gptq, gram, simulated, targets
 from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, TOPK, VOCABULARY
 from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.targets import Capability
@@ -115,6 +115,8 @@ def launches(capability: Capability) -> list[Launch]:
             _sampler(B)
         for codes, neighbours in (("e2m1", 6), ("e4m3", 0), ("int8", 0)):
             _rounding(codes, neighbours)
+        for experts, topk, inputs in ((EXPERTS, TOPK, HIDDEN), (EXPERTS, 1, INNER), (1, 1, 2112)):
+            _hessians(experts, topk, inputs)
     return list(found.values())
 
 
@@ -195,3 +197,9 @@ def _rounding(codes: str, neighbours: int) -> None:
     shared, scales = (blank(*shape, dtype=torch.float32) for shape in ((EXPERTS,), rows.shape[:2]))
     gptq.round_block(rows, matrix, shared, scales, rows, rows, codes, neighbours)
     gptq.descend_block(rows, matrix, shared, scales, rows, rows, codes, scaled=neighbours > 0)
+
+
+def _hessians(experts: int, topk: int, inputs: int) -> None:
+    order, starts = (blank(n, dtype=torch.int64) for n in (1024 * topk, experts + 1))
+    tiles = blank(experts, 1, gram.TILE, gram.TILE, dtype=torch.float32)
+    gram.add(tiles, blank(1024, inputs), order, starts, topk)

@@ -1,0 +1,64 @@
+"""Sums of x x^T over the rows of every expert, in tiles: what GPTQ's Hessians are made of.
+
+    tiles[e, t] += sum of x[r, i] x[r, j]^T over the rows r of expert e,   t = j (j + 1) / 2 + i
+
+i <= j count blocks of 128 inputs: tiles below the diagonal are those above it, transposed, and are
+neither computed nor held. Products of bf16 numbers are exact in float32, in which tensor cores sum
+them. Nothing is asked of the host. `quantize/hessians.py` does the same in torch.
+"""
+
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 128
+TOKENS = 64  # a step of the loop: two tiles of x in two stages are 64 KB, which every target has
+
+
+@triton.jit
+def gram_kernel(
+    x, order, starts, tiles, K, COUNT,
+    TOPK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j, e) adds to a tile; choice c of `order` is of row c // TOPK."""
+    i, j = tl.program_id(0), tl.program_id(1)
+    e = tl.program_id(2).to(tl.int64)
+    begin, end = tl.load(starts + e), tl.load(starts + e + 1)
+    if (i > j) | (begin >= end):
+        return
+    left = i * BM + tl.arange(0, BM)[None, :]
+    right = j * BM + tl.arange(0, BM)[None, :]
+    tile = tl.zeros((BM, BM), tl.float32)
+    for at in range(begin, end, BK):
+        choice = at + tl.arange(0, BK)
+        inside = choice < end
+        row = x + (tl.load(order + choice, mask=inside, other=0) // TOPK * K)[:, None]
+        a = tl.load(row + left, mask=inside[:, None] & (left < K), other=0.0)
+        b = tl.load(row + right, mask=inside[:, None] & (right < K), other=0.0)
+        tile = tl.dot(tl.trans(a), b, tile)
+    m, n = tl.arange(0, BM)[:, None], tl.arange(0, BM)[None, :]
+    place = tiles + (e * COUNT + j * (j + 1) // 2 + i) * BM * BM + m * BM + n
+    tl.store(place, tl.load(place) + tile)
+
+
+def add(
+    tiles: torch.Tensor, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, topk: int
+) -> None:
+    """Add rows to tiles, in place.
+
+    Args:
+        tiles: f32 [E, tiles, 128, 128], contiguous.
+        x: bf16 [M, K], contiguous.
+        order: int64 [M * topk], choices sorted by their experts; choice c is of row c // topk.
+        starts: int64 [E + 1], where the choices of each expert begin in `order`, and where all end.
+        topk: choices of a row.
+    """
+    K = x.shape[1]
+    blocks = triton.cdiv(K, TILE)
+    gram_kernel[(blocks, blocks, len(tiles))](
+        x, order, starts, tiles, K, tiles.shape[1], TOPK=topk, BM=TILE, BK=TOKENS, num_warps=8,
+        num_stages=2,
+    )  # fmt: skip
