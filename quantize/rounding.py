@@ -136,9 +136,14 @@ def quantize_groups(
     packed = weight.new_empty((*leading, inputs // 2), dtype=torch.uint8) if out is None else out
     scale = block_scale(ranges, shared.unsqueeze(-1))  # [..., out, in / 16] FP32
     divisor = (scale / shared.unsqueeze(-1)).unsqueeze(-1)
+    groups = weight.unflatten(-1, (-1, GROUP))
+    rooms: tuple[torch.Tensor, ...] = ()  # FP32 memory of a block, used again: new pages cost time
     for block in blocks(weight):
-        scaled = weight[block].unflatten(-1, (-1, GROUP)) / divisor[block]
-        packed[block] = _pack(_e2m1_codes(scaled.clamp_(-E2M1_MAX, E2M1_MAX)).flatten(-2))
+        own = groups[block]
+        rooms = rooms or tuple(torch.empty_like(own, dtype=torch.float32) for _ in range(2))
+        scaled, room = (each[: len(own)] for each in rooms)
+        torch.div(own, divisor[block], out=scaled).clamp_(-E2M1_MAX, E2M1_MAX)
+        packed[block] = _pack(_e2m1_codes(scaled, room).flatten(-2))
     return {
         "weight_packed": packed,
         "weight_scale": scale.to(FP8),
@@ -240,17 +245,19 @@ def _magic(magnitude: torch.Tensor) -> torch.Tensor:
     return exponent.clamp_(min=0x3F800000).add_(22 << 23).view(torch.float32)
 
 
-def _e2m1_codes(x: torch.Tensor) -> torch.Tensor:
-    """Return the codes 0..15 (uint8) of FP32 values in -6..6; x is overwritten."""
-    negative = (x < 0).view(torch.uint8)
-    magnitude = x.abs_()
-    magic = _magic(magnitude)
-    bits = magnitude.add_(magic).view(torch.int32)
-    # The sum's last bits count grid steps from 0 and each power of two above 1 adds two codes:
-    # bits - magic + 2 * (exponent of x), where magic >> 22 = 2 * (127 + 22 + exponent).
-    magic_bits = magic.view(torch.int32)
-    codes = bits.sub_(magic_bits).add_(magic_bits.bitwise_right_shift_(22)).sub_(298)
-    return codes.to(torch.uint8).bitwise_or_(negative << 3)
+def _e2m1_codes(x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """Return the codes 0..15 (uint8) of FP32 values in -6..6; x, and `room` for as many, are used up.
+
+    Adding `_magic` leaves the number of grid steps from 0 in the last byte. Each power of two above 1
+    adds two codes, and magic >> 22 is 2 * (127 + 22 + exponent) = 2 * exponent - 214 in a byte. The 214
+    are added to magic itself, an even number of steps, so that ties still go to the even code.
+    """
+    bits, other = x.add_(0.0).view(torch.int32), room.view(torch.int32)  # -0 has become 0
+    sign = torch.bitwise_right_shift(bits, 28, out=other).to(torch.uint8).bitwise_and_(8)
+    magic = torch.bitwise_and(bits, 0x7F800000, out=other).clamp_(min=0x3F800000)
+    magic.add_((22 << 23) + 214)
+    x.abs_().add_(room)
+    return bits.add_(magic.bitwise_right_shift_(22)).to(torch.uint8).bitwise_or_(sign)
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:
@@ -261,7 +268,8 @@ def _pack(codes: torch.Tensor) -> torch.Tensor:
 
 def pack_e2m1(values: torch.Tensor) -> torch.Tensor:
     """Pack e2m1 values [..., in] FP32 two codes a byte: uint8 [..., in / 2]. -0 keeps its sign."""
-    return _pack(_e2m1_codes(values.clone()) | (values.signbit().view(torch.uint8) << 3))
+    codes = _e2m1_codes(values.clone(), torch.empty_like(values))
+    return _pack(codes | (values.signbit().view(torch.uint8) << 3))
 
 
 def block_scale(ranges: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
