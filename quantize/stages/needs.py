@@ -2,7 +2,8 @@
 
 They are known before anything is loaded: from the headers, or the config, of the BF16 model and the
 plan of the quantized one. Prompts and answers count at their longest; a run that has read its prompts
-asks for less.
+asks for less. `convert` and `verify` hold a few pieces of weights, by arithmetic less than 1 GB beside
+the CUDA context; fidelity, which every run has, needs more, so they are not listed.
 """
 
 from collections.abc import Mapping, Sequence
