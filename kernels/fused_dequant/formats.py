@@ -164,7 +164,7 @@ def _bit_table() -> torch.Tensor:
 
 
 @cache
-def _scale_table() -> torch.Tensor:
+def scale_table() -> torch.Tensor:
     """Return the unsigned E5M3 byte of each non-negative finite e4m3 byte, uint8 [128]."""
     values = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     mantissa, exponent = torch.frexp(values)  # mantissa in [0.5, 1)
@@ -177,7 +177,8 @@ def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
 
     packed uint8 [E, N, K/2], scale e4m3 [E, N, K/16] -> (words int32 [E, N/64, K/64, 512], scale bytes
     int32 [E, N/64, K/64, 64]). Raises ValueError if N or K is no multiple of 64, or a scale is negative
-    or NaN. Works on some experts at a time: the temporaries are about 4 bytes a weight.
+    or NaN. Works on some experts at a time: the temporaries are about 4 bytes a weight. On a GPU
+    `fragments` does the same.
     """
     experts, rows, half = packed.shape
     if rows % FRAGMENT or half % (FRAGMENT // 2):
@@ -191,8 +192,8 @@ def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
     scales = torch.empty(
         experts, rows // 64, half // 32, 256, dtype=torch.uint8, device=packed.device
     )
-    recode = _scale_table().to(packed.device)
-    table = _byte_table().to(packed.device)
+    recode = scale_table().to(packed.device)
+    table = byte_table().to(packed.device)
     step = max(1, FRAGMENTED_AT_ONCE // (rows * half))
     for start in range(0, experts, step):
         part = slice(start, start + step)
@@ -220,7 +221,7 @@ def _fragment_words(packed: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _byte_table() -> torch.Tensor:
+def byte_table() -> torch.Tensor:
     """Return what a byte of two codes adds to a pair of words, as one int64: [8 places, 256]."""
     low, high = _bit_table().reshape(8, 2, 16, 2).unbind(1)  # the even and the odd input's code
     both = high[:, :, None] | low[:, None]  # [8, 16, 16, 2]

@@ -162,13 +162,16 @@ def nvfp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor)
     """Return a weight of canonical NVFP4 (see `formats`), laid out for the device that holds it.
 
     packed uint8 [N, K/2] or [E, N, K/2]; global_scale f32 [1], [E] or, for gate and up, [E, 2]. On
-    Hopper the weight is repacked into fragments when N and K are multiples of 64.
+    Hopper the weight is repacked into fragments when N and K are multiples of 64; no block scale may be
+    negative or NaN there.
     """
     data, blocks = _with_experts(packed), _with_experts(scale)
     factor = (128.0 / global_scale.float()).reshape(len(data), -1).expand(-1, 2).contiguous()
     whole = data.shape[1] % formats.FRAGMENT == 0 and data.shape[2] % (formats.FRAGMENT // 2) == 0
     if whole and is_hopper(data.device):
-        return Weight("nvfp4_fragments", *formats.to_fragments(data, blocks), factor)
+        from fused_dequant.fragments import to_fragments
+
+        return Weight("nvfp4_fragments", *to_fragments(data, blocks), factor)
     return Weight("nvfp4", data, blocks, factor)
 
 

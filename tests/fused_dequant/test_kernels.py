@@ -13,7 +13,7 @@ from types import FrameType
 import fused_dequant as fd
 import pytest
 import torch
-from fused_dequant import cases, formats, reference, tuning, weights
+from fused_dequant import cases, formats, fragments, reference, tuning, weights
 from fused_dequant.cases import rounded
 from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.reference import relative_error
@@ -335,6 +335,21 @@ def test_graph_replay_with_another_routing(scheme: str) -> None:
     graph.replay()
     assert torch.equal(replayed, y), "two runs on the same input differ"
     assert torch.equal(replayed, fd.routed_experts(x, None, ids, routing_weights, gate_up, down))
+
+
+@pytest.mark.parametrize(
+    ("E", "N", "K"), [(2, 128, 704), (1, 64, 64)] + ([] if INTERPRETED else [(128, 1408, 2816)])
+)
+def test_fragments_are_those_of_torch(E: int, N: int, K: int) -> None:
+    """Bit for bit: every code with every scale, blocks of scale 0, a last program that is not full."""
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randint(0, 256, (E, N, K // 2), generator=generator).to(torch.uint8)
+    scale = torch.randint(0, 127, (E, N, K // 16), generator=generator).to(torch.uint8)
+    scale[0, 3:9] = 0
+    scale = scale.view(torch.float8_e4m3fn)
+    found = fragments.to_fragments(packed.to(DEVICE), scale.to(DEVICE))
+    for own, wanted in zip(found, formats.to_fragments(packed, scale), strict=True):
+        assert torch.equal(own.cpu(), wanted)
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs sm_90")

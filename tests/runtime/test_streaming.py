@@ -98,8 +98,8 @@ def transfer_of(layers: StreamedLayers) -> Transfer:
 
 def settled(layers: StreamedLayers) -> None:
     """Wait until what is on its way has arrived."""
-    assert layers._coming is not None
-    layers._coming[1].result()
+    for coming in layers._coming:
+        coming.arrival.result()
 
 
 def test_the_next_layer_comes_while_one_is_in_use_and_no_other(tiny_checkpoint: Path) -> None:
@@ -124,7 +124,32 @@ def test_the_next_layer_comes_while_one_is_in_use_and_no_other(tiny_checkpoint: 
     assert torch.equal(first.o.data, whole.layers[0].o.data)  # the second did not overwrite it
     list(iterator)
     settled(layers)
-    assert begun == [0, 1, 2, 3, 4, 5, 0]
+    assert begun == [0, 1, 2, 3, 4, 5, 0, 1]  # those of the next pass come before it begins
+
+
+def test_a_layer_gives_its_slot_back_when_the_iteration_goes_on(tiny_checkpoint: Path) -> None:
+    """Resident layers and what follows the last one hide a copy, too; a pass that ended early is no
+    exception: what is coming is taken by the next.
+    """
+    weights = load_packed(tiny_checkpoint, "cpu", resident=2)
+    layers, begun = weights.layers, list[int]()
+    assert isinstance(layers, StreamedLayers)
+    pack = layers._pack
+    layers._pack = lambda index, keep: begun.append(index) or pack(index, keep)
+    streamed = spread(LAYERS, 4)  # 0, 1, 3, 4
+    iterator = iter(layers)
+    for index in range(3):
+        next(iterator)
+        settled(layers)
+        assert begun == streamed[: (2, 3, 4)[index]]
+    for _ in range(2):
+        next(iterator)  # layer 4, the last streamed one, stays in use
+    del iterator
+    settled(layers)
+    assert begun == [*streamed, 0]
+    list(layers)
+    settled(layers)
+    assert begun == [*streamed, *streamed, 0, 1]
 
 
 def test_a_pass_that_was_broken_off_begins_anew(tiny_checkpoint: Path) -> None:
@@ -170,6 +195,18 @@ def test_not_a_number_is_found_before_the_first_pass(tiny_checkpoint: Path, tmp_
         file.write(b"\xc0\x7f")
     with pytest.raises(InputError, match=r"layers\.3\.self_attn\.o_proj.*NaN"):
         load_packed(folder, "cpu", resident=0)
+
+
+def test_a_negative_block_scale_is_refused(nvfp4_artifact: Path, tmp_path: Path) -> None:
+    """Fragments have no sign for it."""
+    folder = copy_of(nvfp4_artifact, tmp_path)
+    name = "model.decoder.layers.3.experts.2.up_proj.weight_scale"
+    info = Checkpoint.open(folder).tensors[name]
+    with info.file.open("r+b") as file:
+        file.seek(info.begin + 5)
+        file.write(b"\x81")
+    with pytest.raises(InputError, match=r"up_proj\.weight_scale.*not above 0"):
+        load_packed(folder, "cpu")
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -238,8 +275,12 @@ def test_neighbours_travel_together(tmp_path: Path) -> None:
     assert transfer.bytes_read == 152 + 2_500_000
 
 
-@pytest.mark.parametrize("gaps", [(0, 0, 0), (0, 9, 9), (0, 9, 5), (1, 0, 0)])
+STACKED = [(0, 0, 0), (0, 9, 9), (0, 9, 5), (1, 0, 0), (2, 2, 2), (4, 0, 0), (0, 4, 4)]
+
+
+@pytest.mark.parametrize("gaps", STACKED)
 def test_stacked(gaps: tuple[int, int, int], tmp_path: Path) -> None:
+    """Words of 8, 4, 2 and 1 byte."""
     infos = in_file(tmp_path / "a", [(4, 16), *((gap, 16) for gap in gaps)])
     fetched = Transfer(CPU).fetch(Layout.of(infos))
     for order in ([1, 2, 3], [3, 1, 2], [3, 2, 1]):

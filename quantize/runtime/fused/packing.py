@@ -5,7 +5,8 @@ as one matrix each, gate and up rows of experts interleaved, NVFP4 in the fragme
 cores (`fused_dequant.weights`). ModelOpt's names and scales lead to the same weights. What is BF16 on
 disk stays BF16. Resident and streamed layers are packed by the same code.
 
-Every value is checked to be finite, and scales of whole tensors to be above 0, when it is first read.
+Every value is checked to be finite, scales of whole tensors to be above 0 and those of blocks not to be
+below, when it is first read.
 Input scales of NVFP4 are left out: below Blackwell activations are bf16.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from quantize.checkpoints.layout import module_tensors, stated_schemes
 from quantize.checkpoints.reader import FIX, Checkpoint
 from quantize.errors import InputError
-from quantize.rounding import all_finite
+from quantize.rounding import FP8, all_finite
 from quantize.runtime.fused.transfer import Fetched, Layout, Transfer
 from quantize.schemes import GLOBAL_SCALES, TENSOR_SCALES, Scheme
 
@@ -162,7 +163,7 @@ class Packer:
         scheme = self.scheme(f"{prefix}.0.gate_proj")
         if scheme is None:
             gate, up = self.plain(f"{prefix}.gate_up_proj").chunk(2, 1)
-            both = keep(weights.bf16(formats.interleave_gate_up(gate, up)))
+            both = keep(weights.bf16(_interleaved(gate, up)))
             del gate, up  # their buffer is as large as all that follows
             return both, keep(weights.bf16(self.plain(f"{prefix}.down_proj")))
         projections = ("gate_proj", "up_proj", "down_proj")
@@ -216,7 +217,13 @@ class Packer:
         if name in self._checked:
             return tensor
         bad = not all_finite(tensor)
-        if bad or (name.endswith(TENSOR_SCALES) and not bool((tensor > 0).all())):
+        if name.endswith(TENSOR_SCALES):
+            bad = bad or not bool((tensor > 0).all())
+        elif (
+            name.endswith(".weight_scale") and tensor.dtype == FP8
+        ):  # fragments have no sign for it
+            bad = bad or bool((tensor.view(torch.uint8) > 0x7F).any())
+        if bad:
             raise InputError(
                 f"{self.checkpoint.tensors[name].file}: {name!r}, or the same tensor of another "
                 f"expert, holds NaN, infinity or a scale that is not above 0; {FIX}"
@@ -238,9 +245,9 @@ def _as_kernels_read(tensors: dict[str, Tensor], dims: int) -> dict[str, Tensor]
 
 
 def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
-    """Interleave rows, 1-byte dtypes as bytes, since not every operation takes those dtypes."""
-    as_bytes = gate.element_size() == 1
-    pair = (t.view(torch.uint8) if as_bytes else t for t in (gate, up))
+    """Interleave rows, as words of 8 bytes where they are whole words: bytes take longer."""
+    whole = gate.shape[-1] * gate.element_size() % 8 == 0
+    pair = (t.view(torch.int64 if whole else torch.uint8) for t in (gate, up))
     return formats.interleave_gate_up(*pair).view(gate.dtype)
 
 

@@ -3,16 +3,18 @@
     slot 0   layer 0 computes      layer 2 arrives       layer 2 computes ...
     slot 1   layer 1 arrives       layer 1 computes      layer 3 arrives  ...
 
-Arriving happens on a thread and a stream of its own. A slot is filled again only when the device has
-done all that was launched before the layer in the other slot was taken; a layer is taken only when the
-device knows that it has arrived. The order is a circle: after the last streamed layer the first one
-comes again, for the pass that follows. One pass over the layers is one pass over the streamed bytes.
+Arriving happens on a thread and a stream of its own. A slot is filled again as soon as the device has
+done what was launched while its layer was in use; a layer is taken only when the device knows that it
+has arrived. The order is a circle: after the last streamed layer the first two come again, for the pass
+that follows, while logits are made and read. One pass over the layers is one pass over the streamed
+bytes.
 
 A slot's memory is fixed, so what streaming takes is known beforehand: two slots, and what the largest
 module needs on its way (its bytes as on disk and as packed).
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -32,7 +34,7 @@ Pack = Callable[[int, Keep], LayerWeights]  # packs a layer by index, its produc
 class StreamedLayers:
     """All layers of a text stack, in order, some resident and the others streamed.
 
-    A streamed layer's tensors are valid until the next streamed layer is taken. One thread iterates.
+    A streamed layer's tensors are valid until the iteration goes on. One thread iterates.
 
     Args:
         resident: layers that stay, by index.
@@ -56,11 +58,13 @@ class StreamedLayers:
     ) -> None:
         self.entrances = entrances
         self._resident, self._pack, self._device = resident, pack, device
-        self._circle = [i for i in range(len(entrances)) if i not in resident]
+        streamed = [i for i in range(len(entrances)) if i not in resident]
+        self._after = dict(zip(streamed, streamed[1:] + streamed[:1], strict=True))
         self._slots = [_Slot(slot_bytes, device) for _ in range(2)]
         self._thread = ThreadPoolExecutor(1)
         self._stream: torch.cuda.Stream | None = None
-        self._coming: tuple[int, Future[_Arrival]] | None = None
+        self._coming: deque[_Coming] = deque()
+        self._in_use: _Coming | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             weakref.finalize(self, torch.cuda.synchronize, device).atexit = False
@@ -72,7 +76,11 @@ class StreamedLayers:
         """Yield the layers in order."""
         for index in range(len(self)):
             kept = self._resident.get(index)
-            yield self._take(index) if kept is None else kept
+            if kept is not None:
+                yield kept
+            else:
+                yield self._take(index)
+                self._give_back()
 
     @property
     def nbytes(self) -> int:
@@ -81,36 +89,49 @@ class StreamedLayers:
         return resident + sum(len(slot.memory) for slot in self._slots)
 
     def _take(self, index: int) -> LayerWeights:
-        """Wait for a streamed layer, and let the one after it come into the slot that is free now."""
-        arrival = self._awaited(index)
-        launched: Event | None = None
+        """Wait for a streamed layer; a pass that was broken off begins anew."""
+        if self._coming and self._coming[0].index == index:
+            self._give_back()
+        else:
+            self._begin(index)
+        taken = self._coming.popleft()
+        try:
+            arrival = taken.arrival.result()
+        except BaseException:
+            self._forget()  # or an error of now would be raised later
+            raise
         if arrival.event is not None:
-            main = torch.cuda.current_stream(self._device)
-            launched = main.record_event()
-            main.wait_event(arrival.event)
-        self._slots.reverse()
-        following = self._circle[(self._circle.index(index) + 1) % len(self._circle)]
-        self._send_for(following, launched)
+            torch.cuda.current_stream(self._device).wait_event(arrival.event)
+        self._in_use = taken
         return arrival.layer
 
-    def _awaited(self, index: int) -> "_Arrival":
-        """Return a layer once it is on its way; a pass that was broken off begins anew."""
-        if self._coming is not None and self._coming[0] != index:
-            self._coming[1].exception()  # it may still be filling the slot
-            self._coming = None
-        if self._coming is None:
-            launched = None
-            if self._stream is not None:
-                launched = torch.cuda.current_stream(self._device).record_event()
-            self._send_for(index, launched)
-        assert self._coming is not None
-        coming, self._coming = self._coming[1], None
-        return coming.result()
+    def _give_back(self) -> None:
+        """Let the layer after the one that is coming have the slot of the one in use, if any is."""
+        used, self._in_use = self._in_use, None
+        if used is not None:
+            self._send_for(self._after[self._after[used.index]], used.slot)
 
-    def _send_for(self, index: int, launched: Event | None) -> None:
-        """Fill the first slot with a layer as soon as what was launched is done."""
-        work = self._thread.submit(self._fill, index, self._slots[0], launched)
-        self._coming = index, work
+    def _begin(self, index: int) -> None:
+        """Fill both slots, from a layer on."""
+        self._forget()
+        for slot in self._slots:
+            self._send_for(index, slot)
+            index = self._after[index]
+
+    def _forget(self) -> None:
+        """Drop what is on its way, once it no longer fills its slot."""
+        for coming in self._coming:
+            coming.arrival.exception()
+        self._coming.clear()
+        self._in_use = None
+
+    def _send_for(self, index: int, slot: "_Slot") -> None:
+        """Fill a slot with a layer as soon as what has been launched is done."""
+        launched: Event | None = None
+        if self._stream is not None:
+            launched = torch.cuda.current_stream(self._device).record_event()
+        work = self._thread.submit(self._fill, index, slot, launched)
+        self._coming.append(_Coming(index, slot, work))
 
     def _fill(self, index: int, slot: "_Slot", launched: Event | None) -> "_Arrival":
         slot.used = 0
@@ -120,6 +141,15 @@ class StreamedLayers:
             self._stream.wait_event(launched)
             layer = self._pack(index, slot.keep)
             return _Arrival(layer, self._stream.record_event())
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A layer on its way to a slot."""
+
+    index: int
+    slot: "_Slot"
+    arrival: Future["_Arrival"]
 
 
 @dataclass(frozen=True)

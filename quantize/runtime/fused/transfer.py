@@ -12,6 +12,7 @@ On a CPU the threads read straight into the tensors' memory.
 """
 
 import ctypes
+import math
 import mmap
 import os
 import warnings
@@ -34,6 +35,7 @@ PINNED = 128 << 20  # bytes of each of the two pinned buffers
 GAP = 64 << 10  # bytes between neighbours that are copied too: a second run would take longer
 ALIGNED = 256  # bytes; alignment of runs in the buffer, and what kernels may expect of a tensor
 MEMORY_FILES = ("tmpfs", "ramfs", "hugetlbfs")
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
@@ -95,12 +97,18 @@ class Fetched:
         info = self.layout.infos[names[0]]
         steps = {b - a for a, b in pairwise(starts)}
         if len(steps) == 1 and (step := steps.pop()) > 0:
-            rows = self.buffer.as_strided((len(names), info.nbytes), (step, 1), starts[0]).clone(
-                memory_format=torch.contiguous_format
-            )
+            rows = self._strided(starts[0], step, (len(names), info.nbytes))
         else:
             rows = torch.stack([self.buffer[s : s + info.nbytes] for s in starts])
         return rows.view(DTYPES[info.dtype]).view(len(names), *info.shape)
+
+    def _strided(self, start: int, step: int, shape: tuple[int, int]) -> Tensor:
+        """Copy runs of bytes that are `step` apart, in the widest words that all of them consist of."""
+        count, nbytes = shape
+        size = math.gcd(start, step, nbytes, 8)
+        words = self.buffer[: len(self.buffer) // size * size].view(WORDS[size])
+        runs = words.as_strided((count, nbytes // size), (step // size, 1), start // size)
+        return runs.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 class Transfer:

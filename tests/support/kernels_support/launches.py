@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import fused_dequant as fd
 import torch
-from fused_dequant import cases, gptq, gram, simulated, targets
+from fused_dequant import cases, fragments, gptq, gram, simulated, targets
 from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, TOPK, VOCABULARY
 from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.targets import Capability
@@ -149,6 +149,9 @@ def _products(scheme: str, M: int) -> None:
         for own in (1, EXPERTS):
             scales = (blank(own, dtype=torch.float32), blank(own, dtype=torch.float32))
             simulated.experts(blank(M, HIDDEN), ids, share, up, down, scales)
+    if scheme == "nvfp4_fragments":
+        packed, scale = (blank(1, 64, 64 // each, dtype=torch.uint8) for each in (2, 16))
+        fragments.to_fragments(packed, scale)
     if scheme in EIGHT_BIT:
         fd.quantize_rows(blank(M, 2 * 2112), scheme, gelu_mul=True)
 

@@ -1,0 +1,79 @@
+"""Lays NVFP4 weights out in fragments on the GPU, in one read and one write of their bytes.
+
+`formats.to_fragments` says what goes where and is the reference; in torch operations it takes some
+thirty passes, more than the copy of a streamed layer. A program makes TILES fragments of 64 rows, each
+256 pairs of words. A pair gathers 8 bytes, of two rows and four places, and looks up what each adds.
+
+A block scale is neither negative nor NaN here: who reads a checkpoint checks that once (`packing`),
+since the answer would wait for the device.
+"""
+
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from fused_dequant import formats
+
+TILES = 4
+
+
+@triton.jit
+def fragments_kernel(
+    packed, scale, places, recode, words, scales, columns, HALF, TILES: tl.constexpr
+):
+    """Program (i, j) makes fragments j * TILES .. of rows 64 i ..; arrays as `formats` has them.
+
+    packed uint8 [rows, HALF]; scale uint8 [rows, HALF / 8]; words int64 [tiles, columns, 256]; scales
+    int32 [tiles, columns, 64]; places int64 [8, 256] and recode uint8 [128] are `formats`' tables.
+    """
+    pair = tl.arange(0, TILES * 256)
+    column = tl.program_id(1) * TILES + pair // 256
+    there = column < columns
+    # of a fragment: warp, row % 8, lane % 4, pair of steps
+    run, lane, row, warp = pair % 2, pair // 2 % 4, pair // 8 % 8, pair // 64 % 4
+    tile = tl.program_id(0).to(tl.int64)
+    first = tile * 64 + warp * 16 + row
+    word = tl.zeros([TILES * 256], tl.int64)
+    block_scales = tl.zeros([TILES * 256], tl.int32)
+    for upper in tl.static_range(2):
+        own = first + 8 * upper
+        for step in tl.static_range(2):
+            place = own * (HALF // 8) + column * 4 + run * 2 + step
+            block = tl.load(scale + place, mask=there, other=0).to(tl.int32) & 0x7F
+            byte = tl.load(recode + block).to(tl.int32)
+            block_scales |= byte << (8 * (2 * step + upper))
+            for eighth in tl.static_range(2):
+                place = own * HALF + column * 32 + run * 16 + step * 8 + eighth * 4 + lane
+                codes = tl.load(packed + place, mask=there, other=0).to(tl.int32)
+                codes = tl.where(block > 0, codes, 0)
+                word |= tl.load(places + (step * 4 + eighth * 2 + upper) * 256 + codes)
+    at = tile * columns + column
+    tl.store(words + at * 256 + pair % 256, word, mask=there)
+    tl.store(scales + at * 64 + pair % 256 // 8 * 2 + run, block_scales, mask=there & (lane == 0))
+
+
+def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `formats.to_fragments` returns of contiguous tensors with N and K in whole tiles.
+
+    packed uint8 [E, N, K/2], scale e4m3 [E, N, K/16]; no scale is checked.
+    """
+    experts, rows, half = packed.shape
+    tiles, columns = rows // formats.FRAGMENT, half // (formats.FRAGMENT // 2)
+    words = packed.new_empty(experts, tiles, columns, 512, dtype=torch.int32)
+    scales = packed.new_empty(experts, tiles, columns, 64, dtype=torch.int32)
+    fragments_kernel[experts * tiles, triton.cdiv(columns, TILES)](
+        packed.contiguous(), scale.contiguous().view(torch.uint8), *_tables(packed.device),
+        words.view(torch.int64), scales, columns, half, TILES=TILES,
+    )  # fmt: skip
+    return words, scales
+
+
+@cache
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a byte of codes adds to a pair of words by its place, and bytes of scales."""
+    return formats.byte_table().to(device), formats.scale_table().to(device)
