@@ -41,7 +41,9 @@ class Coverage:
         """Count the tokens of one input."""
         layer, _, projection = name.rpartition(".")
         if experts is not None and projection == "gate_up_proj":
-            self._add(layer, experts.flatten().bincount(minlength=self._experts))
+            counts = experts.new_zeros(self._experts)
+            chosen = experts.flatten()  # bincount would wait for the device
+            self._add(layer, counts.scatter_add_(0, chosen, torch.ones_like(chosen)))
 
     def _add(self, layer: str, found: Tensor) -> None:
         before = self._counts.get(layer)
@@ -102,7 +104,7 @@ class StepStatistics:
     """Magnitude of activations, acceptance and entropy by denoising step."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[str, Tensor, Tensor, int]] = []
+        self._pending: list[tuple[str, Tensor, int]] = []  # with largest |x| and sum, float64 [2]
         self._steps: dict[int, _Step] = {}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
@@ -112,7 +114,8 @@ class StepStatistics:
             times = 1 if experts is None else experts.shape[1]
             x = rows.abs()
             total = x.sum(dtype=torch.float64) * times
-            self._pending.append((kind, x.amax(), total, x.numel() * times))
+            seen = torch.stack((x.amax().double(), total))
+            self._pending.append((kind, seen, x.numel() * times))
 
     def on_encoded(self) -> None:
         """Add what a pass of the encoder has shown."""
@@ -121,9 +124,14 @@ class StepStatistics:
     def _flush(self, step: int) -> _Step:
         """Add everything measured since the last call to `step`."""
         entry = self._steps.setdefault(step, _Step())
-        for kind, amax, total, count in self._pending:
-            entry.inputs.setdefault(kind, _Magnitude()).add(amax.item(), total.item(), count)
+        if not self._pending:
+            return entry
+        kinds, seen, counts = zip(*self._pending, strict=True)
         self._pending.clear()
+        for kind, (amax, total), count in zip(
+            kinds, torch.stack(seen).tolist(), counts, strict=True
+        ):
+            entry.inputs.setdefault(kind, _Magnitude()).add(amax, total, count)
         return entry
 
     def on_step(self, record: StepRecord) -> None:

@@ -15,7 +15,7 @@ from quantize.processes import ALONE, Processes
 from quantize.progress import metered
 from quantize.runtime.batch import joined
 from quantize.runtime.engine import Decoded, Engine
-from quantize.runtime.sampler import Sampler, accepted, token_entropy
+from quantize.runtime.sampler import Sampler, accepted
 from quantize.runtime.trajectory import Trajectory
 
 
@@ -161,13 +161,14 @@ class _Batch:
         for piece in decoded[0].pieces():
             ours = decoded[0].logits(piece)
             following[0].append(self._reference.condition(ours, T))
+            certain = _Certainty.of(ours / T, sampler)
             for i, passes in enumerate(self._runs):
                 theirs = decoded[i + 1].logits(piece)
-                found[i].append(_distance(ours / T, theirs / T, sampler))
+                found[i].append(_distance(certain, theirs / T, sampler))
                 following[i + 1].append(passes.condition(theirs if self._own[i] else ours, T))
-        overlaps = (_overlap(decoded[0], each).cpu() for each in decoded[1:])
+        overlaps = [[_overlap(decoded[0], theirs)] for theirs in decoded[1:]]
         measured = [
-            (*(joined(column) for column in zip(*each, strict=True)), overlap)
+            tuple(joined(column).cpu() for column in (*zip(*each, strict=True), overlap))
             for each, overlap in zip(found, overlaps, strict=True)
         ]
         return [joined(each) for each in following], measured
@@ -179,13 +180,32 @@ def _overlap(ours: Decoded, theirs: Decoded) -> Tensor:
     return equal.any(-1).float().mean((-1, -2))
 
 
-def _distance(ours: Tensor, theirs: Tensor, sampler: Sampler) -> tuple[Tensor, ...]:
-    """Compare temperature-divided logits [B, L, V]: KL, agreement, entropy [B, L], Jaccard [B]."""
-    log_p, log_q = ours.log_softmax(-1), theirs.log_softmax(-1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
-    entropy = token_entropy(ours)
-    mine = accepted(entropy, sampler.entropy_bound)
-    other = accepted(token_entropy(theirs), sampler.entropy_bound)
-    jaccard = (mine & other).sum(-1) / (mine | other).sum(-1)
-    agrees = ours.argmax(-1) == theirs.argmax(-1)
-    return kl.cpu(), agrees.cpu(), entropy.cpu(), jaccard.cpu()
+@dataclass(frozen=True)
+class _Certainty:
+    """What temperature-divided logits [B, L, V] say: of BF16's, all models are compared with the same.
+
+    log_p float32 [B, L, V]; entropy in nats, argmax and which positions are accepted, [B, L].
+    """
+
+    log_p: Tensor
+    entropy: Tensor
+    argmax: Tensor
+    accepted: Tensor
+
+    @classmethod
+    def of(cls, scaled: Tensor, sampler: Sampler) -> "_Certainty":
+        argmax, log_p = scaled.argmax(-1), scaled.log_softmax(-1)
+        entropy = -log_p.exp().mul_(log_p).sum(-1)  # as `token_entropy`
+        return cls(log_p, entropy, argmax, accepted(entropy, sampler.entropy_bound))
+
+
+def _distance(ours: _Certainty, scaled: Tensor, sampler: Sampler) -> tuple[Tensor, ...]:
+    """Compare with temperature-divided logits [B, L, V] of another model.
+
+    Returns KL, agreement and BF16's entropy, each [B, L], and Jaccard [B].
+    """
+    theirs = _Certainty.of(scaled, sampler)
+    kl = (ours.log_p - theirs.log_p).mul_(ours.log_p.exp()).sum(-1)
+    both, either = ours.accepted & theirs.accepted, ours.accepted | theirs.accepted
+    agrees = ours.argmax == theirs.argmax
+    return kl, agrees, ours.entropy, both.sum(-1) / either.sum(-1)
