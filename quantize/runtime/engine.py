@@ -10,7 +10,7 @@ its own, so a sample does not depend on who shares its canvases, or on when they
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -41,13 +41,23 @@ class Decoded:
     Attributes:
         shape: (B, L, V) of the logits.
         experts: int [B, layers, L, k], the experts that the routers chose, in any order.
-        logits: returns the logits [b, L, V] of a slice of the B rows: float32, soft-capped, not divided
-            by the temperature. All at once they would be 17 GB for 64 canvases of the real vocabulary.
+        rows: what logits are made of, [B, ...].
+        head: makes the logits [b, L, V] of some rows: float32, soft-capped, not divided by the
+            temperature; it holds nothing of the model but its vocabulary.
     """
 
     shape: Sequence[int]
     experts: Tensor
-    logits: Callable[[slice], Tensor]
+    rows: Tensor
+    head: Callable[[Tensor], Tensor]
+
+    def logits(self, piece: slice) -> Tensor:
+        """Return the logits of a piece of the rows; of 64 real canvases at once they would be 17 GB."""
+        return self.head(self.rows[piece])
+
+    def to(self, device: torch.device | str) -> "Decoded":
+        """Return the same with its tensors on a device; logits are made on the model's."""
+        return replace(self, experts=self.experts.to(device), rows=self.rows.to(device))
 
     def pieces(self) -> Iterator[slice]:
         """Yield slices of the B rows, each of at most PIECE logits or of one row."""

@@ -28,6 +28,7 @@ CONTEXT_BYTES = 1.0e9  # the CUDA context, compiled kernels, what the allocator 
 CHUNK, SHORT, CELLS = 1152, 256, 128  # rows of a long and a short pass, cells of a cache's block
 CANVASES_A_PIECE = 8  # whose logits are there at once
 SPLITS = 16  # partial sums of the soft embedding, at most
+EMBEDDING = "model.decoder.embed_tokens.weight"
 PRODUCT = re.compile(r"model\.decoder\.layers\.(\d+)\.(experts|self_attn\.\w_proj|mlp)\b")
 FLOAT_PASSES = 8  # float32 tensors of a canvas' logits that a comparison holds at once
 

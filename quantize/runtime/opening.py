@@ -138,6 +138,7 @@ def placed(
     gpu_memory: float | None = None,
     caches: int = 1,
     compares: bool = False,
+    beside: float = 0.0,
 ) -> tuple[int, list[int | None]]:
     """Plan how checkpoints share a GPU; return the slots, and each one's `resident` for `open`.
 
@@ -149,6 +150,7 @@ def placed(
         gpu_memory: as in `open`.
         caches: number of engines; several may share a checkpoint.
         compares: whether the models' logits are compared.
+        beside: bytes that the caller holds beside the models.
 
     Raises:
         ResourceError: not even one slot over streamed layers fits.
@@ -167,7 +169,7 @@ def placed(
         for each in opened
     )  # fmt: skip
     title = " and ".join(str(folder) for folder in checkpoints)
-    need = Need(title, stacks, capacity, max_context or DEFAULT_CONTEXT, compares, caches)
+    need = Need(title, stacks, capacity, max_context or DEFAULT_CONTEXT, compares, caches, beside)
     found = plan(need, opened[0].config, budget)
     if found.streamed or found.batch < capacity:
         kept = ", ".join(map(str, found.resident))

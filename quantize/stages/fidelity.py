@@ -19,6 +19,9 @@ where two experts swapped leave 0.92 and two rows of a router swapped 0.90.
 A second replay, of the gated mode alone, lets the quantized model condition itself on its own logits:
 errors then add up over the steps of a canvas, as they do while serving.
 
+On a GPU BF16 runs first and alone, and what it found stays on the host (`remembered`): the models need
+not fit together.
+
 KL stands by kind of prompt too: text, past the sliding window, with pictures.
 
 Intervals: percentile bootstrap over trajectories (positions and steps of one sample are not
@@ -26,7 +29,9 @@ independent), fixed seed. The gate: a mean KL above the recipe's `gate.max_kl_na
 Linear that is not what BF16's rounded would be, is a fault, and ends a run before anything is scored.
 """
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,6 +45,8 @@ from quantize.recipe import ActivationMode, Calibration
 from quantize.run_dir import write_json
 from quantize.runtime import open, placed
 from quantize.runtime.engine import Engine
+from quantize.runtime.memory import EMBEDDING
+from quantize.runtime.opening import default_kind
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import (
     Trajectory,
@@ -50,7 +57,8 @@ from quantize.runtime.trajectory import (
 )
 from quantize.stages.linears import check_linears
 from quantize.stages.prompts import BUNDLED, load_prompts
-from quantize.stages.replay import Compared, StepDistance, replay
+from quantize.stages.remembered import Remembered
+from quantize.stages.replay import Compared, StepDistance, remember, replay
 
 # Bounds on BF16's entropy of a position in nats: certain, nearly so, undecided, noise.
 ENTROPY_BINS = (0.0, 0.01, 0.1, 1.0, float("inf"))
@@ -86,23 +94,35 @@ def fidelity(
         gpu_memory: bytes of a GPU that may be used, None for what is free; a batch may be smaller.
     """
     modes: list[ActivationMode] = list(dict.fromkeys(("none", activations)))
+    linears, linear_faults = None, []
     with joined() as processes:
         trajectories, sampler = held_out_trajectories(
             source, calibration, device, processes, gpu_memory
         )
-        models = open_all(source, checkpoint, modes, longest(trajectories), device, gpu_memory)
+        places = _placed(source, checkpoint, modes, longest(trajectories), device, gpu_memory)
+        reference: Engine | Remembered = open(source, resident=places.source, **places.room)
+        batch = min(BATCH, reference.capacity)
+        if processes.rank == 0:
+            linears, linear_faults = check_linears(
+                reference, source, checkpoint, trajectories[:batch]
+            )
+        if default_kind(device) == "fused":
+            reference = remember(
+                reference, trajectories, sampler, batch_size=batch, processes=processes
+            )
+            gc.collect()
+            torch.cuda.empty_cache()
+        models = open_all(checkpoint, modes, places)
         compared = [Compared(models[mode]) for mode in modes]
         compared.append(Compared(models[activations], own_conditioning=True))
-        batch = min(BATCH, *(model.capacity for model in models.values()))
         *replayed, own = replay(
-            models["bf16"], compared, trajectories, sampler, batch_size=batch, processes=processes
+            reference, compared, trajectories, sampler, batch_size=batch, processes=processes
         )
     if processes.rank > 0:
         return
     window: int = Checkpoint.open(source).config["text_config"]["sliding_window"]
     kinds = [trajectory.prompt.kind(window) for trajectory in trajectories]
     results = {mode: summarize(each, kinds) for mode, each in zip(modes, replayed, strict=True)}
-    linears, linear_faults = check_linears(models["bf16"], source, checkpoint, trajectories[:BATCH])
     content = {
         "trajectories": len(trajectories),
         "max_kl_nats": dict(limits),
@@ -125,25 +145,44 @@ def find_faults(
     ]
 
 
-def open_all(
+@dataclass(frozen=True)
+class _Places:
+    """What both models are opened with, and how many layers of each stay on the device."""
+
+    room: dict[str, Any]
+    source: int | None
+    checkpoint: int | None
+
+
+def _placed(
     source: Path,
     checkpoint: Path,
     modes: Sequence[ActivationMode],
     context: int,
     device: str,
-    gpu_memory: float | None = None,
+    gpu_memory: float | None,
+) -> _Places:
+    """Plan both models, which are on a GPU one after the other; there BF16's vocabulary stays."""
+    room: dict[str, Any] = {"device": device, "max_context": context}
+    asked = room | {"gpu_memory": gpu_memory}
+    # The check of its Linears takes less than comparing logits does.
+    batch, (own,) = placed([source], capacity=BATCH, compares=True, **asked)
+    vocabulary = Checkpoint.open(source).tensors[EMBEDDING].nbytes
+    batch, (quantized,) = placed(
+        [checkpoint], capacity=batch, caches=len(modes), compares=True, beside=vocabulary, **asked
+    )
+    return _Places(room | {"capacity": batch}, own, quantized)
+
+
+def open_all(
+    checkpoint: Path, modes: Sequence[ActivationMode], places: _Places
 ) -> dict[str, Engine]:
-    """Open BF16, and the quantized model in each of `modes`; these share weights where they can."""
-    batch, (own, quantized) = placed(
-        [source, checkpoint], device, capacity=BATCH, max_context=context, gpu_memory=gpu_memory,
-        caches=1 + len(modes), compares=True,
-    )  # fmt: skip
-    room: dict[str, Any] = {"device": device, "capacity": batch, "max_context": context}
-    engines = {"bf16": open(source, resident=own, **room)}
+    """Open the quantized model in each of `modes`; these share weights where they can."""
+    engines: dict[str, Engine] = {}
     beside: Engine | None = None
     for mode in modes:
         engines[mode] = beside = open(
-            checkpoint, activations=mode, beside=beside, resident=quantized, **room
+            checkpoint, activations=mode, beside=beside, resident=places.checkpoint, **places.room
         )
     return engines
 

@@ -15,7 +15,7 @@ from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target
 from quantize.errors import ResourceError
 from quantize.recipe import AT_ONCE, Recipe
-from quantize.runtime.memory import Need, Plan, Stack, least_bytes, plan
+from quantize.runtime.memory import EMBEDDING, Need, Plan, Stack, least_bytes, plan
 from quantize.units import size
 
 BUDGETS_GB = (24, 32, 48, 80, 96, 141)
@@ -55,7 +55,11 @@ def needs(
         length = settings.max_prompt_tokens + settings.canvases * canvas
         hessians = HESSIAN_BYTES + ROUNDING_BYTES
         found.append(Need("round", (bf16,), settings.batch_size, length, beside=hessians))
-    found.append(Need("fidelity", (bf16, quantized), REPLAYED, replayed, True, 3))
+    vocabulary = tensors[EMBEDDING].nbytes  # of BF16, whose layers are gone when the other comes
+    found.append(Need("fidelity BF16", (bf16,), REPLAYED, replayed, True))
+    found.append(
+        Need(f"fidelity {recipe.name}", (quantized,), REPLAYED, replayed, True, 2, vocabulary)
+    )
     longest = max(
         ANSWER_TOKENS.get(task, max(ANSWER_TOKENS.values())) for task in recipe.evaluation.tasks
     )

@@ -3,10 +3,14 @@
 At every step all models read the canvas the reference read, behind the tokens it committed; each
 encodes the prefix itself. They run in lockstep, one step of all models at a time, and their logits are
 compared in pieces of whole canvases: of a step only the next one's conditioning is kept.
+
+Nothing that a compared model does changes what the reference does. So it may run alone, before the
+others (`remember`), and models that do not fit a GPU together need not be streamed.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +18,11 @@ from torch import Tensor
 from quantize.processes import ALONE, Processes
 from quantize.progress import metered
 from quantize.runtime.batch import joined
-from quantize.runtime.engine import Decoded, Engine
+from quantize.runtime.engine import Decoded, Engine, Passes
+from quantize.runtime.images import Images
 from quantize.runtime.sampler import Sampler, accepted
 from quantize.runtime.trajectory import Trajectory
+from quantize.stages.remembered import Noting, Remembered
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,18 @@ class Compared:
     own_conditioning: bool = False
 
 
+class Replayed(Protocol):
+    """What a replay asks of a model: an engine, or `Remembered` in its place."""
+
+    def passes(
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
+    ) -> Passes:
+        """Encode `prompts` as a batch whose passes the caller orders."""
+        ...
+
+
 def replay(
-    reference: Engine,
+    reference: Replayed,
     compared: Sequence[Compared],
     trajectories: Sequence[Trajectory],
     sampler: Sampler,
@@ -66,7 +82,8 @@ def replay(
     """Replay `trajectories` of `reference` through other models; one result for each of `compared`.
 
     Args:
-        reference: the BF16 model that made the trajectories; it runs once for all models.
+        reference: the BF16 model that made the trajectories, which runs once for all models, or what
+            `remember` returned for the same trajectories and batches.
         compared: models to compare; an engine may come twice, with and without its own conditioning.
         trajectories: the trajectories to replay.
         sampler: the settings that they were recorded with.
@@ -77,13 +94,10 @@ def replay(
         Distances in the order of trajectory, canvas and step.
     """
     found: list[tuple[int, StepDistance]] = []
-    starts = processes.mine(range(0, len(trajectories), batch_size))
-    batches = [range(start, min(start + batch_size, len(trajectories))) for start in starts]
-    steps = sum(len(steps) for rows in batches for row in rows for steps in trajectories[row].steps)
+    batches, steps = _shared(trajectories, batch_size, processes)
     with metered("replaying", steps * len(compared), "steps") as meter:
-        for rows in batches:
-            batch = _Batch(reference, compared, {row: trajectories[row] for row in rows})
-            for distance in batch.replay(sampler):
+        for own in batches:
+            for distance in _Batch(reference, compared, own).replay(sampler):
                 found.append(distance)
                 meter.add()
     for theirs in processes.others(found):
@@ -92,11 +106,39 @@ def replay(
     return [[d for at, d in found if at == index] for index in range(len(compared))]
 
 
+def remember(
+    reference: Engine,
+    trajectories: Sequence[Trajectory],
+    sampler: Sampler,
+    *,
+    batch_size: int = 16,
+    processes: Processes = ALONE,
+) -> Remembered:
+    """Run the reference of a replay alone; return what stands for it in one replay of the same."""
+    batches, steps = _shared(trajectories, batch_size, processes)
+    with metered("reading BF16's steps", steps, "steps") as meter:
+        noting = Noting(reference, meter)
+        for own in batches:
+            for _ in _Batch(noting, [], own).replay(sampler):
+                pass  # nothing is compared
+    return Remembered(noting.batches)
+
+
+def _shared(
+    trajectories: Sequence[Trajectory], batch_size: int, processes: Processes
+) -> tuple[list[dict[int, Trajectory]], int]:
+    """Return this process' batches, trajectories by index, and how many steps they have."""
+    starts = processes.mine(range(0, len(trajectories), batch_size))
+    rows = [range(start, min(start + batch_size, len(trajectories))) for start in starts]
+    batches = [{row: trajectories[row] for row in batch} for batch in rows]
+    return batches, sum(len(steps) for own in batches for t in own.values() for steps in t.steps)
+
+
 class _Batch:
     """Some trajectories, and every model's passes over them; an engine has one set of passes."""
 
     def __init__(
-        self, reference: Engine, compared: Sequence[Compared], trajectories: dict[int, Trajectory]
+        self, reference: Replayed, compared: Sequence[Compared], trajectories: dict[int, Trajectory]
     ) -> None:
         self._names = list(trajectories)
         self._trajectories = list(trajectories.values())
@@ -161,6 +203,8 @@ class _Batch:
         for piece in decoded[0].pieces():
             ours = decoded[0].logits(piece)
             following[0].append(self._reference.condition(ours, T))
+            if not self._runs:
+                continue
             certain = _Certainty.of(ours / T, sampler)
             for i, passes in enumerate(self._runs):
                 theirs = decoded[i + 1].logits(piece)

@@ -49,7 +49,7 @@ def test_gptq_plans_its_hessians_beside_the_model() -> None:
     quantization = recipe.quantization.model_copy(update={"rounding": "gptq"})
     recipe = recipe.model_copy(update={"quantization": quantization})
     found = needs(recipe, REAL, tensors, plan_targets(tensors, quantization))
-    assert [need.stage for need in found[:3]] == ["calibrate", "round", "fidelity"]
+    assert [need.stage for need in found[:3]] == ["calibrate", "round", "fidelity BF16"]
     need = found[1]
     assert need.beside == HESSIAN_BYTES + ROUNDING_BYTES
     for gb in (32e9, 80e9):  # as `round_weights` places the model in what those leave
@@ -77,18 +77,21 @@ def test_every_plan_keeps_its_budget_and_larger_ones_stream_less(recipe: str) ->
 
 def test_weights_of_the_real_model() -> None:
     """49.0 GB of products in BF16; 13.8 in NVFP4 (4.5 bits), and the embedding beside them."""
-    need = real_needs("nvfp4")["fidelity"]
-    bf16, nvfp4 = need.stacks
+    needs = real_needs("nvfp4")
+    (bf16,), (nvfp4,) = (needs[f"fidelity {name}"].stacks for name in ("BF16", "nvfp4"))
     assert len(bf16.layers) == 30
     assert sum(bf16.layers) == pytest.approx(48.97e9, rel=1e-3)
     assert sum(nvfp4.layers) == pytest.approx(13.78e9, rel=1e-2)
-    for stack in need.stacks:
+    for stack in (bf16, nvfp4):
         assert stack.fixed == pytest.approx(1.536e9, rel=1e-2)
     assert bf16.streaming == pytest.approx(2 * 1.65e9 + 4 / 3 * 1.5225e9, rel=2e-2)
 
 
 def test_the_quantized_model_stays_and_bf16_is_streamed_beside_it() -> None:
-    found = plan(real_needs("nvfp4")["fidelity"], REAL, 60e9)
+    needs = real_needs("nvfp4")
+    one, other = needs["fidelity BF16"], needs["fidelity nvfp4"]
+    both = replace(other, stacks=one.stacks + other.stacks)
+    found = plan(both, REAL, 60e9)
     assert found.resident[1] == 30
     assert found.resident[0] < 30
     assert found.streamed == pytest.approx(48.97e9 * (1 - found.resident[0] / 30), rel=1e-3)
@@ -106,10 +109,10 @@ def test_the_batch_is_halved_only_where_no_layer_can_stay() -> None:
 
 
 def test_too_small_a_gpu_is_told_what_is_needed() -> None:
-    need = real_needs("nvfp4")["fidelity"]
+    need = real_needs("nvfp4")["fidelity BF16"]
     least = least_bytes(need, REAL)
     assert plan(need, REAL, least + 1).batch == 1
-    words = rf"fidelity: there are 10\.0 GB .* needs {least / 1e9:.1f} GB; use a larger"
+    words = rf"fidelity BF16: there are 10\.0 GB .* needs {least / 1e9:.1f} GB; use a larger"
     with pytest.raises(ResourceError, match=words):
         plan(need, REAL, 10e9)
     with pytest.raises(ResourceError):
@@ -139,13 +142,13 @@ def test_stacks_are_what_is_loaded(fp8_artifact: Path, tiny_checkpoint: Path) ->
 
 
 def test_table() -> None:
-    need = real_needs("nvfp4")["fidelity"]
+    need = real_needs("nvfp4")["fidelity BF16"]
     table = memory_table(need, REAL, [gb * 1e9 for gb in (10, *BUDGETS_GB)])
     columns = [list(column.cells) for column in table.columns]
     assert columns[0] == ["10 GB", *(f"{gb} GB" for gb in BUDGETS_GB)]
     assert columns[1][0] == "-"
     assert columns[2][0] == f"needs {size(least_bytes(need, REAL))}"
-    assert columns[2][-1] == "30 of 30, 30 of 30"
+    assert columns[2][-1] == "30 of 30"
     for gb, whole in zip(BUDGETS_GB, columns[-1][1:], strict=True):
         assert float(str(whole).removesuffix(" GB")) <= gb
 

@@ -4,9 +4,12 @@ The modules in float32 are the truth and the modules in BF16 the yardstick: the 
 round where those do, so their error may be a little more than the modules' own.
 """
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +26,11 @@ from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Engine, complete
 from quantize.runtime.fused import graphs
 from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.weights import TextWeights
 from quantize.runtime.opening import Kind, RandomModel
 from quantize.runtime.ranges import Ranges
-from quantize.runtime.trajectory import Prompt, Trajectory, record
+from quantize.runtime.trajectory import Prompt, Trajectory, record, save_trajectories
+from quantize.stages import fidelity
 from quantize.stages.calibrate import calibrated_modules, input_scales
 from quantize.stages.convert import convert
 from quantize.stages.coverage import Coverage
@@ -160,6 +165,40 @@ def test_modes_differ_as_they_should(
     assert own["kl_nats"]["mean"] != per_layer["kl_nats"]["mean"]
     first_steps = [d for d in own["by_step"] if d["step"] == 1]
     assert first_steps == [d for d in per_layer["by_step"] if d["step"] == 1]
+
+
+def test_fidelity_without_bf16_beside_the_quantized_model(
+    quantized: dict[str, Path],
+    trajectories: list[Trajectory],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """As on a GPU: BF16 runs first, its layers are gone when the other is opened; the same file."""
+    (tmp_path / "calibration").mkdir()
+    save_trajectories(tmp_path / "calibration", trajectories, SAMPLER)
+    monkeypatch.setattr("quantize.runtime.opening.default_kind", lambda *_: "fused")
+    made: list[weakref.ref[TextWeights]] = []
+    there: list[int] = []  # weights, when a model is opened
+
+    def opening(folder: Path, **settings: Any) -> Engine:
+        gc.collect()
+        there.append(sum(weights() is not None for weights in made))
+        engine = open(folder, **settings)
+        assert isinstance(engine, FusedEngine)
+        made.append(weakref.ref(engine.model.weights))
+        return engine
+
+    monkeypatch.setattr(fidelity, "open", opening)
+    found: list[str] = []
+    for kind in ("modules", "fused"):  # BF16 is beside the others, and is not
+        monkeypatch.setattr(fidelity, "default_kind", lambda _, kind=kind: kind)
+        fidelity.fidelity(
+            CHECKPOINT, quantized["nvfp4_w4a4"], tmp_path / "calibration", tmp_path / kind,
+            activations="per_layer", limits={"none": 1.0},
+        )  # fmt: skip
+        found.append((tmp_path / kind).read_text())
+    assert found[0] == found[1]
+    assert there == [0, 1, 2, 0, 0, 1]
 
 
 def test_pieces_change_nothing_and_both_ways_to_generate_agree(

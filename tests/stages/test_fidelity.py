@@ -20,7 +20,7 @@ from quantize.runtime.trajectory import (
     save_trajectories,
 )
 from quantize.stages.fidelity import bootstrap_interval, by_trajectory, find_faults, summarize
-from quantize.stages.replay import Compared, StepDistance, replay
+from quantize.stages.replay import Compared, StepDistance, remember, replay
 
 # Stop at mean entropies that random weights reach now and then: canvases of unequal length.
 SAMPLER = Sampler(
@@ -142,6 +142,33 @@ def test_kl_is_that_of_torch(
     expected = torch.distributions.kl_divergence(p, q)
     torch.testing.assert_close(first.kl, expected, rtol=1e-3, atol=1e-5)
     assert first.kl.mean() > 0.001
+
+
+def equal(found: list[list[StepDistance]], wanted: list[list[StepDistance]]) -> bool:
+    """Whether all values are the same to the bit."""
+    pairs = [
+        pair
+        for own, other in zip(found, wanted, strict=True)
+        for a, b in zip(own, other, strict=True)
+        for pair in zip(vars(a).values(), vars(b).values(), strict=True)
+    ]
+    assert len(pairs) > 100
+    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+
+
+def test_a_remembered_reference_is_the_reference(
+    model: DiffusionGemmaForBlockDiffusion, trajectories: list[Trajectory]
+) -> None:
+    """Two batches, canvases of unequal length; a model on its own conditioning, too."""
+    other = ModelEngine(copy.deepcopy(model))
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.mul_(1 + 0.02 * torch.randn(parameter.shape))
+    compared = [Compared(other), Compared(other, own_conditioning=True)]
+    wanted = replay(ModelEngine(model), compared, trajectories, SAMPLER, batch_size=3)
+    kept = remember(ModelEngine(model), trajectories, SAMPLER, batch_size=3)
+    assert equal(replay(kept, compared, trajectories, SAMPLER, batch_size=3), wanted)
+    assert wanted[0][-1].kl.mean() > 0
 
 
 def test_processes_share_the_batches_and_find_what_one_finds(

@@ -6,8 +6,10 @@ overwritten, and no observer is shown them. Logits are computed when they are lo
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
+from fused_dequant import lm_head
 from torch import Tensor
 
 from quantize.runtime.engine import Decoded
@@ -68,11 +70,8 @@ class FusedPasses:
         h = model.decode(canvas, placement, signal).view(B, L, -1)
         experts = torch.stack([ids.view(B, L, -1) for ids in model.routed], 1)
         model.routed = None
-
-        def logits(piece: slice) -> Tensor:
-            return model.logits(h[piece].flatten(0, 1)).view(-1, L, self.vocabulary).float()
-
-        return Decoded((B, L, self.vocabulary), experts, logits)
+        head = partial(_logits, model.weights.embedding, model.softcap)
+        return Decoded((B, L, self.vocabulary), experts, h, head)
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """Return the soft embedding of logits [b, L, V] over the temperature: bf16 [b, L, H]."""
@@ -82,3 +81,8 @@ class FusedPasses:
 
     def _integers(self, values: Sequence[int] | dict[int, list[int]]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
+
+
+def _logits(embedding: Tensor, softcap: float, rows: Tensor) -> Tensor:
+    """Return the logits [b, L, V] of rows [b, L, H], as `Decoded` has them."""
+    return lm_head(rows.flatten(0, 1), embedding, softcap).unflatten(0, rows.shape[:2]).float()

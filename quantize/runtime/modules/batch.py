@@ -53,7 +53,7 @@ class ModulePasses:
         with _chosen_experts(self._model) as chosen:
             logits = decode_canvas(self._model, self._decoding.prefix, canvas, conditioning)
         experts = torch.stack([ids.view(*canvas.shape, -1) for ids in chosen], dim=1)
-        return Decoded(logits.shape, experts, lambda piece: logits[piece])
+        return Decoded(logits.shape, experts, logits, lambda rows: rows)
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """Return what the next step is conditioned on: the logits over the temperature."""
