@@ -201,6 +201,10 @@ class Engine(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Wait for what is on its way to the device: its memory is free once nobody holds this."""
+        ...
+
     def warm_up(self, sampler: Sampler) -> None:
         """Compile and capture beforehand what the first canvases under `sampler` need."""
         ...

@@ -158,6 +158,7 @@ class Answerer:
         """Free the model's memory until it is asked again."""
         if self._engine is None:
             return
+        self._engine.close()
         self._engine = None
         gc.collect()
         if self.device != "cpu":

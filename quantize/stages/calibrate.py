@@ -136,6 +136,7 @@ def _denoise(
         title="recording held-out prompts",
         processes=processes,
     )
+    engine.close()
     for observer in (ranges, coverage, statistics):
         observer.pool(processes)
     return _Seen(ranges, coverage, statistics, [*trajectories, *held_out], sampler)

@@ -107,9 +107,12 @@ def fidelity(
                 reference, source, checkpoint, trajectories[:batch]
             )
         if default_kind(device) == "fused":
-            reference = remember(
-                reference, trajectories, sampler, batch_size=batch, processes=processes
+            engine, reference = (
+                reference,
+                remember(reference, trajectories, sampler, batch_size=batch, processes=processes),
             )
+            engine.close()
+            del engine
             gc.collect()
             torch.cuda.empty_cache()
         models = open_all(checkpoint, modes, places)
@@ -164,7 +167,7 @@ def _placed(
 ) -> _Places:
     """Plan both models, which are on a GPU one after the other; there BF16's vocabulary stays."""
     room: dict[str, Any] = {"device": device, "max_context": context}
-    asked = room | {"gpu_memory": gpu_memory}
+    asked: dict[str, Any] = room | {"gpu_memory": gpu_memory}
     # The check of its Linears takes less than comparing logits does.
     batch, (own,) = placed([source], capacity=BATCH, compares=True, **asked)
     vocabulary = Checkpoint.open(source).tensors[EMBEDDING].nbytes

@@ -160,6 +160,18 @@ def test_a_pass_that_was_broken_off_begins_anew(tiny_checkpoint: Path) -> None:
     assert torch.equal(logits(weights), logits(load_packed(tiny_checkpoint, "cpu")))
 
 
+def test_a_closed_engine_has_nothing_on_its_way(tiny_checkpoint: Path) -> None:
+    """Or its slots would be there while the next model is loaded; whoever goes on gets the same."""
+    weights = load_packed(tiny_checkpoint, "cpu", resident=1)
+    assert isinstance(weights.layers, StreamedLayers)
+    before = logits(weights)
+    assert len(weights.layers._coming) == 2
+    engine = FusedEngine(weights, capacity=1, max_context=96)
+    engine.close()
+    assert not weights.layers._coming
+    assert torch.equal(logits(weights), before)
+
+
 def test_a_file_that_breaks_between_passes_is_an_error_where_it_is_used(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -283,6 +283,10 @@ class FusedEngine:
         finally:
             model.inputs, model.on_encoded = own, _nothing
 
+    def close(self) -> None:
+        """Wait for streamed layers that are on their way."""
+        self.model.weights.close()
+
     def warm_up(self, sampler: Sampler) -> None:
         """Compile the kernels and capture the graphs that `sampler` needs, for every size of batch.
 

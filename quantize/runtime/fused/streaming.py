@@ -88,6 +88,13 @@ class StreamedLayers:
         resident = sum(w.bytes for layer in self._resident.values() for w in layer.products)
         return resident + sum(len(slot.memory) for slot in self._slots)
 
+    def close(self) -> None:
+        """Drop what is on its way, once it no longer fills its slot; a later pass begins anew."""
+        for coming in self._coming:
+            coming.arrival.exception()
+        self._coming.clear()
+        self._in_use = None
+
     def _take(self, index: int) -> LayerWeights:
         """Wait for a streamed layer; a pass that was broken off begins anew."""
         if self._coming and self._coming[0].index == index:
@@ -98,7 +105,7 @@ class StreamedLayers:
         try:
             arrival = taken.arrival.result()
         except BaseException:
-            self._forget()  # or an error of now would be raised later
+            self.close()  # or an error of now would be raised later
             raise
         if arrival.event is not None:
             torch.cuda.current_stream(self._device).wait_event(arrival.event)
@@ -113,17 +120,10 @@ class StreamedLayers:
 
     def _begin(self, index: int) -> None:
         """Fill both slots, from a layer on."""
-        self._forget()
+        self.close()
         for slot in self._slots:
             self._send_for(index, slot)
             index = self._after[index]
-
-    def _forget(self) -> None:
-        """Drop what is on its way, once it no longer fills its slot."""
-        for coming in self._coming:
-            coming.arrival.exception()
-        self._coming.clear()
-        self._in_use = None
 
     def _send_for(self, index: int, slot: "_Slot") -> None:
         """Fill a slot with a layer as soon as what has been launched is done."""

@@ -71,6 +71,11 @@ class TextWeights:
             return self.layers.entrances
         return tuple(layer.entrance for layer in self.layers)
 
+    def close(self) -> None:
+        """Wait for streamed layers that are on their way; a later pass sends for them again."""
+        if isinstance(self.layers, StreamedLayers):
+            self.layers.close()
+
     @property
     def nbytes(self) -> int:
         """Bytes on the device of the products' weights and the embedding."""

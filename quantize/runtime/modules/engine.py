@@ -198,6 +198,9 @@ class ModelEngine:
             with watch_inputs(self.model, *observers):
                 yield
 
+    def close(self) -> None:
+        """Do nothing: nothing is on its way."""
+
     def warm_up(self, sampler: Sampler) -> None:
         """Do nothing: modules need no compilation."""
 
