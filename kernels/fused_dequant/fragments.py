@@ -22,7 +22,7 @@ from fused_dequant import formats
 TILES = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def fragments_kernel(
     packed, scale, places, recode, words, scales, columns, HALF, TILES: tl.constexpr
 ):
