@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conversions import run
 from safetensors.torch import load_file, save_file
 
 from quantize import stage as stage_module
 from quantize.checkpoints.reader import Checkpoint
-from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError
 from quantize.manifest import checksums
@@ -450,32 +448,3 @@ def test_the_stage_names_the_device(
     stage_module._verify(stage_module.Run(folder, recipe, source, targets, True))
     assert asked == ["cpu", "cuda:7"]
     assert read_json(folder.verification_json)["passed"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["fp8_dynamic", "int8_dynamic", "nvfp4a16", "nvfp4_fp8"])
-def test_real_shapes_on_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, device: None
-) -> None:
-    """The CPU's findings, in little memory: by arithmetic at most 0.8 GB at once."""
-    config = synthetic_config(layers=2, experts=16, vision_layers=1, vocabulary=4096)
-    recipe, folder = load_recipe(name), RunDir(tmp_path)
-    run(write_synthetic(tmp_path / "bf16", config), folder.checkpoint, recipe,
-        record=folder.conversion_json)  # fmt: skip
-    folder.calibration.mkdir()
-    if (scales := tmp_path / "input_scales.safetensors").exists():
-        shutil.move(scales, folder.calibration)
-    artifact, source = Checkpoint.open(folder.checkpoint), Checkpoint.open(tmp_path / "bf16")
-    targets = plan_targets(source.tensors, recipe.quantization)
-    monkeypatch.undo()
-    on_cpu = verify(artifact, source, targets, recipe, folder)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_reserved()
-    on_gpu = verify(artifact, source, targets, recipe, folder, device="cuda:0")
-    taken = torch.cuda.max_memory_reserved() - held
-    print(f"verify {name}: {taken / 1e9:.2f} GB of the GPU")
-    assert on_cpu.passed, on_cpu.summary()
-    assert on_gpu.checks == on_cpu.checks
-    assert on_gpu.relative_error == pytest.approx(on_cpu.relative_error, rel=1e-5)
-    assert 0 < taken < 1e9
