@@ -1,6 +1,7 @@
 """Streamed weights on a GPU: the same bits as resident ones, and no more memory than was said."""
 
 import gc
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from quantize.runtime.fused.weights import TextWeights, load_packed
 from quantize.stages.convert import convert
 
 pytestmark = pytest.mark.gpu
-MEMORY = Path("/dev/shm/quantize-streaming-test")
+MEMORY = Path(f"/dev/shm/quantize-streaming-test-{os.getpid()}")  # one a test process
 LAYERS, VOCABULARY = 6, 4096
 
 
