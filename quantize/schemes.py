@@ -28,6 +28,7 @@ from quantize import rounding
 from quantize.rounding import E2M1_GROUPS, E4M3_ROWS, FP8, GROUP, INT8_ROWS, Codes, Observer
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # suffix -> safetensors dtype and shape
+GPTQ_ERRS = 1.5  # times the error of rounding to nearest that its weights may have
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Scheme:
             where activations stay BF16.
         calibrated: whether every Linear has an `input_global_scale` that calibration finds.
         kernel: the kernels' name for weights like these.
-        max_relative_error: limit on |W - W'| / |W| of a weight matrix, which only a fault exceeds.
+        max_relative_error: limit on |W - W'| / |W| of a weight matrix rounded to nearest, which only
+            a fault exceeds.
         convert_seconds: CPU seconds a GB of BF16 input takes, on one core of an AMD EPYC.
     """
 
@@ -91,6 +93,13 @@ class Scheme:
     def shares_global_scale(self) -> bool:
         """Whether Linears that a server fuses into one matrix must share a global scale."""
         return "weight_global_scale" in self.compressed.tensors(1, GROUP)
+
+    def largest_error(self, rounding: str) -> float:
+        """Return the limit for weights rounded to `nearest`, or by `gptq`, which errs more in them.
+
+        Of the bundled model's matrices by 64 prompts GPTQ left at most 0.113 in NVFP4, 0.044 in FP8.
+        """
+        return self.max_relative_error * (GPTQ_ERRS if rounding == "gptq" else 1)
 
     def config_group(self, targets: Sequence[str], observer: Observer) -> dict[str, Any]:
         """Return the group of a compressed-tensors config whose `targets` have this scheme.

@@ -363,7 +363,8 @@ def recipe_of(base: Recipe, chosen: Mapping[Group, Option], name: str) -> Recipe
     if not scheme:
         raise InputError("every group stays in BF16 under that bound: there is nothing to quantize")
     stated = base.verification.max_relative_error
-    limits = {each: stated.get(each, SCHEMES[each].max_relative_error) for each in scheme}
+    rounding = base.quantization.rounding
+    limits = {each: stated.get(each, SCHEMES[each].largest_error(rounding)) for each in scheme}
     fields = base.model_dump(mode="json")
     fields["quantization"] |= {"scheme": scheme, "ignore": ignore}
     changes = {"name": name, "verification": {"max_relative_error": limits}}

@@ -10,6 +10,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError
 from quantize.recipe import Recipe, load_recipe
+from quantize.schemes import SCHEMES
 
 IGNORE = ["lm_head", "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]
 PRESET = {"scheme": "NVFP4", "targets": "Linear", "ignore": IGNORE}
@@ -54,7 +55,10 @@ def test_examples_become_recipes_once_their_ignores_are_there(
         bundled = recipe.for_bundled_model().calibration
         assert bundled
         assert bundled.datasets == ["bundled"]
-    assert list(recipe.verification.max_relative_error) == [ours]
+    assert recipe.verification.max_relative_error == {ours: SCHEMES[ours].largest_error(rounding)}
+    assert (SCHEMES[ours].largest_error(rounding) > SCHEMES[ours].max_relative_error) == (
+        rounding == "gptq"
+    )
 
 
 def test_config_groups_and_presets_say_the_same(tmp_path: Path) -> None:
