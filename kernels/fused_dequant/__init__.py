@@ -10,7 +10,7 @@
 
 from fused_dequant import formats, reference, weights
 from fused_dequant.activations import Activation, quantize_rows
-from fused_dequant.canvas import CanvasState, Draw
+from fused_dequant.canvas import CanvasState, Draw, Probabilities
 from fused_dequant.operations import (
     CELLS,
     accept,
@@ -23,10 +23,13 @@ from fused_dequant.operations import (
     gelu_mul,
     linear,
     lm_head,
+    look,
+    looks,
     routed_experts,
     sample,
     scaled_norm,
     soft_embedding,
+    soft_embedding_of,
 )
 from fused_dequant.weights import Weight, require
 
@@ -35,6 +38,7 @@ __all__ = [
     "Activation",
     "CanvasState",
     "Draw",
+    "Probabilities",
     "Weight",
     "accept",
     "after_attention",
@@ -47,6 +51,8 @@ __all__ = [
     "gelu_mul",
     "linear",
     "lm_head",
+    "look",
+    "looks",
     "quantize_rows",
     "reference",
     "require",
@@ -54,5 +60,6 @@ __all__ = [
     "sample",
     "scaled_norm",
     "soft_embedding",
+    "soft_embedding_of",
     "weights",
 ]

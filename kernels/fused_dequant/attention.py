@@ -276,7 +276,7 @@ def attention_heads(
         qkv, q_weight, k_weight, cos, sin, slots, positions, q, keys, values,
         rows // len(slots), capacity, eps,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, SHARED=width == (q_heads + kv_heads) * D,
-        num_warps=4, **chained(qkv.device),
+        num_warps=8 if rows <= 512 else 4, **chained(qkv.device),
     )  # fmt: skip
     return q
 

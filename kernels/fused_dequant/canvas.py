@@ -41,6 +41,14 @@ class Draw(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Probabilities:
+    """softmax(logits / T) times a number of each row: p bf16 [M, V], and their sums, total f32 [M]."""
+
+    p: torch.Tensor
+    total: torch.Tensor
+
+
+@dataclass(frozen=True)
 class CanvasState:
     """Denoising state of B sequences; `accept` writes into these tensors.
 

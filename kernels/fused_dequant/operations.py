@@ -4,6 +4,7 @@
     routed_experts      gated experts, before their sum
     lm_head             bf16 logits
     soft_embedding      softmax(logits / T) @ embedding
+    look                on Hopper lm_head and `sample` in one, and what `soft_embedding_of` multiplies
 
     begin               embeddings, and the first layer's input
     attention_heads     norms and rope of q, k, v; keys and values to the cache
@@ -36,9 +37,9 @@ import torch
 
 from fused_dequant import canvas, reference, tuning
 from fused_dequant.activations import Activation, in_torch
-from fused_dequant.canvas import CanvasState, Draw
+from fused_dequant.canvas import CanvasState, Draw, Probabilities
 from fused_dequant.dispatch import launches
-from fused_dequant.weights import Weight
+from fused_dequant.weights import Weight, is_hopper
 
 CELLS = 128  # a cache's capacity is a multiple of this: no block of positions wraps around
 Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -130,6 +131,44 @@ def soft_embedding(
         return vocabulary.soft_embedding(logits.contiguous(), embedding, inverse_temperature, out)
     soft = reference.soft_embedding(logits, embedding, inverse_temperature).to(torch.bfloat16)
     return soft if out is None else out.copy_(soft)
+
+
+def looks(device: torch.device, softcap: float, coldest: float) -> bool:
+    """Return whether `look` runs on a device at all temperatures from `coldest` on."""
+    if not is_hopper(device):
+        return False
+    from fused_dequant import vocabulary_hopper
+
+    return vocabulary_hopper.holds(softcap, coldest)
+
+
+def look(
+    x: torch.Tensor,
+    embedding: torch.Tensor,
+    softcap: float,
+    state: CanvasState,
+    schedule: torch.Tensor,
+    logits: torch.Tensor,
+    probabilities: Probabilities,
+) -> Draw:
+    """Write `lm_head` of x [B * L, H] into `logits`, and `probabilities`; return `sample` of it.
+
+    The arguments are those of both; where `looks` says so. Sums are of other ranges than in `sample`.
+    """
+    from fused_dequant import vocabulary
+
+    return vocabulary.look(
+        x.contiguous(), embedding, softcap, state, schedule, logits, probabilities
+    )
+
+
+def soft_embedding_of(
+    probabilities: Probabilities, embedding: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `soft_embedding` of what `look` left, at the temperatures it read."""
+    from fused_dequant import vocabulary
+
+    return vocabulary.soft_embedding_of(probabilities, embedding, out)
 
 
 def begin(

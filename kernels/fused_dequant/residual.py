@@ -67,6 +67,44 @@ def store_row(x, y, scale, m, place, inside, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def load_halves(x, low, high, H):
+    """Load a row's columns `low`, which all exist, and `high`, some of which may not."""
+    return tl.load(x + low), tl.load(x + high, mask=high < H, other=0.0)
+
+
+@triton.jit
+def store_halves(x, y, low, high, values_low, values_high, H):
+    """Store a row in the dtype of y."""
+    tl.store(x + low, values_low.to(y.dtype.element_ty))
+    tl.store(x + high, values_high.to(y.dtype.element_ty), mask=high < H)
+
+
+@triton.jit
+def norm_halves(low, high, H, eps, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Return the RMS norm of a row without a weight; high is zero past H."""
+    squares = tl.sum((low * low).reshape(HIGH, LOW // HIGH), 1) + high * high
+    scale = tl.rsqrt(tl.sum(squares) / H + eps)
+    return low * scale, high * scale
+
+
+@triton.jit
+def store_scaled(
+    x, scale, m, low, high, values_low, values_high, H,
+    LARGEST: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+):  # fmt: skip
+    """Store row m in halves as `store_row` does: bf16 (LARGEST 0), or 8 bits a value and one scale."""
+    if LARGEST == 0.0:
+        store_halves(x + m * H, x, low, high, values_low, values_high, H)
+    else:
+        most = tl.max(magnitude(values_low).reshape(HIGH, LOW // HIGH), 1)
+        s = scale_of(tl.max(tl.maximum(most, magnitude(values_high))), LARGEST)
+        values_low = codes(values_low, s, x.dtype.element_ty, LARGEST)
+        values_high = codes(values_high, s, x.dtype.element_ty, LARGEST)
+        store_halves(x + m * H, x, low, high, values_low, values_high, H)
+        tl.store(scale + m, s)
+
+
+@triton.jit
 def after_attention_kernel(
     h,
     o,
@@ -86,28 +124,32 @@ def after_attention_kernel(
     CHAINED: tl.constexpr,
     DENSE: tl.constexpr,
     EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
 ):
-    """Each program handles a row; BLOCK >= H is a power of two; DENSE, EXPERTS: inputs' LARGEST."""
-    m = tl.program_id(0)
-    k = tl.arange(0, BLOCK)
-    inside = k < H
-    place = m.to(tl.int64) * H + k
-    post = tl.load(w_post + k, mask=inside, other=0.0)
-    dense = tl.load(w_dense + k, mask=inside, other=0.0)
-    experts = tl.load(w_experts + k, mask=inside, other=0.0)
-    router = tl.load(w_router + k, mask=inside, other=0.0)
+    """Each program handles a row in halves, as after the experts; DENSE, EXPERTS: LARGEST."""
+    m = tl.program_id(0).to(tl.int64)
+    low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
+    post_low, post_high = load_halves(w_post, low, high, H)
+    dense_low, dense_high = load_halves(w_dense, low, high, H)
+    experts_low, experts_high = load_halves(w_experts, low, high, H)
+    router_low, router_high = load_halves(w_router, low, high, H)
     follow(CHAINED)
-    update = tl.load(o + place, mask=inside, other=0.0)
-    row = tl.load(h + place, mask=inside, other=0.0)
-    update = weighted(norm(update.to(tl.float32), H, eps), post)
-    row = rounded(row.to(tl.float32) + update)
-    tl.store(h_out + place, row.to(h_out.dtype.element_ty), mask=inside)
-    row = norm(row, H, eps)
-    to_router = weighted(rounded(row), router) * root
-    tl.store(x_router + place, to_router.to(x_router.dtype.element_ty), mask=inside)
-    store_row(weighted(row, dense), x_dense, dense_scale, m, place, inside, DENSE)
-    store_row(weighted(row, experts), x_experts, experts_scale, m, place, inside, EXPERTS)
+    o_low, o_high = load_halves(o + m * H, low, high, H)
+    row_low, row_high = load_halves(h + m * H, low, high, H)
+    o_low, o_high = o_low.to(tl.float32), o_high.to(tl.float32)
+    o_low, o_high = norm_halves(o_low, o_high, H, eps, LOW, HIGH)
+    h_low = rounded(row_low.to(tl.float32) + weighted(o_low, post_low))
+    h_high = rounded(row_high.to(tl.float32) + weighted(o_high, post_high))
+    store_halves(h_out + m * H, h_out, low, high, h_low, h_high, H)
+    h_low, h_high = norm_halves(h_low, h_high, H, eps, LOW, HIGH)
+    y_low = weighted(rounded(h_low), router_low) * root
+    y_high = weighted(rounded(h_high), router_high) * root
+    store_halves(x_router + m * H, x_router, low, high, y_low, y_high, H)
+    y_low, y_high = weighted(h_low, dense_low), weighted(h_high, dense_high)
+    store_scaled(x_dense, dense_scale, m, low, high, y_low, y_high, H, DENSE, LOW, HIGH)
+    y_low, y_high = weighted(h_low, experts_low), weighted(h_high, experts_high)
+    store_scaled(x_experts, experts_scale, m, low, high, y_low, y_high, H, EXPERTS, LOW, HIGH)
 
 
 @triton.jit
@@ -130,33 +172,41 @@ def after_experts_kernel(
     CHAINED: tl.constexpr,
     CHOICES: tl.constexpr,
     LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
 ):
-    """Each program handles a row; BLOCK >= H is a power of two."""
+    """Each program handles a row, in two powers of two: LOW <= H <= LOW + HIGH.
+
+    In one power of two 2,816 columns would take the instructions and registers of 4,096.
+    """
     m = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    inside = k < H
-    place = m * H + k
-    weight_1 = tl.load(w_1 + k, mask=inside, other=0.0)
-    weight_2 = tl.load(w_2 + k, mask=inside, other=0.0)
-    weight = tl.load(w + k, mask=inside, other=0.0)
-    next_weight = tl.load(w_next + k, mask=inside, other=0.0)
+    low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
+    w_1_low, w_1_high = load_halves(w_1, low, high, H)
+    w_2_low, w_2_high = load_halves(w_2, low, high, H)
+    w_low, w_high = load_halves(w, low, high, H)
+    next_low, next_high = load_halves(w_next, low, high, H)
     factor = tl.where(m < decoded, tl.load(decoder_scalar), tl.load(encoder_scalar)).to(tl.float32)
     follow(CHAINED)
-    a = tl.load(dense + place, mask=inside, other=0.0)
-    row = tl.load(h + place, mask=inside, other=0.0)
-    routed = tl.zeros((BLOCK,), tl.float32)
+    a_low, a_high = load_halves(dense + m * H, low, high, H)
+    row_low, row_high = load_halves(h + m * H, low, high, H)
+    b_low = tl.zeros((LOW,), tl.float32)
+    b_high = tl.zeros((HIGH,), tl.float32)
     for choice in tl.static_range(CHOICES):
-        line = experts + (m * CHOICES + choice) * H + k
-        routed += tl.load(line, mask=inside, other=0.0).to(tl.float32)
-    a = weighted(norm(a.to(tl.float32), H, eps), weight_1)
-    b = weighted(norm(rounded(routed), H, eps), weight_2)
-    both = norm(rounded(a + b), H, eps)
-    row = rounded(row.to(tl.float32) + weighted(both, weight))
-    row = rounded(row * factor)
-    tl.store(h_out + place, row.to(h_out.dtype.element_ty), mask=inside)
-    next_ = weighted(norm(row, H, eps), next_weight)
-    store_row(next_, x, x_scale, m, place, inside, LARGEST)
+        one_low, one_high = load_halves(experts + (m * CHOICES + choice) * H, low, high, H)
+        b_low += one_low.to(tl.float32)
+        b_high += one_high.to(tl.float32)
+    a_low, a_high = a_low.to(tl.float32), a_high.to(tl.float32)
+    a_low, a_high = norm_halves(a_low, a_high, H, eps, LOW, HIGH)
+    b_low, b_high = norm_halves(rounded(b_low), rounded(b_high), H, eps, LOW, HIGH)
+    sum_low = rounded(weighted(a_low, w_1_low) + weighted(b_low, w_2_low))
+    sum_high = rounded(weighted(a_high, w_1_high) + weighted(b_high, w_2_high))
+    sum_low, sum_high = norm_halves(sum_low, sum_high, H, eps, LOW, HIGH)
+    h_low = rounded(rounded(row_low.to(tl.float32) + weighted(sum_low, w_low)) * factor)
+    h_high = rounded(rounded(row_high.to(tl.float32) + weighted(sum_high, w_high)) * factor)
+    store_halves(h_out + m * H, h_out, low, high, h_low, h_high, H)
+    y_low, y_high = norm_halves(h_low, h_high, H, eps, LOW, HIGH)
+    y_low, y_high = weighted(y_low, next_low), weighted(y_high, next_high)
+    store_scaled(x, x_scale, m, low, high, y_low, y_high, H, LARGEST, LOW, HIGH)
 
 
 @triton.jit
@@ -237,6 +287,12 @@ def _largest(scheme: str) -> float:
     return LARGEST[EIGHT_BIT[scheme]] if scheme in EIGHT_BIT else 0.0
 
 
+def _halves(H: int) -> dict[str, int]:
+    """Return LOW, the largest power of two up to H, and HIGH, one that the rest fits into."""
+    low = 1 << (H.bit_length() - 1)
+    return {"LOW": low, "HIGH": min(low, max(16, 1 << (H - low - 1).bit_length()))}
+
+
 def after_attention(
     h: torch.Tensor,
     o: torch.Tensor,
@@ -248,13 +304,10 @@ def after_attention(
     M, H = h.shape
     h_out, x_router = torch.empty_like(h), torch.empty_like(h)
     dense, experts = (_room(M, H, scheme, h) for scheme in schemes)
-    # Few rows wait for memory, many for instructions: 3.7 us for 256 rows (4 warps: 4.0), 10.3 for
-    # 1,024 (16 warps: 12.8).
-    warps = 16 if M <= 512 else 4
     after_attention_kernel[(M,)](
         h, o, *norms, h_out, *_stored(dense), *_stored(experts), x_router, H, eps, H**-0.5,
         DENSE=_largest(schemes[0]), EXPERTS=_largest(schemes[1]),
-        BLOCK=triton.next_power_of_2(H), num_warps=warps, **chained(h.device),
+        **_halves(H), num_warps=8, **chained(h.device),
     )  # fmt: skip
     return h_out, dense, experts, x_router
 
@@ -275,8 +328,9 @@ def after_experts(
     w_1, w_2, w, w_next = norms
     after_experts_kernel[(M,)](
         h, dense, experts, w_1, w_2, w, *scalars, w_next, h_out, *_stored(x), decoded, H, eps,
-        CHOICES=experts.shape[1], LARGEST=_largest(scheme),
-        BLOCK=triton.next_power_of_2(H), num_warps=8, **chained(h.device),
+        CHOICES=experts.shape[1], LARGEST=_largest(scheme), **_halves(H),
+        num_warps=16 if M <= 512 else 8,  # many rows wait for instructions, few for memory
+        **chained(h.device),
     )  # fmt: skip
     return h_out, x
 

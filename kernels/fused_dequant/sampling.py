@@ -15,7 +15,8 @@ Three launches a step, whatever the batch:
     3. `accept_kernel`      a sequence: acceptance, the next canvas, the stop, the next step's number
 
 H = log(sum e) - sum(e x) / sum(e), so the distribution itself is never written: 134 MB read for a
-canvas of 256 bf16 positions over 262,144 tokens.
+canvas of 256 bf16 positions over 262,144 tokens. On Hopper lm_head may leave those numbers of its tiles
+(`vocabulary_hopper`), of which RANGE is 256 then: the first launch, and its read, are not made.
 
 Random numbers have addresses: Philox4x32-10 with the sequence's seed as key and (position, step,
 canvas, 0) as counter; word 0 draws y, word 1 the uniform token, 24 bits each. The step is a number
@@ -101,19 +102,22 @@ def draw_kernel(
     tops,
     sums,
     moments,
+    rounded,
     sampled,
     replacement,
     argmax,
     entropy,
+    rounded_total,
     L,
     V,
     N,
     ranges,
     CHAINED: tl.constexpr,
+    SURVEYED: tl.constexpr,
     RANGES: tl.constexpr,  # `ranges` rounded up to a power of two
     RANGE: tl.constexpr,
 ):
-    """Program `row` combines the ranges of its row and draws."""
+    """Program `row` combines the ranges of its row and draws; SURVEYED, it adds up `rounded` too."""
     follow(CHAINED)
     row = tl.program_id(0)
     b, position = row // L, row % L
@@ -128,6 +132,9 @@ def draw_kernel(
     top_of = tl.load(tops + row * ranges + part, mask=exists, other=LOWEST)
     sum_of = tl.load(sums + row * ranges + part, mask=exists, other=0.0)
     moment_of = tl.load(moments + row * ranges + part, mask=exists, other=0.0)
+    if SURVEYED:
+        rounded_of = tl.load(rounded + row * ranges + part, mask=exists, other=0.0)
+        tl.store(rounded_total + row, tl.sum(rounded_of))
     top = tl.max(top_of)
     shift = (top_of - top) * sharpness
     mass = tl.where(exists, tl.exp2(shift) * sum_of, 0.0)
@@ -161,19 +168,37 @@ def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> 
     B, L, V = logits.shape
     ranges = triton.cdiv(V, RANGE)
     width = min(RANGE, triton.next_power_of_2(V))
-    top, total, moment = torch.empty(3, B * L, ranges, dtype=torch.float32, device=logits.device)
-    tokens = [torch.empty(B, L, dtype=torch.int64, device=logits.device) for _ in range(3)]
-    draw = Draw(*tokens, torch.empty(B, L, dtype=torch.float32, device=logits.device))
+    statistics = torch.empty(3, B * L, ranges, dtype=torch.float32, device=logits.device)
     statistics_kernel[(B * L, ranges)](
-        logits, schedule, state.step, top, total, moment, L, V, len(schedule), ranges,
+        logits, schedule, state.step, *statistics, L, V, len(schedule), ranges,
         EVEN=V % width == 0, RANGE=width, num_warps=2, **chained(logits.device),
     )  # fmt: skip
+    return draw(logits, statistics, width, state, schedule)
+
+
+def draw(
+    logits: torch.Tensor,
+    statistics: torch.Tensor,
+    width: int,
+    state: CanvasState,
+    schedule: torch.Tensor,
+    total: torch.Tensor | None = None,
+) -> Draw:
+    """Draw from logits [B, L, V] by statistics f32 [3, B * L, ranges of `width` tokens].
+
+    With `total` f32 [B * L] there are four: it receives the sums of the last.
+    """
+    B, L, V = logits.shape
+    ranges, device = statistics.shape[2], logits.device
+    tokens = [torch.empty(B, L, dtype=torch.int64, device=device) for _ in range(3)]
+    drawn = Draw(*tokens, torch.empty(B, L, dtype=torch.float32, device=device))
     draw_kernel[(B * L,)](
-        logits, schedule, state.seeds, state.canvas_index, state.step, top, total, moment,
-        *draw, L, V, len(schedule), ranges,
-        RANGES=triton.next_power_of_2(ranges), RANGE=width, num_warps=4, **chained(logits.device),
+        logits, schedule, state.seeds, state.canvas_index, state.step, *statistics[:3],
+        statistics[-1], *drawn, drawn.entropy if total is None else total,
+        L, V, len(schedule), ranges, SURVEYED=total is not None,
+        RANGES=triton.next_power_of_2(ranges), RANGE=width, num_warps=4, **chained(device),
     )  # fmt: skip
-    return draw
+    return drawn
 
 
 @triton.jit

@@ -32,7 +32,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_dequant import tuning, vocabulary_hopper
+from fused_dequant import sampling, tuning, vocabulary_hopper
+from fused_dequant.canvas import CanvasState, Draw, Probabilities
 from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import LOG2_E, LOWEST, tanh
 from fused_dequant.tuning import Config, processors
@@ -213,26 +214,56 @@ def reduce_kernel(
     H,
     inverse_temperature,
     CHAINED: tl.constexpr,
+    ANCHORED: tl.constexpr,
     SPLITS: tl.constexpr,
     RANGES: tl.constexpr,  # SPLITS rounded up to a power of two
     BLOCK: tl.constexpr,
 ):
-    """Combine the splits of row m, each weighted by exp((its anchor - the highest) / T)."""
+    """Combine the splits of row m, each weighted by exp((its anchor - the highest) / T).
+
+    Splits that are not ANCHORED have one anchor, and `total` is [M].
+    """
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    range_ = tl.arange(0, RANGES)
-    own = tl.load(anchors + range_ * M + m, mask=range_ < SPLITS, other=LOWEST)
-    highest = tl.max(own)
-    sharpness = tl.load(inverse_temperature + m)
-    sums = tl.load(total + range_ * M + m, mask=range_ < SPLITS, other=0.0)
-    norm = tl.sum(tl.exp((own - highest) * sharpness) * sums)
+    if ANCHORED:
+        range_ = tl.arange(0, RANGES)
+        own = tl.load(anchors + range_ * M + m, mask=range_ < SPLITS, other=LOWEST)
+        highest = tl.max(own)
+        sharpness = tl.load(inverse_temperature + m)
+        sums = tl.load(total + range_ * M + m, mask=range_ < SPLITS, other=0.0)
+        norm = tl.sum(tl.exp((own - highest) * sharpness) * sums)
+    else:
+        norm = tl.load(total + m)
     acc = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
-        weight = tl.exp((tl.load(anchors + split * M + m) - highest) * sharpness)
         values = tl.load(partial + (split * M + m) * H + column, mask=column < H, other=0.0)
-        acc += weight * values
+        if ANCHORED:
+            values *= tl.exp((tl.load(anchors + split * M + m) - highest) * sharpness)
+        acc += values
     tl.store(out + m * H + column, (acc / norm).to(out.dtype.element_ty), mask=column < H)
+
+
+def look(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    cap: float,
+    state: CanvasState,
+    schedule: torch.Tensor,
+    logits: torch.Tensor,
+    probabilities: Probabilities,
+) -> Draw:
+    """See `operations.look`."""
+    (M, H), V = x.shape, len(w)
+    config = tuning.choose("lm_head", "bf16", M, V, H, x.device)
+    config = config if "STAGES" in config else {"STAGES": 4}
+    statistics = vocabulary_hopper.survey(
+        x, w, cap, schedule, state.step, logits, probabilities.p, config
+    )
+    rows = logits.view(*state.canvas.shape, V)
+    return sampling.draw(
+        rows, statistics, vocabulary_hopper.BN.value, state, schedule, probabilities.total
+    )
 
 
 def soft_embedding(
@@ -244,27 +275,66 @@ def soft_embedding(
 ) -> torch.Tensor:
     """See `operations.soft_embedding`."""
     (M, V), H = logits.shape, embedding.shape[1]
-    config = dict(config or tuning.choose("soft_embedding", "bf16", M, H, V, logits.device))
-    length = triton.cdiv(triton.cdiv(V, config.pop("SPLITS")), config["BK"]) * config["BK"]
-    splits = triton.cdiv(V, length)
+    config = config or tuning.choose("soft_embedding", "bf16", M, H, V, logits.device)
+    splits, length = _splits(V, config)
     device = logits.device
     p = torch.empty(M, V, dtype=embedding.dtype, device=device)
     anchors, total = torch.empty(2, splits, M, dtype=torch.float32, device=device)
-    partial = torch.empty(splits, M, H, dtype=torch.float32, device=device)
-    if out is None:
-        out = torch.empty(M, H, dtype=torch.bfloat16, device=device)
     exponential_kernel[(M, splits)](
         logits, p, anchors, total, M, V, length, inverse_temperature, HARDWARE=device.type != "cpu",
         EIGHTS=256, num_warps=8, **chained(device),
     )  # fmt: skip
-    grid = (triton.cdiv(M, config["BM"]), triton.cdiv(H, config["BN"]), splits)
+    partial = _multiply(p, embedding, config)
+    return _reduce(partial, anchors, total, inverse_temperature, out)
+
+
+def soft_embedding_of(
+    probabilities: Probabilities,
+    embedding: torch.Tensor,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """See `operations.soft_embedding_of`."""
+    p, total = probabilities.p, probabilities.total
+    (M, V), H = p.shape, embedding.shape[1]
+    config = config or tuning.choose("soft_embedding", "bf16", M, H, V, p.device)
+    return _reduce(_multiply(p, embedding, config), None, total, total, out)
+
+
+def _splits(V: int, config: Config) -> tuple[int, int]:
+    """Return how many ranges of K there are, and their length, a multiple of BK."""
+    length = -(-V // (config["SPLITS"] * config["BK"])) * config["BK"]
+    return -(-V // length), length
+
+
+def _multiply(p: torch.Tensor, embedding: torch.Tensor, config: Config) -> torch.Tensor:
+    """Return p @ embedding in ranges of K: f32 [splits, M, H]."""
+    (M, V), H = p.shape, embedding.shape[1]
+    splits, length = _splits(V, config)
+    partial = torch.empty(splits, M, H, dtype=torch.float32, device=p.device)
     BM, BN, BK = config["BM"], config["BN"], config["BK"]
-    split_k_kernel[grid](
+    split_k_kernel[(triton.cdiv(M, BM), triton.cdiv(H, BN), splits)](
         TensorDescriptor.from_tensor(p, [BM, BK]), TensorDescriptor.from_tensor(embedding, [BK, BN]),
-        partial, M, V, H, length, **chained(device), **config,
+        partial, M, V, H, length, **chained(p.device),
+        **{name: value for name, value in config.items() if name != "SPLITS"},
     )  # fmt: skip
+    return partial
+
+
+def _reduce(
+    partial: torch.Tensor,
+    anchors: torch.Tensor | None,
+    total: torch.Tensor,
+    inverse_temperature: torch.Tensor,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Combine the splits: bf16 [M, H], in `out` if given."""
+    splits, M, H = partial.shape
+    if out is None:
+        out = torch.empty(M, H, dtype=torch.bfloat16, device=partial.device)
     reduce_kernel[(M, triton.cdiv(H, 1024))](
-        partial, anchors, total, out, M, H, inverse_temperature,
-        SPLITS=splits, RANGES=triton.next_power_of_2(splits), BLOCK=1024, **chained(device),
+        partial, total if anchors is None else anchors, total, out, M, H, inverse_temperature,
+        ANCHORED=anchors is not None, SPLITS=splits, RANGES=triton.next_power_of_2(splits),
+        BLOCK=1024, **chained(out.device),
     )  # fmt: skip
     return out

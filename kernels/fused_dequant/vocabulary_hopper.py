@@ -8,6 +8,15 @@ tile. Here a block has nine warps that work:
 
 The two sets share only the ring: while one is busy with its results the other may multiply.
 
+Asked to, a set also leaves what the sampler and the soft embedding would read the logits for, so that
+nobody reads all of them again. Of every row of a tile, l its logits, x = (l - max l) log2(e) / T:
+
+    statistics   max l, sum 2^x, sum 2^x x / log2(e), sum of the p below
+    p            2^((l - cap) log2(e) / T + REACH) as bf16
+
+All p have one anchor, so the soft embedding is one product. With |l| <= cap they span 2 cap log2(e) / T
+powers of two, which bf16's exponents hold down to a T of 0.39 with a cap of 30 (`holds`).
+
 Programs are persistent, one an SM. A place of the ring is `ready` when its bytes have arrived, `free`
 when both sets have read it. Results leave through two buffers of 64 x 64 a set; TMA clips them to y.
 """
@@ -30,11 +39,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fused_dequant.chain import chained
 from fused_dequant.hopper import follow, thread_barrier
+from fused_dequant.tiles import LOG2_E, LOWEST
 from fused_dequant.tuning import processors
 
 BM = gl.constexpr(128)
 BN = gl.constexpr(256)
 PIECE = gl.constexpr(64)  # columns of a store: 128 bytes, one swizzled row
+# Base-2 logarithms of the largest p (262,144 of 2^96 times values of 1,000 are 2^124) and of the least
+# normal bf16.
+REACH, LEAST = gl.constexpr(96.0), -126.0
 
 
 @gluon.jit
@@ -56,8 +69,9 @@ def copy_tiles(x, w, x_tiles, w_tiles, ready, free, M, V, H, programs, STAGES: g
 
 @gluon.jit
 def multiply_and_cap(
-    y, x_tiles, w_tiles, results, ready, free, M, V, H, cap, programs,
-    SET: gl.constexpr, STAGES: gl.constexpr,
+    y, p, statistics, schedule, steps_taken, x_tiles, w_tiles, results, ready, free,
+    M, V, H, L, N, cap, programs,
+    SET: gl.constexpr, STAGES: gl.constexpr, SURVEYED: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """Multiply and cap rows 64 * SET .. 64 * SET + 63 of every tile of this program."""
     BK: gl.constexpr = x_tiles.shape[2]
@@ -66,6 +80,11 @@ def multiply_and_cap(
     step = 0
     for tile in range(gl.program_id(0), rows * gl.cdiv(V, BN), programs):
         m, n = (tile % rows) * BM + 64 * SET, (tile // rows) * BN
+        sharpness = 0.0
+        if SURVEYED:  # asked for before the products, under which it arrives
+            row = m + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+            now = gl.load(steps_taken + row // L, mask=row < M, other=1)
+            sharpness = LOG2_E / gl.load(schedule + gl.minimum(now, N) - 1)
         acc = gl.zeros([64, BN], gl.float32, mma)
         for k in range(steps):
             place = step % STAGES
@@ -80,28 +99,108 @@ def multiply_and_cap(
         acc = warpgroup_mma_wait(0, (acc,))
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
         acc *= 1.0 / cap
-        store_capped(acc, y, results, m, n, cap)
+        if SURVEYED:
+            survey_and_store(acc, y, p, statistics, results, m, n, M, V, cap, sharpness, EVEN)
+        else:
+            store_capped(acc, y, results, m, n, cap)
     tma.store_wait(0)
+
+
+@gluon.jit
+def quarters(acc):
+    """Split [64, 256] into four of 64 columns."""
+    low, high = gl.split(acc.reshape([64, 2, BN // 2]).permute([0, 2, 1]))
+    first, second = gl.split(low.reshape([64, 2, PIECE]).permute([0, 2, 1]))
+    third, fourth = gl.split(high.reshape([64, 2, PIECE]).permute([0, 2, 1]))
+    return first, second, third, fourth
+
+
+@gluon.jit
+def rounded(x):
+    """Round to bf16, two values at a time; return the bf16 and its float32."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;",
+        "=&r,=r,=r,f,f", [x], dtype=(gl.bfloat16, gl.float32), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def capped(x, cap):
+    """Return cap * tanh(x)."""
+    return cap * gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def send(values, to, results, m, n, BUFFER: gl.constexpr):
+    """Store bf16 values [64, 64] at rows m .., columns n .. through one of two buffers."""
+    buffer = results.index(BUFFER)
+    tma.store_wait(1)  # the store before the last has left the buffer
+    thread_barrier()
+    buffer.store(values)
+    fence_async_shared()
+    thread_barrier()
+    tma.async_copy_shared_to_global(to, [m, n], buffer)
 
 
 @gluon.jit
 def store_capped(acc, y, results, m, n, cap):
     """Store cap * tanh(acc [64, 256]) at rows m .., columns n .. of y, 64 columns at a time."""
-    low, high = gl.split(acc.reshape([64, 2, BN // 2]).permute([0, 2, 1]))
-    first, second = gl.split(low.reshape([64, 2, PIECE]).permute([0, 2, 1]))
-    third, fourth = gl.split(high.reshape([64, 2, PIECE]).permute([0, 2, 1]))
-    pieces = (first, second, third, fourth)
+    pieces = quarters(acc)
     for i in gl.static_range(4):
-        capped = gl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [pieces[i]], dtype=gl.float32, is_pure=True, pack=1
+        send(capped(pieces[i], cap).to(gl.bfloat16), y, results, m, n + PIECE * i, i % 2)
+
+
+@gluon.jit
+def capped_inside(x, cap, n, V, EVEN: gl.constexpr):
+    """Return the logits as bf16, and the maximum of each row unrounded; past V is less than any."""
+    logits = capped(x, cap)
+    if not EVEN:
+        column = n + gl.arange(0, PIECE, layout=gl.SliceLayout(0, x.type.layout))
+        logits = gl.where((column < V)[None, :], logits, LOWEST)
+    packed = gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [logits], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+    return packed, gl.max(logits, 1)
+
+
+@gluon.jit
+def survey_and_store(
+    acc, y, p, statistics, results, m, n, M, V, cap, sharpness, EVEN: gl.constexpr
+):
+    """Do what `store_capped` does; store p and the statistics f32 [4, M, tiles of V] too."""
+    first, second, third, fourth = quarters(acc)
+    first, top = capped_inside(first, cap, n, V, EVEN)
+    second, second_top = capped_inside(second, cap, n + PIECE, V, EVEN)
+    third, third_top = capped_inside(third, cap, n + 2 * PIECE, V, EVEN)
+    fourth, fourth_top = capped_inside(fourth, cap, n + 3 * PIECE, V, EVEN)
+    pieces = (first, second, third, fourth)
+    top = gl.maximum(gl.maximum(top, second_top), gl.maximum(third_top, fourth_top))
+    top = top.to(gl.bfloat16).to(gl.float32)  # rounding keeps the order
+    row_layout: gl.constexpr = top.type.layout
+    sharpness = gl.convert_layout(sharpness, row_layout)
+    scale = gl.exp2((top - cap) * sharpness + REACH)
+    sums = gl.zeros([64], gl.float32, row_layout)
+    moments, rounded_sums = sums, sums
+    for i in gl.static_range(4):
+        x = (pieces[i].to(gl.float32) - top[:, None]) * sharpness[:, None]
+        e = gl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
         )
-        buffer = results.index(i % 2)
-        tma.store_wait(1)  # the store before the last has left the buffer
-        thread_barrier()
-        buffer.store((cap * capped).to(gl.bfloat16))
-        fence_async_shared()
-        thread_barrier()
-        tma.async_copy_shared_to_global(y, [m, n + PIECE * i], buffer)
+        own, wide = rounded(e * scale[:, None])
+        sums += gl.sum(e, 1)
+        moments += gl.sum(e * x, 1)
+        rounded_sums += gl.sum(wide, 1)
+        send(pieces[i], y, results, m, n + PIECE * i, 0)
+        send(own, p, results, m, n + PIECE * i, 1)
+    row = m + gl.arange(0, 64, layout=row_layout)
+    tiles = gl.cdiv(V, BN)
+    at, inside = statistics + row * tiles + n // BN, row < M
+    gl.store(at, top, mask=inside)
+    gl.store(at + M * tiles, sums, mask=inside)
+    gl.store(at + 2 * M * tiles, moments / LOG2_E, mask=inside)
+    gl.store(at + 3 * M * tiles, rounded_sums, mask=inside)
 
 
 @gluon.jit
@@ -109,15 +208,27 @@ def lm_head_hopper_kernel(
     x,
     w,
     y,
+    p,
+    statistics,
+    schedule,
+    steps_taken,
     M,
     V,
     H,
+    L,
+    N,
     cap,
     programs,
     CHAINED: gl.constexpr,
     STAGES: gl.constexpr,
+    SURVEYED: gl.constexpr,
+    EVEN: gl.constexpr,
 ):
-    """Take descriptors of x [M, H], w [V, H], y [M, V], boxes [128, BK], [256, BK], [64, 64]."""
+    """Take descriptors of x [M, H], w [V, H], y and p [M, V], boxes [128, BK], [256, BK], [64, 64].
+
+    SURVEYED reads the temperatures `schedule` [N] at the steps [M / L] of sequences, and writes p and
+    `statistics`; else neither is touched.
+    """
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, x.block_shape[1]], x.layout)
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BN, w.block_shape[1]], w.layout)
     results = gl.allocate_shared_memory(gl.bfloat16, [2, 64, PIECE], y.layout)
@@ -133,10 +244,12 @@ def lm_head_hopper_kernel(
     gl.warp_specialize(
         [
             (multiply_and_cap, (
-                y, x_tiles, w_tiles, results, ready, free, M, V, H, cap, programs, 0, STAGES,
+                y, p, statistics, schedule, steps_taken, x_tiles, w_tiles, results, ready, free,
+                M, V, H, L, N, cap, programs, 0, STAGES, SURVEYED, EVEN,
             )),
             (multiply_and_cap, (
-                y, x_tiles, w_tiles, more_results, ready, free, M, V, H, cap, programs, 1, STAGES,
+                y, p, statistics, schedule, steps_taken, x_tiles, w_tiles, more_results, ready,
+                free, M, V, H, L, N, cap, programs, 1, STAGES, SURVEYED, EVEN,
             )),
             (copy_tiles, (x, w, x_tiles, w_tiles, ready, free, M, V, H, programs, STAGES)),
         ],
@@ -153,15 +266,61 @@ def lm_head(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `vocabulary.lm_head`; config is STAGES, 4 at most."""
+    y = torch.empty(len(x), len(w), dtype=torch.bfloat16, device=x.device) if out is None else out
+    _launch(x, w, y, y, (y, y, y), 1, cap, config, surveyed=False)
+    return y
+
+
+def survey(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    cap: float,
+    schedule: torch.Tensor,
+    step: torch.Tensor,
+    y: torch.Tensor,
+    p: torch.Tensor,
+    config: dict[str, int],
+) -> torch.Tensor:
+    """Write logits y and p bf16 [M, V] of B sequences at `step` int32 [B] of `schedule` f32 [N].
+
+    Returns:
+        f32 [4, M, ranges of 256 tokens]: maximum, sums, moments and sums of p.
+    """
+    M, V = y.shape
+    ranges = triton.cdiv(V, BN.value)
+    statistics = torch.empty(4, M, ranges, dtype=torch.float32, device=x.device)
+    own = (statistics, schedule, step)
+    _launch(x, w, y, p, own, M // len(step), cap, config, surveyed=True)
+    return statistics
+
+
+def holds(cap: float, coldest: float) -> bool:
+    """Return whether every p of logits within +-cap is a normal number of bf16 at this temperature."""
+    return 2 * cap * LOG2_E.value / coldest <= REACH.value - LEAST
+
+
+def _launch(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    p: torch.Tensor,
+    own: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    length: int,
+    cap: float,
+    config: dict[str, int],
+    *,
+    surveyed: bool,
+) -> None:
     (M, H), V = x.shape, len(w)
-    y = torch.empty(M, V, dtype=torch.bfloat16, device=x.device) if out is None else out
+    statistics, schedule, step = own
     tiles = triton.cdiv(M, BM.value) * triton.cdiv(V, BN.value)
     programs = min(tiles, processors(x.device))
     BK, operand = 64, NVMMASharedLayout(128, 16, 2)
     lm_head_hopper_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [BM.value, BK], operand),
         TensorDescriptor.from_tensor(w, [BN.value, BK], operand),
-        TensorDescriptor.from_tensor(y, [64, PIECE.value], NVMMASharedLayout(128, 16, 2)),
-        M, V, H, cap, programs, num_warps=4, **chained(x.device), **config,
+        TensorDescriptor.from_tensor(y, [64, PIECE.value], operand),
+        TensorDescriptor.from_tensor(p, [64, PIECE.value], operand),
+        statistics, schedule, step, M, V, H, length, len(schedule), cap, programs,
+        SURVEYED=surveyed, EVEN=V % BN.value == 0, num_warps=4, **chained(x.device), **config,
     )  # fmt: skip
-    return y

@@ -2,24 +2,24 @@
 
     python tests/benchmarks/step_speed.py rows --out FILE [--mixes fp8,nvfp4] [--batches 1,4]
     python tests/benchmarks/step_speed.py compile       what `rows` launches, with all cores
-    python tests/benchmarks/step_speed.py candidates    what `quantize tune` will time, likewise
     python tests/benchmarks/step_speed.py bundled --out FILE
-    python tests/benchmarks/step_speed.py small         kernels between products, by warps
-    python tests/benchmarks/step_speed.py all --out FOLDER [--seconds 1300]
+    python tests/benchmarks/step_speed.py all --out FOLDER [--seconds 480]
 
 `rows` appends a JSON line to FILE for every mix and batch as soon as it is measured, and prints it.
-Variants alternate in one process over the same weights:
+Variants alternate in one process over the same weights, as `--compare` says:
 
-    one pass     a canvas is encoded with the next one's first step, as it is served
-    two passes   it is encoded before
+    joins        "one pass": a canvas is encoded with the next one's first step, as it is served
+                 "two passes": it is encoded before
+    looks        "looking": lm_head leaves what the sampler and the soft embedding would read it for
+                 "reading": both read the logits
+    nothing      "served"
 
 `--seconds` ends the run before a row that would begin later. Each row: ms a canvas (median) and a
 forward (16 steps and the commit), tokens/s, ms a step, its parts, its floor, experts hit, peak GB.
 
 `bundled` answers problems with the bundled model at 4 slots, going on step by step and canvas by
-canvas, and records the steps of its canvases. `all` runs the GPU tests of what was changed, `rows`,
-`quantize tune` into a cache below FOLDER, `rows` by that table, and adaptive rows with the recorded
-steps: each with a limit of its own, the most telling first.
+canvas, and records the steps of its canvases. `all` runs what was measured least first: each command
+with a limit of its own, and what a cut-off run has measured is in its files.
 """
 
 import argparse
@@ -27,7 +27,6 @@ import gc
 import json
 import multiprocessing
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -57,21 +56,18 @@ from quantize.runtime import Sampler  # noqa: E402
 from quantize.runtime import open as open_engine  # noqa: E402
 from quantize.runtime.chat import encode_chat, load_tokenizer  # noqa: E402
 from quantize.runtime.engine import complete  # noqa: E402
+from quantize.runtime.fused import text_stack  # noqa: E402
 from quantize.runtime.fused.cost import decoder_floor, measure_rates  # noqa: E402
 from quantize.runtime.fused.engine import FusedEngine  # noqa: E402
 from quantize.runtime.fused.random_weights import random_weights  # noqa: E402
+from quantize.runtime.fused.weights import TextWeights  # noqa: E402
 
 CONTEXT, STEPS = 1024, 16
 SAMPLER = replace(Sampler(), max_denoising_steps=STEPS, confidence_threshold=NEVER)
 ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 PARITY = "one_pass or step_by_step or replay or batch or early"
 WORKERS = min(16, os.cpu_count() or 1)  # that compile
-COMMANDS = ("rows", "compile", "candidates", "bundled", "small")
-TUNED = (  # what no table holds yet, what serves most first
-    r"(experts/(fp8|nvfp4_fragments)|linear/fp8)/.* M=(512|2048|8192)$|linear/fp8/9216",
-    r"(lm_head|soft_embedding)/.* M=(512|2048)$",
-    r"(experts/bf16|linear/(bf16|nvfp4_fragments))/.* M=(512|2048|8192)$|linear/bf16/9216",
-)
+COMMANDS = ("rows", "compile", "bundled")
 
 
 def compile_launches(job: tuple[str, int]) -> str:
@@ -100,28 +96,37 @@ def compile_all() -> None:
         print(json.dumps(Counter(pool.imap_unordered(compile_launches, jobs))), flush=True)
 
 
-def compile_candidates() -> None:
-    """Compile what `quantize tune` will time of TUNED, in their order."""
-    from fused_dequant import candidates, tune
-
-    found = list(candidates.products((9, 0)))
-    for only in TUNED:
-        chosen = [p for p in found if re.search(only, f"{p.key} M={p.M}")]
-        tune.compile_all(
-            [(p, c) for p in chosen for c in candidates.candidates(p, (9, 0))], WORKERS
-        )
+Variants = dict[str, tuple[FusedEngine, bool]]
 
 
-def measured(engine: FusedEngine, prompts: list[list[int]], canvases: int) -> dict[str, Any]:
-    """Time canvases by both variants in turns, then a step and its parts."""
-    seconds: dict[str, list[float]] = {"one pass": [], "two passes": []}
+def variants(weights: TextWeights, compare: str, batch: int) -> Variants:
+    """Return engines by name, each with whether a canvas is encoded with the next one's first step."""
+
+    def engine() -> FusedEngine:
+        longest = CONTEXT + 2 * weights.config.canvas_length
+        return FusedEngine(weights, capacity=batch, max_context=longest)
+
+    if compare == "looks":
+        return {"looking": (engine(), True), "reading": (engine(), True)}
+    own = engine()
+    if compare == "joins":
+        return {"one pass": (own, True), "two passes": (own, False)}
+    return {"served": (own, True)}
+
+
+def measured(compared: Variants, prompts: list[list[int]], canvases: int) -> dict[str, Any]:
+    """Time canvases by each variant in turns, then a step and its parts of the first."""
+    seconds: dict[str, list[float]] = {name: [] for name in compared}
     slots, tokens = list(range(len(prompts))), dict[str, torch.Tensor]()
-    engine.stops = lambda seed, canvas: (
-        STEPS if canvas else 1
-    )  # the first stands for a prompt's end
+    steps: dict[str, float] = {}
+    parts: dict[str, dict[str, float]] = {}
     for turn in range(canvases + 1):  # the first captures graphs
-        for variant, own in seconds.items():
-            engine._joins = variant == "one pass"  # pyright: ignore[reportPrivateUsage]
+        for variant, (engine, joins) in compared.items():
+            if variant in ("looking", "reading"):
+                text_stack.LOOKING = variant == "looking"
+            engine._joins = joins  # pyright: ignore[reportPrivateUsage]
+            # The first canvas stands for a prompt's end.
+            engine.stops = lambda seed, canvas: STEPS if canvas else 1
             for slot in slots:
                 engine.release(slot)
                 prompt = prompts[slot][: CONTEXT - engine.canvas_length]
@@ -130,22 +135,27 @@ def measured(engine: FusedEngine, prompts: list[list[int]], canvases: int) -> di
             torch.cuda.synchronize()
             started = time.perf_counter()
             done = engine.denoise(slots)
-            own += [time.perf_counter() - started] if turn else []
+            seconds[variant] += [time.perf_counter() - started] if turn else []
             tokens[variant] = torch.tensor([canvas.tokens for canvas in done if canvas])
             assert [canvas.steps for canvas in done if canvas] == [STEPS] * len(slots)
+            if turn == canvases:
+                steps[variant] = engine.time_step(slots)
+                parts[variant] = engine.profile_step(slots)
+            for slot in slots:
+                engine.release(slot)
     rows = {name: statistics.median(own) * 1e3 for name, own in seconds.items()}
-    step, parts = engine.time_step(slots), engine.profile_step(slots)
-    for slot in slots:
-        engine.release(slot)
-    count = len(slots) * engine.canvas_length
+    first = next(iter(compared))
+    count = len(slots) * compared[first][0].canvas_length
     return {
         "ms_a_canvas": rows,
         "ms_a_forward": {name: ms / (STEPS + 1) for name, ms in rows.items()},
         "tokens_a_second": {name: count / ms * 1e3 for name, ms in rows.items()},
-        "tokens_that_differ": (tokens["one pass"] != tokens["two passes"]).float().mean().item(),
-        "ms_a_step": step,
+        "tokens_that_differ": {
+            name: (own != tokens[first]).float().mean().item() for name, own in tokens.items()
+        },
+        "ms_a_step": steps,
         "parts": parts,
-        "unexplained": step - sum(parts.values()),
+        "unexplained": steps[first] - sum(parts[first].values()),
     }
 
 
@@ -166,16 +176,16 @@ def rows(args: argparse.Namespace) -> None:
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            longest = CONTEXT + 2 * weights.config.canvas_length
-            engine = FusedEngine(weights, capacity=batch, max_context=longest)
+            compared = variants(weights, args.compare, batch)
             prompts = bench._prompts(weights, CONTEXT, batch)  # pyright: ignore[reportPrivateUsage]
+            engine = next(iter(compared.values()))[0]
             hit = hit or bench._experts_hit(engine, prompts[0])  # pyright: ignore[reportPrivateUsage]
-            own = measured(engine, prompts, args.canvases if batch <= 8 else 1)
+            own = measured(compared, prompts, args.canvases if batch <= 8 else 1)
+            del engine, compared
             floor = decoder_floor(weights, rates, batch, CONTEXT, statistics.mean(hit))
             row = {"mix": mix, "batch": batch, **facts, **own, "floor": sum(floor.values()) * 1e3}
             row |= {"experts_hit": [min(hit), max(hit)], "at": time.monotonic() - begun}
             row |= {"peak_gb": torch.cuda.max_memory_allocated() / 1e9}
-            del engine
             with args.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)
@@ -217,48 +227,11 @@ def bundled(args: argparse.Namespace) -> None:
             args.out.write_text(json.dumps(steps[0]))
 
 
-def small() -> None:
-    """Time what lies between the products with other numbers of warps."""
-    for M in (256, 512, 1024, 2048, 8192):
-        for warps in (4, 8, 16):
-            print(json.dumps({"rows": M, "warps": warps, **timed_between(M, warps)}), flush=True)
-
-
-def timed_between(M: int, warps: int) -> dict[str, float]:
-    """Return the microseconds of both kernels for M rows of FP8 activations."""
-    from fused_dequant import residual
-    from fused_dequant.timing import measure
-
-    H, dtype = 2816, torch.bfloat16
-    h, dense, o, out, router = (torch.randn(M, H, device="cuda").to(dtype) for _ in range(5))
-    routed = torch.randn(M, 8, H, device="cuda").to(dtype)
-    codes = [torch.empty(M, H, dtype=torch.float8_e4m3fn, device="cuda") for _ in range(2)]
-    scales = [torch.empty(M, device="cuda") for _ in range(2)]
-    norms = torch.ones(4, H, device="cuda", dtype=dtype).unbind()
-    one = torch.ones(1, device="cuda", dtype=dtype)
-    rest: dict[str, Any] = {"BLOCK": 4096, "CHAINED": True, "launch_pdl": True, "num_warps": warps}
-
-    def after_experts() -> None:
-        residual.after_experts_kernel[(M,)](
-            h, dense, routed, *norms[:3], one, one, norms[3], out, codes[0], scales[0], M, H,
-            1e-6, CHOICES=8, LARGEST=448.0, **rest,
-        )  # fmt: skip
-
-    def after_attention() -> None:
-        residual.after_attention_kernel[(M,)](
-            h, o, *norms, out, codes[0], scales[0], codes[1], scales[1], router, H, 1e-6,
-            H**-0.5, DENSE=448.0, EXPERTS=448.0, **rest,
-        )  # fmt: skip
-
-    return {call.__name__: measure([call] * 8) for call in (after_experts, after_attention)}
-
-
-def run(command: list[str], limit: float, environment: dict[str, str], log: Path) -> int | str:
+def run(command: list[str], limit: float, log: Path) -> int | str:
     """Run a command and return its exit code, or end it and all that it started at its limit."""
     with log.open("w") as file:
         done = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )  # fmt: skip
         try:
             return done.wait(limit)
@@ -272,36 +245,21 @@ def run(command: list[str], limit: float, environment: dict[str, str], log: Path
     return "limit"
 
 
-def queue(out: Path) -> list[tuple[float, list[str], bool]]:
-    """Return seconds at most, command, and whether it reads the table tuned before, in their order."""
+def queue(out: Path) -> list[tuple[float, list[str]]]:
+    """Return seconds at most and command, in their order."""
     me, cli = [sys.executable, __file__], [sys.executable, "-m", "quantize"]
     steps, stops = [*me, "rows", "--out", str(out / "rows.jsonl")], str(out / "stops.json")
-    parity = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-s",
-        "-m",
-        "gpu",
-        "--basetemp",
-        str(out / "tests"),
-    ]
-    parity += ["tests/runtime/test_fused_gpu.py", "-k", PARITY]
-    tune = [[*cli, "tune", "--only", only] for only in TUNED]
+    many = [*steps, "--compare", "nothing", "--batches", "8,32", "--canvases", "1"]
     adaptive = [*cli, "bench", "--steps", "adaptive", "--batch", "4", "--stops", stops, "--json"]
+    parity = [sys.executable, "-m", "pytest", "-q", "-s", "-m", "gpu"]
+    parity += ["--basetemp", str(out / "tests"), "tests/runtime/test_fused_gpu.py", "-k", PARITY]
     return [
-        (200, parity, False),
-        (230, [*steps, "--batches", "1,4", "--seconds", "200"], False),
-        (300, tune[0], True),
-        (60, tune[1], True),
-        (330, [*steps, "--mixes", "fp8,nvfp4_fp8", "--seconds", "260"], True),
-        (60, [*me, "bundled", "--out", stops], True),
-        (40, [*me, "small"], False),
-        (90, [*adaptive, "--random-weights", "fp8"], True),
-        (200, tune[2], True),
-        (240, [*steps, "--mixes", "nvfp4,bf16", "--batches", "1,4,32", "--seconds", "200"], True),
-        (120, [*steps, "--mixes", "nvfp4,bf16", "--batches", "8,16", "--seconds", "90"], True),
+        (220, [*many, "--mixes", "nvfp4_fp8,nvfp4,bf16,fp8", "--seconds", "200"]),
+        (60, [*me, "bundled", "--out", stops, "--problems", "100"]),
+        (90, [*adaptive, "--random-weights", "fp8"]),
+        (80, [sys.executable, str(Path(__file__).with_name("kernel_turns.py"))]),
+        (200, [*steps, "--batches", "1,4"]),
+        (200, parity),
     ]
 
 
@@ -309,22 +267,15 @@ def everything(args: argparse.Namespace) -> None:
     """Run the queue; every command has a limit, and none begins when the time is over."""
     begun, out = time.monotonic(), args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    plain, tuned = dict(os.environ), os.environ | {"XDG_CACHE_HOME": str(out / "cache")}
-
-    def compile_aside() -> None:
-        for name in ("compile", "candidates"):
-            run([sys.executable, __file__, name], 280, plain, out / f"{name}.log")
-
-    aside = Thread(target=compile_aside)  # on all cores, while the first commands use the GPU
+    compiler = [sys.executable, __file__, "compile"]  # on all cores, while the first command loads
+    aside = Thread(target=run, args=(compiler, 280, out / "compile.log"))
     aside.start()
-    for number, (limit, command, by_table) in enumerate(queue(out)):
-        if by_table:
-            aside.join()
+    for number, (limit, command) in enumerate(queue(out)):
         left = args.seconds - (time.monotonic() - begun)
         if left < 20:
             break
         started, log = time.monotonic(), out / f"{number}.log"
-        code = run(command, min(limit, left), tuned if by_table else plain, log)
+        code = run(command, min(limit, left), log)
         line = {"command": command[1:], "code": code, "seconds": round(time.monotonic() - started)}
         line |= {"end": log.read_text()[-1500:]}
         with (out / "queue.jsonl").open("a") as file:
@@ -340,14 +291,14 @@ def main() -> None:
     parser.add_argument("--mixes", default="fp8,nvfp4_fp8,nvfp4,bf16")
     parser.add_argument("--batches", default="1,4,8,16,32,64")
     parser.add_argument("--canvases", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1300)
+    parser.add_argument("--compare", choices=("joins", "looks", "nothing"), default="joins")
+    parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--config", type=Path, help="config.json in place of the 26B model's")
     args = parser.parse_args()
     work: dict[str, Callable[[], None]] = {
-        "rows": lambda: rows(args), "compile": compile_all, "candidates": compile_candidates,
-        "bundled": lambda: bundled(args), "small": small,
+        "rows": lambda: rows(args), "compile": compile_all, "bundled": lambda: bundled(args),
         "all": lambda: everything(args),
     }  # fmt: skip
     work[args.command]()

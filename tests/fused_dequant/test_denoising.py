@@ -9,6 +9,7 @@ import torch
 from fused_dequant import CanvasState, Draw, canvas
 from fused_dequant.canvas import uniforms
 from kernels_support.device import DEVICE, INTERPRETED, MARKS
+from kernels_support.draws import assert_drawn, begin
 
 from quantize.runtime import noise, sampler
 
@@ -23,12 +24,6 @@ def schedule(settings: sampler.Sampler) -> torch.Tensor:
     return torch.stack([settings.temperature(step) for step in steps]).to(DEVICE)
 
 
-def begin(B: int, L: int, V: int, stability: int = 1) -> CanvasState:
-    seeds = torch.tensor([3, -7, 2**62 + 5, 11][:B], device=DEVICE)
-    canvas = torch.randint(0, V, (B, L), device=DEVICE)
-    return CanvasState.begin(canvas, seeds, stability)
-
-
 def accept(
     draw: Draw, state: CanvasState, temperatures: torch.Tensor, settings: sampler.Sampler
 ) -> None:
@@ -36,20 +31,6 @@ def accept(
         draw, state, temperatures, entropy_bound=settings.entropy_bound,
         confidence_threshold=settings.confidence_threshold,
     )  # fmt: skip
-
-
-def assert_drawn(
-    logits: torch.Tensor, temperature: torch.Tensor, u: torch.Tensor, draw: Draw
-) -> None:
-    """The draw against float64: its cumulative interval holds u, up to float32's rounding of a sum."""
-    p = (logits.double() / temperature[:, None, None].double()).softmax(-1)
-    upper = p.cumsum(-1).gather(-1, draw.sampled[..., None]).squeeze(-1)
-    probability = p.gather(-1, draw.sampled[..., None]).squeeze(-1)
-    assert (probability > 0).all()
-    assert (u[..., 0] <= upper + 2e-6).all()
-    assert (u[..., 0] >= upper - probability - 2e-6).all()
-    entropy = torch.special.entr(p).sum(-1)
-    torch.testing.assert_close(draw.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import fused_dequant as fd
 import pytest
 import torch
 from PIL import Image
@@ -15,6 +16,7 @@ from quantize.errors import InputError
 from quantize.runtime import Sampler
 from quantize.runtime.engine import Canvas
 from quantize.runtime.fused import graphs as passes_of
+from quantize.runtime.fused import text_stack
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.graphs import CAPTURED, WORTH, Steps
 from quantize.runtime.fused.prompt_pieces import pictures, pieces, soft_tokens
@@ -289,6 +291,48 @@ def test_batch_invariant_engine(tiny_checkpoint: Path) -> None:
     assert {rows for rows, _ in engine._steps._lasting} == {4}
     assert not engine._steps._captured
     assert set(engine._commits) == {(1, 16), (1, 256)}  # canvases, and prompts longer than one
+
+
+@pytest.mark.parametrize("canvases_a_piece", [8, 1])
+def test_what_lm_head_leaves_is_read(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, canvases_a_piece: int
+) -> None:
+    """Where lm_head leaves probabilities, they make the soft embedding: the same tokens."""
+    monkeypatch.setattr(passes_of, "CANVASES_A_PIECE", canvases_a_piece)
+    weights, prompts = load_packed(tiny_checkpoint, "cpu"), tokens(4, 20).tolist()
+    read: list[int] = []
+
+    def look(h, embedding, cap, state, schedule, logits, left):
+        """Stand for the kernel: leave the logits and 1 / T in place of p and its sums."""
+        fd.lm_head(h, embedding, cap, logits)
+        inverse = 1 / schedule[state.step.clamp(max=len(schedule)).long() - 1]
+        left.p.copy_(logits)
+        left.total.copy_(inverse.repeat_interleave(state.canvas.shape[1]))
+        return fd.sample(logits.view(*state.canvas.shape, -1), state, schedule)
+
+    def soft_embedding_of(left, embedding, out):
+        read.append(len(left.p))
+        return fd.soft_embedding(left.p, embedding, left.total, out)
+
+    def denoised() -> list[Any]:
+        engine = FusedEngine(weights, capacity=4, max_context=256)
+        for slot in range(4):
+            engine.admit(slot, prompts[slot], slot, SAMPLER)
+        return [engine.denoise(range(4)) for _ in range(2)]
+
+    expected = denoised()
+    for name, value in (
+        ("LOOKING", True),
+        ("look", look),
+        ("soft_embedding_of", soft_embedding_of),
+    ):
+        monkeypatch.setattr(text_stack, name, value)
+    monkeypatch.setattr(
+        text_stack, "looks", lambda device, cap, coldest: (cap, coldest) == (30, 0.4)
+    )
+    assert denoised() == expected
+    rows = weights.config.canvas_length * min(4, canvases_a_piece)
+    assert set(read) == {rows}
 
 
 @pytest.mark.parametrize("room", [17, 30, 700])

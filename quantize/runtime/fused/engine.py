@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from fused_dequant import CanvasState
+from fused_dequant import CanvasState, Probabilities
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -236,7 +236,9 @@ class FusedEngine:
         return self._joins and len(sequence.unencoded) == self.canvas_length
 
     def _step(self, rows: int, sampler: Sampler, keep: bool) -> Step:
-        return Step(self.model, rows, sampler, self._logits, self._pool, keep)
+        coldest = min(sampler.t_min, sampler.t_max)
+        left = self._probabilities if self.model.looks(coldest) else None
+        return Step(self.model, rows, sampler, self._logits, self._pool, keep, left)
 
     def release(self, slot: int) -> None:
         """Free a slot; a free slot stays free."""
@@ -247,6 +249,12 @@ class FusedEngine:
         """The buffer that a step writes the logits of its pieces into, bf16 [rows, V]."""
         rows = min(_bucket(self.capacity), CANVASES_A_PIECE) * self.canvas_length
         return torch.empty(rows, self._vocabulary, dtype=torch.bfloat16, device=self.device)
+
+    @cached_property
+    def _probabilities(self) -> Probabilities:
+        """The buffers that lm_head leaves to the soft embedding, for as many rows."""
+        total = torch.empty(len(self._logits), device=self.device)
+        return Probabilities(torch.empty_like(self._logits), total)
 
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fused_dequant import CanvasState, accept, sample
+from fused_dequant import CanvasState, Draw, Probabilities, accept, sample
 from fused_dequant.canvas import uniforms
 from torch import Tensor
 from torch.profiler import record_function as part
@@ -88,10 +88,12 @@ class Step:
         logits: Tensor,
         pool: Pool,
         keep: bool = False,
+        probabilities: Probabilities | None = None,
     ) -> None:
         device, length = model.weights.device, model.weights.config.canvas_length
         self._model, self._sampler, self._pool = model, sampler, pool
         self._logits, self.rows, self._length = logits, rows, length
+        self._probabilities = probabilities
         config = model.weights.config.text_config
         self._signal = torch.zeros(
             rows * length, config.hidden_size, dtype=torch.bfloat16, device=device
@@ -293,9 +295,8 @@ class Step:
     def _look(self, h: Tensor, start: int) -> None:
         """Draw from the logits of some canvases, and decide their next ones."""
         state, rows, logits = self._piece(start)
-        self._model.logits(h[rows], logits)
+        draw = self._draw(h[rows], state, logits)
         with part("sampler"):
-            draw = sample(logits.view(*state.canvas.shape, -1), state, self._schedule)
             if self._knows:  # else six launches would change nothing
                 draw = holding(draw, self._known[1][start : start + CANVASES_A_PIECE])
             accept(
@@ -304,8 +305,23 @@ class Step:
                 confidence_threshold=self._sampler.confidence_threshold,
             )  # fmt: skip
 
+    def _draw(self, h: Tensor, state: CanvasState, logits: Tensor) -> Draw:
+        if (left := self._left(len(h))) is not None:
+            return self._model.look(h, state, self._schedule, logits, left)
+        self._model.logits(h, logits)
+        with part("sampler"):
+            return sample(logits.view(*state.canvas.shape, -1), state, self._schedule)
+
+    def _left(self, rows: int) -> Probabilities | None:
+        """Return what `look` leaves for the soft embedding of so many rows; None where it cannot."""
+        whole = self._probabilities
+        return None if whole is None else Probabilities(whole.p[:rows], whole.total[:rows])
+
     def _condition(self, start: int) -> None:
         state, rows, logits = self._piece(start)
+        if (left := self._left(len(logits))) is not None:
+            self._model.soft_embedding_of(left, self._signal[rows])
+            return
         inverse = state.inverse_temperature.flatten()
         self._model.soft_embedding(logits, inverse, self._signal[rows])
 

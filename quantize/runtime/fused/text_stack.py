@@ -29,6 +29,9 @@ import torch.nn.functional as F
 from fused_dequant import (
     CELLS,
     Activation,
+    CanvasState,
+    Draw,
+    Probabilities,
     Weight,
     after_attention,
     after_experts,
@@ -39,10 +42,13 @@ from fused_dequant import (
     gelu_mul,
     linear,
     lm_head,
+    look,
+    looks,
     quantize_rows,
     routed_experts,
     scaled_norm,
     soft_embedding,
+    soft_embedding_of,
 )
 from torch import Tensor
 from torch.profiler import record_function as part
@@ -52,6 +58,7 @@ from quantize.runtime.fused.packing import EIGHT_BIT, LayerWeights, Rows, input_
 from quantize.runtime.fused.weights import TextWeights
 
 BESIDE = True  # whether the dense branch has a stream of its own
+LOOKING = True  # whether lm_head leaves what the sampler and the soft embedding would read it for
 
 
 def _rounded_up(n: int, multiple: int) -> int:
@@ -302,6 +309,28 @@ class FusedModel:
         """Return the soft-capped logits bf16 [m, V] of rows [m, H] of `decode`, in `out` if given."""
         with part("vocabulary"):
             return lm_head(h, self.weights.embedding, self.softcap, out=out)
+
+    def looks(self, coldest: float) -> bool:
+        """Return whether `look` can be called at temperatures from `coldest` on."""
+        return LOOKING and looks(self.weights.device, self.softcap, coldest)
+
+    def look(
+        self,
+        h: Tensor,
+        state: CanvasState,
+        schedule: Tensor,
+        logits: Tensor,
+        probabilities: Probabilities,
+    ) -> Draw:
+        """Do `logits` and `sample` in one; leave what `soft_embedding_of` takes."""
+        with part("vocabulary"):
+            own = state, schedule, logits, probabilities
+            return look(h, self.weights.embedding, self.softcap, *own)
+
+    def soft_embedding_of(self, probabilities: Probabilities, out: Tensor) -> Tensor:
+        """Do `soft_embedding` with what `look` left."""
+        with part("vocabulary"):
+            return soft_embedding_of(probabilities, self.weights.embedding, out)
 
     def soft_embedding(
         self, logits: Tensor, inverse_temperature: Tensor, out: Tensor | None = None

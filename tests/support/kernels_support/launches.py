@@ -113,6 +113,8 @@ def launches(capability: Capability) -> list[Launch]:
             _vocabulary(M)
         for B in (1, 4):
             _sampler(B)
+            if fd.looks(torch.device("meta"), 30.0, 0.4):
+                _looks(B)
         for codes, neighbours in (("e2m1", 6), ("e4m3", 0), ("int8", 0)):
             _rounding(codes, neighbours)
         for experts, topk, inputs in ((EXPERTS, TOPK, HIDDEN), (EXPERTS, 1, INNER), (1, 1, 2112)):
@@ -174,8 +176,8 @@ def _layer(scheme: str, M: int) -> None:
         fd.attend(q, keys, values, slots, numbers, numbers, scheme)
     for schemes in ((scheme, scheme), ("bf16", scheme), (scheme, "bf16")):
         fd.after_attention(h, h, norms, schemes)
-    fd.choose_experts(h, blank(EXPERTS, HIDDEN), blank(EXPERTS), TOPK)
     fd.after_experts(h, h, blank(M, TOPK, HIDDEN), norms, (blank(1), blank(1)), M, scheme)
+    fd.choose_experts(h, blank(EXPERTS, HIDDEN), blank(EXPERTS), TOPK)
     fd.scaled_norm(h, 53.0, norm)
     fd.gelu_mul(blank(M, 2 * 2112))
 
@@ -186,10 +188,21 @@ def _vocabulary(M: int) -> None:
     fd.soft_embedding(logits, embedding, blank(M, dtype=torch.float32))
 
 
-def _sampler(B: int) -> None:
+def _looks(B: int) -> None:
+    M, embedding = B * 256, blank(VOCABULARY, HIDDEN)
+    logits, p, total = blank(M, VOCABULARY), blank(M, VOCABULARY), blank(M, dtype=torch.float32)
+    left, (state, schedule) = fd.Probabilities(p, total), _canvases(B)
+    fd.look(blank(M, HIDDEN), embedding, 30.0, state, schedule, logits, left)
+    fd.soft_embedding_of(left, embedding)
+
+
+def _canvases(B: int) -> tuple[fd.CanvasState, Tensor]:
     canvas, seeds = blank(B, 256, dtype=torch.int64), blank(B, dtype=torch.int64)
-    state = fd.CanvasState.begin(canvas, seeds, 1)
-    schedule = blank(48, dtype=torch.float32)
+    return fd.CanvasState.begin(canvas, seeds, 1), blank(48, dtype=torch.float32)
+
+
+def _sampler(B: int) -> None:
+    state, schedule = _canvases(B)
     draw = fd.sample(blank(B, 256, VOCABULARY), state, schedule)
     fd.accept(draw, state, schedule, entropy_bound=0.1, confidence_threshold=0.005)
 

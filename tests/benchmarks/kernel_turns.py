@@ -1,0 +1,229 @@
+"""Times kernels with what would take their place, in turns, on one GPU of sm_90, in about a minute.
+
+    python tests/benchmarks/kernel_turns.py
+
+JSON lines of microseconds: lm_head, sampler and soft embedding, reading the logits and looking at them
+in lm_head's epilogue; the soft embedding by other tiles; what lies between the products by warps and
+registers; experts by other tiles than the table's.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
+
+import fused_dequant as fd
+from fused_dequant import attention, cases, residual, routing, tune, tuning, vocabulary
+from fused_dequant.candidates import Product
+from fused_dequant.timing import measure
+from fused_dequant.weights import Weight
+
+STEPS = 16
+# Of experts, by scheme and rows, what differs from the table; SWAP concerns `down` alone.
+ALTERNATIVES: dict[tuple[str, int], list[dict[str, int]]] = {
+    ("fp8", 1024): [
+        {"NARROWER": 4}, {"MORE": 32, "NARROWER": 3}, {"BM": 128, "MORE": 0, "NARROWER": 3}
+    ],
+    ("fp8", 256): [
+        {"MORE": 16, "NARROWER": 2}, {"MORE": 32, "NARROWER": 3}, {"BM": 64, "NARROWER": 3}
+    ],
+    ("fp8", 2048): [{"SWAP": 0, "NARROWER": 0}],
+    ("fp8", 8192): [{"SWAP": 0, "NARROWER": 0}],
+    ("bf16", 1024): [{"NARROWER": 0}, {"NARROWER": 2}],
+    ("bf16", 512): [{"BM": 64, "MORE": 16, "NARROWER": 0}, {"BM": 32, "MORE": 16, "NARROWER": 2}],
+    ("bf16", 2048): [{"BM": 64, "MORE": 16, "NARROWER": 0, "num_stages": 4}],
+}  # fmt: skip
+# Of the soft embedding.
+TILES: tuple[dict[str, int], ...] = (
+    {}, {"SPLITS": 3, "BK": 64}, {"SPLITS": 3, "BK": 64, "num_stages": 3}, {"BK": 64},
+)  # fmt: skip
+
+
+def small() -> None:
+    """Time what lies between the products with other numbers of warps and of registers."""
+    for M in (256, 1024, 2048):
+        for warps, registers in ((8, None), (4, None), (16, None), (8, 80)):
+            row = {"rows": M, "warps": warps, "registers": registers}
+            print(json.dumps(row | timed_between(M, warps, registers)), flush=True)
+        print(json.dumps({"rows": M} | timed_routing(M) | timed_heads(M)), flush=True)
+
+
+def timed_routing(M: int) -> dict[str, float]:
+    """Return the microseconds of sorting the choices of M rows, by warps."""
+    ids = cases.random_routing(M, cases.EXPERTS, 8, "cuda", spread=cases.SPREAD[M])[0]
+    own, chunk = routing.route(ids, cases.EXPERTS, 64), min(8192, 8 * M)
+
+    def sort(warps: int) -> None:
+        routing.route_kernel[(cases.EXPERTS,)](
+            ids, own.slots, own.block_expert, own.block_rows, own.block_count, 8 * M,
+            E=cases.EXPERTS, EXPERTS=128, BLOCK=64, PADDING=64, CHUNK=chunk, num_warps=warps,
+            CHAINED=True, launch_pdl=True,
+        )  # fmt: skip
+
+    return {f"route, {n} warps": measure([partial(sort, n)] * 8) for n in (4, 8, 16, 32)}
+
+
+def timed_heads(M: int) -> dict[str, float]:
+    """Return the microseconds of norms, rope and cache of M rows, by kind of layer and warps."""
+    found: dict[str, float] = {}
+    slots = torch.arange(M // 256, dtype=torch.int32, device="cuda")
+    positions = torch.arange(256, dtype=torch.int32, device="cuda").repeat(M // 256)
+    for D, heads, capacity, kinds in ((256, 8, 1408, 2), (512, 2, 2048, 1)):
+        qkv, q, angles, cache = (
+            torch.randn(*shape, device="cuda").to(torch.bfloat16)
+            for shape in ((M, (16 + kinds * heads) * D), (M, 16 * D), (2, M, D // 2),
+                          (2, M // 256, capacity, heads, D))
+        )  # fmt: skip
+        weight = torch.ones(D, device="cuda", dtype=torch.bfloat16)
+
+        def work(warps: int, D: int = D, heads: int = heads, tensors: Any = (qkv, q, *angles, *cache),
+                 weight: torch.Tensor = weight, capacity: int = capacity, shared: bool = kinds == 1,
+        ) -> None:  # fmt: skip
+            qkv, q, cos, sin, keys, values = tensors
+            attention.heads_kernel[(M, 3)](
+                qkv, weight, weight, cos, sin, slots, positions, q, keys, values, 256, capacity,
+                1e-6, Q_HEADS=16, KV_HEADS=heads, D=D, SHARED=shared, num_warps=warps,
+                CHAINED=True, launch_pdl=True,
+            )  # fmt: skip
+
+        for warps in (2, 4, 8):
+            found[f"heads of {D}, {warps} warps"] = measure([partial(work, warps)] * 8)
+    return found
+
+
+def logits_read_or_not() -> None:
+    """Time lm_head, sampler and soft embedding in turns, reading the logits and not."""
+    table = torch.randn(262_144, 2816, device="cuda", dtype=torch.bfloat16) * 0.02
+    for M in (256, 1024, 512, 2048):
+        both_ways(M, table)
+
+
+def both_ways(M: int, table: torch.Tensor) -> None:
+    """Print the microseconds of M rows, and the share of positions at which draws differ."""
+    V, H = table.shape
+    schedule = torch.linspace(0.8, 0.42, STEPS, device="cuda")
+    h = torch.randn(M, H, device="cuda", dtype=torch.bfloat16)
+    canvas = torch.zeros(M // 256, 256, dtype=torch.int64, device="cuda")
+    state = fd.CanvasState.begin(canvas, canvas[:, 0].contiguous(), 1)
+    sharpness = torch.full((M,), 1 / 0.8, device="cuda")
+    logits, p = (torch.empty(M, V, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    left = fd.Probabilities(p, torch.empty(M, device="cuda"))
+    calls: dict[str, Callable[[], Any]] = {
+        "lm_head": lambda: fd.lm_head(h, table, 30.0, logits),
+        "sample": lambda: fd.sample(logits.view(*canvas.shape, V), state, schedule),
+        "soft_embedding": lambda: fd.soft_embedding(logits, table, sharpness),
+        "look": lambda: fd.look(h, table, 30.0, state, schedule, logits, left),
+        "soft_embedding_of": lambda: fd.soft_embedding_of(left, table),
+    }
+    works = list(calls.values())
+    for turn in range(3):
+        row: dict[str, Any] = {"rows": M, "turn": turn}
+        if not turn:
+            row |= {name: measure([work], replays=10) for name, work in calls.items()}
+        for name, way in (("reading", works[:3]), ("looking", works[3:])):
+            row[name] = measure(way, replays=10) * len(way)
+        print(json.dumps(row), flush=True)
+    config = tuning.choose("soft_embedding", "bf16", M, H, V, table.device)
+    row = {"rows": M}
+    for tiles in TILES * 2:
+        call = partial(vocabulary.soft_embedding_of, left, table, config=config | tiles)
+        row.setdefault(f"soft embedding {tiles}", []).append(measure([call], replays=10))
+    print(json.dumps(row), flush=True)
+    ours, theirs = calls["look"](), calls["sample"]()
+    row = {
+        "rows": M,
+        "sampled that differ": (ours.sampled != theirs.sampled).float().mean().item(),
+        "argmax that differ": (ours.argmax != theirs.argmax).float().mean().item(),
+        "entropy error": (ours.entropy - theirs.entropy).abs().max().item(),
+    }
+    both = [calls[name]().double() for name in ("soft_embedding", "soft_embedding_of")]
+    row["soft embedding error"] = float((both[1] - both[0]).norm() / both[0].norm())
+    print(json.dumps(row), flush=True)
+
+
+def compile_aside() -> None:
+    """Compile on all cores what `experts` launches."""
+    jobs: list[tuple[Product, dict[str, int]]] = []
+    for (scheme, M), alternatives in ALTERNATIVES.items():
+        up = Product("experts_up", scheme, M, 2 * cases.INNER, cases.HIDDEN)
+        for product in (up, Product("experts_down", scheme, M, cases.HIDDEN, cases.INNER)):
+            own = tuning.choose("experts", scheme, M, product.N, product.K, torch.device("cuda"))
+            jobs += [(product, own | changes) for changes in [{}, *alternatives]]
+    tune.compile_all(jobs)
+
+
+def experts() -> None:
+    """Time experts, by the table and with what ALTERNATIVES change of it, in turns."""
+    choose, changes = tuning.choose, dict[str, int]()
+
+    def chosen(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device) -> Any:
+        down_only = "SWAP" in changes and K != cases.INNER
+        return choose(verb, scheme, M, N, K, device) | ({} if down_only else changes)
+
+    weights: dict[str, tuple[Weight, ...]] = {}
+    with patch.object(tuning, "choose", chosen):
+        for (scheme, M), alternatives in ALTERNATIVES.items():
+            if scheme not in weights:
+                weights[scheme] = tuple(
+                    cases.random_weight(scheme, cases.EXPERTS, N, K, "cuda")
+                    for N, K in ((2 * cases.INNER, cases.HIDDEN), (cases.HIDDEN, cases.INNER))
+                )
+            x = cases.random_tokens(M, cases.HIDDEN, "cuda")
+            ids, share = cases.random_routing(
+                M, cases.EXPERTS, cases.TOPK, "cuda", spread=cases.SPREAD[M]
+            )
+            call = partial(fd.routed_experts, x, None, ids, share, *weights[scheme])
+            row: dict[str, Any] = {"experts": scheme, "rows": M}
+            for changes in [{}, *alternatives] * 2:
+                row.setdefault(str(changes), []).append(measure([call], replays=10))
+            print(json.dumps(row), flush=True)
+
+
+def timed_between(M: int, warps: int, registers: int | None) -> dict[str, float]:
+    """Return the microseconds of the kernels for M rows of FP8 activations."""
+    H, dtype = 2816, torch.bfloat16
+    h, dense, o, out, router = (torch.randn(M, H, device="cuda").to(dtype) for _ in range(5))
+    routed = torch.randn(M, 8, H, device="cuda").to(dtype)
+    codes = [torch.empty(M, H, dtype=torch.float8_e4m3fn, device="cuda") for _ in range(2)]
+    scales = [torch.empty(M, device="cuda") for _ in range(2)]
+    norms = torch.ones(4, H, device="cuda", dtype=dtype).unbind()
+    one = torch.ones(1, device="cuda", dtype=dtype)
+    rest: dict[str, Any] = {
+        "LOW": 2048,
+        "HIGH": 1024,
+        "CHAINED": True,
+        "launch_pdl": True,
+        "num_warps": warps,
+    }
+    rest |= {"maxnreg": registers} if registers else {}
+
+    def after_experts() -> None:
+        residual.after_experts_kernel[(M,)](
+            h, dense, routed, *norms[:3], one, one, norms[3], out, codes[0], scales[0], M, H,
+            1e-6, CHOICES=8, LARGEST=448.0, **rest,
+        )  # fmt: skip
+
+    def after_attention() -> None:
+        residual.after_attention_kernel[(M,)](
+            h, o, *norms, out, codes[0], scales[0], codes[1], scales[1], router, H, 1e-6,
+            H**-0.5, DENSE=448.0, EXPERTS=448.0, **rest,
+        )  # fmt: skip
+
+    return {call.__name__: measure([call] * 8) for call in (after_experts, after_attention)}
+
+
+if __name__ == "__main__":
+    aside = Thread(target=compile_aside)
+    aside.start()
+    logits_read_or_not()
+    small()
+    aside.join()
+    experts()
