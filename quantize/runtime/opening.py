@@ -19,7 +19,7 @@ from quantize.errors import InputError
 from quantize.progress import say, track
 from quantize.recipe import ActivationMode
 from quantize.runtime.engine import Engine
-from quantize.runtime.memory import Need, Stack, budget_of, plan
+from quantize.runtime.memory import Need, Plan, Stack, budget_of, plan
 
 if TYPE_CHECKING:
     from quantize.runtime.fused.weights import TextWeights
@@ -155,9 +155,30 @@ def placed(
     Raises:
         ResourceError: not even one slot over streamed layers fits.
     """
+    found = planned(
+        checkpoints, device, capacity=capacity, max_context=max_context, gpu_memory=gpu_memory,
+        caches=caches, compares=compares, beside=beside,
+    )  # fmt: skip
+    return (
+        (capacity, [None] * len(checkpoints)) if found is None else (found.batch, [*found.resident])
+    )
+
+
+def planned(
+    checkpoints: Sequence[Path],
+    device: str,
+    *,
+    capacity: int,
+    max_context: int | None = None,
+    gpu_memory: float | None = None,
+    caches: int = 1,
+    compares: bool = False,
+    beside: float = 0.0,
+) -> Plan | None:
+    """Return the plan behind `placed`, which takes the same; None where nothing is planned."""
     budget = budget_of(device, gpu_memory)
     if budget is None:
-        return capacity, [None] * len(checkpoints)
+        return None
     from quantize.runtime.fused.engine import DEFAULT_CONTEXT
 
     opened = [Checkpoint.open(folder) for folder in checkpoints]
@@ -177,7 +198,7 @@ def placed(
             f"{title}: {kept} layers stay in {budget / 1e9:.1f} GB of GPU memory, "
             f"{found.streamed / 1e9:.1f} GB are streamed a pass, {found.batch} canvases at once"
         )
-    return found.batch, list(found.resident)
+    return found
 
 
 def _for_modules(checkpoint: Path | RandomModel, batch_invariant: bool) -> Path:

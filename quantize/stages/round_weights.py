@@ -40,8 +40,8 @@ from quantize.recipe import Calibration, Recipe
 from quantize.rounding import global_scale
 from quantize.run_dir import folder_when_complete, read_json, sync_file, write_json, write_text
 from quantize.runtime.engine import Engine
-from quantize.runtime.memory import CONTEXT_BYTES, budget_of, hold_to
-from quantize.runtime.opening import open, placed
+from quantize.runtime.memory import Plan, budget_of
+from quantize.runtime.opening import open, planned
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Prompt, context_of, record_all
 from quantize.schemes import Scheme
@@ -244,26 +244,35 @@ class _Loop:
         self._sampler = Sampler.from_checkpoint(source.folder)
 
     @cached_property
+    def _context(self) -> int:
+        ids = [prompt.ids for prompt in self.prompts]
+        return context_of(self._source.folder, ids, self._settings.canvases)
+
+    @cached_property
+    def _plan(self) -> Plan | None:
+        """How the model and the least of Hessians fit the GPU."""
+        return planned(
+            [self._source.folder], self._device, capacity=self._settings.batch_size,
+            max_context=self._context, gpu_memory=self._memory,
+            beside=HESSIAN_BYTES + ROUNDING_BYTES,
+        )  # fmt: skip
+
+    @cached_property
     def _engine(self) -> Engine:
-        folder, settings = self._source.folder, self._settings
-        context = context_of(folder, [prompt.ids for prompt in self.prompts], settings.canvases)
-        room: dict[str, Any] = {"device": self._device, "max_context": context}
-        if self._device == "cpu" or self._memory is None:
-            return open(folder, capacity=settings.batch_size, **room)
-        left = self._memory - HESSIAN_BYTES - ROUNDING_BYTES
-        capacity, (resident,) = placed(
-            [folder], capacity=settings.batch_size, gpu_memory=left, **room
+        plan = None if self._device == "cpu" else self._plan
+        return open(
+            self._source.folder,
+            device=self._device,
+            capacity=self._settings.batch_size if plan is None else plan.batch,
+            max_context=self._context,
+            resident=None if plan is None else plan.resident[0],
         )
-        hold_to(self._device, self._memory)  # the plan held the allocator to `left`
-        return open(folder, capacity=capacity, resident=resident, **room)
 
     def room(self) -> int:
-        """Return the bytes of Hessians that fit beside the model."""
-        if self._device == "cpu" or self._memory is None:
+        """Return the bytes of Hessians that fit beside all that the plan has."""
+        if self._device == "cpu" or self._memory is None or self._plan is None:
             return HESSIAN_BYTES
-        _ = self._engine  # it is loaded now, so that what it leaves is known
-        used = torch.cuda.memory_allocated(self._device)
-        return max(HESSIAN_BYTES, int(self._memory - CONTEXT_BYTES - used - ROUNDING_BYTES))
+        return HESSIAN_BYTES + int(self._memory - self._plan.total)
 
     def hessians_of(self, units: Sequence[Unit]) -> Hessians:
         """Run the loop and return the Hessians of the units' inputs."""
