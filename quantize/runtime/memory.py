@@ -15,9 +15,8 @@ that is not enough. Bytes are computed from shapes.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -74,16 +73,16 @@ class Need:
 
     Attributes:
         stage: name of the stage.
-        stacks: models that are on the GPU together.
+        stack: the model that is on the GPU.
         batch: canvases denoised at once.
         context: positions a sample takes, prompt and answer.
-        compares: whether logits of the models are compared.
-        caches: engines, each with keys and values of its own; several may share a model.
+        compares: whether its logits are compared with another model's.
+        caches: engines of the model, each with keys and values of its own.
         beside: bytes that the stage itself holds.
     """
 
     stage: str
-    stacks: tuple[Stack, ...]
+    stack: Stack
     batch: int
     context: int
     compares: bool = False
@@ -93,11 +92,11 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a stage fits a GPU: resident layers of each stack, canvases at once, bytes by part."""
+    """How a stage fits a GPU: resident layers, canvases at once, bytes by part."""
 
     need: Need
     batch: int
-    resident: tuple[int, ...]
+    resident: int
     parts: dict[str, float]
 
     @property
@@ -107,9 +106,9 @@ class Plan:
 
     @property
     def streamed(self) -> float:
-        """Bytes that one pass of every model takes from the files."""
-        stacks = zip(self.need.stacks, self.resident, strict=True)
-        return sum(sum(s.layers) * (1 - kept / len(s.layers)) for s, kept in stacks)
+        """Bytes that one pass takes from the files."""
+        layers = self.need.stack.layers
+        return sum(layers) * (1 - self.resident / len(layers))
 
 
 def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
@@ -172,49 +171,22 @@ def hold_to(device: str, nbytes: float) -> None:
 def least_bytes(need: Need, config: Mapping[str, Any]) -> float:
     """Return the bytes that a stage needs with one canvas and every layer streamed."""
     one = _parts(replace(need, batch=1), config)
-    return sum(one.values()) + sum(stack.fixed + stack.streaming for stack in need.stacks)
+    return sum(one.values()) + need.stack.fixed + need.stack.streaming
 
 
 def _fit(need: Need, config: Mapping[str, Any], budget: float) -> Plan | None:
-    """Keep as many bytes of layers as fit; of equal choices the first models are streamed."""
-    parts = _parts(need, config)
-    left = budget - sum(parts.values()) - sum(stack.fixed for stack in need.stacks)
-    best: Plan | None = None
-    for choice in product((False, True), repeat=len(need.stacks)):
-        kept = _kept(need.stacks, choice, left)
-        if kept is None:
-            continue
-        pairs = list(zip(need.stacks, kept, strict=True))
-        weights = {
-            "fixed": sum(stack.fixed for stack in need.stacks),
-            "layers": sum(_resident_bytes(*pair) for pair in pairs),
-            "streaming": sum(s.streaming for s, count in pairs if count < len(s.layers)),
-        }
-        found = Plan(need, need.batch, kept, weights | parts)
-        if best is None or found.streamed < best.streamed:
-            best = found
-    return best
-
-
-def _kept(stacks: Sequence[Stack], streamed: Sequence[bool], left: float) -> tuple[int, ...] | None:
-    """Return how many layers of each stack stay in `left` bytes, None where they do not fit."""
-    for stack, streams in zip(stacks, streamed, strict=True):
-        left -= stack.streaming if streams else sum(stack.layers)
+    """Keep all layers, or as many as fit beside what streaming takes; None where none streams."""
+    parts, stack = _parts(need, config), need.stack
+    left = budget - sum(parts.values()) - stack.fixed
+    weights = {"fixed": stack.fixed, "layers": float(sum(stack.layers)), "streaming": 0.0}
+    if left >= weights["layers"]:
+        return Plan(need, need.batch, len(stack.layers), weights | parts)
+    left -= stack.streaming
     if left < 0:
         return None
-    kept: list[int] = []
-    for stack, streams in zip(stacks, streamed, strict=True):
-        count = len(stack.layers)
-        if streams:
-            count = min(count - 1, int(left / max(stack.layers)))
-            left -= _resident_bytes(stack, count)
-        kept.append(count)
-    return tuple(kept)
-
-
-def _resident_bytes(stack: Stack, kept: int) -> float:
-    """Return the bytes of all layers, or of `kept` layers as large as the largest."""
-    return sum(stack.layers) if kept == len(stack.layers) else kept * max(stack.layers)
+    kept = min(len(stack.layers) - 1, int(left / max(stack.layers)))
+    weights |= {"layers": kept * max(stack.layers), "streaming": stack.streaming}
+    return Plan(need, need.batch, kept, weights | parts)
 
 
 def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:

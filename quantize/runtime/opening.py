@@ -7,7 +7,7 @@ An engine is imported when it is opened: who only plans memory waits neither for
 triton.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +19,7 @@ from quantize.errors import InputError
 from quantize.progress import say, track
 from quantize.recipe import ActivationMode
 from quantize.runtime.engine import Engine
-from quantize.runtime.memory import Need, Plan, Stack, budget_of, plan
+from quantize.runtime.memory import Need, Stack, budget_of, plan
 
 if TYPE_CHECKING:
     from quantize.runtime.fused.weights import TextWeights
@@ -91,9 +91,10 @@ def open(
     from quantize.runtime.fused.inputs import inputs_of
 
     if resident is None and isinstance(checkpoint, Path) and not isinstance(beside, FusedEngine):
-        capacity, (resident,) = placed(
-            [checkpoint], device, capacity=capacity, max_context=max_context, gpu_memory=gpu_memory
+        place = placed(
+            checkpoint, device, capacity=capacity, max_context=max_context, gpu_memory=gpu_memory
         )
+        capacity, resident = place.capacity, place.resident
     weights = _weights(checkpoint, device, resident, beside)
     inputs = None
     if activations is not None and isinstance(checkpoint, Path):
@@ -129,8 +130,23 @@ def default_kind(device: str, dtype: torch.dtype | None = None) -> Kind:
     return "modules" if device == "cpu" or dtype == torch.float32 else "fused"
 
 
+@dataclass(frozen=True)
+class Place:
+    """How a checkpoint fits a device.
+
+    Attributes:
+        capacity: slots.
+        resident: layers that stay there, as `open` takes it; None for all.
+        left: bytes of the budget that nothing takes; None where there is no budget.
+    """
+
+    capacity: int
+    resident: int | None
+    left: float | None
+
+
 def placed(
-    checkpoints: Sequence[Path],
+    checkpoint: Path,
     device: str,
     *,
     capacity: int,
@@ -139,66 +155,39 @@ def placed(
     caches: int = 1,
     compares: bool = False,
     beside: float = 0.0,
-) -> tuple[int, list[int | None]]:
-    """Plan how checkpoints share a GPU; return the slots, and each one's `resident` for `open`.
+) -> Place:
+    """Plan how a checkpoint fits a GPU, without reading any weights.
 
     Args:
-        checkpoints: folders; the first are streamed first.
+        checkpoint: its folder.
         device: as in `open`; on a CPU everything fits unless `gpu_memory` is given.
         capacity: the most slots.
         max_context: as in `open`.
         gpu_memory: as in `open`.
-        caches: number of engines; several may share a checkpoint.
-        compares: whether the models' logits are compared.
-        beside: bytes that the caller holds beside the models.
+        caches: number of engines that share it.
+        compares: whether its logits are compared with another model's.
+        beside: bytes that the caller holds beside the model.
 
     Raises:
         ResourceError: not even one slot over streamed layers fits.
     """
-    found = planned(
-        checkpoints, device, capacity=capacity, max_context=max_context, gpu_memory=gpu_memory,
-        caches=caches, compares=compares, beside=beside,
-    )  # fmt: skip
-    return (
-        (capacity, [None] * len(checkpoints)) if found is None else (found.batch, [*found.resident])
-    )
-
-
-def planned(
-    checkpoints: Sequence[Path],
-    device: str,
-    *,
-    capacity: int,
-    max_context: int | None = None,
-    gpu_memory: float | None = None,
-    caches: int = 1,
-    compares: bool = False,
-    beside: float = 0.0,
-) -> Plan | None:
-    """Return the plan behind `placed`, which takes the same; None where nothing is planned."""
     budget = budget_of(device, gpu_memory)
     if budget is None:
-        return None
+        return Place(capacity, None, None)
     from quantize.runtime.fused.engine import DEFAULT_CONTEXT
 
-    opened = [Checkpoint.open(folder) for folder in checkpoints]
-    stacks = tuple(
-        Stack.of(
-            each.folder.name, {name: info.nbytes for name, info in each.tensors.items()},
-            quantized=each.is_quantized,
-        )
-        for each in opened
-    )  # fmt: skip
-    title = " and ".join(str(folder) for folder in checkpoints)
-    need = Need(title, stacks, capacity, max_context or DEFAULT_CONTEXT, compares, caches, beside)
-    found = plan(need, opened[0].config, budget)
+    opened = Checkpoint.open(checkpoint)
+    sizes = {name: info.nbytes for name, info in opened.tensors.items()}
+    stack = Stack.of(checkpoint.name, sizes, quantized=opened.is_quantized)
+    context = max_context or DEFAULT_CONTEXT
+    need = Need(str(checkpoint), stack, capacity, context, compares, caches, beside)
+    found = plan(need, opened.config, budget)
     if found.streamed or found.batch < capacity:
-        kept = ", ".join(map(str, found.resident))
         say(
-            f"{title}: {kept} layers stay in {budget / 1e9:.1f} GB of GPU memory, "
+            f"{checkpoint}: {found.resident} layers stay in {budget / 1e9:.1f} GB of GPU memory, "
             f"{found.streamed / 1e9:.1f} GB are streamed a pass, {found.batch} canvases at once"
         )
-    return found
+    return Place(found.batch, found.resident, budget - found.total)
 
 
 def _for_modules(checkpoint: Path | RandomModel, batch_invariant: bool) -> Path:

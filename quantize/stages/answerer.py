@@ -114,10 +114,11 @@ class Answerer:
 
     def _place(self) -> None:
         """Plan how many samples and layers stay in GPU memory, without reading any weights."""
-        self.capacity, (self._resident,) = placed(
-            [self.folder], self.device, capacity=self.capacity, max_context=self._context,
+        place = placed(
+            self.folder, self.device, capacity=self.capacity, max_context=self._context,
             gpu_memory=self.gpu_memory,
         )  # fmt: skip
+        self.capacity, self._resident = place.capacity, place.resident
 
     def engine(self, context: int) -> Engine:
         """Return the engine, loaded when it is first needed, with room for `context` positions.

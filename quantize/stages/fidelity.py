@@ -169,12 +169,13 @@ def _placed(
     room: dict[str, Any] = {"device": device, "max_context": context}
     asked: dict[str, Any] = room | {"gpu_memory": gpu_memory}
     # The check of its Linears takes less than comparing logits does.
-    batch, (own,) = placed([source], capacity=BATCH, compares=True, **asked)
+    own = placed(source, capacity=BATCH, compares=True, **asked)
     vocabulary = Checkpoint.open(source).tensors[EMBEDDING].nbytes
-    batch, (quantized,) = placed(
-        [checkpoint], capacity=batch, caches=len(modes), compares=True, beside=vocabulary, **asked
-    )
-    return _Places(room | {"capacity": batch}, own, quantized)
+    quantized = placed(
+        checkpoint, capacity=own.capacity, caches=len(modes), compares=True, beside=vocabulary,
+        **asked,
+    )  # fmt: skip
+    return _Places(room | {"capacity": quantized.capacity}, own.resident, quantized.resident)
 
 
 def open_all(

@@ -50,15 +50,15 @@ def needs(
     replayed = FRESH_TOKENS + 2 * canvas
     if recipe.needs_calibration and (settings := recipe.calibration):
         replayed = settings.max_prompt_tokens + settings.canvases * canvas
-        found.append(Need("calibrate", (bf16,), settings.batch_size, replayed))
+        found.append(Need("calibrate", bf16, settings.batch_size, replayed))
     if recipe.quantization.rounding == "gptq" and (settings := recipe.calibration):
         length = settings.max_prompt_tokens + settings.canvases * canvas
         hessians = HESSIAN_BYTES + ROUNDING_BYTES
-        found.append(Need("round", (bf16,), settings.batch_size, length, beside=hessians))
+        found.append(Need("round", bf16, settings.batch_size, length, beside=hessians))
     vocabulary = tensors[EMBEDDING].nbytes  # of BF16, whose layers are gone when the other comes
-    found.append(Need("fidelity BF16", (bf16,), REPLAYED, replayed, True))
+    found.append(Need("fidelity BF16", bf16, REPLAYED, replayed, True))
     found.append(
-        Need(f"fidelity {recipe.name}", (quantized,), REPLAYED, replayed, True, 2, vocabulary)
+        Need(f"fidelity {recipe.name}", quantized, REPLAYED, replayed, True, 2, vocabulary)
     )
     longest = max(
         ANSWER_TOKENS.get(task, max(ANSWER_TOKENS.values())) for task in recipe.evaluation.tasks
@@ -66,15 +66,14 @@ def needs(
     for stack in (bf16, quantized):
         name = f"evaluate {stack.name}"
         batch = recipe.evaluation.batch_size or AT_ONCE["fused"]
-        found.append(Need(name, (stack,), batch, QUESTION_TOKENS + longest))
+        found.append(Need(name, stack, batch, QUESTION_TOKENS + longest))
     return found
 
 
 def memory_table(need: Need, config: Mapping[str, Any], budgets: Sequence[float]) -> Table:
     """Return how a stage fits `budgets`, each in bytes, in GB by part."""
-    models = " and ".join(stack.name for stack in need.stacks)
     table = Table(
-        title=f"{need.stage}: {models}, {need.context:,} positions a sample",
+        title=f"{need.stage}: {need.stack.name}, {need.context:,} positions a sample",
         title_justify="left",
     )
     columns = (
@@ -103,8 +102,7 @@ def _missing(need: Need, config: Mapping[str, Any]) -> str:
 
 
 def _cells(found: Plan) -> list[str]:
-    stacks = zip(found.resident, found.need.stacks, strict=True)
-    kept = ", ".join(f"{kept} of {len(stack.layers)}" for kept, stack in stacks)
+    kept = f"{found.resident} of {len(found.need.stack.layers)}"
     parts = found.parts
     weights = parts["fixed"] + parts["layers"] + parts["streaming"]
     rest = found.total - weights - parts["cache"] - parts["vocabulary"]

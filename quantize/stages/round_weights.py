@@ -40,8 +40,7 @@ from quantize.recipe import Calibration, Recipe
 from quantize.rounding import global_scale
 from quantize.run_dir import folder_when_complete, read_json, sync_file, write_json, write_text
 from quantize.runtime.engine import Engine
-from quantize.runtime.memory import Plan, budget_of
-from quantize.runtime.opening import open, planned
+from quantize.runtime.opening import Place, open, placed
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Prompt, context_of, record_all
 from quantize.schemes import Scheme
@@ -240,7 +239,7 @@ class _Loop:
     ) -> None:
         self.prompts = load_prompts(source.folder, settings, settings.prompts)
         self._source, self._settings = source, settings
-        self._device, self._memory = device, budget_of(device, gpu_memory)
+        self._device, self._memory = device, None if device == "cpu" else gpu_memory
         self._sampler = Sampler.from_checkpoint(source.folder)
 
     @cached_property
@@ -249,30 +248,25 @@ class _Loop:
         return context_of(self._source.folder, ids, self._settings.canvases)
 
     @cached_property
-    def _plan(self) -> Plan | None:
-        """How the model and the least of Hessians fit the GPU."""
-        return planned(
-            [self._source.folder], self._device, capacity=self._settings.batch_size,
+    def _place(self) -> Place:
+        """How the model fits beside the least of Hessians."""
+        return placed(
+            self._source.folder, self._device, capacity=self._settings.batch_size,
             max_context=self._context, gpu_memory=self._memory,
             beside=HESSIAN_BYTES + ROUNDING_BYTES,
         )  # fmt: skip
 
     @cached_property
     def _engine(self) -> Engine:
-        plan = None if self._device == "cpu" else self._plan
+        place = self._place
         return open(
-            self._source.folder,
-            device=self._device,
-            capacity=self._settings.batch_size if plan is None else plan.batch,
-            max_context=self._context,
-            resident=None if plan is None else plan.resident[0],
-        )
+            self._source.folder, device=self._device, capacity=place.capacity,
+            max_context=self._context, resident=place.resident,
+        )  # fmt: skip
 
     def room(self) -> int:
-        """Return the bytes of Hessians that fit beside all that the plan has."""
-        if self._device == "cpu" or self._memory is None or self._plan is None:
-            return HESSIAN_BYTES
-        return HESSIAN_BYTES + int(self._memory - self._plan.total)
+        """Return the bytes of Hessians that fit beside all that is planned."""
+        return HESSIAN_BYTES + int(self._place.left or 0)
 
     def hessians_of(self, units: Sequence[Unit]) -> Hessians:
         """Run the loop and return the Hessians of the units' inputs."""

@@ -21,6 +21,7 @@ from quantize.hessians import Hessians
 from quantize.recipe import Calibration, Recipe, load_recipe, parse_recipe
 from quantize.run_dir import read_json
 from quantize.runtime import Sampler, generate
+from quantize.runtime.memory import Plan, plan
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.schemes import SCHEMES
 from quantize.stages import round_weights as stage
@@ -233,14 +234,15 @@ def test_hessians_take_what_the_plan_leaves_of_a_gpu(
     loop = stage._Loop(source, settings, "cpu", None)
     assert loop.room() == stage.HESSIAN_BYTES
     monkeypatch.setattr("quantize.runtime.opening.budget_of", lambda device, asked: asked)
-    loop._device = "cuda"
+    plans: list[Plan] = []
+    monkeypatch.setattr(
+        "quantize.runtime.opening.plan", lambda *asked: plans.append(plan(*asked)) or plans[-1]
+    )
     for budget in (24e9, 141e9):
-        loop._memory = budget
-        vars(loop).pop("_plan", None)
-        plan = loop._plan
-        assert plan is not None
-        assert plan.need.beside == stage.HESSIAN_BYTES + stage.ROUNDING_BYTES
-        assert min(plan.parts[part] for part in ("activations", "vocabulary", "cache", "CUDA")) > 0
-        taken = sum(plan.parts.values()) - stage.HESSIAN_BYTES
-        assert loop.room() == pytest.approx(budget - taken)
-        assert loop.room() >= stage.HESSIAN_BYTES
+        loop = stage._Loop(source, settings, "cuda", budget)
+        left = loop.room() - stage.HESSIAN_BYTES
+        parts = plans[-1].parts
+        assert parts["beside"] == stage.HESSIAN_BYTES + stage.ROUNDING_BYTES
+        assert min(parts[name] for name in ("activations", "vocabulary", "cache", "CUDA")) > 0
+        assert left == pytest.approx(budget - sum(parts.values()))
+        assert left > 0
