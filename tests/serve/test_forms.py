@@ -9,7 +9,15 @@ import jsonschema_rs
 import openai
 import pytest
 import torch
-from serving import QUESTION, Running, TellingEngine, running, text_with_tools, tokenizer
+from serving import (
+    QUESTION,
+    Running,
+    TellingEngine,
+    chances_after_one_step,
+    running,
+    text_with_tools,
+    tokenizer,
+)
 
 from quantize.errors import InputError
 from quantize.serve.calls import read_calls
@@ -242,7 +250,6 @@ def test_log_probabilities_are_those_of_the_committed_tokens(server: Running) ->
         best = [candidate.logprob for candidate in entry.top_logprobs]
         assert best == sorted(best, reverse=True)
         assert len(best) == 5
-        assert entry.logprob == pytest.approx(best[0], abs=1e-3)  # the argmax is committed
         assert bytes(entry.bytes).decode() == entry.token
     streamed = [
         entry
@@ -251,6 +258,21 @@ def test_log_probabilities_are_those_of_the_committed_tokens(server: Running) ->
         for entry in chunk.choices[0].logprobs.content
     ]
     assert streamed == entries
+
+
+def test_log_probabilities_are_those_of_the_models_own_logits(server: Running) -> None:
+    """One step over noise leaves a model unsure, so that a factor of its logits would show."""
+    question = "Tell me a story."
+    options: Any = {"seed": 1, "logprobs": True, "top_logprobs": 5}
+    choice = server.ask(question, **options, extra_body={"num_inference_steps": 1}).choices[0]
+    expected = chances_after_one_step(question, 1).topk(5)
+    entries = choice.logprobs.content
+    assert min(entry.logprob for entry in entries) < -1
+    for entry, token, best in zip(entries, expected.indices, expected.values, strict=False):
+        assert entry.token == tokenizer().decode(token[:1])  # the argmax is committed
+        assert entry.logprob == pytest.approx(best[0].item(), abs=1e-4)
+        shown = [candidate.logprob for candidate in entry.top_logprobs]
+        assert shown == pytest.approx(best.tolist(), abs=1e-4)
 
 
 def test_thoughts_have_no_entries_and_completions_have_columns(server: Running) -> None:

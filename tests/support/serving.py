@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from openai import OpenAI
+from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.bundled import CHECKPOINT
@@ -22,6 +24,7 @@ from quantize.runtime.fused.weights import model_config
 from quantize.runtime.given import Given
 from quantize.runtime.images import Images
 from quantize.runtime.modules.engine import ModelEngine
+from quantize.runtime.noise import CounterNoise
 from quantize.serve.options import Options
 from quantize.serve.pictures import Pictures
 from quantize.serve.server import Server, make_server
@@ -51,6 +54,20 @@ def in_process(
         ModelEngine(model()), [ids], [seed], max_new_tokens=max_tokens, sampler=sampler
     )
     return sample
+
+
+def chances_after_one_step(question: str, seed: int) -> Tensor:
+    """Log-probabilities [L, V] of the first canvas' first step, in float64 from the modules' logits.
+
+    No sampler, guide or server has a part in them.
+    """
+    ids = encode_chat(tokenizer(), [{"role": "user", "content": question}], thinking=False)
+    passes, row = ModelEngine(model()).passes([ids]), torch.tensor([0])
+    noise = CounterNoise(torch.tensor([seed]))
+    canvas = noise.initial_canvas(0, row, passes.canvas_length, passes.vocabulary)
+    decoded = passes.decode([0], canvas, None)
+    (piece,) = decoded.pieces()
+    return decoded.logits(piece)[0].double().log_softmax(-1)
 
 
 def text_of(sample: Sample) -> str:
