@@ -30,6 +30,7 @@ from quantize.runtime.memory import budget_of
 from quantize.runtime.memory import plan as fit
 from quantize.stage import STAGES, Run, Stage
 from quantize.stages.estimate import (
+    H200_BYTES,
     cannot_pass,
     estimate_table,
     evaluation_seconds,
@@ -179,13 +180,15 @@ def show_plan(
         screen.print(gpu_table(targets, config, chosen))
     for sentence in cannot_pass(recipe):
         say(sentence)
+    needed = needs(recipe, config, tensors, targets)
     if model is not None:  # the rates hold for the real layer shapes
-        screen.print(estimate_table(targets, recipe), sizes_table(tensors))
+        budget = gpu_memory or (chosen.memory or H200_BYTES if chosen else None)
+        screen.print(estimate_table(targets, recipe, needed, config, budget), sizes_table(tensors))
     if model is not None or gpu_memory is not None or gpu is not None:
         budgets = [gb * 1e9 for gb in BUDGETS_GB] if gpu_memory is None else [gpu_memory]
         if chosen and chosen.memory and gpu_memory is None:
             budgets = [chosen.memory]
-        for need in needs(recipe, config, tensors, targets):
+        for need in needed:
             screen.print(memory_table(need, config, budgets))
             if gpu_memory is not None:
                 fit(need, config, gpu_memory)
