@@ -30,7 +30,7 @@ STEPS = 16
 # Of experts, by scheme and rows, what differs from the table; SWAP concerns `down` alone.
 ALTERNATIVES: dict[tuple[str, int], list[dict[str, int]]] = {
     ("fp8", 1024): [
-        {"NARROWER": 4}, {"MORE": 32, "NARROWER": 3}, {"BM": 128, "MORE": 0, "NARROWER": 3}
+        {"NARROWER": 2}, {"MORE": 32, "NARROWER": 3}, {"BM": 128, "MORE": 0, "NARROWER": 3}
     ],
     ("fp8", 256): [
         {"MORE": 16, "NARROWER": 2}, {"MORE": 32, "NARROWER": 3}, {"BM": 64, "NARROWER": 3}

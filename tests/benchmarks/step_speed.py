@@ -114,40 +114,45 @@ def variants(weights: TextWeights, compare: str, batch: int) -> Variants:
     return {"served": (own, True)}
 
 
+def begin(engine: FusedEngine, joins: bool, prompts: list[list[int]]) -> None:
+    """Put the prompts into the slots; their first canvas, of one step, stands for the prompts' ends."""
+    engine._joins = joins  # pyright: ignore[reportPrivateUsage]
+    engine.stops = lambda seed, canvas: STEPS if canvas else 1
+    for slot, prompt in enumerate(prompts):
+        engine.release(slot)
+        engine.admit(slot, prompt[: CONTEXT - engine.canvas_length], slot, SAMPLER)
+    engine.denoise(range(len(prompts)))
+
+
 def measured(compared: Variants, prompts: list[list[int]], canvases: int) -> dict[str, Any]:
-    """Time canvases by each variant in turns, then a step and its parts of the first."""
+    """Time canvases by each variant in turns, each first in every second; then a step and its parts."""
     seconds: dict[str, list[float]] = {name: [] for name in compared}
     slots, tokens = list(range(len(prompts))), dict[str, torch.Tensor]()
     steps: dict[str, float] = {}
     parts: dict[str, dict[str, float]] = {}
     for turn in range(canvases + 1):  # the first captures graphs
-        for variant, (engine, joins) in compared.items():
+        for variant in list(compared)[:: 1 if turn % 2 else -1]:
+            engine, joins = compared[variant]
             if variant in ("looking", "reading"):
                 text_stack.LOOKING = variant == "looking"
-            engine._joins = joins  # pyright: ignore[reportPrivateUsage]
-            # The first canvas stands for a prompt's end.
-            engine.stops = lambda seed, canvas: STEPS if canvas else 1
-            for slot in slots:
-                engine.release(slot)
-                prompt = prompts[slot][: CONTEXT - engine.canvas_length]
-                engine.admit(slot, prompt, slot, SAMPLER)
-            engine.denoise(slots)
+            begin(engine, joins, prompts)
             torch.cuda.synchronize()
             started = time.perf_counter()
             done = engine.denoise(slots)
             seconds[variant] += [time.perf_counter() - started] if turn else []
             tokens[variant] = torch.tensor([canvas.tokens for canvas in done if canvas])
             assert [canvas.steps for canvas in done if canvas] == [STEPS] * len(slots)
-            if turn == canvases:
-                steps[variant] = engine.time_step(slots)
-                parts[variant] = engine.profile_step(slots)
-            for slot in slots:
-                engine.release(slot)
-    rows = {name: statistics.median(own) * 1e3 for name, own in seconds.items()}
+    for variant, (engine, _) in compared.items():  # each still holds its last canvas
+        steps[variant] = engine.time_step(slots)
+    for variant, (engine, _) in compared.items():
+        parts[variant] = engine.profile_step(slots)
+    each = {name: [own * 1e3 for own in times] for name, times in seconds.items()}
+    rows = {name: statistics.median(own) for name, own in each.items()}
     first = next(iter(compared))
     count = len(slots) * compared[first][0].canvas_length
     return {
         "ms_a_canvas": rows,
+        "ms_of_each_canvas": each,
         "ms_a_forward": {name: ms / (STEPS + 1) for name, ms in rows.items()},
         "tokens_a_second": {name: count / ms * 1e3 for name, ms in rows.items()},
         "tokens_that_differ": {
@@ -290,7 +295,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file, or folder of `all`")
     parser.add_argument("--mixes", default="fp8,nvfp4_fp8,nvfp4,bf16")
     parser.add_argument("--batches", default="1,4,8,16,32,64")
-    parser.add_argument("--canvases", type=int, default=3)
+    parser.add_argument("--canvases", type=int, default=4)
     parser.add_argument("--compare", choices=("joins", "looks", "nothing"), default="joins")
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--problems", type=int, default=200)
