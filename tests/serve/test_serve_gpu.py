@@ -22,7 +22,7 @@ def test_a_form_and_logprobs() -> None:
     """The answer fits its schema; log-probabilities are those of the model's own logits.
 
     One step over noise leaves a model unsure. There the kernels' BF16 differs from the modules'
-    float32, on a CPU by 0.06 nats on average; logits divided by the step's temperature would by 0.8.
+    float32, on a CPU by 0.1 nats on average; logits divided by the step's temperature would by 0.7.
     """
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
     asked: dict[str, Any] = {
@@ -53,5 +53,5 @@ def test_a_form_and_logprobs() -> None:
     least = min(entry.logprob for entry in entries)
     print(f"form: {answer}; {len(entries)} tokens, {least:.2f} nats at least, {away:.3f} away")
     assert len(entries) >= 8
-    assert least < -1
+    assert least < -0.5
     assert away < 0.2
