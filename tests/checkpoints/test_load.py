@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny import EXPERTS, LAYERS
 
 from quantize.checkpoints import load as load_module
+from quantize.checkpoints.layout import scheme_tensors
 from quantize.checkpoints.load import lazy_weights, load, read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
@@ -59,7 +60,9 @@ def test_every_quantized_weight_equals_compressed_tensors_decompression(artifact
                 mine = mine.chunk(2)[part == "up_proj"]
         else:
             mine = weights[f"{module}.weight"]
-        theirs = decompressor.weight(module, scheme, *mine.shape)
+        suffixes = [name.removeprefix(".") for name in scheme_tensors("", scheme, *mine.shape)]
+        stored = {suffix: checkpoint.read(f"{module}.{suffix}") for suffix in suffixes}
+        theirs = decompressor.weight(decompressor.group(module), stored)
         assert mine.dtype == theirs.dtype == torch.bfloat16
         assert torch.equal(mine, theirs), module
         compared += 1
