@@ -23,8 +23,8 @@ import torch
 
 from quantize.errors import ResourceError
 
-# The CUDA context, graphs and compiled kernels: a process that ran every stage held 2.6 GB beside its
-# models when it ended (H200, torch 2.11), and 0.55 GB when it began.
+# The CUDA context, graphs and compiled kernels: a process that ran every stage still had 2.6 GB when it
+# ended, its models gone (H200, torch 2.11), and 0.55 GB when it began.
 CONTEXT_BYTES, BEGUN_BYTES = 2.6e9, 0.5e9
 CHUNK, SHORT, CELLS = 1152, 256, 128  # rows of a long and a short pass, cells of a cache's block
 CANVASES_A_PIECE = 8  # whose logits are there at once

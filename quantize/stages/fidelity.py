@@ -100,19 +100,17 @@ def fidelity(
             source, calibration, device, processes, gpu_memory
         )
         places = _placed(source, checkpoint, modes, longest(trajectories), device, gpu_memory)
-        reference: Engine | Remembered = open(source, resident=places.source, **places.room)
-        batch = min(BATCH, reference.capacity)
+        engine = open(source, resident=places.source, **places.room)
+        batch = min(BATCH, engine.capacity)
         if processes.rank == 0:
-            linears, linear_faults = check_linears(
-                reference, source, checkpoint, trajectories[:batch]
-            )
+            linears, linear_faults = check_linears(engine, source, checkpoint, trajectories[:batch])
+        reference: Engine | Remembered = engine
         if default_kind(device) == "fused":
-            engine, reference = (
-                reference,
-                remember(reference, trajectories, sampler, batch_size=batch, processes=processes),
+            reference = remember(
+                engine, trajectories, sampler, batch_size=batch, processes=processes
             )
             engine.close()
-            del engine
+            del engine  # or its weights would stay on the GPU
             gc.collect()
             torch.cuda.empty_cache()
         models = open_all(checkpoint, modes, places)

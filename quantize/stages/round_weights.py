@@ -6,7 +6,7 @@
 The loop is that of calibrate, with its prompts and seeds: encoder passes and every denoising step are
 seen, each token counting alike. Hessians of a layer of the 26B model take 2.4 GB, so as many layers as
 memory holds are collected in one run of the loop, and the next run takes the next ones: on a GPU what
-the model leaves, on a CPU `HESSIAN_BYTES`. Which layers are collected together changes no sum.
+the plan leaves, on a CPU `HESSIAN_BYTES`. Which layers are collected together changes no sum.
 
 While a layer is rounded, the next one's weights are read and the last one's file is written. A file
 is written aside and renamed, so a run that was killed goes on behind the last finished layer, with the
@@ -213,7 +213,7 @@ def round_weights(
         out: folder for layer-NN.safetensors and rounding.json; it appears when it is complete.
         device: where the model, the Hessians and the rounding run.
         gpu_memory: bytes of a GPU that may be used, None for what is free.
-        budget: bytes of Hessians held at a time, None for what the model leaves.
+        budget: bytes of Hessians held at a time, None for what the plan leaves.
 
     Raises:
         InputError: there is nothing to round, or no calibration section.

@@ -8,12 +8,12 @@ and losses of as many experts as `experts_at_once` says, projected to the layer;
 kernel; and the same parts in torch for a few experts. The first call of a kernel compiles it.
 """
 
-import time
 from collections.abc import Callable
 
 import click
 import torch
 from torch import Tensor
+from transfer import seconds
 
 from quantize import gptq
 from quantize.gptq import GRIDS
@@ -25,15 +25,6 @@ from quantize.stages.round_weights import experts_at_once
 SHAPES = {"gate_up": (1408, 2816), "down": (2816, 704)}
 TOKENS, TOPK = 1024, 8
 GRID = GRIDS[torch.float32]
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """Time work, until the device has done it."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def accumulated(name: str, experts: int, inputs: int) -> tuple[Hessians, float]:

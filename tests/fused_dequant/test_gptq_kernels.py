@@ -5,15 +5,10 @@ contracts products and sums, so a few codes near a tie differ, and later ones wi
 hardly does.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from fused_dequant import dispatch
-from kernels_support.device import DEVICE, INTERPRETED, MARKS
+from kernels_support.device import DEVICE, INTERPRETED, MARKS, passed_in_the_interpreter
 from torch import Tensor
 
 from quantize import gptq
@@ -147,10 +142,4 @@ class TestOnTheKernels:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
 def test_the_kernels_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider"]
-    command += ["-W", "ignore::RuntimeWarning", __file__, "-k", "TestOnTheKernels"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert "9 passed" in done.stdout, done.stdout
+    assert passed_in_the_interpreter(__file__, "-k", "TestOnTheKernels") == 9

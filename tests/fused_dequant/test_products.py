@@ -3,8 +3,6 @@ interpreter.
 """
 
 import json
-import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from fused_dequant import candidates, cases, formats, reference, targets, tune, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_support import breaking, ptx
+from kernels_support.device import passed_in_the_interpreter
 
 ROOT = Path(__file__).parents[2]
 HOPPER = (9, 0)
@@ -25,18 +24,10 @@ ALL_SCALES = torch.arange(127, dtype=torch.uint8)  # every non-negative finite e
 
 
 def test_every_kernel_in_the_interpreter() -> None:
-    """The GPU tests again, in a process of their own: TRITON_INTERPRET acts when triton is imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider"]
-    command += ["-W", "ignore::RuntimeWarning", "tests/fused_dequant/test_kernels.py"]
-    command += ["tests/fused_dequant/test_denoising.py"]
-    command += ["tests/fused_dequant/test_look.py", "tests/fused_dequant/test_attention.py"]
-    command += ["tests/fused_dequant/test_residual.py"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed, done.stdout
-    assert int(passed[1]) >= 50, done.stdout
+    """The GPU tests again."""
+    names = ("kernels", "denoising", "look", "attention", "residual")
+    files = [f"tests/fused_dequant/test_{name}.py" for name in names]
+    assert passed_in_the_interpreter(*files) >= 50
 
 
 def test_a_cpu_needs_no_triton() -> None:

@@ -23,12 +23,13 @@ from safetensors.torch import load_file, save_file
 from tiny import EXPERTS, LAYERS
 
 from quantize import rounding
+from quantize import stage as stage_module
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets, sum_bytes
 from quantize.errors import InputError, ResourceError
 from quantize.recipe import Recipe, load_recipe, shipped_recipes
-from quantize.run_dir import read_json
+from quantize.run_dir import RunDir, read_json
 from quantize.schemes import SCHEMES, Scheme
 from quantize.stages import convert as convert_module
 from quantize.stages import pieces
@@ -541,3 +542,16 @@ def test_a_gpu_s_memory_is_held_by_few_threads(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     run(tiny_checkpoint, tmp_path / "out", recipe_for("NVFP4A16"))
     assert free == {"read": {True}, "observe": {False}}
+
+
+def test_the_stage_names_the_device(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(convert_module, "Device", lambda name: asked.append(name) or Device())
+    monkeypatch.setattr(stage_module, "best_device", lambda: "cuda:7")
+    recipe, source = load_recipe("fp8_dynamic"), Checkpoint.open(tiny_checkpoint)
+    folder, targets = RunDir(tmp_path), plan_targets(source.tensors, recipe.quantization)
+    stage_module._convert(stage_module.Run(folder, recipe, source, targets, True))
+    assert asked == ["cuda:7"]
+    assert read_all(folder.checkpoint)

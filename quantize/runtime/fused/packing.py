@@ -219,9 +219,8 @@ class Packer:
         bad = not all_finite(tensor)
         if name.endswith(TENSOR_SCALES):
             bad = bad or not bool((tensor > 0).all())
-        elif (
-            name.endswith(".weight_scale") and tensor.dtype == FP8
-        ):  # fragments have no sign for it
+        elif name.endswith(".weight_scale") and tensor.dtype == FP8:
+            # Fragments have no place for a sign.
             bad = bad or bool((tensor.view(torch.uint8) > 0x7F).any())
         if bad:
             raise InputError(

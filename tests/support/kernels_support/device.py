@@ -1,11 +1,16 @@
 """Where the kernels' tests run: on an NVIDIA GPU, or interpreted with TRITON_INTERPRET=1."""
 
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from fused_dequant.weights import is_hopper
 
+ROOT = Path(__file__).parents[3]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from kernels_support import interpreter
@@ -25,3 +30,18 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     """Standard normal bf16."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(DEVICE)
+
+
+def passed_in_the_interpreter(*words: str) -> int:
+    """Run GPU tests, named as pytest takes them, interpreted; return how many passed.
+
+    In a process of their own: TRITON_INTERPRET acts when triton is imported.
+    """
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider"]
+    command += ["-W", "ignore::RuntimeWarning", *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed, done.stdout
+    return int(passed[1])
