@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fused_dequant import cases, tuning
+from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.targets import TARGETS, Capability
 from fused_dequant.tuning import Config
-from fused_dequant.weights import KERNELS
+from fused_dequant.weights import FRAGMENTS, KERNELS
 
 # Of the canvases that are denoised together: 1, 2 (or a canvas that is committed with the first step of
 # the next), 4, 8, and 16 to 64. Rows of the two products with the embedding come in pieces of 8.
@@ -52,6 +53,10 @@ def products(target: Capability) -> Iterator[Product]:
     for scheme, M in itertools.product(known, TOKENS):
         yield Product("experts_up", scheme, M, 2 * cases.INNER, cases.HIDDEN)
         yield Product("experts_down", scheme, M, cases.HIDDEN, cases.INNER)
+    if target == HOPPER:
+        for M in TOKENS:
+            yield Product("experts_up", "nvfp4_e4m3", M, 2 * cases.INNER, cases.HIDDEN)
+            yield Product("experts_down", "nvfp4_e4m3", M, cases.HIDDEN, cases.INNER)
     shapes = (*cases.LINEAR_SHAPES, (9216, cases.HIDDEN))
     for scheme, M, (N, K) in itertools.product(known, TOKENS[1:], shapes):
         yield Product("linear", scheme, M, N, K)
@@ -92,11 +97,12 @@ def _sweep(product: Product, shared: int) -> Iterator[Config]:
             ((128, 256, 8), (256, 128, 8), (128, 128, 8), (64, 128, 8)), (64, 128), (3, 4)
         ):
             yield _config("BM BN BK num_warps num_stages", BM, BN, BK, warps, stages)
-    elif product.scheme == "nvfp4_fragments":
+    elif product.scheme in FRAGMENTS:
         for rows, (BN, warps), (BK, stages), parts in itertools.product(
             _hopper_rows(product), *_hopper_shapes(product)
         ):
-            stage = 2 * tuning.block_rows(rows) * BK + BN * BK * 9 // 16
+            token = 1 if product.scheme in EIGHT_BIT else 2
+            stage = token * tuning.block_rows(rows) * BK + BN * BK * 9 // 16
             fits = parts * stages * stage < shared and (parts == 1 or stages * BK >= 2 * BN)
             if product.N % BN == 0 and fits:
                 yield rows | _config("BN BK PARTS STAGES num_warps", BN, BK, parts, stages, warps)

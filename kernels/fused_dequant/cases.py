@@ -9,13 +9,16 @@ import torch
 
 from fused_dequant import formats, weights
 from fused_dequant.formats import EIGHT_BIT
-from fused_dequant.weights import Weight
+from fused_dequant.weights import FRAGMENTS, Weight
 
 
 def random_weight(
     scheme: str, experts: int, rows: int, columns: int, device: str, seed: int = 0
 ) -> Weight:
-    """Make a weight [experts, rows, columns]; scheme bf16, fp8, int8 or nvfp4; blank on "meta"."""
+    """Make a weight [experts, rows, columns], blank on "meta".
+
+    `scheme` is bf16, fp8, int8, nvfp4, or nvfp4_e4m3: NVFP4 to be multiplied in FP8.
+    """
     if device == "meta":
         return blank_weight(scheme, experts, rows, columns, device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -24,7 +27,7 @@ def random_weight(
         w = torch.randn(rows, columns, generator=generator, device=device) * columns**-0.5
         if scheme == "bf16":
             parts.append((w.to(torch.bfloat16),))
-        elif scheme in EIGHT_BIT:
+        elif scheme in ("fp8", "int8"):
             parts.append(formats.quantize_rows(w, EIGHT_BIT[scheme]))
         else:
             global_scale = formats.E4M3_MAX * formats.E2M1_MAX / w.abs().max()
@@ -32,8 +35,10 @@ def random_weight(
     tensors = [torch.stack(tensor) for tensor in zip(*parts, strict=True)]
     if scheme == "bf16":
         return weights.bf16(*tensors)
-    if scheme in EIGHT_BIT:
+    if scheme in ("fp8", "int8"):
         return weights.eight_bit(*tensors)
+    if scheme == "nvfp4_e4m3":
+        return weights.nvfp4_in_fp8(*tensors, experts=experts > 1)
     return weights.nvfp4(*tensors)
 
 
@@ -103,10 +108,10 @@ def blank_weight(scheme: str, experts: int, rows: int, columns: int, device: str
 
     if scheme == "bf16":
         return Weight(scheme, blank(torch.bfloat16, rows, columns))
-    if scheme in EIGHT_BIT:
+    if scheme in ("fp8", "int8"):
         return Weight(scheme, blank(EIGHT_BIT[scheme], rows, columns), blank(torch.float32, rows))
     factor = blank(torch.float32, 2)
-    if scheme == "nvfp4_fragments":
+    if scheme in FRAGMENTS:
         words = blank(torch.int32, rows // 64, columns // 64, 512)
         return Weight(scheme, words, blank(torch.int32, rows // 64, columns // 64, 64), factor)
     packed = blank(torch.uint8, rows, columns // 2)

@@ -44,8 +44,13 @@ import torch
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
+E4M3_LEAST_SCALE = 2.0**-2  # of a block whose weights are rounded to e4m3 and are not zero
 GROUP = 16
-EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+# Activations of the schemes that multiply in 8 bits.
+EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "nvfp4_e4m3": torch.float8_e4m3fn}
+MOVED = (
+    "nvfp4_e4m3",
+)  # schemes whose kernel wants a row's columns in another order: `quantize.place`
 LARGEST = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: 127.0}  # -128 is not used: symmetric
 FRAGMENT = 64  # rows and columns of one fragment
 GATE_UP_RUN = 8
@@ -118,6 +123,28 @@ def dequantize_nvfp4(
     """Return values [..., K] of codes uint8 [..., K/2], scales e4m3 [..., K/16], f32 to [..., 1]."""
     values = decode_e2m1(unpack_nibbles(packed), dtype).unflatten(-1, (-1, GROUP))
     return (values * scale.to(dtype)[..., None]).flatten(-2) / global_scale.to(dtype)
+
+
+@cache
+def e4m3_table() -> torch.Tensor:
+    """Return the e4m3 byte of e2m1 * scale / 8 by byte of the scale and code: uint8 [128, 16]."""
+    scale = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    scale = torch.where(scale < E4M3_LEAST_SCALE, torch.zeros_like(scale), scale)
+    values = decode_e2m1(torch.arange(16)) * scale[:, None] / 8
+    values[scale == 0] = 0  # without a sign
+    return values.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def nvfp4_as_e4m3(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Round NVFP4 weights to e4m3 [..., K]: e2m1 * scale / 8, half to even; W4A8 multiplies these.
+
+    packed uint8 [..., K/2], scale e4m3 [..., K/16], not negative; 6 * 448 / 8 is still in range.
+    Blocks with a scale below 2^-2, of 448 at most, count as zero: they would be subnormal.
+    """
+    codes = unpack_nibbles(packed).unflatten(-1, (-1, GROUP)).int()
+    place = (scale.view(torch.uint8).int() & 0x7F)[..., None] * 16 + codes
+    table = e4m3_table().to(packed.device).flatten()
+    return table[place].flatten(-2).view(torch.float8_e4m3fn)
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

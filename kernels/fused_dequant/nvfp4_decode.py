@@ -1,9 +1,10 @@
 """Decodes fragments of NVFP4 weights into the registers from which `wgmma` reads its operand A.
 
-A thread holds what `formats.to_fragments` gave it: pairs of words, each pair 16 codes, and words of
-four block scales. Two values take a funnel shift, a mask and a multiplication by their scale; the scale
-itself costs an eighth of an instruction a value. The result is exact: e2m1 * scale * 2^-7 in bf16, as
-`formats.decode_fragments` computes it in torch.
+In bf16 a thread holds what `formats.to_fragments` gave it: pairs of words, each pair 16 codes, and
+words of four block scales. Two values take a funnel shift, a mask and a multiplication by their scale;
+the scale itself costs an eighth of an instruction a value. The result is exact: e2m1 * scale * 2^-7 in
+bf16, as `formats.decode_fragments` computes it in torch. In e4m3 eight values take seven instructions
+and a block's table four (`w4a8`, which says what a thread holds and how the table comes about).
 
 `gl.convert_layout(..., assert_trivial=True)` makes the compiler refuse the kernel if decoded values
 would have to move between threads.
@@ -43,6 +44,72 @@ def decode_assembly() -> str:
 _DECODE = gl.constexpr(decode_assembly())
 _CONSTRAINTS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")  # two words, the scale word twice
 _BF16 = gl.constexpr((gl.bfloat16,) * 8)
+
+
+def e4m3_assembly() -> str:
+    """Decode two words of row g ($8, $9) and of row g + 8 ($10, $11), scales $12, to 8 registers.
+
+    A register holds four e4m3: register 4s + 2h + r those of row g + 8r that step s multiplies at its
+    columns 16h + 4t + {0..3}. Scales: a byte for each row, d in its sign bit.
+    """
+    lines = [
+        ".reg .b32 base, odd, low, high, codes, four;",
+        "and.b32 base, $12, 0x7f7f; shr.u32 odd, $12, 7; and.b32 odd, odd, 0x0101;",
+        "add.u32 odd, odd, base;",
+    ]
+    for row in range(2):
+        low = (4 + row) << 12 | row << 8 | row << 4 | 8 | row  # 8: its sign, which is 0
+        high = (4 + row) << 12 | row << 8 | (4 + row) << 4 | row
+        lines.append(f"prmt.b32 low, base, odd, {low:#x}; add.u32 low, low, 0x0c080000;")
+        lines.append(f"prmt.b32 high, base, odd, {high:#x}; add.u32 high, high, 0x1c181410;")
+        for step in range(2):
+            word, first = f"${8 + 2 * row + step}", 4 * step + row
+            lines += [
+                f"and.b32 codes, {word}, 0x77777777; prmt.b32 four, low, high, codes;",
+                f"lop3.b32 ${first}, four, {word}, 0x80808080, 0xF8;",  # four | (word & signs)
+                "shr.u32 codes, codes, 16; prmt.b32 four, low, high, codes;",
+                f"shl.b32 codes, {word}, 4;",
+                f"lop3.b32 ${first + 2}, four, codes, 0x80808080, 0xF8;",
+            ]
+    return "{ " + "\n".join(lines) + " }"
+
+
+_E4M3_DECODE = gl.constexpr(e4m3_assembly())
+_E4M3_CONSTRAINTS = gl.constexpr(
+    ",".join(["=&r"] * 8 + ["r"] * 8)
+)  # four words, their scale 4 times
+_E4M3 = gl.constexpr((gl.float8e4nv,) * 8)
+
+
+@gluon.constexpr_function
+def e4m3_layout(row_tiles, warpgroups):
+    """Lay words [row tile, column tile, warp, row%8, lane%4, word] over threads."""
+    registers = [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 2]]
+    registers += [
+        [1 << i, 0, 0, 0, 0, 0]
+        for i in range(warpgroups.bit_length() - 1, row_tiles.bit_length() - 1)
+    ]
+    lanes = [[0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 2, 0]]
+    lanes += [[0, 0, 0, 1 << i, 0, 0] for i in range(3)]
+    warps = [[0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0]]
+    warps += [[1 << i, 0, 0, 0, 0, 0] for i in range(warpgroups.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [row_tiles, 1, 4, 8, 4, 4])
+
+
+@gluon.jit
+def decode_e4m3(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
+    """Decode words [row tiles, 1, 4, 8, 4, 4] and scales int16 [row tiles, 1, 4, 8, 4] to e4m3
+    [64 * row tiles, 64].
+    """
+    words, scales = gl.broadcast(words, gl.expand_dims(scales.to(gl.int32), 5))
+    r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(
+        _E4M3_DECODE, _E4M3_CONSTRAINTS, [words, scales], dtype=_E4M3, is_pure=True, pack=4
+    )
+    low = gl.join(gl.join(r0, r1), gl.join(r2, r3))
+    values = gl.join(low, gl.join(gl.join(r4, r5), gl.join(r6, r7)))
+    # axes: row tile, column tile, warp, row%8, t, j, row//8, columns // 16 % 2, step
+    values = values.permute([0, 2, 6, 3, 1, 8, 7, 4, 5]).reshape([64 * ROW_TILES, 64])
+    return gl.convert_layout(values, operand, assert_trivial=True)
 
 
 @gluon.constexpr_function

@@ -21,6 +21,8 @@ dense product, which has about one block a processor, therefore runs two sets of
 half of K: one decodes while the other multiplies. Its tokens come by TMA. The experts' tokens are
 gathered with `cp.async`, which costs a fence every step before `wgmma` may read them.
 Measured designs, with figures, are in kernels/README.md.
+
+With E4M3 the same kernel multiplies in FP8 (`w4a8`): experts only, tokens in 8 bits with a scale each.
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
@@ -44,7 +46,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from fused_dequant import tuning
 from fused_dequant.chain import chained
 from fused_dequant.hopper import follow, thread_barrier
-from fused_dequant.nvfp4_decode import decode, fragment_layout
+from fused_dequant.nvfp4_decode import decode, decode_e4m3, e4m3_layout, fragment_layout
 from fused_dequant.routing import Routing, place_results
 from fused_dequant.tiles import KEPT
 from fused_dequant.tuning import Config
@@ -103,13 +105,30 @@ def rows_of(
 
 
 @gluon.jit
-def store_rows(
-    acc, y, gate_factor, up_factor, slot, weight, tile, total, width,
-    COUNT: gl.constexpr, BN: gl.constexpr, GELU_MUL: gl.constexpr, WEIGHTED: gl.constexpr,
+def scales_of(
+    x_scale, slots, first, total, COUNT: gl.constexpr, TOPK: gl.constexpr, E4M3: gl.constexpr,
     num_warps: gl.constexpr,
+):  # fmt: skip
+    """Load the scales of a block's tokens, as columns of an accumulator, or 0 where they have none."""
+    K: gl.constexpr = 32 if E4M3 else 16
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, COUNT, K])
+    scale = 0.0
+    if E4M3:
+        slot = gl.load(slots + first + gl.arange(0, COUNT, gl.SliceLayout(0, mma)))
+        scale = gl.load(x_scale + slot // TOPK, mask=slot < total, other=0.0)
+    return scale
+
+
+@gluon.jit
+def store_rows(
+    acc, y, gate_factor, up_factor, scale, slot, weight, tile, total, width,
+    E4M3: gl.constexpr, COUNT: gl.constexpr, BN: gl.constexpr, GELU_MUL: gl.constexpr,
+    WEIGHTED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Scale, activate, weight and store acc [BN, COUNT] as rows `slot` of y [.., width]."""
     ROWS: gl.constexpr = BN // 2 if GELU_MUL else BN
+    if E4M3:
+        acc *= scale[None, :]
     if GELU_MUL:
         gate, up = gl.split(acc.reshape([BN // 16, 2, 8, COUNT]).permute([0, 2, 3, 1]))
         gate *= gate_factor
@@ -136,21 +155,28 @@ def sum_layout(BN, BM):
     return gl.SharedLinearLayout(bases + [[0, 1 << i] for i in range(3, columns)])
 
 
+@gluon.constexpr_function
+def tokens_layout(E4M3):
+    """Return the shared layout of tokens: a swizzled run of 64 columns, which one decode multiplies."""
+    return gl.NVMMASharedLayout(64, 8, 2) if E4M3 else gl.NVMMASharedLayout(128, 16, 2)
+
+
 @gluon.jit
 def allocate(
-    BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr
-):
+    E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
     """Allocate one part's shared memory: words, scales and tokens of every stage, and the barriers
     on which tokens fetched by TMA arrive.
     """
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    dtype: gl.constexpr = gl.float8e4nv if E4M3 else gl.bfloat16
     words = gl.allocate_shared_memory(gl.int32, [STAGES, BN // 64, BK * 8], linear)
     scales = gl.allocate_shared_memory(gl.int32, [STAGES, BN // 64, BK], linear)
-    tokens = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], swizzled)
+    tokens = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], tokens_layout(E4M3))
     more = tokens
     if MORE:
-        more = gl.allocate_shared_memory(gl.bfloat16, [STAGES, MORE, BK], swizzled)
+        more = gl.allocate_shared_memory(dtype, [STAGES, MORE, BK], tokens_layout(E4M3))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
@@ -169,24 +195,50 @@ def fetch_tokens(
 
 
 @gluon.jit
+def weights_of(
+    words, scales, part: gl.constexpr, operand: gl.constexpr, E4M3: gl.constexpr,
+    ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, WARPGROUPS: gl.constexpr,
+):  # fmt: skip
+    """Decode 64 columns of a step's words and scales, as operand A."""
+    if E4M3:
+        e4m3: gl.constexpr = e4m3_layout(ROW_TILES, WARPGROUPS)
+        linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        scales = scales._reinterpret(gl.int16, [ROW_TILES, COLUMN_TILES * 128], linear)
+        own = words.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 4]).slice(part, 1, dim=1)
+        own_scales = scales.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4]).slice(part, 1, dim=1)
+        weights = decode_e4m3(
+            own.load(e4m3), own_scales.load(gl.SliceLayout(5, e4m3)), operand, ROW_TILES
+        )
+    else:
+        bf16: gl.constexpr = fragment_layout(ROW_TILES, WARPGROUPS)
+        own = words.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2]).slice(part, 1, dim=1)
+        own_scales = scales.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 2]).slice(part, 1, dim=1)
+        weights = decode(
+            own.load(bf16), own_scales.load(gl.SliceLayout(4, gl.SliceLayout(6, bf16))), operand,
+            ROW_TILES,
+        )  # fmt: skip
+    return weights
+
+
+@gluon.jit
 def multiply(
     x, x_more, words, scales, slots, total, K, first_tile, first_row, begin, end, smem,
     CHAINED: gl.constexpr, TOPK: gl.constexpr, GROUPED: gl.constexpr, EVEN_K: gl.constexpr,
-    BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Sum steps begin .. end of a block: f32 [BN, BM] and [BN, MORE] (or the first again)."""
     ROW_TILES: gl.constexpr = BN // 64
     COLUMN_TILES: gl.constexpr = BK // 64
     WARPGROUPS: gl.constexpr = num_warps // 4
-    fragments: gl.constexpr = fragment_layout(ROW_TILES, WARPGROUPS)
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    BYTES: gl.constexpr = 1 if E4M3 else 2  # of a token's value, or of a weight as it is multiplied
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 32 // BYTES])
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4 // BYTES)
     words_copy: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPGROUPS, 4], [1, 0])
     scales_copy: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPGROUPS, 4], [1, 0])
-    lanes: gl.constexpr = BK // 8 if BK < 256 else 32
+    lanes: gl.constexpr = min(32, BK * BYTES // 16)
     tokens_copy: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0]
+        [1, 16 // BYTES], [32 // lanes, lanes], [num_warps, 1], [1, 0]
     )
     words_smem, scales_smem, tokens_smem, more_smem, ready = smem
 
@@ -202,8 +254,10 @@ def multiply(
     acc = gl.zeros([BN, BM], gl.float32, mma)
     acc_more = acc
     if MORE:
-        mma_more: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, MORE, 16])
-        operand_more: gl.constexpr = gl.DotOperandLayout(0, mma_more, 2)
+        mma_more: gl.constexpr = gl.NVMMADistributedLayout(
+            [3, 0], [num_warps, 1], [16, MORE, 32 // BYTES]
+        )
+        operand_more: gl.constexpr = gl.DotOperandLayout(0, mma_more, 4 // BYTES)
         acc_more = gl.zeros([BN, MORE], gl.float32, mma_more)
         if GROUPED:
             slot_more = gl.arange(0, MORE, gl.SliceLayout(1, tokens_copy))
@@ -257,21 +311,16 @@ def multiply(
                     ready.index(into), first_row, ahead * BK, BM, MORE, BK,
                 )  # fmt: skip
             mbarrier.wait(ready.index(current), (step - begin) // STAGES & 1)
-        packed = words_smem.index(current).reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2])
-        scale_words = scales_smem.index(current).reshape([ROW_TILES, COLUMN_TILES, 4, 8, 2])
         if GROUPED:
             fence_async_shared()  # cp.async wrote the tokens, wgmma reads through another proxy
         kept = ()  # operands of products in flight: their registers must not be reused
         for part in gl.static_range(COLUMN_TILES):
-            weights = decode(
-                packed.slice(part, 1, dim=1).load(fragments),
-                scale_words.slice(part, 1, dim=1).load(
-                    gl.SliceLayout(4, gl.SliceLayout(6, fragments))
-                ),
-                operand,
-                ROW_TILES,
-            )
-            kept = kept + (weights,)  # noqa: RUF005  (Gluon has no starred tuples)
+            weights = weights_of(
+                words_smem.index(current), scales_smem.index(current), part, operand,
+                E4M3, ROW_TILES, COLUMN_TILES, WARPGROUPS,
+            )  # fmt: skip
+            if not E4M3:  # Triton cannot name registers of 8-bit values there; ptxas keeps them
+                kept = kept + (weights,)  # noqa: RUF005  (Gluon has no starred tuples)
             tokens = tokens_smem.index(current).slice(64 * part, 64, dim=1).permute([1, 0])
             acc = warpgroup_mma(weights, tokens, acc, is_async=True)
             if MORE:
@@ -290,9 +339,11 @@ def multiply(
         if MORE:
             done = warpgroup_mma_wait(0, (acc, acc_more) + kept)  # noqa: RUF005
             acc_more = done[1]
+            acc = done[0]
+        elif E4M3:
+            acc = warpgroup_mma_wait(0, (acc,))
         else:
-            done = warpgroup_mma_wait(0, (acc,) + kept)  # noqa: RUF005
-        acc = done[0]
+            acc = warpgroup_mma_wait(0, (acc,) + kept)[0]  # noqa: RUF005
     return acc, acc_more
 
 
@@ -306,7 +357,7 @@ def multiply_aside(
     """Run `multiply` on warps of its own, which leave their sums where their tokens were."""
     acc, acc_more = multiply(
         x, x_more, words, scales, slots, total, K, first_tile, first_row, begin, end, smem,
-        CHAINED, TOPK, GROUPED, EVEN_K, BM, MORE, BN, BK, STAGES, num_warps,
+        CHAINED, TOPK, GROUPED, EVEN_K, False, BM, MORE, BN, BK, STAGES, num_warps,
     )  # fmt: skip
     gl.static_assert(STAGES * BK >= 2 * BN)
     thread_barrier()  # every warp has read its last tokens
@@ -317,56 +368,58 @@ def multiply_aside(
 
 @gluon.jit
 def compute_block(
-    x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
+    x, x_scale, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
     first_tile, first_row, tile,
     TOPK: gl.constexpr, GELU_MUL: gl.constexpr, WEIGHTED: gl.constexpr, EVEN_K: gl.constexpr,
-    BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile of a block of an expert's tokens; slots are loaded before the products."""
     slot, weight = rows_of(slots, row_weight, first_row, total, BM, True, WEIGHTED, num_warps)
+    scale = scales_of(x_scale, slots, first_row, total, BM, TOPK, E4M3, num_warps)
     if MORE:
         slot_more, weight_more = rows_of(
             slots, row_weight, first_row + BM, total, MORE, True, WEIGHTED, num_warps
         )
-    smem = allocate(BM, MORE, BN, BK, STAGES)
+        scale_more = scales_of(x_scale, slots, first_row + BM, total, MORE, TOPK, E4M3, num_warps)
+    smem = allocate(E4M3, BM, MORE, BN, BK, STAGES)
     thread_barrier()
     acc, acc_more = multiply(
         x, x, words, scales, slots, total, K, first_tile, first_row, 0, gl.cdiv(K, BK), smem,
-        False, TOPK, True, EVEN_K, BM, MORE, BN, BK, STAGES, num_warps,
+        False, TOPK, True, EVEN_K, E4M3, BM, MORE, BN, BK, STAGES, num_warps,
     )  # fmt: skip
     store_rows(
-        acc, y, gate_factor, up_factor, slot, weight, tile, total, width,
-        BM, BN, GELU_MUL, WEIGHTED, num_warps,
+        acc, y, gate_factor, up_factor, scale, slot, weight, tile, total, width,
+        E4M3, BM, BN, GELU_MUL, WEIGHTED, num_warps,
     )  # fmt: skip
     if MORE:
         store_rows(
-            acc_more, y, gate_factor, up_factor, slot_more, weight_more, tile, total, width,
-            MORE, BN, GELU_MUL, WEIGHTED, num_warps,
+            acc_more, y, gate_factor, up_factor, scale_more, slot_more, weight_more, tile, total,
+            width, E4M3, MORE, BN, GELU_MUL, WEIGHTED, num_warps,
         )  # fmt: skip
 
 
 @gluon.jit
 def compute_rows(
-    x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
+    x, x_scale, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
     first_tile, first_row, tile, rows,
     TOPK: gl.constexpr, GELU_MUL: gl.constexpr, WEIGHTED: gl.constexpr, EVEN_K: gl.constexpr,
-    BM: gl.constexpr, MORE: gl.constexpr, NARROWER: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, NARROWER: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Run `compute_block` at the narrowest of NARROWER + 1 sizes that holds the real `rows`."""
     LESS: gl.constexpr = BM if MORE else BM // 2
     LESS_MORE: gl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER == 0 or rows > LESS + LESS_MORE:
         compute_block(
-            x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
-            first_tile, first_row, tile, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
+            x, x_scale, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
+            first_tile, first_row, tile, TOPK, GELU_MUL, WEIGHTED, EVEN_K, E4M3,
             BM, MORE, BN, BK, STAGES, num_warps,
         )  # fmt: skip
     else:
         compute_rows(
-            x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
-            first_tile, first_row, tile, rows, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
+            x, x_scale, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
+            first_tile, first_row, tile, rows, TOPK, GELU_MUL, WEIGHTED, EVEN_K, E4M3,
             LESS, LESS_MORE, NARROWER - 1, BN, BK, STAGES, num_warps,
         )  # fmt: skip
 
@@ -375,6 +428,7 @@ def compute_rows(
 def nvfp4_hopper_kernel(
     x,
     x_more,
+    x_scale,
     words,
     scales,
     factor,
@@ -393,6 +447,7 @@ def nvfp4_hopper_kernel(
     GELU_MUL: gl.constexpr,
     WEIGHTED: gl.constexpr,
     EVEN_K: gl.constexpr,
+    E4M3: gl.constexpr,
     BM: gl.constexpr,
     MORE: gl.constexpr,
     NARROWER: gl.constexpr,
@@ -430,27 +485,27 @@ def nvfp4_hopper_kernel(
     width = N // 2 if GELU_MUL else N
     if GROUPED:
         compute_rows(
-            x, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
-            first_tile, first_row, tile, rows, TOPK, GELU_MUL, WEIGHTED, EVEN_K,
+            x, x_scale, words, scales, y, slots, row_weight, gate_factor, up_factor, total, width, K,
+            first_tile, first_row, tile, rows, TOPK, GELU_MUL, WEIGHTED, EVEN_K, E4M3,
             BM, MORE, NARROWER, BN, BK, STAGES, num_warps,
         )  # fmt: skip
         return
-    smem = allocate(BM, MORE, BN, BK, STAGES)
+    smem = allocate(False, BM, MORE, BN, BK, STAGES)
     steps = gl.cdiv(K, BK)
     if PARTS == 1:
         thread_barrier()
         acc, acc_more = multiply(
             x, x_more, words, scales, slots, total, K, first_tile, first_row, 0, steps, smem,
-            CHAINED, TOPK, GROUPED, EVEN_K, BM, MORE, BN, BK, STAGES, num_warps,
+            CHAINED, TOPK, GROUPED, EVEN_K, False, BM, MORE, BN, BK, STAGES, num_warps,
         )  # fmt: skip
     else:
-        aside = allocate(BM, MORE, BN, BK, STAGES)
+        aside = allocate(False, BM, MORE, BN, BK, STAGES)
         middle = (steps + 1) // 2
         acc, acc_more = gl.warp_specialize(
             [
                 (multiply, (
                     x, x_more, words, scales, slots, total, K, first_tile, first_row, 0, middle, smem,
-                    CHAINED, TOPK, GROUPED, EVEN_K, BM, MORE, BN, BK, STAGES, num_warps,
+                    CHAINED, TOPK, GROUPED, EVEN_K, False, BM, MORE, BN, BK, STAGES, num_warps,
                 )),
                 (multiply_aside, (
                     x, x_more, words, scales, slots, total, K, first_tile, first_row, middle, steps,
@@ -470,27 +525,33 @@ def nvfp4_hopper_kernel(
             )
     slot, weight = rows_of(slots, y, first_row, total, BM, False, False, num_warps)
     store_rows(
-        acc, y, gate_factor, up_factor, slot, weight, tile, total, width,
-        BM, BN, False, False, num_warps,
+        acc, y, gate_factor, up_factor, 0.0, slot, weight, tile, total, width,
+        False, BM, BN, False, False, num_warps,
     )  # fmt: skip
     if MORE:
         slot, weight = rows_of(slots, y, first_row + BM, total, MORE, False, False, num_warps)
         store_rows(
-            acc_more, y, gate_factor, up_factor, slot, weight, tile, total, width,
-            MORE, BN, False, False, num_warps,
+            acc_more, y, gate_factor, up_factor, 0.0, slot, weight, tile, total, width,
+            False, MORE, BN, False, False, num_warps,
         )  # fmt: skip
 
 
 def launch(
     weight: Weight,
     x: torch.Tensor,
-    x_scale: None,
+    x_scale: torch.Tensor | None,
     config: Config,
     routing: Routing | None = None,
     share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply as `matmul.launch` does, with bf16 rows and fragments."""
+    """Multiply as `matmul.launch` does, with fragments; rows are bf16, or e4m3 beside `nvfp4_e4m3`.
+
+    Raises:
+        ValueError: a dense product in FP8, which this kernel does not have.
+    """
     _, N, K = weight.shape
+    if routing is None and x_scale is not None:
+        raise ValueError("a dense weight of NVFP4 is multiplied in FP8 as scheme fp8")
     y, mode = place_results(len(x), N, x.device, routing, share)
     tokens = [x, x]
     if routing is None:
@@ -501,8 +562,9 @@ def launch(
         ]
     blocks = routing.max_blocks if routing else triton.cdiv(len(x), tuning.block_rows(config))
     nvfp4_hopper_kernel[(N // config["BN"], blocks)](
-        x=tokens[0], x_more=tokens[1], words=weight.data, scales=weight.scale, factor=weight.factor,
-        y=y, N=N, K=K, EVEN_K=K % config["BK"] == 0,
+        x=tokens[0], x_more=tokens[1], x_scale=y if x_scale is None else x_scale,
+        words=weight.data, scales=weight.scale, factor=weight.factor, y=y, N=N, K=K,
+        EVEN_K=K % config["BK"] == 0, E4M3=x_scale is not None,
         **mode, **chained(x.device), **{"NARROWER": 0, **config},
     )  # fmt: skip
     return y

@@ -7,6 +7,8 @@ Per token (FP8, INT8): scale[m] = amax(|h[m]|) / 448 or / 127, q = h * (1 / scal
 The row is held in registers between the reduction and the division, so x is read once and a byte a
 value is written. `residual` and `attention` quantize the rows they make with the same functions.
 
+The product of `nvfp4_e4m3` wants its columns in another order (`w4a8`): they are stored so.
+
 A token holding NaN or infinity gets scale NaN: its outputs are NaN and no other token's are.
 """
 
@@ -18,7 +20,7 @@ import triton
 import triton.language as tl
 
 from fused_dequant.chain import chained, follow
-from fused_dequant.formats import EIGHT_BIT, LARGEST
+from fused_dequant.formats import EIGHT_BIT, LARGEST, MOVED
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 
@@ -47,25 +49,35 @@ def codes(h, scale, dtype: tl.constexpr, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def place(k):
+    """Return where `w4a8` wants column k of its 64: 16 t + 4 q + j goes to 16 q + 4 t + j."""
+    moved = (k & -64) | (k & 48) >> 2 | (k & 12) << 2 | (k & 3)
+    return tl.max_contiguous(tl.multiple_of(moved, 4), 4)
+
+
+@triton.jit
 def quantize_rows_kernel(
     x, q, scale, M, K,
-    CHAINED: tl.constexpr, GELU_MUL: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr, GELU_MUL: tl.constexpr, MOVED: tl.constexpr, LARGEST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program quantizes ROWS rows; BLOCK >= K is a power of two."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, BLOCK)
+    k = column[None, :]
     inside = (m < M)[:, None] & (k < K)
-    place = m[:, None] * K + k
+    row = m[:, None] * K
     if GELU_MUL:
-        gate = tl.load(x + place + m[:, None] * K, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x + place + m[:, None] * K + K, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(x + 2 * row + k, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + 2 * row + K + k, mask=inside, other=0.0).to(tl.float32)
         h = gelu_mul_tile(gate, up)
     else:
-        h = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        h = tl.load(x + row + k, mask=inside, other=0.0).to(tl.float32)
     s = scale_of(tl.max(magnitude(h), 1), LARGEST)
-    tl.store(q + place, codes(h, s[:, None], q.dtype.element_ty, LARGEST), mask=inside)
+    if MOVED:
+        k = place(column)[None, :]
+    tl.store(q + row + k, codes(h, s[:, None], q.dtype.element_ty, LARGEST), mask=inside)
     tl.store(scale + m, s, mask=m < M)
 
 
@@ -84,7 +96,8 @@ def quantize_rows(
     rows = max(1, 4096 // block) if M >= 1024 else 1
     loaded = rows * block * (width // K)
     quantize_rows_kernel[(triton.cdiv(M, rows),)](
-        x, q, scale, M, K, GELU_MUL=gelu_mul, LARGEST=LARGEST[dtype], ROWS=rows, BLOCK=block,
+        x, q, scale, M, K, GELU_MUL=gelu_mul, MOVED=scheme in MOVED, LARGEST=LARGEST[dtype],
+        ROWS=rows, BLOCK=block,
         num_warps=max(1, min(8, loaded // 1024)), **chained(x.device),
     )  # fmt: skip
     return q, scale

@@ -32,8 +32,8 @@ import triton.language as tl
 
 from fused_dequant.activations import Activation
 from fused_dequant.chain import chained, follow
-from fused_dequant.formats import EIGHT_BIT, LARGEST
-from fused_dequant.quantize import codes, magnitude, scale_of
+from fused_dequant.formats import EIGHT_BIT, LARGEST, MOVED
+from fused_dequant.quantize import codes, magnitude, place, scale_of
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 
@@ -124,10 +124,14 @@ def after_attention_kernel(
     CHAINED: tl.constexpr,
     DENSE: tl.constexpr,
     EXPERTS: tl.constexpr,
+    MOVED: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
 ):
-    """Each program handles a row in halves, as after the experts; DENSE, EXPERTS: LARGEST."""
+    """Each program handles a row in halves, as after the experts; DENSE, EXPERTS: LARGEST.
+
+    MOVED stores the experts' columns where `quantize.place` says.
+    """
     m = tl.program_id(0).to(tl.int64)
     low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
     post_low, post_high = load_halves(w_post, low, high, H)
@@ -149,6 +153,8 @@ def after_attention_kernel(
     y_low, y_high = weighted(h_low, dense_low), weighted(h_high, dense_high)
     store_scaled(x_dense, dense_scale, m, low, high, y_low, y_high, H, DENSE, LOW, HIGH)
     y_low, y_high = weighted(h_low, experts_low), weighted(h_high, experts_high)
+    if MOVED:
+        low, high = place(low), place(high)
     store_scaled(x_experts, experts_scale, m, low, high, y_low, y_high, H, EXPERTS, LOW, HIGH)
 
 
@@ -306,7 +312,7 @@ def after_attention(
     dense, experts = (_room(M, H, scheme, h) for scheme in schemes)
     after_attention_kernel[(M,)](
         h, o, *norms, h_out, *_stored(dense), *_stored(experts), x_router, H, eps, H**-0.5,
-        DENSE=_largest(schemes[0]), EXPERTS=_largest(schemes[1]),
+        DENSE=_largest(schemes[0]), EXPERTS=_largest(schemes[1]), MOVED=schemes[1] in MOVED,
         **_halves(H), num_warps=8, **chained(h.device),
     )  # fmt: skip
     return h_out, dense, experts, x_router

@@ -69,7 +69,7 @@ def operands(product: Product, device: str) -> Operands:
     x, x_scale = cases.random_tokens(rows, product.K, device), None
     if scheme in EIGHT_BIT:
         x, x_scale = quantize_rows(x, scheme)
-    weight = cases.random_weight(product.scheme.split("_")[0], experts, N, K, device)
+    weight = cases.random_weight(product.scheme.removesuffix("_fragments"), experts, N, K, device)
     return Operands(x, x_scale, weight, row_weight, _blocks(product, device) if grouped else {})
 
 

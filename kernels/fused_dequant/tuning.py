@@ -125,7 +125,7 @@ def default(verb: str, scheme: str, M: int, N: int, K: int) -> Config:
         return {"BM": 64, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
     rows = 16 if M <= 16 or verb == "experts" else 64
     narrower = {"NARROWER": 0} if verb == "experts" else {}
-    if scheme == "nvfp4_fragments":
+    if scheme in ("nvfp4_fragments", "nvfp4_e4m3"):
         BK = 128 if K % 128 == 0 else 64
         BN = 128 if N % 128 == 0 else 64
         sizes = {"BM": max(rows, 32), "MORE": 0, "BN": BN, "BK": BK}

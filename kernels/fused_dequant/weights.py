@@ -5,10 +5,12 @@
     fp8, int8         e4m3 or int8 [E, N, K]      f32 [E, N]                 none
     nvfp4             uint8 [E, N, K/2]           e4m3 [E, N, K/16]          f32 [E, 2]
     nvfp4_fragments   int32 [E, N/64, K/64, 512]  int32 [E, N/64, K/64, 64]  f32 [E, 2]
+    nvfp4_e4m3        int32 [E, N/64, K/64, 512]  int32 [E, N/64, K/64, 64]  f32 [E, 2]
 
 A dense weight has E = 1. `factor` is 128 / global_scale for gate rows and for up rows (equal if the
 weight has no such split); 128 undoes the powers of two of the exact decode. `nvfp4_fragments` is the
-same weight for Hopper (`formats.to_fragments`).
+same weight for Hopper (`formats.to_fragments`). `nvfp4_e4m3` is NVFP4 that Hopper multiplies in 8 bits
+(`w4a8`), its factor 8 / global_scale; elsewhere, and in dense products, such a weight is an fp8 one.
 
 gate_up weights of experts are interleaved (`formats.interleave_gate_up`).
 """
@@ -20,7 +22,7 @@ from importlib import import_module
 
 import torch
 
-from fused_dequant import formats, reference, tuning
+from fused_dequant import formats, reference, tuning, w4a8
 from fused_dequant.activations import Activation, quantize_rows, values
 from fused_dequant.dispatch import launches
 from fused_dequant.formats import EIGHT_BIT
@@ -52,7 +54,9 @@ KERNELS = {
     "fp8": Kernel("matmul", (8, 9)),
     "nvfp4": Kernel("nvfp4", (8, 0)),
     "nvfp4_fragments": Kernel("nvfp4_hopper", (9, 0), alone=True),
+    "nvfp4_e4m3": Kernel("nvfp4_hopper", (9, 0), alone=True),
 }
+FRAGMENTS = ("nvfp4_fragments", "nvfp4_e4m3")  # schemes laid out for `wgmma`
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Weight:
     def shape(self) -> tuple[int, int, int]:
         """Return (E, N, K) of the dequantized weight."""
         experts, rows, columns = self.data.shape[:3]
-        if self.scheme == "nvfp4_fragments":
+        if self.scheme in FRAGMENTS:
             return experts, rows * formats.FRAGMENT, columns * formats.FRAGMENT
         return experts, rows, columns * 2 if self.scheme.startswith("nvfp4") else columns
 
@@ -151,11 +155,11 @@ def bf16(weight: torch.Tensor) -> Weight:
 
 def eight_bit(weight: torch.Tensor, scale: torch.Tensor) -> Weight:
     """Return a weight of e4m3 or int8 [N, K] or [E, N, K], scales [N], [N, 1], [E, N] or [E, N, 1]."""
-    schemes = {dtype: scheme for scheme, dtype in formats.EIGHT_BIT.items()}
-    if weight.dtype not in schemes:
+    scheme = next((s for s in ("fp8", "int8") if EIGHT_BIT[s] == weight.dtype), None)
+    if scheme is None:
         raise ValueError(f"an 8-bit weight is float8_e4m3fn or int8, got {weight.dtype}")
     data = _with_experts(weight)
-    return Weight(schemes[weight.dtype], data, scale.float().reshape(data.shape[:2]).contiguous())
+    return Weight(scheme, data, scale.float().reshape(data.shape[:2]).contiguous())
 
 
 def nvfp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> Weight:
@@ -167,12 +171,33 @@ def nvfp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor)
     """
     data, blocks = _with_experts(packed), _with_experts(scale)
     factor = (128.0 / global_scale.float()).reshape(len(data), -1).expand(-1, 2).contiguous()
-    whole = data.shape[1] % formats.FRAGMENT == 0 and data.shape[2] % (formats.FRAGMENT // 2) == 0
-    if whole and is_hopper(data.device):
+    if _in_whole_fragments(data):
         from fused_dequant.fragments import to_fragments
 
         return Weight("nvfp4_fragments", *to_fragments(data, blocks), factor)
     return Weight("nvfp4", data, blocks, factor)
+
+
+def nvfp4_in_fp8(
+    packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, *, experts: bool
+) -> Weight:
+    """Return canonical NVFP4, with the arguments of `nvfp4`, to be multiplied in FP8 (W4A8).
+
+    Its values are rounded to e4m3 (`formats.nvfp4_as_e4m3`), its rows are FP8. On Hopper `experts` stay
+    as small as they are; everything else becomes a weight of scheme fp8.
+    """
+    data, blocks = _with_experts(packed), _with_experts(scale)
+    factor = (8.0 / global_scale.float()).reshape(len(data), -1).expand(-1, 2).contiguous()
+    if experts and _in_whole_fragments(data):
+        return Weight("nvfp4_e4m3", *w4a8.to_fragments(data, blocks), factor)
+    runs = factor.repeat_interleave(formats.GATE_UP_RUN, 1)  # gate and up rows alternate
+    rows = runs.repeat(1, -(-data.shape[1] // runs.shape[1]))[:, : data.shape[1]]
+    return eight_bit(formats.nvfp4_as_e4m3(data, blocks), rows)
+
+
+def _in_whole_fragments(data: torch.Tensor) -> bool:
+    whole = data.shape[1] % formats.FRAGMENT == 0 and data.shape[2] % (formats.FRAGMENT // 2) == 0
+    return whole and is_hopper(data.device)
 
 
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -182,8 +207,9 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tens
         return data.to(dtype)
     if factor is None:
         return data.to(dtype) * scale.to(dtype)[..., None]
-    if weight.scheme == "nvfp4_fragments":
-        values = formats.decode_fragments(data, scale).to(dtype)
+    if weight.scheme in FRAGMENTS:
+        decode = w4a8 if weight.scheme == "nvfp4_e4m3" else formats
+        values = decode.decode_fragments(data, scale).to(dtype)
     else:
         unit = torch.full((1,), 128.0, device=data.device)
         values = formats.dequantize_nvfp4(data, scale, unit, dtype)

@@ -153,7 +153,8 @@ FP8 = BF16 | {"x": "*fp8e4nv", "w": "*fp8e4nv"}
 INT8 = BF16 | {"x": "*i8", "w": "*i8"}
 NVFP4 = {"x": "*bf16", "packed": "*u8", "scale": "*u8", "factor": "*fp32"} | POINTERS
 FRAGMENTS = {"x": "*bf16", "x_more": "*bf16", "words": "*i32", "scales": "*i32", "factor": "*fp32"}
-FRAGMENTS |= POINTERS
+FRAGMENTS |= POINTERS | {"x_scale": "*bf16"}
+W4A8 = FRAGMENTS | {"x": "*fp8e4nv", "x_more": "*fp8e4nv", "x_scale": "*fp32"}
 
 
 def box(rows: int, columns: int, dtype: str = "bf16") -> str:
@@ -187,7 +188,7 @@ def fragments(
     warps: int,
     **sizes: int,
 ) -> Case:
-    constants = mode | {"num_warps": warps} | sizes
+    constants = mode | {"E4M3": signature is W4A8, "num_warps": warps} | sizes
     kernel = nvfp4_hopper.nvfp4_hopper_kernel
     return Case(name, kernel, signature, constants, limit, {"num_warps": warps})
 
@@ -204,6 +205,10 @@ CASES = [
               BM=32, MORE=0, NARROWER=0, BN=128, BK=128, PARTS=1, STAGES=4),
     fragments("80 rows and fewer", FRAGMENTS, EXPERTS_UP | {"GELU_MUL": True}, 2.8, 4,
               BM=64, MORE=16, NARROWER=4, BN=128, BK=128, PARTS=1, STAGES=3),
+    fragments("w4a8, 80 rows", W4A8, EXPERTS_UP | {"GELU_MUL": True}, 2.5, 4,
+              BM=64, MORE=16, NARROWER=0, BN=128, BK=128, PARTS=1, STAGES=3),
+    fragments("w4a8, down", W4A8, EXPERTS_DOWN | {"GELU_MUL": False}, 2.3, 4,
+              BM=32, MORE=0, NARROWER=0, BN=128, BK=128, PARTS=1, STAGES=3),
     fragments("dense", FRAGMENTS | {"x": box(128, 128), "x_more": box(128, 128)},
               DENSE | {"GELU_MUL": False}, 3.9, 4,
               BM=128, MORE=0, NARROWER=0, BN=64, BK=128, PARTS=2, STAGES=3),

@@ -22,8 +22,9 @@ from kernels_support.device import DEVICE, HOPPER, INTERPRETED, MARKS
 pytestmark = MARKS
 
 TOLERANCE = {"bf16": 2.5e-3, "fp8": 3.5e-3, "int8": 2.5e-3, "nvfp4": 2.5e-3}
-EXPERTS_TOLERANCE = {"bf16": 4e-3, "fp8": 2e-2, "int8": 1e-2, "nvfp4": 4e-3}
+EXPERTS_TOLERANCE = {"bf16": 4e-3, "fp8": 2e-2, "int8": 1e-2, "nvfp4": 4e-3, "nvfp4_e4m3": 2e-2}
 SCHEMES = ("bf16", "fp8", "int8", "nvfp4")
+OF_EXPERTS = (*SCHEMES, "nvfp4_e4m3")
 SHAPES = [(1, 64, 64), (17, 80, 208), (64, 144, 192)]
 if not INTERPRETED:
     SHAPES += [
@@ -77,7 +78,7 @@ def test_operand_orders_and_two_accumulators(scheme: str, swap: int, more: int) 
     assert_close(y, expected, TOLERANCE[scheme])
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", OF_EXPERTS)
 @pytest.mark.parametrize("tokens", [1, 17, 64] if INTERPRETED else [1, 17, 64, 256, 1024])
 def test_experts(scheme: str, tokens: int) -> None:
     """Experts 5 to 7 of 8 get no token; one id of the first token is out of range and adds nothing."""
@@ -101,18 +102,19 @@ UNEVEN = [0, 1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 80, 81, 130]  # tokens of an
 
 
 @pytest.mark.parametrize(("BM", "MORE", "narrower"), [(32, 32, 3), (64, 16, 4)])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", OF_EXPERTS)
 def test_blocks_are_as_wide_as_their_rows(
     scheme: str, BM: int, MORE: int, narrower: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks computed at 80, 64, 48, 32 or 16 rows, each at its first and last number of rows."""
-    if scheme == "nvfp4" and not HOPPER:
+    fragments = scheme.startswith("nvfp4")
+    if fragments and not HOPPER:
         pytest.skip("only the kernel for sm_90 has narrower blocks of this format")
     hidden, inner = (64, 32) if INTERPRETED else (2816, 704)
     gate_up = cases.random_weight(scheme, len(UNEVEN), 2 * inner, hidden, DEVICE)
     down = cases.random_weight(scheme, len(UNEVEN), hidden, inner, DEVICE, seed=5)
     config = {"BM": BM, "MORE": MORE, "NARROWER": narrower, "BN": 64, "BK": 64, "num_warps": 4}
-    config |= {"PARTS": 1, "STAGES": 3} if scheme == "nvfp4" else {"SWAP": 1, "num_stages": 3}
+    config |= {"PARTS": 1, "STAGES": 3} if fragments else {"SWAP": 1, "num_stages": 3}
     chosen: list[str] = []
     monkeypatch.setattr(tuning, "choose", lambda verb, *_: chosen.append(verb) or config)
     ids = torch.arange(len(UNEVEN), dtype=torch.int32).repeat_interleave(torch.tensor(UNEVEN))
@@ -128,7 +130,7 @@ def test_blocks_are_as_wide_as_their_rows(
     assert_close(y, expected, EXPERTS_TOLERANCE[scheme])
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", OF_EXPERTS)
 def test_all_tokens_to_one_expert(scheme: str) -> None:
     gate_up = cases.random_weight(scheme, 4, 64, 64, DEVICE)
     down = cases.random_weight(scheme, 4, 64, 32 if INTERPRETED else 64, DEVICE, seed=5)
@@ -152,7 +154,7 @@ def test_experts_of_quantized_tokens(scheme: str) -> None:
     down = cases.random_weight(scheme, 4, 64, 64, DEVICE, seed=5)
     x = cases.random_tokens(9, 64, DEVICE)
     ids, routing_weights = cases.random_routing(9, 4, 2, DEVICE)
-    quantized = fd.quantize_rows(x, scheme)
+    quantized = fd.quantize_rows(x, gate_up.scheme)
     y = fd.routed_experts(*quantized, ids, routing_weights, gate_up, down)
     assert torch.equal(y, fd.routed_experts(x, None, ids, routing_weights, gate_up, down))
 
@@ -238,6 +240,27 @@ def test_quantize_rows(scheme: str, gelu_mul: bool) -> None:
     assert_close(q.double(), expected_q.double(), 2e-2)
 
 
+def moved(x: torch.Tensor) -> torch.Tensor:
+    """Columns in the order of `w4a8`: of each 64, as 4 x 4 groups of 4, transposed."""
+    return x.unflatten(-1, (-1, 4, 4, 4)).transpose(-2, -3).flatten(-4)
+
+
+def test_rows_quantized_for_w4a8_have_their_columns_moved() -> None:
+    """Alone and behind a norm; the dense branch keeps its order."""
+    x = cases.random_tokens(9, 192, DEVICE)
+    plain, scale = fd.quantize_rows(x, "fp8")
+    other, same = fd.quantize_rows(x, "nvfp4_e4m3")
+    assert torch.equal(other.view(torch.uint8), moved(plain.view(torch.uint8)))
+    assert not torch.equal(other.view(torch.uint8), plain.view(torch.uint8))
+    assert torch.equal(same, scale)
+    norms = tuple(cases.random_tokens(4, 192, DEVICE, seed=3))
+    _, dense, experts, _ = fd.after_attention(x, x.flip(0), norms, ("fp8", "fp8"))
+    _, kept, other, _ = fd.after_attention(x, x.flip(0), norms, ("fp8", "nvfp4_e4m3"))
+    assert torch.equal(kept[0].view(torch.uint8), dense[0].view(torch.uint8))
+    assert torch.equal(other[0].view(torch.uint8), moved(experts[0].view(torch.uint8)))
+    assert torch.equal(other[1], experts[1])
+
+
 @pytest.mark.parametrize("scheme", ["bf16", "fp8", "int8", "nvfp4"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_damaged_token_damages_itself_alone(scheme: str, value: float) -> None:
@@ -318,7 +341,7 @@ def test_lm_head_on_hopper(M: int, V: int) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", OF_EXPERTS)
 def test_graph_replay_with_another_routing(scheme: str) -> None:
     gate_up = cases.random_weight(scheme, 16, 1408, 2816, "cuda")
     down = cases.random_weight(scheme, 16, 2816, 704, "cuda", seed=5)

@@ -108,8 +108,10 @@ def launches(capability: Capability) -> list[Launch]:
     with forced(capability) as target, patch.object(KernelInterface, "__getitem__", noted):
         for M in TOKENS:
             for scheme in _schemes(capability):
-                _products(scheme, M)
-                _layer(scheme, M)
+                _experts(scheme, M)
+                if scheme != "nvfp4_e4m3":  # experts alone
+                    _products(scheme, M)
+                    _layer(scheme, M)
             _vocabulary(M)
         for B in (1, 4):
             _sampler(B)
@@ -141,16 +143,21 @@ def _weight(scheme: str, experts: int, N: int, K: int) -> Weight:
     return cases.blank_weight(scheme, experts, N, K, "meta")
 
 
-def _products(scheme: str, M: int) -> None:
-    for N, K in SHAPES:
-        fd.linear(blank(M, K), _weight(scheme, 1, N, K))
+def _experts(scheme: str, M: int) -> None:
+    dense = "fp8" if scheme == "nvfp4_e4m3" else scheme
+    fd.after_attention(blank(M, HIDDEN), blank(M, HIDDEN), (blank(HIDDEN),) * 4, (dense, scheme))
     up, down = _weight(scheme, EXPERTS, 2 * INNER, HIDDEN), _weight(scheme, EXPERTS, HIDDEN, INNER)
     ids, share = integers(M, TOPK), blank(M, TOPK, dtype=torch.float32)
     fd.routed_experts(blank(M, HIDDEN), None, ids, share, up, down)
-    if scheme.startswith("nvfp4"):
+    if scheme in ("nvfp4", "nvfp4_fragments"):
         for own in (1, EXPERTS):
             scales = (blank(own, dtype=torch.float32), blank(own, dtype=torch.float32))
             simulated.experts(blank(M, HIDDEN), ids, share, up, down, scales)
+
+
+def _products(scheme: str, M: int) -> None:
+    for N, K in SHAPES:
+        fd.linear(blank(M, K), _weight(scheme, 1, N, K))
     if scheme == "nvfp4_fragments":
         packed, scale = (blank(1, 64, 64 // each, dtype=torch.uint8) for each in (2, 16))
         fragments.to_fragments(packed, scale)
@@ -174,7 +181,7 @@ def _layer(scheme: str, M: int) -> None:
             blank(M, width), blank(D), blank(D), *angles, slots, numbers, keys, values, 16
         )
         fd.attend(q, keys, values, slots, numbers, numbers, scheme)
-    for schemes in ((scheme, scheme), ("bf16", scheme), (scheme, "bf16")):
+    for schemes in (("bf16", scheme), (scheme, "bf16")):
         fd.after_attention(h, h, norms, schemes)
     fd.after_experts(h, h, blank(M, TOPK, HIDDEN), norms, (blank(1), blank(1)), M, scheme)
     fd.choose_experts(h, blank(EXPERTS, HIDDEN), blank(EXPERTS), TOPK)

@@ -54,8 +54,22 @@ def _mul_bf16x2(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return products[0] | (products[1] << 16)
 
 
+def _prmt(a: torch.Tensor, b: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
+    """Pick four of eight bytes; a nibble's highest bit asks for eight copies of the byte's sign."""
+    eight, result = a | (b << 32), torch.zeros((), dtype=torch.int64)
+    for place in range(4):
+        nibble = selector >> 4 * place & 0xF
+        byte = eight >> 8 * (nibble & 7) & 0xFF
+        byte = torch.where(nibble > 7, (byte >> 7) * 0xFF, byte)
+        result = result | (byte << 8 * place)
+    return result
+
+
 _OPCODES = {
     "and.b32": lambda a, b: a & b,
+    "add.u32": lambda a, b: (a + b) & MASK,
+    "shl.b32": lambda a, n: a << n & MASK,
+    "prmt.b32": _prmt,
     "shr.u32": lambda a, b: a >> b,
     "shf.l.wrap.b32": lambda low, high, n: (high << n | low >> (32 - n)) & MASK,
     "mad.lo.u32": lambda a, b, c: (a * b + c) & MASK,

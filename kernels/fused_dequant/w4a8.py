@@ -1,0 +1,84 @@
+"""NVFP4 weights that Hopper multiplies in FP8: their layout, and what the kernel decodes, in torch.
+
+`wgmma` takes FP8 operands twice as fast as bf16 ones, and half the bytes of tokens. A weight becomes
+the nearest e4m3 number to e2m1 * scale / 8 (`formats.nvfp4_as_e4m3`). The 16 weights of a block share
+a table of eight magnitudes, which fits two registers, and one PRMT looks up four of them:
+
+    byte of the table  0  1 (0.5)  2 (1)  3 (1.5)   4 (2)   5 (3)       6 (4)   7 (6)
+                       0  b        b + 8  b + 12+d  b + 16  b + 20 + d  b + 24  b + 28 + d
+
+b is the e4m3 code of scale / 16. Powers of two add 8 to a code. Scale times 1.5 adds 12 or 13 to it,
+by the mantissa alone: d = 1 for mantissas 1 to 5, rounded half to even. Nothing is subnormal, as
+blocks below `formats.E4M3_LEAST_SCALE` are zero. A scale is stored as b with d in its sign bit.
+
+A *fragment* is 64 rows x 64 columns in the order of `wgmma`'s operand A, for two steps of 32 columns.
+There lane l of a warp holds columns 4(l%4) + {0..3, 16..19} of a step: four of each block of 16. So
+that a thread needs the scale of one block a row, columns change places: column 16t + 4q + j of the
+weight, block t, is column 16q + 4t + j of the product. The tokens' columns are stored in that order
+(`quantize.place`), and the sum over columns is the same.
+
+A thread's 16 bytes are two words of row g and two of row g + 8, of one block: code c of a word, the
+c-th column, has its magnitude in bits 4c .. 4c + 2, as on disk, and its sign in bit 8c + 7 (c < 4) or
+8(c - 4) + 3: where the bytes that it becomes have theirs, for the second four after a shift by 4.
+"""
+
+import torch
+
+from fused_dequant.formats import E4M3_LEAST_SCALE, FRAGMENT, FRAGMENTED_AT_ONCE
+
+
+def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lay NVFP4 weights out for the product in FP8.
+
+    packed uint8 [E, N, K/2], scale e4m3 [E, N, K/16], N and K multiples of 64 -> words int32
+    [E, N/64, K/64, 512] and bytes of scales as int32 [E, N/64, K/64, 64].
+    """
+    experts, rows, half = packed.shape
+    tiles, columns = rows // FRAGMENT, half // (FRAGMENT // 2)
+    words = packed.new_empty(experts, tiles, columns, 512, dtype=torch.int32)
+    scales = packed.new_empty(experts, tiles, columns, 64, dtype=torch.int32)
+    step = max(1, FRAGMENTED_AT_ONCE // (rows * half))
+    for start in range(0, experts, step):
+        part = slice(start, start + step)
+        own = scale[part].view(torch.uint8) & 0x7F
+        least = int(torch.tensor(E4M3_LEAST_SCALE).to(torch.float8_e4m3fn).view(torch.uint8))
+        zero = own < least
+        mantissa = own & 7
+        odd = ((mantissa >= 1) & (mantissa <= 5)).to(torch.uint8) << 7
+        stored = torch.where(zero, torch.full_like(own, 8), own - 32 | odd)
+        codes = packed[part].unflatten(-1, (-1, 2, 4))  # block, word, byte
+        codes = codes.masked_fill(zero[..., None, None], 0)
+        # row -> tile, warp, row//8, row%8; block -> column tile, t
+        shape = (-1, tiles, 4, 2, 8, columns, 4)
+        placed = _signs_placed(codes).reshape(*shape, 8).permute(0, 1, 5, 2, 4, 6, 3, 7)
+        words[part] = placed.contiguous().view(torch.int32).reshape(words[part].shape)
+        stored = stored.reshape(shape).permute(0, 1, 5, 2, 4, 6, 3)
+        scales[part] = stored.reshape(*scales[part].shape[:-1], 256).view(torch.int32)
+    return words, scales
+
+
+def _signs_placed(codes: torch.Tensor) -> torch.Tensor:
+    """Move the signs of words of eight codes, uint8 [..., 4], as the module's docstring says."""
+    first, second = codes[..., :2], codes[..., 2:]
+    high = torch.stack((first << 4 & 0x80, first & 0x80), -1).flatten(-2)
+    low = torch.stack((second & 0x08, second >> 4 & 0x08), -1).flatten(-2)
+    return codes & 0x77 | high | low
+
+
+def decode_fragments(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Compute in torch what the kernel makes of fragments: e4m3 [E, N, K], columns as on disk."""
+    experts, tiles, columns, _ = words.shape
+    # warp, row%8, t, row//8, word, byte
+    pairs = words.contiguous().view(torch.uint8).reshape(experts, tiles, columns, 4, 8, 4, 2, 2, 4)
+    stored = scales.contiguous().view(torch.uint8).reshape(experts, tiles, columns, 4, 8, 4, 2)
+    b, d = (stored & 0x7F)[..., None], (stored >> 7)[..., None]
+    steps = torch.tensor((0, 0, 8, 12, 16, 20, 24, 28), dtype=torch.uint8, device=words.device)
+    odd = torch.tensor((0, 0, 0, 1, 0, 1, 0, 1), dtype=torch.uint8, device=words.device)
+    table = b + steps + d * odd
+    table[..., 0] = 0
+    magnitude = torch.stack((pairs & 7, pairs >> 4 & 7), -1).flatten(-3)  # 16 codes
+    signs = torch.cat((pairs & 0x80, pairs << 4 & 0x80), -1).flatten(-2)
+    values = table.gather(-1, magnitude.long()) | signs
+    # -> tile, row//8 behind warp, columns: tile, t, code
+    values = values.permute(0, 1, 3, 6, 4, 2, 5, 7)
+    return values.reshape(experts, tiles * 64, columns * 64).view(torch.float8_e4m3fn)
