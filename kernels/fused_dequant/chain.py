@@ -8,7 +8,8 @@ Two rules keep it safe. In every program, also one that returns at once, a chain
 it reads what any earlier kernel wrote, weights excepted, and before it writes. And it releases the
 next kernel only after it has waited, so whoever starts next knows that everything before its direct
 predecessor is complete. Kernels that are not chained start when the one before is complete, as
-always.
+always. One kernel waits for blocks of its predecessor's results first, and for all of it before it
+ends (`arrivals`).
 
 Weights need no waiting for, and memory is idle while a norm or a softmax runs; yet products that asked
 for their first weights before they waited made a step 3 % slower, and a kernel that fetched weights

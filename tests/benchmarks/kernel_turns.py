@@ -1,10 +1,11 @@
 """Times kernels with what would take their place, in turns, on one GPU of sm_90, in about a minute.
 
-    python tests/benchmarks/kernel_turns.py
+    python tests/benchmarks/kernel_turns.py [PART ...]
 
+Parts are `logits_read_or_not`, `small`, `experts` and `arrivals`.
 JSON lines of microseconds: lm_head, sampler and soft embedding, reading the logits and looking at them
 in lm_head's epilogue; the soft embedding by other tiles; what lies between the products by warps and
-registers; experts by other tiles than the table's.
+registers; experts by other tiles than the table's; experts whose programs count themselves in, or not.
 """
 
 import json
@@ -21,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
 
 import fused_dequant as fd
-from fused_dequant import attention, cases, residual, routing, tune, tuning, vocabulary
+from fused_dequant import attention, cases, operations, residual, routing, tune, tuning, vocabulary
 from fused_dequant.candidates import Product
 from fused_dequant.timing import measure
 from fused_dequant.weights import Weight
@@ -63,7 +64,8 @@ def timed_routing(M: int) -> dict[str, float]:
 
     def sort(warps: int) -> None:
         routing.route_kernel[(cases.EXPERTS,)](
-            ids, own.slots, own.block_expert, own.block_rows, own.block_count, 8 * M,
+            ids, own.slots, own.block_expert, own.block_rows, own.block_count,
+            own.arrived, 8 * M,
             E=cases.EXPERTS, EXPERTS=128, BLOCK=64, PADDING=64, CHUNK=chunk, num_warps=warps,
             CHAINED=True, launch_pdl=True,
         )  # fmt: skip
@@ -172,19 +174,42 @@ def experts() -> None:
     with patch.object(tuning, "choose", chosen):
         for (scheme, M), alternatives in ALTERNATIVES.items():
             if scheme not in weights:
-                weights[scheme] = tuple(
-                    cases.random_weight(scheme, cases.EXPERTS, N, K, "cuda")
-                    for N, K in ((2 * cases.INNER, cases.HIDDEN), (cases.HIDDEN, cases.INNER))
-                )
-            x = cases.random_tokens(M, cases.HIDDEN, "cuda")
-            ids, share = cases.random_routing(
-                M, cases.EXPERTS, cases.TOPK, "cuda", spread=cases.SPREAD[M]
-            )
-            call = partial(fd.routed_experts, x, None, ids, share, *weights[scheme])
+                weights[scheme] = expert_weights(scheme)
+            call = routed(scheme, M, weights[scheme])
             row: dict[str, Any] = {"experts": scheme, "rows": M}
             for changes in [{}, *alternatives] * 2:
                 row.setdefault(str(changes), []).append(measure([call], replays=10))
             print(json.dumps(row), flush=True)
+
+
+def arrivals() -> None:
+    """Time experts whose hidden rows are quantized apart, by gate_up, or so and read early by down."""
+    for scheme in ("fp8", "bf16"):
+        weights = expert_weights(scheme)
+        for M in (256, 512, 1024, 2048):
+            call = routed(scheme, M, weights)
+            row: dict[str, Any] = {"experts": scheme, "rows": M}
+            expected = call()
+            for switch in ["", "QUANTIZING", "EARLY"] * 3:
+                with patch.object(operations, switch or "QUANTIZING", bool(switch)):
+                    row.setdefault(switch or "apart", []).append(measure([call], replays=10))
+                    assert torch.equal(call(), expected), switch
+            print(json.dumps(row), flush=True)
+
+
+def expert_weights(scheme: str) -> tuple[Weight, ...]:
+    """Return random weights of the experts' two products."""
+    return tuple(
+        cases.random_weight(scheme, cases.EXPERTS, N, K, "cuda")
+        for N, K in ((2 * cases.INNER, cases.HIDDEN), (cases.HIDDEN, cases.INNER))
+    )
+
+
+def routed(scheme: str, M: int, weights: tuple[Weight, ...]) -> Callable[[], torch.Tensor]:
+    """Return a call of the experts on M rows as the norm before hands them out, routed unevenly."""
+    x = weights[0].reads(cases.random_tokens(M, cases.HIDDEN, "cuda"))
+    chosen = cases.random_routing(M, cases.EXPERTS, cases.TOPK, "cuda", spread=cases.SPREAD[M])
+    return partial(fd.routed_experts, *x, *chosen, *weights)
 
 
 def timed_between(M: int, warps: int, registers: int | None) -> dict[str, float]:
@@ -221,9 +246,14 @@ def timed_between(M: int, warps: int, registers: int | None) -> dict[str, float]
 
 
 if __name__ == "__main__":
+    parts = sys.argv[1:] or ["logits_read_or_not", "small", "experts", "arrivals"]
     aside = Thread(target=compile_aside)
-    aside.start()
-    logits_read_or_not()
-    small()
-    aside.join()
-    experts()
+    if "experts" in parts:
+        aside.start()
+    for part in (part for part in (logits_read_or_not, small) if part.__name__ in parts):
+        part()
+    if "experts" in parts:
+        aside.join()
+        experts()
+    if "arrivals" in parts:
+        arrivals()
