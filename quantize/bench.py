@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from quantize.activations import ActivationMode
 from quantize.adaptive import NEVER, AdaptiveRow, adaptive_rows
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
@@ -108,6 +109,7 @@ def bench(
     batches: Sequence[int],
     context: int,
     canvases: int,
+    activations: ActivationMode | None = None,
     experts_hit: int | None = None,
     autoregressive: bool = False,
     hourly_price: float | None = None,
@@ -123,6 +125,7 @@ def bench(
         batches: canvases denoised together.
         context: tokens of the prompt.
         canvases: canvases measured for each row, at least 1.
+        activations: how activations are rounded; None as the kernels do.
         experts_hit: number of experts that random weights route to; None for all.
         autoregressive: measure the same weights one token a forward too.
         hourly_price: price of an hour of the machine, for the cost of a million tokens.
@@ -138,7 +141,7 @@ def bench(
     rates = measure_rates(torch.device("cuda"))
     length = context + 2 * _canvas_length(checkpoint, config)  # an adaptive request's, too
     model = checkpoint or _random(random, config, experts_hit)
-    engine, loaded = _loaded(model, max(batches), length)
+    engine, loaded = _loaded(model, activations, max(batches), length)
     weights = engine.model.weights
     prompts = _prompts(weights, context, max(batches))
     hit = _experts_hit(engine, prompts[0])
@@ -146,7 +149,8 @@ def bench(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     result = Bench(
-        model=str(checkpoint) if checkpoint else f"random weights, {random}",
+        model=(str(checkpoint) if checkpoint else f"random weights, {random}")
+        + (f", activations {activations}" if activations else ""),
         device=torch.cuda.get_device_name(),
         torch=torch.__version__,
         context=context,
@@ -191,13 +195,19 @@ def _rows(
 
 
 def _loaded(
-    model: Path | RandomModel, capacity: int, max_context: int
+    model: Path | RandomModel,
+    activations: ActivationMode | None,
+    capacity: int,
+    max_context: int,
 ) -> tuple[FusedEngine, float]:
     """Return the kernels' engine, and the seconds that loading took."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     started = time.monotonic()
-    engine = open(model, device="cuda", capacity=capacity, max_context=max_context, kind="fused")
+    engine = open(
+        model, device="cuda", activations=activations, capacity=capacity, max_context=max_context,
+        kind="fused",
+    )  # fmt: skip
     assert isinstance(engine, FusedEngine)  # as asked
     torch.cuda.synchronize()
     seconds = time.monotonic() - started

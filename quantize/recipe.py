@@ -27,21 +27,20 @@ from pydantic import (
 from recovery.catalog import known_tasks, questions
 from recovery.own import Definition, from_lm_eval, from_questions
 
+from quantize.activations import ActivationMode
 from quantize.errors import InputError
 from quantize.llm_compressor import is_llm_compressor, quantization_of
 from quantize.rounding import Observer
-from quantize.schemes import SCHEMES
+from quantize.schemes import SCHEMES, refusal
 
 if TYPE_CHECKING:
     SchemeName = str
 else:
     SchemeName = Literal[*SCHEMES]
 Rounding = Literal["nearest", "gptq"]
-ActivationMode = Literal["none", "per_expert", "per_layer"]
 # Samples that evaluation denoises together where nobody says: on the kernels, fewer where they do not
 # fit the GPU; in the modules, whose batches are a condition of what they answer.
 AT_ONCE = {"fused": 16, "modules": 64}
-ACTIVATION_MODES: tuple[ActivationMode, ...] = get_args(ActivationMode)
 Estimand = Literal["these_questions", "such_questions"]
 
 
@@ -180,8 +179,10 @@ class Evaluation(Section):
     `tasks` are names that `quantize tasks` lists, or keys of `own_tasks`. `limit` keeps the first
     questions of a task, `repeats` says how many answers each question gets, and `batch_size` how many
     are answered together, at most; without it `AT_ONCE` says so. `activations` says how a quantized
-    model's activations are rounded while it is scored. `dtype` is that of both models' arithmetic;
-    without it a CPU computes in float32 and a GPU in BF16.
+    model's activations are rounded while it is scored: `none`, NVFP4's with a scale an expert or a
+    layer (`per_expert`, `per_layer`), or `fp8`: NVFP4's weights and activations are rounded to FP8 for
+    the product (W4A8), which no other runtime does. `dtype` is that of both models' arithmetic; without
+    it a CPU computes in float32 and a GPU in BF16.
     """
 
     tasks: list[str] = Field(min_length=1)
@@ -224,8 +225,9 @@ class Gate(Section):
     `such_questions`, of which it is a sample (recovery.estimands). It has no default, because a margin
     means nothing without it. `margin_pp` is the allowed loss of accuracy in percentage points, by task.
     `max_kl_nats` is the largest mean KL from BF16 on replayed trajectories, by activation mode; a mode
-    without one is not judged. `max_step_inflation` fails the run when denoising steps a token are shown
-    to exceed BF16's by more than this share (0.1 is 10 %); None does not judge.
+    that has one is replayed, one without is not judged. `max_step_inflation` fails the run when
+    denoising steps a token are shown to exceed BF16's by more than this share (0.1 is 10 %); None does
+    not judge.
     """
 
     estimand: Estimand
@@ -281,6 +283,19 @@ class Recipe(Section):
         if self.calibration is None:
             overrides.pop("calibration", None)
         return self.model_copy(update=overrides)
+
+    @model_validator(mode="after")
+    def _fp8_has_nvfp4(self) -> "Recipe":
+        kernels = [SCHEMES[name].kernel for name in self.quantization.targets_by_scheme()]
+        for where, part in {"": self, "bundled.": self.bundled}.items():
+            limited = part.gate.max_kl_nats if part.gate else ()
+            named = [("gate.max_kl_nats", mode) for mode in limited]
+            if part.evaluation:
+                named.append(("evaluation.activations", part.evaluation.activations))
+            for key, mode in named:
+                if why := refusal(mode, kernels):
+                    raise ValueError(f"{where}{key}: {why}")
+        return self
 
     def limited_to(self, problems: int) -> "Recipe":
         """Return the recipe with every task limited to its first `problems` documents."""

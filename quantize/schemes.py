@@ -10,13 +10,16 @@ scheme is a record in `SCHEMES`, its arithmetic in `quantize.rounding` where tha
   NVFP4         e2m1   e4m3 for 16 inputs, FP32 for a matrix   e2m1 under a calibrated FP32 scale
   NVFP4A16      e2m1   the same                                BF16
 
+In the activation mode `fp8` (W4A8) the products of NVFP4 and NVFP4A16 read e4m3(e2m1 * block scale / 8)
+and rows in e4m3 with a scale a token: `Scheme.as_multiplied`.
+
 ModelOpt's NVFP4 stores `weight_scale_2` = amax / (6 * 448), a SMALL number that multiplies, the
 inverse of compressed-tensors' `weight_global_scale`; its `input_scale` likewise. Codes, nibble order
 and block scales are the same. Its FP8 has one scale for a matrix, and one fixed scale (amax / 448)
 for all activations of a Linear, which get a scale a token here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -100,6 +103,17 @@ class Scheme:
         Of the bundled model's matrices by 64 prompts GPTQ left at most 0.113 in NVFP4, 0.044 in FP8.
         """
         return self.max_relative_error * (GPTQ_ERRS if rounding == "gptq" else 1)
+
+    def as_multiplied(self, mode: str) -> "Scheme":
+        """Return the scheme as an activation mode multiplies it, which only `fp8` changes."""
+        if mode != "fp8" or self.kernel != "nvfp4":
+            return self
+        return replace(
+            self,
+            dequantize=rounding.dequantize_in_e4m3,
+            round_activations=partial(_round_tokens, FP8),
+            calibrated=False,
+        )
 
     def config_group(self, targets: Sequence[str], observer: Observer) -> dict[str, Any]:
         """Return the group of a compressed-tensors config whose `targets` have this scheme.
@@ -253,6 +267,13 @@ SUFFIXES = tuple(
 GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
 INPUT_SCALES = ("input_global_scale", "input_scale")
 TENSOR_SCALES = (*GLOBAL_SCALES, *INPUT_SCALES)  # one number for a whole matrix, above 0
+
+
+def refusal(mode: str, kernels: Iterable[str]) -> str | None:
+    """Return why an activation mode means nothing to weights of these `Scheme.kernel`s, or None."""
+    if mode != "fp8" or "nvfp4" in kernels:
+        return None
+    return "activations fp8 are for NVFP4 weights, of which there are none: leave `fp8` out"
 
 
 def scheme_of_group(group: Mapping[str, Any]) -> Scheme | None:

@@ -270,8 +270,8 @@ def quantized(
             parameter.data = weight.to(parameter)
             for module in target.modules:
                 assert target.scheme is not None
-                calibrated = scales[module] if target.scheme.calibrated else None
-                inputs[module] = target.scheme, calibrated
+                scheme = target.scheme.as_multiplied(recipe.evaluation.activations)
+                inputs[module] = scheme, scales[module] if scheme.calibrated else None
     try:
         with simulated(model, inputs, recipe.evaluation.activations):
             yield
@@ -290,7 +290,8 @@ def _rounded(
     weight = torch.cat([w if w.dim() == 3 else w[None] for w in stacks], 1)  # [E, out, in]
     ranges = scheme.observe(weight, recipe.quantization.observer)
     shared = global_scale([ranges]) if scheme.shares_global_scale else None
-    values = scheme.dequantize(scheme.quantize(weight, ranges, shared, None))
+    multiplied = scheme.as_multiplied(recipe.evaluation.activations)
+    values = multiplied.dequantize(scheme.quantize(weight, ranges, shared, None))
     parts = values.split([stack.shape[-2] for stack in stacks], 1)
     for target, part in zip(unit, parts, strict=True):
         yield target, part.reshape(target.shape)

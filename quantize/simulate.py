@@ -3,7 +3,8 @@
 Every quantized Linear first rounds its input to the values the serving kernel would multiply:
   FP8_DYNAMIC, INT8_DYNAMIC   one scale a token
   NVFP4                       e2m1, one e4m3 scale for 16 values, under a calibrated global scale
-NVFP4A16 has BF16 activations and is left alone. The products themselves run in the model's dtype.
+NVFP4A16 has BF16 activations and is left alone. In the mode `fp8` both have one scale a token, and
+weights that are rounded too (`Scheme.as_multiplied`). The products themselves run in the model's dtype.
 
 A layer's experts share one input, but each has a global scale of its own on disk. `per_expert` uses
 those; `per_layer` the one of the largest range (the smallest scale) for all experts of the layer,
@@ -21,7 +22,7 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from quantize.recipe import ActivationMode
+from quantize.activations import ActivationMode
 from quantize.schemes import Scheme
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
@@ -38,8 +39,8 @@ def simulate_activations(
 
     Args:
         model: the dequantized model; both of its trees, encoder and decoder, are changed.
-        inputs: on-disk module name -> (scheme, input global scale for NVFP4).
-        mode: `per_expert` or `per_layer`.
+        inputs: on-disk module name -> (scheme as `mode` multiplies it, input global scale for NVFP4).
+        mode: any but `none`.
         undo: gets a callback for every change, which takes it back.
 
     Raises:

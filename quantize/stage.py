@@ -19,6 +19,7 @@ from quantize.run_dir import RunDir, read_json, write_json
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from quantize.activations import ActivationMode
     from quantize.checkpoints.reader import Checkpoint
     from quantize.checkpoints.targets import Target
     from quantize.recipe import Recipe
@@ -155,6 +156,11 @@ def _verified(run: Run) -> int:
 
 
 def _fidelity(run: Run) -> None:
+    fidelity_more(run)
+
+
+def fidelity_more(run: Run, modes: "Sequence[ActivationMode]" = ()) -> None:
+    """Replay the recipe's activation modes, those that its gate judges, and `modes`."""
     from quantize.stages.fidelity import fidelity
 
     fidelity(
@@ -164,6 +170,7 @@ def _fidelity(run: Run) -> None:
         run.folder.fidelity_json,
         activations=run.recipe.evaluation.activations,
         limits=run.recipe.gate.max_kl_nats,
+        more=modes,
         device=best_device(),
         gpu_memory=run.gpu_memory,
     )
@@ -203,7 +210,7 @@ def evaluate_more(
 
     `batch_size` overrules the recipe's. `sides` are fields of `sides.Asked`.
     """
-    from quantize.recipe import ACTIVATION_MODES
+    from quantize.activations import ACTIVATION_MODES
     from quantize.stages.evaluate import evaluate
     from quantize.stages.sides import Asked
 
@@ -291,8 +298,7 @@ STAGES = (
         "fidelity.json",
         ("plan", "calibrate", "convert"),
         _fidelity,
-        "Replay recorded trajectories: distance of the quantized model from BF16.",
-        _close_enough,
+        verdict=_close_enough,
         runs_models=True,
     ),
     Stage(

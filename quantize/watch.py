@@ -16,9 +16,9 @@ from typing import Any
 from rich.live import Live
 from rich.text import Text
 
+from quantize.activations import ActivationMode
 from quantize.checkpoints.reader import Checkpoint
 from quantize.progress import console, say
-from quantize.recipe import ActivationMode
 from quantize.runtime import Sample, Sampler, open
 from quantize.runtime.chat import HALF_CHARACTER, encode_chat, load_tokenizer, split_thoughts
 from quantize.runtime.engine import complete

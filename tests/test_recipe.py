@@ -46,6 +46,12 @@ def edited(**changes: object) -> str:
     return yaml.safe_dump(fields)
 
 
+EIGHT_BITS: dict[str, object] = {
+    "quantization__scheme": "FP8_DYNAMIC",
+    "verification__max_relative_error__FP8_DYNAMIC": 0.04,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -69,6 +75,14 @@ def edited(**changes: object) -> str:
         ({"gate__margin_pp__gsm8k": math.nan}, "gate.margin_pp.gsm8k: Input should be"),
         ({"gate__margin_pp__gsm8k": math.inf}, "gate.margin_pp.gsm8k: Input should be"),
         ({"gate__confidence": math.nan}, "gate.confidence: Input should be"),
+        (
+            EIGHT_BITS | {"evaluation__activations": "fp8"},
+            "evaluation.activations: activations fp8 are for NVFP4 weights",
+        ),
+        (
+            EIGHT_BITS | {"bundled__gate__max_kl_nats__fp8": 0.1},
+            "bundled.gate.max_kl_nats: activations fp8 are for NVFP4 weights",
+        ),
         ({"bundled__gate__max_kl_nats__none": math.nan}, "bundled.gate.max_kl_nats.none: Input"),
         (
             {"verification__max_relative_error": {"NVFP4": math.inf}},

@@ -158,6 +158,52 @@ def activations(dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
+def nearest_e4m3(exact: torch.Tensor) -> torch.Tensor:
+    """Round float64 values by trying every e4m3 number: the nearest, of two the one of even code."""
+    numbers = torch.arange(0x7F, dtype=torch.uint8).view(FP8).double()  # not negative, finite
+    distance = (exact.abs()[..., None] - numbers).abs()
+    odd = torch.arange(0x7F) % 2 * 1e-9  # distances differ by 2^-12 at least
+    return numbers[(distance + odd).argmin(-1)].copysign(exact)
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "NVFP4A16"])
+def test_nvfp4_for_fp8_products_is_rounded_once(name: str) -> None:
+    """Every code under every block scale, in either library's layout, and as the kernels round."""
+    scales = torch.arange(0x7F, dtype=torch.uint8).view(FP8)[:, None]  # [127, 1]
+    codes = torch.arange(16, dtype=torch.uint8).view(8, 2)
+    packed = (codes[:, 0] | (codes[:, 1] << 4)).expand(127, 8).contiguous()
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)]).double()
+    expected = nearest_e4m3(values * scales.double() / 8)
+    expected[scales.flatten().float() < 0.25] = 0
+    assert expected.max() == 320  # 6 * 448 / 8 = 336 lies between 320 and 352: the even code
+    assert expected[expected > 0].min() == 2**-6  # 0.5 * 0.25 / 8, the least normal number
+    scheme = SCHEMES[name].as_multiplied("fp8")
+    ours = {"weight_packed": packed, "weight_scale": scales}
+    mine = scheme.dequantize(ours | {"weight_global_scale": torch.tensor([1024.0])})
+    assert torch.equal(mine.double(), expected * 8 / 1024)
+    theirs = {"weight": packed, "weight_scale": scales, "weight_scale_2": torch.tensor(2.0**-10)}
+    assert torch.equal(scheme.dequantize(theirs), mine)
+    stacked = {key: torch.stack([tensor] * 2) for key, tensor in ours.items()}
+    twice = scheme.dequantize(stacked | {"weight_global_scale": torch.tensor([[1024.0], [2048.0]])})
+    assert torch.equal(twice.double(), torch.stack([expected / 128, expected / 256]))
+    kernels = formats.nvfp4_as_e4m3(packed, scales)
+    assert kernels.dtype == FP8
+    assert torch.equal(kernels.double(), expected)
+
+
+def test_only_the_mode_fp8_changes_a_scheme_and_only_nvfp4() -> None:
+    for scheme in SCHEMES.values():
+        for mode in ("none", "per_expert", "per_layer"):
+            assert scheme.as_multiplied(mode) is scheme
+        changed = scheme.as_multiplied("fp8")
+        assert (changed is not scheme) == (scheme.kernel == "nvfp4")
+        if changed is not scheme:
+            x = activations(torch.float32)
+            expected = SCHEMES["FP8_DYNAMIC"].round_activations(x, None)
+            assert torch.equal(changed.round_activations(x, None), expected)
+            assert not changed.calibrated
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["FP8_DYNAMIC", "INT8_DYNAMIC"])
 def test_activations_per_token_are_the_kernels_bit_for_bit(name: str, dtype: torch.dtype):

@@ -7,17 +7,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 import torch
 
-from quantize import cli
+from quantize import cli, runtime
+from quantize.activations import ACTIVATION_MODES
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.layout import bf16_layout
 from quantize.checkpoints.reader import known_config
-from quantize.errors import ResourceError
+from quantize.errors import InputError, ResourceError
 from quantize.runtime.fused import weights as packed
 from quantize.runtime.fused.random_weights import random_weights
 from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.opening import RandomModel
+from quantize.stages.fidelity import fidelity
 
 QUESTION = "What is 2 + 2?"
 
@@ -171,6 +175,45 @@ def test_an_old_gpu_in_the_command_line(
     config = json.loads((folder / "config.json").read_text())
     with pytest.raises(ResourceError, match="sm_75; bf16 needs sm_80 or newer"):
         random_weights(config, dict.fromkeys(("experts", "attention", "mlp"), "fp8"), "cuda")
+
+
+def test_fp8_activations_without_nvfp4_weights(
+    fp8_artifact: Path,
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They would change nothing, so who asks for them expects something else."""
+    words = "activations fp8 are for NVFP4 weights, of which there are none"
+    for folder in (fp8_artifact, tiny_checkpoint):
+        for kind in ("modules", "fused"):
+            with pytest.raises(InputError, match=rf"{folder}: {words}") as error:
+                runtime.open(folder, device="cpu", kind=kind, activations="fp8")
+            assert error.value.exit_code == 2
+        with pytest.raises(InputError, match=words):
+            fidelity(CHECKPOINT, folder, tmp_path, tmp_path / "out", activations="fp8", limits={})
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    random = RandomModel(config, dict.fromkeys(("experts", "attention", "mlp"), "fp8"))
+    with pytest.raises(InputError, match=f"random weights: {words}"):
+        runtime.open(random, device="cpu", kind="fused", activations="fp8")
+    with pytest.raises(InputError, match="no activation mode per_layer, only fp8"):
+        runtime.open(random, device="cpu", kind="fused", activations="per_layer")
+    code, line = complaint(
+        monkeypatch, capsys, "generate", "bundled", "hello", "--activations", "fp8"
+    )
+    assert code == 2
+    assert line.startswith("error: ")
+    assert line.endswith(f"{words}: leave `fp8` out")
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "evaluate", "fidelity", "bench"])
+def test_every_command_knows_every_activation_mode(command: str) -> None:
+    found = cli.cli.get_command(click.Context(cli.cli), command)
+    assert found is not None
+    (option,) = (each for each in found.params if "--activations" in each.opts)
+    assert isinstance(option.type, click.Choice)
+    assert tuple(option.type.choices) == ACTIVATION_MODES
 
 
 def test_bench_without_a_gpu(

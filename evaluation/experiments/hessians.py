@@ -32,11 +32,11 @@ from torch import Tensor
 from experiments.rounding import VARIANTS, differing, recipe_of, recorded
 from experiments.routing import BATCH
 from quantize import gptq
+from quantize.activations import ActivationMode
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.gptq import shrunk
-from quantize.recipe import ActivationMode
 from quantize.run_dir import read_json, write_json
 from quantize.runtime import open
 from quantize.runtime.sampler import Sampler

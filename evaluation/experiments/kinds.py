@@ -17,9 +17,10 @@ import torch
 from PIL import Image
 
 from experiments.routing import FIRST
+from quantize.activations import ACTIVATION_MODES, ActivationMode
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
-from quantize.recipe import ACTIVATION_MODES, ActivationMode, Calibration
+from quantize.recipe import Calibration
 from quantize.runtime import open
 from quantize.runtime.engine import Engine
 from quantize.runtime.sampler import Sampler

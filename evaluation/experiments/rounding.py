@@ -3,7 +3,7 @@
     PYTHONPATH=evaluation python -m experiments.rounding OUT [make] [replay] [answers] [table]
 
 make      a checkpoint a variant: calibrated, rounded and converted as `quantize run` does it
-replay    KL from BF16 on held-out trajectories, teacher-forced, in float32, in three activation modes
+replay    KL from BF16 on held-out trajectories, teacher-forced, in float32, in every activation mode
 answers   held-out problems, several answers each, the same noise for every model
 table     what is measured so far; right answers of another server (OUT/served/VARIANT.json, `right` a
           string of 0 and 1, one a problem) are paired with the first of ours
@@ -24,11 +24,12 @@ from recovery.samples import Request, sample_seed
 
 from experiments.bundled.score import FINAL_ANSWER
 from experiments.routing import BATCH, CANVASES, heldout
+from quantize.activations import ACTIVATION_MODES, ActivationMode
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.progress import say
-from quantize.recipe import ACTIVATION_MODES, ActivationMode, Quantization, Recipe, load_recipe
+from quantize.recipe import Quantization, Recipe, load_recipe
 from quantize.run_dir import read_json, write_json
 from quantize.runtime import open
 from quantize.runtime.engine import Engine
@@ -96,6 +97,9 @@ ANSWERED: tuple[tuple[str, ActivationMode], ...] = (
     ("fp8mlp-gptq", "per_layer"),
     ("fp8mlp", "per_layer"),
     ("fp8mlp", "none"),
+    ("a16-gptq", "fp8"),
+    ("fp8mlp", "fp8"),
+    ("w4a4", "fp8"),
 )
 
 
@@ -136,12 +140,14 @@ def recorded(reference: Engine, count: int) -> list[Trajectory]:
     return made
 
 
-def replay_all(out: Path, names: Sequence[str], count: int, device: str) -> None:
+def replay_all(
+    out: Path, names: Sequence[str], modes: Sequence[ActivationMode], count: int, device: str
+) -> None:
     """Write the KL by trajectory of every variant and mode that has none yet, side by side."""
     left: list[tuple[str, ActivationMode]] = [
         (name, mode)
         for name in names
-        for mode in ACTIVATION_MODES
+        for mode in modes
         if not (out / "replay" / f"{name}-{mode}.json").exists()
     ]
     if not left:
@@ -216,27 +222,32 @@ def table(out: Path) -> list[str]:
         click.ClickException: nothing is measured yet.
     """
     shown = [
-        "| variant | activations | KL x 1000 | minus w4a4 | of w4a4 |",
-        "|---|---|---:|---|---:|",
+        "| variant | activations | KL x 1000 | minus w4a4 | of w4a4 | minus none |",
+        "|---|---|---:|---|---:|---|",
     ]
     kl = {path.stem: read_json(path)["kl"] for path in sorted((out / "replay").glob("*.json"))}
     for name, found in kl.items():
         variant, mode = name.rsplit("-", 1)
-        base = kl.get(f"{BASE}-{mode}", found)
+        base, none = kl.get(f"{BASE}-{mode}", found), kl.get(f"{variant}-none", found)
         shown.append(
             f"| {variant} | {mode} | {1000 * mean(found):.2f} | {differing(found, base, 1000)} | "
-            f"{mean(found) / mean(base):.3f} |"
+            f"{mean(found) / mean(base):.3f} | {differing(found, none, 1000)} |"
         )
-    shown += ["", "| variant | activations | accuracy | minus BF16, points | steps a token |"]
-    shown += ["|---|---|---:|---|---:|"]
+    shown += [
+        "",
+        "| variant | activations | accuracy | minus BF16, points | minus none | steps a token |",
+        "|---|---|---:|---|---|---:|",
+    ]
     made = {path.stem: read_json(path) for path in sorted((out / "answers").glob("*.json"))}
     for name, found in made.items() if "bf16-none" in made else ():
         variant, mode = name.rsplit("-", 1)
         bf16 = made["bf16-none"]
         mine, base = per_problem(found["right"]), per_problem(bf16["right"])
+        none = per_problem(made.get(f"{variant}-none", found)["right"])
         steps = found["steps"] / found["tokens"] / (bf16["steps"] / bf16["tokens"]) - 1
         shown.append(
-            f"| {variant} | {mode} | {mean(mine):.4f} | {differing(mine, base, 100)} | {steps:+.1%} |"
+            f"| {variant} | {mode} | {mean(mine):.4f} | {differing(mine, base, 100)} | "
+            f"{differing(mine, none, 100)} | {steps:+.1%} |"
         )
     shown += [
         "",
@@ -260,6 +271,9 @@ def table(out: Path) -> list[str]:
 @click.argument("out", type=click.Path(path_type=Path))
 @click.argument("measures", nargs=-1, type=click.Choice(MEASURES))
 @click.option("--only", multiple=True, type=click.Choice(["bf16", *VARIANTS]))
+@click.option(
+    "--mode", "modes", multiple=True, type=click.Choice(ACTIVATION_MODES), default=ACTIVATION_MODES
+)
 @click.option("--prompts", default=256, show_default=True, help="Of the calibration.")
 @click.option("--trajectories", default=128, show_default=True)
 @click.option("--problems", default=2000, show_default=True)
@@ -269,6 +283,7 @@ def main(
     out: Path,
     measures: tuple[str, ...],
     only: tuple[str, ...],
+    modes: tuple[ActivationMode, ...],
     prompts: int,
     trajectories: int,
     problems: int,
@@ -282,9 +297,11 @@ def main(
     for name in names if "make" in chosen else ():
         make(out / name, VARIANTS[name], prompts, device)
     if "replay" in chosen:
-        replay_all(out, names, trajectories, device)
+        replay_all(out, names, modes, trajectories, device)
     for name, mode in ANSWERED if "answers" in chosen else ():
-        if name in names or (name == "bf16" and (not only or name in only)):
+        if name not in (*names, "bf16") or mode not in modes:
+            continue
+        if not only or name in only:
             answer(out, name, mode, problems, repeats, device)
     if "table" in chosen:
         print("\n".join(table(out)))

@@ -25,9 +25,9 @@ import click
 import torch
 from torch import Tensor, nn
 
+from quantize.activations import ACTIVATION_MODES, ActivationMode
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.load import load
-from quantize.recipe import ACTIVATION_MODES, ActivationMode
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.sampler import Sampler

@@ -36,13 +36,14 @@ from experiments.bundled.problems import Problem
 from experiments.bundled.tokenizer import response
 from experiments.rounding import VARIANTS, recipe_of, recorded
 from experiments.routing import BATCH
+from quantize.activations import ActivationMode
 from quantize.bundled import CALIBRATION, CHECKPOINT
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.hessians import Hessians
 from quantize.progress import say
-from quantize.recipe import ActivationMode, Calibration
+from quantize.recipe import Calibration
 from quantize.run_dir import read_json, write_json
 from quantize.runtime import Sampler
 from quantize.runtime.chat import encode_chat, load_tokenizer

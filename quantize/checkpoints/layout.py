@@ -11,12 +11,13 @@ compare against this.
 import textwrap
 from typing import Any
 
+from quantize.activations import ActivationMode
 from quantize.checkpoints.architecture import spelled_out
 from quantize.checkpoints.modelopt import ModelOptSchemes
 from quantize.checkpoints.reader import FIX, Checkpoint, TensorSpec, check_total_size
 from quantize.checkpoints.targets import DROPPED, linear_modules, linear_shape, matches
 from quantize.errors import InputError
-from quantize.schemes import SUFFIXES, Scheme, scheme_of_group
+from quantize.schemes import SUFFIXES, Scheme, refusal, scheme_of_group
 
 MAX_LAYERS = 1000
 SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compressor"
@@ -159,6 +160,18 @@ def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes |
         if stated.get("quant_method") == "modelopt"
         else ConfigSchemes(stated)
     )
+
+
+def check_mode(checkpoint: Checkpoint, activations: ActivationMode) -> None:
+    """Refuse an activation mode that means nothing to a checkpoint.
+
+    Raises:
+        InputError: it is `fp8`, and no weight is NVFP4.
+    """
+    schemes = stated_schemes(checkpoint.config)
+    used = schemes.used if schemes else ()
+    if why := refusal(activations, [scheme.kernel for scheme in used]):
+        raise InputError(f"{checkpoint.folder}: {why}")
 
 
 class ConfigSchemes:

@@ -6,7 +6,7 @@ what config.json calls for (names, dtypes, shapes), then dequantized to BF16, re
 experts and handed to transformers, whose own account of missing and unexpected keys must be empty.
 
 With `activations` the model also rounds what flows into every quantized Linear, as a serving kernel
-would: see `quantize.simulate`.
+would: see `quantize.simulate`. The mode `fp8` rounds NVFP4 weights too.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,18 @@ import psutil
 import torch
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
+from quantize.activations import ActivationMode
 from quantize.checkpoints.experts import fuse_experts
 from quantize.checkpoints.layout import (
     bf16_layout,
     check_layout,
+    check_mode,
     module_tensors,
     schemes_by_module,
 )
 from quantize.checkpoints.reader import FIX, Checkpoint
 from quantize.checkpoints.targets import linear_modules
 from quantize.errors import InputError, ResourceError
-from quantize.recipe import ActivationMode
 from quantize.rounding import all_finite
 from quantize.schemes import TENSOR_SCALES, Scheme
 from quantize.simulate import simulate_activations
@@ -52,16 +53,18 @@ def load(
 
     Raises:
         InputError: a tensor is missing, unexpected, misshapen or not finite; file and key are named.
+            Or `activations` mean nothing to it.
         ResourceError: the model is larger than the free memory of `device`.
     """
     checkpoint = Checkpoint.open(folder)
+    check_mode(checkpoint, activations)
     check_layout(checkpoint)
     check_memory(checkpoint, dtype, device)
     plain = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
     loaded: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(
         None,
         config=DiffusionGemmaConfig(**plain),
-        state_dict=lazy_weights(checkpoint),
+        state_dict=lazy_weights(checkpoint, activations),
         output_loading_info=True,
         dtype=dtype,
         device_map={"": device},
@@ -74,7 +77,7 @@ def load(
             )
     model.eval()
     if activations != "none" and checkpoint.is_quantized:
-        simulate_activations(model, read_input_schemes(checkpoint), activations)
+        simulate_activations(model, read_input_schemes(checkpoint, activations), activations)
     return model
 
 
@@ -109,9 +112,9 @@ class _Lazy:
         return self._read()
 
 
-def lazy_weights(checkpoint: Checkpoint) -> dict[str, _Lazy]:
+def lazy_weights(checkpoint: Checkpoint, activations: ActivationMode = "none") -> dict[str, _Lazy]:
     """Return all tensors under their BF16 names, quantized ones dequantized and experts fused."""
-    schemes = schemes_by_module(checkpoint.config)
+    schemes = _schemes(checkpoint, activations)
     return {
         name: _Lazy(partial(read_weight, checkpoint, name, spec.shape, schemes))
         for name, spec in bf16_layout(checkpoint.config).items()
@@ -152,10 +155,18 @@ def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     return tensor
 
 
-def read_input_schemes(checkpoint: Checkpoint) -> dict[str, tuple[Scheme, float | None]]:
+def _schemes(checkpoint: Checkpoint, activations: ActivationMode) -> dict[str, Scheme]:
+    """Return module -> scheme, as the mode multiplies it, of every quantized Linear."""
+    stated = schemes_by_module(checkpoint.config)
+    return {module: scheme.as_multiplied(activations) for module, scheme in stated.items()}
+
+
+def read_input_schemes(
+    checkpoint: Checkpoint, activations: ActivationMode = "none"
+) -> dict[str, tuple[Scheme, float | None]]:
     """Return module -> (scheme, input global scale or None) of every quantized Linear."""
     result: dict[str, tuple[Scheme, float | None]] = {}
-    for module, scheme in schemes_by_module(checkpoint.config).items():
+    for module, scheme in _schemes(checkpoint, activations).items():
         scale = _input_global_scale(checkpoint, module) if scheme.calibrated else None
         result[module] = (scheme, scale)
     return result

@@ -1,10 +1,14 @@
 """`quantize bench`: how fast a checkpoint denoises on this GPU."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from quantize.cli.options import REAL_MODEL
+from quantize.cli.options import ACTIVATIONS, REAL_MODEL
+
+if TYPE_CHECKING:
+    from quantize.activations import ActivationMode
 
 
 @click.command()
@@ -49,6 +53,7 @@ from quantize.cli.options import REAL_MODEL
     "--stops", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
     help="JSON list of steps that canvases take in adaptive rows, in turns, in place of their own.",
 )  # fmt: skip
+@ACTIVATIONS
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
     checkpoint: str | None,
@@ -61,6 +66,7 @@ def bench(
     autoregressive: bool,
     hourly_price: float | None,
     stops: Path | None,
+    activations: "ActivationMode | None",
     as_json: bool,
 ) -> None:
     """Measure how fast a checkpoint denoises on this GPU, and how far from the floor.
@@ -90,6 +96,7 @@ def bench(
         batches=sorted(set(batches)),
         context=context,
         canvases=canvases,
+        activations=activations,
         experts_hit=experts_hit,
         autoregressive=autoregressive,
         hourly_price=hourly_price,

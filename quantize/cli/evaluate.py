@@ -6,17 +6,13 @@ from typing import Any
 
 import click
 
-from quantize.cli.options import GPU_MEMORY, RUN_FOLDER, scoring_options
+from quantize.cli.options import GPU_MEMORY, MODES, RUN_FOLDER, scoring_options
 from quantize.stage import STAGES
 
 
 @click.command()
 @RUN_FOLDER
-@click.option(
-    "--activations", "modes", multiple=True,
-    type=click.Choice(["none", "per_expert", "per_layer"]),
-    help="Score this way of rounding activations too; may be given several times.",
-)  # fmt: skip
+@MODES
 @scoring_options
 @click.option(
     "--gguf", type=click.Path(path_type=Path),

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from quantize.cli.options import ACTIVATIONS
+
 if TYPE_CHECKING:
-    from quantize.recipe import ActivationMode
+    from quantize.activations import ActivationMode
 
 
 @click.command()
@@ -29,10 +31,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="Most tokens of the answer, rounded up to whole canvases.",
 )
-@click.option(
-    "--activations", type=click.Choice(["none", "per_expert", "per_layer"]),
-    help="How a quantized model's activations are rounded; else as its kernels do, on a CPU not.",
-)  # fmt: skip
+@ACTIVATIONS
 @click.option(
     "--plain",
     is_flag=True,

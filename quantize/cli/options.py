@@ -4,11 +4,21 @@ from pathlib import Path
 
 import click
 
+from quantize.activations import ACTIVATION_MODES
+
 RUN_FOLDER = click.argument("run", type=click.Path(path_type=Path))
 GPU_MEMORY = click.option(
     "--gpu-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
     callback=lambda _, __, gb: None if gb is None else gb * 1e9,
     help="GPU memory to use, at most; weights that do not fit are streamed. Else all that is free.",
+)  # fmt: skip
+ACTIVATIONS = click.option(
+    "--activations", type=click.Choice(ACTIVATION_MODES),
+    help="How a quantized model's activations are rounded; else as its kernels do, on a CPU not.",
+)  # fmt: skip
+MODES = click.option(
+    "--activations", "modes", multiple=True, type=click.Choice(ACTIVATION_MODES),
+    help="Measure this way of rounding activations too; may be given several times.",
 )  # fmt: skip
 REAL_MODEL = "google/diffusiongemma-26B-A4B-it"
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantize.cli.options import served_name
+from quantize.cli.options import ACTIVATIONS, served_name
 
 if TYPE_CHECKING:
-    from quantize.recipe import ActivationMode
+    from quantize.activations import ActivationMode
 
 
 HELP = """Serve a checkpoint as an OpenAI-compatible endpoint: quantize serve CHECKPOINT.
@@ -87,10 +87,7 @@ SIGTERM lets running requests finish and refuses those that wait.
     "--shutdown-grace", type=click.FloatRange(min=0), default=30.0, show_default=True,
     help="Seconds that running requests get after SIGTERM.",
 )  # fmt: skip
-@click.option(
-    "--activations", type=click.Choice(["none", "per_expert", "per_layer"]),
-    help="How a quantized model's activations are rounded; else as its kernels do, on a CPU not.",
-)  # fmt: skip
+@ACTIVATIONS
 @click.option(
     "--ignore-unsupported", is_flag=True,
     help="Ignore temperature, top_p, penalties and the like, and name them in a header; else refuse.",

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from quantize.checkpoints.reader import TensorInfo
 from quantize.errors import ResourceError
 
 # The CUDA context, graphs and compiled kernels: a process that ran every stage still had 2.6 GB when it
@@ -109,6 +110,25 @@ class Plan:
         """Bytes that one pass takes from the files."""
         layers = self.need.stack.layers
         return sum(layers) * (1 - self.resident / len(layers))
+
+
+def packed_sizes(
+    tensors: Mapping[str, TensorInfo], *, in_fp8: bool, four_bit_experts: bool
+) -> dict[str, int]:
+    """Return the bytes that tensors take once packed, by name.
+
+    Packed for FP8 products a weight of NVFP4 takes a byte and has no block scale, but for experts that
+    the kernels keep in 4 bits.
+    """
+    sizes = {name: info.nbytes for name, info in tensors.items()}
+    for name, info in tensors.items() if in_fp8 else ():
+        if four_bit_experts and ".experts." in name:
+            continue
+        if info.dtype == "U8":  # two codes a byte
+            sizes[name] *= 2
+        elif info.dtype == "F8_E4M3" and name.endswith(".weight_scale"):
+            sizes[name] = 0
+    return sizes
 
 
 def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:

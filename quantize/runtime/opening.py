@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from quantize.activations import ActivationMode
+from quantize.checkpoints.layout import check_mode
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.progress import say, track
-from quantize.recipe import ActivationMode
 from quantize.runtime.engine import Engine
-from quantize.runtime.memory import Need, Stack, budget_of, plan
+from quantize.runtime.memory import Need, Stack, budget_of, packed_sizes, plan
 
 if TYPE_CHECKING:
     from quantize.runtime.fused.weights import TextWeights
@@ -64,6 +65,7 @@ def open(
         device: "cpu", "cuda" or "cuda:1".
         activations: how a quantized model's activations are rounded. None leaves it to the engine:
             BF16 in modules; in the kernels 8 bits beside FP8 and INT8 weights, BF16 beside NVFP4.
+            Random weights know no other mode than `fp8`.
         capacity: number of slots, that is, of samples denoised together.
         max_context: positions that a sample may take; None for the engine's own limit.
         batch_invariant: whether a sample's tokens must not depend on its batch (fused engine only).
@@ -74,12 +76,14 @@ def open(
         gpu_memory: bytes of the GPU that may be used, the process' own context included; None for what
             is free. Where even streamed layers leave too little, the engine has fewer slots.
         kind: which engine; None for the device's default.
-        beside: an engine of the same checkpoint, whose weights are shared where they can be.
+        beside: an engine of the same checkpoint, whose weights are shared where they can be: the mode
+            `fp8` has weights of its own.
         prefix_bytes: memory of the device, beside what is planned, for beginnings of prompts that are
             kept encoded.
 
     Raises:
-        InputError: the checkpoint cannot be loaded, or the engine does not have a setting.
+        InputError: the checkpoint cannot be loaded, the engine does not have a setting, or the mode
+            means nothing to the weights.
         ResourceError: the model does not fit, or the device lacks what the kernels need.
     """
     if (kind or default_kind(device, dtype)) == "modules":
@@ -90,12 +94,19 @@ def open(
     from quantize.runtime.fused.engine import FusedEngine
     from quantize.runtime.fused.inputs import inputs_of
 
-    if resident is None and isinstance(checkpoint, Path) and not isinstance(beside, FusedEngine):
+    in_fp8 = activations == "fp8"
+    shared = _weights_of(beside, in_fp8)
+    if isinstance(checkpoint, Path):
+        check_mode(Checkpoint.open(checkpoint), activations or "none")
+    elif activations not in (None, "fp8"):
+        raise InputError(f"random weights have no activation mode {activations}, only fp8")
+    if resident is None and isinstance(checkpoint, Path) and shared is None:
         place = placed(
-            checkpoint, device, capacity=capacity, max_context=max_context, gpu_memory=gpu_memory
-        )
+            checkpoint, device, capacity=capacity, max_context=max_context, gpu_memory=gpu_memory,
+            activations=activations,
+        )  # fmt: skip
         capacity, resident = place.capacity, place.resident
-    weights = _weights(checkpoint, device, resident, beside)
+    weights = shared or _made(checkpoint, device, resident, in_fp8)
     inputs = None
     if activations is not None and isinstance(checkpoint, Path):
         inputs = inputs_of(Checkpoint.open(checkpoint), weights, activations)
@@ -105,22 +116,28 @@ def open(
     )  # fmt: skip
 
 
-def _weights(
-    checkpoint: Path | RandomModel, device: str, resident: int | None, beside: Engine | None
-) -> "TextWeights":
-    """Make, share or load the weights of the kernels."""
+def _weights_of(beside: Engine | None, in_fp8: bool) -> "TextWeights | None":
+    """Return the kernels' weights of another engine, if they are packed alike."""
     from quantize.runtime.fused.engine import FusedEngine
+
+    found = beside.model.weights if isinstance(beside, FusedEngine) else None
+    return found if found is not None and found.in_fp8 == in_fp8 else None
+
+
+def _made(
+    checkpoint: Path | RandomModel, device: str, resident: int | None, in_fp8: bool
+) -> "TextWeights":
+    """Make or load the weights of the kernels."""
     from quantize.runtime.fused.random_weights import random_weights
     from quantize.runtime.fused.weights import load_packed
 
-    if isinstance(beside, FusedEngine):
-        return beside.model.weights
     if isinstance(checkpoint, RandomModel):
         return random_weights(
-            checkpoint.config, dict(checkpoint.schemes), device, experts_hit=checkpoint.experts_hit
-        )
+            checkpoint.config, dict(checkpoint.schemes), device, in_fp8=in_fp8,
+            experts_hit=checkpoint.experts_hit,
+        )  # fmt: skip
     return load_packed(
-        checkpoint, device, resident=resident,
+        checkpoint, device, resident=resident, in_fp8=in_fp8,
         on_layer=lambda layers: track(layers, "loading", unit="layers"),
     )  # fmt: skip
 
@@ -155,6 +172,7 @@ def placed(
     caches: int = 1,
     compares: bool = False,
     beside: float = 0.0,
+    activations: ActivationMode | None = None,
 ) -> Place:
     """Plan how a checkpoint fits a GPU, without reading any weights.
 
@@ -167,6 +185,7 @@ def placed(
         caches: number of engines that share it.
         compares: whether its logits are compared with another model's.
         beside: bytes that the caller holds beside the model.
+        activations: as in `open`; the mode `fp8` packs weights in its own way.
 
     Raises:
         ResourceError: not even one slot over streamed layers fits.
@@ -174,10 +193,13 @@ def placed(
     budget = budget_of(device, gpu_memory)
     if budget is None:
         return Place(capacity, None, None)
+    from fused_dequant.weights import is_hopper
+
     from quantize.runtime.fused.engine import DEFAULT_CONTEXT
 
-    opened = Checkpoint.open(checkpoint)
-    sizes = {name: info.nbytes for name, info in opened.tensors.items()}
+    opened, in_fp8 = Checkpoint.open(checkpoint), activations == "fp8"
+    four_bit_experts = in_fp8 and is_hopper(torch.device(device))
+    sizes = packed_sizes(opened.tensors, in_fp8=in_fp8, four_bit_experts=four_bit_experts)
     stack = Stack.of(checkpoint.name, sizes, quantized=opened.is_quantized)
     context = max_context or DEFAULT_CONTEXT
     need = Need(str(checkpoint), stack, capacity, context, compares, caches, beside)

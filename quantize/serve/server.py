@@ -10,10 +10,10 @@ from types import FrameType
 
 import uvicorn
 
+from quantize.activations import ActivationMode
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import ResourceError
 from quantize.progress import say
-from quantize.recipe import ActivationMode
 from quantize.runtime import Sampler, open
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine

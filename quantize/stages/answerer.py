@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from recovery.samples import Batch, Completion, Finished, Request
 
+from quantize.activations import ActivationMode
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.manifest import package_versions, tokenizer_digest
-from quantize.recipe import AT_ONCE, ActivationMode
+from quantize.recipe import AT_ONCE
 from quantize.runtime import Sample, Sampler, StepRecord, generate, open, placed
 from quantize.runtime.batch import ended
 from quantize.runtime.chat import encode_chat, load_tokenizer

@@ -20,7 +20,7 @@ A second replay, of the gated mode alone, lets the quantized model condition its
 errors then add up over the steps of a canvas, as they do while serving.
 
 On a GPU BF16 runs first and alone, and what it found stays on the host (`remembered`): the models need
-not fit together.
+not fit together. Modes that share weights are replayed side by side; `fp8` has its own and is alone.
 
 KL stands by kind of prompt too: text, past the sliding window, with pictures.
 
@@ -39,9 +39,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantize.activations import ActivationMode
+from quantize.checkpoints.layout import check_mode
 from quantize.checkpoints.reader import Checkpoint
 from quantize.processes import Processes, joined
-from quantize.recipe import ActivationMode, Calibration
+from quantize.recipe import Calibration
 from quantize.run_dir import write_json
 from quantize.runtime import open, placed
 from quantize.runtime.engine import Engine
@@ -76,6 +78,7 @@ def fidelity(
     *,
     activations: ActivationMode,
     limits: Mapping[ActivationMode, float],
+    more: Sequence[ActivationMode] = (),
     device: str = "cpu",
     gpu_memory: float | None = None,
 ) -> None:
@@ -89,11 +92,17 @@ def fidelity(
         calibration: folder with recorded trajectories; without it fresh ones are recorded.
         out: the file to write.
         activations: how activations are rounded while serving.
-        limits: largest mean KL in nats by activation mode; a mode without one is not judged.
+        limits: largest mean KL in nats by activation mode; a mode that has one is replayed and judged.
+        more: modes to replay besides.
         device: where the models run.
         gpu_memory: bytes of a GPU that may be used, None for what is free; a batch may be smaller.
+
+    Raises:
+        InputError: a mode means nothing to the checkpoint.
     """
-    modes: list[ActivationMode] = list(dict.fromkeys(("none", activations)))
+    modes: list[ActivationMode] = list(dict.fromkeys(("none", activations, *limits, *more)))
+    for mode in modes:
+        check_mode(Checkpoint.open(checkpoint), mode)
     linears, linear_faults = None, []
     with joined() as processes:
         trajectories, sampler = held_out_trajectories(
@@ -111,19 +120,23 @@ def fidelity(
             )
             engine.close()
             del engine  # or its weights would stay on the GPU
-            gc.collect()
-            torch.cuda.empty_cache()
-        models = open_all(checkpoint, modes, places)
-        compared = [Compared(models[mode]) for mode in modes]
-        compared.append(Compared(models[activations], own_conditioning=True))
-        *replayed, own = replay(
-            reference, compared, trajectories, sampler, batch_size=batch, processes=processes
-        )
+            _free(device)
+        replayed: dict[ActivationMode, list[StepDistance]] = {}
+        own: list[StepDistance] = []
+        for group in places.groups:
+            compared = _compared(checkpoint, group, places, activations)
+            found = replay(
+                reference, compared, trajectories, sampler, batch_size=batch, processes=processes
+            )
+            replayed |= zip(group, found, strict=False)
+            own = found[-1] if activations in group else own
+            del compared  # or its weights would stay on the GPU
+            _free(device)
     if processes.rank > 0:
         return
     window: int = Checkpoint.open(source).config["text_config"]["sliding_window"]
     kinds = [trajectory.prompt.kind(window) for trajectory in trajectories]
-    results = {mode: summarize(each, kinds) for mode, each in zip(modes, replayed, strict=True)}
+    results = {mode: summarize(replayed[mode], kinds) for mode in modes}
     content = {
         "trajectories": len(trajectories),
         "max_kl_nats": dict(limits),
@@ -146,13 +159,16 @@ def find_faults(
     ]
 
 
+Group = tuple[ActivationMode, ...]  # modes that are replayed side by side
+
+
 @dataclass(frozen=True)
 class _Places:
     """What both models are opened with, and how many layers of each stay on the device."""
 
     room: dict[str, Any]
     source: int | None
-    checkpoint: int | None
+    groups: dict[Group, int | None]
 
 
 def _placed(
@@ -163,30 +179,56 @@ def _placed(
     device: str,
     gpu_memory: float | None,
 ) -> _Places:
-    """Plan both models, which are on a GPU one after the other; there BF16's vocabulary stays."""
+    """Plan all models, which are on a GPU one after the other; there BF16's vocabulary stays."""
     room: dict[str, Any] = {"device": device, "max_context": context}
     asked: dict[str, Any] = room | {"gpu_memory": gpu_memory}
     # The check of its Linears takes less than comparing logits does.
     own = placed(source, capacity=BATCH, compares=True, **asked)
     vocabulary = Checkpoint.open(source).tensors[EMBEDDING].nbytes
-    quantized = placed(
-        checkpoint, capacity=own.capacity, caches=len(modes), compares=True, beside=vocabulary,
-        **asked,
-    )  # fmt: skip
-    return _Places(room | {"capacity": quantized.capacity}, own.resident, quantized.resident)
-
-
-def open_all(
-    checkpoint: Path, modes: Sequence[ActivationMode], places: _Places
-) -> dict[str, Engine]:
-    """Open the quantized model in each of `modes`; these share weights where they can."""
-    engines: dict[str, Engine] = {}
-    beside: Engine | None = None
-    for mode in modes:
-        engines[mode] = beside = open(
-            checkpoint, activations=mode, beside=beside, resident=places.checkpoint, **places.room
+    found = {
+        group: placed(
+            checkpoint, capacity=own.capacity, caches=len(group), compares=True, beside=vocabulary,
+            activations=group[0], **asked,
         )
-    return engines
+        for group in _groups(modes, device)
+    }  # fmt: skip
+    capacity = min(place.capacity for place in found.values())
+    resident = {group: place.resident for group, place in found.items()}
+    return _Places(room | {"capacity": capacity}, own.resident, resident)
+
+
+def _groups(modes: Sequence[ActivationMode], device: str) -> list[Group]:
+    """Return all modes, whose models in modules are apart, or on the kernels those of equal weights."""
+    if default_kind(device) == "modules":
+        return [tuple(modes)]
+    apart: Group = ("fp8",)
+    together: Group = tuple(mode for mode in modes if mode not in apart)
+    return [together, apart] if "fp8" in modes else [together]
+
+
+def _compared(
+    checkpoint: Path, group: Group, places: _Places, activations: ActivationMode
+) -> list[Compared]:
+    """Open the quantized model in each mode of a group; these share weights where they can.
+
+    The mode that is gated comes once more, last, with its own conditioning.
+    """
+    engines: dict[ActivationMode, Engine] = {}
+    beside: Engine | None = None
+    for mode in group:
+        engines[mode] = beside = open(
+            checkpoint, activations=mode, beside=beside, resident=places.groups[group],
+            **places.room,
+        )  # fmt: skip
+    own = [Compared(engines[activations], own_conditioning=True)] if activations in group else []
+    return [*(Compared(engine) for engine in engines.values()), *own]
+
+
+def _free(device: str) -> None:
+    """Give back the memory of a GPU that nobody holds any more."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
 
 
 def held_out_trajectories(

@@ -43,7 +43,8 @@ def needs(
 ) -> list[Need]:
     """Return the needs of those of calibrate, round, fidelity and evaluate that the recipe has."""
     bf16 = Stack.of("BF16", {name: info.nbytes for name, info in tensors.items()}, quantized=False)
-    sizes = {target.name: target.bytes_after for target in targets}
+    in_fp8 = recipe.evaluation.activations == "fp8"
+    sizes = {target.name: _packed(target, in_fp8) for target in targets}
     quantized = Stack.of(recipe.name, sizes, quantized=True)
     canvas = config["canvas_length"]
     found: list[Need] = []
@@ -68,6 +69,13 @@ def needs(
         batch = recipe.evaluation.batch_size or AT_ONCE["fused"]
         found.append(Need(name, stack, batch, QUESTION_TOKENS + longest))
     return found
+
+
+def _packed(target: Target, in_fp8: bool) -> int:
+    """Return a tensor's bytes once packed, as `memory.packed_sizes`; Hopper keeps experts in 4 bits."""
+    changed = in_fp8 and target.scheme is not None and target.scheme.kernel == "nvfp4"
+    dense = target.module_class != "experts"
+    return target.bytes_before // 2 if changed and dense else target.bytes_after
 
 
 def memory_table(need: Need, config: Mapping[str, Any], budgets: Sequence[float]) -> Table:

@@ -7,7 +7,8 @@ the same, bit for bit, since the same rows meet the same vocabulary.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from quantize.runtime.images import Images
 
 @dataclass(frozen=True)
 class _Steps:
-    """`Passes` of one batch that give away what was noted, in order."""
+    """`Passes` of one batch that give away what was noted, once and in order."""
 
     device: torch.device
     canvas_length: int
@@ -39,16 +40,17 @@ class _Steps:
 
 
 class Remembered:
-    """Stands for a model in one replay of the batches that were noted."""
+    """Stands for a model in replays of the batches that were noted, one replay after the other."""
 
     def __init__(self, batches: Sequence[_Steps]) -> None:
-        self._batches = deque(batches)
+        self._batches = cycle(batches)
 
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> Passes:
         """Return the passes of the next batch."""
-        return self._batches.popleft()
+        batch = next(self._batches)
+        return replace(batch, noted=batch.noted.copy())
 
 
 class Noting:

@@ -114,7 +114,7 @@ def remember(
     batch_size: int = 16,
     processes: Processes = ALONE,
 ) -> Remembered:
-    """Run the reference of a replay alone; return what stands for it in one replay of the same."""
+    """Run the reference of a replay alone; return what stands for it in replays of the same."""
     batches, steps = _shared(trajectories, batch_size, processes)
     with metered("reading BF16's steps", steps, "steps") as meter:
         noting = Noting(reference, meter)

@@ -36,6 +36,7 @@ SIDES: dict[str, str] = {
     "quantized-none": "none",
     "quantized-per-expert": "per_expert",
     "quantized-per-layer": "per_layer",
+    "quantized-fp8": "fp8",
     "quantized-gguf": "GGUF in llama.cpp",
 }
 

@@ -18,11 +18,13 @@ from typing import Any, Protocol
 from recovery.samples import Batch, Finished
 from recovery.served import Servers
 
+from quantize.activations import ActivationMode
+from quantize.checkpoints.layout import check_mode
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.manifest import fingerprint, package_versions
 from quantize.progress import say
-from quantize.recipe import ActivationMode, Evaluation
+from quantize.recipe import Evaluation
 from quantize.runtime import Sampler
 from quantize.stages.answerer import Answerer, ExportedAnswerer
 
@@ -184,7 +186,7 @@ def open_sides(
         context: positions that the longest prompt and answer may take.
 
     Raises:
-        InputError: a server or a GGUF file has another model.
+        InputError: a server or a GGUF file has another model, or a mode means nothing to it.
         ResourceError: not one sample fits the GPU.
     """
     sampler, quantized = Sampler.from_checkpoint(source), fingerprint(Checkpoint.open(checkpoint))
@@ -205,6 +207,7 @@ def open_sides(
     )
     sides = [Side(BF16, base, settings.seed)]
     for name, mode in quantized_sides(settings.activations, asked.modes):
+        check_mode(Checkpoint.open(checkpoint), mode)
         model: Backend = (
             served(asked.servers, quantized, asked.server_revision)
             if asked.servers

@@ -29,10 +29,11 @@ import torch
 from recovery.samples import Request
 from safetensors.torch import load_file
 
+from quantize.activations import ActivationMode
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe import ActivationMode, load_recipe
+from quantize.recipe import load_recipe
 from quantize.run_dir import read_json
 from quantize.runtime import Sampler, open
 from quantize.runtime.opening import Kind

@@ -32,7 +32,7 @@ from recovery.samples import Finished, Request, SampleStore
 from rich.console import Console
 from rich.table import Table
 
-from quantize.recipe import ActivationMode
+from quantize.activations import ACTIVATION_MODES, ActivationMode
 
 WAVES, CANVASES = 3, 4  # chats a slot, canvases a chat
 CONTEXT = 512  # tokens that a measured canvas stands behind, on average
@@ -135,7 +135,7 @@ def main() -> None:
 @click.argument("report", type=click.Path(path_type=Path))
 @click.option("--name", help="What the checkpoint is called; else its folder's name.")
 @click.option(
-    "--activations", "modes", multiple=True, type=click.Choice(["none", "per_expert", "per_layer"]),
+    "--activations", "modes", multiple=True, type=click.Choice(ACTIVATION_MODES),
     help="How activations are rounded; as the checkpoint states without it.",
 )  # fmt: skip
 @click.option("--slots", multiple=True, type=int, default=(4, 16, 32), show_default=True)

@@ -174,6 +174,20 @@ def test_kernels_weights_are_exact(case: Case) -> None:
     assert len(made.exact) >= LAYERS * EXPERTS * 3
 
 
+def test_both_loaders_round_nvfp4_alike_for_fp8_products(case: Case) -> None:
+    """`load` rounds to BF16 behind it, the kernels do not; other schemes stay as they were."""
+    _, made, folder = case
+    checkpoint = Checkpoint.open(folder)
+    schemes = schemes_by_module(checkpoint.config)
+    plain, found = (packed_rows(load_packed(folder, "cpu", in_fp8=fp8)) for fp8 in (False, True))
+    for name, lazy in lazy_weights(checkpoint, "fp8").items():
+        for module, weight in parts_of(name, lazy[...]).items():
+            if module in made.exact:
+                torch.testing.assert_close(weight.double(), found[module], rtol=2**-8, atol=0)
+                same = torch.equal(plain[module], found[module])
+                assert same == (schemes[module].kernel != "nvfp4"), module
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_inspect_finds_nothing_wrong(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
     kinds, stated = CASES[name]

@@ -17,11 +17,12 @@ from PIL import Image
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
+from quantize.activations import ActivationMode
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe import ActivationMode, load_recipe
+from quantize.recipe import load_recipe
 from quantize.runtime import Sampler
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.fused.engine import FusedEngine

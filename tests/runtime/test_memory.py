@@ -22,6 +22,7 @@ from quantize.runtime.memory import (
     budget_of,
     cache_bytes,
     least_bytes,
+    packed_sizes,
     plan,
 )
 from quantize.stages.needs import (
@@ -37,8 +38,10 @@ from quantize.units import size
 REAL = known_config("google/diffusiongemma-26B-A4B-it") or {}
 
 
-def real_needs(name: str) -> dict[str, Need]:
+def real_needs(name: str, activations: str = "none") -> dict[str, Need]:
     recipe, tensors = load_recipe(name), tensors_from_config(REAL)
+    scored = recipe.evaluation.model_copy(update={"activations": activations})
+    recipe = recipe.model_copy(update={"evaluation": scored})
     targets = plan_targets(tensors, recipe.quantization)
     return {need.stage: need for need in needs(recipe, REAL, tensors, targets)}
 
@@ -88,6 +91,26 @@ def test_weights_of_the_real_model() -> None:
     assert bf16.streaming == pytest.approx(2 * 1.65e9 + 4 / 3 * 1.5225e9, rel=2e-2)
 
 
+def test_fp8_products_of_nvfp4_take_a_byte_a_weight_but_for_experts(nvfp4_artifact: Path) -> None:
+    """In mode `fp8`, as planned from a recipe; from headers, experts are as the GPU keeps them."""
+    dense = 30 * 3 * 2112 * 2816 + 25 * (4096 * 2 + 2048 * 2) * 2816
+    dense += 5 * (8192 * 2 + 1024) * 2816
+    for stage in ("evaluate nvfp4", "fidelity nvfp4"):
+        none, fp8 = (real_needs("nvfp4", mode)[stage].stack for mode in ("none", "fp8"))
+        assert sum(fp8.layers) - sum(none.layers) == pytest.approx(dense * 0.4375, rel=1e-3)
+    tensors = Checkpoint.open(nvfp4_artifact).tensors
+    kept = packed_sizes(tensors, in_fp8=True, four_bit_experts=True)
+    both = packed_sizes(tensors, in_fp8=True, four_bit_experts=False)
+    assert {name: size for name, size in kept.items() if ".experts." in name} == {
+        name: info.nbytes for name, info in tensors.items() if ".experts." in name
+    }
+    assert all(
+        (kept[name] == size) != (".experts." in name)
+        for name, size in both.items()
+        if tensors[name].dtype == "U8"
+    )
+
+
 def test_the_batch_is_halved_only_where_no_layer_can_stay() -> None:
     """At the batch one larger than the plan's nothing fits, streamed or not."""
     need = real_needs("nvfp4")["evaluate BF16"]
@@ -118,13 +141,17 @@ def test_the_cache_is_what_the_engine_allocates(tiny_checkpoint: Path) -> None:
             assert slots * cache_bytes(config, context) == cache.nbytes
 
 
-def test_stacks_are_what_is_loaded(fp8_artifact: Path, tiny_checkpoint: Path) -> None:
+def test_stacks_are_what_is_loaded(
+    fp8_artifact: Path, nvfp4_artifact: Path, tiny_checkpoint: Path
+) -> None:
     """All bytes but scales, which are BF16 on disk and float32 for the kernels."""
-    for folder, quantized in ((tiny_checkpoint, False), (fp8_artifact, True)):
+    for folder, quantized, in_fp8 in (
+        (tiny_checkpoint, False, False), (fp8_artifact, True, False), (nvfp4_artifact, True, True),
+    ):  # fmt: skip
         tensors = Checkpoint.open(folder).tensors
-        sizes = {name: info.nbytes for name, info in tensors.items()}
+        sizes = packed_sizes(tensors, in_fp8=in_fp8, four_bit_experts=False)
         stack = Stack.of("tiny", sizes, quantized=quantized)
-        loaded = load_packed(folder, "cpu")
+        loaded = load_packed(folder, "cpu", in_fp8=in_fp8)
         products = [sum(w.bytes for w in layer.products) for layer in loaded.layers]
         assert len(stack.layers) == len(products)
         for reckoned, found in zip(stack.layers, products, strict=True):

@@ -15,18 +15,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quantize.activations import ActivationMode
 from quantize.bundled import CALIBRATION, CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError
-from quantize.recipe import ActivationMode, load_recipe
+from quantize.recipe import load_recipe
 from quantize.runtime import Sampler, generate, open
 from quantize.runtime import engine as protocol
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Engine, complete
 from quantize.runtime.fused import graphs
 from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import TextWeights
+from quantize.runtime.fused.weights import TextWeights, load_packed
 from quantize.runtime.opening import Kind, RandomModel
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import Prompt, Trajectory, record, save_trajectories
@@ -122,7 +123,7 @@ def quantized(
 
 CASES: list[tuple[str, ActivationMode]] = [
     ("nvfp4_w4a4", "none"), ("nvfp4_w4a4", "per_expert"), ("fp8_dynamic", "none"),
-    ("fp8_dynamic", "per_layer"),
+    ("fp8_dynamic", "per_layer"), ("nvfp4_w4a4", "fp8"),
 ]  # fmt: skip
 
 
@@ -194,11 +195,17 @@ def test_fidelity_without_bf16_beside_the_quantized_model(
         monkeypatch.setattr(fidelity, "default_kind", lambda _, kind=kind: kind)
         fidelity.fidelity(
             CHECKPOINT, quantized["nvfp4_w4a4"], tmp_path / "calibration", tmp_path / kind,
-            activations="per_layer", limits={"none": 1.0},
+            activations="per_layer", limits={"none": 1.0, "per_expert": 1.0}, more=("fp8",),
         )  # fmt: skip
         found.append((tmp_path / kind).read_text())
     assert found[0] == found[1]
-    assert there == [0, 1, 2, 0, 0, 1]
+    # Models at once: all five; or BF16, then those that share weights, then the one that does not.
+    assert there == [0, 1, 2, 3, 4, *(0, 0, 1, 2, 0)]
+    content = json.loads(found[0])
+    assert list(content["activations"]) == ["none", "per_layer", "per_expert", "fp8"]
+    kl = {mode: each["kl_nats"]["mean"] for mode, each in content["activations"].items()}
+    assert len(set(kl.values())) == 4
+    assert content["own_conditioning"]["activations"] == "per_layer"
 
 
 def test_pieces_change_nothing_and_both_ways_to_generate_agree(
@@ -228,6 +235,38 @@ def test_an_engine_beside_another_shares_its_weights() -> None:
         second = opened(model, "fused", beside=first)
         assert isinstance(second, FusedEngine)
         assert second.model.weights is first.model.weights
+
+
+def test_the_mode_fp8_has_weights_of_its_own(quantized: dict[str, Path]) -> None:
+    """What was packed for BF16 rows is not multiplied with FP8 ones, nor the other way round."""
+    config = Checkpoint.open(CHECKPOINT).config
+    random = RandomModel(config, {"experts": "nvfp4", "attention": "fp8", "mlp": "bf16"})
+    for model in (quantized["nvfp4_w4a4"], random):
+        first, second = opened(model, "fused"), opened(model, "fused", activations="fp8")
+        third = opened(model, "fused", activations="fp8", beside=second)
+        fourth = opened(model, "fused", beside=second)
+        packed: list[TextWeights] = []
+        for engine in (first, second, third, fourth):
+            assert isinstance(engine, FusedEngine)
+            packed.append(engine.model.weights)
+        assert packed[2] is packed[1]
+        assert packed[3] is not packed[1]
+        dense, experts = (
+            [next(iter(w.layers)).down.scheme for w in packed],
+            [next(iter(w.layers)).experts_down.scheme for w in packed],
+        )
+        assert experts == ["nvfp4", "fp8", "fp8", "nvfp4"]
+        assert dense == (["bf16"] * 4 if model is random else experts)
+
+
+def test_streamed_layers_are_packed_for_fp8_too(quantized: dict[str, Path]) -> None:
+    whole, streamed = (
+        load_packed(quantized["nvfp4_w4a4"], "cpu", resident=n, in_fp8=True) for n in (None, 1)
+    )
+    for ours, theirs in zip(streamed.layers, whole.layers, strict=True):
+        assert {weight.scheme for weight in ours.products} == {"fp8"}
+        for mine, other in zip(ours.products, theirs.products, strict=True):
+            assert torch.equal(mine.data.view(torch.uint8), other.data.view(torch.uint8))
 
 
 def test_what_passes_refuse() -> None:

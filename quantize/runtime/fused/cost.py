@@ -3,8 +3,8 @@
     seconds of a product >= max(bytes / copy bandwidth, FLOP / rate of its tensor cores)
 
 Weights are counted once, those of the experts by how many are hit; keys and values once a sequence.
-NVFP4 products run on bf16 tensor cores (W4A16), FP8 ones on FP8's. Norms, routing and the sampler's
-read of the logits are left out, which makes the floor lower.
+NVFP4 products run on bf16 tensor cores (W4A16), FP8 ones on FP8's, and so do NVFP4's in the activation
+mode `fp8`. Norms, routing and the sampler's read of the logits are left out: the floor is lower.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from fused_dequant import Weight
+from fused_dequant.formats import EIGHT_BIT
 
 if TYPE_CHECKING:
     from quantize.runtime.fused.weights import TextWeights
-
-EIGHT_BIT = ("fp8", "int8")
 
 
 @dataclass(frozen=True)

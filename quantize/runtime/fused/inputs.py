@@ -6,6 +6,7 @@ checkpoint otherwise:
     per_expert, per_layer   NVFP4: rows are rounded under the calibrated global scales, each expert's
                             own or the widest of the layer (`fused_dequant.simulated`)
     none                    FP8 and INT8: weights are dequantized to bf16 layer by layer, in every pass
+    fp8                     nothing: NVFP4 weights are packed so that the kernels quantize their rows
 
 Linears that share an input have one scale; where a checkpoint gives them several, the widest range
 counts, as it does where a server fuses them.
@@ -17,17 +18,17 @@ from typing import Any
 
 import torch
 from fused_dequant import Weight, simulated
+from fused_dequant.formats import EIGHT_BIT
 from torch import Tensor
 
+from quantize.activations import ActivationMode
 from quantize.checkpoints.layout import stated_schemes
 from quantize.checkpoints.load import read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.recipe import ActivationMode
 from quantize.runtime.engine import Observer
 from quantize.runtime.fused.weights import TextWeights
 
-EIGHT_BIT = ("fp8", "int8")
 # Kinds of products, and the Linears that read their input.
 DENSE = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -133,7 +134,7 @@ def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode
     """Return what `mode` does to a checkpoint's inputs, or None where the kernels do just that."""
     schemes = stated_schemes(checkpoint.config)
     text = weights.config.text_config
-    if schemes is None:
+    if schemes is None or mode == "fp8":
         return None
     if mode == "none":
         eight = any(scheme.kernel in EIGHT_BIT for scheme in schemes.used)

@@ -3,7 +3,8 @@
 Bytes travel as they are on disk (`transfer`) and are laid out anew where they arrive: q/k/v and gate/up
 as one matrix each, gate and up rows of experts interleaved, NVFP4 in the fragments of Hopper's tensor
 cores (`fused_dequant.weights`). ModelOpt's names and scales lead to the same weights. What is BF16 on
-disk stays BF16. Resident and streamed layers are packed by the same code.
+disk stays BF16; in the activation mode `fp8` NVFP4 becomes what FP8 products read. Resident and
+streamed layers are packed by the same code.
 
 Every value is checked to be finite, scales of whole tensors to be above 0 and those of blocks not to be
 below, when it is first read.
@@ -25,7 +26,6 @@ from quantize.rounding import FP8, all_finite
 from quantize.runtime.fused.transfer import Fetched, Layout, Transfer
 from quantize.schemes import GLOBAL_SCALES, TENSOR_SCALES, Scheme
 
-EIGHT_BIT = ("fp8", "int8")
 NORMS = {
     "input": "input_layernorm",
     "post_attention": "post_attention_layernorm",
@@ -77,7 +77,9 @@ class LayerWeights:
 def input_scheme(rows: Rows) -> str:
     """Return the scheme that an input shared by several weights is quantized with, or bf16."""
     schemes = {weight.scheme for weight in rows}
-    return next(iter(schemes)) if len(schemes) == 1 and schemes <= set(EIGHT_BIT) else "bf16"
+    return (
+        next(iter(schemes)) if len(schemes) == 1 and schemes <= set(formats.EIGHT_BIT) else "bf16"
+    )
 
 
 class Packer:
@@ -87,10 +89,13 @@ class Packer:
         checkpoint: BF16 or of any scheme.
         transfer: the way to the device.
         text: transformers' configuration of the text stack.
+        in_fp8: whether NVFP4 weights are packed for FP8 products (activation mode `fp8`).
     """
 
-    def __init__(self, checkpoint: Checkpoint, transfer: Transfer, text: Any) -> None:
-        self.checkpoint, self.transfer, self.text = checkpoint, transfer, text
+    def __init__(
+        self, checkpoint: Checkpoint, transfer: Transfer, text: Any, *, in_fp8: bool = False
+    ) -> None:
+        self.checkpoint, self.transfer, self.text, self.in_fp8 = checkpoint, transfer, text, in_fp8
         self.schemes = stated_schemes(checkpoint.config)
         self._checked: set[str] = set()
         self._joinable: dict[str, bool] = {}
@@ -115,7 +120,8 @@ class Packer:
             self._joinable[key] = len(schemes) == 1 and _joinable(parts)
         groups = [parts] if self._joinable[key] else [[part] for part in parts]
         return tuple(
-            _weight(group, self.scheme(m)) for group, m in zip(groups, modules, strict=False)
+            _weight(group, self.scheme(m), self.in_fp8)
+            for group, m in zip(groups, modules, strict=False)
         )
 
     def small(self, index: int) -> dict[str, Any]:
@@ -180,7 +186,8 @@ class Packer:
             for suffix in gate
         }
         del gate, up
-        return keep(_weight([both], scheme)), keep(_weight([down], scheme))
+        both, down = (keep(_weight([part], scheme, self.in_fp8)) for part in (both, down))
+        return both, down
 
     def _fetch(self, names: Sequence[str]) -> Fetched:
         """Fetch tensors; calls with the same first name must name the same tensors."""
@@ -256,7 +263,7 @@ def _joinable(parts: Sequence[dict[str, Tensor]]) -> bool:
     return all(torch.equal(scale, scales[0]) for scale in scales)
 
 
-def _weight(parts: Sequence[dict[str, Tensor]], scheme: Scheme | None) -> Weight:
+def _weight(parts: Sequence[dict[str, Tensor]], scheme: Scheme | None, in_fp8: bool) -> Weight:
     """Build the kernels' weight from the rows of one or several Linears, or of stacked experts."""
 
     def rows(suffix: str) -> Tensor:
@@ -272,9 +279,13 @@ def _weight(parts: Sequence[dict[str, Tensor]], scheme: Scheme | None) -> Weight
     if scheme.kernel in formats.EIGHT_BIT:
         return weights.eight_bit(rows("weight"), rows("weight_scale"))
     packed, blocks = rows("weight_packed"), rows("weight_scale")
-    if "weight_scale_2" not in parts[0]:
-        return weights.nvfp4(packed, blocks, parts[0]["weight_global_scale"])
-    small = parts[0]["weight_scale_2"]  # a factor; as a divisor it would be rounded once more
+    small = parts[0].get("weight_scale_2")  # ModelOpt's
+    shared = parts[0]["weight_global_scale"] if small is None else 1 / small
+    if in_fp8:
+        return weights.nvfp4_in_fp8(packed, blocks, shared, experts=packed.dim() == 3)
+    if small is None:
+        return weights.nvfp4(packed, blocks, shared)
+    # A factor; as a divisor it would be rounded once more.
     factor = 128 * small.reshape(-1, small.shape[-1]).expand(-1, 2)  # see `fused_dequant.weights`
     return replace(
         weights.nvfp4(packed, blocks, torch.ones_like(small)), factor=factor.contiguous()

@@ -13,6 +13,7 @@ from fused_dequant import Weight, weights
 from fused_dequant.cases import random_weight
 from torch import Tensor
 
+from quantize.errors import InputError
 from quantize.runtime.fused.gpus import check_gpu
 from quantize.runtime.fused.packing import NORMS, LayerWeights
 from quantize.runtime.fused.weights import (
@@ -21,6 +22,7 @@ from quantize.runtime.fused.weights import (
     in_memory_of_its_own,
     model_config,
 )
+from quantize.schemes import refusal
 
 
 def random_weights(
@@ -28,6 +30,7 @@ def random_weights(
     schemes: dict[str, str],
     device: str,
     *,
+    in_fp8: bool = False,
     experts_hit: int | None = None,
 ) -> TextWeights:
     """Make the text stack.
@@ -36,12 +39,15 @@ def random_weights(
         config: config.json of a BF16 model.
         schemes: kernel scheme ("bf16", "fp8", "int8", "nvfp4") of "experts", "attention" and "mlp".
         device: where they are made; on "meta" they have shapes and no values.
+        in_fp8: whether NVFP4 weights are packed for FP8 products.
         experts_hit: number of experts, from the first on, that tokens are routed to; None for all.
 
     Raises:
+        InputError: nothing is NVFP4 that could be packed so.
         ResourceError: as in `check_gpu`.
     """
-    check_gpu(schemes.values(), torch.device(device))
+    check_gpu({*schemes.values(), *(["fp8"] if in_fp8 else [])}, torch.device(device))
+    schemes = _in_fp8(schemes) if in_fp8 else schemes
     whole = model_config(config)
     text = whole.text_config
     made = _Maker(text, schemes, device)
@@ -52,7 +58,15 @@ def random_weights(
         weights.bf16(made.plain(text.hidden_size, text.intermediate_size)),
     )
     layers = tuple(made.layer(i, experts_hit) for i in range(text.num_hidden_layers))
-    return TextWeights(whole, embedding, made.ones(text.hidden_size), conditioning, layers)
+    norm = made.ones(text.hidden_size)
+    return TextWeights(whole, embedding, norm, conditioning, layers, in_fp8=in_fp8)
+
+
+def _in_fp8(schemes: dict[str, str]) -> dict[str, str]:
+    """Return schemes in which NVFP4 is packed for FP8 products."""
+    if why := refusal("fp8", schemes.values()):
+        raise InputError(f"random weights: {why}")
+    return {kind: "nvfp4_e4m3" if own == "nvfp4" else own for kind, own in schemes.items()}
 
 
 class _Maker:

@@ -54,7 +54,7 @@ from torch import Tensor
 from torch.profiler import record_function as part
 
 from quantize.runtime.fused.inputs import Inputs
-from quantize.runtime.fused.packing import EIGHT_BIT, LayerWeights, Rows, input_scheme
+from quantize.runtime.fused.packing import LayerWeights, Rows, input_scheme
 from quantize.runtime.fused.weights import TextWeights
 
 BESIDE = True  # whether the dense branch has a stream of its own
@@ -429,11 +429,10 @@ class FusedModel:
 
     def _down(self, index: int, gate_up: Tensor, down: Weight) -> Tensor:
         scheme = self._scheme((down,))
-        quantized = scheme in EIGHT_BIT
         x = (
-            quantize_rows(gate_up, scheme, gelu_mul=True)
-            if quantized
-            else (gelu_mul(gate_up), None)
+            (gelu_mul(gate_up), None)
+            if scheme == "bf16"
+            else quantize_rows(gate_up, scheme, gelu_mul=True)
         )
         return self._product(index, "down", x, (down,))
 

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 from fused_dequant import Weight
+from fused_dequant.weights import is_hopper
 from torch import Tensor
 
 from quantize.checkpoints.layout import check_layout
@@ -27,6 +28,7 @@ from quantize.runtime.fused.packing import Entrance, LayerWeights, Packer
 from quantize.runtime.fused.streaming import StreamedLayers, kept_bytes, spread
 from quantize.runtime.fused.tower import Tower
 from quantize.runtime.fused.transfer import Transfer
+from quantize.runtime.memory import packed_sizes
 
 OnLayer = Callable[[Iterator[int]], Iterator[int]]  # wraps an iteration over layers, for progress
 
@@ -44,7 +46,8 @@ class SelfConditioning:
 class TextWeights:
     """The text stack, on one device. `embedding`, bf16 [V, H], is lm_head as well.
 
-    `config` is transformers' configuration of the whole model.
+    `config` is transformers' configuration of the whole model. `in_fp8` says that NVFP4 weights are
+    packed for FP8 products, as the activation mode `fp8` wants them.
     """
 
     config: Any
@@ -53,6 +56,7 @@ class TextWeights:
     self_conditioning: SelfConditioning
     layers: tuple[LayerWeights, ...] | StreamedLayers
     tower: Tower | None = None  # None for random weights, which take no pictures
+    in_fp8: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -90,6 +94,7 @@ def load_packed(
     device: str,
     *,
     resident: int | None = None,
+    in_fp8: bool = False,
     on_layer: OnLayer = iter,
 ) -> TextWeights:
     """Load the text stack of a BF16 or quantized checkpoint for the fused kernels.
@@ -98,6 +103,7 @@ def load_packed(
         folder: a checkpoint in Google's BF16 layout, in that of compressed-tensors or of ModelOpt.
         device: "cuda", "cuda:1", or "cpu" (the kernels' torch references).
         resident: how many layers stay on the device, the others being streamed; None for all.
+        in_fp8: whether NVFP4 weights are packed for FP8 products.
         on_layer: wraps the iteration over layers, to show progress.
 
     Raises:
@@ -107,12 +113,12 @@ def load_packed(
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
     place, config = torch.device(device), model_config(checkpoint.config)
-    packer = Packer(checkpoint, Transfer(place), config.text_config)
-    used = packer.schemes.used if packer.schemes else ()
-    check_gpu([scheme.kernel for scheme in used], place)
+    packer = Packer(checkpoint, Transfer(place), config.text_config, in_fp8=in_fp8)
+    used = {scheme.kernel for scheme in (packer.schemes.used if packer.schemes else ())}
+    check_gpu(used | {"fp8"} if in_fp8 else used, place)
     layers = config.text_config.num_hidden_layers
     streamed = spread(layers, layers - min(layers, layers if resident is None else resident))
-    _check_memory(checkpoint, place, layers, len(streamed))
+    _check_memory(checkpoint, place, layers, len(streamed), in_fp8)
     decoder = "model.decoder."
     embedding = packer.plain(f"{decoder}embed_tokens.weight")
     conditioning = f"{decoder}self_conditioning."
@@ -127,6 +133,7 @@ def load_packed(
         ),
         _layers(packer, layers, streamed, on_layer),
         Tower(checkpoint, config, place),
+        in_fp8,
     )
 
 
@@ -179,9 +186,12 @@ def in_memory_of_its_own(weight: Weight) -> Weight:
     return weight
 
 
-def _check_memory(checkpoint: Checkpoint, device: torch.device, layers: int, streamed: int) -> None:
+def _check_memory(
+    checkpoint: Checkpoint, device: torch.device, layers: int, streamed: int, in_fp8: bool
+) -> None:
     """Refuse a device with too little free memory, before a byte is read."""
-    sizes = {n: t.nbytes for n, t in checkpoint.tensors.items() if not DROPPED.fullmatch(n)}
+    kept = {n: t for n, t in checkpoint.tensors.items() if not DROPPED.fullmatch(n)}
+    sizes = packed_sizes(kept, in_fp8=in_fp8, four_bit_experts=in_fp8 and is_hopper(device))
     in_layers = sum(size for name, size in sizes.items() if ".layers." in name)
     needed = sum(sizes.values())
     if streamed:  # two slots, and the experts once as on disk and once as packed
