@@ -31,7 +31,7 @@ import triton.language as tl
 
 from fused_dequant import tuning
 from fused_dequant.arrivals import PART, arrive, present, quantize_block
-from fused_dequant.chain import chained, follow
+from fused_dequant.chain import chained, follow, release, wait
 from fused_dequant.formats import LARGEST
 from fused_dequant.routing import Routing, place_results
 from fused_dequant.tiles import KEPT, block_rows, split_gate_up
@@ -209,7 +209,9 @@ def matmul_kernel(
     its rows to q and q_scale; AWAITED is how many count in before a block of x is complete, or 0
     where all of x is when the kernel starts.
     """
-    if AWAITED == 0:
+    if AWAITED:
+        release(CHAINED)
+    else:
         follow(CHAINED)
     tile = tl.program_id(1 if BLOCKS_FIRST else 0)
     block = tl.program_id(0 if BLOCKS_FIRST else 1)
@@ -224,7 +226,7 @@ def matmul_kernel(
         here = present(arrived + block) if AWAITED else 0
         if block >= count:
             if AWAITED:
-                follow(CHAINED)
+                wait(CHAINED)
             return
         if AWAITED:
             while here < AWAITED:
@@ -247,7 +249,7 @@ def matmul_kernel(
             quantize_block(y, q, q_scale, first, rows, N // 2, LARGEST, some, PARTS)
             arrive(arrived + block)
     if AWAITED:
-        follow(CHAINED)
+        wait(CHAINED)
 
 
 def launch(
