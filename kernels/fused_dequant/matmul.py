@@ -242,7 +242,7 @@ def matmul_kernel(
     )  # fmt: skip
     if COUNTED:
         before = arrive(arrived + block)
-        if LARGEST > 0 and before == tl.num_programs(0) - 1:
+        if LARGEST > 0 and before == tl.num_programs(1 if BLOCKS_FIRST else 0) - 1:
             first = slots + block * (BM + MORE)
             # More rows at once would take more registers than the products' program has.
             some: tl.constexpr = 8 if BM <= 32 else 16
@@ -281,11 +281,12 @@ def launch(
     blocks = routing.max_blocks if routing else triton.cdiv(len(x), tuning.block_rows(config))
     alone: dict[str, object] = {"arrived": y, "q": y, "q_scale": y}
     alone |= {"COUNTED": False, "AWAITED": 0, "LARGEST": 0.0, "PARTS": 0, **(arrivals or {})}
-    matmul_kernel[(tiles, blocks) if routing else (blocks, tiles)](
+    own = {"BLOCKS_FIRST": routing is None, "NARROWER": 0, **config}
+    matmul_kernel[(blocks, tiles) if own["BLOCKS_FIRST"] else (tiles, blocks)](
         x=x, x_scale=y if x_scale is None else x_scale, w=weight.data,
         w_scale=y if weight.scale is None else weight.scale, y=y, N=N, K=K,
-        SCALED=x_scale is not None, EVEN_K=K % config["BK"] == 0, BLOCKS_FIRST=routing is None,
-        **mode, **alone, **chained(x.device), **{"NARROWER": 0, **config},
+        SCALED=x_scale is not None, EVEN_K=K % config["BK"] == 0,
+        **mode, **alone, **chained(x.device), **own,
     )  # fmt: skip
     return y
 

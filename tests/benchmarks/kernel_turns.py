@@ -2,13 +2,15 @@
 
     python tests/benchmarks/kernel_turns.py [PART ...]
 
-Parts are `logits_read_or_not`, `small`, `experts` and `arrivals`.
+Parts are `logits_read_or_not`, `small`, `experts`, `arrivals` and `products`.
 JSON lines of microseconds: lm_head, sampler and soft embedding, reading the logits and looking at them
 in lm_head's epilogue; the soft embedding by other tiles; what lies between the products by warps and
-registers; experts by other tiles than the table's; experts whose programs count themselves in, or not.
+registers; experts by other tiles than the table's; experts whose programs count themselves in, or not;
+their two products each by tiles of its own.
 """
 
 import json
+import multiprocessing
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +28,7 @@ from fused_dequant import attention, cases, operations, residual, routing, tune,
 from fused_dequant.candidates import Product
 from fused_dequant.timing import measure
 from fused_dequant.weights import Weight
+from triton.runtime.jit import KernelInterface
 
 STEPS = 16
 # Of experts, by scheme and rows, what differs from the table; SWAP concerns `down` alone.
@@ -41,6 +44,28 @@ ALTERNATIVES: dict[tuple[str, int], list[dict[str, int]]] = {
     ("bf16", 1024): [{"NARROWER": 0}, {"NARROWER": 2}],
     ("bf16", 512): [{"BM": 64, "MORE": 16, "NARROWER": 0}, {"BM": 32, "MORE": 16, "NARROWER": 2}],
     ("bf16", 2048): [{"BM": 64, "MORE": 16, "NARROWER": 0, "num_stages": 4}],
+}  # fmt: skip
+# Experts whose programs count themselves in.
+COUNTED = (("fp8", 256), ("fp8", 1024), ("bf16", 256), ("bf16", 1024), ("fp8", 512), ("fp8", 2048))
+# Of the two products of FP8 experts: what differs from the table for gate_up, and for down. 8 warps of
+# 168 registers leave a processor one block, of 128 two; `down` then spills 168 bytes, behind its loop.
+WIDE = {"BN": 256, "num_warps": 8, "BK": 64, "maxnreg": 128}
+PAIRS: dict[int, list[tuple[dict[str, int], dict[str, int]]]] = {
+    1024: [
+        (WIDE | {"num_stages": 5}, {}), (WIDE | {"num_stages": 4}, {}), ({}, WIDE),
+        ({}, WIDE | {"maxnreg": 255}), (WIDE | {"num_stages": 5}, WIDE),
+        ({"BK": 64, "num_stages": 5}, {}), ({"num_stages": 3}, {}), ({"num_warps": 8}, {}),
+        ({}, {"num_stages": 5}), ({}, {"num_stages": 6}), ({}, {"num_warps": 8}),
+        ({"BLOCKS_FIRST": 1}, {}), ({}, {"BLOCKS_FIRST": 1}),
+        ({"BM": 64, "MORE": 0, "NARROWER": 3},) * 2,
+        ({"BM": 64, "MORE": 0, "NARROWER": 0, "SWAP": 0},) * 2,
+        ({"BM": 128, "MORE": 0, "NARROWER": 3, "num_stages": 3},) * 2,
+        ({"BM": 128, "MORE": 0, "NARROWER": 0, "SWAP": 0, "num_warps": 8, "num_stages": 3},) * 2,
+    ],
+    256: [
+        ({"BN": 128}, {}), ({}, {"BN": 128}), ({}, {"num_stages": 4}), ({"BLOCKS_FIRST": 1}, {}),
+        ({}, {"BLOCKS_FIRST": 1}),
+    ],
 }  # fmt: skip
 # Of the soft embedding.
 TILES: tuple[dict[str, int], ...] = (
@@ -151,15 +176,42 @@ def both_ways(M: int, table: torch.Tensor) -> None:
     print(json.dumps(row), flush=True)
 
 
-def compile_aside() -> None:
-    """Compile on all cores what `experts` launches."""
+def compile_aside(parts: list[str]) -> None:
+    """Compile on all cores what `experts`, `products` and `arrivals` launch."""
     jobs: list[tuple[Product, dict[str, int]]] = []
-    for (scheme, M), alternatives in ALTERNATIVES.items():
+    tried: dict[tuple[str, int], list[Any]] = {}
+    if "experts" in parts:
+        tried |= {key: [({}, {}), *zip(own, own, strict=True)] for key, own in ALTERNATIVES.items()}
+    if "products" in parts:
+        for M, pairs in PAIRS.items():
+            tried["fp8", M] = [*tried.get(("fp8", M), []), ({}, {}), *pairs]
+    for (scheme, M), pairs in tried.items():
         up = Product("experts_up", scheme, M, 2 * cases.INNER, cases.HIDDEN)
-        for product in (up, Product("experts_down", scheme, M, cases.HIDDEN, cases.INNER)):
+        down = Product("experts_down", scheme, M, cases.HIDDEN, cases.INNER)
+        for product, changes in zip((up, down), zip(*pairs, strict=True), strict=True):
             own = tuning.choose("experts", scheme, M, product.N, product.K, torch.device("cuda"))
-            jobs += [(product, own | changes) for changes in [{}, *alternatives]]
-    tune.compile_all(jobs)
+            jobs += [(product, own | each) for each in changes]
+    if jobs:
+        tune.compile_all(jobs)
+    if "arrivals" in parts:
+        counted = [(*size, switch) for size in COUNTED for switch in ("", "EARLY")]
+        with multiprocessing.get_context("spawn").Pool(len(counted)) as pool:
+            pool.map(compile_counted, counted)
+
+
+def compile_counted(job: tuple[str, int, str]) -> None:
+    """Compile, in a worker, what experts of so many rows launch with a switch on."""
+    made: Any = lambda self, grid: partial(self.run, grid=grid, warmup=True)  # noqa: E731
+    scheme, M, switch = job
+    shapes = ((2 * cases.INNER, cases.HIDDEN), (cases.HIDDEN, cases.INNER))
+    weights = [cases.blank_weight(scheme, cases.EXPERTS, *shape, "meta") for shape in shapes]
+    x = torch.empty(M, cases.HIDDEN, dtype=torch.bfloat16, device="meta")
+    ids = torch.empty(M, cases.TOPK, dtype=torch.int32, device="meta")
+    with (
+        patch.object(KernelInterface, "__getitem__", made),
+        patch.object(operations, switch or "EARLY", bool(switch)),
+    ):
+        fd.routed_experts(x, None, ids, ids.float(), *weights)
 
 
 def experts() -> None:
@@ -184,17 +236,36 @@ def experts() -> None:
 
 def arrivals() -> None:
     """Time experts whose hidden rows are quantized apart, by gate_up, or so and read early by down."""
-    for scheme in ("fp8", "bf16"):
-        weights = expert_weights(scheme)
-        for M in (256, 512, 1024, 2048):
-            call = routed(scheme, M, weights)
-            row: dict[str, Any] = {"experts": scheme, "rows": M}
-            expected = call()
-            for switch in ["", "QUANTIZING", "EARLY"] * 3:
-                with patch.object(operations, switch or "QUANTIZING", bool(switch)):
-                    row.setdefault(switch or "apart", []).append(measure([call], replays=10))
-                    assert torch.equal(call(), expected), switch
-            print(json.dumps(row), flush=True)
+    weights: dict[str, tuple[Weight, ...]] = {}
+    for scheme, M in COUNTED:
+        if scheme not in weights:
+            weights[scheme] = expert_weights(scheme)
+        call = routed(scheme, M, weights[scheme])
+        row: dict[str, Any] = {"experts": scheme, "rows": M}
+        expected = call()
+        for switch in ["", "QUANTIZING", "EARLY"] * 3:
+            with patch.object(operations, switch or "EARLY", bool(switch)):
+                row.setdefault(switch or "apart", []).append(measure([call], replays=10))
+                assert torch.equal(call(), expected), switch
+        print(json.dumps(row), flush=True)
+
+
+def products() -> None:
+    """Time FP8 experts with other tiles of each product, in turns; "!" marks other bits."""
+    weights, table = expert_weights("fp8"), tuning.choose
+    for M, pairs in PAIRS.items():
+        call = routed("fp8", M, weights)
+        expected, found = call(), dict[str, list[float | str]]()
+        for up, down in [({}, {}), *pairs] * 2:
+
+            def chosen(*product: Any, up: Any = up, down: Any = down) -> Any:
+                return table(*product) | (up if product[4] == cases.HIDDEN else down)
+
+            with patch.object(tuning, "choose", chosen):
+                times = found.setdefault(f"{up} {down}", [])
+                times += [measure([call], replays=10)]
+                times += [] if torch.equal(call(), expected) else ["!"]
+        print(json.dumps({"products": "fp8", "rows": M} | found), flush=True)
 
 
 def expert_weights(scheme: str) -> tuple[Weight, ...]:
@@ -246,14 +317,9 @@ def timed_between(M: int, warps: int, registers: int | None) -> dict[str, float]
 
 
 if __name__ == "__main__":
-    parts = sys.argv[1:] or ["logits_read_or_not", "small", "experts", "arrivals"]
-    aside = Thread(target=compile_aside)
-    if "experts" in parts:
-        aside.start()
-    for part in (part for part in (logits_read_or_not, small) if part.__name__ in parts):
-        part()
-    if "experts" in parts:
-        aside.join()
-        experts()
-    if "arrivals" in parts:
-        arrivals()
+    parts = sys.argv[1:] or ["logits_read_or_not", "small", "experts", "arrivals", "products"]
+    aside = Thread(target=compile_aside, args=(parts,))
+    aside.start()
+    for part in (logits_read_or_not, small, aside.join, experts, arrivals, products):
+        if part.__name__ in (*parts, "join"):
+            part()
