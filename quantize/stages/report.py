@@ -19,6 +19,7 @@ from recovery.gate import Verdict, judge, judge_task
 from recovery.statistics import Comparison
 from recovery.steps import StepInflation
 
+from quantize.activations import ACTIVATION_MODES
 from quantize.checkpoints.targets import Target, module_class, sum_bytes
 from quantize.errors import InputError
 from quantize.recipe import Recipe
@@ -33,10 +34,7 @@ from quantize.run_dir import RunDir, read_json, write_json, write_text
 DECODER_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
 FIDELITY = ("faults", "activations", "own_conditioning", "max_kl_nats")
 SIDES: dict[str, str] = {
-    "quantized-none": "none",
-    "quantized-per-expert": "per_expert",
-    "quantized-per-layer": "per_layer",
-    "quantized-fp8": "fp8",
+    **{f"{GATED}-{mode.replace('_', '-')}": mode for mode in ACTIVATION_MODES},
     "quantized-gguf": "GGUF in llama.cpp",
 }
 

@@ -189,6 +189,9 @@ def open_sides(
         InputError: a server or a GGUF file has another model, or a mode means nothing to it.
         ResourceError: not one sample fits the GPU.
     """
+    named = quantized_sides(settings.activations, asked.modes)
+    for _, mode in named:
+        check_mode(Checkpoint.open(checkpoint), mode)
     sampler, quantized = Sampler.from_checkpoint(source), fingerprint(Checkpoint.open(checkpoint))
 
     def local(folder: Path, identity: str, mode: ActivationMode) -> Answerer:
@@ -206,8 +209,7 @@ def open_sides(
         else local(source, digest, "none")
     )
     sides = [Side(BF16, base, settings.seed)]
-    for name, mode in quantized_sides(settings.activations, asked.modes):
-        check_mode(Checkpoint.open(checkpoint), mode)
+    for name, mode in named:
         model: Backend = (
             served(asked.servers, quantized, asked.server_revision)
             if asked.servers

@@ -5,7 +5,8 @@
     python tests/benchmarks/step_speed.py bundled --out FILE
     python tests/benchmarks/step_speed.py all --out FOLDER [--seconds 480]
 
-`rows` appends a JSON line to FILE for every mix and batch as soon as it is measured, and prints it.
+`rows` appends a JSON line to FILE for every mix and batch as soon as it is measured, and prints it. A
+mix of NVFP4 with "+fp8" behind it is multiplied as W4A8.
 Variants alternate in one process over the same weights, as `--compare` says:
 
     joins        "one pass": a canvas is encoded with the next one's first step, as it is served
@@ -185,8 +186,9 @@ def rows(args: argparse.Namespace) -> None:
     rates = measure_rates(torch.device("cuda"))
     facts: dict[str, Any] = {"device": torch.cuda.get_device_name()}
     for mix in args.mixes.split(","):
-        schemes = dict(zip(("experts", "attention", "mlp"), bench.MIXES[mix], strict=True))
-        weights = random_weights(config, schemes, "cuda")
+        named, _, activations = mix.partition("+")
+        schemes = dict(zip(("experts", "attention", "mlp"), bench.MIXES[named], strict=True))
+        weights = random_weights(config, schemes, "cuda", in_fp8=activations == "fp8")
         facts["tables"] = [len(list(folder.glob("*.json"))) for folder in tuning._folders]  # pyright: ignore[reportPrivateUsage]
         hit: list[int] = []
         for batch in map(int, args.batches.split(",")):

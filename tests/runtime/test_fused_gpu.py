@@ -16,6 +16,7 @@ import torch
 from fused_dequant.targets import FORCE
 from PIL import Image
 
+from quantize.activations import ActivationMode
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint, TensorInfo
 from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
@@ -33,7 +34,7 @@ from quantize.stages.convert import convert
 pytestmark = pytest.mark.gpu
 VOCABULARY, CANVAS = 32_768, 256
 CONTEXTS = (1500, 7, 1024, 300)
-MODES = {"fp8_dynamic": "per_expert", "nvfp4a16": "none"}
+MODES: dict[str, ActivationMode] = {"fp8_dynamic": "per_expert", "nvfp4a16": "none"}
 SAMPLER = Sampler(max_denoising_steps=6, confidence_threshold=1e-30)
 
 
@@ -89,15 +90,24 @@ def integers(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
+@pytest.fixture(params=["as served", "in FP8"])
+def in_fp8(request: pytest.FixtureRequest, artifact: tuple[str, Path]) -> bool:
+    """Whether NVFP4 weights are multiplied as W4A8; others cannot be."""
+    if (asked := request.param == "in FP8") and artifact[0] != "nvfp4a16":
+        pytest.skip("only NVFP4 weights are packed for FP8 products")
+    return asked
+
+
 @torch.no_grad()
-def test_logits_of_a_ragged_batch(artifact: tuple[str, Path]) -> None:
+def test_logits_of_a_ragged_batch(artifact: tuple[str, Path], in_fp8: bool) -> None:
     """Two steps of four canvases at once, behind 1,500, 7, 1,024 and 300 tokens."""
     name, folder = artifact
+    mode: ActivationMode = "fp8" if in_fp8 else MODES[name]
     prompts = [tokens(1, n, seed=n) for n in CONTEXTS]
     canvas = tokens(4, CANVAS, seed=5)
     wanted: dict[torch.dtype, torch.Tensor] = {}
     for dtype in (torch.float32, torch.bfloat16):
-        model = load(folder, activations=MODES[name], dtype=dtype, device="cuda")
+        model = load(folder, activations=mode, dtype=dtype, device="cuda")
         rows: list[torch.Tensor] = []
         for row, prompt in enumerate(prompts):
             prefix = encode_prompts(model, prompt.tolist())
@@ -108,7 +118,7 @@ def test_logits_of_a_ragged_batch(artifact: tuple[str, Path]) -> None:
         wanted[dtype] = torch.stack(rows)
         del model
     exact = wanted[torch.float32]  # [4, step, canvas, vocabulary]
-    weights = load_packed(folder, "cuda")
+    weights = load_packed(folder, "cuda", in_fp8=in_fp8)
     fused = FusedModel(weights, Cache.allocate(weights.config, 4, 2048, 1024, torch.device("cuda")))
     for slot, prompt in enumerate(prompts):
         for start in range(0, prompt.shape[1], 1024):
@@ -125,17 +135,17 @@ def test_logits_of_a_ragged_batch(artifact: tuple[str, Path]) -> None:
             agree = (actual.argmax(-1) == exact[row, step].argmax(-1)).float().mean()
             theirs = wanted[torch.bfloat16][row, step].argmax(-1) == exact[row, step].argmax(-1)
             print(
-                f"{name}, context {CONTEXTS[row]}, step {step + 1}: error {found:.4f}, transformers' "
-                f"bf16 {allowed:.4f}; argmax {agree:.4f}, {theirs.float().mean():.4f}"
+                f"{name}, {mode}, context {CONTEXTS[row]}, step {step + 1}: error {found:.4f}, "
+                f"transformers' bf16 {allowed:.4f}; argmax {agree:.4f}, {theirs.float().mean():.4f}"
             )
             assert allowed < 0.1
             assert found <= 1.3 * allowed + 0.005
             assert agree >= theirs.float().mean() - 0.02
 
 
-def test_replay_equals_eager(artifact: tuple[str, Path]) -> None:
+def test_replay_equals_eager(artifact: tuple[str, Path], in_fp8: bool) -> None:
     """Three canvases of four sequences: captured and kernel by kernel, token for token."""
-    weights = load_packed(artifact[1], "cuda")
+    weights = load_packed(artifact[1], "cuda", in_fp8=in_fp8)
     results: list[list[object]] = []
     for graphs in (True, False):
         engine = FusedEngine(weights, capacity=4, max_context=4096, graphs=graphs)

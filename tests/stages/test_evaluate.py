@@ -14,6 +14,7 @@ import torch
 import yaml
 from recovery.samples import Completion, Request
 
+from quantize.activations import ACTIVATION_MODES
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
@@ -25,17 +26,38 @@ from quantize.runtime.opening import Kind
 from quantize.stage import Run, evaluate_more
 from quantize.stages.answerer import Answerer
 from quantize.stages.evaluate import evaluate
-from quantize.stages.sides import Asked, ServedModel, Side, quantized_sides, warn_of_servers
+from quantize.stages.report import SIDES
+from quantize.stages.sides import (
+    Asked,
+    ServedModel,
+    Side,
+    open_sides,
+    quantized_sides,
+    warn_of_servers,
+)
 
 PROBLEMS, BATCH = 28, 4  # looked at after 20 problems, and after all
 
 
 def test_sides_have_names_of_their_own() -> None:
-    assert quantized_sides("per_layer", ["none", "per_layer", "per_expert"]) == [
+    assert quantized_sides("per_layer", ["none", "per_layer", "per_expert", "fp8"]) == [
         ("quantized", "per_layer"),
         ("quantized-none", "none"),
         ("quantized-per-expert", "per_expert"),
+        ("quantized-fp8", "fp8"),
     ]
+    for gated in ACTIVATION_MODES:  # the report finds them all
+        (_, *more) = quantized_sides(gated, ACTIVATION_MODES)
+        assert all(SIDES[name] == mode for name, mode in more)
+        assert len(more) == len(ACTIVATION_MODES) - 1
+
+
+def test_a_mode_that_means_nothing_ends_before_anything_is_scored(
+    tiny_checkpoint: Path, fp8_artifact: Path
+) -> None:
+    settings = Evaluation(tasks=["word_problems"])
+    with pytest.raises(InputError, match="activations fp8 are for NVFP4 weights"):
+        open_sides(tiny_checkpoint, "", fp8_artifact, settings, Asked(modes=["fp8"]), 64)
 
 
 @pytest.mark.parametrize("one", ["servers", "base_servers"])
