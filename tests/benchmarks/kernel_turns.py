@@ -2,7 +2,7 @@
 
     python tests/benchmarks/kernel_turns.py [PART ...]
 
-Parts are `logits_read_or_not`, `small`, `experts`, `arrivals` and `products`.
+Parts are `logits_read_or_not`, `small` and `experts`, which run by default, `arrivals` and `products`.
 JSON lines of microseconds: lm_head, sampler and soft embedding, reading the logits and looking at them
 in lm_head's epilogue; the soft embedding by other tiles; what lies between the products by warps and
 registers; experts by other tiles than the table's; experts whose programs count themselves in, or not;
@@ -317,7 +317,7 @@ def timed_between(M: int, warps: int, registers: int | None) -> dict[str, float]
 
 
 if __name__ == "__main__":
-    parts = sys.argv[1:] or ["logits_read_or_not", "small", "experts", "arrivals", "products"]
+    parts = sys.argv[1:] or ["logits_read_or_not", "small", "experts"]
     aside = Thread(target=compile_aside, args=(parts,))
     aside.start()
     for part in (logits_read_or_not, small, aside.join, experts, arrivals, products):
