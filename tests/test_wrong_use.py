@@ -161,6 +161,19 @@ def test_a_gpu_that_a_scheme_does_not_run_on(
     assert error.value.exit_code == 3
 
 
+def test_fp8_activations_on_a_gpu_without_fp8(
+    nvfp4_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVFP4 runs there, but not as W4A8."""
+    pretend(monkeypatch, (8, 0), free=0)
+    with pytest.raises(ResourceError, match="sm_80 has no FP8 tensor cores"):
+        load_packed(nvfp4_artifact, "cuda", in_fp8=True)
+    config = json.loads((nvfp4_artifact / "config.json").read_text())
+    schemes = dict.fromkeys(("experts", "attention", "mlp"), "nvfp4")
+    with pytest.raises(ResourceError, match="sm_80 has no FP8 tensor cores"):
+        random_weights(config, schemes, "cuda", in_fp8=True)
+
+
 def test_an_old_gpu_in_the_command_line(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from quantize.activations import ActivationMode
 from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target
 from quantize.errors import ResourceError
@@ -43,9 +44,12 @@ def needs(
 ) -> list[Need]:
     """Return the needs of those of calibrate, round, fidelity and evaluate that the recipe has."""
     bf16 = Stack.of("BF16", {name: info.nbytes for name, info in tensors.items()}, quantized=False)
-    in_fp8 = recipe.evaluation.activations == "fp8"
-    sizes = {target.name: _packed(target, in_fp8) for target in targets}
-    quantized = Stack.of(recipe.name, sizes, quantized=True)
+
+    def quantized(*modes: ActivationMode) -> Stack:
+        """Return the largest stack of those that the modes multiply with."""
+        sizes = {target.name: _packed(target, "fp8" in modes) for target in targets}
+        return Stack.of(recipe.name, sizes, quantized=True)
+
     canvas = config["canvas_length"]
     found: list[Need] = []
     replayed = FRESH_TOKENS + 2 * canvas
@@ -58,13 +62,15 @@ def needs(
         found.append(Need("round", bf16, settings.batch_size, length, beside=hessians))
     vocabulary = tensors[EMBEDDING].nbytes  # of BF16, whose layers are gone when the other comes
     found.append(Need("fidelity BF16", bf16, REPLAYED, replayed, True))
-    found.append(
-        Need(f"fidelity {recipe.name}", quantized, REPLAYED, replayed, True, 2, vocabulary)
-    )
+    scored = recipe.evaluation.activations
+    modes: set[ActivationMode] = {"none", scored, *recipe.gate.max_kl_nats}
+    engines = len(modes - {"fp8"})  # that share weights; `fp8` has its own, and comes after
+    name = f"fidelity {recipe.name}"
+    found.append(Need(name, quantized(*modes), REPLAYED, replayed, True, engines, vocabulary))
     longest = max(
         ANSWER_TOKENS.get(task, max(ANSWER_TOKENS.values())) for task in recipe.evaluation.tasks
     )
-    for stack in (bf16, quantized):
+    for stack in (bf16, quantized(scored)):
         name = f"evaluate {stack.name}"
         batch = recipe.evaluation.batch_size or AT_ONCE["fused"]
         found.append(Need(name, stack, batch, QUESTION_TOKENS + longest))

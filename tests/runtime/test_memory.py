@@ -98,6 +98,14 @@ def test_fp8_products_of_nvfp4_take_a_byte_a_weight_but_for_experts(nvfp4_artifa
     for stage in ("evaluate nvfp4", "fidelity nvfp4"):
         none, fp8 = (real_needs("nvfp4", mode)[stage].stack for mode in ("none", "fp8"))
         assert sum(fp8.layers) - sum(none.layers) == pytest.approx(dense * 0.4375, rel=1e-3)
+    recipe, plain = load_recipe("nvfp4"), tensors_from_config(REAL)
+    limits = {"none": 1.0, "per_expert": 1.0, "per_layer": 1.0, "fp8": 1.0}
+    gate = recipe.gate.model_copy(update={"max_kl_nats": limits})
+    judged = recipe.model_copy(update={"gate": gate})
+    found = needs(judged, REAL, plain, plan_targets(plain, recipe.quantization))
+    (replayed,) = (need for need in found if need.stage == "fidelity nvfp4")
+    assert replayed.caches == 3  # `fp8` is replayed alone, over its own weights
+    assert replayed.stack == fp8
     tensors = Checkpoint.open(nvfp4_artifact).tensors
     kept = packed_sizes(tensors, in_fp8=True, four_bit_experts=True)
     both = packed_sizes(tensors, in_fp8=True, four_bit_experts=False)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fused_dequant import weights
 from safetensors.torch import save_file
 
 from quantize.activations import ActivationMode
@@ -257,6 +258,25 @@ def test_the_mode_fp8_has_weights_of_its_own(quantized: dict[str, Path]) -> None
         )
         assert experts == ["nvfp4", "fp8", "fp8", "nvfp4"]
         assert dense == (["bf16"] * 4 if model is random else experts)
+
+
+def test_experts_as_hopper_keeps_them_give_the_same_logits(
+    quantized: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 4 bits, in fragments: on a CPU the products are torch's, so nothing else may differ."""
+    found: list[torch.Tensor] = []
+    for hopper in (False, True):
+        monkeypatch.setattr(weights, "_in_whole_fragments", lambda _, whole=hopper: whole)
+        engine = opened(quantized["nvfp4_w4a4"], "fused", activations="fp8")
+        assert isinstance(engine, FusedEngine)
+        products = [weight for layer in engine.model.weights.layers for weight in layer.products]
+        schemes = {weight.scheme for weight in products if weight.shape[0] > 1}
+        assert schemes == {"nvfp4_e4m3" if hopper else "fp8"}
+        assert {weight.scheme for weight in products if weight.shape[0] == 1} == {"fp8"}
+        passes = engine.passes(prompts())
+        decoded = passes.decode([0, 2], torch.arange(2 * 64).view(2, 64) + 200, None)
+        found.append(torch.cat([decoded.logits(piece) for piece in decoded.pieces()]))
+    assert torch.equal(*found)
 
 
 def test_streamed_layers_are_packed_for_fp8_too(quantized: dict[str, Path]) -> None:
