@@ -7,6 +7,7 @@ An engine is imported when it is opened: who only plans memory waits neither for
 triton.
 """
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,6 +191,7 @@ def placed(
     Raises:
         ResourceError: not even one slot over streamed layers fits.
     """
+    free_unused(device)
     budget = budget_of(device, gpu_memory)
     if budget is None:
         return Place(capacity, None, None)
@@ -210,6 +212,13 @@ def placed(
             f"{found.streamed / 1e9:.1f} GB are streamed a pass, {found.batch} canvases at once"
         )
     return Place(found.batch, found.resident, budget - found.total)
+
+
+def free_unused(device: str) -> None:
+    """Give back the memory that nobody holds any more, such as the model of the stage before."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
 
 
 def _for_modules(checkpoint: Path | RandomModel, batch_invariant: bool) -> Path:

@@ -9,7 +9,6 @@ without one in float32 on a CPU (the BF16 model too: its weights are BF16 values
 `ExportedAnswerer` answers with llama.cpp: a GGUF file of the checkpoint, our prompts and noise.
 """
 
-import gc
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +29,7 @@ from quantize.runtime.batch import ended
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Engine, each_completed
 from quantize.runtime.llama_cpp import LlamaCpp, made_from
-from quantize.runtime.opening import Kind, default_kind
+from quantize.runtime.opening import Kind, default_kind, free_unused
 
 RECORDED_CANVASES = 2
 
@@ -162,9 +161,7 @@ class Answerer:
             return
         self._engine.close()
         self._engine = None
-        gc.collect()
-        if self.device != "cpu":
-            torch.cuda.empty_cache()
+        free_unused(self.device)
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
         """Answer batches in order; if `one_by_one`, answer all requests, each as it is finished."""

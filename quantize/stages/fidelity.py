@@ -29,7 +29,6 @@ independent), fixed seed. The gate: a mean KL above the recipe's `gate.max_kl_na
 Linear that is not what BF16's rounded would be, is a fault, and ends a run before anything is scored.
 """
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,7 +47,7 @@ from quantize.run_dir import write_json
 from quantize.runtime import open, placed
 from quantize.runtime.engine import Engine
 from quantize.runtime.memory import EMBEDDING
-from quantize.runtime.opening import default_kind
+from quantize.runtime.opening import default_kind, free_unused
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import (
     Trajectory,
@@ -120,7 +119,7 @@ def fidelity(
             )
             engine.close()
             del engine  # or its weights would stay on the GPU
-            _free(device)
+            free_unused(device)
         replayed: dict[ActivationMode, list[StepDistance]] = {}
         own: list[StepDistance] = []
         for group in places.groups:
@@ -131,7 +130,7 @@ def fidelity(
             replayed |= zip(group, found, strict=False)
             own = found[-1] if activations in group else own
             del compared  # or its weights would stay on the GPU
-            _free(device)
+            free_unused(device)
     if processes.rank > 0:
         return
     window: int = Checkpoint.open(source).config["text_config"]["sliding_window"]
@@ -222,13 +221,6 @@ def _compared(
         )  # fmt: skip
     own = [Compared(engines[activations], own_conditioning=True)] if activations in group else []
     return [*(Compared(engine) for engine in engines.values()), *own]
-
-
-def _free(device: str) -> None:
-    """Give back the memory of a GPU that nobody holds any more."""
-    gc.collect()
-    if device != "cpu":
-        torch.cuda.empty_cache()
 
 
 def held_out_trajectories(

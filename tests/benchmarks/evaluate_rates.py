@@ -3,7 +3,7 @@
     python tests/benchmarks/evaluate_rates.py measure CHECKPOINT REPORT.jsonl [--activations none]
     python tests/benchmarks/evaluate_rates.py project REPORT.jsonl [REPORT.jsonl ...]
 
-`measure` needs a GPU. At each number of slots it answers three times as many chats, of four canvases
+`measure` needs a GPU. At each number of slots it answers twice as many chats, of four canvases
 each and a fixed number of steps, as evaluation does: batch-invariantly, slots refilled as samples end,
 every answer stored and synced. Loading and the first chats, which compile and capture, are left out.
 `bench` then measures the same checkpoint at the same batches and steps behind 512 tokens, which is the
@@ -34,7 +34,7 @@ from rich.table import Table
 
 from quantize.activations import ACTIVATION_MODES, ActivationMode
 
-WAVES, CANVASES = 3, 4  # chats a slot, canvases a chat
+WAVES, CANVASES = 2, 4  # chats a slot, canvases a chat
 CONTEXT = 512  # tokens that a measured canvas stands behind, on average
 WORDS = "Add these numbers and say how you did it: "
 SEQUENTIAL = 0.45  # share of the three tasks' samples without loss: docs/evaluation.md
@@ -58,12 +58,12 @@ class Clock:
         self.seconds = time.perf_counter() - started
 
 
-def chats(count: int, canvas: int, first: int = 0) -> list[Request]:
-    """Return requests of about 128 tokens whose answers take CANVASES canvases."""
+def chats(count: int, tokens: int, first: int = 0) -> list[Request]:
+    """Return requests of about 128 tokens, to be answered with so many."""
     return [
         Request(
             prompt=WORDS + ", ".join(str(i * 7919 % 997 + n) for n in range(26)),
-            seed=i, max_new_tokens=CANVASES * canvas, thinking=False,
+            seed=i, max_new_tokens=tokens, thinking=False,
         )
         for i in range(first, first + count)
     ]  # fmt: skip
@@ -86,9 +86,9 @@ def evaluated(folder: Path, activations: ActivationMode, capacity: int, steps: i
         folder, "measured", activations, sampler, best_device(), None, capacity, "fused",
         context=CONTEXT + CANVASES * canvas,
     )  # fmt: skip
-    for _ in answerer([[request] for request in chats(answerer.capacity, canvas)]):
+    for _ in answerer([[request] for request in chats(answerer.capacity, 2 * canvas)]):
         pass  # loads, compiles and captures
-    asked = chats(WAVES * answerer.capacity, canvas, first=1000)
+    asked = chats(WAVES * answerer.capacity, CANVASES * canvas, first=1000)
     clock = Clock(canvas)
     with tempfile.TemporaryDirectory() as scratch:
         store = SampleStore(Path(scratch) / "samples.jsonl", {})

@@ -1,5 +1,7 @@
 """What fits a GPU is known before anything is loaded: plans within budgets, sizes as allocated."""
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -220,6 +222,23 @@ def test_the_command_line_says_so_before_anything_is_made(
         assert line.startswith("error: calibrate: there are 0.9 GB of GPU memory, and one canvas")
         assert f"needs {least}" in line
     assert not out.exists()
+
+
+def test_planning_frees_the_model_of_the_stage_before(nvfp4_artifact: Path) -> None:
+    """An engine holds itself in a circle: GPTQ at 76 GB ended out of memory beside calibration's."""
+
+    class Circle:
+        def __init__(self) -> None:
+            self.own = self
+
+    gc.disable()
+    try:
+        left = weakref.ref(Circle())
+        assert left() is not None
+        runtime.placed(nvfp4_artifact, "cpu", capacity=1)
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_an_engine_opens_streamed_where_memory_is_short(nvfp4_artifact: Path) -> None:
