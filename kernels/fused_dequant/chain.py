@@ -8,8 +8,7 @@ Two rules keep it safe. In every program, also one that returns at once, a chain
 it reads what any earlier kernel wrote, weights excepted, and before it writes. And it releases the
 next kernel only after it has waited, so whoever starts next knows that everything before its direct
 predecessor is complete. Kernels that are not chained start when the one before is complete, as
-always. One kernel breaks both (`arrivals`): it waits for blocks of what its predecessor writes, and for
-the predecessor only before it ends. So its successor, which waits as always, finds both complete.
+always.
 
 Weights need no waiting for, and memory is idle while a norm or a softmax runs; yet products that asked
 for their first weights before they waited made a step 3 % slower, and a kernel that fetched weights
@@ -41,19 +40,6 @@ def chained(device: torch.device) -> dict[str, bool]:
 @triton.jit
 def follow(CHAINED: tl.constexpr):
     """Wait for the kernel before, then release the next."""
-    wait(CHAINED)
-    release(CHAINED)
-
-
-@triton.jit
-def wait(CHAINED: tl.constexpr):
-    """Wait for the kernel before."""
     if CHAINED:
         gdc_wait()
-
-
-@triton.jit
-def release(CHAINED: tl.constexpr):
-    """Let the next kernel start when every program has come here."""
-    if CHAINED:
         gdc_launch_dependents()

@@ -23,16 +23,12 @@ them, while the weights that stream past are read once.
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
 # numbers for `constexpr`.
 
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
 
 from fused_dequant import tuning
-from fused_dequant.arrivals import PART, arrive, present, quantize_block
-from fused_dequant.chain import chained, follow, release, wait
-from fused_dequant.formats import LARGEST
+from fused_dequant.chain import chained, follow
 from fused_dequant.routing import Routing, place_results
 from fused_dequant.tiles import KEPT, block_rows, split_gate_up
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
@@ -177,10 +173,7 @@ def matmul_kernel(
     block_expert,
     block_rows,
     block_count,
-    arrived,
     row_weight,
-    q,
-    q_scale,
     total,
     N,
     K,
@@ -198,39 +191,20 @@ def matmul_kernel(
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCKS_FIRST: tl.constexpr,
-    COUNTED: tl.constexpr,
-    AWAITED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
-    """Multiply x [rows, K] by w [E, N, K] into y [rows, N or N/2]; slots read row slot // TOPK.
-
-    `arrivals`: COUNTED programs count themselves in, and with a LARGEST the last of a block quantizes
-    its rows to q and q_scale; AWAITED is how many count in before a block of x is complete, or 0
-    where all of x is when the kernel starts.
-    """
-    if AWAITED:
-        release(CHAINED)
-    else:
-        follow(CHAINED)
+    """Multiply x [rows, K] by w [E, N, K] into y [rows, N or N/2]; slots read row slot // TOPK."""
+    follow(CHAINED)
     tile = tl.program_id(1 if BLOCKS_FIRST else 0)
     block = tl.program_id(0 if BLOCKS_FIRST else 1)
     expert, rows = tl.zeros((), tl.int64), BM + MORE
     if GROUPED:
-        # All are loaded before the first is waited for. A block past the last one may read them too:
-        # the arrays are as long as the most blocks there can be. The L1 may be older than this launch.
-        source: tl.constexpr = ".cg" if AWAITED else ""
-        count = tl.load(block_count, cache_modifier=source)
-        expert = tl.load(block_expert + block, cache_modifier=source).to(tl.int64)
-        rows = tl.load(block_rows + block, cache_modifier=source)
-        here = present(arrived + block) if AWAITED else 0
+        # All three are loaded before the first is waited for. A block past the last one may read
+        # them too: the arrays are as long as the most blocks there can be.
+        count = tl.load(block_count)
+        expert = tl.load(block_expert + block).to(tl.int64)
+        rows = tl.load(block_rows + block)
         if block >= count:
-            if AWAITED:
-                wait(CHAINED)
             return
-        if AWAITED:
-            while here < AWAITED:
-                here = present(arrived + block)
     n = tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     # Channels past N repeat the first ones: they are computed and not stored, and need no mask.
@@ -240,16 +214,6 @@ def matmul_kernel(
         block * (BM + MORE), rows, TOPK, GROUPED, SCALED, GELU_MUL, WEIGHTED, SWAP, EVEN_K,
         BM, MORE, NARROWER, BN, BK,
     )  # fmt: skip
-    if COUNTED:
-        before = arrive(arrived + block)
-        if LARGEST > 0 and before == tl.num_programs(1 if BLOCKS_FIRST else 0) - 1:
-            first = slots + block * (BM + MORE)
-            # More rows at once would take more registers than the products' program has.
-            some: tl.constexpr = 8 if BM <= 32 else 16
-            quantize_block(y, q, q_scale, first, rows, N // 2, LARGEST, some, PARTS)
-            arrive(arrived + block)
-    if AWAITED:
-        wait(CHAINED)
 
 
 def launch(
@@ -259,7 +223,6 @@ def launch(
     config: Config,
     routing: Routing | None = None,
     share: torch.Tensor | None = None,
-    arrivals: Mapping[str, object] | None = None,
 ) -> torch.Tensor:
     """Multiply rows by a weight: a dense product, or one of the experts' two.
 
@@ -270,7 +233,6 @@ def launch(
         config: from `Weight.config`; BM + MORE must equal `routing.block`.
         routing: routing of the experts, None for a dense product.
         share: f32 [slots], the routing weights, for `down`.
-        arrivals: arguments of `matmul_kernel` for programs that are counted or awaited.
 
     Returns:
         bf16 rows, as `routing.place_results` places them.
@@ -279,44 +241,11 @@ def launch(
     y, mode = place_results(len(x), N, x.device, routing, share)
     tiles = triton.cdiv(N, config["BN"])
     blocks = routing.max_blocks if routing else triton.cdiv(len(x), tuning.block_rows(config))
-    alone: dict[str, object] = {"arrived": y, "q": y, "q_scale": y}
-    alone |= {"COUNTED": False, "AWAITED": 0, "LARGEST": 0.0, "PARTS": 0, **(arrivals or {})}
     own = {"BLOCKS_FIRST": routing is None, "NARROWER": 0, **config}
     matmul_kernel[(blocks, tiles) if own["BLOCKS_FIRST"] else (tiles, blocks)](
         x=x, x_scale=y if x_scale is None else x_scale, w=weight.data,
         w_scale=y if weight.scale is None else weight.scale, y=y, N=N, K=K,
         SCALED=x_scale is not None, EVEN_K=K % config["BK"] == 0,
-        **mode, **alone, **chained(x.device), **own,
+        **mode, **chained(x.device), **own,
     )  # fmt: skip
     return y
-
-
-def launch_both(
-    weights: tuple[Weight, Weight],
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    configs: tuple[Config, Config],
-    routing: Routing,
-    share: torch.Tensor,
-    *,
-    early: bool,
-) -> torch.Tensor:
-    """Run the experts' products, gate_up and down, in two launches; 8-bit ones quantize hidden rows.
-
-    If `early`, and where launches are chained, the second begins while the first one ends (`arrivals`).
-    The arguments are those of `launch`, and so are the bits of the result: bf16 [slots, H].
-    """
-    gate_up, down = weights
-    inner, count = down.shape[2], triton.cdiv(gate_up.shape[1], configs[0]["BN"])
-    q, q_scale = None, None
-    counted: dict[str, object] = {"arrived": routing.arrived, "COUNTED": True}
-    if x_scale is not None:
-        q = torch.empty(len(share), inner, dtype=x.dtype, device=x.device)
-        q_scale = torch.empty(len(share), dtype=torch.float32, device=x.device)
-        counted |= {"q": q, "q_scale": q_scale, "LARGEST": LARGEST[x.dtype]}
-        counted |= {"PARTS": triton.cdiv(inner, PART)}
-        count += 1  # by who has quantized a block
-    hidden = launch(gate_up, x, x_scale, configs[0], routing, None, counted)
-    awaited: dict[str, object] = {"arrived": routing.arrived, "AWAITED": count if early else 0}
-    rows = hidden if q is None else q
-    return launch(down, rows, q_scale, configs[1], routing, share, awaited)

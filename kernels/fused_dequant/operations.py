@@ -39,11 +39,8 @@ from fused_dequant import canvas, reference, tuning
 from fused_dequant.activations import Activation, in_torch
 from fused_dequant.canvas import CanvasState, Draw, Probabilities
 from fused_dequant.dispatch import launches
-from fused_dequant.weights import KERNELS, Weight, is_hopper
+from fused_dequant.weights import Weight, is_hopper
 
-# Of bf16 and 8-bit experts on a GPU (`arrivals`); neither is measured yet.
-QUANTIZING = False  # whether gate_up quantizes its own hidden rows
-EARLY = False  # whether gate_up does, and down begins while it ends
 CELLS = 128  # a cache's capacity is a multiple of this: no block of positions wraps around
 Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -86,18 +83,13 @@ def routed_experts(
     rows, scale = gate_up.reads(x, scale)
     up, out = (weight.config("experts", len(expert_ids)) for weight in (gate_up, down))
     # A row for each choice makes each choice a token of its own; the slots stay the same.
-    blocks, share = expert_ids.reshape(len(rows), -1), routing_weights.float().flatten()
+    blocks = expert_ids.reshape(len(rows), -1)
     if launches(x.device):
-        from fused_dequant import matmul, routing
+        from fused_dequant import routing
 
         blocks = routing.route(blocks.contiguous(), gate_up.shape[0], tuning.block_rows(up))
-        together = EARLY or (QUANTIZING and scale is not None)
-        if together and between is None and KERNELS[down.scheme].module == "matmul":
-            both, configs = (gate_up, down), (up, out)
-            y = matmul.launch_both(both, rows, scale, configs, blocks, share, early=EARLY)
-            return y.view(*expert_ids.shape, -1)
     hidden, scale = (between or down.reads)(gate_up.multiply(rows, scale, up, blocks))
-    y = down.multiply(hidden, scale, out, blocks, share)
+    y = down.multiply(hidden, scale, out, blocks, routing_weights.float().flatten())
     return y.view(*expert_ids.shape, -1)
 
 

@@ -7,7 +7,6 @@ multiple of `block` rows:
     block_expert  int32 [max_blocks]          expert of a block
     block_rows    int32 [max_blocks]          its rows that are slots; padding is behind them
     block_count   int32 [1]                   blocks in use, known to the device alone
-    arrived       int32 [max_blocks]          0 of each block in use: counts a product's programs
 
 `max_blocks` bounds every routing: an expert with c > 0 slots uses ceil(c / block) blocks, hence at most
 min(E, S) + S // block in all for S slots. Kernels are launched for the bound; blocks past
@@ -39,7 +38,6 @@ class Routing:
     block_expert: torch.Tensor
     block_rows: torch.Tensor
     block_count: torch.Tensor
-    arrived: torch.Tensor
     block: int
     topk: int
 
@@ -85,7 +83,6 @@ def route_kernel(
     block_expert,
     block_rows,
     block_count,
-    arrived,
     total,
     CHAINED: tl.constexpr,
     E: tl.constexpr,
@@ -118,7 +115,6 @@ def route_kernel(
     for block in range(first, end):
         tl.store(block_expert + block, e)
         tl.store(block_rows + block, tl.minimum(position - block * BLOCK, BLOCK))
-        tl.store(arrived + block, 0)
     if e == E - 1:
         tl.store(block_count, end)
 
@@ -129,14 +125,13 @@ def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
     bound = max_blocks(total, experts, block)
     device = expert_ids.device
     slots = torch.empty(bound * block, dtype=torch.int32, device=device)
-    block_expert, block_rows, arrived = torch.empty(3, bound, dtype=torch.int32, device=device)
+    block_expert, block_rows = torch.empty(2, bound, dtype=torch.int32, device=device)
     block_count = torch.empty(1, dtype=torch.int32, device=device)
     chunk = min(8192, triton.next_power_of_2(total))
     route_kernel[(experts,)](
-        expert_ids, slots, block_expert, block_rows, block_count, arrived, total,
+        expert_ids, slots, block_expert, block_rows, block_count, total,
         E=experts, EXPERTS=triton.next_power_of_2(experts), BLOCK=block,
         PADDING=triton.next_power_of_2(block), CHUNK=chunk,
         num_warps=8 if chunk > 1024 else 4, **chained(device),
     )  # fmt: skip
-    topk = expert_ids.shape[-1]
-    return Routing(slots, block_expert, block_rows, block_count, arrived, block, topk)
+    return Routing(slots, block_expert, block_rows, block_count, block, expert_ids.shape[-1])

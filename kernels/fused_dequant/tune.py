@@ -83,7 +83,7 @@ def _blocks(product: Product, device: str) -> dict[int, routing.Routing]:
         )
         return {size: routing.route(ids, cases.EXPERTS, size) for size in sizes}
     blank = torch.empty(8192, dtype=torch.int32, device=device)
-    return {size: routing.Routing(*[blank] * 5, size, cases.TOPK) for size in sizes}
+    return {size: routing.Routing(blank, blank, blank, blank, size, cases.TOPK) for size in sizes}
 
 
 def call(product: Product, o: Operands, config: Config) -> torch.Tensor:

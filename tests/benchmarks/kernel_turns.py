@@ -1,16 +1,14 @@
 """Times kernels with what would take their place, in turns, on one GPU of sm_90, in about a minute.
 
-    python tests/benchmarks/kernel_turns.py [PART ...]
+    python tests/benchmarks/kernel_turns.py
 
-Parts are `logits_read_or_not`, `small` and `experts`, which run by default, `arrivals` and `products`.
+Parts are `logits_read_or_not`, `small` and `experts`, which run by default, and `products`.
 JSON lines of microseconds: lm_head, sampler and soft embedding, reading the logits and looking at them
 in lm_head's epilogue; the soft embedding by other tiles; what lies between the products by warps and
-registers; experts by other tiles than the table's; experts whose programs count themselves in, or not;
-their two products each by tiles of its own.
+registers; experts by other tiles than the table's; their two products each by tiles of its own.
 """
 
 import json
-import multiprocessing
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -24,11 +22,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
 
 import fused_dequant as fd
-from fused_dequant import attention, cases, operations, residual, routing, tune, tuning, vocabulary
+from fused_dequant import attention, cases, residual, routing, tune, tuning, vocabulary
 from fused_dequant.candidates import Product
 from fused_dequant.timing import measure
 from fused_dequant.weights import Weight
-from triton.runtime.jit import KernelInterface
 
 STEPS = 16
 # Of experts, by scheme and rows, what differs from the table; SWAP concerns `down` alone.
@@ -45,8 +42,6 @@ ALTERNATIVES: dict[tuple[str, int], list[dict[str, int]]] = {
     ("bf16", 512): [{"BM": 64, "MORE": 16, "NARROWER": 0}, {"BM": 32, "MORE": 16, "NARROWER": 2}],
     ("bf16", 2048): [{"BM": 64, "MORE": 16, "NARROWER": 0, "num_stages": 4}],
 }  # fmt: skip
-# Experts whose programs count themselves in.
-COUNTED = (("fp8", 256), ("fp8", 1024), ("bf16", 256), ("bf16", 1024), ("fp8", 512), ("fp8", 2048))
 # Of the two products of FP8 experts: what differs from the table for gate_up, and for down. 8 warps of
 # 168 registers leave a processor one block, of 128 two; `down` then spills 168 bytes, behind its loop.
 WIDE = {"BN": 256, "num_warps": 8, "BK": 64, "maxnreg": 128}
@@ -89,8 +84,7 @@ def timed_routing(M: int) -> dict[str, float]:
 
     def sort(warps: int) -> None:
         routing.route_kernel[(cases.EXPERTS,)](
-            ids, own.slots, own.block_expert, own.block_rows, own.block_count,
-            own.arrived, 8 * M,
+            ids, own.slots, own.block_expert, own.block_rows, own.block_count, 8 * M,
             E=cases.EXPERTS, EXPERTS=128, BLOCK=64, PADDING=64, CHUNK=chunk, num_warps=warps,
             CHAINED=True, launch_pdl=True,
         )  # fmt: skip
@@ -177,7 +171,7 @@ def both_ways(M: int, table: torch.Tensor) -> None:
 
 
 def compile_aside(parts: list[str]) -> None:
-    """Compile on all cores what `experts`, `products` and `arrivals` launch."""
+    """Compile on all cores what `experts` and `products` launch."""
     jobs: list[tuple[Product, dict[str, int]]] = []
     tried: dict[tuple[str, int], list[Any]] = {}
     if "experts" in parts:
@@ -193,25 +187,6 @@ def compile_aside(parts: list[str]) -> None:
             jobs += [(product, own | each) for each in changes]
     if jobs:
         tune.compile_all(jobs)
-    if "arrivals" in parts:
-        counted = [(*size, switch) for size in COUNTED for switch in ("", "EARLY")]
-        with multiprocessing.get_context("spawn").Pool(len(counted)) as pool:
-            pool.map(compile_counted, counted)
-
-
-def compile_counted(job: tuple[str, int, str]) -> None:
-    """Compile, in a worker, what experts of so many rows launch with a switch on."""
-    made: Any = lambda self, grid: partial(self.run, grid=grid, warmup=True)  # noqa: E731
-    scheme, M, switch = job
-    shapes = ((2 * cases.INNER, cases.HIDDEN), (cases.HIDDEN, cases.INNER))
-    weights = [cases.blank_weight(scheme, cases.EXPERTS, *shape, "meta") for shape in shapes]
-    x = torch.empty(M, cases.HIDDEN, dtype=torch.bfloat16, device="meta")
-    ids = torch.empty(M, cases.TOPK, dtype=torch.int32, device="meta")
-    with (
-        patch.object(KernelInterface, "__getitem__", made),
-        patch.object(operations, switch or "EARLY", bool(switch)),
-    ):
-        fd.routed_experts(x, None, ids, ids.float(), *weights)
 
 
 def experts() -> None:
@@ -226,28 +201,19 @@ def experts() -> None:
     with patch.object(tuning, "choose", chosen):
         for (scheme, M), alternatives in ALTERNATIVES.items():
             if scheme not in weights:
-                weights[scheme] = expert_weights(scheme)
-            call = routed(scheme, M, weights[scheme])
+                weights[scheme] = tuple(
+                    cases.random_weight(scheme, cases.EXPERTS, N, K, "cuda")
+                    for N, K in ((2 * cases.INNER, cases.HIDDEN), (cases.HIDDEN, cases.INNER))
+                )
+            x = cases.random_tokens(M, cases.HIDDEN, "cuda")
+            ids, share = cases.random_routing(
+                M, cases.EXPERTS, cases.TOPK, "cuda", spread=cases.SPREAD[M]
+            )
+            call = partial(fd.routed_experts, x, None, ids, share, *weights[scheme])
             row: dict[str, Any] = {"experts": scheme, "rows": M}
             for changes in [{}, *alternatives] * 2:
                 row.setdefault(str(changes), []).append(measure([call], replays=10))
             print(json.dumps(row), flush=True)
-
-
-def arrivals() -> None:
-    """Time experts whose hidden rows are quantized apart, by gate_up, or so and read early by down."""
-    weights: dict[str, tuple[Weight, ...]] = {}
-    for scheme, M in COUNTED:
-        if scheme not in weights:
-            weights[scheme] = expert_weights(scheme)
-        call = routed(scheme, M, weights[scheme])
-        row: dict[str, Any] = {"experts": scheme, "rows": M}
-        expected = call()
-        for switch in ["", "QUANTIZING", "EARLY"] * 3:
-            with patch.object(operations, switch or "EARLY", bool(switch)):
-                row.setdefault(switch or "apart", []).append(measure([call], replays=10))
-                assert torch.equal(call(), expected), switch
-        print(json.dumps(row), flush=True)
 
 
 def products() -> None:
@@ -320,6 +286,6 @@ if __name__ == "__main__":
     parts = sys.argv[1:] or ["logits_read_or_not", "small", "experts"]
     aside = Thread(target=compile_aside, args=(parts,))
     aside.start()
-    for part in (logits_read_or_not, small, aside.join, experts, arrivals, products):
+    for part in (logits_read_or_not, small, aside.join, experts, products):
         if part.__name__ in (*parts, "join"):
             part()

@@ -13,8 +13,6 @@ Variants alternate in one process over the same weights, as `--compare` says:
                  "two passes": it is encoded before
     looks        "looking": lm_head leaves what the sampler and the soft embedding would read it for
                  "reading": both read the logits
-    arrivals     "apart": the experts' hidden rows are quantized in a launch of their own
-                 "quantizing": by their first product; "early": the second also begins while that ends
     nothing      "served"
 
 `--seconds` ends the run before a row that would begin later. Each row: ms a canvas (median) and a
@@ -48,7 +46,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support")]
 
-from fused_dequant import operations, tuning  # noqa: E402
+from fused_dequant import tuning  # noqa: E402
 
 from quantize import bench  # noqa: E402
 from quantize.adaptive import NEVER, SomeSlots  # noqa: E402
@@ -100,9 +98,6 @@ def compile_all() -> None:
 
 
 Variants = dict[str, tuple[FusedEngine, bool]]
-# What graphs are captured with, by variant: of `text_stack`, and of `operations`.
-LOOKING = {"looking": True, "reading": False}
-ARRIVALS = {"apart": "", "quantizing": "QUANTIZING", "early": "EARLY"}
 
 
 def variants(weights: TextWeights, compare: str, batch: int) -> Variants:
@@ -112,21 +107,12 @@ def variants(weights: TextWeights, compare: str, batch: int) -> Variants:
         longest = CONTEXT + 2 * weights.config.canvas_length
         return FusedEngine(weights, capacity=batch, max_context=longest)
 
-    if known := {"looks": LOOKING, "arrivals": ARRIVALS}.get(compare):
-        return {name: (engine(), True) for name in known}
+    if compare == "looks":
+        return {"looking": (engine(), True), "reading": (engine(), True)}
     own = engine()
     if compare == "joins":
         return {"one pass": (own, True), "two passes": (own, False)}
     return {"served": (own, True)}
-
-
-def use(variant: str) -> None:
-    """Launch from here on as a variant does."""
-    if variant in LOOKING:
-        text_stack.LOOKING = LOOKING[variant]
-    if variant in ARRIVALS:
-        for switch in ("QUANTIZING", "EARLY"):
-            setattr(operations, switch, ARRIVALS[variant] == switch)
 
 
 def begin(engine: FusedEngine, joins: bool, prompts: list[list[int]]) -> None:
@@ -148,7 +134,8 @@ def measured(compared: Variants, prompts: list[list[int]], canvases: int) -> dic
     for turn in range(canvases + 1):  # the first captures graphs
         for variant in list(compared)[:: 1 if turn % 2 else -1]:
             engine, joins = compared[variant]
-            use(variant)
+            if variant in ("looking", "reading"):
+                text_stack.LOOKING = variant == "looking"
             begin(engine, joins, prompts)
             torch.cuda.synchronize()
             started = time.perf_counter()
@@ -159,7 +146,6 @@ def measured(compared: Variants, prompts: list[list[int]], canvases: int) -> dic
     for variant, (engine, _) in compared.items():  # each still holds its last canvas
         steps[variant] = engine.time_step(slots)
     for variant, (engine, _) in compared.items():
-        use(variant)
         parts[variant] = engine.profile_step(slots)
     each = {name: [own * 1e3 for own in times] for name, times in seconds.items()}
     rows = {name: statistics.median(own) for name, own in each.items()}
@@ -312,9 +298,7 @@ def main() -> None:
     parser.add_argument("--mixes", default="fp8,nvfp4_fp8,nvfp4,bf16")
     parser.add_argument("--batches", default="1,4,8,16,32,64")
     parser.add_argument("--canvases", type=int, default=4)
-    parser.add_argument(
-        "--compare", choices=("joins", "looks", "arrivals", "nothing"), default="joins"
-    )
+    parser.add_argument("--compare", choices=("joins", "looks", "nothing"), default="joins")
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--device", default="cuda")

@@ -136,10 +136,7 @@ POINTERS = {
     "block_expert": "*i32",
     "block_rows": "*i32",
     "block_count": "*i32",
-    "arrived": "*i32",
     "row_weight": "*fp32",
-    "q": "*bf16",
-    "q_scale": "*fp32",
     "total": "i32",
     "N": "i32",
     "K": "i32",
@@ -200,8 +197,7 @@ CASES = [
     Case(
         "fp8 experts up", matmul.matmul_kernel, FP8,
         EXPERTS_UP | {"SCALED": True, "GELU_MUL": True, "BLOCKS_FIRST": False, "MORE": 0}
-        | {"NARROWER": 0, "BM": 16, "BN": 128, "BK": 128, "SWAP": 1}
-        | {"COUNTED": False, "AWAITED": 0, "LARGEST": 0.0, "PARTS": 0}, 1.4,
+        | {"NARROWER": 0, "BM": 16, "BN": 128, "BK": 128, "SWAP": 1}, 1.4,
     ),
     fragments("nvfp4 experts up", FRAGMENTS, EXPERTS_UP | {"GELU_MUL": True}, 3.7, 8,
               BM=32, MORE=0, NARROWER=0, BN=128, BK=128, PARTS=1, STAGES=4),

@@ -13,7 +13,7 @@ from types import FrameType
 import fused_dequant as fd
 import pytest
 import torch
-from fused_dequant import cases, formats, fragments, operations, reference, tuning, weights
+from fused_dequant import cases, formats, fragments, reference, tuning, weights
 from fused_dequant.cases import rounded
 from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.reference import relative_error
@@ -157,49 +157,6 @@ def test_experts_of_quantized_tokens(scheme: str) -> None:
     quantized = fd.quantize_rows(x, gate_up.scheme)
     y = fd.routed_experts(*quantized, ids, routing_weights, gate_up, down)
     assert torch.equal(y, fd.routed_experts(x, None, ids, routing_weights, gate_up, down))
-
-
-@pytest.mark.parametrize(
-    ("switch", "scheme", "BM"),
-    [
-        ("QUANTIZING", "fp8", 32),
-        ("QUANTIZING", "int8", 64),
-        ("EARLY", "fp8", 64),
-        ("EARLY", "bf16", 32),
-    ],
-)
-def test_experts_whose_programs_count_themselves_in(
-    switch: str, scheme: str, BM: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bits of three launches, on a GPU also each time that a graph is replayed."""
-    counts = torch.tensor([0, 1, 16, 33, 80, 82])  # tokens of an expert
-    hidden, inner = (64, 264) if INTERPRETED else (2816, 704)  # more columns than one part
-    gate_up = cases.random_weight(scheme, len(counts), 2 * inner, hidden, DEVICE)
-    down = cases.random_weight(scheme, len(counts), hidden, inner, DEVICE, seed=5)
-    config = {"BM": BM, "MORE": 16, "NARROWER": 2, "BN": 64, "BK": 64, "SWAP": 1}
-    config |= {"num_warps": 4, "num_stages": 3}
-    monkeypatch.setattr(tuning, "choose", lambda *_: config)
-    ids = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
-    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
-    ids = ids.view(-1, 2).to(DEVICE)
-    x, other = (cases.random_tokens(len(ids), hidden, DEVICE, seed=seed) for seed in (1, 2))
-    share = torch.ones(ids.shape, device=DEVICE)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return fd.routed_experts(x, None, ids, share, gate_up, down)
-
-    expected, _ = run(x), run(other)  # whose hidden rows lie where those of x would be
-    monkeypatch.setattr(operations, switch, True)
-    assert torch.equal(run(x), expected)
-    if INTERPRETED:
-        return
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, _ = run(x), run(other)
-    for _ in range(50):
-        y.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(y, expected)
 
 
 def test_the_walk_of_an_activation() -> None:

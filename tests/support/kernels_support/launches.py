@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import fused_dequant as fd
 import torch
-from fused_dequant import cases, fragments, gptq, gram, operations, simulated, targets
+from fused_dequant import cases, fragments, gptq, gram, simulated, targets
 from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, TOPK, VOCABULARY
 from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.targets import Capability
@@ -149,9 +149,6 @@ def _experts(scheme: str, M: int) -> None:
     up, down = _weight(scheme, EXPERTS, 2 * INNER, HIDDEN), _weight(scheme, EXPERTS, HIDDEN, INNER)
     ids, share = integers(M, TOPK), blank(M, TOPK, dtype=torch.float32)
     fd.routed_experts(blank(M, HIDDEN), None, ids, share, up, down)
-    if targets.forced() == (9, 0):  # the only one whose table has tiles, and which was timed
-        with patch.object(operations, "EARLY", True):
-            fd.routed_experts(blank(M, HIDDEN), None, ids, share, up, down)
     if scheme in ("nvfp4", "nvfp4_fragments"):
         for own in (1, EXPERTS):
             scales = (blank(own, dtype=torch.float32), blank(own, dtype=torch.float32))
