@@ -65,8 +65,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     """Everything a run makes but for times, memory and paths."""
     files = [p for p in folder.rglob("*") if p.is_file()]
     skip = {"manifest.json", "report.json", "report.md", "report.html", "junit.xml", "stages.json"}
-    skip |= {".lock"}
-    return {str(p.relative_to(folder)): p.read_bytes() for p in files if p.name not in skip}
+    kept = [
+        p for p in files if p.name not in skip and not p.name.endswith(".lock")
+    ]  # which name pids
+    return {str(p.relative_to(folder)): p.read_bytes() for p in kept}
 
 
 def test_a_run_ends_with_a_verdict_and_a_recovery_table(finished: Path) -> None:
