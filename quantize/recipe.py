@@ -181,7 +181,7 @@ class Evaluation(Section):
     are answered together, at most; without it `AT_ONCE` says so. `activations` says how a quantized
     model's activations are rounded while it is scored: `none`, NVFP4's with a scale an expert or a
     layer (`per_expert`, `per_layer`), or `fp8`: NVFP4's weights and activations are rounded to FP8 for
-    the product (W4A8), which no other runtime does. `dtype` is that of both models' arithmetic; without
+    the product (W4A8), which vLLM does not do. `dtype` is that of both models' arithmetic; without
     it a CPU computes in float32 and a GPU in BF16.
     """
 
