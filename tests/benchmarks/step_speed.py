@@ -80,8 +80,7 @@ def compile_launches(job: tuple[str, int]) -> str:
     KernelInterface.__getitem__ = made
     scheme, rows = job
     try:
-        launches._products(scheme, rows)  # pyright: ignore[reportPrivateUsage]
-        launches._layer(scheme, rows)  # pyright: ignore[reportPrivateUsage]
+        launches.launch_scheme(scheme, rows)
         if scheme == "bf16" and rows <= 2048:
             launches._vocabulary(rows)  # pyright: ignore[reportPrivateUsage]
             launches._sampler(max(1, rows // 256))  # pyright: ignore[reportPrivateUsage]
@@ -92,7 +91,8 @@ def compile_launches(job: tuple[str, int]) -> str:
 
 def compile_all() -> None:
     """Fill Triton's cache."""
-    jobs = [(scheme, rows) for rows in ROWS for scheme in ("nvfp4_fragments", "fp8", "bf16")]
+    schemes = ("nvfp4_fragments", "nvfp4_e4m3", "fp8", "bf16")
+    jobs = [(scheme, rows) for rows in ROWS for scheme in schemes]
     with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
         print(json.dumps(Counter(pool.imap_unordered(compile_launches, jobs))), flush=True)
 

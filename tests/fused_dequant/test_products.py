@@ -185,6 +185,15 @@ def test_fragments_refuse_odd_shapes() -> None:
         formats.to_fragments(packed, torch.zeros(1, 80, 4).to(torch.float8_e4m3fn))
 
 
+def test_dense_products_of_w4a8_are_fp8_s() -> None:
+    from fused_dequant import nvfp4_hopper
+
+    weight = cases.blank_weight("nvfp4_e4m3", 1, 64, 64, "cpu")
+    x = torch.zeros(1, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="multiplied in FP8 as scheme fp8"):
+        nvfp4_hopper.launch(weight, x, torch.ones(1), {})
+
+
 def test_rows_of_zeros_and_damage() -> None:
     x = torch.tensor([[0.0, 0.0], [1.0, -3.0], [float("nan"), 1.0], [float("inf"), 1.0]])
     for dtype in (torch.float8_e4m3fn, torch.int8):

@@ -108,10 +108,7 @@ def launches(capability: Capability) -> list[Launch]:
     with forced(capability) as target, patch.object(KernelInterface, "__getitem__", noted):
         for M in TOKENS:
             for scheme in _schemes(capability):
-                _experts(scheme, M)
-                if scheme != "nvfp4_e4m3":  # experts alone
-                    _products(scheme, M)
-                    _layer(scheme, M)
+                launch_scheme(scheme, M)
             _vocabulary(M)
         for B in (1, 4):
             _sampler(B)
@@ -129,6 +126,14 @@ def _schemes(capability: Capability) -> Iterator[str]:
     for scheme, kernel in KERNELS.items():
         if kernel.runs_on(capability) and not (scheme == "nvfp4" and capability == (9, 0)):
             yield scheme
+
+
+def launch_scheme(scheme: str, M: int) -> None:
+    """Launch what a pass of M rows does with weights of a scheme."""
+    _experts(scheme, M)
+    if scheme != "nvfp4_e4m3":  # experts alone
+        _products(scheme, M)
+        _layer(scheme, M)
 
 
 def blank(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
