@@ -141,6 +141,10 @@ def nvfp4_as_e4m3(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     packed uint8 [..., K/2], scale e4m3 [..., K/16], not negative; 6 * 448 / 8 is still in range.
     Blocks with a scale below 2^-2, of 448 at most, count as zero: they would be subnormal.
     """
+    if packed.dim() > 2:  # matrix by matrix: the temporaries are nine bytes a weight
+        each = zip(packed, scale, strict=True)
+        found = torch.stack([nvfp4_as_e4m3(*own).view(torch.uint8) for own in each])
+        return found.view(torch.float8_e4m3fn)
     codes = unpack_nibbles(packed).unflatten(-1, (-1, GROUP)).int()
     place = (scale.view(torch.uint8).int() & 0x7F)[..., None] * 16 + codes
     table = e4m3_table().to(packed.device).flatten()
