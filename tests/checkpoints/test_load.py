@@ -11,6 +11,7 @@ from conversions import recipe_for, run
 from safetensors.torch import load_file, save_file
 from tiny import EXPERTS, LAYERS
 
+from quantize.activations import ActivationMode
 from quantize.checkpoints import load as load_module
 from quantize.checkpoints.layout import scheme_tensors
 from quantize.checkpoints.load import lazy_weights, load, read_input_schemes
@@ -161,8 +162,8 @@ def test_what_transformers_misses_is_an_error(
     """Its own report counts, should a key that the layout asks for not arrive at a module."""
     complete = load_module.lazy_weights
 
-    def one_short(checkpoint: Checkpoint) -> dict:
-        found = complete(checkpoint)
+    def one_short(checkpoint: Checkpoint, mode: ActivationMode) -> dict:
+        found = complete(checkpoint, mode)
         del found["model.decoder.layers.2.mlp.up_proj.weight"]
         return found
 
