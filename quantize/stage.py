@@ -155,10 +155,6 @@ def _verified(run: Run) -> int:
     return 0
 
 
-def _fidelity(run: Run) -> None:
-    fidelity_more(run)
-
-
 def fidelity_more(run: Run, modes: "Sequence[ActivationMode]" = ()) -> None:
     """Replay the recipe's activation modes, those that its gate judges, and `modes`."""
     from quantize.stages.fidelity import fidelity
@@ -297,7 +293,7 @@ STAGES = (
         "fidelity",
         "fidelity.json",
         ("plan", "calibrate", "convert"),
-        _fidelity,
+        fidelity_more,
         verdict=_close_enough,
         runs_models=True,
     ),

@@ -62,12 +62,10 @@ def finished(small_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Everything a run makes but for times, memory and paths."""
+    """Everything a run makes but for times, memory, paths and locks, which name processes."""
     files = [p for p in folder.rglob("*") if p.is_file()]
     skip = {"manifest.json", "report.json", "report.md", "report.html", "junit.xml", "stages.json"}
-    kept = [
-        p for p in files if p.name not in skip and not p.name.endswith(".lock")
-    ]  # which name pids
+    kept = [p for p in files if p.name not in skip and not p.name.endswith(".lock")]
     return {str(p.relative_to(folder)): p.read_bytes() for p in kept}
 
 

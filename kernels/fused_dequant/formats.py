@@ -48,9 +48,8 @@ E4M3_LEAST_SCALE = 2.0**-2  # of a block whose weights are rounded to e4m3 and a
 GROUP = 16
 # Activations of the schemes that multiply in 8 bits.
 EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "nvfp4_e4m3": torch.float8_e4m3fn}
-MOVED = (
-    "nvfp4_e4m3",
-)  # schemes whose kernel wants a row's columns in another order: `quantize.place`
+# Schemes whose kernel wants a row's columns in another order: `quantize.place`.
+MOVED = ("nvfp4_e4m3",)
 LARGEST = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: 127.0}  # -128 is not used: symmetric
 FRAGMENT = 64  # rows and columns of one fragment
 GATE_UP_RUN = 8

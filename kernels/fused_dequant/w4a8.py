@@ -41,8 +41,7 @@ def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
     for start in range(0, experts, step):
         part = slice(start, start + step)
         own = scale[part].view(torch.uint8) & 0x7F
-        least = int(torch.tensor(E4M3_LEAST_SCALE).to(torch.float8_e4m3fn).view(torch.uint8))
-        zero = own < least
+        zero = own.view(torch.float8_e4m3fn).float() < E4M3_LEAST_SCALE
         mantissa = own & 7
         odd = ((mantissa >= 1) & (mantissa <= 5)).to(torch.uint8) << 7
         stored = torch.where(zero, torch.full_like(own, 8), own - 32 | odd)

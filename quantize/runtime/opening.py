@@ -98,7 +98,8 @@ def open(
     in_fp8 = activations == "fp8"
     shared = _weights_of(beside, in_fp8)
     if isinstance(checkpoint, Path):
-        check_mode(Checkpoint.open(checkpoint), activations or "none")
+        if in_fp8:  # no other mode is refused, and thousands of headers would be read once more
+            check_mode(Checkpoint.open(checkpoint), activations)
     elif activations not in (None, "fp8"):
         raise InputError(f"random weights have no activation mode {activations}, only fp8")
     if resident is None and isinstance(checkpoint, Path) and shared is None:
