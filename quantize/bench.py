@@ -8,6 +8,7 @@ write as many tokens one a forward, greedily (`continuation`). Times hold the ho
 
     ms a canvas, ms a forward, tokens/s   over `canvases` canvases, each behind `context` tokens
     tokens a joule                        over SECONDS at least, by the GPU's own counter of energy
+    MHz, power-capped                     mean clock behind a canvas, and how often power held it down
     first canvas                          ms to encode a prompt of `context` tokens and write a canvas
     ms a step                             of steps alone, graph behind graph
     x floor                               ms a step over the least that its bytes and FLOP allow
@@ -36,8 +37,8 @@ from quantize.progress import say
 from quantize.runtime import Sampler, open
 from quantize.runtime.fused.continuation import Continuation
 from quantize.runtime.fused.cost import Rates, decoder_floor, measure_rates, one_token_floor
-from quantize.runtime.fused.energy import EnergyCounter
 from quantize.runtime.fused.engine import PARTS, FusedEngine
+from quantize.runtime.fused.gauge import Clock, Gauge
 from quantize.runtime.fused.weights import TextWeights, model_config
 from quantize.runtime.opening import RandomModel
 
@@ -59,7 +60,8 @@ class Row:
 
     `parts` and `floor_parts` are of one denoising step with self-conditioning. A row of ONE_TOKEN takes
     as many forwards a canvas as that has tokens; its `parts` are empty, its floor is of one forward.
-    `tokens_a_joule` is None where the GPU does not say.
+    `tokens_a_joule`, `clock_mhz` and `power_capped` (share of the canvases at whose end the power limit
+    held the clock down) are None where the GPU does not say.
     """
 
     batch: int
@@ -69,6 +71,8 @@ class Row:
     ms_a_forward: float
     tokens_a_second: float
     tokens_a_joule: float | None
+    clock_mhz: float | None
+    power_capped: float | None
     first_canvas_ms: float
     experts_hit: float
     ms_a_step: float
@@ -255,18 +259,31 @@ def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Times:
-    """Times in milliseconds; `forwards` a canvas include the encoder's; `joules` are a canvas'.
+class _Canvases:
+    """The same canvas again and again.
 
-    `step` is a forward's where every forward is a step.
+    Attributes:
+        seconds: median of one.
+        passes: mean of what one took.
+        joules: of one; None where the GPU does not say.
+        clocks: behind each; empty where it does not say.
     """
 
+    seconds: float
+    passes: float
+    joules: float | None
+    clocks: list[Clock]
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Times in milliseconds; `step` is a forward's where every forward is a step."""
+
     first_canvas: float
-    canvas: float
+    canvases: "_Canvases"
     forwards: float
     step: float
     parts: dict[str, float]
-    joules: float | None
 
 
 def _measure(
@@ -300,9 +317,9 @@ def _measure(
             engine.rewind(slot, own.tokens if own else [])
         return max(canvas.steps for canvas in done if canvas)
 
-    seconds, steps, joules = _repeated(canvas, canvases, engine.device)
+    own = _repeated(canvas, canvases, engine.device)
     step, parts = engine.time_step(slots), engine.profile_step(slots)
-    return _Times(first * 1e3, seconds * 1e3, steps + 1, step, parts, joules)
+    return _Times(first * 1e3, own, own.passes + 1, step, parts)
 
 
 def _measure_tokens(
@@ -333,46 +350,46 @@ def _measure_tokens(
         texts.run(length)
         return length
 
-    seconds, forwards, joules = _repeated(canvas, canvases, engine.device)
+    own = _repeated(canvas, canvases, engine.device)
     for slot in slots:
         engine.release(slot)
-    return _Times(first * 1e3, seconds * 1e3, forwards, seconds * 1e3 / forwards, {}, joules), hit
+    return _Times(first * 1e3, own, own.passes, own.seconds * 1e3 / own.passes, {}), hit
 
 
-def _repeated(
-    canvas: Callable[[], int], count: int, device: torch.device
-) -> tuple[float, float, float | None]:
-    """Write the same canvas `count` times, or longer where energy can be read.
-
-    Returns:
-        The median of their seconds, the mean of what `canvas` returns, the joules of one or None.
-    """
-    meter = EnergyCounter.of(device)
-    before = meter.joules() if meter else None
+def _repeated(canvas: Callable[[], int], count: int, device: torch.device) -> _Canvases:
+    """Write the same canvas `count` times, or longer where energy can be read."""
+    gauge = Gauge.of(device)
+    before = gauge.joules() if gauge else None
     least = 0.0 if before is None else SECONDS
     seconds: list[float] = []
+    clocks: list[Clock] = []
     passes = 0
     while len(seconds) < count or sum(seconds) < least:
         started = time.perf_counter()
         passes += canvas()
         seconds.append(time.perf_counter() - started)
-    after = meter.joules() if meter else None
+        clock = gauge.clock() if gauge else None
+        clocks += [clock] if clock else []
+    after = gauge.joules() if gauge else None
     joules = None if before is None or after is None else (after - before) / len(seconds)
-    return statistics.median(seconds), passes / len(seconds), joules
+    return _Canvases(statistics.median(seconds), passes / len(seconds), joules, clocks)
 
 
 def _row(
     times: _Times, batch: int, steps: str, length: int, floor: dict[str, float], hit: float
 ) -> Row:
-    tokens = batch * length
+    tokens, own = batch * length, times.canvases
+    capped, ms = [clock.capped for clock in own.clocks], own.seconds * 1e3
     return Row(
         batch=batch,
         steps=steps,
         forwards_a_canvas=times.forwards,
-        ms_a_canvas=times.canvas,
-        ms_a_forward=times.canvas / times.forwards,
-        tokens_a_second=tokens / times.canvas * 1e3,
-        tokens_a_joule=tokens / times.joules if times.joules else None,
+        ms_a_canvas=ms,
+        ms_a_forward=ms / times.forwards,
+        tokens_a_second=tokens / own.seconds,
+        tokens_a_joule=tokens / own.joules if own.joules else None,
+        clock_mhz=statistics.mean(clock.mhz for clock in own.clocks) if capped else None,
+        power_capped=statistics.mean(capped) if capped else None,
         first_canvas_ms=times.first_canvas,
         experts_hit=hit,
         ms_a_step=times.step,
@@ -398,17 +415,20 @@ def tables(result: Bench) -> list[Table]:
         f"loaded in {result.load_seconds:.0f} s"
     )
     speed = Table(title=title, title_justify="left")
-    columns = ["batch", "steps", "ms/forward", "ms/canvas", "tokens/s", "tokens/J", "per million"]
-    for name in (*columns, "first canvas ms", "ms/step", "floor", "x floor"):
+    columns = ["batch", "steps", "ms/forward", "ms/canvas", "tokens/s", "tokens/J", "MHz"]
+    columns += ["power-capped", "per million", "first canvas ms", "ms/step", "floor", "x floor"]
+    for name in columns:
         speed.add_column(name, justify="right")
     parts = Table(title="ms of one denoising step, and x floor", title_justify="left")
     for name in ("batch", "steps", *PARTS, "rest", "unexplained"):
         parts.add_column(name, justify="right")
     for row in result.rows:
         price, frugal = row.price_a_million_tokens, row.tokens_a_joule
+        clock = "" if row.clock_mhz is None else f"{row.clock_mhz:.0f}"
+        capped = "" if row.power_capped is None else f"{row.power_capped:.0%}"
         speed.add_row(
             str(row.batch), row.steps, f"{row.ms_a_forward:.2f}", f"{row.ms_a_canvas:.1f}",
-            f"{row.tokens_a_second:,.0f}", "" if frugal is None else f"{frugal:.2f}",
+            f"{row.tokens_a_second:,.0f}", "" if frugal is None else f"{frugal:.2f}", clock, capped,
             "" if price is None else f"{price:.2f}", f"{row.first_canvas_ms:.1f}",
             f"{row.ms_a_step:.2f}", f"{row.floor_ms_a_step:.2f}",
             f"{row.ms_a_step / row.floor_ms_a_step:.2f}",

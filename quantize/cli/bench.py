@@ -72,8 +72,8 @@ def bench(
     """Measure how fast a checkpoint denoises on this GPU, and how far from the floor.
 
     CHECKPOINT is a folder or a Hub id; leave it out with --random-weights. Shows ms per forward and
-    per canvas, tokens/s, tokens a joule where the GPU counts them, time to the first canvas, memory,
-    and where a step's time goes.
+    per canvas, tokens/s, tokens a joule, the clock and how often the power limit held it down (where
+    the driver tells), time to the first canvas, memory, and where a step's time goes.
 
     
       quantize bench outputs/nvfp4-3f2a91c/checkpoint --steps 10 --steps adaptive --batch 1 --batch 4

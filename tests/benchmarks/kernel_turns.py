@@ -42,24 +42,49 @@ ALTERNATIVES: dict[tuple[str, int], list[dict[str, int]]] = {
     ("bf16", 512): [{"BM": 64, "MORE": 16, "NARROWER": 0}, {"BM": 32, "MORE": 16, "NARROWER": 2}],
     ("bf16", 2048): [{"BM": 64, "MORE": 16, "NARROWER": 0, "num_stages": 4}],
 }  # fmt: skip
-# Of the two products of FP8 experts: what differs from the table for gate_up, and for down. 8 warps of
-# 168 registers leave a processor one block, of 128 two; `down` then spills 168 bytes, behind its loop.
+# Of the two products of experts, by scheme and rows: what differs from the table for gate_up, and for
+# down. 8 warps of 168 registers leave a processor one block, of 128 two; FP8's `down` then spills 160
+# bytes, behind its loop.
 WIDE = {"BN": 256, "num_warps": 8, "BK": 64, "maxnreg": 128}
-PAIRS: dict[int, list[tuple[dict[str, int], dict[str, int]]]] = {
-    1024: [
-        (WIDE | {"num_stages": 5}, {}), (WIDE | {"num_stages": 4}, {}), ({}, WIDE),
-        ({}, WIDE | {"maxnreg": 255}), (WIDE | {"num_stages": 5}, WIDE),
-        ({"BK": 64, "num_stages": 5}, {}), ({"num_stages": 3}, {}), ({"num_warps": 8}, {}),
-        ({}, {"num_stages": 5}), ({}, {"num_stages": 6}), ({}, {"num_warps": 8}),
+ALONE = {"BN": 256, "num_warps": 8, "BK": 128, "num_stages": 4}  # one block a processor
+TALL = {"BM": 128, "MORE": 0, "NARROWER": 3, "num_warps": 8, "num_stages": 3}
+SMALL = {"BM": 64, "MORE": 16, "NARROWER": 4}
+HALF = {"BK": 64}  # BF16's columns of as many bytes
+PAIRS: dict[tuple[str, int], list[tuple[dict[str, int], dict[str, int]]]] = {
+    ("fp8", 1024): [
+        (WIDE | {"num_stages": 5}, {}), (WIDE | {"num_stages": 4}, {}), ({}, WIDE | {"num_stages": 5}),
+        ({}, WIDE | {"maxnreg": 255, "num_stages": 5}),
+        (ALONE, {}), ({}, ALONE), (ALONE | {"MORE": 32, "NARROWER": 3},) * 2,
+        (ALONE | TALL | {"num_stages": 4},) * 2, (TALL,) * 2,
+        ({"num_warps": 8}, {}), ({}, {"num_warps": 8}),
+        ({"BK": 64, "num_stages": 5}, {}), ({"num_stages": 3}, {}),
+        ({}, {"num_stages": 5}), ({}, {"num_stages": 6}),
         ({"BLOCKS_FIRST": 1}, {}), ({}, {"BLOCKS_FIRST": 1}),
         ({"BM": 64, "MORE": 0, "NARROWER": 3},) * 2,
-        ({"BM": 64, "MORE": 0, "NARROWER": 0, "SWAP": 0},) * 2,
-        ({"BM": 128, "MORE": 0, "NARROWER": 3, "num_stages": 3},) * 2,
-        ({"BM": 128, "MORE": 0, "NARROWER": 0, "SWAP": 0, "num_warps": 8, "num_stages": 3},) * 2,
     ],
-    256: [
+    ("bf16", 1024): [
+        (WIDE | {"BK": 32, "num_stages": 5}, {}), ({}, WIDE | {"BK": 32, "num_stages": 5}),
+        (ALONE | HALF, {}), ({}, ALONE | HALF), (ALONE | HALF | {"MORE": 32, "NARROWER": 3},) * 2,
+        (ALONE | TALL | HALF | {"num_stages": 4},) * 2, (TALL | HALF | {"num_stages": 4},) * 2,
+        ({}, {"num_warps": 8}),
+    ],
+    ("fp8", 512): [
+        ({"num_stages": 3}, {}), ({}, {"num_stages": 4}), (SMALL,) * 2, ({"BN": 64}, {}),
+        ({}, {"BN": 64}), ({"num_warps": 8},) * 2, ({"NARROWER": 2},) * 2, ({}, {"BK": 64}),
+    ],
+    ("fp8", 2048): [
+        ({"num_warps": 8},) * 2, (SMALL,) * 2, ({"BM": 256, "num_warps": 8, "NARROWER": 4},) * 2,
+        ({}, {"BK": 64, "num_stages": 4}), ({"num_stages": 4},) * 2,
+    ],
+    **{("nvfp4_e4m3", M): [
+        (SMALL,) * 2, ({"num_warps": 8},) * 2, ({"BM": 64, "MORE": 32, "NARROWER": 3},) * 2,
+        ({"BM": 128, "MORE": 0, "NARROWER": 3, "num_warps": 8},) * 2,
+        ({"BM": 256, "MORE": 0, "NARROWER": 4, "num_warps": 8, "STAGES": 3},) * 2,
+        ({"BM": 64, "MORE": 0, "NARROWER": 3},) * 2, ({"STAGES": 3},) * 2,
+    ] for M in (512, 2048, 8192)},
+    ("fp8", 256): [
         ({"BN": 128}, {}), ({}, {"BN": 128}), ({}, {"num_stages": 4}), ({"BLOCKS_FIRST": 1}, {}),
-        ({}, {"BLOCKS_FIRST": 1}),
+        ({}, {"BLOCKS_FIRST": 1}), (WIDE | {"num_stages": 5}, {}), (ALONE, {}),
     ],
 }  # fmt: skip
 # Of the soft embedding.
@@ -177,8 +202,8 @@ def compile_aside(parts: list[str]) -> None:
     if "experts" in parts:
         tried |= {key: [({}, {}), *zip(own, own, strict=True)] for key, own in ALTERNATIVES.items()}
     if "products" in parts:
-        for M, pairs in PAIRS.items():
-            tried["fp8", M] = [*tried.get(("fp8", M), []), ({}, {}), *pairs]
+        for key, pairs in PAIRS.items():
+            tried[key] = [*tried.get(key, []), ({}, {}), *pairs]
     for (scheme, M), pairs in tried.items():
         up = Product("experts_up", scheme, M, 2 * cases.INNER, cases.HIDDEN)
         down = Product("experts_down", scheme, M, cases.HIDDEN, cases.INNER)
@@ -217,10 +242,12 @@ def experts() -> None:
 
 
 def products() -> None:
-    """Time FP8 experts with other tiles of each product, in turns; "!" marks other bits."""
-    weights, table = expert_weights("fp8"), tuning.choose
-    for M, pairs in PAIRS.items():
-        call = routed("fp8", M, weights)
+    """Time experts with other tiles of each product, in turns; "!" marks other bits than its."""
+    weights, table = dict[str, tuple[Weight, ...]](), tuning.choose
+    for (scheme, M), pairs in PAIRS.items():
+        if scheme not in weights:
+            weights = {scheme: expert_weights(scheme)}
+        call = routed(scheme, M, weights[scheme])
         expected, found = call(), dict[str, list[float | str]]()
         for up, down in [({}, {}), *pairs] * 2:
 
@@ -231,7 +258,7 @@ def products() -> None:
                 times = found.setdefault(f"{up} {down}", [])
                 times += [measure([call], replays=10)]
                 times += [] if torch.equal(call(), expected) else ["!"]
-        print(json.dumps({"products": "fp8", "rows": M} | found), flush=True)
+        print(json.dumps({"products": scheme, "rows": M} | found), flush=True)
 
 
 def expert_weights(scheme: str) -> tuple[Weight, ...]:

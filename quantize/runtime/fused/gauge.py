@@ -1,0 +1,67 @@
+"""Reads from a GPU's driver (NVML) the energy it has taken, its clock, and whether power holds that.
+
+The counter of energy moves every few tens of milliseconds: read it before and after some seconds of
+work. The clock is of the moment: read it while work runs, or right behind it.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+LIBRARY = "libnvidia-ml.so.1"  # comes with the driver
+PROCESSORS = 1  # NVML_CLOCK_SM
+# What may hold a clock for the power that it takes: the driver's limit, and the board's brake.
+POWER = 0x04 | 0x80
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The processors' clock in MHz, the highest it may reach, and whether power holds it below."""
+
+    mhz: int
+    highest: int
+    capped: bool
+
+
+class Gauge:
+    """What the driver knows of one GPU, by a handle of NVML's."""
+
+    def __init__(self, library: Any, handle: ctypes.c_void_p) -> None:
+        self._library, self._handle = library, handle
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Gauge | None":
+        """Return the gauge of a device, or None where there is none."""
+        if device.type != "cuda":
+            return None
+        try:
+            library = ctypes.CDLL(LIBRARY)
+        except OSError:
+            return None
+        handle = ctypes.c_void_p()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+        if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):
+            return None
+        return cls(library, handle)
+
+    def joules(self) -> float | None:
+        """Return the joules taken since the driver was loaded; None if it does not say."""
+        millijoules = ctypes.c_ulonglong()
+        failed = self._library.nvmlDeviceGetTotalEnergyConsumption(
+            self._handle, ctypes.byref(millijoules)
+        )
+        return None if failed else millijoules.value / 1e3
+
+    def clock(self) -> Clock | None:
+        """Return the clock of this moment; None if the driver does not say."""
+        now, highest, reasons = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_ulonglong()
+        library, handle = self._library, self._handle
+        if (
+            library.nvmlDeviceGetClockInfo(handle, PROCESSORS, ctypes.byref(now))
+            or library.nvmlDeviceGetMaxClockInfo(handle, PROCESSORS, ctypes.byref(highest))
+            or library.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(reasons))
+        ):
+            return None
+        return Clock(now.value, highest.value, bool(reasons.value & POWER))
