@@ -56,6 +56,15 @@ class Launch:
         source = self.source
         return (self.kernel, str(source.signature), str(source.constants), self.options.hash())
 
+    @property
+    def code(self) -> tuple[str, ...]:
+        """Equal but for the target, and for TOPK, which divides numbers of slots and no tile."""
+        names = self.source.fn.arg_names
+        own = {names[i]: value for (i, *_), value in self.source.constants.items()}
+        own.pop("TOPK", None)
+        options = self.options.num_warps, self.options.num_stages
+        return (self.kernel, str(self.source.signature), str(own), str(options))
+
     def constant(self, name: str) -> Any:
         """Return the value of a constexpr parameter."""
         return self.source.constants[(self.source.fn.arg_names.index(name),)]
