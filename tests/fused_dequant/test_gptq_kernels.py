@@ -96,8 +96,12 @@ class TestOnTheKernels:
         ranges = SCHEMES[scheme].observe(weight, "memoryless_minmax")
         shared = global_scale([ranges]) if scheme == "NVFP4" else None
         moved = None if shared is None else shared.to(DEVICE)
-        arguments = (SCHEMES[scheme], weight.to(DEVICE), hessian.to(DEVICE), moved)
-        found, again = (gptq.gptq(*arguments) for _ in range(2))
+        given = [each.to(DEVICE, copy=True) for each in (weight, hessian)]
+        arguments = (SCHEMES[scheme], *given, moved)
+        found = gptq.gptq(*arguments)
+        for mine, before in zip(given, (weight, hessian), strict=True):
+            assert torch.equal(mine.cpu(), before)
+        again = found if INTERPRETED else gptq.gptq(*arguments)  # there programs run in one order
         monkeypatch.setattr(dispatch, "interpreted", False)
         few = slice(0, 1)  # torch takes long on a CPU
         expected = gptq.gptq(
