@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: a tiny random DiffusionGemma, BF16 and quantized."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -73,3 +74,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What collection imported stays: the garbage collector need not walk it again in every test."""
+    gc.collect()
+    gc.freeze()
