@@ -15,8 +15,9 @@ import pytest
 from documented import NEEDS, PAGES, ROOT, SHELL, Block, blocks
 from server_process import KEY, process
 
-from quantize import cli
+from quantize import cli, rehearse
 from quantize.recipe import shipped_recipes
+from quantize.stages import calibrate, fidelity
 
 ALL = blocks()
 PYTHON_PAGES = ("docs/python.md", "README.md")
@@ -46,7 +47,11 @@ def test_what_is_not_run_parses(block: Block) -> None:
 def test_commands_and_python_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One test, because all of it shares the run that docs/python.md makes."""
+    """One test, because all of it shares the run that docs/python.md makes, of few prompts."""
+    monkeypatch.setattr(calibrate, "HELD_OUT_PROMPTS", 2)
+    monkeypatch.setattr(rehearse, "PROMPTS", 4)
+    monkeypatch.setattr(rehearse, "HELD_OUT", 2)
+    monkeypatch.setattr(fidelity, "FRESH", fidelity.FRESH.model_copy(update={"prompts": 2}))
     for page in PYTHON_PAGES:
         folder = tmp_path / page.replace("/", "-")
         folder.mkdir()
