@@ -1,5 +1,6 @@
 """Where the kernels' tests run: on an NVIDIA GPU, or interpreted with TRITON_INTERPRET=1."""
 
+import gc
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ if INTERPRETED:
     from kernels_support import interpreter
 
     interpreter.install()
+    gc.freeze()  # what is imported by now stays, and need not be walked again
 
 GPU = not INTERPRETED and torch.cuda.is_available()
 HOPPER = GPU and is_hopper(torch.device("cuda"))  # not where another target is forced
