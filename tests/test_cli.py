@@ -4,19 +4,37 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from quantize import cli
 from quantize.checkpoints.reader import Checkpoint
 
+Done = subprocess.CompletedProcess[str]
 
-def quantize(*arguments: object) -> subprocess.CompletedProcess[str]:
+
+def quantize(*arguments: object) -> Done:
+    """Run a command in this process."""
+    command, out, err = ["quantize", *map(str, arguments)], StringIO(), StringIO()
+    ends = pytest.raises(SystemExit)
+    with patch("sys.argv", command), redirect_stdout(out), redirect_stderr(err), ends as exit_:
+        cli.main()
+    assert isinstance(exit_.value.code, int)
+    return subprocess.CompletedProcess(command, exit_.value.code, out.getvalue(), err.getvalue())
+
+
+def by_a_user(*arguments: object) -> Done:
+    """Run a command as a user does, in a process of its own."""
     command = [sys.executable, "-m", "quantize", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-def complains(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+def complains(done: Done, code: int, *words: str) -> None:
     lines = done.stderr.strip().splitlines()
     assert done.returncode == code, done.stderr
     assert lines[-1].startswith("error: "), done.stderr
@@ -25,12 +43,12 @@ def complains(done: subprocess.CompletedProcess[str], code: int, *words: str) ->
         assert word in lines[-1], lines[-1]
 
 
-def test_no_such_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", [quantize, by_a_user])
+def test_no_such_model(quantize: Callable[..., Done], tmp_path: Path) -> None:
     complains(quantize("run", "--model", tmp_path / "nowhere"), 2, "nowhere", "no such folder")
 
 
-def test_a_hub_model_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_hub_model_that_cannot_be_reached() -> None:
     complains(
         quantize("run", "--model", "nobody/nothing"), 3, "nobody/nothing", "cannot be reached"
     )
