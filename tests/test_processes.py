@@ -1,20 +1,17 @@
 """Processes that torchrun started: connected while the block runs, and no longer."""
 
-import os
-import socket
-from multiprocessing import get_context
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from two_processes import in_two
 
 from quantize.processes import ALONE, joined
 
 
-def work(rank: int, port: int, fails: bool, said: Path) -> None:
-    """One of two processes, as torchrun would start it."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def work(rank: int, fails: bool, said: Path) -> None:
     try:
         with joined() as processes:
             processes.wait()
@@ -29,20 +26,33 @@ def work(rank: int, port: int, fails: bool, said: Path) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_group_is_destroyed_whatever_happens(fails: bool, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     files = [tmp_path / str(rank) for rank in range(2)]
-    processes = [
-        get_context("fork").Process(target=work, args=(rank, port, fails, file))
-        for rank, file in enumerate(files)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
+    in_two(lambda rank: work(rank, fails, files[rank]))
     end = ", failed" if fails else ""
     assert [file.read_text() for file in files] == [f"0, not [1]{end}", f"1, not [0]{end}"]
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from quantize.processes import is_first, joined
+with joined() as processes:
+    found = f"{processes.rank} of {processes.count}, not {processes.others(processes.rank)}"
+    Path(sys.argv[1], str(processes.rank)).write_text(f"{found}, first: {is_first()}")
+"""
+
+
+def test_torchrun_starts_them(tmp_path: Path) -> None:
+    """Other tests fork two processes with what torchrun tells its own: this is what it tells."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, str(script), str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "0").read_text() == "0 of 2, not [1], first: True"
+    assert (tmp_path / "1").read_text() == "1 of 2, not [0], first: False"
 
 
 def test_without_torchrun_there_is_one() -> None:

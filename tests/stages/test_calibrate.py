@@ -1,21 +1,18 @@
 """Calibration on a tiny random model: scales against plain hooks, fallback, files."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from chats import add_chats
 from oneshot import oneshot_scales
 from safetensors.torch import load_file
 from tiny import CANVAS, EXPERTS, LAYERS
 from torch import nn
+from two_processes import in_two
 
 from quantize.checkpoints.load import load
 from quantize.errors import InputError, QuantizeError, ResourceError
@@ -389,29 +386,10 @@ def test_bad_data_sets_end_with_a_clear_line(
         load_prompts(source, settings, 5)
 
 
-TORCHRUN = """
-import sys
-from pathlib import Path
-from quantize.stages.calibrate import calibrate
-from quantize.recipe import parse_recipe
-source, recipe, out = map(Path, sys.argv[1:])
-calibrate(source, parse_recipe(recipe.read_text(), str(recipe)), out)
-"""
-
-
 def test_two_processes_give_the_files_of_one(source: Path, tmp_path: Path) -> None:
     """Three observed batches and four held-out ones; sums in one order: one thread each."""
     recipe = recipe_for(source, prompts=12, canvases=1, batch_size=4)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    (tmp_path / "calibrate.py").write_text(TORCHRUN)
-    arguments = [tmp_path / "calibrate.py", source, tmp_path / "recipe.yaml", tmp_path / "two"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launch, *map(str, arguments)],
-        capture_output=True, text=True, check=False, timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    in_two(lambda _: calibrate(source, recipe, tmp_path / "two"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

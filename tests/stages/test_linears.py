@@ -1,9 +1,6 @@
 """Each quantized Linear alone on BF16's inputs: what the logits' mean hides, and which module it is."""
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +9,7 @@ import pytest
 import torch
 from conversions import recipe_for, run
 from safetensors.torch import load_file, save_file
+from two_processes import in_two
 
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
@@ -154,30 +152,16 @@ def test_fidelity_fails_a_run_whose_logits_hardly_moved(
             _close_enough(SimpleNamespace(folder=run_folder))
 
 
-TORCHRUN = """
-import sys
-from pathlib import Path
-from quantize.stages import fidelity
-fidelity.BATCH = 2  # three batches
-fidelity.fidelity(*map(Path, sys.argv[1:]), activations="none", limits={})
-"""
-
-
 def test_two_processes_write_the_file_of_one(
     tiny_checkpoint, artifact, trajectories, tmp_path, monkeypatch
 ) -> None:
     """Each batch is what one process would make of it; the single Linears are the first one's."""
-    calibration, script = tmp_path / "calibration", tmp_path / "fidelity.py"
+    calibration = tmp_path / "calibration"
     calibration.mkdir()
     save_trajectories(calibration, trajectories, SAMPLER)
-    script.write_text(TORCHRUN)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     given = (tiny_checkpoint, artifact, calibration)
-    subprocess.run(
-        [*launch, *map(str, (script, *given, tmp_path / "two.json"))],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=300,
-    )  # fmt: skip
-    monkeypatch.setattr("quantize.stages.fidelity.BATCH", 2)
+    monkeypatch.setattr("quantize.stages.fidelity.BATCH", 2)  # three batches
+    in_two(lambda _: fidelity(*given, tmp_path / "two.json", activations="none", limits={}))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
