@@ -82,39 +82,8 @@ _E4M3 = gl.constexpr((gl.float8e4nv,) * 8)
 
 
 @gluon.constexpr_function
-def e4m3_layout(row_tiles, warpgroups):
-    """Lay words [row tile, column tile, warp, row%8, lane%4, word] over threads."""
-    registers = [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 2]]
-    registers += [
-        [1 << i, 0, 0, 0, 0, 0]
-        for i in range(warpgroups.bit_length() - 1, row_tiles.bit_length() - 1)
-    ]
-    lanes = [[0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 2, 0]]
-    lanes += [[0, 0, 0, 1 << i, 0, 0] for i in range(3)]
-    warps = [[0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0]]
-    warps += [[1 << i, 0, 0, 0, 0, 0] for i in range(warpgroups.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [row_tiles, 1, 4, 8, 4, 4])
-
-
-@gluon.jit
-def decode_e4m3(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
-    """Decode words [row tiles, 1, 4, 8, 4, 4] and scales int16 [row tiles, 1, 4, 8, 4] to e4m3
-    [64 * row tiles, 64].
-    """
-    words, scales = gl.broadcast(words, gl.expand_dims(scales.to(gl.int32), 5))
-    r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(
-        _E4M3_DECODE, _E4M3_CONSTRAINTS, [words, scales], dtype=_E4M3, is_pure=True, pack=4
-    )
-    low = gl.join(gl.join(r0, r1), gl.join(r2, r3))
-    values = gl.join(low, gl.join(gl.join(r4, r5), gl.join(r6, r7)))
-    # axes: row tile, column tile, warp, row%8, t, j, row//8, columns // 16 % 2, step
-    values = values.permute([0, 2, 6, 3, 1, 8, 7, 4, 5]).reshape([64 * ROW_TILES, 64])
-    return gl.convert_layout(values, operand, assert_trivial=True)
-
-
-@gluon.constexpr_function
 def fragment_layout(row_tiles, warpgroups):
-    """Lay out words [row tile, column tile, warp, row%8, lane%4, pair of steps, word] over threads."""
+    """Lay out words [row tile, column tile, warp, row%8, lane%4, 2, 2] over threads: four of each."""
     registers = [[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]]
     registers += [
         [1 << i, 0, 0, 0, 0, 0, 0]
@@ -126,6 +95,23 @@ def fragment_layout(row_tiles, warpgroups):
     warps += [[1 << i, 0, 0, 0, 0, 0, 0] for i in range(warpgroups.bit_length() - 1)]
     shape = [row_tiles, 1, 4, 8, 4, 2, 2]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+@gluon.jit
+def decode_e4m3(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
+    """Decode words [row tiles, 1, 4, 8, 4, 2, 2] and scales int16 [row tiles, 1, 4, 8, 4] to e4m3
+    [64 * row tiles, 64].
+    """
+    scales = gl.expand_dims(gl.expand_dims(scales.to(gl.int32), 5), 6)
+    words, scales = gl.broadcast(words, scales)
+    r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(
+        _E4M3_DECODE, _E4M3_CONSTRAINTS, [words, scales], dtype=_E4M3, is_pure=True, pack=4
+    )
+    low = gl.join(gl.join(r0, r1), gl.join(r2, r3))
+    values = gl.join(low, gl.join(gl.join(r4, r5), gl.join(r6, r7)))
+    # axes: row tile, column tile, warp, row%8, t, j, in two, row//8, columns // 16 % 2, step
+    values = values.permute([0, 2, 7, 3, 1, 9, 8, 4, 5, 6]).reshape([64 * ROW_TILES, 64])
+    return gl.convert_layout(values, operand, assert_trivial=True)
 
 
 @gluon.jit

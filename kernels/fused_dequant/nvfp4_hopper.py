@@ -46,7 +46,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from fused_dequant import tuning
 from fused_dequant.chain import chained
 from fused_dequant.hopper import follow, thread_barrier
-from fused_dequant.nvfp4_decode import decode, decode_e4m3, e4m3_layout, fragment_layout
+from fused_dequant.nvfp4_decode import decode, decode_e4m3, fragment_layout
 from fused_dequant.routing import Routing, place_results
 from fused_dequant.tiles import KEPT
 from fused_dequant.tuning import Config
@@ -200,23 +200,18 @@ def weights_of(
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """Decode 64 columns of a step's words and scales, as operand A."""
+    placed: gl.constexpr = fragment_layout(ROW_TILES, WARPGROUPS)
+    own = words.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2]).slice(part, 1, dim=1)
     if E4M3:
-        e4m3: gl.constexpr = e4m3_layout(ROW_TILES, WARPGROUPS)
         linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         scales = scales._reinterpret(gl.int16, [ROW_TILES, COLUMN_TILES * 128], linear)
-        own = words.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 4]).slice(part, 1, dim=1)
-        own_scales = scales.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4]).slice(part, 1, dim=1)
-        weights = decode_e4m3(
-            own.load(e4m3), own_scales.load(gl.SliceLayout(5, e4m3)), operand, ROW_TILES
-        )
+        scales = scales.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4]).slice(part, 1, dim=1)
+        scales = scales.load(gl.SliceLayout(5, gl.SliceLayout(6, placed)))
+        weights = decode_e4m3(own.load(placed), scales, operand, ROW_TILES)
     else:
-        bf16: gl.constexpr = fragment_layout(ROW_TILES, WARPGROUPS)
-        own = words.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2]).slice(part, 1, dim=1)
-        own_scales = scales.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 2]).slice(part, 1, dim=1)
-        weights = decode(
-            own.load(bf16), own_scales.load(gl.SliceLayout(4, gl.SliceLayout(6, bf16))), operand,
-            ROW_TILES,
-        )  # fmt: skip
+        scales = scales.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 2]).slice(part, 1, dim=1)
+        scales = scales.load(gl.SliceLayout(4, gl.SliceLayout(6, placed)))
+        weights = decode(own.load(placed), scales, operand, ROW_TILES)
     return weights
 
 
