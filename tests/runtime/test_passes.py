@@ -40,6 +40,7 @@ from quantize.stages.fidelity import summarize
 from quantize.stages.replay import Compared, replay
 
 PROMPTS, STEPS, ROOM = 4, 3, 512
+TIPPED = 0.05  # nats
 SAMPLER = replace(Sampler.from_checkpoint(CHECKPOINT), max_denoising_steps=STEPS)
 KINDS: tuple[Kind, ...] = ("modules", "fused")
 
@@ -132,12 +133,16 @@ CASES: list[tuple[str, ActivationMode]] = [
 def test_the_kernels_are_as_far_from_float32_as_the_modules_in_bf16(
     name: str, mode: ActivationMode, quantized: dict[str, Path], trajectories: list[Trajectory]
 ) -> None:
-    """Replay KL from the same checkpoint in float32, all rounding the same inputs."""
+    """Replay KL from the same checkpoint in float32, all rounding the same inputs.
+
+    A position counts at most TIPPED: where a rounding tips one over to other experts or another token it
+    may be 12 nats off, and which one that is depends on the CPU. A fault is no matter of one position.
+    """
     exact = opened(quantized[name], "modules", activations=mode)
     bf16 = opened(quantized[name], "modules", activations=mode, dtype=torch.bfloat16)
     fused = opened(quantized[name], "fused", activations=mode)
     yardstick, ours = (
-        summarize(each)["kl_nats"]["mean"]
+        torch.cat([step.kl for step in each]).clamp(max=TIPPED).mean().item()
         for each in replay(exact, [Compared(bf16), Compared(fused)], trajectories, SAMPLER)
     )
     assert yardstick > 0
