@@ -59,6 +59,7 @@ def _valid_pattern(entry: str) -> str:
 TaskName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
 FilePath = Annotated[str, AfterValidator(_absolute)]
 Pattern = Annotated[str, AfterValidator(_valid_pattern)]
+LEAST = 2  # questions of a task: two sides are compared by how their differences vary
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -177,17 +178,17 @@ class Evaluation(Section):
     """What is scored, how often, and from which seed.
 
     `tasks` are names that `quantize tasks` lists, or keys of `own_tasks`. `limit` keeps the first
-    questions of a task, `repeats` says how many answers each question gets, and `batch_size` how many
-    are answered together, at most; without it `AT_ONCE` says so. `activations` says how a quantized
-    model's activations are rounded while it is scored: `none`, NVFP4's with a scale an expert or a
-    layer (`per_expert`, `per_layer`), or `fp8`: NVFP4's weights and activations are rounded to FP8 for
-    the product (W4A8), which vLLM does not do. `dtype` is that of both models' arithmetic; without
-    it a CPU computes in float32 and a GPU in BF16.
+    questions of a task, two at least, `repeats` says how many answers each question gets, and
+    `batch_size` how many are answered together, at most; without it `AT_ONCE` says so. `activations`
+    says how a quantized model's activations are rounded while it is scored: `none`, NVFP4's with a
+    scale an expert or a layer (`per_expert`, `per_layer`), or `fp8`: NVFP4's weights and activations
+    are rounded to FP8 for the product (W4A8), which vLLM does not do. `dtype` is that of both models'
+    arithmetic; without it a CPU computes in float32 and a GPU in BF16.
     """
 
     tasks: list[str] = Field(min_length=1)
     own_tasks: dict[TaskName, OwnTask] = {}
-    limit: dict[str, PositiveInt] = {}
+    limit: dict[str, Annotated[int, Field(ge=LEAST)]] = {}
     repeats: dict[str, PositiveInt] = {}
     seed: int = 0
     batch_size: PositiveInt | None = None

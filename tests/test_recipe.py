@@ -14,6 +14,7 @@ from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.recipe import OwnTask, load_recipe, parse_recipe, shipped_recipes
 from quantize.stages.estimate import cannot_pass
+from quantize.stages.evaluate import open_tasks
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -108,6 +109,10 @@ EIGHT_BITS: dict[str, object] = {
         ({"evaluation__repeats": {"aime52": 64}}, "no task named 'aime52'"),
         ({"evaluation__repeats__gsm8k": 0}, "evaluation.repeats.gsm8k: Input should be greater"),
         ({"evaluation__limit": {"gsm8k": -1}}, "evaluation.limit.gsm8k: Input should be greater"),
+        (
+            {"evaluation__limit": {"gsm8k": 1}},
+            "limit.gsm8k: Input should be greater than or equal to 2",
+        ),
         (
             {"quantization__ignore": ["lm_head", "re:(*router["]},
             "quantization.ignore.1: 're:(*router[' is not a regular expression",
@@ -251,6 +256,20 @@ def test_a_task_of_its_own_is_checked_when_the_recipe_is_read(
     Path("private.yaml").write_text(LM_EVAL + "metadata: {private: true}")
     with pytest.raises(InputError, match=re.escape(message)):
         load_recipe(str(own_task(tmp_path, **task)))
+
+
+def test_one_question_alone_is_refused_before_any_model_is_loaded(tmp_path: Path) -> None:
+    """Two models cannot be compared on it; it ended a whole run with a failure of ours."""
+    data = tmp_path / "sums.jsonl"
+    data.write_text(QUESTIONS.split("\n")[0])
+    recipe = load_recipe(str(own_task(tmp_path, data=str(data)))).for_bundled_model()
+    with pytest.raises(
+        InputError, match=re.escape(f"task sums: 1 question to score, in {data}; 2 are")
+    ):
+        open_tasks(recipe.evaluation, recipe.gate, None)
+    data.write_text("\n".join(QUESTIONS.split("\n")[:2]))
+    (task,) = open_tasks(recipe.evaluation, recipe.gate, None)
+    assert task.name == "sums"
 
 
 def test_an_lm_eval_task_is_private_if_either_says_so(tmp_path: Path) -> None:

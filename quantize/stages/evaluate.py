@@ -38,7 +38,7 @@ from quantize.errors import InputError, ResourceError
 from quantize.locks import locked
 from quantize.processes import Processes, joined
 from quantize.progress import metered, say
-from quantize.recipe import Evaluation, Gate
+from quantize.recipe import LEAST, Evaluation, Gate
 from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.run_dir import RunDir, read_json, write_json
 from quantize.stages.answerer import Answerer
@@ -135,7 +135,8 @@ def open_tasks(settings: Evaluation, gate: Gate | None, data_dir: Path | None) -
     """Load every data set before any model; return the tasks, the cheapest first.
 
     Raises:
-        InputError: a task's own file cannot be read. ResourceError: a data set cannot.
+        InputError: a task's own file cannot be read, or a task has one question alone.
+        ResourceError: a data set cannot be read.
     """
     estimand = None if gate is None else gate.estimand
     found: list[Task] = []
@@ -147,6 +148,11 @@ def open_tasks(settings: Evaluation, gate: Gate | None, data_dir: Path | None) -
         except ValueError as error:
             raise ResourceError(str(error)) from error
         questions = min(documents, settings.limit.get(name, documents))
+        if questions < LEAST:
+            raise InputError(
+                f"task {name}: {questions} question to score, in {file or 'its data set'}; {LEAST} are "
+                f"the least that two models can be compared on"
+            )
         plan = Plan(estimand, questions, settings.repeats.get(name, 1), settings.seed)
         found.append(Task(name, file, plan, token_limit, definition, own and own.digest()))
     return sorted(found, key=lambda task: task.cost)

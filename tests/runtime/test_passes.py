@@ -135,8 +135,8 @@ def test_the_kernels_are_as_far_from_float32_as_the_modules_in_bf16(
 ) -> None:
     """Replay KL from the same checkpoint in float32, all rounding the same inputs.
 
-    A position counts at most TIPPED: where a rounding tips one over to other experts or another token it
-    may be 12 nats off, and which one that is depends on the CPU. A fault is no matter of one position.
+    A position counts at most TIPPED: where a rounding tips one over to other experts it may be 12 nats
+    off, and which one that is depends on the CPU. A fault is no matter of one position.
     """
     exact = opened(quantized[name], "modules", activations=mode)
     bf16 = opened(quantized[name], "modules", activations=mode, dtype=torch.bfloat16)
