@@ -280,7 +280,7 @@ class _Times:
     """Times in milliseconds; `step` is a forward's where every forward is a step."""
 
     first_canvas: float
-    canvases: "_Canvases"
+    canvases: _Canvases
     forwards: float
     step: float
     parts: dict[str, float]

@@ -84,9 +84,9 @@ def test_tokens_one_by_one_stand_around_the_context(
 
 def test_rows_say_what_a_token_costs() -> None:
     """Tokens a second and a joule, price a million, clock, and their table; worked by hand."""
-    clocks = [Clock(1500, 1980, True), Clock(1600, 1980, True), Clock(1980, 1980, False)] * 2
+    clocks = [Clock(1500, True), Clock(1600, True), Clock(1980, False), Clock(1500, True)]
     parts = dict.fromkeys((*bench.PARTS, "rest"), 0.0) | {"experts": 5.5}
-    own = bench._Canvases(seconds=0.2, passes=16, joules=100.0, clocks=clocks[:4])
+    own = bench._Canvases(seconds=0.2, passes=16, joules=100.0, clocks=clocks)
     times = bench._Times(first_canvas=50.0, canvases=own, forwards=17, step=8.0, parts=parts)
     row = bench._row(times, 4, "16", 256, {"experts": 0.005}, 127.0)
     assert row.tokens_a_second == 4 * 256 / 0.2
@@ -126,10 +126,6 @@ class Driver:
     def nvmlDeviceGetClockInfo(self, handle: Any, kind: int, found: Any) -> int:  # noqa: N802
         assert kind == 1
         return self._answer("clock", handle, found, 1600)
-
-    def nvmlDeviceGetMaxClockInfo(self, handle: Any, kind: int, found: Any) -> int:  # noqa: N802
-        assert kind == 1
-        return self._answer("highest", handle, found, 1980)
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, found: Any) -> int:  # noqa: N802
         return self._answer("reasons", handle, found, self.held)
@@ -183,10 +179,10 @@ def test_a_clock_that_power_holds_down_is_told_from_an_idle_or_a_hot_one(
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(held=held))
     gauge = Gauge.of(gpu)
     assert gauge is not None
-    assert gauge.clock() == Clock(1600, 1980, capped)
+    assert gauge.clock() == Clock(1600, capped)
 
 
-@pytest.mark.parametrize("part", ["clock", "highest", "reasons"])
+@pytest.mark.parametrize("part", ["clock", "reasons"])
 def test_a_clock_that_the_driver_does_not_tell_is_none(
     part: str, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +194,7 @@ def test_a_clock_that_the_driver_does_not_tell_is_none(
 
 def test_canvases_are_repeated_until_energy_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a counter as often as asked; with one for SECONDS, each canvas its share of joules."""
-    clock = Clock(1600, 1980, True)
+    clock = Clock(1600, True)
     gauge = SimpleNamespace(joules=iter([100.0, 160.0]).__next__, clock=lambda: clock)
     monkeypatch.setattr(bench.Gauge, "of", lambda device: gauge)
     now = iter([0, 1, 10, 11, 20, 21]).__next__  # a second a canvas

@@ -18,10 +18,9 @@ POWER = 0x04 | 0x80
 
 @dataclass(frozen=True)
 class Clock:
-    """The processors' clock in MHz, the highest it may reach, and whether power holds it below."""
+    """The processors' clock in MHz, and whether power holds it down."""
 
     mhz: int
-    highest: int
     capped: bool
 
 
@@ -56,12 +55,10 @@ class Gauge:
 
     def clock(self) -> Clock | None:
         """Return the clock of this moment; None if the driver does not say."""
-        now, highest, reasons = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_ulonglong()
+        now, reasons = ctypes.c_uint(), ctypes.c_ulonglong()
         library, handle = self._library, self._handle
-        if (
-            library.nvmlDeviceGetClockInfo(handle, PROCESSORS, ctypes.byref(now))
-            or library.nvmlDeviceGetMaxClockInfo(handle, PROCESSORS, ctypes.byref(highest))
-            or library.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(reasons))
-        ):
+        if library.nvmlDeviceGetClockInfo(
+            handle, PROCESSORS, ctypes.byref(now)
+        ) or library.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(reasons)):
             return None
-        return Clock(now.value, highest.value, bool(reasons.value & POWER))
+        return Clock(now.value, bool(reasons.value & POWER))
