@@ -12,13 +12,13 @@ from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.errors import GateError
-from quantize.pipeline import advance, opened, run_alone, started
-from quantize.recipe import Recipe, load_recipe
-from quantize.run_dir import read_json
+from quantize.host.files import read_json
+from quantize.pipeline.run import advance, opened, run_alone, started
+from quantize.pipeline.stages import STAGES, Run, Stage, evaluate_more
+from quantize.recipe.sections import Recipe, load_recipe
 from quantize.runtime import open
-from quantize.stage import STAGES, Run, Stage, evaluate_more
-from quantize.stages.convert import Conversion
-from quantize.stages.convert import convert as write_checkpoint
+from quantize.stages.convert.convert import Conversion
+from quantize.stages.convert.convert import convert as write_checkpoint
 
 __all__ = ["Run", "convert", "evaluate", "load", "open", "plan", "report", "run"]
 
@@ -46,8 +46,8 @@ def run(
         until: the last stage.
         revision: of a Hub model: a branch, tag or commit.
         gpu_memory: bytes of a GPU that may be used, None for all that are free.
-        scoring: options of `quantize.stage.evaluate_more`: noise_floor, batch_size, data_dir, server
-            and so on.
+        scoring: options of `quantize.pipeline.stages.evaluate_more`: noise_floor, batch_size,
+            data_dir, server and so on.
 
     Raises:
         GateError: verification, fidelity or the gate failed. `report(run.folder.path)` says why.
@@ -114,7 +114,7 @@ def evaluate(run: str | Path, *, gpu_memory: float | None = None, **options: Any
     Args:
         run: its folder.
         gpu_memory: bytes of a GPU that may be used.
-        options: of `quantize.stage.evaluate_more`: modes, noise_floor, server, base_server, ...
+        options: of `quantize.pipeline.stages.evaluate_more`: modes, noise_floor, server, ...
     """
     with opened(Path(run), gpu_memory) as found:
         run_alone(found, _stage("evaluate"), lambda run: evaluate_more(run, **options))

@@ -15,8 +15,8 @@ from tiny import tiny_model
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, fused_with, plan_targets
-from quantize.recipe import Recipe, load_recipe
-from quantize.stages.convert import convert
+from quantize.recipe.sections import Recipe, load_recipe
+from quantize.stages.convert.convert import convert
 
 
 @pytest.fixture(scope="session")

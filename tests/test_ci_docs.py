@@ -10,7 +10,7 @@ import yaml
 from click.testing import CliRunner
 
 from quantize.cli import EXIT_CODES, cli
-from quantize.run_dir import RunDir
+from quantize.runs.folder import RunDir
 
 TEXT = (Path(__file__).parents[1] / "docs" / "ci.md").read_text("utf-8")
 

@@ -15,9 +15,11 @@ import pytest
 from documented import NEEDS, PAGES, ROOT, SHELL, Block, blocks
 from server_process import KEY, process
 
-from quantize import cli, rehearse
-from quantize.recipe import shipped_recipes
-from quantize.stages import calibrate, fidelity
+from quantize import cli
+from quantize.pipeline import rehearse
+from quantize.recipe.sections import shipped_recipes
+from quantize.stages.calibrate import calibrate
+from quantize.stages.fidelity import fidelity
 
 ALL = blocks()
 PYTHON_PAGES = ("docs/python.md", "README.md")

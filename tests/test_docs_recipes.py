@@ -9,8 +9,8 @@ import yaml
 from recipe_reference import PAGE, page
 
 from quantize.checkpoints.targets import Target, plan_targets
-from quantize.recipe import Recipe, load_recipe, shipped_recipes
-from quantize.stages.plan import config_of_known, tensors_from_config
+from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
+from quantize.stages.plan.plan import config_of_known, tensors_from_config
 
 CONTRACTS = """
 dataset_path: json

@@ -59,7 +59,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a source distribution, and with the wheel that is built from it alone."""
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("built")
     top = ["pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt"]
-    for name in (*sources(), *top, "docs/structure.md", "tests/test_cli.py", "tests/conftest.py"):
+    for name in (
+        *sources(),
+        *top,
+        "docs/structure.md",
+        "tests/cli/test_cli.py",
+        "tests/conftest.py",
+    ):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tree / name)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), "."]

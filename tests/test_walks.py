@@ -10,11 +10,11 @@ import pytest
 
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
-from quantize.manifest import fingerprint
-from quantize.recipe import load_recipe
-from quantize.run_dir import RunDir
+from quantize.recipe.sections import load_recipe
+from quantize.runs.folder import RunDir
+from quantize.runs.manifest import fingerprint
 from quantize.runtime import Sampler, open
-from quantize.stages.evaluate import evaluate
+from quantize.stages.evaluate.evaluate import evaluate
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "structure.md").read_text("utf-8")

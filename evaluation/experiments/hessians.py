@@ -31,23 +31,23 @@ from torch import Tensor
 
 from experiments.rounding import VARIANTS, differing, recipe_of, recorded
 from experiments.routing import BATCH
-from quantize import gptq
-from quantize.activations import ActivationMode
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
-from quantize.gptq import shrunk
-from quantize.run_dir import read_json, write_json
+from quantize.host.files import read_json, write_json
 from quantize.runtime import open
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import record_all
-from quantize.simulate import rounding
-from quantize.stages.calibrate import INPUT_SCALE, SCALES, calibrate
-from quantize.stages.convert import convert
-from quantize.stages.fidelity import by_trajectory
+from quantize.schemes import gptq
+from quantize.schemes.gptq import shrunk
+from quantize.schemes.modes import ActivationMode
+from quantize.schemes.simulated import rounding
+from quantize.stages.calibrate.calibrate import INPUT_SCALE, SCALES, calibrate
+from quantize.stages.convert.convert import convert
+from quantize.stages.fidelity.fidelity import by_trajectory
+from quantize.stages.fidelity.replay import Compared, replay
 from quantize.stages.prompts import load_prompts
-from quantize.stages.replay import Compared, replay
-from quantize.stages.round_weights import (
+from quantize.stages.round_weights.round_weights import (
     Unit,
     groups_of,
     round_unit,

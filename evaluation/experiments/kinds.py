@@ -17,17 +17,17 @@ import torch
 from PIL import Image
 
 from experiments.routing import FIRST
-from quantize.activations import ACTIVATION_MODES, ActivationMode
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
-from quantize.recipe import Calibration
+from quantize.recipe.sections import Calibration
 from quantize.runtime import open
 from quantize.runtime.engine import Engine
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import record_all
-from quantize.stages.fidelity import summarize
+from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
+from quantize.stages.fidelity.fidelity import summarize
+from quantize.stages.fidelity.replay import Compared, replay
 from quantize.stages.prompts import load_prompts
-from quantize.stages.replay import Compared, replay
 
 BATCH, CANVASES = 16, 2
 SOLVED = 8  # problems before the one to be solved

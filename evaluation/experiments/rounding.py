@@ -24,24 +24,24 @@ from recovery.samples import Request, sample_seed
 
 from experiments.bundled.score import FINAL_ANSWER
 from experiments.routing import BATCH, CANVASES, heldout
-from quantize.activations import ACTIVATION_MODES, ActivationMode
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.progress import say
-from quantize.recipe import Quantization, Recipe, load_recipe
-from quantize.run_dir import read_json, write_json
+from quantize.host.files import read_json, write_json
+from quantize.host.progress import say
+from quantize.recipe.sections import Quantization, Recipe, load_recipe
 from quantize.runtime import open
 from quantize.runtime.engine import Engine
 from quantize.runtime.opening import Kind
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Trajectory, record
-from quantize.stages.answerer import Answerer
-from quantize.stages.calibrate import SCALES, calibrate
-from quantize.stages.convert import convert
-from quantize.stages.fidelity import bootstrap_interval, by_trajectory
-from quantize.stages.replay import Compared, replay
-from quantize.stages.round_weights import round_weights
+from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
+from quantize.stages.calibrate.calibrate import SCALES, calibrate
+from quantize.stages.convert.convert import convert
+from quantize.stages.evaluate.local_model import Answerer
+from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
+from quantize.stages.fidelity.replay import Compared, replay
+from quantize.stages.round_weights.round_weights import round_weights
 
 MEASURES = ("make", "replay", "answers", "table")
 TOKENS = 128  # the most an answer may take

@@ -25,15 +25,15 @@ import click
 import torch
 from torch import Tensor, nn
 
-from quantize.activations import ACTIVATION_MODES, ActivationMode
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.load import load
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Prompt, Trajectory, record
-from quantize.stages.fidelity import bootstrap_interval, by_trajectory
-from quantize.stages.replay import Compared, replay
+from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
+from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
+from quantize.stages.fidelity.replay import Compared, replay
 
 FIRST, BATCH, CANVASES = 1000, 64, 2  # of the held-out problems; prompts at once; canvases a prompt
 HELD = ("own", "chosen", "weighted")

@@ -36,15 +36,13 @@ from experiments.bundled.problems import Problem
 from experiments.bundled.tokenizer import response
 from experiments.rounding import VARIANTS, recipe_of, recorded
 from experiments.routing import BATCH
-from quantize.activations import ActivationMode
 from quantize.bundled import CALIBRATION, CHECKPOINT
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.hessians import Hessians
-from quantize.progress import say
-from quantize.recipe import Calibration
-from quantize.run_dir import read_json, write_json
+from quantize.host.files import read_json, write_json
+from quantize.host.progress import say
+from quantize.recipe.sections import Calibration
 from quantize.runtime import Sampler
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.modules.engine import ModelEngine
@@ -58,7 +56,9 @@ from quantize.runtime.modules.passes import (
 from quantize.runtime.noise import CounterNoise
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import Prompt, record_all
-from quantize.stages.calibrate import (
+from quantize.schemes.hessians import Hessians
+from quantize.schemes.modes import ActivationMode
+from quantize.stages.calibrate.calibrate import (
     INPUT_SCALE,
     SCALES,
     calibrated_modules,
@@ -66,11 +66,11 @@ from quantize.stages.calibrate import (
     fall_back,
     input_scales,
 )
-from quantize.stages.convert import convert
-from quantize.stages.coverage import Coverage
-from quantize.stages.fidelity import bootstrap_interval, by_trajectory
-from quantize.stages.replay import Compared, replay
-from quantize.stages.round_weights import round_layers, units_of
+from quantize.stages.calibrate.coverage import Coverage
+from quantize.stages.convert.convert import convert
+from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
+from quantize.stages.fidelity.replay import Compared, replay
+from quantize.stages.round_weights.round_weights import round_layers, units_of
 
 Model = DiffusionGemmaForBlockDiffusion
 SOURCES = ("clean text", "random canvas", "trajectories")

@@ -8,7 +8,7 @@
                     given all others, q_i moves to nearest((value_i + slope_i / H_ii) / step)
 
 Scales of e2m1 codes are tried among the e4m3 neighbours of amax / 6 and move; those of e4m3 and int8
-codes stay. What the pipeline does with it, and the same in torch, is in `quantize/gptq.py`.
+codes stay. What the pipeline does with it, and the same in torch, is in `quantize/schemes/gptq.py`.
 
 A row's sequence stays in registers: each of the 16 inputs is a vector over the rows, in a tuple that
 is indexed when the kernel is compiled. Scales are tried one after the other, the best of them once
@@ -226,7 +226,7 @@ def round_block(
     kind: str,
     neighbours: int,
 ) -> None:
-    """See `quantize.gptq.round_block`; all float32, of stride 1 along the inputs.
+    """See `quantize.schemes.gptq.round_block`; all float32, of stride 1 along the inputs.
 
     Args:
         weight: [E, out, 16].
@@ -257,7 +257,7 @@ def descend_block(
     *,
     scaled: bool,
 ) -> None:
-    """See `quantize.gptq.descend_block`; all float32, of stride 1 along the inputs.
+    """See `quantize.schemes.gptq.descend_block`; all float32, of stride 1 along the inputs.
 
     Args:
         slope: [E, out, 16].

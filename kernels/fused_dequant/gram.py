@@ -4,7 +4,7 @@
 
 i <= j count blocks of 128 inputs: tiles below the diagonal are those above it, transposed, and are
 neither computed nor held. Products of bf16 numbers are exact in float32, in which tensor cores sum
-them. Nothing is asked of the host. `quantize/hessians.py` does the same in torch.
+them. Nothing is asked of the host. `quantize/schemes/hessians.py` does the same in torch.
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes

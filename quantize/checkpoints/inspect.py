@@ -1,8 +1,8 @@
 """Finds what is in a checkpoint: format, schemes, counts, what stays BF16, and what is wrong with it.
 
 It reads config, index, headers and the scales of whole matrices. A module's scheme is told from its own
-tensors, so a config that says something else shows up as a problem. The records of `quantize.schemes`
-say which tensors a quantized Linear has: compressed-tensors' (ours, llm-compressor's, RedHatAI's) and
+tensors, so a config that says something else shows up as a problem. The scheme records say
+which tensors a quantized Linear has: compressed-tensors' (ours, llm-compressor's, RedHatAI's) and
 ModelOpt's (NVIDIA's).
 
 Problems are what makes servers fail or answer nonsense: scales on modules that they read in BF16, two
@@ -24,8 +24,8 @@ from quantize.checkpoints.reader import Checkpoint, TensorInfo, check_tokenizer,
 from quantize.checkpoints.scales import complete, positive, read_scales, shared
 from quantize.checkpoints.targets import DROPPED, QUANTIZABLE, linear_modules, module_class
 from quantize.errors import InputError
-from quantize.schemes import GROUP, LAYOUTS, SUFFIXES
-from quantize.units import size
+from quantize.host.units import size
+from quantize.schemes.records import GROUP, LAYOUTS, SUFFIXES
 
 SUFFIX = re.compile(rf"(.+)\.({'|'.join(SUFFIXES)})")
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")

@@ -11,13 +11,13 @@ compare against this.
 import textwrap
 from typing import Any
 
-from quantize.activations import ActivationMode
 from quantize.checkpoints.architecture import spelled_out
 from quantize.checkpoints.modelopt import ModelOptSchemes
 from quantize.checkpoints.reader import FIX, Checkpoint, TensorSpec, check_total_size
 from quantize.checkpoints.targets import DROPPED, linear_modules, linear_shape, matches
 from quantize.errors import InputError
-from quantize.schemes import SUFFIXES, Scheme, refusal, scheme_of_group
+from quantize.schemes.modes import ActivationMode
+from quantize.schemes.records import SUFFIXES, Scheme, refusal, scheme_of_group
 
 MAX_LAYERS = 1000
 SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compressor"

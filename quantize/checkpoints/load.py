@@ -6,7 +6,7 @@ what config.json calls for (names, dtypes, shapes), then dequantized to BF16, re
 experts and handed to transformers, whose own account of missing and unexpected keys must be empty.
 
 With `activations` the model also rounds what flows into every quantized Linear, as a serving kernel
-would: see `quantize.simulate`. The mode `fp8` rounds NVFP4 weights too.
+would: see `quantize.schemes.simulated`. The mode `fp8` rounds NVFP4 weights too.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,6 @@ import psutil
 import torch
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
-from quantize.activations import ActivationMode
 from quantize.checkpoints.experts import fuse_experts
 from quantize.checkpoints.layout import (
     bf16_layout,
@@ -31,9 +30,10 @@ from quantize.checkpoints.layout import (
 from quantize.checkpoints.reader import FIX, Checkpoint
 from quantize.checkpoints.targets import linear_modules
 from quantize.errors import InputError, ResourceError
-from quantize.rounding import all_finite
-from quantize.schemes import TENSOR_SCALES, Scheme
-from quantize.simulate import simulate_activations
+from quantize.schemes.modes import ActivationMode
+from quantize.schemes.records import TENSOR_SCALES, Scheme
+from quantize.schemes.rounding import all_finite
+from quantize.schemes.simulated import simulate_activations
 
 
 def load(

@@ -1,6 +1,6 @@
 """Reads from NVIDIA ModelOpt's configs which Linear has which scheme and tensors.
 
-The records of `quantize.schemes` say which tensors each quant_algo becomes.
+The records of `quantize.schemes.records` say which tensors each quant_algo becomes.
 
 config.json says it as `quantization_config` {quant_method: "modelopt", quant_algo, ignore}, older
 exports only in hf_quant_config.json with `exclude_modules`; MIXED_PRECISION lists `quantized_layers`,
@@ -19,7 +19,7 @@ from typing import Any
 
 from quantize.checkpoints.reader import TensorSpec
 from quantize.errors import InputError
-from quantize.schemes import SCHEMES, Scheme
+from quantize.schemes.records import SCHEMES, Scheme
 
 ALGORITHMS = {s.modelopt.name: s for s in SCHEMES.values() if s.modelopt}
 KV_SCALES = re.compile(r".+\.self_attn\.[kv]_proj\.[kv]_scale")

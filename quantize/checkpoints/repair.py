@@ -31,8 +31,8 @@ from quantize.checkpoints.scales import LAYER_EXPERT, Scales, read_scales
 from quantize.checkpoints.shards import Piece, plan_shards, state_path, write_shards
 from quantize.checkpoints.targets import fused_with
 from quantize.errors import InputError
-from quantize.run_dir import folder_when_complete
-from quantize.schemes import GLOBAL_SCALES, INPUT_SCALES
+from quantize.host.files import folder_when_complete
+from quantize.schemes.records import GLOBAL_SCALES, INPUT_SCALES
 
 SHARD_BYTES = 5e9
 READ_BYTES = 1 << 24

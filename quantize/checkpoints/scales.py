@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import fused_with
-from quantize.schemes import INPUT_SCALES, TENSOR_SCALES
+from quantize.schemes.records import INPUT_SCALES, TENSOR_SCALES
 
 LAYER_EXPERT = re.compile(r"(.*\.experts)\.\d+\..+")
 Scales = dict[str, dict[str, float]]  # module -> suffix -> value

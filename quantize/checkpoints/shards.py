@@ -33,8 +33,8 @@ import torch
 from quantize.checkpoints.layout import TensorSpec
 from quantize.checkpoints.reader import INDEX, SINGLE, bytes_of
 from quantize.errors import InputError, ResourceError
-from quantize.progress import Meter, metered, say
-from quantize.run_dir import read_json, sync_file, sync_folder, write_json
+from quantize.host.files import read_json, sync_file, sync_folder, write_json
+from quantize.host.progress import Meter, metered, say
 
 # Returns the next bytes of a shard as a uint8 tensor [n].
 Task = Callable[[], torch.Tensor]

@@ -32,7 +32,7 @@ from quantize.checkpoints.reader import known_config, read_json_object
 from quantize.checkpoints.shards import Piece, plan_shards, state_path, write_shards
 from quantize.checkpoints.targets import module_class
 from quantize.errors import InputError
-from quantize.run_dir import folder_when_complete, write_json, write_text
+from quantize.host.files import folder_when_complete, write_json, write_text
 
 MODEL = "google/diffusiongemma-26B-A4B-it"
 MAX_SHARD_BYTES = 5e9

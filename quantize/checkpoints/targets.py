@@ -16,8 +16,8 @@ from typing import Any
 
 from quantize.checkpoints.reader import TensorInfo, TensorSpec
 from quantize.errors import InputError
-from quantize.recipe import Quantization
-from quantize.schemes import SCHEMES, Scheme
+from quantize.recipe.sections import Quantization
+from quantize.schemes.records import SCHEMES, Scheme
 
 DECODER_LAYER = r"model\.decoder\.layers\.\d+\."
 

@@ -18,7 +18,7 @@ import click
 from quantize import __version__
 from quantize.cli.stages import command_of
 from quantize.errors import LONGEST, QuantizeError, unexpected_in
-from quantize.stage import STAGES
+from quantize.pipeline.stages import STAGES
 
 COMMANDS = (
     "run",

@@ -8,7 +8,7 @@ import click
 from quantize.cli.options import ACTIVATIONS, REAL_MODEL
 
 if TYPE_CHECKING:
-    from quantize.activations import ActivationMode
+    from quantize.schemes.modes import ActivationMode
 
 
 @click.command()
@@ -81,9 +81,9 @@ def bench(
     """
     from rich.console import Console
 
-    from quantize.adaptive import read_stops
-    from quantize.bench import bench as measure
-    from quantize.bench import tables, to_json
+    from quantize.bench.adaptive import read_stops
+    from quantize.bench.speed import bench as measure
+    from quantize.bench.speed import tables, to_json
     from quantize.checkpoints.reader import known_config, resolve
 
     if (checkpoint is None) == (random_weights is None):

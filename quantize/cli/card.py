@@ -18,8 +18,8 @@ def card(run: Path, repo: str | None) -> None:
     The Hub is not asked: `push` writes the card once more, when it has compared the base model's
     checksums.
     """
-    from quantize.pipeline import card as write_card
-    from quantize.progress import say
+    from quantize.host.progress import say
+    from quantize.pipeline.run import card as write_card
 
     for path in write_card(run, repo):
         say(f"card: {path}")

@@ -20,9 +20,9 @@ def compare(run_a: Path, run_b: Path, questions: int) -> int:
     """
     from rich.console import Console
 
-    from quantize.progress import say
+    from quantize.host.progress import say
     from quantize.reports.compare import compare_runs, comparison_table, question_tables
-    from quantize.run_dir import existing_run
+    from quantize.runs.folder import existing_run
 
     a, b = existing_run(run_a), existing_run(run_b)
     found = compare_runs(a, b)

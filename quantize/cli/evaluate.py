@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from quantize.cli.options import GPU_MEMORY, MODES, RUN_FOLDER, scoring_options
-from quantize.stage import STAGES
+from quantize.pipeline.stages import STAGES
 
 
 @click.command()
@@ -30,8 +30,8 @@ def evaluate(run: Path, modes: tuple[str, ...], gpu_memory: float | None, **opti
     On several GPUs, with the scores of one:
       torchrun --nproc-per-node 8 -m quantize evaluate RUN
     """
-    from quantize.pipeline import opened, run_alone
-    from quantize.stage import evaluate_more
+    from quantize.pipeline.run import opened, run_alone
+    from quantize.pipeline.stages import evaluate_more
 
     (stage,) = (stage for stage in STAGES if stage.name == "evaluate")
     with opened(run, gpu_memory) as found:

@@ -24,8 +24,8 @@ def export(checkpoint: str, format_: str, out: Path, kept_as: str) -> None:
     """
     from quantize.checkpoints.reader import Checkpoint, resolve
     from quantize.exports.gguf_file import export_gguf
-    from quantize.progress import say
-    from quantize.run_dir import RunDir
+    from quantize.host.progress import say
+    from quantize.runs.folder import RunDir
 
     run = RunDir(Path(checkpoint))
     source = run.checkpoint if run.manifest_json.is_file() else None

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import click
 
 from quantize.cli.options import GPU_MEMORY, MODES, RUN_FOLDER
-from quantize.stage import STAGES
+from quantize.pipeline.stages import STAGES
 
 if TYPE_CHECKING:
-    from quantize.activations import ActivationMode
+    from quantize.schemes.modes import ActivationMode
 
 
 @click.command()
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @GPU_MEMORY
 def fidelity(run: Path, modes: "tuple[ActivationMode, ...]", gpu_memory: float | None) -> int:
     """Replay recorded trajectories: distance of the quantized model from BF16."""
-    from quantize.pipeline import opened, run_alone
-    from quantize.stage import fidelity_more
+    from quantize.pipeline.run import opened, run_alone
+    from quantize.pipeline.stages import fidelity_more
 
     (stage,) = (stage for stage in STAGES if stage.name == "fidelity")
     with opened(run, gpu_memory) as found:

@@ -10,7 +10,7 @@ import click
 from quantize.cli.options import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from quantize.activations import ActivationMode
+    from quantize.schemes.modes import ActivationMode
 
 
 @click.command()
@@ -54,8 +54,8 @@ def generate(
     answer goes to stdout, thoughts to stderr; with --plain each canvas as it is finished.
     """
     from quantize.checkpoints.reader import resolve
-    from quantize.processes import best_device
-    from quantize.watch import watch
+    from quantize.cli.canvas_view import watch
+    from quantize.host.processes import best_device
 
     watch(
         resolve(checkpoint),

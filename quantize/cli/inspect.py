@@ -23,7 +23,7 @@ def inspect(checkpoint: str, out: Path | None) -> int:
     from quantize.checkpoints.inspect import inspection_table
     from quantize.checkpoints.reader import resolve
     from quantize.checkpoints.repair import repair
-    from quantize.progress import say
+    from quantize.host.progress import say
 
     folder = resolve(checkpoint)
     found = inspect_checkpoint(folder)

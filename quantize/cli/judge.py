@@ -32,6 +32,6 @@ def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **option
     CHECKPOINT is a folder or a Hub id (NVIDIA's, RedHatAI's, a fine-tuned model's). `quantize compare`
     pairs its folder with a run of ours. Exit codes are those of `quantize run`.
     """
-    from quantize.judge import judge as judge_checkpoint
+    from quantize.pipeline.judge import judge as judge_checkpoint
 
     return judge_checkpoint(checkpoint, against, recipe, out, **options)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from quantize.activations import ACTIVATION_MODES
+from quantize.schemes.modes import ACTIVATION_MODES
 
 RUN_FOLDER = click.argument("run", type=click.Path(path_type=Path))
 GPU_MEMORY = click.option(
@@ -40,7 +40,7 @@ def model_options(command: click.decorators.FC) -> click.decorators.FC:
 
 
 def scoring_options(command: click.decorators.FC) -> click.decorators.FC:
-    """Add the options of `quantize.stage.evaluate_more` that `run` and `evaluate` share."""
+    """Add the options of `quantize.pipeline.stages.evaluate_more` that `run` and `evaluate` share."""
     for option in (
         click.option(
             "--in-flight", type=click.IntRange(min=1), default=8, show_default=True,

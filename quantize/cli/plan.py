@@ -25,6 +25,6 @@ def plan(
     --model may also be a config.json: the plan then comes from the config alone. It exits with 3
     when a stage does not fit --gpu-memory; without it and --gpu it shows GPUs of 24 to 141 GB.
     """
-    from quantize.pipeline import show_plan
+    from quantize.pipeline.run import show_plan
 
     show_plan(recipe, model, revision, gpu_memory, gpu)

@@ -43,7 +43,7 @@ def push(
     The token comes from HF_TOKEN or from `hf auth login`. Interrupted? The same command goes on.
     """
     from quantize.hub.release import Request
-    from quantize.pipeline import push as push_run
+    from quantize.pipeline.run import push as push_run
 
     def confirm() -> bool:
         if not (yes or sys.stdin.isatty()):

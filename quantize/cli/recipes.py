@@ -7,7 +7,7 @@ import click
 @click.argument("name", required=False)
 def recipes(name: str | None) -> None:
     """List the recipes that ship with quantize, or print one: `quantize recipes nvfp4`."""
-    from quantize.recipe import load_recipe, shipped_recipes
+    from quantize.recipe.sections import load_recipe, shipped_recipes
 
     shipped = shipped_recipes()
     if name is not None:

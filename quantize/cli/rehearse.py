@@ -35,7 +35,7 @@ def rehearse(
 
     The exit code is 0 when nothing was found, else that of the first finding.
     """
-    from quantize.rehearse import rehearse as rehearse_run
+    from quantize.pipeline.rehearse import rehearse as rehearse_run
 
     return rehearse_run(
         recipe, model, out, revision=revision, gpu_memory=gpu_memory, data_dir=data_dir

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from quantize.cli.options import RUN_FOLDER
-from quantize.stage import STAGES
+from quantize.pipeline.stages import STAGES
 
 
 @click.command()
@@ -19,8 +19,8 @@ def report(run: Path, hourly_price: float | None) -> int:
 
     In a job of GitHub Actions report.md also becomes the job's summary (docs/ci.md).
     """
-    from quantize.pipeline import opened, run_alone
-    from quantize.run_dir import read_json, write_json
+    from quantize.host.files import read_json, write_json
+    from quantize.pipeline.run import opened, run_alone
 
     (stage,) = (stage for stage in STAGES if stage.name == "report")
     with opened(run) as found:

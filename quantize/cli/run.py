@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from quantize.cli.options import GPU_MEMORY, model_options, scoring_options
-from quantize.stage import STAGES
+from quantize.pipeline.stages import STAGES
 
 
 @click.command()
@@ -37,7 +37,7 @@ def run(
     **scoring: Any,
 ) -> int:
     """Do everything: plan, calibrate, convert, verify, replay, evaluate, report, gate."""
-    from quantize.pipeline import advance, started
+    from quantize.pipeline.run import advance, started
 
     with started(
         recipe,

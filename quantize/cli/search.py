@@ -38,7 +38,7 @@ def search(
     best choice is computed, then measured whole. RECIPE gives everything that is not searched. A second
     search in the same folder measures nothing twice.
     """
-    from quantize.search import search as search_schemes
+    from quantize.pipeline.search import search as search_schemes
 
     search_schemes(
         recipe, None if model == "bundled" else model, out, nbytes=nbytes, kl=kl, schemes=schemes,

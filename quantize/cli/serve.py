@@ -8,7 +8,7 @@ import click
 from quantize.cli.options import ACTIVATIONS, served_name
 
 if TYPE_CHECKING:
-    from quantize.activations import ActivationMode
+    from quantize.schemes.modes import ActivationMode
 
 
 HELP = """Serve a checkpoint as an OpenAI-compatible endpoint: quantize serve CHECKPOINT.
@@ -105,8 +105,8 @@ def serve(
     """Serve a checkpoint until SIGINT or SIGTERM."""
     from quantize.checkpoints.reader import Checkpoint, resolve
     from quantize.errors import ResourceError
-    from quantize.manifest import fingerprint
-    from quantize.processes import best_device
+    from quantize.host.processes import best_device
+    from quantize.runs.manifest import fingerprint
 
     try:
         from quantize.serve.options import KEY_VARIABLE, Options

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from quantize.cli.options import GPU_MEMORY, RUN_FOLDER
-from quantize.stage import Stage
+from quantize.pipeline.stages import Stage
 
 
 def command_of(stage: Stage) -> click.Command:
@@ -14,7 +14,7 @@ def command_of(stage: Stage) -> click.Command:
     @click.command(name=stage.name, help=stage.summary)
     @RUN_FOLDER
     def command(run: Path, gpu_memory: float | None = None) -> int:
-        from quantize.pipeline import opened, run_alone
+        from quantize.pipeline.run import opened, run_alone
 
         with opened(run, gpu_memory) as found:
             return run_alone(found, stage)

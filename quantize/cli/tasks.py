@@ -24,8 +24,8 @@ def tasks(recipe: str | None, rate: float | None) -> None:
     """
     from recovery.catalog import known_tasks, shipped
 
-    from quantize.recipe import load_recipe
-    from quantize.stages.estimate import SERVED_TOKENS_A_SECOND
+    from quantize.recipe.sections import load_recipe
+    from quantize.stages.plan.estimate import SERVED_TOKENS_A_SECOND
 
     own = load_recipe(recipe).evaluation.own_tasks if recipe else {}
     rate = rate or SERVED_TOKENS_A_SECOND

@@ -18,6 +18,6 @@ def tune(only: str) -> None:
     """
     from rich.console import Console
 
-    from quantize.runtime.fused.tuned import gains_table, tune_gpu
+    from quantize.bench.tune import gains_table, tune_gpu
 
     Console().print(gains_table(tune_gpu(only)))

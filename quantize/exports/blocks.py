@@ -19,7 +19,7 @@ Source: the `gguf` package's quantizers and dequantizers, which tests compare ev
 
 import torch
 
-from quantize.rounding import GROUP
+from quantize.schemes.rounding import GROUP
 
 Q8_0_BLOCK = 32
 NVFP4_BLOCK = 64

@@ -28,9 +28,9 @@ from quantize.errors import InputError
 from quantize.exports.metadata import ARCHITECTURE, metadata
 from quantize.exports.tensors import ALIGNMENT, GGUFTensor, KeptAs, plan_tensors
 from quantize.exports.vocabulary import vocabulary
-from quantize.locks import locked
-from quantize.manifest import fingerprint
-from quantize.run_dir import TEMPORARY_SUFFIX, sync_folder
+from quantize.host.files import TEMPORARY_SUFFIX, sync_folder
+from quantize.host.locks import locked
+from quantize.runs.manifest import fingerprint
 from quantize.runtime.llama_cpp import FINGERPRINT
 
 STRETCH_BYTES = 1e9

@@ -36,8 +36,8 @@ from quantize.checkpoints.targets import linear_modules, linear_shape
 from quantize.errors import InputError
 from quantize.exports.blocks import NVFP4_BLOCK, Q8_0_BLOCK, nvfp4_blocks, q8_0_blocks
 from quantize.exports.metadata import text_config
-from quantize.rounding import E2M1_GROUPS, all_finite
-from quantize.schemes import Scheme
+from quantize.schemes.records import Scheme
+from quantize.schemes.rounding import E2M1_GROUPS, all_finite
 
 KeptAs = Literal["BF16", "Q8_0"]
 GGMLType = Literal["F32", "BF16", "Q8_0", "NVFP4"]

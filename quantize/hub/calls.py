@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 )
 
 from quantize.errors import InputError, QuantizeError, ResourceError
-from quantize.progress import say
+from quantize.host.progress import say
 
 T = TypeVar("T")
 

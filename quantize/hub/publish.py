@@ -23,12 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from quantize.errors import InputError, ResourceError
+from quantize.host.files import write_json
+from quantize.host.progress import say
 from quantize.hub.release import MAIN, PULL_REQUEST, Release, Request, find_base, prepare
 from quantize.hub.repository import File, Hub, Repository
-from quantize.progress import say
-from quantize.recipe import Recipe
+from quantize.recipe.sections import Recipe
 from quantize.reports.card import stated_base
-from quantize.run_dir import README, RESULTS, RunDir, write_json
+from quantize.runs.folder import README, RESULTS, RunDir
 
 PUBLICATION = "publication.json"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")

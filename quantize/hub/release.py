@@ -14,12 +14,13 @@ from typing import Any
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import GateError, InputError, UndecidedError
+from quantize.host.files import read_json
+from quantize.host.progress import say, track
 from quantize.hub.repository import File, Hub
-from quantize.manifest import fingerprint
-from quantize.progress import say, track
-from quantize.recipe import Recipe, read_recipe
+from quantize.recipe.sections import Recipe, read_recipe
 from quantize.reports.card import Override, base_model, card_files
-from quantize.run_dir import RunDir, is_card, read_json
+from quantize.runs.folder import RunDir, is_card
+from quantize.runs.manifest import fingerprint
 
 PULL_REQUEST, MAIN = "pr", "main"
 FindBase = Callable[[dict[str, Any], Recipe], str | None]  # from a manifest's source

@@ -23,6 +23,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars, logging
 
 from quantize.errors import GateError
+from quantize.host.progress import track
 from quantize.hub.calls import (
     NOT_FOUND,
     STALE_PARENT,
@@ -31,7 +32,6 @@ from quantize.hub.calls import (
     patiently,
     status_of,
 )
-from quantize.progress import track
 
 T = TypeVar("T")
 

@@ -23,9 +23,10 @@ from huggingface_hub import EvalResultEntry, ModelCardData, eval_result_entries_
 from jinja2 import Environment, StrictUndefined
 
 from quantize.errors import InputError
-from quantize.recipe import Recipe
+from quantize.host.files import read_json, write_text
+from quantize.recipe.sections import Recipe
 from quantize.reports.render import JUDGED, OTHER_INTERVAL, looks_lines
-from quantize.run_dir import README, RESULTS, RunDir, read_json, write_text
+from quantize.runs.folder import README, RESULTS, RunDir
 
 # Task -> (data set on the Hub, name of the task in it): gpqa_diamond is the Hub's own name, the others
 # are lm-eval's. A task with thinking on has the same data set.

@@ -13,9 +13,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from quantize.errors import InputError
+from quantize.host.files import read_json
 from quantize.reports.questions import GATED, differing, question_counts, question_row
 from quantize.reports.scores import pair, read_scoring
-from quantize.run_dir import RunDir, read_json
+from quantize.runs.folder import RunDir
 
 CONFIDENCE = 0.95
 

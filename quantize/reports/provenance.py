@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from quantize.measured import now
-from quantize.units import size
+from quantize.host.resources import now
+from quantize.host.units import size
 
 
 def made(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any
 
 from recovery.scoring import Row, Scoring
 
-from quantize.run_dir import RunDir, read_json
+from quantize.host.files import read_json
+from quantize.runs.folder import RunDir
 
 BASE, GATED = "bf16", "quantized"  # sides of a run, and keys of an entry
 QUESTION_COLUMNS = (

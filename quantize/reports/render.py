@@ -16,10 +16,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from quantize.host.units import size
 from quantize.reports import charts
 from quantize.reports.provenance import made_lines, stage_rows
 from quantize.reports.questions import question_counts, question_row, watched
-from quantize.units import size
 
 BUNDLED_NOTE = (
     "This is the small model that ships with quantize, trained on word problems. It is not Google's "

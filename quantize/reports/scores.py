@@ -17,7 +17,7 @@ from recovery.statistics import Comparison, compare
 from recovery.steps import StepInflation, share_at, step_inflation
 
 from quantize.errors import InputError
-from quantize.run_dir import REDO, read_json, write_json, write_text
+from quantize.host.files import REDO, read_json, write_json, write_text
 
 
 def pair(

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quantize.runtime.given import Given
 from quantize.runtime.images import Images
+from quantize.runtime.known_tokens import Given
 from quantize.runtime.prefixes import PrefixCache
 from quantize.runtime.sample import Sample, canvas_budgets
 from quantize.runtime.sampler import Sampler

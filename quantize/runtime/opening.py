@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from quantize.activations import ActivationMode
 from quantize.checkpoints.layout import check_mode
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.progress import say, track
+from quantize.host.progress import say, track
 from quantize.runtime.engine import Engine
 from quantize.runtime.memory import Need, Stack, budget_of, packed_sizes, plan
+from quantize.schemes.modes import ActivationMode
 
 if TYPE_CHECKING:
     from quantize.runtime.fused.weights import TextWeights

@@ -5,7 +5,7 @@ import re
 import torch
 from torch import Tensor
 
-from quantize.processes import Processes
+from quantize.host.processes import Processes
 
 
 class Ranges:

@@ -25,7 +25,7 @@ from fused_dequant.canvas import accepted, stopped, token_entropy
 from torch import Tensor
 
 from quantize.errors import InputError
-from quantize.runtime.given import FREE, certain, put
+from quantize.runtime.known_tokens import FREE, certain, put
 from quantize.runtime.noise import Noise
 
 # Fields of generation_config.json that cannot change what this runtime returns.

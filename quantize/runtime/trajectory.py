@@ -22,10 +22,10 @@ from torch import Tensor
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.processes import ALONE, Processes
-from quantize.progress import metered
-from quantize.recipe import Calibration
-from quantize.run_dir import read_json, write_json
+from quantize.host.files import read_json, write_json
+from quantize.host.processes import ALONE, Processes
+from quantize.host.progress import metered
+from quantize.recipe.sections import Calibration
 from quantize.runtime.batch import OnStep, ended, generate
 from quantize.runtime.engine import Engine
 from quantize.runtime.images import Images

@@ -27,8 +27,8 @@ from quantize import __version__
 from quantize.errors import InputError
 from quantize.runtime import Sampler
 from quantize.runtime.chat import CLOSE
-from quantize.runtime.given import Given
 from quantize.runtime.images import Images
+from quantize.runtime.known_tokens import Given
 from quantize.serve import docs, infill, unsupported
 from quantize.serve.answers import Shape, usage
 from quantize.serve.constraint import Constraint, Matcher

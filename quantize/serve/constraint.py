@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from quantize.errors import InputError
-from quantize.runtime.given import Verdict
+from quantize.runtime.known_tokens import Verdict
 
 ROUNDS = 8  # most times that a canvas is denoised again
 SHORTLIST = 64  # most probable tokens of a position that are tried before all of them

@@ -8,7 +8,7 @@ canvas, so that the decoder sees it from the first step; it is not part of the a
 
 from collections.abc import Callable, Sequence
 
-from quantize.runtime.given import Given
+from quantize.runtime.known_tokens import Given
 from quantize.serve.failures import RequestError
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 

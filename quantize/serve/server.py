@@ -10,14 +10,14 @@ from types import FrameType
 
 import uvicorn
 
-from quantize.activations import ActivationMode
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import ResourceError
-from quantize.progress import say
+from quantize.host.progress import say
 from quantize.runtime import Sampler, open
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine
 from quantize.runtime.fused.weights import model_config
+from quantize.schemes.modes import ActivationMode
 from quantize.serve.app import Service, create_app
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import KEY_VARIABLE, Options

@@ -17,7 +17,7 @@ from typing import Any
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
-from quantize.recipe import Calibration
+from quantize.recipe.sections import Calibration
 from quantize.runtime.chat import Message, encode_chat, load_tokenizer
 from quantize.runtime.images import open_picture, place, prepare
 from quantize.runtime.trajectory import Prompt

@@ -29,18 +29,18 @@ import torch
 from recovery.samples import Request
 from safetensors.torch import load_file
 
-from quantize.activations import ActivationMode
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe import load_recipe
-from quantize.run_dir import read_json
+from quantize.host.files import read_json
+from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler, open
 from quantize.runtime.opening import Kind
-from quantize.stages import calibrate as calibration
-from quantize.stages import fidelity as comparison
-from quantize.stages.answerer import Answerer
-from quantize.stages.convert import convert
+from quantize.schemes.modes import ActivationMode
+from quantize.stages.calibrate import calibrate as calibration
+from quantize.stages.convert.convert import convert
+from quantize.stages.evaluate.local_model import Answerer
+from quantize.stages.fidelity import fidelity as comparison
 
 SETTINGS: dict[Kind, dict[str, Any]] = {
     "modules": {"kind": "modules", "dtype": torch.float32},

@@ -32,7 +32,7 @@ from recovery.samples import Finished, Request, SampleStore
 from rich.console import Console
 from rich.table import Table
 
-from quantize.activations import ACTIVATION_MODES, ActivationMode
+from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
 
 WAVES, CANVASES = 2, 4  # chats a slot, canvases a chat
 CONTEXT = 512  # tokens that a measured canvas stands behind, on average
@@ -71,11 +71,11 @@ def chats(count: int, tokens: int, first: int = 0) -> list[Request]:
 
 def evaluated(folder: Path, activations: ActivationMode, capacity: int, steps: int) -> Facts:
     """Answer chats as evaluation does, and return what it took."""
-    from quantize.bench import NEVER
+    from quantize.bench.speed import NEVER
     from quantize.checkpoints.reader import Checkpoint
-    from quantize.processes import best_device
+    from quantize.host.processes import best_device
     from quantize.runtime import Sampler
-    from quantize.stages.answerer import Answerer
+    from quantize.stages.evaluate.local_model import Answerer
 
     sampler = replace(
         Sampler.from_checkpoint(folder), max_denoising_steps=steps, confidence_threshold=NEVER,
@@ -116,7 +116,7 @@ def served_mode(folder: Path) -> ActivationMode:
 
 def benched(folder: Path, slots: list[int], steps: int) -> dict[int, float]:
     """Return `bench`'s tokens/s by batch."""
-    from quantize.bench import bench
+    from quantize.bench.speed import bench
 
     found = bench(
         folder, random=None, config=None, steps=[str(steps)], batches=slots, context=CONTEXT,

@@ -29,8 +29,8 @@ import click
 
 from quantize.checkpoints.reader import Checkpoint, read_header
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe import Calibration, Recipe, load_recipe
-from quantize.run_dir import RunDir
+from quantize.recipe.sections import Calibration, Recipe, load_recipe
+from quantize.runs.folder import RunDir
 
 Facts = dict[str, Any]
 # Step -> seconds allowed.
@@ -101,7 +101,7 @@ def write(folder: Path, layers: int, vocabulary: int, experts: int = 128) -> Fac
 
 def convert(folder: Path, name: str) -> Facts:
     """Convert with a shipped recipe."""
-    from quantize.stages.convert import convert as convert_checkpoint
+    from quantize.stages.convert.convert import convert as convert_checkpoint
 
     source, recipe = Checkpoint.open(folder / "bf16"), shipped(name)
     targets = plan_targets(source.tensors, recipe.quantization)
@@ -118,7 +118,7 @@ def convert(folder: Path, name: str) -> Facts:
 
 def verify(folder: Path, name: str) -> Facts:
     """Run every static check on an artifact."""
-    from quantize.stages.verify import verify as verify_checkpoint
+    from quantize.stages.verify.verify import verify as verify_checkpoint
 
     source, recipe = Checkpoint.open(folder / "bf16"), shipped(name)
     targets = plan_targets(source.tensors, recipe.quantization)
@@ -141,7 +141,7 @@ def load(folder: Path, name: str) -> Facts:
     from quantize.checkpoints.load import load as load_checkpoint
     from quantize.runtime.modules.inputs import watch_inputs
     from quantize.runtime.modules.passes import text_config
-    from quantize.stages.coverage import Coverage
+    from quantize.stages.calibrate.coverage import Coverage
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     started = time.perf_counter()
@@ -165,8 +165,8 @@ def calibrate(folder: Path, prompts: int, steps: int) -> Facts:
     """Calibrate NVFP4 on prompts x 1 canvas x steps."""
     import torch
 
-    from quantize.run_dir import read_json
-    from quantize.stages.calibrate import calibrate as calibrate_checkpoint
+    from quantize.host.files import read_json
+    from quantize.stages.calibrate.calibrate import calibrate as calibrate_checkpoint
 
     source = folder / "bf16"
     path = folder / "prompts.jsonl"

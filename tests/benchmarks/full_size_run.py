@@ -97,7 +97,7 @@ def prepare(folder: Path, shape: dict[str, int], count: int, steps: int) -> None
 
     The chains read FOLDER/model: the same shards, and a generation config with their steps.
     """
-    from quantize.run_dir import read_json
+    from quantize.host.files import read_json
 
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "bf16").exists():
@@ -150,7 +150,8 @@ def measured(report: Path, words: list[str]) -> int:
     """Run the command line here, with a line of `report` for every stage; return its exit code."""
     import torch
 
-    from quantize import cli, pipeline
+    from quantize import cli
+    from quantize.pipeline import run as pipeline
     from quantize.runtime.fused import transfer
 
     taken: list[int] = []

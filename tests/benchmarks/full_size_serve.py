@@ -29,10 +29,10 @@ from typing import Any
 import psutil
 from streams import Heard, asked_together, prompt_of, rate
 
-from quantize.bench import NEVER, _measure
+from quantize.bench.speed import NEVER, _measure
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
-from quantize.processes import best_device
+from quantize.host.processes import best_device
 from quantize.runtime import Sampler
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transfer import seconds
 
-from quantize import gptq
-from quantize.gptq import GRIDS
-from quantize.hessians import Hessians
-from quantize.rounding import block_scale, global_scale
-from quantize.schemes import SCHEMES
-from quantize.stages.round_weights import experts_at_once
+from quantize.schemes import gptq
+from quantize.schemes.gptq import GRIDS
+from quantize.schemes.hessians import Hessians
+from quantize.schemes.records import SCHEMES
+from quantize.schemes.rounding import block_scale, global_scale
+from quantize.stages.round_weights.round_weights import experts_at_once
 
 SHAPES = {"gate_up": (1408, 2816), "down": (2816, 704)}
 TOKENS, TOPK = 1024, 8

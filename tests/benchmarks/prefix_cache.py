@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from quantize.adaptive import NEVER
-from quantize.bench import MIXES
+from quantize.bench.adaptive import NEVER
+from quantize.bench.speed import MIXES
 from quantize.checkpoints.reader import known_config
 from quantize.cli.options import REAL_MODEL
 from quantize.runtime import Sampler, open

@@ -21,8 +21,8 @@ from full_size_serve import CANVASES, CONTEXT, FIXED, STEPS, asked, serving
 from streams import rate
 
 from quantize.runtime.engine import Canvas, Meanwhile, OnDraft
-from quantize.runtime.given import Given
 from quantize.runtime.images import Images
+from quantize.runtime.known_tokens import Given
 from quantize.runtime.sampler import Sampler
 
 PROMPT = 0.025

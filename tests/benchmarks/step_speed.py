@@ -48,8 +48,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support"
 
 from fused_dequant import tuning  # noqa: E402
 
-from quantize import bench  # noqa: E402
-from quantize.adaptive import NEVER, SomeSlots  # noqa: E402
+from quantize.bench import speed as bench  # noqa: E402
+from quantize.bench.adaptive import NEVER, SomeSlots  # noqa: E402
+from quantize.bench.steps import profile_step, time_step  # noqa: E402
 from quantize.bundled import CHECKPOINT, HELDOUT  # noqa: E402
 from quantize.checkpoints.reader import known_config  # noqa: E402
 from quantize.cli.options import REAL_MODEL  # noqa: E402
@@ -58,9 +59,10 @@ from quantize.runtime import open as open_engine  # noqa: E402
 from quantize.runtime.chat import encode_chat, load_tokenizer  # noqa: E402
 from quantize.runtime.engine import complete  # noqa: E402
 from quantize.runtime.fused import text_stack  # noqa: E402
-from quantize.runtime.fused.cost import decoder_floor, measure_rates  # noqa: E402
+from quantize.runtime.fused.cost import decoder_floor  # noqa: E402
 from quantize.runtime.fused.engine import FusedEngine  # noqa: E402
 from quantize.runtime.fused.random_weights import random_weights  # noqa: E402
+from quantize.runtime.fused.rates import measure_rates  # noqa: E402
 from quantize.runtime.fused.weights import TextWeights  # noqa: E402
 
 CONTEXT, STEPS = 1024, 16
@@ -144,9 +146,9 @@ def measured(compared: Variants, prompts: list[list[int]], canvases: int) -> dic
             tokens[variant] = torch.tensor([canvas.tokens for canvas in done if canvas])
             assert [canvas.steps for canvas in done if canvas] == [STEPS] * len(slots)
     for variant, (engine, _) in compared.items():  # each still holds its last canvas
-        steps[variant] = engine.time_step(slots)
+        steps[variant] = time_step(engine, slots)
     for variant, (engine, _) in compared.items():
-        parts[variant] = engine.profile_step(slots)
+        parts[variant] = profile_step(engine, slots)
     each = {name: [own * 1e3 for own in times] for name, times in seconds.items()}
     rows = {name: statistics.median(own) for name, own in each.items()}
     first = next(iter(compared))

@@ -28,7 +28,7 @@ from recovery.samples import Completion, Request
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.runtime import Sampler
 from quantize.runtime.opening import default_kind
-from quantize.stages.answerer import Answerer
+from quantize.stages.evaluate.local_model import Answerer
 
 FACTORS = (0.05, 0.25, 0.5, 1.0, 1.5, 2.0)
 

@@ -12,10 +12,10 @@ from fused_dequant.formats import interleave_gate_up
 from fused_dequant.weights import Weight, dequantize
 
 import quantize
-from quantize.recipe import shipped_recipes
-from quantize.run_dir import read_json
+from quantize.host.files import read_json
+from quantize.recipe.sections import shipped_recipes
 from quantize.runtime.fused.weights import load_packed
-from quantize.schemes import SCHEMES
+from quantize.schemes.records import SCHEMES
 
 CALIBRATION = {
     "datasets": ["bundled"], "prompts": 4, "canvases": 1, "batch_size": 4, "thinking": 0.5, "seed": 0,
@@ -51,7 +51,7 @@ def values(*weights: Weight) -> torch.Tensor:
 def test_its_checkpoint_passes_verify_and_loads_alike_in_both_loaders(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantize.stages.calibrate.HELD_OUT_PROMPTS", 1)
+    monkeypatch.setattr("quantize.stages.calibrate.calibrate.HELD_OUT_PROMPTS", 1)
     run = quantize.run(str(recipe_file(name, tmp_path)), out=tmp_path, until="verify").folder
     assert read_json(run.verification_json)["passed"] is True
     modules = quantize.load(run.checkpoint)

@@ -11,13 +11,13 @@ from conversions import recipe_for, run
 from safetensors.torch import load_file, save_file
 from tiny import EXPERTS, LAYERS
 
-from quantize.activations import ActivationMode
 from quantize.checkpoints import load as load_module
 from quantize.checkpoints.layout import scheme_tensors
 from quantize.checkpoints.load import lazy_weights, load, read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.stages.verify_weights import Decompressor
+from quantize.schemes.modes import ActivationMode
+from quantize.stages.verify.verify_weights import Decompressor
 
 EXPERT = "model.decoder.layers.2.experts.3.up_proj"
 Tensors = dict[str, torch.Tensor]

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from quantize.checkpoints.reader import INDEX, SINGLE, Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError, QuantizeError
-from quantize.stages.convert import convert
+from quantize.stages.convert.convert import convert
 
 RECIPE = recipe_for("NVFP4A16")
 EXPERTS = "model.decoder.layers.2.experts.gate_up_proj"

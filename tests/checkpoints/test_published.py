@@ -14,9 +14,9 @@ import pytest
 from quantize.checkpoints.layout import bf16_layout, quantized_layout, stated_schemes
 from quantize.checkpoints.reader import TensorSpec, known_config
 from quantize.checkpoints.targets import plan_targets, sum_bytes
-from quantize.recipe import load_recipe
-from quantize.stages.convert import quantized_config
-from quantize.stages.plan import config_of_known, tensors_from_config
+from quantize.recipe.sections import load_recipe
+from quantize.stages.convert.convert import quantized_config
+from quantize.stages.plan.plan import config_of_known, tensors_from_config
 
 GOOGLE = "google/diffusiongemma-26B-A4B-it"
 BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1}

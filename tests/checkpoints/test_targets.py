@@ -14,8 +14,8 @@ from quantize.checkpoints.layout import (
 from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.checkpoints.targets import matches, module_class, plan_targets, sum_bytes
 from quantize.errors import InputError
-from quantize.recipe import Quantization, load_recipe
-from quantize.stages.plan import config_of_known, group, tensors_from_config
+from quantize.recipe.sections import Quantization, load_recipe
+from quantize.stages.plan.plan import config_of_known, group, tensors_from_config
 
 REAL = "google/diffusiongemma-26B-A4B-it"
 LAYERS, EXPERTS, FULL_LAYERS = 30, 128, 5
@@ -113,7 +113,7 @@ def test_bf16_layout_is_what_transformers_saves(tiny_checkpoint: Path) -> None:
 def test_planned_bytes_equal_the_bytes_of_the_tensors_a_scheme_writes() -> None:
     from quantize.checkpoints.reader import DTYPES
     from quantize.checkpoints.targets import quantized_bytes
-    from quantize.schemes import SCHEMES
+    from quantize.schemes.records import SCHEMES
 
     for scheme in SCHEMES.values():
         specs = scheme_tensors("m", scheme, 704, 2816).values()

@@ -5,7 +5,7 @@ from experiments.hessians import SOURCE, BothInputs
 from experiments.rounding import VARIANTS
 
 from quantize.checkpoints.targets import plan_targets
-from quantize.stages.round_weights import units_of
+from quantize.stages.round_weights.round_weights import units_of
 
 SCALE = 448 * 6 / 4.0  # of inputs up to 4
 

@@ -9,7 +9,7 @@ from experiments.rounding import ANSWERED, VARIANTS, Variant, per_problem, recip
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.run_dir import write_json
+from quantize.host.files import write_json
 
 
 def test_every_variant_plans_what_it_says() -> None:

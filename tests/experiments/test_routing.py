@@ -10,7 +10,7 @@ from tiny import CANVAS, tiny_model
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Prompt, record
-from quantize.stages.replay import Compared, StepDistance, replay
+from quantize.stages.fidelity.replay import Compared, StepDistance, replay
 
 SAMPLER = Sampler(max_new_tokens=2 * CANVAS, max_denoising_steps=3)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantize.exports.blocks import nvfp4_blocks, q8_0_blocks
-from quantize.rounding import FP8, GROUP, unpack_e2m1
+from quantize.schemes.rounding import FP8, GROUP, unpack_e2m1
 
 Q8_0, NVFP4 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.NVFP4
 

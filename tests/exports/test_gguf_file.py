@@ -20,9 +20,9 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.shards import state_path
 from quantize.errors import ResourceError
 from quantize.exports.gguf_file import export_gguf
-from quantize.locks import locked
-from quantize.manifest import fingerprint
-from quantize.rounding import unpack_e2m1
+from quantize.host.locks import locked
+from quantize.runs.manifest import fingerprint
+from quantize.schemes.rounding import unpack_e2m1
 
 LAYERS, FULL = 6, 5
 # GGUF's names, per layer, beside those on disk; written down from llama.cpp's table, not from ours.

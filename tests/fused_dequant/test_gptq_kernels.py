@@ -11,11 +11,11 @@ from fused_dequant import dispatch
 from kernels_support.device import DEVICE, INTERPRETED, MARKS, passed_in_the_interpreter
 from torch import Tensor
 
-from quantize import gptq
-from quantize.gptq import GRIDS, Grid, descend_block, round_block
-from quantize.hessians import Hessians
-from quantize.rounding import FP8, block_scale, global_scale
-from quantize.schemes import SCHEMES
+from quantize.schemes import gptq
+from quantize.schemes.gptq import GRIDS, Grid, descend_block, round_block
+from quantize.schemes.hessians import Hessians
+from quantize.schemes.records import SCHEMES
+from quantize.schemes.rounding import FP8, block_scale, global_scale
 
 KINDS = {"e2m1": torch.float32, "e4m3": FP8, "int8": torch.int8}
 LAYERS = [(2, 24, 32)] if INTERPRETED else [(2, 96, 336), (8, 704, 2816), (1, 4224, 2112)]

@@ -5,7 +5,7 @@ import torch
 from fused_dequant import cases, dispatch, reference, simulated, weights
 from kernels_support.device import DEVICE, INTERPRETED, MARKS, passed_in_the_interpreter
 
-from quantize.schemes import SCHEMES
+from quantize.schemes.records import SCHEMES
 
 
 def rows(count: int, width: int) -> torch.Tensor:

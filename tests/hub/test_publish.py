@@ -18,11 +18,12 @@ from huggingface_hub import constants
 from quantize import cli
 from quantize.checkpoints.reader import Checkpoint, hub_commit, resolve
 from quantize.errors import InputError
-from quantize.manifest import new_manifest
-from quantize.recipe import read_recipe
+from quantize.host.files import read_json, write_json
+from quantize.recipe.sections import read_recipe
 from quantize.reports.scores import read_scoring, write_scoring
-from quantize.run_dir import RunDir, read_json, write_json
-from quantize.stages.report import judge_run
+from quantize.runs.folder import RunDir
+from quantize.runs.manifest import new_manifest
+from quantize.stages.report.report import judge_run
 
 TOKEN = "hf_PlantedTokenThatNobodyMaySee"
 REPO = "org/model"

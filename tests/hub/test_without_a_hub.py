@@ -10,11 +10,12 @@ from huggingface_hub import ModelCard, constants
 
 from quantize import cli
 from quantize.checkpoints.reader import Checkpoint
-from quantize.manifest import checksums
-from quantize.recipe import read_recipe
-from quantize.run_dir import README, RESULTS, RunDir, read_json, write_text
-from quantize.stage import STAGES
-from quantize.staleness import why_stale
+from quantize.host.files import read_json, write_text
+from quantize.pipeline.stages import STAGES
+from quantize.pipeline.staleness import why_stale
+from quantize.recipe.sections import read_recipe
+from quantize.runs.folder import README, RESULTS, RunDir
+from quantize.runs.manifest import checksums
 
 TASKS = ("aime25", "gpqa_diamond", "gsm8k")
 
@@ -42,7 +43,7 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.fixture
 def quantize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Run one command in this process; returns its code and all that it printed."""
-    monkeypatch.setattr("quantize.progress.console.width", 1000)
+    monkeypatch.setattr("quantize.host.progress.console.width", 1000)
 
     def call(*words: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["quantize", *map(str, words)])

@@ -21,7 +21,7 @@ from scipy import stats
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.runtime import Sampler
-from quantize.stages.answerer import Answerer
+from quantize.stages.evaluate.local_model import Answerer
 
 TASK, REPEATS, COMPARISONS, MARGIN_PP = "word_problems", 8, 200, 2.0
 QUESTIONS = 100  # when they are made here

@@ -17,7 +17,8 @@ from huggingface_hub.repocard import metadata_load
 
 from quantize.cli import cli
 from quantize.errors import InputError
-from quantize.recipe import Recipe, load_recipe, parse_recipe
+from quantize.host.files import read_json, write_json, write_text
+from quantize.recipe.sections import Recipe, load_recipe, parse_recipe
 from quantize.reports.card import (
     Override,
     base_model,
@@ -27,7 +28,7 @@ from quantize.reports.card import (
     serve_command,
     serving,
 )
-from quantize.run_dir import RunDir, read_json, write_json, write_text
+from quantize.runs.folder import RunDir
 
 REPO = "org/diffusiongemma-NVFP4"
 

@@ -35,15 +35,16 @@ from scripted_run import (
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
+from quantize.host.files import read_json, write_json, write_text
 from quantize.reports.compare import compare_runs, question_tables
 from quantize.reports.junit import junit
 from quantize.reports.markdown import markdown
 from quantize.reports.questions import parting, question_counts, questions_and_canvases
 from quantize.reports.render import html
 from quantize.reports.scores import pair, read_scoring, write_scoring
-from quantize.run_dir import RunDir, read_json, write_json, write_text
-from quantize.stages.recording import RECORDED, leave_questions, record_differing
-from quantize.stages.report import _with_steps, report
+from quantize.runs.folder import RunDir
+from quantize.stages.evaluate.recording import RECORDED, leave_questions, record_differing
+from quantize.stages.report.report import _with_steps, report
 
 VOID = {"meta", "link", "input", "br"}
 

@@ -16,8 +16,8 @@ from scripted_run import Recorder, add_optional_parts, make_run, mock_data, reci
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.stages.recording import leave_questions, record_differing
-from quantize.stages.report import report as write_report
+from quantize.stages.evaluate.recording import leave_questions, record_differing
+from quantize.stages.report.report import report as write_report
 
 pytestmark = pytest.mark.slow
 

@@ -16,12 +16,13 @@ import torch
 from fused_dequant.targets import FORCE
 from PIL import Image
 
-from quantize.activations import ActivationMode
+from quantize.bench.one_token import continuation
+from quantize.bench.steps import profile_step
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint, TensorInfo
 from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe import load_recipe
+from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler
 from quantize.runtime.fused.engine import FusedEngine, _denoising
 from quantize.runtime.fused.inputs import DENSE, EXPERTS, Inputs
@@ -29,7 +30,8 @@ from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.images import place, prepare
 from quantize.runtime.modules.passes import decode_canvas, encode_prompts
-from quantize.stages.convert import convert
+from quantize.schemes.modes import ActivationMode
+from quantize.stages.convert.convert import convert
 
 pytestmark = pytest.mark.gpu
 VOCABULARY, CANVAS = 32_768, 256
@@ -152,7 +154,7 @@ def test_replay_equals_eager(artifact: tuple[str, Path], in_fp8: bool) -> None:
         for slot, n in enumerate(CONTEXTS):
             engine.admit(slot, tokens(n, seed=n).tolist(), slot, SAMPLER)
         results.append([engine.denoise(range(4)) for _ in range(3)])
-        parts = engine.profile_step(range(4))
+        parts = profile_step(engine, range(4))
     assert results[0] == results[1]
     print(f"{artifact[0]}: ms a step", {name: round(ms, 3) for name, ms in parts.items()})
     assert min(parts.values()) > 0
@@ -384,7 +386,7 @@ def test_one_token_a_pass(artifact: tuple[str, Path]) -> None:
         prompts = [tokens(n, seed=slot).tolist() for slot, n in enumerate(CONTEXTS)]
         for slot, prompt in enumerate(prompts):
             engine.admit(slot, prompt[:-1], slot, SAMPLER)
-        texts = engine.continuation(range(4), [prompt[-1] for prompt in prompts])
+        texts = continuation(engine, range(4), [prompt[-1] for prompt in prompts])
         found.append(texts.run(20))
         texts.rewind()
         found.append(texts.run(20))

@@ -17,12 +17,11 @@ from PIL import Image
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from quantize.activations import ActivationMode
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe import load_recipe
+from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.fused.engine import FusedEngine
@@ -31,7 +30,8 @@ from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import TextWeights, load_packed
 from quantize.runtime.images import Images, place, prepare
 from quantize.runtime.modules.passes import encode_prompts
-from quantize.stages.convert import convert
+from quantize.schemes.modes import ActivationMode
+from quantize.stages.convert.convert import convert
 
 RECIPES: dict[str, ActivationMode] = {
     "bf16": "none", "fp8_dynamic": "per_expert", "int8_dynamic": "per_expert", "nvfp4a16": "none",

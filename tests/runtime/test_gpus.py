@@ -12,17 +12,19 @@ from fused_dequant.candidates import Product, candidates
 from fused_dequant.targets import TARGETS, Capability
 from fused_dequant.tuning import Config
 
+from quantize.bench import tune as tuned
+from quantize.bench.tune import gains_table, tune_gpu
 from quantize.checkpoints.reader import known_config
 from quantize.checkpoints.targets import plan_targets
 from quantize.cli import cli
 from quantize.cli.options import REAL_MODEL
 from quantize.errors import InputError, ResourceError
-from quantize.recipe import load_recipe
-from quantize.runtime.fused import gpus, tuned
-from quantize.runtime.fused.gpus import GPUS, check_gpu, floor, named, verdict
-from quantize.runtime.fused.tuned import gains_table, tune_gpu
-from quantize.stages.plan import tensors_from_config
-from quantize.stages.portability import kernel_schemes
+from quantize.recipe.sections import load_recipe
+from quantize.runtime.fused import gpus
+from quantize.runtime.fused.cost import floor
+from quantize.runtime.fused.gpus import GPUS, check_gpu, named, verdict
+from quantize.stages.plan.gpu_support import kernel_schemes
+from quantize.stages.plan.plan import tensors_from_config
 
 CUDA = torch.device("cuda")
 

@@ -13,7 +13,7 @@ from quantize.runtime import Sampler, generate
 from quantize.runtime.engine import Canvas, Engine
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
-from quantize.runtime.given import Given, Verdict
+from quantize.runtime.known_tokens import Given, Verdict
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.sampler import StepRecord
 

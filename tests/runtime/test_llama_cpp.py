@@ -14,18 +14,18 @@ from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.exports.gguf_file import export_gguf
-from quantize.manifest import fingerprint
-from quantize.recipe import Evaluation
+from quantize.recipe.sections import Evaluation
 from quantize.reports.render import scored_with
 from quantize.reports.scores import pair, read_scoring
-from quantize.run_dir import RunDir
+from quantize.runs.folder import RunDir
+from quantize.runs.manifest import fingerprint
 from quantize.runtime import Sampler
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import complete
 from quantize.runtime.llama_cpp import LlamaCpp, made_from
 from quantize.runtime.modules.engine import ModelEngine
-from quantize.stages.evaluate import evaluate
-from quantize.stages.sides import Asked
+from quantize.stages.evaluate.compared_models import Asked
+from quantize.stages.evaluate.evaluate import evaluate
 
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
 

@@ -12,7 +12,8 @@ from quantize import cli, runtime
 from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import ResourceError
-from quantize.recipe import load_recipe
+from quantize.host.units import size
+from quantize.recipe.sections import load_recipe
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.text_stack import Cache
 from quantize.runtime.fused.weights import load_packed, model_config
@@ -27,15 +28,14 @@ from quantize.runtime.memory import (
     packed_sizes,
     plan,
 )
-from quantize.stages.needs import (
+from quantize.stages.memory_needs import (
     BUDGETS_GB,
     HESSIAN_BYTES,
     ROUNDING_BYTES,
     memory_table,
     needs,
 )
-from quantize.stages.plan import tensors_from_config
-from quantize.units import size
+from quantize.stages.plan.plan import tensors_from_config
 
 REAL = known_config("google/diffusiongemma-26B-A4B-it") or {}
 

@@ -16,12 +16,11 @@ import torch
 from fused_dequant import weights
 from safetensors.torch import save_file
 
-from quantize.activations import ActivationMode
 from quantize.bundled import CALIBRATION, CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError
-from quantize.recipe import load_recipe
+from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler, generate, open
 from quantize.runtime import engine as protocol
 from quantize.runtime.chat import encode_chat, load_tokenizer
@@ -32,12 +31,13 @@ from quantize.runtime.fused.weights import TextWeights, load_packed
 from quantize.runtime.opening import Kind, RandomModel
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import Prompt, Trajectory, record, save_trajectories
-from quantize.stages import fidelity
-from quantize.stages.calibrate import calibrated_modules, input_scales
-from quantize.stages.convert import convert
-from quantize.stages.coverage import Coverage
-from quantize.stages.fidelity import summarize
-from quantize.stages.replay import Compared, replay
+from quantize.schemes.modes import ActivationMode
+from quantize.stages.calibrate.calibrate import calibrated_modules, input_scales
+from quantize.stages.calibrate.coverage import Coverage
+from quantize.stages.convert.convert import convert
+from quantize.stages.fidelity import fidelity
+from quantize.stages.fidelity.fidelity import summarize
+from quantize.stages.fidelity.replay import Compared, replay
 
 PROMPTS, STEPS, ROOM = 4, 3, 512
 TIPPED = 0.05  # nats

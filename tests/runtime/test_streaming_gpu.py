@@ -12,7 +12,7 @@ import torch
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe import load_recipe
+from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler
 from quantize.runtime.engine import complete
 from quantize.runtime.fused.engine import FusedEngine
@@ -20,7 +20,7 @@ from quantize.runtime.fused.streaming import StreamedLayers
 from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.transfer import Layout, Transfer, in_memory
 from quantize.runtime.fused.weights import TextWeights, load_packed
-from quantize.stages.convert import convert
+from quantize.stages.convert.convert import convert
 
 pytestmark = pytest.mark.gpu
 MEMORY = Path(f"/dev/shm/quantize-streaming-test-{os.getpid()}")  # one a test process

@@ -16,15 +16,15 @@ from two_processes import in_two
 
 from quantize.checkpoints.load import load
 from quantize.errors import InputError, QuantizeError, ResourceError
-from quantize.recipe import Calibration, Quantization, Recipe, load_recipe
-from quantize.run_dir import read_json
+from quantize.host.files import read_json
+from quantize.recipe.sections import Calibration, Quantization, Recipe, load_recipe
 from quantize.runtime import Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.modules.inputs import watch_inputs
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import load_trajectories
-from quantize.stages.calibrate import (
+from quantize.stages.calibrate.calibrate import (
     calibrate,
     calibrated_modules,
     check_scales,

@@ -22,18 +22,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import EXPERTS, LAYERS
 
-from quantize import rounding
-from quantize import stage as stage_module
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets, sum_bytes
 from quantize.errors import InputError, ResourceError
-from quantize.recipe import Recipe, load_recipe, shipped_recipes
-from quantize.run_dir import RunDir, read_json
-from quantize.schemes import SCHEMES, Scheme
-from quantize.stages import convert as convert_module
-from quantize.stages import pieces
-from quantize.stages.convert import convert
+from quantize.host.files import read_json
+from quantize.pipeline import stages as stage_module
+from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
+from quantize.runs.folder import RunDir
+from quantize.schemes import rounding
+from quantize.schemes.records import SCHEMES, Scheme
+from quantize.stages.convert import convert as convert_module
+from quantize.stages.convert import shard_pieces as pieces
+from quantize.stages.convert.convert import convert
 from quantize.stages.device import Device
 
 
@@ -334,7 +335,7 @@ def test_too_little_disk_is_refused_before_the_start(
 def test_a_source_that_changes_meanwhile_is_refused(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    import quantize.stages.convert as module
+    import quantize.stages.convert.convert as module
 
     counter = iter(range(10))
     monkeypatch.setattr(module, "_stamps", lambda files: [("x", next(counter), 0)])

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.errors import InputError
-from quantize.recipe import load_recipe, shipped_recipes
-from quantize.rounding import global_scale
-from quantize.schemes import SCHEMES, Scheme
-from quantize.stages import convert as convert_module
-from quantize.stages.pieces import LARGEST
+from quantize.recipe.sections import load_recipe, shipped_recipes
+from quantize.schemes.records import SCHEMES, Scheme
+from quantize.schemes.rounding import global_scale
+from quantize.stages.convert import convert as convert_module
+from quantize.stages.convert.shard_pieces import LARGEST
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda:0"

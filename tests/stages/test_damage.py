@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantize.rounding import E2M1
-from quantize.run_dir import RunDir, read_json
-from quantize.stage import STAGES
-from quantize.staleness import input_digests, remember
+from quantize.host.files import read_json
+from quantize.pipeline.stages import STAGES
+from quantize.pipeline.staleness import input_digests, remember
+from quantize.runs.folder import RunDir
+from quantize.schemes.rounding import E2M1
 
 pytestmark = pytest.mark.slow
 

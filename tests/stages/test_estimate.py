@@ -7,9 +7,10 @@ from rich.console import Console
 
 from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
 from quantize.errors import ResourceError
-from quantize.recipe import Recipe, load_recipe
+from quantize.recipe.sections import Recipe, load_recipe
 from quantize.runtime.memory import Need
-from quantize.stages.estimate import (
+from quantize.stages.memory_needs import needs
+from quantize.stages.plan.estimate import (
     ASSUMED_ANSWER_TOKENS,
     HASH_BYTES_A_SECOND,
     calibration_steps,
@@ -19,8 +20,7 @@ from quantize.stages.estimate import (
     round_seconds,
     sizes_table,
 )
-from quantize.stages.needs import needs
-from quantize.stages.plan import config_of_known, tensors_from_config
+from quantize.stages.plan.plan import config_of_known, tensors_from_config
 
 REAL = "google/diffusiongemma-26B-A4B-it"
 

@@ -14,20 +14,18 @@ import torch
 import yaml
 from recovery.samples import Completion, Request
 
-from quantize.activations import ACTIVATION_MODES
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.recipe import Evaluation, load_recipe, shipped_recipes
-from quantize.run_dir import RunDir, write_json
+from quantize.host.files import write_json
+from quantize.pipeline.stages import Run, evaluate_more
+from quantize.recipe.sections import Evaluation, load_recipe, shipped_recipes
+from quantize.runs.folder import RunDir
 from quantize.runtime import Sampler
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.opening import Kind
-from quantize.stage import Run, evaluate_more
-from quantize.stages.answerer import Answerer
-from quantize.stages.evaluate import evaluate
-from quantize.stages.report import SIDES
-from quantize.stages.sides import (
+from quantize.schemes.modes import ACTIVATION_MODES
+from quantize.stages.evaluate.compared_models import (
     Asked,
     ServedModel,
     Side,
@@ -35,6 +33,9 @@ from quantize.stages.sides import (
     quantized_sides,
     warn_of_servers,
 )
+from quantize.stages.evaluate.evaluate import evaluate
+from quantize.stages.evaluate.local_model import Answerer
+from quantize.stages.report.report import SIDES
 
 PROBLEMS, BATCH = 28, 4  # looked at after 20 problems, and after all
 
@@ -142,7 +143,7 @@ def test_a_batch_size_for_the_machine_overrules_the_recipes(
         seen.append(settings.batch_size)
         return {}
 
-    monkeypatch.setattr("quantize.stages.evaluate.evaluate", note)
+    monkeypatch.setattr("quantize.stages.evaluate.evaluate.evaluate", note)
     recipe = load_recipe("fp8_dynamic").for_bundled_model()
     found = Run(RunDir(tmp_path), recipe, Checkpoint.open(CHECKPOINT), [], is_bundled=True)
     write_json(found.folder.manifest_json, {"source": {"fingerprint": ""}, "stages": {}})

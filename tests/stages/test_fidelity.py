@@ -9,7 +9,7 @@ import torch
 from tiny import CANVAS, tiny_model
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from quantize.processes import ALONE, Processes
+from quantize.host.processes import ALONE, Processes
 from quantize.runtime import Sampler, StepRecord
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.trajectory import (
@@ -19,8 +19,13 @@ from quantize.runtime.trajectory import (
     record,
     save_trajectories,
 )
-from quantize.stages.fidelity import bootstrap_interval, by_trajectory, find_faults, summarize
-from quantize.stages.replay import Compared, StepDistance, remember, replay
+from quantize.stages.fidelity.fidelity import (
+    bootstrap_interval,
+    by_trajectory,
+    find_faults,
+    summarize,
+)
+from quantize.stages.fidelity.replay import Compared, StepDistance, remember, replay
 
 # Stop at mean entropies that random weights reach now and then: canvases of unequal length.
 SAMPLER = Sampler(

@@ -10,7 +10,7 @@ from pictures import picture
 
 from quantize.bundled import CHECKPOINT
 from quantize.errors import InputError
-from quantize.recipe import Calibration
+from quantize.recipe.sections import Calibration
 from quantize.reports.render import kind_lines
 from quantize.runtime import Sampler, open
 from quantize.runtime.engine import Engine
@@ -20,9 +20,9 @@ from quantize.runtime.trajectory import (
     record,
     save_trajectories,
 )
-from quantize.stages.fidelity import summarize
+from quantize.stages.fidelity.fidelity import summarize
+from quantize.stages.fidelity.replay import Compared, replay
 from quantize.stages.prompts import load_prompts
-from quantize.stages.replay import Compared, replay
 
 WINDOW = 512  # of the bundled model
 KINDS = ["past the window", "pictures", "text"]

@@ -15,17 +15,18 @@ from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import GateError
-from quantize.recipe import load_recipe
-from quantize.run_dir import RunDir, read_json
+from quantize.host.files import read_json
+from quantize.pipeline.stages import _close_enough
+from quantize.recipe.sections import load_recipe
+from quantize.runs.folder import RunDir
 from quantize.runtime import Sampler
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import Prompt, Trajectory, record, save_trajectories
-from quantize.stage import _close_enough
-from quantize.stages.calibrate import input_scales
-from quantize.stages.convert import convert
-from quantize.stages.fidelity import fidelity
-from quantize.stages.linears import check_linears
+from quantize.stages.calibrate.calibrate import input_scales
+from quantize.stages.convert.convert import convert
+from quantize.stages.fidelity.fidelity import fidelity
+from quantize.stages.fidelity.linear_checks import check_linears
 
 SAMPLER = Sampler(max_denoising_steps=3, eos_token_ids=(1, 50), pad_token_id=0)
 LAYER = "model.decoder.layers.3."
@@ -160,7 +161,7 @@ def test_two_processes_write_the_file_of_one(
     calibration.mkdir()
     save_trajectories(calibration, trajectories, SAMPLER)
     given = (tiny_checkpoint, artifact, calibration)
-    monkeypatch.setattr("quantize.stages.fidelity.BATCH", 2)  # three batches
+    monkeypatch.setattr("quantize.stages.fidelity.fidelity.BATCH", 2)  # three batches
     in_two(lambda _: fidelity(*given, tmp_path / "two.json", activations="none", limits={}))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

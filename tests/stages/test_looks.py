@@ -11,11 +11,13 @@ from recovery.gate import Verdict
 from recovery.samples import Batch, Completion, Finished, Request
 
 from quantize.bundled import CHECKPOINT
-from quantize.recipe import Evaluation, Gate, load_recipe
-from quantize.run_dir import RunDir, read_json, write_json
-from quantize.stages import evaluate, sides
-from quantize.stages.answerer import Answerer
-from quantize.stages.report import judge_run
+from quantize.host.files import read_json, write_json
+from quantize.recipe.sections import Evaluation, Gate, load_recipe
+from quantize.runs.folder import RunDir
+from quantize.stages.evaluate import compared_models as sides
+from quantize.stages.evaluate import evaluate
+from quantize.stages.evaluate.local_model import Answerer
+from quantize.stages.report.report import judge_run
 
 GSM, WORDS = "gsm8k", "word_problems"
 COUNT, REPEATS = 100, 4

@@ -15,14 +15,17 @@ from recovery.scoring import Scoring
 
 from quantize.bundled import CHECKPOINT
 from quantize.errors import InputError, ResourceError
-from quantize.locks import locked
-from quantize.manifest import tokenizer_digest
-from quantize.recipe import Evaluation
+from quantize.host.files import read_json, write_json
+from quantize.host.locks import locked
+from quantize.recipe.sections import Evaluation
 from quantize.reports.scores import pair, read_scoring, write_scoring
-from quantize.run_dir import RunDir, read_json, write_json
+from quantize.runs.folder import RunDir
+from quantize.runs.manifest import tokenizer_digest
 from quantize.runtime import Sampler
-from quantize.stages import answerer, evaluate, sides
-from quantize.stages.answerer import Answerer
+from quantize.stages.evaluate import compared_models as sides
+from quantize.stages.evaluate import evaluate
+from quantize.stages.evaluate import local_model as answerer
+from quantize.stages.evaluate.local_model import Answerer
 
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
 GATE: dict[str, Any] = {"estimand": "these_questions", "margin_pp": 30, "confidence": 0.95}

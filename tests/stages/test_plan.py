@@ -7,9 +7,9 @@ import pytest
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.recipe import load_recipe
-from quantize.run_dir import RunDir
-from quantize.stages.plan import plan
+from quantize.recipe.sections import load_recipe
+from quantize.runs.folder import RunDir
+from quantize.stages.plan.plan import plan
 
 
 @pytest.mark.parametrize(

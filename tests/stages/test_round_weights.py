@@ -16,17 +16,17 @@ from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.errors import InputError
-from quantize.gptq import layer_loss
-from quantize.hessians import Hessians
-from quantize.recipe import Calibration, Recipe, load_recipe, parse_recipe
-from quantize.run_dir import read_json
+from quantize.host.files import read_json
+from quantize.recipe.sections import Calibration, Recipe, load_recipe, parse_recipe
 from quantize.runtime import Sampler, generate
 from quantize.runtime.memory import Plan, plan
 from quantize.runtime.modules.engine import ModelEngine
-from quantize.schemes import SCHEMES
-from quantize.stages import round_weights as stage
-from quantize.stages.convert import convert
-from quantize.stages.round_weights import groups_of, round_weights, units_of
+from quantize.schemes.gptq import layer_loss
+from quantize.schemes.hessians import Hessians
+from quantize.schemes.records import SCHEMES
+from quantize.stages.convert.convert import convert
+from quantize.stages.round_weights import round_weights as stage
+from quantize.stages.round_weights.round_weights import groups_of, round_weights, units_of
 
 SAMPLER = Sampler(max_denoising_steps=3, eos_token_ids=(1, 50), pad_token_id=0)
 LAYER = "model.decoder.layers.1"

@@ -11,17 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantize import stage as stage_module
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError
-from quantize.manifest import checksums
-from quantize.recipe import load_recipe
-from quantize.run_dir import RunDir, read_json, write_json
-from quantize.stages import verify as verify_module
-from quantize.stages import verify_weights
+from quantize.host.files import read_json, write_json
+from quantize.pipeline import stages as stage_module
+from quantize.recipe.sections import load_recipe
+from quantize.runs.folder import RunDir
+from quantize.runs.manifest import checksums
 from quantize.stages.device import Device
-from quantize.stages.verify import Verification, verify
+from quantize.stages.verify import verify as verify_module
+from quantize.stages.verify import verify_weights
+from quantize.stages.verify.verify import Verification, verify
 
 LAYER = "model.decoder.layers.2."
 PLANNED = 6 * 8 * 3 + 6 * 3 + 6 * 4 - 1

@@ -10,9 +10,9 @@ from conversions import run
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe import load_recipe
-from quantize.run_dir import RunDir
-from quantize.stages.verify import verify
+from quantize.recipe.sections import load_recipe
+from quantize.runs.folder import RunDir
+from quantize.stages.verify.verify import verify
 
 pytestmark = pytest.mark.gpu
 # A CPU's float32 norm of a block of 2^19 values was seen 2.4e-5 off; an error is a quotient of two.

@@ -8,9 +8,9 @@ from tiny import LAYERS
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, fused_with, plan_targets
-from quantize.recipe import Recipe, load_recipe
-from quantize.schemes import SCHEMES
-from quantize.stages.convert import Conversion, convert
+from quantize.recipe.sections import Recipe, load_recipe
+from quantize.schemes.records import SCHEMES
+from quantize.stages.convert.convert import Conversion, convert
 
 DENSE = LAYERS * 7 - 1  # q, k, v, o, gate, up, down a layer; the full-attention layer has no v
 IGNORE = ["lm_head", "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]

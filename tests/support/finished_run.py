@@ -10,13 +10,14 @@ from recovery.scoring import Scoring
 from safetensors.numpy import save, save_file
 
 from quantize.checkpoints.reader import Checkpoint
-from quantize.manifest import checksums, fingerprint
-from quantize.recipe import load_recipe
+from quantize.host.files import write_json, write_text
+from quantize.pipeline.stages import STAGES
+from quantize.pipeline.staleness import input_digests, remember
+from quantize.recipe.sections import load_recipe
 from quantize.reports.scores import write_scoring
-from quantize.run_dir import RunDir, write_json, write_text
-from quantize.stage import STAGES
-from quantize.stages.report import judge_run
-from quantize.staleness import input_digests, remember
+from quantize.runs.folder import RunDir
+from quantize.runs.manifest import checksums, fingerprint
+from quantize.stages.report.report import judge_run
 
 BASE = "google/diffusiongemma-26B-A4B-it"
 COMMIT = "0f28bc42f588fbd8f71e08102b1c3960298a1358"

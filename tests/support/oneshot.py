@@ -22,7 +22,7 @@ from llmcompressor.utils.helpers import DisableQuantization
 from torch import Tensor, nn
 
 from quantize.checkpoints.load import load
-from quantize.recipe import Quantization
+from quantize.recipe.sections import Quantization
 
 INPUT_SCALE = ".input_global_scale"
 NO_PROCESSOR: Any = type("NoProcessor", (), {})()  # keeps oneshot from looking for one

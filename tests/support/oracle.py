@@ -5,7 +5,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
 from llmcompressor.observers import Observer
 
-from quantize.schemes import Scheme
+from quantize.schemes.records import Scheme
 
 PRESETS = {"INT8_DYNAMIC": "INT8"}
 FORMATS = {"FP8_DYNAMIC": "float-quantized", "INT8_DYNAMIC": "int-quantized"}

@@ -20,11 +20,12 @@ from quantize import cli
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.manifest import fingerprint
-from quantize.recipe import Evaluation, Recipe, shipped_recipes
+from quantize.host.files import folder_when_complete, write_json
+from quantize.recipe.sections import Evaluation, Recipe, shipped_recipes
 from quantize.reports.scores import write_scoring
-from quantize.run_dir import RunDir, folder_when_complete, write_json
-from quantize.stages.sides import Asked
+from quantize.runs.folder import RunDir
+from quantize.runs.manifest import fingerprint
+from quantize.stages.evaluate.compared_models import Asked
 
 TASK = "word_problems"
 PROBLEMS = 60
@@ -132,10 +133,10 @@ class Quick:
                 shutil.copy(CHECKPOINT / name, self.model)
         self.recipe = quick_recipe(folder)
         self.monkeypatch = monkeypatch
-        monkeypatch.setattr("quantize.stages.calibrate.calibrate", made_up_ranges)
-        monkeypatch.setattr("quantize.stages.fidelity.fidelity", made_up_replay)
-        monkeypatch.setattr("quantize.stages.evaluate.evaluate", made_up_scores)
-        monkeypatch.setattr("quantize.progress.console.width", 1000)
+        monkeypatch.setattr("quantize.stages.calibrate.calibrate.calibrate", made_up_ranges)
+        monkeypatch.setattr("quantize.stages.fidelity.fidelity.fidelity", made_up_replay)
+        monkeypatch.setattr("quantize.stages.evaluate.evaluate.evaluate", made_up_scores)
+        monkeypatch.setattr("quantize.host.progress.console.width", 1000)
 
     def __call__(self, *words: object) -> Done:
         """Run one command."""

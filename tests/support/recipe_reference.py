@@ -5,10 +5,13 @@ import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from quantize.recipe import Recipe, Section
+from quantize.recipe.sections import Recipe, Section
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
-BEGIN, END = "<!-- generated from quantize/recipe.py -->\n", "<!-- end of the generated part -->\n"
+BEGIN, END = (
+    "<!-- generated from quantize/recipe/sections.py -->\n",
+    "<!-- end of the generated part -->\n",
+)
 
 
 def reference() -> str:

@@ -17,10 +17,12 @@ from recovery.samples import Batch, Completion, Finished, Request
 
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
-from quantize.manifest import fingerprint, new_manifest
-from quantize.recipe import Evaluation, Recipe, parse_recipe, shipped_recipes
-from quantize.run_dir import RunDir, write_json
-from quantize.stages import evaluate, sides
+from quantize.host.files import write_json
+from quantize.recipe.sections import Evaluation, Recipe, parse_recipe, shipped_recipes
+from quantize.runs.folder import RunDir
+from quantize.runs.manifest import fingerprint, new_manifest
+from quantize.stages.evaluate import compared_models as sides
+from quantize.stages.evaluate import evaluate
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
 MARKER = "MARKERSTRING"

@@ -21,8 +21,8 @@ from quantize.runtime import Sample, Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Canvas, Engine, Meanwhile, OnDraft
 from quantize.runtime.fused.weights import model_config
-from quantize.runtime.given import Given
 from quantize.runtime.images import Images
+from quantize.runtime.known_tokens import Given
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.noise import CounterNoise
 from quantize.serve.options import Options

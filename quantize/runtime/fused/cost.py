@@ -7,69 +7,19 @@ NVFP4 products run on bf16 tensor cores (W4A16), FP8 ones on FP8's, and so do NV
 mode `fp8`. Norms, routing and the sampler's read of the logits are left out: the floor is lower.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
-import torch
 from fused_dequant import Weight
-from fused_dequant.formats import EIGHT_BIT
 
-if TYPE_CHECKING:
-    from quantize.runtime.fused.weights import TextWeights
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Rates that a device reaches: bytes/s of a copy, FLOP/s of bf16 and FP8 products."""
-
-    copy: float
-    bf16: float
-    fp8: float
-
-    def seconds(self, nbytes: float, flop: float, scheme: str) -> float:
-        """Return the least seconds of one product."""
-        return max(nbytes / self.copy, flop / (self.fp8 if scheme in EIGHT_BIT else self.bf16))
-
-
-def measure_rates(device: torch.device) -> Rates:
-    """Measure now, on a 2 GB tensor negated into another and on square products of 8192."""
-    copy = _copy_rate(device)
-    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    bf16 = 2 * 8192**3 / _seconds(lambda: a @ a.T)
-    fp8 = bf16
-    if torch.cuda.get_device_capability(device) >= (8, 9):
-        q = a.to(torch.float8_e4m3fn)
-        one = torch.ones((), device=device)
-
-        def product() -> torch.Tensor:
-            return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage]  # the only FP8 product
-                q, q.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
-            )
-
-        fp8 = 2 * 8192**3 / _seconds(product)
-    return Rates(copy, bf16, fp8)
-
-
-def _copy_rate(device: torch.device) -> float:
-    source = torch.zeros(2**30, device=device, dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    return 4 * source.numel() / _seconds(lambda: torch.neg(source, out=target))
-
-
-def _seconds(work: Callable[[], object], repeats: int = 10) -> float:
-    work()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        work()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1000 / repeats
+from quantize.runtime.fused.gpus import EXPERTS_HIT, Gpu
+from quantize.runtime.fused.random_weights import random_weights
+from quantize.runtime.fused.rates import Rates
+from quantize.runtime.fused.weights import TextWeights
 
 
 def decoder_floor(
-    weights: "TextWeights", rates: Rates, batch: int, context: int, experts_hit: float
+    weights: TextWeights, rates: Rates, batch: int, context: int, experts_hit: float
 ) -> dict[str, float]:
     """Return the least seconds of each part of one denoising step.
 
@@ -86,14 +36,14 @@ def decoder_floor(
 
 
 def one_token_floor(
-    weights: "TextWeights", rates: Rates, batch: int, context: int, experts_hit: float
+    weights: TextWeights, rates: Rates, batch: int, context: int, experts_hit: float
 ) -> dict[str, float]:
     """Return the least seconds of each part of a pass of one token a sequence, as `decoder_floor`."""
     return _floor(weights, rates, (batch, 1), context, experts_hit)
 
 
 def _floor(
-    weights: "TextWeights", rates: Rates, shape: tuple[int, int], context: int, experts_hit: float
+    weights: TextWeights, rates: Rates, shape: tuple[int, int], context: int, experts_hit: float
 ) -> dict[str, float]:
     """Return the least seconds of each part of a pass of [batch, length] rows, logits included."""
     text, (batch, length) = weights.config.text_config, shape
@@ -117,3 +67,22 @@ def _floor(
         parts["attention"] += rates.seconds(cells, flop, "bf16")
     V, H = weights.embedding.shape
     return parts | {"vocabulary": rates.seconds(2 * V * H, 2 * rows * V * H, "bf16")}
+
+
+def floor(
+    config: dict[str, Any], schemes: Mapping[str, str], gpu: Gpu, batch: int, context: int
+) -> dict[str, float] | None:
+    """Return the least seconds of one denoising step by part, from what the GPU's maker states.
+
+    Args:
+        config: config.json of a BF16 model.
+        schemes: as in `random_weights`.
+        gpu: the GPU; without known rates the result is None.
+        batch: number of canvases.
+        context: positions before each canvas.
+    """
+    if gpu.rates is None:
+        return None
+    blank = random_weights(config, dict(schemes), "meta")
+    hit = min(EXPERTS_HIT, blank.config.text_config.num_experts)
+    return decoder_floor(blank, gpu.rates, batch, context, hit)

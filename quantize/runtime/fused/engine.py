@@ -22,25 +22,21 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from fused_dequant import CanvasState, Probabilities
 from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from quantize.errors import InputError, ResourceError
 from quantize.runtime.engine import Canvas, Meanwhile, Observer, OnDraft, by_sampler
 from quantize.runtime.fused.batch import FusedPasses
-from quantize.runtime.fused.continuation import Continuation
 from quantize.runtime.fused.graphs import Commit, Pool, Step, Steps
 from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.prompt_pieces import Span, pictures, pieces, soft_tokens
 from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import TextWeights
-from quantize.runtime.given import Given, Verdict, initial, lead, pinned
 from quantize.runtime.images import Images
+from quantize.runtime.known_tokens import Given, Verdict, initial, lead, pinned
 from quantize.runtime.memory import CANVASES_A_PIECE
 from quantize.runtime.prefixes import PrefixCache
 from quantize.runtime.sampler import Sampler
@@ -48,8 +44,6 @@ from quantize.runtime.sampler import Sampler
 CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 tokens must fit
 SHORT = 256  # prompts up to here, or to a canvas, are encoded together in a pass of this length
 DEFAULT_CONTEXT = 8192  # positions of a sample where `max_context` is not given
-TIMED = 12  # steps
-PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
 
 
 @dataclass
@@ -159,8 +153,8 @@ class FusedEngine:
                 f"{weights.nbytes / 1e9:.1f} GB of weights; lower the context or the batch"
             ) from error
         self.model = FusedModel(weights, cache, inputs)
-        self._graphs = graphs and self.device.type == "cuda" and not weights.streamed
-        self._pool: Pool = torch.cuda.graph_pool_handle() if self._graphs else None
+        self.graphs = graphs and self.device.type == "cuda" and not weights.streamed
+        self.pool: Pool = torch.cuda.graph_pool_handle() if self.graphs else None
         self._slots: dict[int, _Sequence] = {}
         self.prefixes = (
             PrefixCache[list[Tensor]](prefix_bytes, self._chunk) if prefix_bytes else None
@@ -170,7 +164,6 @@ class FusedEngine:
             for keep in (False, True)
         )
         self._commits: dict[tuple[int, int], Commit] = {}
-        self._continuations: dict[int, Continuation] = {}
         self.stops: Callable[[int, int], int] | None = None
 
     def admit(
@@ -212,7 +205,7 @@ class FusedEngine:
             if sequence.context + len(sequence.unencoded) + self.canvas_length > self.max_length:
                 raise InputError(f"slot {slot}: no canvas fits within {self.max_length} positions")
         alone = [slot for slot in slots if not self._joins_step(self._slots[slot])]
-        self._encode_last(alone)
+        self.encode_last(alone)
         waiting = [_nothing if meanwhile is None else meanwhile]
 
         def launched() -> None:
@@ -238,7 +231,7 @@ class FusedEngine:
     def _step(self, rows: int, sampler: Sampler, keep: bool) -> Step:
         coldest = min(sampler.t_min, sampler.t_max)
         left = self._probabilities if self.model.looks(coldest) else None
-        return Step(self.model, rows, sampler, self._logits, self._pool, keep, left)
+        return Step(self.model, rows, sampler, self._logits, self.pool, keep, left)
 
     def release(self, slot: int) -> None:
         """Free a slot; a free slot stays free."""
@@ -315,12 +308,16 @@ class FusedEngine:
             # The second canvas encodes what the first committed.
             for _ in range(min(2, (self.max_length - len(prompt)) // self.canvas_length)):
                 self.denoise(slots)
-            if self._graphs and self._joins:
+            if self.graphs and self._joins:
                 self._steps.get(bucket, _denoising(sampler))[0].capture_commits()
             for slot in slots:
                 self.release(slot)
             self._steps.hold()
             bucket *= 2
+
+    def context(self, slot: int) -> int:
+        """Return the positions that a slot's text has taken."""
+        return self._slots[slot].context
 
     def rewind(self, slot: int, before: Sequence[int]) -> None:
         """Take back a slot's last canvas: the next `denoise` encodes `before` again and repeats it.
@@ -332,76 +329,18 @@ class FusedEngine:
         sequence.context -= len(before)
         sequence.unencoded = list(before)
 
-    def continuation(self, slots: Sequence[int], tokens: Sequence[int]) -> Continuation:
-        """Return what continues the slots' texts one token a pass, from the next `tokens` on.
-
-        The slots are done for with that: no canvas of theirs is denoised any more.
-        """
-        self._encode_last(slots)
-        texts = self._continuations.get(len(slots))
-        if texts is None:
-            texts = Continuation(self.model, len(slots), self._pool, self._graphs)
-            self._continuations[len(slots)] = texts
-        texts.begin(slots, [self._slots[slot].context for slot in slots], tokens)
-        return texts
-
-    def time_step(self, slots: Sequence[int]) -> float:
-        """Return the milliseconds of a step of the next canvas, a mean over TIMED; it is thrown away.
-
-        Steps past the canvas' last one cost the same.
-        """
-        step, graphs = self._begin_canvases(slots)
-        step.take(graphs)
-        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        started.record()
-        for _ in range(TIMED):
-            step.take(graphs)
-        ended.record()
-        ended.synchronize()
-        self._drop(slots)
-        return started.elapsed_time(ended) / TIMED
-
-    def _begin_canvases(self, slots: Sequence[int]) -> tuple[Step, bool]:
+    def begin_canvases(self, slots: Sequence[int]) -> tuple[Step, bool]:
         """Begin the next canvases of slots that share their settings, behind all that they hold."""
-        self._encode_last(slots)
+        self.encode_last(slots)
         rows = self._rows_for(slots)
         step, worth = self._steps.get(rows, self._slots[slots[0]].sampler)
-        self._begin(step, list(slots), self._graphs and worth)
-        return step, self._graphs and worth
+        self._begin(step, list(slots), self.graphs and worth)
+        return step, self.graphs and worth
 
-    def _drop(self, slots: Sequence[int]) -> None:
+    def drop_canvases(self, slots: Sequence[int]) -> None:
+        """Throw away what `begin_canvases` began."""
         for slot in slots:
             self._slots[slot].end_canvas()
-
-    def profile_step(self, slots: Sequence[int]) -> dict[str, float]:
-        """Return the GPU milliseconds of each part of a step of the next canvas, which is thrown away.
-
-        `FusedModel` and the sampler name the parts; "rest" is what they leave. The step runs twice and
-        the second run counts, since the first meets an idle GPU.
-        """
-        step, _ = self._begin_canvases(slots)
-        step.take(graphs=False)
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
-            for _ in range(2):
-                step.take(graphs=False)
-            torch.cuda.synchronize()
-        self._drop(slots)
-        on_gpu: list[Any] = [e for e in record.events() or () if e.device_type == DeviceType.CUDA]
-        named = [event for event in on_gpu if event.name in PARTS]  # from first kernel to last
-        kernels = sorted(
-            (event for event in on_gpu if event.name not in PARTS),
-            key=lambda event: event.time_range.start,
-        )
-        parts: dict[str, float] = dict.fromkeys((*PARTS, "rest"), 0.0)
-        ended: dict[int, float] = {}  # by stream
-        for event in kernels[len(kernels) // 2 :]:
-            owner = next((part.name for part in named if _within(event, part)), "rest")
-            # A chained kernel starts to wait while the one before it runs: that time is not its own.
-            before = max(event.time_range.start, ended.get(event.device_resource_id, 0.0))
-            ended[event.device_resource_id] = max(before, event.time_range.end)
-            parts[owner] += (ended[event.device_resource_id] - before) / 1e3
-        return parts
 
     def _rows_for(self, slots: Sequence[int]) -> int:
         """Return the number of rows of a step of some slots."""
@@ -468,7 +407,7 @@ class FusedEngine:
             )
         return embeddings
 
-    def _encode_last(self, slots: Sequence[int]) -> None:
+    def encode_last(self, slots: Sequence[int]) -> None:
         """Encode the slots' unencoded tokens: canvases in one pass, short prompts in another.
 
         Where a sample must not depend on its batch each has a pass of its own: few canvases end at
@@ -504,12 +443,12 @@ class FusedEngine:
         """
         commit = self._commits.get((len(rows), length))
         if commit is None:
-            commit = Commit(self.model, len(rows), length, self._pool)
+            commit = Commit(self.model, len(rows), length, self.pool)
             self._commits[len(rows), length] = commit
         given = self._filled(rows, length)
         for own, new in zip((commit.tokens, commit.slots, commit.start), given, strict=True):
             own.copy_(new)
-        commit.run(self._graphs)
+        commit.run(self.graphs)
 
     def _filled(
         self, rows: list[tuple[int, int, list[int]]], length: int
@@ -531,7 +470,7 @@ class FusedEngine:
         """Take steps until a canvas of some slots is finished; return those that are."""
         steps = self._guided_steps if guided else self._steps
         step, worth = steps.get(self._rows_for(slots), sampler)
-        graphs = self._graphs and worth
+        graphs = self.graphs and worth
         standing, committed = self._begin(step, slots, graphs)
         taken, most = [s.taken for s in standing], [self._most_steps(s) for s in standing]
         sequences = {slot: self._slots[slot] for slot in slots}
@@ -621,14 +560,6 @@ def _denoising(sampler: Sampler) -> Sampler:
 
 def _nothing() -> None:
     pass
-
-
-def _within(event: Any, part: Any) -> bool:
-    """Whether a kernel ran on the stream and within the time span of a profiled part."""
-    if event.device_resource_id != part.device_resource_id:
-        return False
-    start, end = part.time_range.start, part.time_range.end
-    return start <= event.time_range.start and event.time_range.end <= end
 
 
 def _bucket(rows: int) -> int:

@@ -1,14 +1,13 @@
-"""Tells which kernels run a scheme on a GPU, before weights are read, and the least time they take.
+"""Tells which kernels run a scheme on a GPU, before weights are read.
 
 A kernel runs where its instructions exist (`fused_dequant.weights.KERNELS`). An H200 has run them all;
 for the other targets of `fused_dequant.targets` the tests compile and check them, and nobody has run
 them. On a newer GPU than those they are compiled when they are first launched.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from fused_dequant import tuning
@@ -17,7 +16,7 @@ from fused_dequant.weights import KERNELS
 from platformdirs import user_cache_dir
 
 from quantize.errors import InputError, ResourceError
-from quantize.runtime.fused.cost import Rates
+from quantize.runtime.fused.rates import Rates
 
 TUNED = Path(user_cache_dir("diffusiongemma-quantize", appauthor=False)) / "tuning"
 HOPPER: Capability = (9, 0)  # the capability on which the kernels have run
@@ -152,25 +151,3 @@ def check_gpu(schemes: Iterable[str], device: torch.device) -> None:
                 f"{gpu.name} cannot run {found.scheme}: {found.note}; or hide this GPU with "
                 f"CUDA_VISIBLE_DEVICES="
             )
-
-
-def floor(
-    config: dict[str, Any], schemes: Mapping[str, str], gpu: Gpu, batch: int, context: int
-) -> dict[str, float] | None:
-    """Return the least seconds of one denoising step by part, from what the GPU's maker states.
-
-    Args:
-        config: config.json of a BF16 model.
-        schemes: as in `random_weights`.
-        gpu: the GPU; without known rates the result is None.
-        batch: number of canvases.
-        context: positions before each canvas.
-    """
-    from quantize.runtime.fused.cost import decoder_floor
-    from quantize.runtime.fused.random_weights import random_weights
-
-    if gpu.rates is None:
-        return None
-    blank = random_weights(config, dict(schemes), "meta")
-    hit = min(EXPERTS_HIT, blank.config.text_config.num_experts)
-    return decoder_floor(blank, gpu.rates, batch, context, hit)

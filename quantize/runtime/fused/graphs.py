@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function as part
 
 from quantize.runtime.fused.text_stack import FusedModel
-from quantize.runtime.given import FREE, put
+from quantize.runtime.known_tokens import FREE, put
 from quantize.runtime.memory import CANVASES_A_PIECE  # 1.1 GB of the real vocabulary's logits
 from quantize.runtime.sampler import Sampler, holding
 

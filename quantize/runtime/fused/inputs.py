@@ -21,13 +21,13 @@ from fused_dequant import Weight, simulated
 from fused_dequant.formats import EIGHT_BIT
 from torch import Tensor
 
-from quantize.activations import ActivationMode
 from quantize.checkpoints.layout import stated_schemes
 from quantize.checkpoints.load import read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.runtime.engine import Observer
 from quantize.runtime.fused.weights import TextWeights
+from quantize.schemes.modes import ActivationMode
 
 # Kinds of products, and the Linears that read their input.
 DENSE = {

@@ -22,9 +22,9 @@ from torch import Tensor
 from quantize.checkpoints.layout import module_tensors, stated_schemes
 from quantize.checkpoints.reader import FIX, Checkpoint
 from quantize.errors import InputError
-from quantize.rounding import FP8, all_finite
 from quantize.runtime.fused.transfer import Fetched, Layout, Transfer
-from quantize.schemes import GLOBAL_SCALES, TENSOR_SCALES, Scheme
+from quantize.schemes.records import GLOBAL_SCALES, TENSOR_SCALES, Scheme
+from quantize.schemes.rounding import FP8, all_finite
 
 NORMS = {
     "input": "input_layernorm",

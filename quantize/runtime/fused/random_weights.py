@@ -22,7 +22,7 @@ from quantize.runtime.fused.weights import (
     in_memory_of_its_own,
     model_config,
 )
-from quantize.schemes import refusal
+from quantize.schemes.records import refusal
 
 
 def random_weights(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quantize.checkpoints.reader import FIX, Checkpoint
 from quantize.errors import InputError, ResourceError
-from quantize.rounding import all_finite
 from quantize.runtime.images import Images
+from quantize.schemes.rounding import all_finite
 
 TOWER, PROJECTION = "model.encoder.vision_tower.", "model.encoder.embed_vision."
 

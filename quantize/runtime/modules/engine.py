@@ -11,8 +11,8 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
 from quantize.runtime.engine import Canvas, Meanwhile, Observer, OnDraft, by_sampler
-from quantize.runtime.given import Given, Verdict, initial, lead, pinned, put
 from quantize.runtime.images import Images
+from quantize.runtime.known_tokens import Given, Verdict, initial, lead, pinned, put
 from quantize.runtime.modules.batch import ModulePasses
 from quantize.runtime.modules.inputs import watch_inputs
 from quantize.runtime.modules.passes import (

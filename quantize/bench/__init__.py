@@ -1,0 +1,1 @@
+"""Measures speed: of canvases, of one token at a time, and of kernels' launch configurations."""

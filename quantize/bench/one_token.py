@@ -1,0 +1,95 @@
+"""Continues texts one token a pass, greedily: what the same weights cost without canvases.
+
+The encoder is a causal language model of the same layers, with scalars of its own: behind its last
+layer stand the final norm and the vocabulary, as behind the decoder's. A pass reads the weights that
+one token a sequence needs, a denoising step those that a canvas needs, and `quantize bench
+--autoregressive` sets the two beside each other. The model was not trained to be read like this: only
+the time means something.
+
+The chosen token stays on the device and is the next pass' input, so the host never waits for one.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.graphs import Pool, captured
+from quantize.runtime.fused.text_stack import FusedModel
+
+
+class Continuation:
+    """`rows` sequences of one cache that grow by one token a pass, each pass one CUDA graph.
+
+    Args:
+        model: text stack over the cache.
+        rows: number of sequences.
+        pool: memory of graphs.
+        graphs: replay a CUDA graph; otherwise passes run kernel by kernel.
+    """
+
+    def __init__(self, model: FusedModel, rows: int, pool: Pool, graphs: bool) -> None:
+        device = model.weights.device
+        self._model, self._pool, self._graphs = model, pool, graphs
+        self._slots, self._start, self._first = torch.zeros(
+            3, rows, dtype=torch.int32, device=device
+        )
+        self._tokens, self._given = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def begin(self, slots: Sequence[int], contexts: Sequence[int], tokens: Sequence[int]) -> None:
+        """Set each text's slot, the positions encoded there, and the token that comes next."""
+        self._slots.copy_(torch.tensor(slots))
+        self._first.copy_(torch.tensor(contexts))
+        self._given.copy_(torch.tensor(tokens)[:, None])
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Go back to where the texts began; what was encoded since is overwritten."""
+        self._start.copy_(self._first)
+        self._tokens.copy_(self._given)
+
+    def run(self, count: int) -> list[list[int]]:
+        """Append `count` tokens to each text and return them, [B][count]."""
+        if self._graphs and self._graph is None:
+            self._graph = captured(self._pass, self._pool)
+            self.rewind()
+        found: list[Tensor] = []
+        for _ in range(count):
+            if self._graph is None:
+                self._pass()
+            else:
+                self._graph.replay()
+            found.append(self._tokens.clone())
+        return torch.cat(found, 1).tolist()
+
+    def experts_hit(self) -> list[int]:
+        """Run one pass kernel by kernel; return how many experts it reaches, layer by layer."""
+        self._model.routed = []
+        self._pass()
+        reached = [int(ids.unique().numel()) for ids in self._model.routed]
+        self._model.routed = None
+        return reached
+
+    def _pass(self) -> None:
+        h = self._model.encode_and_read(self._tokens, self._slots, self._start)
+        self._tokens.copy_(self._model.logits(h).argmax(-1, keepdim=True))
+        self._start += 1
+
+
+def continuation(
+    engine: FusedEngine,
+    slots: Sequence[int],
+    tokens: Sequence[int],
+    texts: Continuation | None = None,
+) -> Continuation:
+    """Return what continues the slots' texts one token a pass, from the next `tokens` on.
+
+    The slots are done for with that: no canvas of theirs is denoised any more. `texts`, from an
+    earlier call with as many slots, saves capturing its graph again.
+    """
+    engine.encode_last(slots)
+    found = texts or Continuation(engine.model, len(slots), engine.pool, engine.graphs)
+    found.begin(slots, [engine.context(slot) for slot in slots], tokens)
+    return found

@@ -1,0 +1,465 @@
+"""Measures how fast a checkpoint denoises on this GPU, and how far from the floor: `quantize bench`.
+
+A row is one batch size with one number of steps. "Fixed" steps never stop early, so their canvases cost
+the same for random weights as for real ones. A canvas is N steps, and the encoding of the one before,
+which counts as a forward, although it goes through the layers with the first step: N + 1 forwards.
+"Adaptive" rows stop as the checkpoint's own generation config says (`adaptive`); rows of "one token"
+write as many tokens one a forward, greedily (`continuation`). Times hold the host's work.
+
+    ms a canvas, ms a forward, tokens/s   over `canvases` canvases, each behind `context` tokens
+    tokens a joule                        over SECONDS at least, by the GPU's own counter of energy
+    MHz, power-capped                     mean clock behind a canvas, and how often power held it down
+    first canvas                          ms to encode a prompt of `context` tokens and write a canvas
+    ms a step                             of steps alone, graph behind graph
+    x floor                               ms a step over the least that its bytes and FLOP allow
+    parts                                 GPU ms of one step's kernels by what they do, from a profile
+    unexplained                           ms a step without its parts: gaps, less what runs side by side
+
+Random weights have the model's exact shapes and routing, but their answers are noise.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from quantize.bench.adaptive import NEVER, AdaptiveRow, adaptive_rows
+from quantize.bench.gauge import Clock, Gauge
+from quantize.bench.one_token import Continuation, continuation
+from quantize.bench.steps import PARTS, profile_step, time_step
+from quantize.checkpoints.reader import Checkpoint
+from quantize.errors import InputError, ResourceError
+from quantize.host.progress import say
+from quantize.runtime import Sampler, open
+from quantize.runtime.fused.cost import decoder_floor, one_token_floor
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.rates import Rates, measure_rates
+from quantize.runtime.fused.weights import TextWeights, model_config
+from quantize.runtime.opening import RandomModel
+from quantize.schemes.modes import ActivationMode
+
+ADAPTIVE = "adaptive"  # in place of a number of steps
+SECONDS = 2.0  # of work between two readings of the energy counter
+ONE_TOKEN = "one token"  # in place of a number of steps
+MIXES = {
+    "bf16": ("bf16", "bf16", "bf16"),
+    "fp8": ("fp8", "fp8", "fp8"),
+    "int8": ("int8", "int8", "int8"),
+    "nvfp4": ("nvfp4", "nvfp4", "nvfp4"),
+    "nvfp4_fp8": ("nvfp4", "fp8", "fp8"),
+}  # experts, attention, dense MLP
+
+
+@dataclass(frozen=True)
+class Row:
+    """One batch size and number of steps; times are medians over canvases, in milliseconds.
+
+    `parts` and `floor_parts` are of one denoising step with self-conditioning. A row of ONE_TOKEN takes
+    as many forwards a canvas as that has tokens; its `parts` are empty, its floor is of one forward.
+    `tokens_a_joule`, `clock_mhz` and `power_capped` (share of the canvases at whose end the power limit
+    held the clock down) are None where the GPU does not say.
+    """
+
+    batch: int
+    steps: str
+    forwards_a_canvas: float
+    ms_a_canvas: float
+    ms_a_forward: float
+    tokens_a_second: float
+    tokens_a_joule: float | None
+    clock_mhz: float | None
+    power_capped: float | None
+    first_canvas_ms: float
+    experts_hit: float
+    ms_a_step: float
+    floor_ms_a_step: float
+    parts: dict[str, float]
+    floor_parts: dict[str, float]
+    price_a_million_tokens: float | None
+
+    @property
+    def unexplained(self) -> float:
+        """Milliseconds of a step that no kernel of a profiled step accounts for."""
+        return self.ms_a_step - sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All rows, and the device and weights that they were measured on."""
+
+    model: str
+    device: str
+    torch: str
+    context: int
+    weight_bytes: int
+    peak_bytes: int
+    load_seconds: float
+    experts_hit: list[int]
+    rates: Rates
+    rows: list[Row] = field(default_factory=list[Row])
+    adaptive: list[AdaptiveRow] = field(default_factory=list[AdaptiveRow])
+
+
+def bench(
+    checkpoint: Path | None,
+    *,
+    random: str | None,
+    config: dict[str, Any] | None,
+    steps: Sequence[str],
+    batches: Sequence[int],
+    context: int,
+    canvases: int,
+    activations: ActivationMode | None = None,
+    experts_hit: int | None = None,
+    autoregressive: bool = False,
+    hourly_price: float | None = None,
+    stops: Sequence[int] | None = None,
+) -> Bench:
+    """Measure a checkpoint, or random weights, at every batch size and number of steps.
+
+    Args:
+        checkpoint: a folder, or None with `random`.
+        random: a key of MIXES: random weights of `config` in that mix.
+        config: config.json of the random model.
+        steps: numbers of fixed steps, or "adaptive".
+        batches: canvases denoised together.
+        context: tokens of the prompt.
+        canvases: canvases measured for each row, at least 1.
+        activations: how activations are rounded; None as the kernels do.
+        experts_hit: number of experts that random weights route to; None for all.
+        autoregressive: measure the same weights one token a forward too.
+        hourly_price: price of an hour of the machine, for the cost of a million tokens.
+        stops: numbers of steps that canvases take in adaptive rows, in turns; None for their own.
+
+    Raises:
+        ResourceError: there is no GPU, or too little memory on it.
+        InputError: a mix or a number of steps is unknown, or the checkpoint cannot be loaded.
+    """
+    if not torch.cuda.is_available():
+        raise ResourceError("bench needs an NVIDIA GPU: the kernels' speed on a CPU says nothing")
+    samplers = {name: _sampler(name, checkpoint) for name in steps}
+    rates = measure_rates(torch.device("cuda"))
+    length = context + 2 * _canvas_length(checkpoint, config)  # an adaptive request's, too
+    model = checkpoint or _random(random, config, experts_hit)
+    engine, loaded = _loaded(model, activations, max(batches), length)
+    weights = engine.model.weights
+    prompts = _prompts(weights, context, max(batches))
+    hit = _experts_hit(engine, prompts[0])
+    if checkpoint is None:  # making random numbers took memory that loading would not
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    result = Bench(
+        model=(str(checkpoint) if checkpoint else f"random weights, {random}")
+        + (f", activations {activations}" if activations else ""),
+        device=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        context=context,
+        weight_bytes=weights.nbytes,
+        peak_bytes=0,
+        load_seconds=loaded,
+        experts_hit=hit,
+        rates=rates,
+    )
+    if (own := samplers.pop(ADAPTIVE, None)) is not None:
+        for batch in batches:
+            say(f"batch {batch}, adaptive steps")
+            result.adaptive.extend(adaptive_rows(engine, prompts[:batch], own, stops))
+    for row in _rows(engine, prompts, rates, samplers, batches, canvases, autoregressive):
+        result.rows.append(_priced(row, hourly_price))
+    return replace(result, peak_bytes=torch.cuda.max_memory_allocated())
+
+
+def _rows(
+    engine: FusedEngine,
+    prompts: list[list[int]],
+    rates: Rates,
+    samplers: dict[str, Sampler],
+    batches: Sequence[int],
+    canvases: int,
+    autoregressive: bool,
+) -> Iterator[Row]:
+    """Measure every batch size, first one token a forward if asked for, then block by block."""
+    weights, context = engine.model.weights, len(prompts[0])
+    hit = statistics.mean(_experts_hit(engine, prompts[0]))
+    for batch in batches:
+        if autoregressive:
+            say(f"batch {batch}, one token a forward")
+            times, own_hit = _measure_tokens(engine, prompts[:batch], canvases)
+            floor = one_token_floor(weights, rates, batch, context, own_hit)
+            yield _row(times, batch, ONE_TOKEN, engine.canvas_length, floor, own_hit)
+        floor = decoder_floor(weights, rates, batch, context, hit)
+        for name, sampler in samplers.items():
+            say(f"batch {batch}, {name} steps")
+            times = _measure(engine, prompts[:batch], sampler, canvases)
+            yield _row(times, batch, name, engine.canvas_length, floor, hit)
+
+
+def _loaded(
+    model: Path | RandomModel,
+    activations: ActivationMode | None,
+    capacity: int,
+    max_context: int,
+) -> tuple[FusedEngine, float]:
+    """Return the kernels' engine, and the seconds that loading took."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    started = time.monotonic()
+    engine = open(
+        model, device="cuda", activations=activations, capacity=capacity, max_context=max_context,
+        kind="fused",
+    )  # fmt: skip
+    assert isinstance(engine, FusedEngine)  # as asked
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - started
+    say(f"{engine.model.weights.nbytes / 1e9:.1f} GB of weights after {seconds:.0f} s")
+    return engine, seconds
+
+
+def _sampler(steps: str, checkpoint: Path | None) -> Sampler:
+    own = Sampler.from_checkpoint(checkpoint) if checkpoint else Sampler()
+    if steps == ADAPTIVE:
+        return own
+    if not steps.isdigit() or int(steps) < 1:
+        raise InputError(f"steps {steps!r}: a number above 0, or adaptive")
+    return replace(own, max_denoising_steps=int(steps), confidence_threshold=NEVER)
+
+
+def _random(mix: str | None, config: dict[str, Any] | None, experts_hit: int | None) -> RandomModel:
+    if mix not in MIXES or config is None:
+        raise InputError(f"random weights {mix!r}: one of {', '.join(MIXES)}")
+    kinds = ("experts", "attention", "mlp")
+    return RandomModel(config, dict(zip(kinds, MIXES[mix], strict=True)), experts_hit)
+
+
+def _canvas_length(checkpoint: Path | None, config: dict[str, Any] | None) -> int:
+    own = Checkpoint.open(checkpoint).config if checkpoint else config or {}
+    return model_config(own).canvas_length
+
+
+def _prompts(weights: TextWeights, length: int, count: int) -> list[list[int]]:
+    """Return random tokens, none of them reserved, above the control tokens where there is room."""
+    vocabulary = weights.config.text_config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    low, high = vocabulary // 8, vocabulary - 8
+    return torch.randint(low, high, (count, length), generator=generator).tolist()
+
+
+def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:
+    """Return how many experts one denoising step of one canvas reaches, layer by layer."""
+    own = FusedEngine(engine.model.weights, capacity=1, max_context=engine.max_length, graphs=False)
+    own.admit(0, prompt, 0, Sampler(max_denoising_steps=1))
+    own.model.routed = []
+    own.denoise([0])
+    step = own.model.routed[-len(own.model.weights.layers) :]  # without a short prompt's encoding
+    return [int(ids.unique().numel()) for ids in step]
+
+
+@dataclass(frozen=True)
+class _Canvases:
+    """The same canvas again and again.
+
+    Attributes:
+        seconds: median of one.
+        passes: mean of what one took.
+        joules: of one; None where the GPU does not say.
+        clocks: behind each; empty where it does not say.
+    """
+
+    seconds: float
+    passes: float
+    joules: float | None
+    clocks: list[Clock]
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Times in milliseconds; `step` is a forward's where every forward is a step."""
+
+    first_canvas: float
+    canvases: _Canvases
+    forwards: float
+    step: float
+    parts: dict[str, float]
+
+
+def _measure(
+    engine: FusedEngine, prompts: list[list[int]], sampler: Sampler, canvases: int
+) -> _Times:
+    """Time the first canvas from its prompt on, then canvases with the encoding of the one before.
+
+    The later ones stand behind as many tokens as the prompts have, a canvas' tokens among them.
+    """
+    slots = list(range(len(prompts)))
+
+    def admit(left_out: int) -> None:
+        for slot in slots:
+            engine.release(slot)
+            prompt = prompts[slot]
+            engine.admit(slot, prompt[: max(1, len(prompt) - left_out)], slot, sampler)
+
+    admit(0)
+    for _ in range(2):  # captures the graphs: the step's, and from the second canvas the encoder's
+        engine.denoise(slots)
+    started = time.perf_counter()
+    admit(0)
+    engine.denoise(slots)
+    first = time.perf_counter() - started
+    admit(engine.canvas_length)
+    before = engine.denoise(slots)
+
+    def canvas() -> int:
+        done = engine.denoise(slots)
+        for slot, own in zip(slots, before, strict=True):
+            engine.rewind(slot, own.tokens if own else [])
+        return max(canvas.steps for canvas in done if canvas)
+
+    own = _repeated(canvas, canvases, engine.device)
+    step, parts = time_step(engine, slots), profile_step(engine, slots)
+    return _Times(first * 1e3, own, own.passes + 1, step, parts)
+
+
+def _measure_tokens(
+    engine: FusedEngine, prompts: list[list[int]], canvases: int
+) -> tuple[_Times, float]:
+    """Time as many tokens as a canvas has, one a forward; return the experts that one hits too.
+
+    On average they stand behind as many tokens as the prompts have.
+    """
+    slots, length = list(range(len(prompts))), engine.canvas_length
+
+    def begin(left_out: int, texts: Continuation | None = None) -> Continuation:
+        for slot in slots:
+            engine.release(slot)
+            prompt = prompts[slot]
+            engine.admit(slot, prompt[: max(1, len(prompt) - 1 - left_out)], slot, Sampler())
+        return continuation(engine, slots, [prompt[-1] for prompt in prompts], texts)
+
+    texts = begin(0)
+    texts.run(length)  # compiles, and captures the graphs
+    started = time.perf_counter()
+    begin(0, texts).run(length)
+    first = time.perf_counter() - started
+    begin(length // 2, texts)
+    hit = statistics.mean(texts.experts_hit())
+
+    def canvas() -> int:
+        texts.rewind()
+        texts.run(length)
+        return length
+
+    own = _repeated(canvas, canvases, engine.device)
+    for slot in slots:
+        engine.release(slot)
+    return _Times(first * 1e3, own, own.passes, own.seconds * 1e3 / own.passes, {}), hit
+
+
+def _repeated(canvas: Callable[[], int], count: int, device: torch.device) -> _Canvases:
+    """Write the same canvas `count` times, or longer where energy can be read."""
+    gauge = Gauge.of(device)
+    before = gauge.joules() if gauge else None
+    least = 0.0 if before is None else SECONDS
+    seconds: list[float] = []
+    clocks: list[Clock] = []
+    passes = 0
+    while len(seconds) < count or sum(seconds) < least:
+        started = time.perf_counter()
+        passes += canvas()
+        seconds.append(time.perf_counter() - started)
+        clock = gauge.clock() if gauge else None
+        clocks += [clock] if clock else []
+    after = gauge.joules() if gauge else None
+    joules = None if before is None or after is None else (after - before) / len(seconds)
+    return _Canvases(statistics.median(seconds), passes / len(seconds), joules, clocks)
+
+
+def _row(
+    times: _Times, batch: int, steps: str, length: int, floor: dict[str, float], hit: float
+) -> Row:
+    tokens, own = batch * length, times.canvases
+    capped, ms = [clock.capped for clock in own.clocks], own.seconds * 1e3
+    return Row(
+        batch=batch,
+        steps=steps,
+        forwards_a_canvas=times.forwards,
+        ms_a_canvas=ms,
+        ms_a_forward=ms / times.forwards,
+        tokens_a_second=tokens / own.seconds,
+        tokens_a_joule=tokens / own.joules if own.joules else None,
+        clock_mhz=statistics.mean(clock.mhz for clock in own.clocks) if capped else None,
+        power_capped=statistics.mean(capped) if capped else None,
+        first_canvas_ms=times.first_canvas,
+        experts_hit=hit,
+        ms_a_step=times.step,
+        floor_ms_a_step=sum(floor.values()) * 1e3,
+        parts=times.parts,
+        floor_parts={name: value * 1e3 for name, value in floor.items()},
+        price_a_million_tokens=None,
+    )
+
+
+def _priced(row: Row, hourly_price: float | None) -> Row:
+    """Return a row with the price of a million tokens at an hour's price of the machine."""
+    if hourly_price is None:
+        return row
+    return replace(row, price_a_million_tokens=hourly_price / row.tokens_a_second / 3600 * 1e6)
+
+
+def tables(result: Bench) -> list[Table]:
+    """Return a result as tables: speed, then where a step's time goes."""
+    title = (
+        f"{result.model} on {result.device}: {result.weight_bytes / 1e9:.1f} GB of weights, "
+        f"{result.peak_bytes / 1e9:.1f} GB at most, context {result.context}, "
+        f"loaded in {result.load_seconds:.0f} s"
+    )
+    speed = Table(title=title, title_justify="left")
+    columns = ["batch", "steps", "ms/forward", "ms/canvas", "tokens/s", "tokens/J", "MHz"]
+    columns += ["power-capped", "per million", "first canvas ms", "ms/step", "floor", "x floor"]
+    for name in columns:
+        speed.add_column(name, justify="right")
+    parts = Table(title="ms of one denoising step, and x floor", title_justify="left")
+    for name in ("batch", "steps", *PARTS, "rest", "unexplained"):
+        parts.add_column(name, justify="right")
+    for row in result.rows:
+        price, frugal = row.price_a_million_tokens, row.tokens_a_joule
+        clock = "" if row.clock_mhz is None else f"{row.clock_mhz:.0f}"
+        capped = "" if row.power_capped is None else f"{row.power_capped:.0%}"
+        speed.add_row(
+            str(row.batch), row.steps, f"{row.ms_a_forward:.2f}", f"{row.ms_a_canvas:.1f}",
+            f"{row.tokens_a_second:,.0f}", "" if frugal is None else f"{frugal:.2f}", clock, capped,
+            "" if price is None else f"{price:.2f}", f"{row.first_canvas_ms:.1f}",
+            f"{row.ms_a_step:.2f}", f"{row.floor_ms_a_step:.2f}",
+            f"{row.ms_a_step / row.floor_ms_a_step:.2f}",
+        )  # fmt: skip
+        if row.parts:
+            cells = [_part(row, name) for name in (*PARTS, "rest")]
+            parts.add_row(str(row.batch), row.steps, *cells, f"{row.unexplained:.2f}")
+    return [*([speed, parts] if result.rows else []), *_adaptive_table(result)]
+
+
+def _adaptive_table(result: Bench) -> list[Table]:
+    if not result.adaptive:
+        return []
+    table = Table(title="canvases that stop by themselves", title_justify="left")
+    for name in ("batch", "slots go on", "tokens/s", "steps a canvas"):
+        table.add_column(name, justify="right")
+    for row in result.adaptive:
+        mean = f"{statistics.mean(row.steps_of_canvases):.1f}"
+        table.add_row(str(row.batch), row.slots_go_on, f"{row.tokens_a_second:,.0f}", mean)
+    return [table]
+
+
+def _part(row: Row, name: str) -> str:
+    floor = row.floor_parts.get(name)
+    ratio = f" ({row.parts[name] / floor:.2f})" if floor else ""
+    return f"{row.parts[name]:.2f}{ratio}"
+
+
+def to_json(result: Bench) -> str:
+    """Return the result as JSON text."""
+    return json.dumps(asdict(result), indent=1)

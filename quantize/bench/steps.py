@@ -1,0 +1,69 @@
+"""Times one denoising step of the fused engine, and how its time divides into parts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from quantize.runtime.fused.engine import FusedEngine
+
+TIMED = 12  # steps
+PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
+
+
+def time_step(engine: FusedEngine, slots: Sequence[int]) -> float:
+    """Return the milliseconds of a step of the next canvas, a mean over TIMED; it is thrown away.
+
+    Steps past the canvas' last one cost the same.
+    """
+    step, graphs = engine.begin_canvases(slots)
+    step.take(graphs)
+    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    started.record()
+    for _ in range(TIMED):
+        step.take(graphs)
+    ended.record()
+    ended.synchronize()
+    engine.drop_canvases(slots)
+    return started.elapsed_time(ended) / TIMED
+
+
+def profile_step(engine: FusedEngine, slots: Sequence[int]) -> dict[str, float]:
+    """Return the GPU milliseconds of each part of a step of the next canvas, which is thrown away.
+
+    `FusedModel` and the sampler name the parts; "rest" is what they leave. The step runs twice and
+    the second run counts, since the first meets an idle GPU.
+    """
+    step, _ = engine.begin_canvases(slots)
+    step.take(graphs=False)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+        for _ in range(2):
+            step.take(graphs=False)
+        torch.cuda.synchronize()
+    engine.drop_canvases(slots)
+    on_gpu: list[Any] = [e for e in record.events() or () if e.device_type == DeviceType.CUDA]
+    named = [event for event in on_gpu if event.name in PARTS]  # from first kernel to last
+    kernels = sorted(
+        (event for event in on_gpu if event.name not in PARTS),
+        key=lambda event: event.time_range.start,
+    )
+    parts: dict[str, float] = dict.fromkeys((*PARTS, "rest"), 0.0)
+    ended: dict[int, float] = {}  # by stream
+    for event in kernels[len(kernels) // 2 :]:
+        owner = next((part.name for part in named if _within(event, part)), "rest")
+        # A chained kernel starts to wait while the one before it runs: that time is not its own.
+        before = max(event.time_range.start, ended.get(event.device_resource_id, 0.0))
+        ended[event.device_resource_id] = max(before, event.time_range.end)
+        parts[owner] += (ended[event.device_resource_id] - before) / 1e3
+    return parts
+
+
+def _within(event: Any, part: Any) -> bool:
+    """Return whether a kernel ran on the stream and within the time span of a profiled part."""
+    if event.device_resource_id != part.device_resource_id:
+        return False
+    start, end = part.time_range.start, part.time_range.end
+    return start <= event.time_range.start and event.time_range.end <= end

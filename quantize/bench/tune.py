@@ -1,0 +1,88 @@
+"""Measures the launch configurations of this GPU once, and keeps them in the user's cache folder.
+
+Every engine reads them from there (`gpus.check_gpu`), before the tables that ship.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from fused_dequant import tuning
+from fused_dequant.candidates import candidates, products
+from fused_dequant.targets import TARGETS, capability, name_of
+from rich.table import Table
+
+from quantize.errors import InputError, ResourceError
+from quantize.host.progress import say, track
+from quantize.runtime.fused.gpus import TUNED, check_gpu
+
+if TYPE_CHECKING:
+    from fused_dequant.candidates import Product
+    from fused_dequant.tune import Choice, Timed
+
+SAVED_EVERY = 8  # choices, the most that a stop loses
+
+
+def tune_gpu(
+    only: str = "", *, folder: Path = TUNED, timer: "Callable[[Product], Timed] | None" = None
+) -> list["Choice"]:
+    """Tune the products whose key `only` finds, and write what was chosen into the device's table.
+
+    Args:
+        only: a regular expression.
+        folder: folder of the user's tables.
+        timer: times a product's candidates; None for this GPU.
+
+    Raises:
+        InputError: `only` is no regular expression, finds nothing, or only one of a pair of experts.
+        ResourceError: there is no GPU, or the kernels do not run on it.
+    """
+    device = torch.device("cuda")
+    check_gpu([], device)
+    target, name = capability(device), torch.cuda.get_device_name(device)
+    if target not in TARGETS:
+        known = ", ".join(map(name_of, TARGETS))
+        raise ResourceError(f"{name} is {name_of(target)}, and what can be tuned is {known}")
+    try:
+        chosen = [p for p in products(target) if re.search(only, f"{p.key} M={p.M}")]
+    except re.error as error:
+        raise InputError(f"--only {only}: no regular expression ({error})") from error
+    halves = [p.verb for p in chosen if p.verb.startswith("experts")]
+    if not chosen or halves.count("experts_up") != halves.count("experts_down"):
+        raise InputError(
+            f"--only {only}: finds no product, or one of the experts' two without the other"
+        )
+    from fused_dequant import tune  # triton comes with it
+
+    if timer is None:
+        say("compiling the candidates, one process a core")
+        tune.compile_all([(p, c) for p in chosen for c in candidates(p, target)])
+    tuning.user_tables(folder)
+
+    def now(product: tune.Product) -> tuning.Config:
+        verb, scheme = product.table_verb, product.scheme
+        return tuning.choose(verb, scheme, product.M, product.N, product.K, device)
+
+    path = tuning.table_path(name, folder)
+    found: list[tune.Choice] = []
+    for choice in track(tune.tuned(chosen, now, timer), "tuning", len(chosen), "products"):
+        found.append(choice)
+        if len(found) % SAVED_EVERY == 0 or len(found) == len(chosen):
+            tune.write_table(path, tune.table_of(name, target, found))
+    tuning.forget()
+    say(f"wrote {path}")
+    return found
+
+
+def gains_table(choices: Sequence["Choice"]) -> Table:
+    """Return each product's time before and after, in microseconds."""
+    table = Table(title="us a launch, before and after", title_justify="left")
+    for column in ("product", "tokens", "before", "after", "gained"):
+        table.add_column(column, justify="left" if column == "product" else "right")
+    for choice in choices:
+        before, after = choice.before, choice.microseconds
+        cells = ("?", "?") if before is None else (f"{before:.1f}", f"{1 - after / before:.1%}")
+        table.add_row(choice.product.key, str(choice.product.M), cells[0], f"{after:.1f}", cells[1])
+    return table

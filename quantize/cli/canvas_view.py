@@ -1,0 +1,182 @@
+"""Answers one prompt and shows its canvas denoise, for `quantize generate`.
+
+In a terminal every denoising step is drawn over the last one: accepted tokens bright, the others as
+the decoder's best guess so far, dim. With --plain, text is written as its canvas is committed, except
+half a character at its end: written text never changes. The answer goes to stdout, thoughts and
+everything else to stderr.
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from rich.live import Live
+from rich.text import Text
+
+from quantize.checkpoints.reader import Checkpoint
+from quantize.host.progress import console, say
+from quantize.runtime import Sample, Sampler, open
+from quantize.runtime.chat import HALF_CHARACTER, encode_chat, load_tokenizer, split_thoughts
+from quantize.runtime.engine import complete
+from quantize.runtime.fused.weights import model_config
+from quantize.runtime.images import open_picture, place, prepare
+from quantize.runtime.sample import canvas_budgets
+from quantize.schemes.modes import ActivationMode
+
+Write = Callable[[str], object]
+END = "\N{MIDDLE DOT}"  # drawn for an EOS before the canvas' last word
+
+
+def watch(
+    checkpoint: Path,
+    prompt: str,
+    *,
+    thinking: bool,
+    seed: int,
+    max_new_tokens: int | None,
+    activations: ActivationMode | None,
+    plain: bool,
+    device: str,
+    pictures: Sequence[Path],
+    soft_tokens: int,
+    write: Write,
+) -> None:
+    """Generate the answer to a prompt.
+
+    Args:
+        checkpoint: folder of a BF16 or quantized checkpoint.
+        prompt: the user's message.
+        thinking: whether the model gets a thinking channel.
+        seed: seed of the sampling noise; the same seed gives the same answer.
+        max_new_tokens: budget, rounded up to whole canvases; None for the checkpoint's own.
+        activations: how a quantized model's activations are rounded.
+        plain: draw nothing while it denoises, write what is finished instead.
+        device: where the model runs.
+        pictures: files that the prompt shows before its text.
+        soft_tokens: most tokens a picture takes.
+        write: takes the answer, without thoughts and special tokens: in pieces, or whole if drawn.
+
+    Raises:
+        InputError: a checkpoint or picture cannot be loaded, or the prompt is too long for the model.
+    """
+    tokenizer, sampler = load_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
+    config = model_config(Checkpoint.open(checkpoint).config)
+    ids, images = _encode(tokenizer, config, prompt, pictures, soft_tokens, thinking=thinking)
+    budget, limit = max_new_tokens or sampler.max_new_tokens, _limit(config)
+    (canvases,) = canvas_budgets([ids], budget, sampler, limit, config.canvas_length)
+    say(f"loading {checkpoint}")
+    room = min(len(ids) + canvases * config.canvas_length, limit)
+    engine = open(checkpoint, device=device, activations=activations, capacity=1, max_context=room)
+    output = _Output(tokenizer, write, _aside)
+
+    def answer(drawing: "_Drawing | None") -> Sample:
+        return complete(
+            engine, [ids], [seed], max_new_tokens=budget, sampler=sampler, images=[images],
+            on_draft=None if drawing is None else drawing.draw,
+            on_canvas=None if drawing else lambda _, sample: output.add(sample),
+        )[0]  # fmt: skip
+
+    started = time.monotonic()
+    if plain:
+        sample = answer(None)
+    else:
+        with Live(console=console, transient=True, auto_refresh=False) as live:
+            sample = answer(_Drawing(tokenizer, sampler.eos_token_ids, live))
+    output.end(sample)
+    say(_summary(sample, time.monotonic() - started))
+
+
+def _limit(config: Any) -> int:
+    return config.text_config.max_position_embeddings
+
+
+def _encode(
+    tokenizer: Any,
+    config: Any,
+    prompt: str,
+    pictures: Sequence[Path],
+    soft_tokens: int,
+    *,
+    thinking: bool,
+) -> tuple[list[int], Any]:
+    """Return a chat's ids, with room for its pictures, and the tower's input."""
+    opened = [open_picture(path) for path in pictures]
+    parts = [{"type": "image"}] * len(opened) + [{"type": "text", "text": prompt}]
+    content = parts if opened else prompt
+    ids = encode_chat(tokenizer, [{"role": "user", "content": content}], thinking=thinking)
+    if not opened:
+        return ids, None
+    images, counts = prepare(opened, config, soft_tokens)
+    return place(ids, counts, config), images
+
+
+def _aside(text: str) -> None:
+    console.print(text, end="", style="dim", highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass
+class _Output:
+    """Writes an answer as it grows, without thoughts, and only what no later canvas can change."""
+
+    tokenizer: Any
+    write: Write
+    aside: Write
+    thoughts: str = ""
+    answer: str = ""
+
+    def add(self, sample: Sample) -> None:
+        """Write what a new canvas made certain."""
+        thoughts, answer = split_thoughts(self.tokenizer, sample.tokens)
+        self._add(thoughts.rstrip(HALF_CHARACTER), answer.rstrip(HALF_CHARACTER))
+
+    def end(self, sample: Sample) -> None:
+        """Write the rest of the answer, and end the line."""
+        self._add(*split_thoughts(self.tokenizer, sample.tokens))
+        if self.thoughts and not self.thoughts.endswith("\n"):
+            self.aside("\n")
+        self.write("\n")
+
+    def _add(self, thoughts: str, answer: str) -> None:
+        if new := thoughts[len(self.thoughts) :]:
+            self.aside(new if self.thoughts else f"thoughts: {new}")
+            self.thoughts = thoughts
+        if new := answer[len(self.answer) :]:
+            self.write(new)
+            self.answer = answer
+
+
+class _Drawing:
+    """Draws finished canvases and, below them, the one that is being denoised.
+
+    The run of EOS that fills a canvas behind its answer is left out; an EOS before it is a dot.
+    """
+
+    def __init__(self, tokenizer: Any, eos: Collection[int], live: Live) -> None:
+        self.tokenizer, self.eos, self.live = tokenizer, eos, live
+        self.finished, self.last = "", ""
+        self.canvas = 0
+
+    def draw(self, _slot: int, step: int, tokens: list[int], accepted: list[bool]) -> None:
+        """Draw one denoising step; step 1 begins a canvas."""
+        if step == 1:
+            self.canvas, self.finished = self.canvas + 1, self.finished + self.last
+        self.last = self.tokenizer.decode(list(takewhile(lambda t: t not in self.eos, tokens)))
+        text = Text(self.finished)
+        length = max((i + 1 for i, token in enumerate(tokens) if token not in self.eos), default=0)
+        for token, is_accepted in list(zip(tokens, accepted, strict=True))[:length]:
+            word = END if token in self.eos else self.tokenizer.decode([token])
+            text.append(word, style="bold" if is_accepted else "dim")
+        text.append(f"\ncanvas {self.canvas}, step {step}", style="cyan")
+        self.live.update(text, refresh=True)
+
+
+def _summary(sample: Sample, seconds: float) -> str:
+    steps = ", ".join(map(str, sample.steps_per_canvas))
+    return (
+        f"{sample.new_tokens} tokens in {sample.canvases} canvases of {steps} steps: "
+        f"{sample.tokens_per_forward:.1f} tokens a forward, {seconds:.1f} s, ended by "
+        f"{'EOS' if sample.finish == 'eos' else 'its budget'}"
+    )

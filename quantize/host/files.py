@@ -1,0 +1,91 @@
+"""Files and folders that are written whole: after a kill or a power cut, all of one or nothing.
+
+They are written under a temporary name in the same place, synced to disk, then renamed.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from quantize.errors import InputError
+
+REDO = "it was changed or damaged: remove it, and `quantize run ... --resume` makes it again"
+TEMPORARY_SUFFIX = ".partial"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` so that the final name never holds a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON with stable formatting, atomically. NaN and infinity are refused."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path, *keys: str) -> Any:
+    """Read a JSON object from a file of a run.
+
+    All `keys` must be present; "source.folder" is the key "folder" within "source".
+
+    Raises:
+        InputError: the file is not JSON, is not an object, or lacks a key.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON ({error}); {REDO}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object; {REDO}")
+    for key in keys:
+        found: Any = value
+        for part in key.split("."):
+            if not isinstance(found, dict) or part not in found:
+                raise InputError(f"{path}: {key!r} is missing there; {REDO}")
+            found = cast(dict[str, Any], found)[part]
+    return value
+
+
+@contextmanager
+def folder_when_complete(final: Path, *, keep_partial: bool = False) -> Generator[Path]:
+    """Yield a temporary folder beside `final`; rename it to `final` when the block ends well.
+
+    `final` does not appear on an error. With `keep_partial` the temporary folder of an interrupted
+    try is handed on, for a stage that can use the finished files in it; else it starts empty.
+    """
+    temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
+    if temporary.exists() and not keep_partial:
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True, exist_ok=True)
+    yield temporary
+    for path in temporary.rglob("*"):
+        sync_file(path)
+    sync_folder(temporary)
+    if final.exists():
+        shutil.rmtree(final)
+    temporary.rename(final)
+    sync_folder(final.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Force a file's bytes, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# A folder is opened and synced like a file; then its entries, not its files, reach the disk.
+sync_folder = sync_file

@@ -1,0 +1,42 @@
+"""Locks that let one process at a time work on a run folder or a store, and die with their holder.
+
+The lock is the kernel's (flock), so a killed process leaves none behind; the file stays, and only says
+who holds the lock.
+"""
+
+import fcntl
+from collections.abc import Generator
+from contextlib import contextmanager
+from os import getpid
+from pathlib import Path
+
+from quantize.errors import ResourceError
+from quantize.host.processes import is_first
+
+
+@contextmanager
+def locked(file: Path, what: str) -> Generator[None]:
+    """Hold the lock `file` on `what` while the block runs.
+
+    Of the processes that torchrun started for one command the first holds it for all.
+
+    Raises:
+        ResourceError: another process holds it; its pid is named. There is no waiting.
+    """
+    if not is_first():
+        yield
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a+", encoding="utf-8") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            held.seek(0)
+            holder = held.read().strip() or "unknown"
+            raise ResourceError(
+                f"{what}: process {holder} is at work there; try again when it has ended"
+            ) from error
+        held.truncate(0)
+        held.write(f"{getpid()}\n")
+        held.flush()
+        yield

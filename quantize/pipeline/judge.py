@@ -1,0 +1,140 @@
+"""Judges a quantized checkpoint that was built elsewhere: NVIDIA's, RedHatAI's, a fine-tuned one's.
+
+It does what `quantize run` does behind conversion, in a run folder of its own: the checkpoint is
+inspected in place of verification, which needs our plan, then replayed, scored, reported and gated
+against the BF16 model. The recipe gives tasks, limits and gate; what it says of quantization is not
+read. BF16's samples lie beside the folder, as those of runs do, so the same --out gives a checkpoint of
+ours the same questions, and `quantize compare` pairs the two.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from quantize.checkpoints.inspect import Inspection, inspect, inspection_table
+from quantize.checkpoints.reader import Checkpoint, resolve
+from quantize.checkpoints.targets import Target
+from quantize.errors import InputError
+from quantize.host.files import write_json, write_text
+from quantize.host.progress import say
+from quantize.pipeline.run import make_folder, work, working_in
+from quantize.pipeline.stages import STAGES, Run
+from quantize.pipeline.staleness import why_stale
+from quantize.recipe.sections import load_recipe
+from quantize.runs.folder import RunDir
+from quantize.runs.manifest import fingerprint, new_manifest
+from quantize.stages.plan.plan import targets_as_csv
+
+
+def judge(
+    name: str,
+    against: str | None,
+    recipe_name: str,
+    out: Path,
+    *,
+    resume: bool,
+    limit: int | None = None,
+    gpu_memory: float | None = None,
+    **scoring: Any,
+) -> int:
+    """Judge a checkpoint; return the exit code, 0 where the gate passed and 4 where nothing is decided.
+
+    Args:
+        name: folder or Hub id of the quantized checkpoint.
+        against: folder or Hub id of the BF16 model, None for the bundled one.
+        recipe_name: recipe whose tasks and gate are used.
+        out: folder that holds runs.
+        resume: whether to go on with a judgement that was begun.
+        limit: problems a task, None for the recipe's.
+        gpu_memory: bytes of a GPU that may be used, None for what is free.
+        scoring: options of `evaluate_more`.
+
+    Raises:
+        InputError: a checkpoint is of the wrong kind, or the judgement exists and `resume` is off.
+        GateError: the inspection found a problem, or fidelity or the gate failed.
+    """
+    checkpoint, source = Checkpoint.open(resolve(name)), Checkpoint.open(resolve(against))
+    if source.is_quantized or not checkpoint.is_quantized:
+        raise InputError(
+            f"{checkpoint.folder} against {source.folder}: a quantized checkpoint is judged against a "
+            f"BF16 one"
+        )
+    recipe = load_recipe(recipe_name)
+    recipe = recipe.for_bundled_model() if against is None else recipe
+    recipe = recipe if limit is None else recipe.limited_to(limit)
+    digest, judged = fingerprint(source), fingerprint(checkpoint)
+    folder = RunDir(out / f"judge-{recipe.digest(digest, judged)}")
+    found = inspect(checkpoint.folder)
+    targets = _targets(found, inspect(source.folder))
+    run = Run(folder, recipe, source, targets, against is None, scoring, gpu_memory)
+    make_folder(folder.path)
+    with working_in(folder):
+        if not folder.manifest_json.exists():
+            manifest = new_manifest(source, digest, recipe.name, against)
+            write_json(folder.manifest_json, manifest | {"judged": name})
+        elif not resume:
+            raise InputError(
+                f"{folder.path}: this judgement exists; --resume continues or shows it"
+            )
+        Console().print(inspection_table(found))
+        return _advance(run, checkpoint, found, judged)
+
+
+def _advance(run: Run, checkpoint: Checkpoint, found: Inspection, judged: str) -> int:
+    tasks: Mapping[str, Callable[[Run], None]] = {
+        "plan": _write_plan,
+        "convert": partial(_link, checkpoint),
+        "verify": partial(_note, found, judged),
+    }
+    code = 0
+    for stage in STAGES:
+        if stage.name in ("calibrate", "round"):
+            continue
+        if why_stale(run.folder, stage) or stage.lacks(run):
+            work(run, stage, tasks.get(stage.name, stage.work))
+        else:
+            say(f"{stage.name}: done before ({stage.result})")
+        code = stage.verdict(run)
+    return code
+
+
+def _write_plan(run: Run) -> None:
+    write_text(run.folder.recipe_yaml, run.recipe.to_yaml())
+    write_text(run.folder.targets_csv, targets_as_csv(run.targets))
+
+
+def _link(checkpoint: Checkpoint, run: Run) -> None:
+    """Let the run's checkpoint be the one that is judged; nothing is written into it."""
+    run.folder.checkpoint.unlink(missing_ok=True)
+    run.folder.checkpoint.symlink_to(checkpoint.folder.resolve(), target_is_directory=True)
+
+
+def _note(found: Inspection, judged: str, run: Run) -> None:
+    """Write the inspection's findings in the form of a verification."""
+    passed = not found.problems
+    check = {"name": "inspect", "looked_at": found.tensors, "passed": passed}
+    write_json(
+        run.folder.verification_json,
+        {
+            "artifact": judged,
+            "passed": passed,
+            "checks": [check | {"faults": found.problems}],
+            "relative_error": {},
+        },
+    )
+
+
+def _targets(found: Inspection, source: Inspection) -> list[Target]:
+    """Return one entry for each class of modules, with its bytes in both checkpoints."""
+    before: dict[str, int] = {}
+    for row in source.rows:
+        before[row.kind] = before.get(row.kind, 0) + row.nbytes
+    targets: list[Target] = []
+    for row in found.rows:
+        modules = (row.kind,) * row.count if row.quantized else ()
+        spent = before.pop(row.kind, 0)  # a class of two schemes has its bytes once
+        targets.append(Target(row.kind, row.kind, None, row.scheme, (), modules, spent, row.nbytes))
+    return targets

@@ -1,0 +1,334 @@
+"""Rehearses a run on the user's own copy: every stage at small limits, then what the whole run takes.
+
+    look at weights, data sets, disk and GPU memory, as the whole run needs them
+    calibrate on 32 prompts x 1 canvas; convert and verify everything; replay; 4 questions a task
+    project seconds, memory and disk of the whole run from what was measured
+
+Nothing that is found ends the rehearsal: it goes on with whatever can still be tried, so that once is
+enough to see all that would have ended a run of days. rehearsal.json, in the run folder, holds
+versions, hardware, seconds and findings, and neither questions nor answers: it can be sent back. It
+says nothing of quality: so few answers decide nothing.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quantize.checkpoints.inspect import inspect
+from quantize.checkpoints.targets import sum_bytes
+from quantize.errors import OUT_OF_MEMORY, GateError, QuantizeError, ResourceError, unexpected_in
+from quantize.host.files import read_json, write_json
+from quantize.host.processes import best_device
+from quantize.host.progress import say
+from quantize.host.units import duration, size
+from quantize.pipeline.run import started, work
+from quantize.pipeline.stages import STAGES, Run, Stage
+from quantize.pipeline.staleness import check_fresh, upstream, why_stale
+from quantize.recipe.sections import Recipe, load_recipe
+from quantize.runtime.memory import budget_of
+from quantize.runtime.memory import plan as fit
+from quantize.stages.memory_needs import needs
+from quantize.stages.plan.estimate import cannot_pass
+
+RESULT = "rehearsal.json"
+PROMPTS, CANVASES = 32, 1
+QUESTIONS = 4  # a task, one answer each
+HELD_OUT = 16  # prompts that are recorded for replay, whatever the recipe says
+SIDES = ("bf16", "quantized")
+Check = Callable[[], str]  # returns what it saw; raises what would end a run
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One check or stage of a rehearsal: what it saw or measured, and what would end a run."""
+
+    name: str
+    found: str
+    finding: str | None = None
+    exit_code: int = 0
+
+
+def rehearse(
+    recipe_name: str,
+    model: str | None,
+    out: Path,
+    *,
+    revision: str | None = None,
+    gpu_memory: float | None = None,
+    data_dir: Path | None = None,
+) -> int:
+    """Rehearse a run; return 0, or the exit code of the first finding. It goes on where it stopped.
+
+    Args:
+        recipe_name: name or file of the recipe.
+        model: folder or Hub id of the BF16 model, None for the bundled one.
+        out: folder that holds runs.
+        revision: of a Hub model.
+        gpu_memory: bytes of a GPU that may be used, None for what is free.
+        data_dir: folder with the tasks' local files.
+
+    Raises:
+        InputError: recipe or model are wrong.
+        ResourceError: not even the rehearsal fits the GPU, or another process works in its folder.
+    """
+    whole = load_recipe(recipe_name)
+    whole = whole.for_bundled_model() if model is None else whole
+    with started(
+        small(whole), model, out, resume=True, revision=revision, gpu_memory=gpu_memory,
+        data_dir=data_dir, go_on=True,
+    ) as run:  # fmt: skip
+        checks = _checks(run, whole, data_dir)
+        tried = [_checked(run, name, check) for name, check in checks.items()]
+        tried += [_staged(run, stage) for stage in STAGES if stage.is_needed(run.recipe)]
+        found = projection(run, whole, data_dir)
+        content = {
+            **_about(run, whole),
+            "tried": [asdict(each) for each in tried],
+            "whole_run": found,
+            "notes": cannot_pass(whole),
+        }
+        path = run.folder.path / RESULT
+        write_json(path, _without_home(content))
+        Console().print(_tried_table(tried), _projection_table(found))
+        say(f"rehearse: {path} says the same, and what it was done on")
+    return next((each.exit_code for each in tried if each.finding), 0)
+
+
+def small(recipe: Recipe) -> Recipe:
+    """Return a recipe at the limits of a rehearsal."""
+    settings, calibration = recipe.evaluation, recipe.calibration
+    if calibration is not None:
+        least = {"prompts": min(PROMPTS, calibration.prompts), "canvases": CANVASES}
+        calibration = calibration.model_copy(update=least)
+    limit = {task: min(QUESTIONS, settings.limit.get(task, QUESTIONS)) for task in settings.tasks}
+    evaluation = settings.model_copy(update={"limit": limit, "repeats": {}})
+    changed = {"calibration": calibration, "evaluation": evaluation}
+    return recipe.model_copy(update=changed | {"name": f"{recipe.name}_rehearsal"})
+
+
+def _checks(run: Run, whole: Recipe, data_dir: Path | None) -> Mapping[str, Check]:
+    """Return what is looked at before the first stage, each as the whole run needs it."""
+
+    def weights() -> str:
+        found = inspect(run.source.folder)
+        if found.problems:
+            raise GateError(found.problems[0])
+        return f"{found.tensors:,} tensors, {size(run.source.nbytes)}"
+
+    def disk() -> str:
+        after, free = sum_bytes(run.targets)[1], shutil.disk_usage(run.folder.path).free
+        needed = after if run.folder.checkpoint.exists() else 2 * after
+        if free < needed:
+            raise ResourceError(
+                f"{run.folder.path}: {size(free)} free, and the rehearsal's and the run's checkpoints "
+                f"take {size(needed)}; free some, or name another --out"
+            )
+        return f"{size(free)} free, a checkpoint takes {size(after)}"
+
+    def memory() -> str:
+        budget = budget_of(best_device(), run.gpu_memory)
+        if budget is None:
+            return "no GPU: nothing is planned"
+        plans = _plans(run, whole, budget)
+        return "; ".join(f"{stage} {size(plan.total)}" for stage, plan in plans.items())
+
+    def prompts() -> str:
+        from quantize.stages.prompts import load_prompts
+
+        settings = whole.calibration
+        if settings is None or not whole.needs_calibration:
+            return "this recipe needs none"
+        found = load_prompts(run.source.folder, settings, settings.prompts + HELD_OUT)
+        return f"{len(found)} prompts of {min(map(len, (p.ids for p in found)))} tokens or more"
+
+    def tasks() -> str:
+        found = _tasks(whole, data_dir)
+        return ", ".join(f"{name} {samples:,} answers" for name, samples in found.items())
+
+    return {
+        "weights": weights, "disk": disk, "GPU memory": memory, "calibration prompts": prompts,
+        "tasks": tasks,
+    }  # fmt: skip
+
+
+def _plans(run: Run, whole: Recipe, budget: float) -> dict[str, Any]:
+    """Return how each stage of the whole run fits a budget of GPU memory."""
+    config = run.source.config
+    wanted = needs(whole, config, run.source.tensors, run.targets)
+    return {need.stage: fit(need, config, budget) for need in wanted}
+
+
+def _tasks(recipe: Recipe, data_dir: Path | None) -> dict[str, int]:
+    """Return task -> answers on a side."""
+    from quantize.stages.evaluate.evaluate import open_tasks
+
+    found = open_tasks(recipe.evaluation, recipe.gate, data_dir)
+    return {task.name: task.samples for task in found}
+
+
+def _checked(run: Run, name: str, check: Check) -> Tried:
+    """Look at one thing."""
+    say(f"rehearse: {name}")
+    return _tried(run, name, check)
+
+
+def _staged(run: Run, stage: Stage) -> Tried:
+    """Do one stage, unless its result stands or what it reads is missing."""
+    try:
+        check_fresh(run.folder, run.recipe, upstream(stage))
+    except QuantizeError:
+        return Tried(stage.name, "not tried: a stage before it has no result")
+
+    def task() -> str:
+        if why_stale(run.folder, stage):
+            work(run, stage, stage.work)
+        try:
+            stage.verdict(run)
+        except GateError as error:
+            if stage.name != STAGES[-1].name:  # so few answers say nothing of quality
+                raise
+            return f"{_measured(run, stage)}; of so few answers: {error}"
+        return _measured(run, stage)
+
+    return _tried(run, stage.name, task)
+
+
+def _tried(run: Run, name: str, attempt: Check) -> Tried:
+    """Return what an attempt saw, or what would end a run there."""
+    try:
+        with unexpected_in(run.folder.log):
+            return Tried(name, attempt())
+    except QuantizeError as error:
+        found, code = str(error), error.exit_code
+    except (OSError, MemoryError) as error:
+        found, code = f"{type(error).__name__}: {error}", ResourceError.exit_code
+    except Exception as error:
+        if type(error).__name__ != OUT_OF_MEMORY:
+            raise
+        found, code = f"out of GPU memory: {error}", ResourceError.exit_code
+    say(f"rehearse: {name}: {found}")
+    return Tried(name, "would end a run", found, code)
+
+
+def _measured(run: Run, stage: Stage) -> str:
+    """Return what the manifest says that a stage took."""
+    facts = read_json(run.folder.manifest_json, "stages")["stages"].get(stage.name, {})
+    parts = [duration(facts.get("seconds", 0.0))]
+    for key, what in (("peak_rss_bytes", "of memory"), ("peak_gpu_bytes", "of the GPU's")):
+        if facts.get(key):
+            parts.append(f"{size(facts[key])} {what}")
+    return ", ".join(parts)
+
+
+def projection(run: Run, whole: Recipe, data_dir: Path | None) -> dict[str, Any]:
+    """Return seconds of every stage of the whole run, and its disk; None where nothing was measured.
+
+    Calibration and replay grow with prompts and canvases, evaluation with answers, each of as many
+    tokens as here; the rest is measured as a whole. Loading is counted as often as the work grows, and
+    all answers are counted, so this is an upper bound.
+    """
+    stages = read_json(run.folder.manifest_json, "stages")["stages"]
+    grows = _growth(run.recipe, whole)
+    seconds: dict[str, float | None] = {}
+    for stage in STAGES[1:]:
+        if stage.is_needed(whole) and stage.name != "evaluate":
+            measured = stages.get(stage.name, {}).get("seconds")
+            seconds[stage.name] = measured and measured * grows.get(stage.name, 1.0)
+        elif stage.is_needed(whole):
+            rates = stages.get("evaluate", {}).get("rates", {})
+            seconds[stage.name] = _evaluation_seconds(run, whole, data_dir, rates)
+    return {
+        "seconds": seconds,
+        "disk_bytes": run.source.nbytes + sum_bytes(run.targets)[1],
+        "peak_memory_bytes": _largest(stages, "peak_rss_bytes"),
+        "peak_gpu_bytes": _largest(stages, "peak_gpu_bytes"),
+    }
+
+
+def _growth(here: Recipe, whole: Recipe) -> dict[str, float]:
+    """Return how much more the stages that run BF16 on prompts do in the whole run."""
+    if here.calibration is None or whole.calibration is None:
+        return {}
+    canvases = whole.calibration.canvases / here.calibration.canvases
+    prompts = (whole.calibration.prompts + HELD_OUT) / (here.calibration.prompts + HELD_OUT)
+    return {
+        "calibrate": prompts * canvases,
+        "round": prompts * canvases,
+        "fidelity": canvases if here.needs_calibration else 1.0,
+    }
+
+
+def _evaluation_seconds(
+    run: Run, whole: Recipe, data_dir: Path | None, rates: Mapping[str, Any]
+) -> float | None:
+    """Return the seconds of all answers on both sides, None where a side was not measured."""
+    from quantize.reports.scores import read_scoring
+
+    seconds = 0.0
+    try:
+        samples = _tasks(whole, data_dir)
+        for side in SIDES:
+            for task, count in samples.items():
+                rows = read_scoring(run.folder.evaluation / side, task).rows
+                tokens = sum(row.tokens for row in rows) / len(rows)
+                seconds += count * tokens * rates[side]["seconds"] / rates[side]["tokens"]
+    except (QuantizeError, KeyError, ZeroDivisionError):
+        return None
+    return seconds
+
+
+def _largest(stages: Mapping[str, Any], key: str) -> int | None:
+    return max((facts[key] for facts in stages.values() if facts.get(key)), default=None)
+
+
+def _about(run: Run, whole: Recipe) -> dict[str, Any]:
+    """Return what the rehearsal was done with and on."""
+    manifest = read_json(run.folder.manifest_json, "versions", "hardware", "stages")
+    source = {key: manifest["source"][key] for key in ("model", "commit", "fingerprint", "bytes")}
+    facts = {key: manifest[key] for key in ("began", "tool", "versions", "hardware", "stages")}
+    recipes = {
+        name: recipe.model_dump(mode="json", exclude={"bundled"})
+        for name, recipe in (("whole", whole), ("here", run.recipe))
+    }
+    return facts | {"source": source, "recipe": recipes, "gpu_memory": run.gpu_memory}
+
+
+def _without_home(value: Any) -> Any:
+    """Return a JSON value in which the user's home is a tilde."""
+    if isinstance(value, str):
+        return value.replace(str(Path.home()), "~") if Path.home() != Path("/") else value
+    if isinstance(value, dict):
+        return {key: _without_home(each) for key, each in value.items()}
+    return [_without_home(each) for each in value] if isinstance(value, list) else value
+
+
+def _tried_table(tried: Sequence[Tried]) -> Table:
+    table = Table(title="rehearsal", title_justify="left")
+    for name in ("", "here", "would end a run"):
+        table.add_column(name)
+    for each in tried:
+        table.add_row(each.name, each.found, each.finding or "")
+    return table
+
+
+def _projection_table(found: Mapping[str, Any]) -> Table:
+    table = Table(title="the whole run, at most", title_justify="left")
+    for name in ("stage", "time"):
+        table.add_column(name)
+    for row in _rows(found):
+        table.add_row(*row)
+    return table
+
+
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    known = {stage: seconds for stage, seconds in found["seconds"].items() if seconds is not None}
+    for stage in found["seconds"]:
+        yield stage, duration(known[stage]) if stage in known else "not measured"
+    if len(known) == len(found["seconds"]):
+        yield "all", duration(sum(known.values()))
+    yield "disk, with the BF16 model", size(found["disk_bytes"])

@@ -1,0 +1,374 @@
+"""Runs the stages in order for `quantize run`, skipping those whose result stands.
+
+    plan -> calibrate -> round -> convert -> verify -> fidelity -> evaluate -> report
+
+The run folder is named after the recipe and a hash of the resolved recipe and the model's
+fingerprint, so the same run finds itself again. Stages (listed in `stages`) know nothing of each
+other: they meet in the files of the run folder. The manifest records versions, hardware, seconds
+and peak memory per stage; nothing that must be equal between two runs depends on it.
+"""
+
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from quantize.checkpoints.reader import Checkpoint, resolve
+from quantize.checkpoints.targets import plan_targets
+from quantize.errors import GateError, InputError, ResourceError, unexpected_in
+from quantize.host.files import REDO, read_json, write_json
+from quantize.host.locks import locked
+from quantize.host.processes import best_device, is_first
+from quantize.host.progress import console, say
+from quantize.host.resources import measured
+from quantize.pipeline.stages import STAGES, Run, Stage
+from quantize.pipeline.staleness import (
+    check_fresh,
+    forget,
+    input_digests,
+    remember,
+    upstream,
+    why_stale,
+)
+from quantize.recipe.sections import Recipe, load_recipe, read_recipe
+from quantize.runs.folder import RunDir, existing_run
+from quantize.runs.manifest import fingerprint, new_manifest
+from quantize.runtime.memory import budget_of
+from quantize.runtime.memory import plan as fit
+from quantize.stages.memory_needs import BUDGETS_GB, memory_table, needs
+from quantize.stages.plan.estimate import (
+    H200_BYTES,
+    cannot_pass,
+    estimate_table,
+    evaluation_seconds,
+    sizes_table,
+)
+from quantize.stages.plan.gpu_support import gpu_of, gpu_table
+from quantize.stages.plan.plan import config_of_known, plan_table, tensors_from_config
+
+if TYPE_CHECKING:
+    from quantize.hub.release import Request
+
+
+@contextmanager
+def started(
+    recipe: str | Recipe,
+    model: str | None,
+    out: Path,
+    *,
+    resume: bool,
+    revision: str | None = None,
+    limit: int | None = None,
+    gpu_memory: float | None = None,
+    **scoring: Any,
+) -> Generator[Run]:
+    """Resolve recipe and model, name the run folder, show the plan; lock the run for the block.
+
+    A recipe that is named is adapted to the bundled model and to `limit`; one that is given is taken as
+    it is. `gpu_memory` and `scoring` are those of `Run`.
+
+    Raises:
+        InputError: the run exists and `resume` is off, recipe or model are wrong, no folder can be made
+            there, or torchrun started several processes.
+        ResourceError: another process works in the run, a stage does not fit the GPU, or more of it is
+            asked for than is free.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise InputError(
+            "`quantize run` is one process; torchrun is for `quantize calibrate RUN`, `quantize "
+            "fidelity RUN` and `quantize evaluate RUN`"
+        )
+    if isinstance(recipe, str):
+        recipe = _resolved(recipe, model, limit)
+    source = Checkpoint.open(resolve(model, revision))
+    if source.is_quantized:
+        raise InputError(f"{source.folder}: already quantized; name the BF16 model")
+    targets = plan_targets(source.tensors, recipe.quantization)
+    digest = fingerprint(source)
+    folder = RunDir(out / f"{recipe.name}-{recipe.digest(digest)}")
+    run = Run(folder, recipe, source, targets, model is None, scoring, gpu_memory)
+    _check_memory(run)
+    make_folder(folder.path)
+    with working_in(folder):
+        if not folder.manifest_json.exists():
+            write_json(folder.manifest_json, new_manifest(source, digest, recipe.name, model))
+        elif not resume:
+            raise InputError(
+                f"{folder.path}: this run exists; --resume continues or shows it, --out starts "
+                f"elsewhere"
+            )
+        about = read_json(folder.manifest_json, "stages", "source.fingerprint")["source"]
+        if about["fingerprint"] != digest:
+            raise InputError(
+                f"{folder.manifest_json}: names another model than {source.folder}; {REDO}"
+            )
+        console.print(plan_table(targets, f"{recipe.name}: {source.folder.name} -> {folder.path}"))
+        for sentence in cannot_pass(recipe):
+            say(sentence)
+        yield run
+
+
+def _resolved(recipe_name: str, model: str | None, limit: int | None) -> Recipe:
+    recipe = load_recipe(recipe_name)
+    if model is None:
+        recipe = recipe.for_bundled_model()
+    return recipe if limit is None else recipe.limited_to(limit)
+
+
+def make_folder(path: Path) -> None:
+    """Make a run's folder.
+
+    Raises:
+        InputError: a file stands where a folder should. ResourceError: the place cannot be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InputError(
+            f"{path}: no folder can be made there ({error.strerror}: {error.filename}); name another "
+            f"--out"
+        ) from error
+    except OSError as error:
+        raise ResourceError(
+            f"{path}: cannot be made ({error.strerror}); name another --out"
+        ) from error
+
+
+@contextmanager
+def working_in(folder: RunDir) -> Generator[None]:
+    """Hold a run's lock while the block runs, and keep tracebacks of unexpected errors.
+
+    Raises:
+        ResourceError: another process works in the run.
+        UnexpectedError: an unexpected error occurred; the traceback is in run.log.
+    """
+    with locked(folder.lock, str(folder.path)), unexpected_in(folder.log):
+        yield
+
+
+def show_plan(
+    recipe_name: str,
+    model: str | None,
+    revision: str | None,
+    gpu_memory: float | None = None,
+    gpu: str | None = None,
+) -> None:
+    """Print what a recipe would do to a model, from the config alone where that is enough.
+
+    It also prints how the stages fit GPUs of several sizes, or one of `gpu_memory` bytes, or `gpu`, and
+    which kernels would run on `gpu`, or on the GPU that is here.
+
+    Raises:
+        ResourceError: a stage does not fit `gpu_memory`.
+    """
+    recipe = load_recipe(recipe_name)
+    config = config_of_known(model) if model and revision is None else None
+    if config is None:
+        source = Checkpoint.open(resolve(model, revision))
+        config, tensors = source.config, source.tensors
+    else:
+        tensors = tensors_from_config(config)
+    if model is None:
+        recipe = recipe.for_bundled_model()
+    targets = plan_targets(tensors, recipe.quantization)
+    screen = Console()
+    screen.print(plan_table(targets, f"{recipe.name}: {model or 'the bundled model'}"))
+    chosen = gpu_of(gpu)
+    if chosen is not None:
+        screen.print(gpu_table(targets, config, chosen))
+    for sentence in cannot_pass(recipe):
+        say(sentence)
+    needed = needs(recipe, config, tensors, targets)
+    if model is not None:  # the rates hold for the real layer shapes
+        budget = gpu_memory or (chosen.memory or H200_BYTES if chosen else None)
+        screen.print(estimate_table(targets, recipe, needed, config, budget), sizes_table(tensors))
+    if model is not None or gpu_memory is not None or gpu is not None:
+        budgets = [gb * 1e9 for gb in BUDGETS_GB] if gpu_memory is None else [gpu_memory]
+        if chosen and chosen.memory and gpu_memory is None:
+            budgets = [chosen.memory]
+        for need in needed:
+            screen.print(memory_table(need, config, budgets))
+            if gpu_memory is not None:
+                fit(need, config, gpu_memory)
+
+
+@contextmanager
+def opened(path: Path, gpu_memory: float | None = None) -> Generator[Run]:
+    """Open an existing run folder for a single stage; hold it while the block runs.
+
+    Raises:
+        InputError: there is no run, or its source, recipe or plan has changed since.
+        ResourceError: another process works in the run.
+    """
+    folder = existing_run(path)
+    with working_in(folder):
+        _check_ours(folder)
+        yield _open(folder, gpu_memory)
+
+
+def _check_ours(folder: RunDir) -> None:
+    """Raise InputError where the folder's checkpoint was built elsewhere and only judged here."""
+    if name := read_json(folder.manifest_json).get("judged"):
+        raise InputError(
+            f"{folder.path}: a judgement of {name}, not a run of ours; `quantize judge ... --resume` "
+            f"goes on with it"
+        )
+
+
+def _open(folder: RunDir, gpu_memory: float | None) -> Run:
+    about = read_json(
+        folder.manifest_json, "stages", "source.folder", "source.fingerprint", "source.bundled"
+    )["source"]
+    recipe = read_recipe(folder.recipe_yaml)
+    check_fresh(folder, recipe, STAGES[:1])
+    source = Checkpoint.open(Path(about["folder"]))
+    if fingerprint(source) != about["fingerprint"]:
+        raise InputError(f"{source.folder}: the BF16 model has changed since this run began")
+    targets = plan_targets(source.tensors, recipe.quantization)
+    run = Run(folder, recipe, source, targets, about["bundled"], gpu_memory=gpu_memory)
+    _check_memory(run)
+    return run
+
+
+def _check_memory(run: Run) -> None:
+    """Plan every stage's GPU memory, so that a stage that cannot run fails before the first one.
+
+    Raises:
+        ResourceError: a stage needs more memory than there is.
+    """
+    budget = budget_of(best_device(), run.gpu_memory)
+    if budget is None:
+        return
+    config = run.source.config
+    for need in needs(run.recipe, config, run.source.tensors, run.targets):
+        fit(need, config, budget)
+
+
+def advance(run: Run, until: str = STAGES[-1].name) -> int:
+    """Run every stage up to `until` that is not done or stale; return the exit code.
+
+    0 means done and gate passed, 4 inconclusive or not comparable.
+
+    Raises:
+        GateError: verification, fidelity or the gate failed (exit code 1).
+    """
+    code = 0
+    for stage in STAGES:
+        try:
+            code = _advance(run, stage)
+        except GateError as error:
+            raise GateError(f"{error}{_saved(run, stage)}") from error
+        if stage.name == until:
+            break
+    return code
+
+
+def _saved(run: Run, failed: Stage) -> str:
+    """Return what a message adds of the work that a run saves by ending before evaluation."""
+    names = [stage.name for stage in STAGES]
+    if run.is_bundled or names.index(failed.name) >= names.index("evaluate"):
+        return ""
+    hours = evaluation_seconds(run.recipe) / 3600
+    return f"; evaluate was not begun, which saves about {hours:.1f} hours" if hours else ""
+
+
+def _advance(run: Run, stage: Stage) -> int:
+    if not stage.is_needed(run.recipe):
+        say(f"{stage.name}: this recipe has none")
+        return 0
+    reason = why_stale(run.folder, stage) or stage.lacks(run)
+    if reason is None:
+        say(f"{stage.name}: done before ({stage.result})")
+    else:
+        if (run.folder.path / stage.result).exists():
+            say(f"{stage.name}: {reason}")
+        work(run, stage, stage.work)
+    return stage.verdict(run)
+
+
+def run_alone(run: Run, stage: Stage, task: Callable[[Run], None] | None = None) -> int:
+    """Run one stage again, by `task` if given in place of its own work; return its exit code.
+
+    It prints which results are stale now.
+
+    Raises:
+        InputError: a stage whose result this one reads is missing or stale.
+    """
+    if not stage.is_needed(run.recipe):
+        raise InputError(f"{run.folder.path}: recipe {run.recipe.name} has no {stage.name}")
+    check_fresh(run.folder, run.recipe, upstream(stage))
+    later = [s for s in STAGES if stage in upstream(s) and (run.folder.path / s.result).exists()]
+    work(run, stage, task or stage.work)
+    if is_first() and (stale := [s.name for s in later if _is_stale(run, s)]):
+        say(
+            f"{stage.name}: this made {', '.join(stale)} stale; "
+            f"`quantize run ... --resume` redoes what is stale"
+        )
+    return stage.verdict(run) if is_first() else 0
+
+
+def push(path: Path, request: "Request", *, dry_run: bool, confirm: Callable[[], bool]) -> int:
+    """Publish a run whose results are all fresh and whose report is what its scores give.
+
+    Raises:
+        InputError: a stage is stale or missing, or the report differs from what the scores give.
+    """
+    from quantize.hub.publish import push as push_release
+
+    with _reported(path) as (folder, _):
+        return push_release(folder, request, dry_run=dry_run, confirm=confirm)
+
+
+def card(path: Path, repo: str | None) -> list[Path]:
+    """Write the model card of a run into its checkpoint; return the files.
+
+    The card's commands name `repo`, or without it the run's folder.
+
+    Raises:
+        InputError: as in `push`.
+    """
+    from quantize.reports.card import write_card
+
+    with _reported(path) as (folder, recipe):
+        return write_card(folder, recipe, repo or folder.path.resolve().name)
+
+
+@contextmanager
+def _reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
+    """Lock a run whose results are all fresh and whose report is what its scores give."""
+    from quantize.stages.report.report import check_report
+
+    folder = existing_run(path)
+    with working_in(folder):
+        _check_ours(folder)
+        recipe = read_recipe(folder.recipe_yaml)
+        check_fresh(folder, recipe, STAGES)
+        check_report(folder, recipe)
+        yield folder, recipe
+
+
+def _is_stale(run: Run, stage: Stage) -> bool:
+    found = (why_stale(run.folder, s) for s in (*upstream(stage), stage) if s.is_needed(run.recipe))
+    return any(found)
+
+
+def work(run: Run, stage: Stage, task: Callable[[Run], None]) -> None:
+    """Do a stage's work, and record its time, memory, inputs and result."""
+    say(f"{stage.name}: started")
+    before = read_json(run.folder.manifest_json, "stages")["stages"].get(stage.name, {})
+    facts: dict[str, Any] = {}
+    try:
+        with measured() as facts:
+            inputs = input_digests(run.folder, stage)
+            forget(run.folder, stage)
+            task(run)
+            remember(run.folder, stage, inputs)
+    finally:  # a failed try's time is recorded too, but its error comes first
+        seconds = before.get("seconds_in_all", 0.0) + facts["seconds"]
+        with suppress(OSError):
+            run.record(stage.name, {"seconds_in_all": round(seconds, 2)})
+    run.record(stage.name, facts)
+    say(f"{stage.name}: done in {facts['seconds']:.1f} s")

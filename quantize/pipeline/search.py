@@ -1,0 +1,408 @@
+"""Searches which parts of a model should have which scheme: `quantize search`.
+
+A group is what a server must give one scheme: the attention, the dense MLP or the experts of a layer.
+Each is quantized alone, under every scheme, in the BF16 model; what that costs is the KL from BF16 on
+held-out trajectories, with activations rounded as they would be served. Damage of different groups is
+taken to add up:
+
+    KL(choice) ~ sum over groups of KL(group alone)     the prediction
+    minimise it under  sum of bytes <= N, or bytes under KL <= X     exactly: quantize.pipeline.knapsack
+
+The choice is then measured whole, beside its prediction, and written as a recipe. Weights are rounded
+to nearest here, whatever the recipe's `rounding`. Milliseconds are arithmetic (`runtime.fused.cost`),
+and never decide. Two BF16 models are in memory at once; a search that was killed goes on.
+
+Bytes alone never choose NVFP4, whose activations have 4 bits, over NVFP4A16 of the same size: name the
+schemes (`--scheme`) where FP4 matrix units are wanted.
+"""
+
+import re
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.table import Table
+from safetensors.torch import load_file
+
+from quantize.checkpoints.load import load
+from quantize.checkpoints.reader import Checkpoint, resolve
+from quantize.checkpoints.targets import (
+    QUANTIZABLE,
+    Target,
+    fused_units,
+    plan_targets,
+    sum_bytes,
+)
+from quantize.errors import InputError
+from quantize.host.files import read_json, write_json, write_text
+from quantize.host.processes import best_device
+from quantize.host.progress import console, say, track
+from quantize.host.units import size
+from quantize.pipeline.knapsack import Knapsack
+from quantize.pipeline.run import make_folder, working_in
+from quantize.recipe.sections import Quantization, Recipe, load_recipe
+from quantize.reports.charts import frontier
+from quantize.runs.folder import RunDir
+from quantize.runs.manifest import fingerprint
+from quantize.runtime.modules.engine import ModelEngine
+from quantize.runtime.sampler import Sampler
+from quantize.runtime.trajectory import Trajectory, load_trajectories
+from quantize.schemes.records import SCHEMES, Scheme
+from quantize.schemes.rounding import global_scale
+from quantize.schemes.simulated import simulated
+from quantize.stages.calibrate.calibrate import INPUT_SCALE, SCALES, calibrate
+from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
+from quantize.stages.fidelity.replay import Compared, replay
+from quantize.stages.plan.gpu_support import gpu_of
+
+if TYPE_CHECKING:
+    from quantize.runtime.fused.gpus import Gpu
+
+BF16 = "BF16"
+# class -> the part of its modules' names
+PATHS = {"attention": "self_attn", "mlp": "mlp", "experts": "experts"}
+BATCH = 16  # trajectories at once
+POINTS = 40  # of the frontier's plot
+Group = tuple[int, str]  # index of the layer, module class
+
+
+@dataclass(frozen=True)
+class Option:
+    """One scheme for one group.
+
+    Attributes:
+        scheme: a scheme's name, or BF16.
+        nbytes: bytes of the group's tensors under it.
+        kl: mean KL from BF16 in nats of the model in which this group alone has it.
+    """
+
+    scheme: str
+    nbytes: int
+    kl: float
+
+
+def search(
+    recipe_name: str,
+    model: str | None,
+    out: Path,
+    *,
+    nbytes: float | None,
+    kl: float | None,
+    schemes: Sequence[str],
+    revision: str | None = None,
+    gpu: str | None = None,
+) -> Path:
+    """Search, measure the choice, write its recipe and the frontier; return the recipe's path.
+
+    Args:
+        recipe_name: recipe that gives calibration, `ignore`, activations and everything that is not
+            searched.
+        model: folder or Hub id of the BF16 model, None for the bundled one.
+        out: folder for the search's own folder, `search-RECIPE-HASH`.
+        nbytes: the most bytes that the checkpoint may have; or
+        kl: the largest predicted KL in nats.
+        schemes: schemes that a group may have beside BF16.
+        revision: of a Hub model.
+        gpu: the GPU whose milliseconds are estimated, None for the one that is here.
+
+    Raises:
+        InputError: not one of `nbytes` and `kl` is given, a scheme is unknown, no choice reaches the
+            bound, or the recipe has no calibration though a scheme needs it.
+    """
+    _check(nbytes, kl, schemes)
+    written = load_recipe(recipe_name)
+    recipe = written.for_bundled_model() if model is None else written
+    source = Checkpoint.open(resolve(model, revision))
+    if source.is_quantized:
+        raise InputError(f"{source.folder}: already quantized; name the BF16 model")
+    folder = RunDir(out / f"search-{recipe.name}-{recipe.digest(fingerprint(source))}")
+    make_folder(folder.path)
+    with working_in(folder):
+        searched = _Search(source, recipe, folder.path, schemes)
+        sack = Knapsack([[(o.nbytes, o.kl) for o in each] for each in searched.options.values()])
+        fixed = searched.fixed_bytes
+        picked = sack.cheapest(kl) if nbytes is None else sack.best(int(nbytes) - fixed)
+        chosen = {
+            group: options[at]
+            for (group, options), at in zip(searched.options.items(), picked, strict=True)
+        }
+        return _write(searched, written, chosen, sack, gpu_of(gpu))
+
+
+def _check(nbytes: float | None, kl: float | None, schemes: Sequence[str]) -> None:
+    if (nbytes is None) == (kl is None):
+        raise InputError("name one bound: --bytes N, or --kl X")
+    for name in schemes:
+        if name not in SCHEMES:
+            raise InputError(f"no scheme named {name!r}; there are: {', '.join(SCHEMES)}")
+
+
+class _Search:
+    """The groups of a model, and what each option of them costs.
+
+    Attributes:
+        options: group -> its options, those that differ in nothing left in.
+        fixed_bytes: bytes of everything that has no option.
+    """
+
+    def __init__(
+        self, source: Checkpoint, recipe: Recipe, folder: Path, schemes: Sequence[str]
+    ) -> None:
+        self.source, self.recipe, self.folder = source, recipe, folder
+        self._plans = {name: self._plan(name) for name in schemes}
+        self._scales, self._trajectories, self._sampler = self._calibrated()
+        groups = self._plans[schemes[0]]
+        found = {name: self._kl(name) for name in schemes}
+        self.options = {
+            group: [
+                *(
+                    Option(name, sum_bytes(self._plans[name][group])[1], found[name][group])
+                    for name in schemes
+                ),
+                Option(BF16, sum_bytes(targets)[0], 0.0),
+            ]
+            for group, targets in groups.items()
+        }
+        everything = plan_targets(source.tensors, _only(recipe, schemes[0]))
+        searched = {target.name for targets in groups.values() for target in targets}
+        self.bf16_bytes = sum_bytes(everything)[0]
+        self.fixed_bytes = sum_bytes([t for t in everything if t.name not in searched])[1]
+
+    def _plan(self, scheme: str) -> dict[Group, list[Target]]:
+        """Return the targets of every group under one scheme."""
+        groups: dict[Group, list[Target]] = {}
+        for target in plan_targets(self.source.tensors, _only(self.recipe, scheme)):
+            if target.scheme is not None and target.module_class in QUANTIZABLE:
+                layer = int(re.findall(r"layers\.(\d+)\.", target.name)[0])
+                groups.setdefault((layer, target.module_class), []).append(target)
+        return groups
+
+    def _calibrated(self) -> tuple[dict[str, float], list[Trajectory], Sampler]:
+        """Calibrate every Linear as NVFP4, once; return input scales and held-out trajectories."""
+        folder = self.folder / "calibration"
+        if not folder.exists():
+            every = self.recipe.model_copy(update={"quantization": _only(self.recipe, "NVFP4")})
+            calibrate(self.source.folder, every, folder, device=best_device())
+        scales = {
+            name.removesuffix(f".{INPUT_SCALE}"): value.item()
+            for name, value in load_file(folder / SCALES).items()
+        }
+        trajectories, sampler = load_trajectories(folder)
+        return scales, [each for each in trajectories if each.held_out], sampler
+
+    def _kl(self, scheme: str) -> dict[Group, float]:
+        """Return the KL of every group alone, those of an earlier try from its file."""
+        path = self.folder / f"alone-{scheme}.json"
+        known: dict[str, float] = read_json(path) if path.exists() else {}
+        found: dict[Group, float] = {}
+        for group, targets in track(self._plans[scheme].items(), f"{scheme} alone", unit="groups"):
+            name = f"{group[0]}.{group[1]}"
+            if name not in known:
+                known[name] = _mean(self.measure(targets))
+                write_json(path, known)
+            found[group] = known[name]
+        return found
+
+    def targets_of(self, chosen: Mapping[Group, Option]) -> list[Target]:
+        """Return the targets that a choice quantizes."""
+        return [
+            target
+            for group, option in chosen.items()
+            if option.scheme != BF16
+            for target in self._plans[option.scheme][group]
+        ]
+
+    def measure(self, targets: Sequence[Target]) -> list[float]:
+        """Return the KL from BF16 by trajectory, in nats, of the model with these targets quantized."""
+        reference, model = self._engines()
+        with quantized(model.model, self.source, targets, self._scales, self.recipe):
+            (found,) = replay(
+                reference, [Compared(model)], self._trajectories, self._sampler, batch_size=BATCH
+            )
+        return list(by_trajectory(found, lambda step: step.kl.mean().item()).values())
+
+    def _engines(self) -> tuple[ModelEngine, ModelEngine]:
+        if not hasattr(self, "_loaded"):
+            device, name = best_device(), self.recipe.evaluation.dtype
+            own = torch.float32 if device == "cpu" else torch.bfloat16
+            dtype: torch.dtype = getattr(torch, name) if name else own
+            opened = partial(load, self.source.folder, dtype=dtype, device=device)
+            self._loaded = ModelEngine(opened(), BATCH), ModelEngine(opened(), BATCH)
+        return self._loaded
+
+
+def _only(recipe: Recipe, scheme: str) -> Quantization:
+    """Return the recipe's quantization with one scheme for all that it does not ignore."""
+    changes = {"scheme": scheme, "targets": ["Linear"], "rounding": "nearest"}
+    return recipe.quantization.model_copy(update=changes)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+@contextmanager
+def quantized(
+    model: Any,
+    source: Checkpoint,
+    targets: Sequence[Target],
+    scales: Mapping[str, float],
+    recipe: Recipe,
+) -> Generator[None]:
+    """Give a BF16 model rounded weights and activations of some targets while the block runs.
+
+    Args:
+        model: transformers' model; encoder and decoder share its weights.
+        source: its checkpoint.
+        targets: what is quantized; whole units that share a global scale.
+        scales: module -> input global scale, of calibrated schemes' modules.
+        recipe: gives the observer and how activations are rounded.
+    """
+    before: dict[str, torch.Tensor] = {}
+    inputs: dict[str, tuple[Scheme, float | None]] = {}
+    for unit in fused_units(targets):
+        for target, weight in _rounded(unit, source, recipe):
+            parameter = model.get_parameter(target.name)
+            before[target.name] = parameter.data
+            parameter.data = weight.to(parameter)
+            for module in target.modules:
+                assert target.scheme is not None
+                scheme = target.scheme.as_multiplied(recipe.evaluation.activations)
+                inputs[module] = scheme, scales[module] if scheme.calibrated else None
+    try:
+        with simulated(model, inputs, recipe.evaluation.activations):
+            yield
+    finally:
+        for name, weight in before.items():
+            model.get_parameter(name).data = weight
+
+
+def _rounded(
+    unit: Sequence[Target], source: Checkpoint, recipe: Recipe
+) -> Iterable[tuple[Target, torch.Tensor]]:
+    """Yield each target of a unit with its weight, rounded to nearest as `convert` does, BF16."""
+    scheme = unit[0].scheme
+    assert scheme is not None
+    stacks = [source.read(target.name) for target in unit]
+    weight = torch.cat([w if w.dim() == 3 else w[None] for w in stacks], 1)  # [E, out, in]
+    ranges = scheme.observe(weight, recipe.quantization.observer)
+    shared = global_scale([ranges]) if scheme.shares_global_scale else None
+    multiplied = scheme.as_multiplied(recipe.evaluation.activations)
+    values = multiplied.dequantize(scheme.quantize(weight, ranges, shared, None))
+    parts = values.split([stack.shape[-2] for stack in stacks], 1)
+    for target, part in zip(unit, parts, strict=True):
+        yield target, part.reshape(target.shape)
+
+
+def _write(
+    searched: _Search,
+    written: Recipe,
+    chosen: Mapping[Group, Option],
+    sack: Knapsack,
+    gpu: "Gpu | None",
+) -> Path:
+    """Measure the choice; write its recipe, search.json and frontier.svg; show the table."""
+    total = searched.fixed_bytes + sum(option.nbytes for option in chosen.values())
+    name = f"{written.name}_{total / searched.bf16_bytes * 1000:.0f}"
+    recipe = recipe_of(written, chosen, name)
+    found = searched.measure(searched.targets_of(chosen))
+    low, high = bootstrap_interval(found)
+    predicted = sum(option.kl for option in chosen.values())
+    facts = {
+        "bytes": total,
+        "of_bf16": total / searched.bf16_bytes,
+        "kl_nats": {"predicted": predicted, "measured": _mean(found), "interval": [low, high]},
+        "trajectories": len(found),
+        "schemes": {f"{layer}.{kind}": o.scheme for (layer, kind), o in chosen.items()},
+        "estimated_ms": _milliseconds(searched, chosen, gpu),
+    }
+    write_json(searched.folder / f"{name}.json", facts)
+    points = [
+        (100 * (searched.fixed_bytes + nbytes) / searched.bf16_bytes, kl)
+        for nbytes, kl in sack.frontier(POINTS)
+    ]
+    here = 100 * total / searched.bf16_bytes
+    write_text(searched.folder / "frontier.svg", frontier(points, here, predicted, _mean(found)))
+    path = searched.folder / f"{name}.yaml"
+    write_text(path, recipe.to_yaml())
+    console.print(
+        _table(chosen, f"{name}: {size(total)}, {total / searched.bf16_bytes:.1%} of BF16")
+    )
+    say(
+        f"KL from BF16, weights rounded to nearest: {predicted:.4g} nats predicted, {_mean(found):.4g} "
+        f"[{low:.4g}, {high:.4g}] measured on {len(found)} trajectories"
+    )
+    if facts["estimated_ms"] is not None and gpu is not None:
+        say(
+            f"estimate by arithmetic, not measured: the quantized Linears take at least "
+            f"{facts['estimated_ms']:.2f} ms a forward of one canvas on {gpu.name}"
+        )
+    say(f"{path}: the recipe; {searched.folder / 'frontier.svg'}: what other sizes would cost")
+    return path
+
+
+def recipe_of(base: Recipe, chosen: Mapping[Group, Option], name: str) -> Recipe:
+    """Return a recipe with the chosen schemes, and everything else of `base`.
+
+    Raises:
+        InputError: every group stays in BF16.
+    """
+    layers: dict[tuple[str, str], list[int]] = {}
+    count = dict.fromkeys(PATHS, 0)
+    for (layer, kind), option in chosen.items():
+        layers.setdefault((option.scheme, kind), []).append(layer)
+        count[kind] += 1
+    scheme: dict[str, list[str]] = {}
+    ignore = list(base.quantization.ignore)
+    for (found, kind), own in layers.items():
+        some = "" if len(own) == count[kind] else rf"\.layers\.({'|'.join(map(str, own))})"
+        pattern = rf"re:.*{some}\.{PATHS[kind]}\..*"
+        (ignore if found == BF16 else scheme.setdefault(found, [])).append(pattern)
+    if not scheme:
+        raise InputError("every group stays in BF16 under that bound: there is nothing to quantize")
+    stated = base.verification.max_relative_error
+    rounding = base.quantization.rounding
+    limits = {each: stated.get(each, SCHEMES[each].largest_error(rounding)) for each in scheme}
+    fields = base.model_dump(mode="json")
+    fields["quantization"] |= {"scheme": scheme, "ignore": ignore}
+    changes = {"name": name, "verification": {"max_relative_error": limits}}
+    return Recipe.model_validate(fields | changes)
+
+
+def _milliseconds(
+    searched: _Search, chosen: Mapping[Group, Option], gpu: "Gpu | None"
+) -> float | None:
+    """Return the least ms that one canvas takes in the chosen Linears, None without known rates."""
+    if gpu is None or gpu.rates is None:
+        return None
+    config = searched.source.config
+    text, rows = config["text_config"], config["canvas_length"]
+    seconds = 0.0
+    schemes = {t.name: t for t in searched.targets_of(chosen)}
+    for target in plan_targets(searched.source.tensors, _only(searched.recipe, "NVFP4")):
+        if target.module_class in PATHS and target.scheme is not None:
+            found = schemes.get(target.name)
+            nbytes = found.bytes_after if found else target.bytes_before
+            kernel = found.scheme.kernel if found and found.scheme else "bf16"
+            experts = target.shape[0] if len(target.shape) == 3 else 1
+            active = text["top_k_experts"] if experts > 1 else 1
+            numel = target.bytes_before // 2
+            seconds += gpu.rates.seconds(nbytes, 2 * rows * numel * active / experts, kernel)
+    return 1e3 * seconds
+
+
+def _table(chosen: Mapping[Group, Option], title: str) -> Table:
+    """Return a table of a choice: a row a layer."""
+    table = Table(title=title, title_justify="left")
+    for column in ("layer", *PATHS, "KL alone x 1000"):
+        table.add_column(column)
+    for layer in sorted({layer for layer, _ in chosen}):
+        own = {kind: chosen[layer, kind] for kind in PATHS if (layer, kind) in chosen}
+        cells = [own[kind].scheme if kind in own else BF16 for kind in PATHS]
+        alone = ", ".join(f"{1000 * option.kl:.2f}" for option in own.values())
+        table.add_row(str(layer), *cells, alone)
+    return table

@@ -1,0 +1,317 @@
+"""The stages of a run, one record each, in order.
+
+    plan -> calibrate -> round -> convert -> verify -> fidelity -> evaluate -> report
+
+A record says everything about a stage once: its name and command, the file or folder that it leaves,
+the stages whose results it reads, its work and its exit code. `pipeline` runs the list, the command
+line makes its commands and `--until` from it. Work functions import what they need when they are
+called, so reading the list is cheap.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quantize.errors import GateError
+from quantize.host.files import read_json, write_json
+from quantize.host.processes import best_device, is_first
+from quantize.runs.folder import RunDir
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from quantize.checkpoints.reader import Checkpoint
+    from quantize.checkpoints.targets import Target
+    from quantize.recipe.sections import Recipe
+    from quantize.schemes.modes import ActivationMode
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its folder, resolved recipe, source checkpoint and plan.
+
+    `scoring` holds options of `evaluate_more`. `gpu_memory` is the bytes of a GPU that may be used,
+    None for all that are free; results depend on it only where it makes a batch smaller.
+    """
+
+    folder: RunDir
+    recipe: "Recipe"
+    source: "Checkpoint"
+    targets: "list[Target]"
+    is_bundled: bool
+    scoring: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    gpu_memory: float | None = None
+
+    def record(self, stage: str, facts: dict[str, Any]) -> None:
+        """Add facts about a stage to the manifest, in the first of several processes."""
+        if not is_first():
+            return
+        manifest = read_json(self.folder.manifest_json, "stages")
+        manifest["stages"].setdefault(stage, {}).update(facts)
+        write_json(self.folder.manifest_json, manifest)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        name: name of the stage and of its command.
+        result: path in the run folder whose presence says that the stage has been done.
+        inputs: names of the stages whose results it reads.
+        work: function that makes the result.
+        summary: help text of the command that runs this stage alone; None where the command takes more
+            than a run folder.
+        verdict: returns the exit code of the finished stage, 0 or 4; raises GateError for 1.
+        files: all files and folders that it leaves, where these are more than `result`.
+        lacks: returns what a finished stage has not done of what is asked for this time.
+        is_needed: whether a recipe has this stage at all.
+        runs_models: whether it runs models on the device.
+    """
+
+    name: str
+    result: str
+    inputs: tuple[str, ...]
+    work: Callable[[Run], None]
+    summary: str | None = None
+    verdict: Callable[[Run], int] = lambda _: 0
+    files: tuple[str, ...] = ()
+    lacks: Callable[[Run], str | None] = lambda _: None
+    is_needed: "Callable[[Recipe], bool]" = lambda _: True
+    runs_models: bool = False
+
+
+def _plan(run: Run) -> None:
+    from quantize.stages.plan.plan import plan
+
+    plan(run.source, run.recipe, run.folder)
+
+
+def _calibrate(run: Run) -> None:
+    from quantize.stages.calibrate.calibrate import calibrate
+
+    calibrate(
+        run.source.folder,
+        run.recipe,
+        run.folder.calibration,
+        device=best_device(),
+        gpu_memory=run.gpu_memory,
+    )
+
+
+def _round(run: Run) -> None:
+    from quantize.stages.round_weights.round_weights import round_weights
+
+    round_weights(
+        run.source,
+        run.targets,
+        run.recipe,
+        run.folder.rounding,
+        device=best_device(),
+        gpu_memory=run.gpu_memory,
+    )
+
+
+def _rounds_weights(recipe: "Recipe") -> bool:
+    return recipe.quantization.rounding == "gptq"
+
+
+def _convert(run: Run) -> None:
+    from quantize.stages.convert.convert import convert
+
+    scales = run.folder.calibration / "input_scales.safetensors"
+    convert(
+        run.source,
+        run.targets,
+        run.folder.checkpoint,
+        recipe=run.recipe,
+        input_scales=scales if run.recipe.needs_calibration else None,
+        rounded=run.folder.rounding if _rounds_weights(run.recipe) else None,
+        device=best_device(),
+        record=run.folder.conversion_json,
+        overwrite=True,
+    )
+
+
+def _verify(run: Run) -> None:
+    from quantize.checkpoints.reader import Checkpoint
+    from quantize.stages.verify.verify import verify
+
+    verify(
+        Checkpoint.open(run.folder.checkpoint),
+        run.source,
+        run.targets,
+        run.recipe,
+        run.folder,
+        device=best_device(),
+    )
+
+
+def _verified(run: Run) -> int:
+    path = run.folder.verification_json
+    result = read_json(path, "checks", "passed")
+    faults = [fault for check in result["checks"] for fault in check["faults"]]
+    if not result["passed"]:
+        raise GateError(f"{path}: {faults[0] if faults else 'a check looked at nothing'}")
+    return 0
+
+
+def fidelity_more(run: Run, modes: "Sequence[ActivationMode]" = ()) -> None:
+    """Replay the recipe's activation modes, those that its gate judges, and `modes`."""
+    from quantize.stages.fidelity.fidelity import fidelity
+
+    fidelity(
+        run.source.folder,
+        run.folder.checkpoint,
+        run.folder.calibration,
+        run.folder.fidelity_json,
+        activations=run.recipe.evaluation.activations,
+        limits=run.recipe.gate.max_kl_nats,
+        more=modes,
+        device=best_device(),
+        gpu_memory=run.gpu_memory,
+    )
+
+
+def _close_enough(run: Run) -> int:
+    if faults := read_json(run.folder.fidelity_json, "faults")["faults"]:
+        raise GateError(f"{run.folder.fidelity_json}: {faults[0]}")
+    return 0
+
+
+def _evaluate(run: Run) -> None:
+    evaluate_more(run, **run.scoring)
+
+
+def _lacks_samples(run: Run) -> str | None:
+    """Return what a finished evaluation has not done of what is asked for this time."""
+    if run.scoring.get("noise_floor") and not (run.folder.evaluation / "bf16-again").exists():
+        return "the noise floor is not scored"
+    done = read_json(run.folder.evaluation / "done.json", "looks", "not_asked")
+    ended = any(look["taken"] < look["of"] for look in done["looks"].values())
+    if run.scoring.get("go_on") and (ended or done["not_asked"]):
+        return "it ended when the verdict was certain"
+    return None
+
+
+def evaluate_more(
+    run: Run,
+    *,
+    modes: Sequence[str] = (),
+    batch_size: int | None = None,
+    data_dir: "Path | None" = None,
+    go_on: bool = False,
+    **sides: Any,
+) -> None:
+    """Score what is not scored yet, with activation modes besides the recipe's.
+
+    `batch_size` overrules the recipe's. `sides` are fields of `sides.Asked`.
+    """
+    from quantize.schemes.modes import ACTIVATION_MODES
+    from quantize.stages.evaluate.compared_models import Asked
+    from quantize.stages.evaluate.evaluate import evaluate
+
+    settings = run.recipe.evaluation
+    if batch_size is not None:
+        settings = settings.model_copy(update={"batch_size": batch_size})
+    digest = read_json(run.folder.manifest_json, "source.fingerprint")["source"]["fingerprint"]
+    rates = evaluate(
+        run.folder,
+        run.source.folder,
+        digest,
+        settings,
+        gate=run.recipe.gate,
+        asked=Asked(
+            modes=[mode for mode in ACTIVATION_MODES if mode in modes],
+            device=best_device(),
+            gpu_memory=run.gpu_memory,
+            **sides,
+        ),
+        data_dir=data_dir,
+        go_on=go_on,
+    )
+    run.record("evaluate", {"rates": rates})
+
+
+def _report(run: Run) -> None:
+    from quantize.stages.report.report import report
+
+    report(run.folder, run.recipe, run.targets)
+
+
+def _judged(run: Run) -> int:
+    from quantize.host.progress import console, say
+    from quantize.reports.render import summary
+
+    content = read_json(run.folder.report_json, "verdict.outcome", "model", "recipe", "tasks")
+    verdict = content["verdict"]
+    console.print(summary(content))
+    say(f"report: {run.folder.report_html}")
+    if verdict["outcome"] == "FAIL":
+        raise GateError(verdict["reason"])
+    return verdict["exit_code"]
+
+
+STAGES = (
+    Stage("plan", "targets.csv", (), _plan, files=("recipe.yaml", "targets.csv")),
+    Stage(
+        "calibrate",
+        "calibration",
+        ("plan",),
+        _calibrate,
+        "Calibrate a run again: denoise on prompts, record input scales.\n\n\b\n"
+        "On several GPUs, with the files of one:\n"
+        "  torchrun --nproc-per-node 8 -m quantize calibrate RUN",
+        is_needed=lambda recipe: recipe.needs_calibration,
+        runs_models=True,
+    ),
+    Stage(
+        "round",
+        "rounding",
+        ("plan",),
+        _round,
+        "Round the weights of a run again: GPTQ on Hessians of denoising canvases.",
+        is_needed=_rounds_weights,
+        runs_models=True,
+    ),
+    Stage(
+        "convert",
+        "checkpoint",
+        ("plan", "calibrate", "round"),
+        _convert,
+        "Write the quantized checkpoint of a run again.",
+        files=("checkpoint", "conversion.json"),
+    ),
+    Stage(
+        "verify",
+        "verification.json",
+        ("plan", "calibrate", "convert"),
+        _verify,
+        "Check the quantized checkpoint of a run statically.",
+        _verified,
+    ),
+    Stage(
+        "fidelity",
+        "fidelity.json",
+        ("plan", "calibrate", "convert"),
+        fidelity_more,
+        verdict=_close_enough,
+        runs_models=True,
+    ),
+    Stage(
+        "evaluate",
+        "evaluation/done.json",
+        ("plan", "convert"),
+        _evaluate,
+        files=("evaluation",),
+        lacks=_lacks_samples,
+    ),
+    Stage(
+        "report",
+        "report.json",
+        ("plan", "calibrate", "convert", "verify", "fidelity", "evaluate"),
+        _report,
+        verdict=_judged,
+        files=("report.json", "report.md", "report.html", "junit.xml"),
+    ),
+)

@@ -1,0 +1,124 @@
+"""Tells which results of a run are up to date, by digests of each result and of its inputs.
+
+stages.json in the run folder, by stage:
+  inputs   the model's fingerprint, and the digest of every result that the stage read
+  result   the digest of the result that it wrote
+
+A stage is stale when it has no entry, when its files are not the ones it wrote, or when one of its
+inputs has changed since. Digests cover every byte; for results over 2 GB, sizes and samples.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from quantize.errors import InputError
+from quantize.host.files import read_json, write_json
+from quantize.host.processes import is_first
+from quantize.pipeline.stages import STAGES, Stage
+from quantize.recipe.sections import Recipe
+from quantize.runs.folder import RunDir, is_card
+from quantize.runs.manifest import hash_files
+
+UNFINISHED = ".partial"  # suffix of temporary files, and of samples of a task not yet scored
+
+
+def why_stale(folder: RunDir, stage: Stage) -> str | None:
+    """Return why a stage has to be done (again), or None when its result is up to date."""
+    record = _records(folder).get(stage.name)
+    result = result_digest(folder, stage)
+    if result is None:
+        return "there is no result"
+    if record is None:
+        return "nothing says what its result was made from"
+    if record["result"] != result:
+        return f"{' or '.join(stage.files or (stage.result,))} changed after it was made"
+    inputs = input_digests(folder, stage)
+    changed = sorted(
+        k for k in record["inputs"] | inputs if record["inputs"].get(k) != inputs.get(k)
+    )
+    return f"{changed[0]} changed since" if changed else None
+
+
+def check_fresh(folder: RunDir, recipe: Recipe, stages: Iterable[Stage]) -> None:
+    """Check that the results of `stages` are up to date.
+
+    Raises:
+        InputError: one is missing or stale; the first is named.
+    """
+    for stage in stages:
+        if stage.is_needed(recipe) and (why := why_stale(folder, stage)):
+            raise InputError(
+                f"{folder.path}: {stage.name} is stale, {why}; `quantize run ... --resume` redoes what "
+                f"is stale"
+            )
+
+
+def upstream(stage: Stage) -> list[Stage]:
+    """Return the stages whose results a stage depends on, directly or not, in order."""
+    names = set(stage.inputs)
+    for other in reversed(STAGES):
+        if other.name in names:
+            names |= set(other.inputs)
+    return [other for other in STAGES if other.name in names]
+
+
+def input_digests(folder: RunDir, stage: Stage) -> dict[str, str | None]:
+    """Return what a stage's result depends on, by name."""
+    digests = {s.name: result_digest(folder, s) for s in STAGES if s.name in stage.inputs}
+    about = read_json(folder.manifest_json, "source.fingerprint")["source"]
+    return {"model": about["fingerprint"]} | digests
+
+
+def result_digest(folder: RunDir, stage: Stage) -> str | None:
+    """Return a sha256 over a stage's files, None when its result is not there."""
+    if not (folder.path / stage.result).exists():
+        return None
+    digest = hashlib.sha256()
+    hash_files(digest, folder.path, sorted(_files(folder, stage)))
+    return digest.hexdigest()
+
+
+def _files(folder: RunDir, stage: Stage) -> Iterable[Path]:
+    for name in stage.files or (stage.result,):
+        path = folder.path / name
+        found = path.rglob("*") if path.is_dir() else [path]
+        yield from (
+            file
+            for file in found
+            if file.is_file()
+            and UNFINISHED not in file.name
+            and not (path.is_dir() and is_card(file.relative_to(path).as_posix()))
+        )
+
+
+def forget(folder: RunDir, stage: Stage) -> None:
+    """Remove a stage's entry and, except folders, its files: a failed stage must not look done."""
+    if not is_first():
+        return
+    records = _records(folder)
+    if records.pop(stage.name, None):
+        write_json(folder.stages_json, records)
+    for name in {stage.result, *stage.files}:
+        if (folder.path / name).is_file():
+            (folder.path / name).unlink()
+
+
+def remember(folder: RunDir, stage: Stage, inputs: dict[str, str | None]) -> None:
+    """Record the inputs and the result of a finished stage."""
+    if not is_first():
+        return
+    entry = {"inputs": inputs, "result": result_digest(folder, stage)}
+    write_json(folder.stages_json, _records(folder) | {stage.name: entry})
+
+
+def _records(folder: RunDir) -> dict[str, Any]:
+    """Return stages.json; a damaged one counts as empty, so that every stage is stale."""
+    try:
+        return {
+            name: {"inputs": dict(record["inputs"]), "result": record["result"]}
+            for name, record in read_json(folder.stages_json).items()
+        }
+    except (OSError, InputError, AttributeError, KeyError, TypeError, ValueError):
+        return {}

@@ -1,0 +1,1 @@
+"""Recipes: our own YAML files, and llm-compressor's read as ours."""

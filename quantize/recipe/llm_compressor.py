@@ -1,0 +1,145 @@
+"""Reads llm-compressor's recipe files by its own classes, and turns them into recipes of ours.
+
+    quant_stage:
+      quant_modifiers:
+        QuantizationModifier:               or GPTQModifier
+          targets: [Linear]
+          scheme: NVFP4                     or config_groups
+          ignore: [lm_head, "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]
+
+Such a file says what is quantized and how weights are rounded. Everything else (calibration, limits,
+tasks, gate) comes from the recipe that ships for its scheme. Settings that this project would follow in
+another way than llm-compressor are refused by name, never dropped. Written for llm-compressor 0.14.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from quantize.errors import InputError
+from quantize.schemes.records import Scheme, scheme_of_group
+
+MODIFIERS = ("QuantizationModifier", "GPTQModifier")
+# llm-compressor's weight observers -> ours. One pass over a constant weight makes the running and the
+# static ones the same as those without memory.
+OBSERVERS = {
+    "minmax": "memoryless_minmax", "static_minmax": "memoryless_minmax",
+    "memoryless_minmax": "memoryless_minmax", "mse": "memoryless_mse",
+    "memoryless_mse": "memoryless_mse",
+}  # fmt: skip
+MAXIMUM = ("minmax", "static_minmax", None)  # what calibration records of activations
+DAMPING = 0.01  # share of the Hessian's mean diagonal, in llm-compressor's GPTQ and in ours
+
+
+def is_llm_compressor(fields: Mapping[Any, Any]) -> bool:
+    """Whether a YAML mapping is a recipe of llm-compressor: it has stages, and we have none."""
+    return any(str(key).endswith("_stage") for key in fields)
+
+
+def quantization_of(fields: Mapping[Any, Any], source: str) -> dict[str, Any]:
+    """Return the `quantization` section that an llm-compressor recipe amounts to.
+
+    Raises:
+        InputError: it holds other modifiers, or settings that this project does not follow.
+    """
+    name, arguments = _only_modifier(fields, source)
+    modifier = _built(name, arguments, source)
+    config = modifier.resolve_quantization_config()
+    if config.kv_cache_scheme is not None:
+        raise _refused(source, "kv_cache_scheme", "keys and values stay BF16 here; remove it")
+    _check_gptq(arguments, source)
+    schemes: dict[str, list[str]] = {}
+    observers: set[str] = set()
+    for group in config.config_groups.values():
+        scheme = _scheme(group, source)
+        schemes.setdefault(scheme.name, []).extend(_targets(group.targets, source))
+        observers.add(_observer(group, source))
+    if len(observers) != 1:
+        raise _refused(source, "observer", "all groups must have the same weight observer here")
+    return {
+        "scheme": schemes,
+        "ignore": list(config.ignore or []),
+        "observer": observers.pop(),
+        "rounding": "gptq" if name == "GPTQModifier" else "nearest",
+    }
+
+
+def _refused(source: str, key: str, why: str) -> InputError:
+    return InputError(f"recipe {source}: {key}: {why}")
+
+
+def _only_modifier(fields: Mapping[Any, Any], source: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of the one modifier of all stages."""
+    found: list[tuple[str, Any]] = []
+    for stage, groups in fields.items():
+        if not str(stage).endswith("_stage") or not isinstance(groups, dict):
+            raise _refused(source, str(stage), "not a stage with groups of modifiers")
+        for group, modifiers in groups.items():
+            if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict):
+                raise _refused(source, f"{stage}.{group}", "not a group of modifiers")
+            found += modifiers.items()
+    for name, _ in found:
+        if name not in MODIFIERS:
+            raise _refused(source, name, f"only {' and '.join(MODIFIERS)} are run here; remove it")
+    if len(found) != 1:
+        raise InputError(f"recipe {source}: it has {len(found)} modifiers; give exactly one")
+    return found[0][0], found[0][1] or {}
+
+
+def _built(name: str, arguments: dict[str, Any], source: str) -> Any:
+    """Build llm-compressor's own object, which refuses unknown keys and values."""
+    os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from pydantic import ValidationError
+
+    kind: Any = {"GPTQModifier": GPTQModifier, "QuantizationModifier": QuantizationModifier}[name]
+    try:
+        return kind(**arguments)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join([name, *map(str, first["loc"])])
+        raise _refused(source, key, f"llm-compressor says: {first['msg']}") from error
+
+
+def _check_gptq(arguments: Mapping[str, Any], source: str) -> None:
+    """Refuse settings of GPTQ that are fixed here; settings left at their defaults are free."""
+    if arguments.get("actorder") is not None:
+        raise _refused(source, "actorder", "inputs are rounded in the order on disk; remove it")
+    if arguments.get("dampening_frac", DAMPING) != DAMPING:
+        raise _refused(source, "dampening_frac", f"it is {DAMPING} here; remove it")
+
+
+def _scheme(group: Any, source: str) -> Scheme:
+    """Return the scheme of ours that a config group stands for."""
+    stated = group.model_dump(mode="json")
+    if stated.get("output_activations") is not None:
+        raise _refused(source, "output_activations", "outputs stay BF16 here; remove them")
+    scheme = scheme_of_group(stated)
+    weights = stated.get("weights") or {}
+    if scheme is None or not weights.get("symmetric", True):
+        kind = [weights.get(key) for key in ("type", "num_bits", "strategy", "group_size")]
+        raise _refused(source, "scheme", f"weights of {kind} are not written here")
+    return scheme
+
+
+def _targets(targets: list[str], source: str) -> list[str]:
+    """Return targets as ours: the class Linear, module names and patterns."""
+    for target in targets:
+        if re.fullmatch(r"[A-Z]\w*", target) and target != "Linear":
+            raise _refused(source, "targets", f"of module classes only Linear, not {target!r}")
+    return list(targets)
+
+
+def _observer(group: Any, source: str) -> str:
+    """Return our name of the weights' observer; the activations' must record their maximum."""
+    activations = group.input_activations
+    if activations is not None and activations.observer not in MAXIMUM:
+        raise _refused(
+            source, "input_observer", f"{activations.observer}: calibration records maxima here"
+        )
+    name = group.weights.observer or "memoryless_minmax"
+    if name not in OBSERVERS:
+        raise _refused(source, "weight_observer", f"no {name!r} here, only {', '.join(OBSERVERS)}")
+    return OBSERVERS[name]

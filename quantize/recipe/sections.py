@@ -1,0 +1,464 @@
+"""Recipes: what to quantize, how to calibrate, how to judge, in a strictly checked YAML file.
+
+The fields under `quantization` are those of llm-compressor's QuantizationModifier; a whole recipe file
+of llm-compressor is read too (`llm_compressor`). An unknown key is an error that
+names the nearest known one: a misspelt `ignore` must not quantize the router.
+"""
+
+import difflib
+import hashlib
+import importlib.resources
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+from recovery.catalog import known_tasks, questions
+from recovery.own import Definition, from_lm_eval, from_questions
+
+from quantize.errors import InputError
+from quantize.recipe.llm_compressor import is_llm_compressor, quantization_of
+from quantize.schemes.modes import ActivationMode
+from quantize.schemes.records import SCHEMES, refusal
+from quantize.schemes.rounding import Observer
+
+if TYPE_CHECKING:
+    SchemeName = str
+else:
+    SchemeName = Literal[*SCHEMES]
+Rounding = Literal["nearest", "gptq"]
+# Samples that evaluation denoises together where nobody says: on the kernels, fewer where they do not
+# fit the GPU; in the modules, whose batches are a condition of what they answer.
+AT_ONCE = {"fused": 16, "modules": 64}
+Estimand = Literal["these_questions", "such_questions"]
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _valid_pattern(entry: str) -> str:
+    try:
+        re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+    except re.error as error:
+        raise ValueError(f"{entry!r} is not a regular expression: {error}") from error
+    return entry
+
+
+TaskName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
+FilePath = Annotated[str, AfterValidator(_absolute)]
+Pattern = Annotated[str, AfterValidator(_valid_pattern)]
+LEAST = 2  # questions of a task: two sides are compared by how their differences vary
+Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Model(Section):
+    """The model that the recipe was made for: a Hub id and, to pin it, a revision."""
+
+    id: str
+    revision: str | None = None
+
+
+class Quantization(Section):
+    """The modules that are quantized, and the scheme that each of them gets.
+
+    `scheme` is one scheme for all `targets`, or a mapping scheme -> targets of its own. A target or
+    ignore entry is a module class (`Linear`), a module name, or `re:` and a regular expression that
+    matches from the start of the name; one that matches nothing is an error, except in `ignore` with
+    `optional:` before it. `rounding: gptq` rounds weights on Hessians of the calibration prompts'
+    denoising (`quantize.schemes.gptq`); `nearest` reads no activations.
+    """
+
+    scheme: SchemeName | dict[SchemeName, list[Pattern]]
+    targets: list[Pattern] = ["Linear"]
+    ignore: list[Pattern]
+    observer: Observer = "memoryless_minmax"
+    rounding: Rounding = "nearest"
+
+    def targets_by_scheme(self) -> dict[SchemeName, list[str]]:
+        """Return scheme -> targets, whichever form the recipe used."""
+        return self.scheme if isinstance(self.scheme, dict) else {self.scheme: self.targets}
+
+
+class Calibration(Section):
+    """The prompts on which the BF16 model denoises while input ranges are measured.
+
+    `datasets` are `bundled`, the path of a jsonl of chats, or names of Hub data sets. `prompts` of
+    them are answered with `canvases` canvases each, `batch_size` at a time. `thinking` is the share of
+    prompts with the thinking channel on. An expert with fewer than `min_tokens_per_expert` routed
+    tokens takes its layer's maximum. Chats of more than `max_prompt_tokens` are skipped.
+    """
+
+    datasets: list[str] = Field(min_length=1)
+    prompts: int = Field(gt=0)
+    canvases: int = Field(gt=0)
+    thinking: float = Field(ge=0, le=1)
+    seed: int = Field(default=0, ge=0, lt=1 << 31)  # a prompt's own is (seed << 32) + its index
+    batch_size: int = Field(default=16, gt=0)
+    min_tokens_per_expert: int = Field(default=64, gt=0)
+    max_prompt_tokens: int = Field(default=2048, gt=0)
+
+
+class Verification(Section):
+    """The largest relative error |W - W'| / |W| allowed for a quantized source tensor, by scheme.
+
+    `rounding: gptq` needs about half as much again as rounding to nearest: it errs more in the weights.
+    """
+
+    max_relative_error: dict[SchemeName, Limit]
+
+
+class OwnTask(Section):
+    """A task of your own: a file of questions (`data`), or an lm-eval task of generate_until type.
+
+    `data` is a jsonl file, one question a line. `prompt` and `target` are Jinja templates over its
+    fields: the user's message and the right answer. `extract` is a regular expression with one group,
+    which finds the answer in what the model wrote; the last match counts. Case, commas, $ and a full
+    stop at the end are ignored when answer and target are compared. `max_tokens` is the most that an
+    answer may take; `thinking` turns the thinking channel on. An `lm_eval` file says all of this
+    itself. Of a `private` task (also one whose `metadata` says so) no question, answer or target is
+    written: rows and reports hold hashes, samples what `extract` found. Paths are relative to the
+    folder in which the command runs.
+    """
+
+    data: FilePath | None = None
+    lm_eval: FilePath | None = None
+    prompt: str = "{{question}}"
+    target: str = "{{answer}}"
+    extract: str = r"#### (.+)"
+    max_tokens: PositiveInt = 512
+    thinking: bool = False
+    private: bool = False
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> "OwnTask":
+        if (self.data is None) == (self.lm_eval is None):
+            raise ValueError("name `data`, a jsonl file of questions, or `lm_eval`, a task's YAML")
+        return self
+
+    def definition(self) -> Definition:
+        """Return the fields of the lm-eval task.
+
+        Raises:
+            InputError: its file is missing or defines something else.
+        """
+        options = self.model_dump(exclude={"data", "lm_eval"})
+        try:
+            if self.lm_eval is not None:
+                return from_lm_eval(Path(self.lm_eval), private=self.private)
+            return from_questions(Path(self.data or ""), **options)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+
+    def digest(self) -> str:
+        """Return 16 hex digits of a hash over the task's definition."""
+        text = json.dumps(self.model_dump(mode="json"))
+        data = Path(self.lm_eval or self.data or "").read_bytes()
+        return hashlib.sha256(text.encode() + data).hexdigest()[:16]
+
+
+class Evaluation(Section):
+    """What is scored, how often, and from which seed.
+
+    `tasks` are names that `quantize tasks` lists, or keys of `own_tasks`. `limit` keeps the first
+    questions of a task, two at least, `repeats` says how many answers each question gets, and
+    `batch_size` how many are answered together, at most; without it `AT_ONCE` says so. `activations`
+    says how a quantized model's activations are rounded while it is scored: `none`, NVFP4's with a
+    scale an expert or a layer (`per_expert`, `per_layer`), or `fp8`: NVFP4's weights and activations
+    are rounded to FP8 for the product (W4A8), which vLLM does not do. `dtype` is that of both models'
+    arithmetic; without it a CPU computes in float32 and a GPU in BF16.
+    """
+
+    tasks: list[str] = Field(min_length=1)
+    own_tasks: dict[TaskName, OwnTask] = {}
+    limit: dict[str, Annotated[int, Field(ge=LEAST)]] = {}
+    repeats: dict[str, PositiveInt] = {}
+    seed: int = 0
+    batch_size: PositiveInt | None = None
+    activations: ActivationMode = "per_layer"
+    dtype: Literal["float32", "bfloat16"] | None = None
+
+    @model_validator(mode="after")
+    def _every_task_exists(self) -> "Evaluation":
+        if taken := sorted(self.own_tasks.keys() & set(known_tasks())):
+            raise ValueError(f"own_tasks: {taken[0]!r} is a task that ships; choose another name")
+        self.check_names([*self.tasks, *self.limit, *self.repeats])
+        if twice := [task for task in self.tasks if self.tasks.count(task) > 1]:
+            raise ValueError(f"tasks: {twice[0]!r} stands there twice")
+        return self
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raise ValueError at the first name that is no task, and name the nearest one."""
+        there = [*self.own_tasks, *known_tasks()]
+        for name in names:
+            if name not in there:
+                raise ValueError(
+                    f"no task named {name!r}{_nearest(name, there)}; there are: {', '.join(there)}"
+                )
+
+    def questions(self, task: str) -> int | None:
+        """Return how many questions a task has, or None where that is not known beforehand."""
+        own = self.own_tasks.get(task)
+        return own.definition()["metadata"].get("questions") if own else questions(task)
+
+
+class Gate(Section):
+    """The release gate.
+
+    `estimand` says where the loss is judged: on `these_questions`, the benchmark as it stands, or on
+    `such_questions`, of which it is a sample (recovery.estimands). It has no default, because a margin
+    means nothing without it. `margin_pp` is the allowed loss of accuracy in percentage points, by task.
+    `max_kl_nats` is the largest mean KL from BF16 on replayed trajectories, by activation mode; a mode
+    that has one is replayed, one without is not judged. `max_step_inflation` fails the run when
+    denoising steps a token are shown to exceed BF16's by more than this share (0.1 is 10 %); None does
+    not judge.
+    """
+
+    estimand: Estimand
+    margin_pp: dict[str, Limit]
+    max_kl_nats: dict[ActivationMode, Limit] = {}
+    max_step_inflation: Limit | None = None
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+
+
+class Bundled(Section):
+    """Sections that replace the recipe's own for the bundled model."""
+
+    calibration: Calibration | None = None
+    evaluation: Evaluation | None = None
+    gate: Gate | None = None
+
+
+class Recipe(Section):
+    """One recipe, complete and checked."""
+
+    name: str = Field(pattern=r"^[a-z0-9_]+$")
+    model: Model
+    quantization: Quantization
+    calibration: Calibration | None = None
+    verification: Verification
+    evaluation: Evaluation
+    gate: Gate
+    bundled: Bundled = Bundled()
+
+    @model_validator(mode="after")
+    def _has_every_limit(self) -> "Recipe":
+        """Report a missing limit now, not after hours of work."""
+        limits = self.verification.max_relative_error
+        for scheme in self.quantization.targets_by_scheme():
+            if scheme not in limits:
+                raise ValueError(
+                    f"verification.max_relative_error has no limit for scheme {scheme}"
+                )
+        bundled = self.bundled
+        _every_task_has_a_margin("", self.evaluation, self.gate)
+        _every_task_has_a_margin(
+            "bundled.", bundled.evaluation or self.evaluation, bundled.gate or self.gate
+        )
+        return self
+
+    def for_bundled_model(self) -> "Recipe":
+        """Return the recipe with its `bundled` sections in force."""
+        overrides = {
+            key: value
+            for key in ("calibration", "evaluation", "gate")
+            if (value := getattr(self.bundled, key)) is not None
+        }
+        if self.calibration is None:
+            overrides.pop("calibration", None)
+        return self.model_copy(update=overrides)
+
+    @model_validator(mode="after")
+    def _fp8_has_nvfp4(self) -> "Recipe":
+        kernels = [SCHEMES[name].kernel for name in self.quantization.targets_by_scheme()]
+        for where, part in {"": self, "bundled.": self.bundled}.items():
+            limited = part.gate.max_kl_nats if part.gate else ()
+            named = [("gate.max_kl_nats", mode) for mode in limited]
+            if part.evaluation:
+                named.append(("evaluation.activations", part.evaluation.activations))
+            for key, mode in named:
+                if why := refusal(mode, kernels):
+                    raise ValueError(f"{where}{key}: {why}")
+        return self
+
+    def limited_to(self, problems: int) -> "Recipe":
+        """Return the recipe with every task limited to its first `problems` documents."""
+        limit = dict.fromkeys(self.evaluation.tasks, problems)
+        evaluation = self.evaluation.model_copy(update={"limit": limit})
+        return self.model_copy(update={"evaluation": evaluation})
+
+    @model_validator(mode="after")
+    def _gptq_has_prompts(self) -> "Recipe":
+        if self.quantization.rounding == "gptq" and self.calibration is None:
+            raise ValueError("quantization.rounding gptq needs a `calibration` section")
+        return self
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a scheme of the recipe has calibrated input scales (NVFP4 with activations)."""
+        return any(SCHEMES[name].calibrated for name in self.quantization.targets_by_scheme())
+
+    def to_yaml(self) -> str:
+        """Return the resolved recipe as YAML, every default written out."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def digest(self, *more: str) -> str:
+        """Return 7 hex digits of a hash over the resolved recipe and `more` (the model's revision)."""
+        text = json.dumps([self.model_dump(mode="json"), *more], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:7]
+
+
+def _every_task_has_a_margin(where: str, evaluation: Evaluation, gate: Gate) -> None:
+    evaluation.check_names(gate.margin_pp)
+    for task in evaluation.tasks:
+        if task not in gate.margin_pp:
+            raise ValueError(f"{where}gate.margin_pp has no margin for task {task!r}")
+
+
+def shipped_recipes() -> dict[str, str]:
+    """Return name -> YAML text of every recipe that ships with quantize."""
+    folder = importlib.resources.files("quantize.recipes")
+    files = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
+    return {
+        file.name.removesuffix(".yaml"): file.read_text("utf-8")
+        for file in sorted(files, key=lambda file: file.name)
+    }
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """Load a shipped recipe by name, or a YAML file by path.
+
+    Raises:
+        InputError: there is no such recipe, it is not YAML, a key is unknown or has a wrong value (the
+            key is named), or a task's file cannot be read.
+    """
+    if name_or_path.endswith((".yaml", ".yml")):
+        recipe = read_recipe(Path(name_or_path))
+        for evaluation in (recipe.evaluation, recipe.bundled.evaluation):
+            for own in evaluation.own_tasks.values() if evaluation else ():
+                own.definition()
+        return recipe
+    shipped = shipped_recipes()
+    if name_or_path not in shipped:
+        raise InputError(
+            f"no recipe named {name_or_path!r}{_nearest(name_or_path, shipped)}; "
+            f"there are: {', '.join(shipped)}"
+        )
+    return parse_recipe(shipped[name_or_path], name_or_path)
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe from a YAML file.
+
+    Raises:
+        InputError: the file is missing, or no recipe.
+    """
+    try:
+        return parse_recipe(path.read_text("utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: this recipe cannot be read ({error})") from error
+
+
+def parse_recipe(text: str, source: str) -> Recipe:
+    """Parse and check the YAML text of a recipe; `source` names it in errors."""
+    try:
+        fields = yaml.load(text, _UniqueKeys)
+    except RecursionError as error:
+        raise InputError(f"recipe {source}: nested deeper than any recipe is") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+        raise InputError(
+            f"recipe {source}: not valid YAML: {' '.join(str(error).split())}"
+        ) from error
+    if not isinstance(fields, dict):
+        raise InputError(f"recipe {source}: not a mapping of sections")
+    if is_llm_compressor(fields):
+        fields = _completed(quantization_of(fields, source), source)
+    try:
+        return Recipe.model_validate(fields)
+    except ValidationError as error:
+        # A misspelt key is reported before the key that it leaves missing, a wrong value before the
+        # other form that a field may take.
+        telling = ("extra_forbidden", "value_error")
+        first = min(error.errors(), key=lambda e: [e["type"] != kind for kind in telling])
+        raise InputError(f"recipe {source}: {_explain(first)}") from error
+
+
+def _completed(quantization: dict[str, Any], source: str) -> dict[str, Any]:
+    """Complete a `quantization` section with the rest of the recipe that ships for its scheme."""
+    shipped = [parse_recipe(text, name) for name, text in shipped_recipes().items()]
+    wanted = set(quantization["scheme"])
+    base = max(shipped, key=lambda each: _likeness(wanted, each))
+    rounding = quantization.get("rounding", "nearest")
+    limits = {name: SCHEMES[name].largest_error(rounding) for name in wanted}
+    fields = base.model_dump()
+    if fields["calibration"] is None:
+        calibrates = next(recipe for recipe in shipped if recipe.calibration).model_dump()
+        fields["calibration"] = calibrates["calibration"]
+        fields["bundled"]["calibration"] = calibrates["bundled"]["calibration"]
+    name = re.sub(r"[^a-z0-9]+", "_", Path(source).stem.lower()).strip("_")
+    verification = {"max_relative_error": limits}
+    return {**fields, "name": name, "quantization": quantization, "verification": verification}
+
+
+def _likeness(wanted: set[str], recipe: Recipe) -> tuple[int, int]:
+    """Return how many schemes both have, and minus how many only the recipe has."""
+    schemes = set(recipe.quantization.targets_by_scheme())
+    return len(schemes & wanted), -len(schemes - wanted)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a repeated key, of which YAML would silently take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} stands twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def _explain(error: Any) -> str:
+    """Turn pydantic's first error into one line with the key, what is wrong, the nearest known key."""
+    path = [str(part) for part in error["loc"] if "[" not in str(part)]  # not pydantic's own
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_nearest(path[-1], _known_keys(path[:-1]))}"
+    if error["type"] == "missing":
+        return f"key {key!r} is missing"
+    if error["type"] == "value_error":  # one of the checks above
+        return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
+    return f"{key}: {error['msg']} (found {error['input']!r})"
+
+
+def _known_keys(path: list[str]) -> list[str]:
+    """Return the field names of the section that `path` leads to."""
+    section: Any = Recipe
+    for part in path:
+        annotation = section.model_fields[part].annotation
+        choices = get_args(annotation) or (annotation,)
+        section = next(c for c in choices if isinstance(c, type) and issubclass(c, Section))
+    return list(section.model_fields)
+
+
+def _nearest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,1 @@
+"""One run on disk: its folder, and the manifest that says what made it."""

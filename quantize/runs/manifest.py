@@ -1,0 +1,171 @@
+"""The manifest of a run records what made it: versions, hardware, model, then facts per stage."""
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import Any, Protocol
+
+from quantize import __version__
+from quantize.checkpoints.reader import SETTINGS, TOKENIZER_FILES, Checkpoint, hub_commit
+from quantize.host.resources import now
+from quantize.runs.folder import is_card
+
+PACKAGES = (
+    "diffusiongemma-quantize",
+    "torch",
+    "transformers",
+    "compressed-tensors",
+    "safetensors",
+    "lm-eval",
+    "triton",
+)
+HASHED_WHOLE = 2_000_000_000  # bytes of a checkpoint up to which every byte is hashed
+SAMPLE, SAMPLES = 65536, 64  # above that, bytes of a sample, and samples of each shard
+
+
+class Hash(Protocol):
+    """A hash object of hashlib."""
+
+    def update(self, data: bytes, /) -> None:
+        """Add bytes to the hash."""
+        ...
+
+
+def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None) -> dict[str, Any]:
+    """Return the manifest of a run that starts now; `model` None means the bundled model."""
+    return {
+        "recipe": recipe,
+        "began": now(),
+        "tool": tool(),
+        "source": {
+            "model": model or "bundled",
+            "bundled": model is None,
+            "commit": hub_commit(source.folder),
+            "folder": str(source.folder.resolve()),
+            "fingerprint": digest,
+            "bytes": source.nbytes,
+        },
+        "versions": {"python": platform.python_version()} | package_versions(),
+        "hardware": hardware(),
+        "stages": {},
+    }
+
+
+def tool() -> dict[str, Any]:
+    """Return this code's version, its commit, and whether files differ from that; None if unknown."""
+    found = {"version": __version__, "commit": None, "modified": None}
+    checkout = Path(__file__).parents[2]
+    if (checkout / ".git").exists():
+        state = [
+            _git(checkout, "rev-parse", "HEAD"),
+            _git(checkout, "status", "--porcelain", "-uno"),
+        ]
+        if None not in state:
+            found |= {"commit": state[0], "modified": bool(state[1])}
+    elif (text := distribution(PACKAGES[0]).read_text("direct_url.json")) is not None:
+        found |= {"commit": json.loads(text).get("vcs_info", {}).get("commit_id")}
+    return found
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """Return what git prints of a checkout, None where git is missing or refuses."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def package_versions() -> dict[str, str]:
+    """Return name -> version of the packages whose behaviour a run depends on."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Return the processor, its usable cores, memory in bytes and the GPUs."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0))
+    return {"cpu": _cpu_name(), "cores": cores, "memory_bytes": memory, "gpus": gpus}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Return a sha256 that tells whether a checkpoint would still give the same answers.
+
+    It covers config.json, tokenizer, chat template, processor and generation settings, and every byte
+    of the shards; above 2 GB it covers sizes and samples, so that 52 GB take a second.
+    """
+    digest = hashlib.sha256()
+    settings = _matching(checkpoint.folder, ("config.json", *SETTINGS))
+    hash_files(digest, checkpoint.folder, [*settings, *checkpoint.shards])
+    return digest.hexdigest()
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Return a sha256 over the files of a checkpoint's tokenizer and chat template."""
+    digest = hashlib.sha256()
+    hash_files(digest, folder, _matching(folder, TOKENIZER_FILES))
+    return digest.hexdigest()
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns)
+    )
+
+
+def hash_files(digest: Hash, root: Path, files: Sequence[Path]) -> None:
+    """Add files' names below `root`, sizes and bytes; above 2 GB, samples of large files."""
+    sizes = [file.stat().st_size for file in files]
+    whole = sum(sizes) <= HASHED_WHOLE
+    for path, size in zip(files, sizes, strict=True):
+        digest.update(f"{path.relative_to(root)} {size}\n".encode())
+        step = SAMPLE if whole else max(SAMPLE, size // SAMPLES)
+        with path.open("rb") as file:
+            for position in range(0, size, step):
+                file.seek(position)
+                digest.update(file.read(SAMPLE))
+
+
+def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return path -> sha256 of all bytes, as the Hub lists it, of every file but the model card's.
+
+    `known` holds checksums of files that need not be read again.
+    """
+    found = dict(known or {})
+    files = sorted(file for file in checkpoint.folder.rglob("*") if file.is_file())
+    names = {file.relative_to(checkpoint.folder).as_posix(): file for file in files}
+    asked = {name: file for name, file in names.items() if name not in found and not is_card(name)}
+    with ThreadPoolExecutor() as pool:  # a core hashes 0.85 GB/s
+        return found | dict(zip(asked, pool.map(_sha256, asked.values()), strict=True))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

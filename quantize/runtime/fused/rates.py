@@ -1,0 +1,56 @@
+"""Rates that a device reaches, stated by its maker or measured now."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from fused_dequant.formats import EIGHT_BIT
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates that a device reaches: bytes/s of a copy, FLOP/s of bf16 and FP8 products."""
+
+    copy: float
+    bf16: float
+    fp8: float
+
+    def seconds(self, nbytes: float, flop: float, scheme: str) -> float:
+        """Return the least seconds of one product."""
+        return max(nbytes / self.copy, flop / (self.fp8 if scheme in EIGHT_BIT else self.bf16))
+
+
+def measure_rates(device: torch.device) -> Rates:
+    """Measure now, on a 2 GB tensor negated into another and on square products of 8192."""
+    copy = _copy_rate(device)
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    bf16 = 2 * 8192**3 / _seconds(lambda: a @ a.T)
+    fp8 = bf16
+    if torch.cuda.get_device_capability(device) >= (8, 9):
+        q = a.to(torch.float8_e4m3fn)
+        one = torch.ones((), device=device)
+
+        def product() -> torch.Tensor:
+            return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage]  # the only FP8 product
+                q, q.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+
+        fp8 = 2 * 8192**3 / _seconds(product)
+    return Rates(copy, bf16, fp8)
+
+
+def _copy_rate(device: torch.device) -> float:
+    source = torch.zeros(2**30, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return 4 * source.numel() / _seconds(lambda: torch.neg(source, out=target))
+
+
+def _seconds(work: Callable[[], object], repeats: int = 10) -> float:
+    work()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000 / repeats

@@ -1,0 +1,390 @@
+"""GPTQ on block-scaled formats: it rounds weights to keep the layer's output near, not the weight.
+
+A Linear y = x W^T with inputs x seen in calibration has the loss
+
+    tr (W - Q) H (W - Q)^T,    H = mean of x x^T, [in, in]
+
+Rounding to nearest minimises it only where H is diagonal and even. Three steps lower it:
+
+  1. GPTQ (Frantar et al., arXiv 2210.17323): round one input after the other and spread each error
+     over the inputs not yet rounded, with the rows of U, H^-1 = U^T U.
+  2. NVFP4 only: each block of 16 inputs is tried under the e4m3 neighbours of its usual scale,
+     amax / 6, and keeps the one of least GPTQ loss, the sum of (error / U_ii)^2.
+  3. Coordinate descent: codes, and for NVFP4 block scales, are moved one at a time to where the exact
+     loss is least given all the others. It never raises the loss.
+
+Weights are [experts, out, in], one Hessian an expert; everything is batched over experts. Arithmetic is
+float32, the inverse and its factor float64. The damped H adds `DAMPING` times its mean diagonal.
+The NVFP4 global scale is not touched: q/k/v and gate/up share it (`rounding.global_scale`).
+
+Left out: ordering of inputs by their energy (blocks of 16 are fixed on disk), asymmetric zero points,
+and the asymmetric loss of GPTAQ, which was worse here.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from fused_dequant.dispatch import launches
+from torch import Tensor
+
+from quantize.errors import QuantizeError
+from quantize.schemes.records import Scheme
+from quantize.schemes.rounding import (
+    E2M1_MAX,
+    FP8,
+    FP8_MAX,
+    GROUP,
+    block_scale,
+    pack_e2m1,
+    round_e2m1,
+)
+
+DAMPING = 0.01
+NEIGHBOURS = 6  # e4m3 codes below and above amax / 6 that a block scale may take
+SWEEPS = 4  # passes of coordinate descent
+SPAN = 8 * GROUP  # inputs whose errors are spread together: one product for 8 blocks
+SMALLEST_SCALE = 2.0**-9  # e4m3's least positive number
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """The result for one stack of Linears [E, out, in].
+
+    Attributes:
+        tensors: tensors by on-disk suffix, as the scheme's `quantize` returns them.
+        loss: [E] float32, tr (W - Q) H (W - Q)^T over tr W H W^T.
+        nearest: [E] the same of rounding to nearest.
+        fell_back: [E] bool, whether H had no factor, so that the expert was rounded to nearest.
+    """
+
+    tensors: dict[str, Tensor]
+    loss: Tensor
+    nearest: Tensor
+    fell_back: Tensor
+
+
+def shrunk(
+    sums: Tensor, tokens: Tensor, at: slice = slice(None), inputs: int | None = None
+) -> Tensor:
+    """Return experts' mean Hessians [E', in, in], drawn to the layer's: each keeps n / (n + in).
+
+    An expert of few tokens has a Hessian of low rank, which GPTQ would trust too much. A dense Linear,
+    E = 1, keeps its own.
+
+    Args:
+        sums: [E, in, in], x x^T summed over the tokens that each expert of the layer saw.
+        tokens: [E], how many those were.
+        at: the experts that are asked for; all count for the layer's mean.
+        inputs: how many there are, where sums are [E, ...] of another form, such as tiles.
+
+    Raises:
+        QuantizeError: no expert saw a token, or a Hessian is not finite.
+    """
+    total = tokens.sum()
+    if total == 0:
+        raise QuantizeError("no token was seen: there is no Hessian; use more prompts")
+    found = sums[at] / tokens[at].clamp(min=1).view(-1, *[1] * (sums.dim() - 1))
+    extremes = torch.stack(found.flatten(1).aminmax(dim=1))  # NaN where there is one
+    if not bool(extremes.isfinite().all()):
+        bad = int((~extremes.isfinite()).any(0).nonzero()[0]) + (at.start or 0)
+        raise QuantizeError(f"the Hessian of expert {bad} is not finite: its inputs were not")
+    if len(sums) == 1:
+        return found
+    own = tokens[at].to(found)
+    own = (own / (own + (inputs or found.shape[-1]))).view(-1, *[1] * (found.dim() - 1))
+    return found.mul_(own).addcmul_(1 - own, sums.sum(0) / total)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The numbers that a weight over its step can take, and how far its block scale may move.
+
+    Attributes:
+        name: what the kernels call it.
+        round: float32 -> the nearest code's value; saturates.
+        neighbours: e4m3 codes below and above the usual block scale; 0 where scales are fixed.
+    """
+
+    name: str
+    round: Callable[[Tensor], Tensor]
+    neighbours: int
+
+
+def _round_e2m1(x: Tensor) -> Tensor:
+    return round_e2m1(x.clamp(-E2M1_MAX, E2M1_MAX))
+
+
+def _round_e4m3(x: Tensor) -> Tensor:
+    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8).float()
+
+
+def _round_int8(x: Tensor) -> Tensor:
+    return x.clamp(-128, 127).round()
+
+
+# By the dtype that a scheme's codes are cast to.
+GRIDS = {
+    torch.float32: Grid("e2m1", _round_e2m1, NEIGHBOURS),
+    FP8: Grid("e4m3", _round_e4m3, 0),
+    torch.int8: Grid("int8", _round_int8, 0),
+}
+
+
+def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None = None) -> Rounded:
+    """Round weights to a scheme's tensors so that the layers' outputs stay near.
+
+    Args:
+        scheme: scheme of the weights.
+        weight: [E, out, in] BF16, finite; `in` a multiple of 16.
+        hessian: [E, in, in] float32, as `shrunk` returns it; its diagonal is another meanwhile.
+        shared: [E, 1] FP32 global scales, where the scheme has them.
+    """
+    hessian = hessian.contiguous()
+    if shared is None:
+        return _gptq_rows(scheme, weight, hessian)
+    return _gptq_groups(scheme, weight, hessian, shared)
+
+
+def _gptq_groups(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor) -> Rounded:
+    own = shared.unsqueeze(-1)  # [E, 1, 1]
+    usual = block_scale(scheme.observe(weight, "memoryless_minmax"), own)  # [E, out, in / 16]
+    weight, grid = weight.float(), GRIDS[scheme.codes.cast]
+    blocks = weight.unflatten(-1, (-1, GROUP))
+    nearest = grid.round(blocks / (usual / own)[..., None]).flatten(-2)
+    codes, scales, singular = _round_all(weight, hessian, nearest, usual, shared[:, 0], grid)
+    tensors = {
+        "weight_packed": pack_e2m1(codes),
+        "weight_scale": scales.to(FP8),
+        "weight_global_scale": shared.clone(),
+    }
+    found = (_values(c, s / own) for c, s in ((codes, scales), (nearest, usual)))
+    loss, plain = _losses(weight, found, hessian)
+    return Rounded(tensors, loss, plain, singular)
+
+
+def _gptq_rows(scheme: Scheme, weight: Tensor, hessian: Tensor) -> Rounded:
+    """Round under one BF16 scale a row, which its largest magnitude sets."""
+    plain = scheme.quantize(weight, scheme.observe(weight, "memoryless_minmax"), None, None)
+    nearest, scale = plain["weight"].float(), plain["weight_scale"]  # [E, out, in], [E, out, 1]
+    weight, grid = weight.float(), GRIDS[scheme.codes.cast]
+    steps = scale.float().expand(*weight.shape[:-1], weight.shape[-1] // GROUP)
+    one = weight.new_ones(len(weight))
+    codes, _, singular = _round_all(weight, hessian, nearest, steps, one, grid)
+    tensors = {"weight": codes.to(scheme.codes.cast), "weight_scale": scale}
+    loss, own = _losses(weight, (each * scale.float() for each in (codes, nearest)), hessian)
+    return Rounded(tensors, loss, own, singular)
+
+
+def _round_all(
+    weight: Tensor, hessian: Tensor, nearest: Tensor, usual: Tensor, shared: Tensor, grid: Grid
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return code values, block scales, and which experts were left at the nearest codes.
+
+    `nearest` [E, out, in] and `usual` [E, out, in / 16] are codes and scales of rounding to nearest; a
+    code's step is its scale over `shared` [E]. The Hessian is damped, and then as it was.
+    """
+    undamped = hessian.diagonal(dim1=-2, dim2=-1).clone()
+    factor, singular = _factored(hessian)
+    codes, scales = torch.empty_like(weight), usual.clone()
+    _spread_errors(weight, factor, shared, codes, scales, grid)
+    del factor
+    _descend(weight, codes, scales, hessian, shared, grid)
+    hessian.diagonal(dim1=-2, dim2=-1).copy_(undamped)
+    lost = singular[:, None, None]
+    return torch.where(lost, nearest, codes), torch.where(lost, usual, scales), singular
+
+
+def _losses(weight: Tensor, found: Iterable[Tensor], hessian: Tensor) -> list[Tensor]:
+    whole = _energy(weight, hessian).clamp(min=1e-30)
+    return [_energy(weight - each, hessian) / whole for each in found]
+
+
+def layer_loss(weight: Tensor, rounded: Tensor, hessian: Tensor) -> Tensor:
+    """Return tr (W - Q) H (W - Q)^T over tr W H W^T of [E, out, in]: [E] float32."""
+    return _losses(weight, [rounded], hessian)[0]
+
+
+def _energy(x: Tensor, hessian: Tensor) -> Tensor:
+    return (x @ hessian).mul_(x).sum((-1, -2))
+
+
+def _block_amax(weight: Tensor) -> Tensor:
+    """Return the largest |w| of every block of 16 inputs, in BF16 as `schemes.observe` has it."""
+    return weight.unflatten(-1, (-1, GROUP)).abs().amax(-1).bfloat16()
+
+
+def _values(codes: Tensor, scale: Tensor) -> Tensor:
+    """Multiply code values [E, out, in] by the scale of their blocks [E, out, in / 16]."""
+    return (codes.unflatten(-1, (-1, GROUP)) * scale[..., None]).flatten(-2)
+
+
+def _factored(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Damp H [E, in, in] in place; return the upper factor U of its inverse, and which [E] lack U.
+
+    With the inputs in reverse order, H = L L^T, and H^-1 = U^T U where U is L^-1, reversed again. A
+    matrix at a time: at 2,816 inputs 64 MB each in float64, and libraries' batched factorisations are
+    made for small ones.
+    """
+    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.double().mean(-1)
+    diagonal.add_((DAMPING * mean).to(hessian)[:, None])
+    factor, failed = torch.empty_like(hessian), torch.empty_like(mean, dtype=torch.int32)
+    identity = torch.eye(hessian.shape[-1], dtype=torch.float64, device=hessian.device)
+    for each, own in enumerate(hessian):
+        lower, failed[each] = torch.linalg.cholesky_ex(own.double().flip(0, 1))
+        lower = torch.where(failed[each] != 0, identity, lower)
+        inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+        factor[each] = inverse.flip(0, 1)
+    return factor, (failed != 0) | (mean <= 0)
+
+
+def _spread_errors(
+    weight: Tensor, factor: Tensor, shared: Tensor, codes: Tensor, scales: Tensor, grid: Grid
+) -> None:
+    """Run GPTQ from left to right; write codes and, where they may move, block scales.
+
+    Errors are spread within SPAN inputs block by block, and from them to all others in one product.
+    """
+    left = weight.clone()
+    errors = weight.new_empty(*weight.shape[:-1], SPAN)
+    for start in range(0, weight.shape[-1], SPAN):
+        stop = min(start + SPAN, weight.shape[-1])
+        for at in range(start, stop, GROUP):
+            block = slice(at, at + GROUP)
+            error = errors[..., at - start : at - start + GROUP]
+            round_block(
+                left[..., block], factor[:, block, block], shared, scales[..., at // GROUP],
+                codes[..., block], error, grid,
+            )  # fmt: skip
+            _subtract(left[..., at + GROUP : stop], error, factor[:, block, at + GROUP : stop])
+        _subtract(left[..., stop:], errors[..., : stop - start], factor[:, start:stop, stop:])
+
+
+def _subtract(target: Tensor, rows: Tensor, matrix: Tensor) -> None:
+    """Subtract rows @ matrix from a target of as many columns, in place."""
+    if target.shape[-1]:
+        target.baddbmm_(rows, matrix, alpha=-1)
+
+
+def _near(scale: Tensor, neighbours: int) -> Tensor:
+    """Return the e4m3 numbers around `scale` [...]: [..., 2 * neighbours + 1], never 0 nor NaN."""
+    bits = scale.to(FP8).view(torch.uint8).short()
+    offsets = torch.arange(-neighbours, neighbours + 1, dtype=torch.int16, device=scale.device)
+    near = (bits[..., None] + offsets).clamp(1, 126).to(torch.uint8)
+    return near.view(FP8).float()
+
+
+def round_block(
+    weight: Tensor, factor: Tensor, shared: Tensor, scales: Tensor, codes: Tensor, errors: Tensor,
+    grid: Grid,
+) -> None:  # fmt: skip
+    """Round a block of 16 inputs under each scale that is tried, and keep the best.
+
+    Args:
+        weight: [E, out, 16], with the errors of the inputs before it.
+        factor: [E, 16, 16], the block of U on its diagonal.
+        shared: [E].
+        scales: [E, out]; read where the grid has no neighbours, else the chosen ones are written.
+        codes: [E, out, 16], written: code values.
+        errors: [E, out, 16], written: errors over U_ii.
+        grid: the codes.
+    """
+    if launches(weight.device):
+        from fused_dequant import gptq
+
+        gptq.round_block(
+            weight, factor, shared, scales, codes, errors, grid.name, grid.neighbours
+        )  # fmt: skip
+        return
+    candidates = scales[..., None]  # [E, out, C]
+    if grid.neighbours:  # around the scale of the block's values as they are by now
+        usual = block_scale(_block_amax(weight), shared[:, None, None])
+        candidates = _near(usual[..., 0], grid.neighbours)
+    step = candidates / shared[:, None, None]
+    left = weight[..., None, :].expand(*candidates.shape, GROUP).clone()  # [E, out, C, 16]
+    found, error = torch.empty_like(left), torch.empty_like(left)
+    for i in range(GROUP):
+        found[..., i] = grid.round(left[..., i] / step)
+        error[..., i] = (left[..., i] - found[..., i] * step) / factor[:, i, i, None, None]
+        left[..., i + 1 :] -= error[..., i, None] * factor[:, None, None, i, i + 1 :]
+    best = error.square().sum(-1).argmin(-1, keepdim=True)  # [E, out, 1]
+    pick = best[..., None].expand(*best.shape, GROUP)
+    codes.copy_(found.gather(-2, pick)[..., 0, :])
+    errors.copy_(error.gather(-2, pick)[..., 0, :])
+    scales.copy_(candidates.gather(-1, best)[..., 0])
+
+
+def _descend(
+    weight: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, shared: Tensor, grid: Grid
+) -> None:
+    """Move block scales and codes one at a time to where the exact loss is least, in place.
+
+    What a block moves by changes the slope at once within its SPAN inputs, and that of all others in
+    one product when these have been passed.
+    """
+    slope = (weight - _values(codes, scales / shared[:, None, None])) @ hessian  # -d loss / d Q / 2
+    moved = weight.new_empty(*weight.shape[:-1], SPAN)
+    for _ in range(SWEEPS):
+        for start in range(0, weight.shape[-1], SPAN):
+            span = slice(start, min(start + SPAN, weight.shape[-1]))
+            near = slope[..., span].clone()
+            for at in range(span.start, span.stop, GROUP):
+                block, own = slice(at, at + GROUP), slice(at - start, at - start + GROUP)
+                descend_block(
+                    near[..., own], hessian[:, block, block], shared, scales[..., at // GROUP],
+                    codes[..., block], moved[..., own], grid,
+                )  # fmt: skip
+                after = hessian[:, block, at + GROUP : span.stop]
+                _subtract(near[..., own.stop :], moved[..., own], after)
+            _subtract(slope, moved[..., : near.shape[-1]], hessian[:, span])
+
+
+def descend_block(
+    slope: Tensor, hessian: Tensor, shared: Tensor, scales: Tensor, codes: Tensor, moved: Tensor,
+    grid: Grid,
+) -> None:  # fmt: skip
+    """Move a block's scales, then its codes, each to its own optimum given all the others.
+
+    Args:
+        slope: [E, out, 16], (W - Q) H of the block's inputs.
+        hessian: [E, 16, 16], the block of H on its diagonal.
+        shared: [E].
+        scales: [E, out], moved where the grid has neighbours.
+        codes: [E, out, 16], moved: code values.
+        moved: [E, out, 16], written: by how much the values codes * scale / shared grew.
+        grid: the codes.
+    """
+    if launches(slope.device):
+        from fused_dequant import gptq
+
+        gptq.descend_block(
+            slope, hessian, shared, scales, codes, moved, grid.name, scaled=grid.neighbours > 0
+        )  # fmt: skip
+        return
+    before = codes * (scales / shared[:, None])[..., None]
+    if grid.neighbours:
+        scales.copy_(_best_scale(codes, scales, slope, hessian, shared[:, None]))
+    step = scales / shared[:, None]
+    values = codes * step[..., None]
+    slope = slope - (values - before) @ hessian
+    for i in range(GROUP):
+        wanted = values[..., i] + slope[..., i] / hessian[:, i, i, None]
+        codes[..., i] = grid.round(wanted / step)
+        shift = codes[..., i] * step - values[..., i]
+        values[..., i] += shift
+        slope -= shift[..., None] * hessian[:, None, i]
+    torch.sub(codes * step[..., None], before, out=moved)
+
+
+def _best_scale(codes: Tensor, scale: Tensor, slope: Tensor, own: Tensor, shared: Tensor) -> Tensor:
+    """Return the e4m3 scale [E, out] next to the optimum of the quadratic in a block's scale."""
+    curvature = ((codes @ own) * codes).sum(-1)
+    pull = (slope * codes).sum(-1)
+    wanted = scale + pull / curvature.clamp(min=1e-30) * shared
+    near = _near(wanted.clamp(SMALLEST_SCALE, FP8_MAX), 1)
+    change = (near - scale[..., None]) / shared[..., None]
+    cost = change.square() * curvature[..., None] - 2 * change * pull[..., None]
+    least, best = cost.min(-1)
+    chosen = near.gather(-1, best[..., None])[..., 0]
+    return torch.where((least < 0) & (curvature > 0), chosen, scale)

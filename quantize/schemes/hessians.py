@@ -1,0 +1,102 @@
+"""Hessians of Linears, sums of x x^T over their inputs, of which the tiles of one triangle are held.
+
+Inputs are cut into blocks of 128. Tile t = j (j + 1) / 2 + i holds the products of inputs of the
+blocks i <= j; the other tiles are these, transposed. So the Hessians of a layer of the 26B model take
+2.4 GB, and bf16 rows on a GPU are added by a kernel that computes no more (`fused_dequant/gram.py`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from fused_dequant.dispatch import launches
+from torch import Tensor
+from torch.nn.functional import pad
+
+from quantize.schemes.gptq import shrunk
+
+TILE = 128
+
+
+def tiles_of(inputs: int) -> int:
+    """Return the tiles that a Hessian of so many inputs has."""
+    blocks = -(-inputs // TILE)
+    return blocks * (blocks + 1) // 2
+
+
+class Hessians:
+    """Sums of x x^T and token counts of the inputs of chosen Linears, on the device of the inputs.
+
+    Attributes:
+        names: the inputs that are summed, as `watch_inputs` names them.
+        sums: name -> [E, tiles, 128, 128] float32; E is 1 for a dense Linear.
+        tokens: name -> [E] int64.
+    """
+
+    def __init__(self, names: Sequence[str], experts: int) -> None:
+        self.names, self._experts = frozenset(names), experts
+        self.sums: dict[str, Tensor] = {}
+        self.tokens: dict[str, Tensor] = {}
+        self._inputs: dict[str, int] = {}
+
+    def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
+        """Add the rows of one input to its sums."""
+        if name not in self.names:
+            return
+        x = rows.flatten(0, -2).contiguous()
+        count = 1 if experts is None else self._experts
+        if name not in self.sums:
+            shape = (count, tiles_of(x.shape[1]), TILE, TILE)
+            self.sums[name] = torch.zeros(shape, dtype=torch.float32, device=x.device)
+            self.tokens[name] = torch.zeros(count, dtype=torch.int64, device=x.device)
+            self._inputs[name] = x.shape[1]
+        chosen = torch.zeros_like(x[:, :1], dtype=torch.int64) if experts is None else experts
+        found, order = chosen.flatten().sort(stable=True)
+        starts = torch.searchsorted(found, torch.arange(count + 1, device=x.device).to(found))
+        self.tokens[name] += starts.diff()
+        _add(self.sums[name], x, order, starts, chosen.shape[1])
+
+    def sum(self, name: str) -> Tensor:
+        """Return an input's whole sums [E, in, in]."""
+        return whole(self.sums[name], self._inputs[name])
+
+    def mean(self, name: str, at: slice = slice(None)) -> Tensor:
+        """Return the shrunk mean Hessians [E', in, in] of an input, of all experts or those `at`.
+
+        Raises:
+            QuantizeError: the input saw no token, or one that was not finite.
+        """
+        inputs = self._inputs[name]
+        return whole(shrunk(self.sums[name], self.tokens[name], at, inputs), inputs)
+
+
+def _add(tiles: Tensor, x: Tensor, order: Tensor, starts: Tensor, topk: int) -> None:
+    """Add x x^T of each expert's rows; see `fused_dequant.gram.add`."""
+    if launches(x.device) and x.dtype == torch.bfloat16:
+        from fused_dequant import gram
+
+        gram.add(tiles, x, order, starts, topk)
+        return
+    begin, *ends = starts.tolist()
+    i, j = _places(x.shape[1], x.device)
+    for expert, end in enumerate(ends):
+        own = x[order[begin:end] // topk].float()
+        own = pad(own, (0, -own.shape[1] % TILE))
+        blocks = (own.T @ own).unflatten(0, (-1, TILE)).unflatten(-1, (-1, TILE))
+        tiles[expert] += blocks.transpose(1, 2)[i, j]  # [blocks, blocks, 128, 128], the upper ones
+        begin = end
+
+
+def _places(inputs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the blocks i and j of each tile."""
+    j, i = torch.tril_indices(-(-inputs // TILE), -(-inputs // TILE), device=device)
+    return i, j
+
+
+def whole(tiles: Tensor, inputs: int) -> Tensor:
+    """Return the symmetric matrices [E, in, in] that tiles [E, tiles, 128, 128] stand for."""
+    i, j = _places(inputs, tiles.device)
+    blocks = -(-inputs // TILE)
+    found = tiles.new_empty(len(tiles), blocks, blocks, TILE, TILE)
+    found[:, j, i] = tiles.mT
+    found[:, i, j] = tiles
+    return found.transpose(2, 3).reshape(len(tiles), blocks * TILE, -1)[:, :inputs, :inputs]

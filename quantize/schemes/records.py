@@ -1,0 +1,288 @@
+"""One record a scheme: what it is called, how it lies on disk, and its arithmetic.
+
+All code that needs to know something about a scheme asks its record here: layout, ModelOpt's layout,
+plan, convert, load, simulation, the kernels' weights, verification and the estimate of a run. A new
+scheme is a record in `SCHEMES`, its arithmetic in `rounding` where that is new, and a kernel.
+
+  scheme        codes  scales                                  activations while serving
+  FP8_DYNAMIC   e4m3   BF16 a row                              e4m3, a scale a token
+  INT8_DYNAMIC  int8   BF16 a row                              int8, a scale a token
+  NVFP4         e2m1   e4m3 for 16 inputs, FP32 for a matrix   e2m1 under a calibrated FP32 scale
+  NVFP4A16      e2m1   the same                                BF16
+
+In the activation mode `fp8` (W4A8) the products of NVFP4 and NVFP4A16 read e4m3(e2m1 * block scale / 8)
+and rows in e4m3 with a scale a token: `Scheme.as_multiplied`.
+
+ModelOpt's NVFP4 stores `weight_scale_2` = amax / (6 * 448), a SMALL number that multiplies, the
+inverse of compressed-tensors' `weight_global_scale`; its `input_scale` likewise. Codes, nibble order
+and block scales are the same. Its FP8 has one scale for a matrix, and one fixed scale (amax / 448)
+for all activations of a Linear, which get a scale a token here.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from quantize.schemes import rounding
+from quantize.schemes.rounding import E2M1_GROUPS, E4M3_ROWS, FP8, GROUP, INT8_ROWS, Codes, Observer
+
+Tensors = dict[str, tuple[str, tuple[int, ...]]]  # suffix -> safetensors dtype and shape
+GPTQ_ERRS = 1.5  # times the error of rounding to nearest that its weights may have
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """How one library writes a scheme.
+
+    Attributes:
+        name: compressed-tensors' format, or ModelOpt's quant_algo.
+        tensors: (out, in) -> the tensors of a Linear by suffix, codes first, in writing order.
+    """
+
+    name: str
+    tensors: Callable[[int, int], Tensors]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One quantization scheme.
+
+    Attributes:
+        name: the scheme's name in recipes and in everything we write.
+        compressed: compressed-tensors' way to write it, which is ours.
+        modelopt: ModelOpt's way to write it, None where it has none.
+        config_weights: type, num_bits and strategy of the weights in a config group.
+        config_activations: `dynamic` of the activations in a config group, None for BF16 ones.
+        codes: the number format of the weights.
+        quantize: (weight [..., out, in], ranges, shared global scale or None, memory for the codes or
+            None) -> tensors by suffix.
+        dequantize: tensors by suffix, in either library's layout -> BF16 weight [..., out, in].
+        round_activations: (x [..., K], input global scale or None) -> x as the product reads it; None
+            where activations stay BF16.
+        calibrated: whether every Linear has an `input_global_scale` that calibration finds.
+        kernel: the kernels' name for weights like these.
+        max_relative_error: limit on |W - W'| / |W| of a weight matrix rounded to nearest, which only
+            a fault exceeds.
+        convert_seconds: CPU seconds a GB of BF16 input takes, on one core of an AMD EPYC.
+    """
+
+    name: str
+    compressed: OnDisk
+    modelopt: OnDisk | None
+    config_weights: tuple[str, int, str]
+    config_activations: Literal[True, "local"] | None
+    codes: Codes
+    quantize: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], dict[str, Tensor]]
+    dequantize: Callable[[Mapping[str, Tensor]], Tensor]
+    round_activations: Callable[[Tensor, float | None], Tensor] | None
+    calibrated: bool
+    kernel: Literal["fp8", "int8", "nvfp4"]
+    max_relative_error: float
+    convert_seconds: float
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def group_size(self) -> int:
+        """The number that in-features must be a multiple of."""
+        return self.codes.group or 1
+
+    @property
+    def shares_global_scale(self) -> bool:
+        """Whether Linears that a server fuses into one matrix must share a global scale."""
+        return "weight_global_scale" in self.compressed.tensors(1, GROUP)
+
+    def largest_error(self, rounding: str) -> float:
+        """Return the limit for weights rounded to `nearest`, or by `gptq`, which errs more in them.
+
+        Of the bundled model's matrices by 64 prompts GPTQ left at most 0.113 in NVFP4, 0.044 in FP8.
+        """
+        return self.max_relative_error * (GPTQ_ERRS if rounding == "gptq" else 1)
+
+    def as_multiplied(self, mode: str) -> "Scheme":
+        """Return the scheme as an activation mode multiplies it, which only `fp8` changes."""
+        if mode != "fp8" or self.kernel != "nvfp4":
+            return self
+        return replace(
+            self,
+            dequantize=rounding.dequantize_in_e4m3,
+            round_activations=partial(_round_tokens, FP8),
+            calibrated=False,
+        )
+
+    def config_group(self, targets: Sequence[str], observer: Observer) -> dict[str, Any]:
+        """Return the group of a compressed-tensors config whose `targets` have this scheme.
+
+        It holds what compressed-tensors' own preset of the scheme holds; importing that takes seconds.
+        """
+        kind, bits, strategy = self.config_weights
+        group = self.codes.group
+        shared = {
+            "num_bits": bits,
+            "type": kind,
+            "symmetric": True,
+            "group_size": group,
+            "block_structure": None,
+            "actorder": None,
+            "scale_dtype": "torch.float8_e4m3fn" if group else None,
+            "zp_dtype": None,
+            "observer_kwargs": {},
+        }
+        weights = {"strategy": strategy, "dynamic": False, "observer": observer}
+        activations = {
+            "strategy": strategy if group else "token",
+            "dynamic": self.config_activations,
+            "observer": "static_minmax" if group else None,
+        }
+        return {
+            "targets": list(targets),
+            "weights": shared | weights,
+            "input_activations": shared | activations if self.config_activations else None,
+            "output_activations": None,
+            "format": self.compressed.name,
+        }
+
+    def observe(self, weight: Tensor, observer: Observer) -> Tensor:
+        """Return the ranges [..., out, groups] of weights (see `rounding.observe`)."""
+        return rounding.observe(weight, self.codes, observer)
+
+
+def _rows(dtype: str, out: int, inputs: int) -> Tensors:
+    return {"weight": (dtype, (out, inputs)), "weight_scale": ("BF16", (out, 1))}
+
+
+def _groups(calibrated: bool, out: int, inputs: int) -> Tensors:
+    tensors: Tensors = {
+        "weight_packed": ("U8", (out, inputs // 2)),
+        "weight_scale": ("F8_E4M3", (out, inputs // GROUP)),
+        "weight_global_scale": ("F32", (1,)),
+    }
+    return {**tensors, "input_global_scale": ("F32", (1,))} if calibrated else tensors
+
+
+def _modelopt_rows(out: int, inputs: int) -> Tensors:
+    number = ("F32", ())
+    return {"weight": ("F8_E4M3", (out, inputs)), "weight_scale": number, "input_scale": number}
+
+
+def _modelopt_groups(calibrated: bool, out: int, inputs: int) -> Tensors:
+    number = ("F32", ())
+    tensors: Tensors = {
+        "weight": ("U8", (out, inputs // 2)),
+        "weight_scale": ("F8_E4M3", (out, inputs // GROUP)),
+        "weight_scale_2": number,
+    }
+    return {**tensors, "input_scale": number} if calibrated else tensors
+
+
+def _quantize_rows(
+    codes: Codes, weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
+):
+    return rounding.quantize_rows(codes, weight, ranges, out)
+
+
+def _round_tokens(dtype: torch.dtype, x: Tensor, input_global_scale: float | None) -> Tensor:
+    return rounding.round_tokens(x, dtype)
+
+
+def _round_groups(x: Tensor, input_global_scale: float | None) -> Tensor:
+    if input_global_scale is None:
+        raise ValueError("NVFP4 rounds activations under a calibrated input_global_scale")
+    return rounding.round_groups(x, input_global_scale)
+
+
+_NVFP4 = Scheme(
+    name="NVFP4",
+    compressed=OnDisk("nvfp4-pack-quantized", partial(_groups, True)),
+    modelopt=OnDisk("NVFP4", partial(_modelopt_groups, True)),
+    config_weights=("float", 4, "tensor_group"),
+    config_activations="local",
+    codes=E2M1_GROUPS,
+    quantize=rounding.quantize_groups,
+    dequantize=rounding.dequantize_groups,
+    round_activations=_round_groups,
+    calibrated=True,
+    kernel="nvfp4",
+    max_relative_error=0.13,
+    convert_seconds=2.6,
+)
+_ALL = (
+    Scheme(
+        name="FP8_DYNAMIC",
+        compressed=OnDisk("float-quantized", partial(_rows, "F8_E4M3")),
+        modelopt=OnDisk("FP8", _modelopt_rows),
+        config_weights=("float", 8, "channel"),
+        config_activations=True,
+        codes=E4M3_ROWS,
+        quantize=partial(_quantize_rows, E4M3_ROWS),
+        dequantize=rounding.dequantize_rows,
+        round_activations=partial(_round_tokens, FP8),
+        calibrated=False,
+        kernel="fp8",
+        max_relative_error=0.04,
+        convert_seconds=1.5,
+    ),
+    _NVFP4,
+    # The same weights under BF16 activations: nothing to calibrate.
+    replace(
+        _NVFP4,
+        name="NVFP4A16",
+        compressed=OnDisk("nvfp4-pack-quantized", partial(_groups, False)),
+        modelopt=OnDisk("W4A16_NVFP4", partial(_modelopt_groups, False)),
+        config_activations=None,
+        round_activations=None,
+        calibrated=False,
+    ),
+    Scheme(
+        name="INT8_DYNAMIC",
+        compressed=OnDisk("int-quantized", partial(_rows, "I8")),
+        modelopt=None,
+        config_weights=("int", 8, "channel"),
+        config_activations=True,
+        codes=INT8_ROWS,
+        quantize=partial(_quantize_rows, INT8_ROWS),
+        dequantize=rounding.dequantize_rows,
+        round_activations=partial(_round_tokens, torch.int8),
+        calibrated=False,
+        kernel="int8",
+        max_relative_error=0.03,
+        convert_seconds=2.3,
+    ),
+)
+SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL}
+# (what its writer calls the scheme, how it writes it)
+LAYOUTS = (
+    *((scheme.name, scheme.compressed) for scheme in _ALL),
+    *((scheme.modelopt.name, scheme.modelopt) for scheme in _ALL if scheme.modelopt),
+)
+# Suffixes of a quantized Linear's tensors, behind the module's name.
+SUFFIXES = tuple(
+    dict.fromkeys(suffix for _, layout in LAYOUTS for suffix in layout.tensors(1, GROUP))
+)
+GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
+INPUT_SCALES = ("input_global_scale", "input_scale")
+TENSOR_SCALES = (*GLOBAL_SCALES, *INPUT_SCALES)  # one number for a whole matrix, above 0
+
+
+def refusal(mode: str, kernels: Iterable[str]) -> str | None:
+    """Return why an activation mode means nothing to weights of these `Scheme.kernel`s, or None."""
+    if mode != "fp8" or "nvfp4" in kernels:
+        return None
+    return "activations fp8 are for NVFP4 weights, of which there are none: leave `fp8` out"
+
+
+def scheme_of_group(group: Mapping[str, Any]) -> Scheme | None:
+    """Return the scheme of a compressed-tensors config group, None for one that is not written here."""
+    weights, activations = group.get("weights") or {}, group.get("input_activations")
+    key = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"))
+    dynamic = activations.get("dynamic", False) if activations else None
+    for scheme in SCHEMES.values():
+        same_groups = scheme.codes.group in (None, weights.get("group_size"))
+        if (key, dynamic) == (scheme.config_weights, scheme.config_activations) and same_groups:
+            return scheme
+    return None

@@ -1,0 +1,1 @@
+"""The stage calibrate: input scales from the model's own denoising loop."""

@@ -1,0 +1,218 @@
+"""Calibrates the input scales of NVFP4 modules in the BF16 model's own denoising loop.
+
+An NVFP4 module's activations share one calibrated number, input_global_scale = 448 * 6 / amax (FP32
+[1]), amax being the largest |x| that ever enters the module. What enters it depends on where in the
+denoising loop it runs: the causal encoder reads clean text, the decoder reads canvases that are noise
+at first, with self-conditioning after the first step. So the real loop runs here, encoder passes,
+every step, every canvas, and the model's own sampler and stopping.
+
+An engine's `watching` shows every input, of both towers under one name, as vLLM's single backbone
+sees them; experts see only the tokens routed to them. An expert with fewer than
+`min_tokens_per_expert` takes the largest amax of its layer, and is listed.
+
+Why not llm-compressor's oneshot, which the tests compare with: its `basic` pipeline shows the decoder
+one random canvas only, its `sequential` one never finishes the encoder (uninitialised scales, no
+error), and it runs each expert as a Linear of its own, 11,520 calls a forward pass of the 26B model.
+The scales are the same: FP32 quotients of the same maxima (oneshot divides in BF16 on a GPU).
+
+Under `torchrun --nproc-per-node N` the processes share the batches, one GPU each. Every batch is what
+one process would have made of it and maxima are pooled exactly: the files are those of one process.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import plan_targets
+from quantize.errors import InputError, QuantizeError
+from quantize.host.files import folder_when_complete, write_json
+from quantize.host.processes import Processes, joined
+from quantize.recipe.sections import Calibration, Quantization, Recipe
+from quantize.runtime import open
+from quantize.runtime.ranges import Ranges
+from quantize.runtime.sampler import Sampler
+from quantize.runtime.trajectory import Trajectory, context_of, record_all, save_trajectories
+from quantize.schemes.rounding import E2M1_MAX, FP8_MAX
+from quantize.stages.calibrate.coverage import Coverage, StepStatistics
+from quantize.stages.prompts import load_prompts
+
+HELD_OUT_PROMPTS = 16  # recorded for replay, not observed
+SCALES = "input_scales.safetensors"
+INPUT_SCALE = "input_global_scale"
+
+
+def calibrate(
+    source: Path,
+    recipe: Recipe,
+    out: Path,
+    *,
+    device: str = "cpu",
+    gpu_memory: float | None = None,
+) -> None:
+    """Run the denoising loop on the recipe's prompts; write scales, coverage and trajectories.
+
+    Args:
+        source: folder of the BF16 checkpoint.
+        recipe: needs a `calibration` section and NVFP4 among its schemes.
+        out: folder to create, whole or not at all: input_scales.safetensors, coverage.json,
+            statistics.json, trajectories.safetensors, trajectories.json. The same inputs give the
+            same bytes.
+        device: where the model runs.
+        gpu_memory: bytes of a GPU that may be used, None for what is free; a batch may be smaller.
+
+    Raises:
+        InputError, ResourceError: the recipe, the prompts or the checkpoint are wrong or missing.
+        QuantizeError: a module has no usable scale; it is named.
+    """
+    settings = recipe.calibration
+    if settings is None:
+        raise InputError(f"recipe {recipe.name}: NVFP4 needs a `calibration` section")
+    modules = calibrated_modules(source, recipe.quantization)
+    with joined() as processes:
+        seen = _denoise(source, settings, device, gpu_memory, processes)
+    scales = input_scales(seen.ranges, modules)
+    scales, fallbacks = fall_back(scales, seen.coverage.tokens, settings.min_tokens_per_expert)
+    check_scales(scales)
+    if processes.rank > 0:
+        return
+    with folder_when_complete(out) as folder:
+        save_file({f"{m}.{INPUT_SCALE}": s for m, s in scales.items()}, folder / SCALES)
+        write_json(folder / "coverage.json", seen.coverage.summary(settings, fallbacks))
+        write_json(folder / "statistics.json", seen.statistics.summary())
+        save_trajectories(folder, seen.trajectories, seen.sampler)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What all processes observed while the model denoised."""
+
+    ranges: Ranges
+    coverage: Coverage
+    statistics: StepStatistics
+    trajectories: list[Trajectory]
+    sampler: Sampler
+
+
+def _denoise(
+    source: Path,
+    settings: Calibration,
+    device: str,
+    gpu_memory: float | None,
+    processes: Processes,
+) -> _Seen:
+    """Run the loop on the observed prompts, then, unobserved, on the held-out ones."""
+    prompts = load_prompts(source, settings, settings.prompts + HELD_OUT_PROMPTS)
+    sampler = Sampler.from_checkpoint(source)
+    context = context_of(source, [prompt.ids for prompt in prompts], settings.canvases)
+    engine = open(
+        source, device=device, capacity=settings.batch_size, max_context=context,
+        gpu_memory=gpu_memory,
+    )  # fmt: skip
+    settings = settings.model_copy(update={"batch_size": engine.capacity})
+    experts: int = Checkpoint.open(source).config["text_config"]["num_experts"]
+    ranges, coverage, statistics = Ranges(experts), Coverage(experts), StepStatistics()
+    observers = (ranges.see, coverage.see, statistics.see)
+    with engine.watching(*observers, on_encoded=statistics.on_encoded):
+        trajectories = record_all(
+            engine,
+            prompts[: settings.prompts],
+            settings,
+            sampler,
+            title="calibrating",
+            processes=processes,
+            on_step=statistics.on_step,
+        )
+    held_out = record_all(
+        engine,
+        prompts,
+        settings,
+        sampler,
+        first=settings.prompts,
+        title="recording held-out prompts",
+        processes=processes,
+    )
+    engine.close()
+    for observer in (ranges, coverage, statistics):
+        observer.pool(processes)
+    return _Seen(ranges, coverage, statistics, [*trajectories, *held_out], sampler)
+
+
+def calibrated_modules(source: Path, quantization: Quantization) -> list[str]:
+    """Return the on-disk names of all modules with a calibrated input scale.
+
+    Raises:
+        InputError: the recipe gives no module of this model the scheme NVFP4.
+    """
+    targets = plan_targets(Checkpoint.open(source).tensors, quantization)
+    modules = [module for t in targets if t.scheme and t.scheme.calibrated for module in t.modules]
+    if not modules:
+        raise InputError("the recipe has no NVFP4 module: there is nothing to calibrate")
+    return modules
+
+
+def input_scales(ranges: Ranges, modules: list[str]) -> dict[str, Tensor]:
+    """Return module -> input_global_scale [1] FP32, infinite where nothing entered a module."""
+    amax = torch.tensor([ranges.amax(module) for module in modules], dtype=torch.float32)
+    scales = (FP8_MAX * E2M1_MAX) / amax
+    return {module: scale.clone() for module, scale in zip(modules, scales.split(1), strict=True)}
+
+
+def fall_back(
+    scales: Mapping[str, Tensor], tokens: Mapping[str, list[int]], minimum: int
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Give under-covered experts their layer's largest amax, that is its smallest scale.
+
+    Args:
+        scales: module -> input_global_scale.
+        tokens: `<layer>.experts` -> tokens routed to each of its experts.
+        minimum: an expert with fewer tokens falls back.
+
+    Returns:
+        The scales, and the names `<layer>.experts.<expert>` that fell back.
+
+    Raises:
+        QuantizeError: no expert of a layer has seen a token.
+    """
+    result, fallbacks = dict(scales), []
+    for layer, counts in tokens.items():
+        poor = [expert for expert, count in enumerate(counts) if count < minimum]
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            names = [f"{layer}.{expert}.{projection}" for expert in range(len(counts))]
+            if names[0] not in scales:  # the recipe leaves these experts alone
+                continue
+            seen = [scales[n] for n, count in zip(names, counts, strict=True) if count > 0]
+            if not seen:
+                raise QuantizeError(f"{layer}: no token reached any expert; use more prompts")
+            for expert in poor:
+                result[names[expert]] = torch.stack(seen).min(0).values
+        fallbacks += [f"{layer}.{expert}" for expert in poor if f"{layer}.0.gate_proj" in scales]
+    return result, fallbacks
+
+
+def check_scales(scales: Mapping[str, Tensor]) -> None:
+    """Check that every scale is finite and above 0, and that inputs shared by modules share a scale.
+
+    Raises:
+        QuantizeError: a scale is not; the message names the module.
+    """
+    for module, scale in scales.items():
+        if not (scale.isfinite() & (scale > 0)).all():
+            raise QuantizeError(
+                f"{module}: calibrated input_global_scale is {scale.tolist()}; no token reached it, or "
+                f"its input was not finite"
+            )
+        for first, others in (("gate_proj", ("up_proj",)), ("q_proj", ("k_proj", "v_proj"))):
+            if not module.endswith(first):
+                continue
+            for other in others:
+                twin = scales.get(module.removesuffix(first) + other, scale)
+                if not torch.equal(twin, scale):
+                    raise QuantizeError(
+                        f"{module} and its {other} read the same input and have the scales "
+                        f"{scale.item()} and {twin.item()}"
+                    )

@@ -1,0 +1,1 @@
+"""The stage convert: BF16 shards in, compressed-tensors shards out."""

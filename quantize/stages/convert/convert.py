@@ -1,0 +1,229 @@
+"""Streams a BF16 checkpoint, by its plan and input scales, into a compressed-tensors one.
+
+This is the one place where weights are quantized. Every output header follows from the plan; weights
+are read by byte range in pieces of about 16 MB, quantized by several threads and written in source
+order (`checkpoints.shards`), so memory is a few pieces whatever the size of the model. The result has
+
+  - names as vLLM reads them: `model.decoder.*`, one Linear an expert `experts.E.{gate,up,down}_proj`,
+    the encoder's `layer_scalar` but none of its tied text weights, no `lm_head`;
+  - gate/up of an expert or MLP and q/k/v of a layer share their global scale (a full layer has no v);
+  - everything else byte for byte as in the source, and refused if it holds NaN or infinity;
+  - config.json with `quantization_config` as compressed-tensors writes it; tokenizer, processor,
+    chat template, generation config and licence files as they are.
+
+Threads on all cores read, hash and write. A GPU does the arithmetic where there is one, a piece at a
+time, with the CPU's bytes: maxima, quotients rounded as IEEE 754 says and casts are exact on both. Sums
+and powers are not, so what the observer memoryless_mse finds is found on the CPU; and codes that
+`round_weights` made are copied there.
+"""
+
+import importlib.metadata
+import json
+import math
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from quantize.checkpoints.layout import TensorSpec, check_layout
+from quantize.checkpoints.reader import SETTINGS, Checkpoint, read_header, read_json_object
+from quantize.checkpoints.shards import Piece, plan_shards, state_path, write_shards
+from quantize.checkpoints.targets import Target, ignore_for_config
+from quantize.errors import InputError
+from quantize.host.files import folder_when_complete, write_json
+from quantize.recipe.sections import Recipe
+from quantize.runs.manifest import checksums
+from quantize.schemes.records import SCHEMES
+from quantize.stages.convert.shard_pieces import Quantizer
+from quantize.stages.device import Device
+
+MAX_SHARD_BYTES = 5e9
+
+CARRIED = (*SETTINGS, "LICENSE*", "NOTICE*")
+LAYERS = "layer-*.safetensors"  # the files that `round_weights` writes
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion wrote: shards' sha256, tensors, quantized Linears, bytes in and out."""
+
+    shards: dict[str, str]
+    tensors: int
+    modules: int
+    bytes_in: int
+    bytes_out: int
+
+
+def convert(
+    source: Checkpoint,
+    targets: list[Target],
+    out: Path,
+    *,
+    recipe: Recipe,
+    input_scales: Path | None = None,
+    rounded: Path | None = None,
+    device: str = "cpu",
+    record: Path | None = None,
+    max_shard_bytes: float = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+) -> Conversion:
+    """Write the quantized checkpoint that `targets` plans to the folder `out`.
+
+    `out` appears when it is complete. After an interruption the same call goes on behind the last
+    finished shard, and the result is the same bytes.
+
+    Args:
+        source: the BF16 checkpoint.
+        targets: its plan, `plan_targets(source.tensors, recipe.quantization)`.
+        out: must not exist, unless `overwrite`.
+        recipe: gives the weight observer and the config groups.
+        input_scales: `<module>.input_global_scale` FP32 [1] of every NVFP4 module, from calibrate.
+        rounded: folder of codes and scales that `round_weights` found; None rounds to nearest.
+        device: where weights are quantized, which decides on nothing but speed.
+        record: file for the checksums of all files, which verify compares with.
+        max_shard_bytes: size of the tensors in a shard.
+        overwrite: replace `out`, once the new one is complete.
+
+    Raises:
+        InputError: `out` exists; an input scale is missing, extra or not above 0; a weight is NaN or
+            infinite; the plan fuses Linears of different schemes.
+        ResourceError: the disk is too small, or fails.
+    """
+    if out.exists() and not overwrite:
+        raise InputError(f"{out}: exists already; name another folder or remove it")
+    check_layout(source)
+    before = _stamps(source.shards)
+    scales = _read_input_scales(input_scales, targets)
+    found = _read_rounded(rounded) if rounded else {}
+    observer = recipe.quantization.observer
+    exact = observer == "memoryless_minmax" and not found
+    where = Device(device if exact else "cpu")
+    pieces = Quantizer(source, observer, scales, found, where).plan(targets)
+    shards = plan_shards(pieces, max_shard_bytes)
+    codes = _stamps(sorted(rounded.glob(LAYERS)) if rounded else [])
+    identity = json.dumps([before, observer, sorted(scales.items()), codes])
+    with folder_when_complete(out, keep_partial=True) as folder:
+        hashes = write_shards(shards, folder, identity)
+        _carry_files(source.folder, folder)
+        write_json(folder / "config.json", quantized_config(source.config, targets, recipe))
+        if _stamps(source.shards) != before:
+            raise InputError(f"{source.folder}: a shard changed while it was read; convert again")
+        _check_written(Checkpoint.open(folder), pieces)
+        if record is not None:
+            write_json(record, {"files": checksums(Checkpoint.open(folder), hashes)})
+    state_path(folder).unlink()
+    return Conversion(
+        hashes,
+        tensors=sum(len(piece.layout) for piece in pieces),
+        modules=sum(len(target.modules) for target in targets),
+        bytes_in=source.nbytes,
+        bytes_out=sum(piece.nbytes for piece in pieces),
+    )
+
+
+def _read_input_scales(path: Path | None, targets: list[Target]) -> dict[str, float]:
+    """Return module -> input global scale of every NVFP4 module.
+
+    Raises:
+        InputError: a module has no scale, a scale no module, or a scale is not above 0.
+    """
+    wanted = {
+        f"{module}.input_global_scale": module
+        for target in targets
+        if target.scheme and target.scheme.calibrated
+        for module in target.modules
+    }
+    if not wanted:
+        return {}
+    first = next(iter(wanted))
+    if path is None:
+        raise InputError(f"{first}: NVFP4 needs calibrated input scales; run calibrate first")
+    header = read_header(path)
+    if missing := sorted(wanted.keys() - header.keys()):
+        raise InputError(
+            f"{path}: {missing[0]!r} is missing ({len(missing)} in all); run calibrate again"
+        )
+    if extra := sorted(header.keys() - wanted.keys()):
+        raise InputError(
+            f"{path}: {extra[0]!r} belongs to no NVFP4 module of the plan ({len(extra)} in all); "
+            f"run calibrate again"
+        )
+    reader = Checkpoint(path.parent, {}, header)
+    return {module: _positive(reader, name) for name, module in wanted.items()}
+
+
+def _read_rounded(folder: Path) -> dict[str, Checkpoint]:
+    """Return tensor name -> the file that holds it.
+
+    Raises:
+        InputError: the folder holds no rounded layer.
+    """
+    found: dict[str, Checkpoint] = {}
+    for path in sorted(folder.glob(LAYERS)):
+        header = read_header(path)
+        found |= dict.fromkeys(header, Checkpoint(folder, {}, header))
+    if not found:
+        raise InputError(f"{folder}: no rounded weights there; run `quantize round RUN`")
+    return found
+
+
+def _positive(reader: Checkpoint, name: str) -> float:
+    info = reader.tensors[name]
+    if (info.dtype, info.shape) != ("F32", (1,)):
+        raise InputError(f"{info.file}: {name!r} is {info.dtype} {list(info.shape)}, not F32 [1]")
+    value = reader.read(name).item()
+    if not (math.isfinite(value) and value > 0):
+        raise InputError(f"{info.file}: {name!r} is {value}, not above 0; run calibrate again")
+    return value
+
+
+def _stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Return name, size in bytes and time of change in ns of every file."""
+    stats = [(file.name, file.stat()) for file in files]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def _carry_files(source: Path, folder: Path) -> None:
+    """Copy tokenizer, processor, chat template, generation config and licences as they are."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in CARRIED):
+            if file.suffix == ".json":
+                read_json_object(file)  # a damaged file is refused here, not first by a server
+            shutil.copyfile(file, folder / file.name)
+
+
+def quantized_config(
+    config: dict[str, Any], targets: list[Target], recipe: Recipe
+) -> dict[str, Any]:
+    """Return the artifact's config.json: the source's, and how its Linears are quantized.
+
+    There is one config group a scheme; `ignore` has names on disk; the format is mixed-precision when
+    the groups' formats differ, by compressed-tensors' rule.
+    """
+    quantization = recipe.quantization
+    groups = [
+        SCHEMES[name].config_group(patterns, quantization.observer)
+        for name, patterns in quantization.targets_by_scheme().items()
+    ]
+    formats = {group["format"] for group in groups}
+    fields = {
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
+        "quant_method": "compressed-tensors",
+        "kv_cache_scheme": None,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": ignore_for_config(targets),
+        "version": importlib.metadata.version("compressed-tensors"),
+    }
+    return {**config, "quantization_config": fields}
+
+
+def _check_written(written: Checkpoint, pieces: list[Piece]) -> None:
+    """Check that the headers on disk, which readers will find, are the planned ones."""
+    planned = {name: spec for piece in pieces for name, spec in piece.layout.items()}
+    found = {name: TensorSpec(i.dtype, i.shape) for name, i in written.tensors.items()}
+    if found != planned:
+        raise RuntimeError(f"{written.folder}: the headers on disk are not the planned ones")

@@ -1,0 +1,210 @@
+"""Makes the pieces of a quantized checkpoint: source bytes to output bytes.
+
+Every tensor of the plan becomes one or more pieces of about 4 MB of input, in source order:
+
+  kept             its bytes, in runs of rows
+  fused experts    some experts a piece, one Linear after the other; an expert's gate and up share
+                   their global scale, and both lie in the same rows
+  other Linears    those that servers fuse into one matrix (q/k/v, gate/up) together, since their
+                   global scale needs them all; a full-attention layer has no v
+
+A Linear's tensors lie next to each other: codes, scale, global scales.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from quantize.checkpoints.experts import split_experts
+from quantize.checkpoints.layout import TensorSpec, scheme_tensors
+from quantize.checkpoints.reader import DTYPES, FIX, Checkpoint, TensorInfo
+from quantize.checkpoints.shards import Piece
+from quantize.checkpoints.targets import Target, fused_units, linear_shape
+from quantize.errors import InputError
+from quantize.schemes.records import Scheme
+from quantize.schemes.rounding import Observer, all_finite, global_scale
+from quantize.stages.device import Device
+
+# An expert's down of the 26B model; its gate and up are 8 MB. From 4 to 16 MB a piece costs the same
+# CPU time, and small ones hold less memory.
+PIECE_BYTES = 1 << 22
+
+# Limit on a quantized weight: rounded up, larger ones exceed BF16's largest number, 3.39e38.
+LARGEST = 1e38
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Makes the pieces of one conversion.
+
+    Attributes:
+        source: the BF16 checkpoint.
+        observer: name of the observer that finds the ranges of weights.
+        input_scales: module -> input global scale, for NVFP4.
+        rounded: tensor name -> file with its codes and scales from `round_weights`; empty for rounding
+            to nearest.
+        device: where weights are quantized; the bytes are the same everywhere (see `convert`).
+    """
+
+    source: Checkpoint
+    observer: Observer
+    input_scales: Mapping[str, float]
+    rounded: Mapping[str, Checkpoint] = field(default_factory=dict[str, Checkpoint])
+    device: Device = field(default_factory=Device)
+
+    def plan(self, targets: Sequence[Target]) -> list[Piece]:
+        """Return the pieces of a plan, in its order, without reading any weights.
+
+        Raises:
+            InputError: Linears that servers fuse have different schemes.
+        """
+        return [piece for unit in fused_units(targets) for piece in self._pieces(unit)]
+
+    def _pieces(self, unit: list[Target]) -> Iterator[Piece]:
+        scheme = _one_scheme(unit)
+        if scheme is None:
+            yield from (self._kept(target) for target in unit)
+        elif len(unit[0].shape) == 3:
+            yield from self._experts(unit[0], scheme)
+        else:
+            layout = _layout([t for target in unit for t in _linears(target)], scheme)
+            yield Piece(layout, (partial(self._quantize_linears, unit, scheme),))
+
+    def _kept(self, target: Target) -> Piece:
+        info = self.source.tensors[target.name]
+        runs = _runs(info.shape[0], info.nbytes)
+        tasks = tuple(partial(self._copy, info, start, stop) for start, stop in runs)
+        return Piece({info.name: TensorSpec(info.dtype, info.shape)}, tasks)
+
+    def _experts(self, target: Target, scheme: Scheme) -> Iterator[Piece]:
+        linears = _linears(target)
+        each = len(linears) // target.shape[0]  # Linears an expert: gate and up, or down
+        for start, stop in _runs(target.shape[0], target.bytes_before):
+            layout = _layout(linears[start * each : stop * each], scheme)
+            yield Piece(layout, (partial(self._quantize_experts, target, scheme, start, stop),))
+
+    def _copy(self, info: TensorInfo, start: int, stop: int) -> torch.Tensor:
+        rows = self.source.read_rows(info.name, start, stop)
+        if not all_finite(rows):
+            raise _refused(info, f"in rows {start} to {stop - 1}")
+        return rows.flatten().view(torch.uint8)
+
+    def _quantize_experts(
+        self, target: Target, scheme: Scheme, start: int, stop: int
+    ) -> torch.Tensor:
+        each = len(target.modules) // target.shape[0]
+        modules = target.modules[start * each : stop * each]
+        read = self.source.read_rows(target.name, start, stop, pinned=self.device.pinned)
+        with self.device.turn:
+            fused = self.device.take(read)  # [e, each * out, in]
+            weight = split_experts(fused, each)  # [e, each, out, in]
+            ranges = scheme.observe(weight, self.observer)
+            if bad := _bad(ranges):
+                info, where = self.source.tensors[target.name], f"in expert {start + bad[0]}"
+                raise _refused(info, where, _unusable(ranges))
+            shared = None
+            if scheme.shares_global_scale:
+                both = ranges.flatten(1, 2)  # [e, each * out, groups]
+                shared = global_scale([both]).repeat_interleave(each, 0)
+            one = weight.flatten(0, 1), ranges.flatten(0, 1)  # [e * each, out, in or groups]
+            return self.device.give(self._records(modules, scheme, *one, shared))
+
+    def _quantize_linears(self, unit: list[Target], scheme: Scheme) -> torch.Tensor:
+        read = [self.source.read(target.name, pinned=self.device.pinned) for target in unit]
+        with self.device.turn:
+            weights = [self.device.take(weight)[None] for weight in read]  # [1, out, in] each
+            ranges = [scheme.observe(weight, self.observer) for weight in weights]
+            for target, found in zip(unit, ranges, strict=True):
+                if bad := _bad(found[0]):
+                    info = self.source.tensors[target.name]
+                    raise _refused(info, f"in row {bad[0]}", _unusable(found))
+            shared = global_scale(ranges) if scheme.shares_global_scale else None
+            records = [
+                self._records(target.modules, scheme, weight, found, shared)
+                for target, weight, found in zip(unit, weights, ranges, strict=True)
+            ]
+            return self.device.give(torch.cat(records))
+
+    def _records(
+        self,
+        modules: Sequence[str],
+        scheme: Scheme,
+        weight: torch.Tensor,
+        ranges: torch.Tensor,
+        shared: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Quantize weights [modules, out, in] to the bytes of one module after the other."""
+        specs = scheme_tensors("", scheme, *weight.shape[1:])
+        size = sum(spec.nbytes for spec in specs.values())
+        records = torch.empty((len(modules), size), dtype=torch.uint8, device=weight.device)
+        columns = records.split([spec.nbytes for spec in specs.values()], dim=1)
+        shape, dtype = next((spec.shape, DTYPES[spec.dtype]) for spec in specs.values())
+        codes = columns[0].view(dtype).unflatten(1, shape)  # a view: codes are written in place
+        if self.rounded:
+            tensors = self._rounded(modules, specs)
+            codes.copy_(tensors[next(iter(tensors))])
+        else:
+            tensors = scheme.quantize(weight, ranges, shared, codes)
+        if scheme.calibrated:
+            values = [[self.input_scales[module]] for module in modules]
+            tensors["input_global_scale"] = ranges.new_tensor(values, dtype=torch.float32)
+        for name, column in list(zip(specs, columns, strict=True))[1:]:
+            column.copy_(tensors[name.removeprefix(".")].flatten(1).view(torch.uint8))
+        return records.flatten()
+
+    def _rounded(
+        self, modules: Sequence[str], specs: Mapping[str, TensorSpec]
+    ) -> dict[str, torch.Tensor]:
+        """Read the modules' tensors and stack them: suffix -> [modules, ...]."""
+        return {
+            name.removeprefix("."): torch.stack(
+                [self.rounded[module + name].read(module + name) for module in modules]
+            )
+            for name in specs
+            if name != ".input_global_scale"
+        }
+
+
+def _one_scheme(unit: list[Target]) -> Scheme | None:
+    schemes: set[Scheme | None] = {target.scheme for target in unit}
+    if len(schemes) > 1:
+        names = ", ".join(f"{target.name} {target.scheme or 'BF16'}" for target in unit)
+        raise InputError(f"servers fuse these into one matrix, so they need one scheme: {names}")
+    return schemes.pop()
+
+
+def _linears(target: Target) -> list[tuple[str, int, int]]:
+    """Return (module, out, in) of each Linear in a tensor."""
+    out, inputs = linear_shape(target.shape, target.modules)
+    return [(module, out, inputs) for module in target.modules]
+
+
+def _layout(linears: Sequence[tuple[str, int, int]], scheme: Scheme) -> dict[str, TensorSpec]:
+    layout: dict[str, TensorSpec] = {}
+    for module, out, inputs in linears:
+        layout |= scheme_tensors(module, scheme, out, inputs)
+    return layout
+
+
+def _runs(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Split rows of `nbytes` in all into ranges (start, stop) of about PIECE_BYTES each."""
+    step = max(1, rows * PIECE_BYTES // nbytes)
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def _bad(ranges: torch.Tensor) -> list[int]:
+    """Return the indices in dimension 0 under which a range is NaN, infinite or too large."""
+    found = (~(ranges <= LARGEST)).flatten(1).any(1).tolist()  # a GPU is waited for once
+    return [index for index, is_bad in enumerate(found) if is_bad]
+
+
+def _refused(info: TensorInfo, where: str, what: str = "NaN or infinity") -> InputError:
+    return InputError(f"{info.file}: tensor {info.name!r} holds {what} {where}; {FIX}")
+
+
+def _unusable(ranges: torch.Tensor) -> str:
+    """Return what makes the ranges that `_bad` found unusable."""
+    return f"a weight above {LARGEST:g}" if ranges.isfinite().all() else "NaN or infinity"

@@ -1,0 +1,1 @@
+"""The stage evaluate: baseline and candidates answer the same questions."""

@@ -1,0 +1,238 @@
+"""The sides that evaluation compares: models that answer, each with a folder of `evaluation/`.
+
+    bf16                 the base
+    quantized            the side that the gate judges, activations rounded as the recipe says
+    quantized-<mode>     activations rounded in another way, when asked for
+    quantized-gguf       the checkpoint's GGUF file in llama.cpp, when given
+    bf16-again           BF16 with a second seed, the noise floor, when asked for
+
+Either model may sit behind OpenAI-compatible servers instead of in this process.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from recovery.samples import Batch, Finished
+from recovery.served import Servers
+
+from quantize.checkpoints.layout import check_mode
+from quantize.checkpoints.reader import Checkpoint
+from quantize.errors import InputError
+from quantize.host.progress import say
+from quantize.recipe.sections import Evaluation
+from quantize.runs.manifest import fingerprint, package_versions
+from quantize.runtime import Sampler
+from quantize.schemes.modes import ActivationMode
+from quantize.stages.evaluate.local_model import Answerer, ExportedAnswerer
+
+BF16, BF16_AGAIN, QUANTIZED = "bf16", "bf16-again", "quantized"
+EXPORTED = "quantized-gguf"
+
+
+class Backend(Protocol):
+    """A model that answers batches, and what its samples depend on.
+
+    Attributes:
+        sampler_settings: settings of its sampler.
+        made_with: everything besides their requests that its samples depend on.
+        batch_size: requests that are answered as one batch; 1 where samples depend on nothing else.
+        loading_seconds: how long the model has taken to load so far.
+    """
+
+    sampler_settings: dict[str, Any]
+    made_with: dict[str, Any]
+    batch_size: int
+    loading_seconds: float
+
+    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+        """Yield each batch as it is finished."""
+        ...
+
+    def release(self) -> None:
+        """Free the model's memory once its jobs are done."""
+        ...
+
+
+class ServedModel:
+    """A model behind servers.
+
+    Args:
+        urls: addresses of the servers; requests go to whichever is free.
+        in_flight: number of requests to each at once.
+        digest: fingerprint of the checkpoint that they should serve.
+        revision: revision that the user names, for servers that report no fingerprint.
+
+    Raises:
+        InputError: one serves other weights, they differ, or neither they nor the user name theirs.
+    """
+
+    batch_size = 1
+    loading_seconds = 0.0
+
+    def __init__(
+        self, urls: Sequence[str], in_flight: int, digest: str, revision: str | None
+    ) -> None:
+        self.servers = Servers(urls, in_flight=in_flight, api_key=os.environ.get("OPENAI_API_KEY"))
+        # Template, sampler and precision are the server's own, so both sides must be served.
+        self.sampler_settings: dict[str, Any] = {"sampler": "the server's"}
+        about = [self._described(server, digest, revision) for server in self.servers.all]
+        for server, each in zip(self.servers.all, about, strict=True):
+            if each != about[0]:
+                key = next(key for key in each if each[key] != about[0][key])
+                raise InputError(
+                    f"{server.url}: its {key} is {each[key]!r}, and that of {self.servers.all[0].url} "
+                    f"is {about[0][key]!r}; name servers of one model"
+                )
+        self.made_with: dict[str, Any] = {"model": about[0], "versions": package_versions()}
+
+    @staticmethod
+    def _described(server: Any, digest: str, revision: str | None) -> dict[str, Any]:
+        weights = server.about.get("fingerprint")
+        if weights is None and revision is None:
+            raise InputError(
+                f"{server.url}: this server does not say which weights it serves; name them with "
+                f"--server-revision and --base-server-revision"
+            )
+        if weights not in (digest, None):
+            raise InputError(
+                f"{server.url}: serves other weights ({weights}) than the run's ({digest})"
+            )
+        served = {"served": server.model, "weights": weights, "revision": revision}
+        return served | {"activations": server.about.get("activations")}
+
+    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+        """Request every sample singly, several at a time."""
+        return self.servers(batches)
+
+    def release(self) -> None:
+        """Do nothing: the servers keep their model."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One thing that is scored: the folder of its scores, its model, the seed of its noise."""
+
+    name: str
+    backend: Backend
+    seed: int
+
+
+def quantized_sides(
+    gated: ActivationMode, more: Sequence[ActivationMode]
+) -> list[tuple[str, ActivationMode]]:
+    """Return (folder name, activation mode) of each side; the gate reads the first."""
+    named: dict[ActivationMode, str] = {gated: QUANTIZED}
+    for mode in more:
+        named.setdefault(mode, f"{QUANTIZED}-{mode.replace('_', '-')}")
+    return [(name, mode) for mode, name in named.items()]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The sides that are asked for, and where their models run.
+
+    Attributes:
+        modes: activation modes to score besides the recipe's.
+        noise_floor: whether BF16 is scored once more, with another seed.
+        servers: URLs of servers with the quantized model.
+        base_servers: URLs of servers with the BF16 model; both are served, or neither.
+        server_revision: revision that `servers` serve, where they do not report one.
+        base_server_revision: the same for `base_servers`.
+        in_flight: requests to a server at once.
+        gguf: a GGUF file of the quantized checkpoint, to be scored too.
+        llama_cpp: the program that computes its logits; both are given, or neither.
+        device: where models that are not served run.
+        gpu_memory: bytes of a GPU that may be used, None for what is free.
+    """
+
+    modes: Sequence[ActivationMode] = ()
+    noise_floor: bool = False
+    servers: Sequence[str] = ()
+    base_servers: Sequence[str] = ()
+    server_revision: str | None = None
+    base_server_revision: str | None = None
+    in_flight: int = 8
+    gguf: Path | None = None
+    llama_cpp: Path | None = None
+    device: str = "cpu"
+    gpu_memory: float | None = None
+
+    def check(self) -> None:
+        """Check what can be checked before anything is read.
+
+        Raises:
+            InputError: one of two options that go together is missing.
+        """
+        if bool(self.servers) != bool(self.base_servers):
+            raise InputError("--server and --base-server go together: both models are served alike")
+        if (self.gguf is None) != (self.llama_cpp is None) or (self.gguf and self.servers):
+            raise InputError("--gguf and --llama-cpp go together, and without --server")
+
+
+def open_sides(
+    source: Path, digest: str, checkpoint: Path, settings: Evaluation, asked: Asked, context: int
+) -> list[Side]:
+    """Return the sides, the base and the gated one first; no weights are loaded.
+
+    Args:
+        source: folder of the BF16 checkpoint.
+        digest: its fingerprint.
+        checkpoint: folder of the quantized one.
+        settings: the recipe's `evaluation` section.
+        asked: the sides that are asked for.
+        context: positions that the longest prompt and answer may take.
+
+    Raises:
+        InputError: a server or a GGUF file has another model, or a mode means nothing to it.
+        ResourceError: not one sample fits the GPU.
+    """
+    named = quantized_sides(settings.activations, asked.modes)
+    for _, mode in named:
+        check_mode(Checkpoint.open(checkpoint), mode)
+    sampler, quantized = Sampler.from_checkpoint(source), fingerprint(Checkpoint.open(checkpoint))
+
+    def local(folder: Path, identity: str, mode: ActivationMode) -> Answerer:
+        return Answerer(
+            folder, identity, mode, sampler, asked.device, settings.dtype, settings.batch_size,
+            gpu_memory=asked.gpu_memory, context=context,
+        )  # fmt: skip
+
+    def served(urls: Sequence[str], identity: str, revision: str | None) -> ServedModel:
+        return ServedModel(urls, asked.in_flight, identity, revision)
+
+    base: Backend = (
+        served(asked.base_servers, digest, asked.base_server_revision)
+        if asked.base_servers
+        else local(source, digest, "none")
+    )
+    sides = [Side(BF16, base, settings.seed)]
+    for name, mode in named:
+        model: Backend = (
+            served(asked.servers, quantized, asked.server_revision)
+            if asked.servers
+            else local(checkpoint, quantized, mode)
+        )
+        sides.append(Side(name, model, settings.seed))
+    if asked.noise_floor:
+        sides.append(Side(BF16_AGAIN, base, settings.seed + 1))
+    if asked.gguf and asked.llama_cpp and isinstance(base, Answerer):
+        exported = ExportedAnswerer(checkpoint, quantized, asked.gguf, asked.llama_cpp, base)
+        sides.append(Side(EXPORTED, exported, settings.seed))
+    return sides
+
+
+def warn_of_servers(sides: Sequence[Side], token_limit: int, canvas_length: int) -> None:
+    """Warn of servers that may answer worse than their model, if answers take several canvases."""
+    if token_limit <= canvas_length:
+        return
+    served = [side.backend.servers for side in sides if isinstance(side.backend, ServedModel)]
+    unsaid = {s.url for servers in served for s in servers.all if s.commit_pass is None}
+    for url in sorted(unsaid):
+        say(
+            f"warning: {url} does not say how it encodes finished canvases: vLLM up to 0.33 does it "
+            f"wrong, and answers longer than {canvas_length} tokens get worse. Install the plugin in "
+            f"quantize/serve/vllm_plugin there, with its --middleware"
+        )

@@ -1,0 +1,326 @@
+"""Lets a checkpoint answer evaluation's requests in this process.
+
+On a GPU the kernels answer, batch-invariantly, so that a sample does not depend on who is denoised
+beside it: slots are refilled as samples end. On a CPU the modules answer fixed batches, one after the
+other: float32 sums of other shapes would be other numbers. Activations are rounded as asked, so the
+accuracy of W4A4 can be scored without a Blackwell GPU. Both models compute in the recipe's dtype, or
+without one in float32 on a CPU (the BF16 model too: its weights are BF16 values) and BF16 on a GPU.
+
+`ExportedAnswerer` answers with llama.cpp: a GGUF file of the checkpoint, our prompts and noise.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from recovery.samples import Batch, Completion, Finished, Request
+
+from quantize.checkpoints.reader import Checkpoint
+from quantize.errors import InputError, ResourceError
+from quantize.recipe.sections import AT_ONCE
+from quantize.runs.manifest import package_versions, tokenizer_digest
+from quantize.runtime import Sample, Sampler, StepRecord, generate, open, placed
+from quantize.runtime.batch import ended
+from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.engine import Engine, each_completed
+from quantize.runtime.llama_cpp import LlamaCpp, made_from
+from quantize.runtime.opening import Kind, default_kind, free_unused
+from quantize.schemes.modes import ActivationMode
+
+RECORDED_CANVASES = 2
+
+
+class Answerer:
+    """A model, its tokenizer and sampler.
+
+    Args:
+        folder: the checkpoint.
+        digest: its fingerprint.
+        activations: how activations are rounded.
+        sampler: settings of both models that are compared.
+        device: where the model runs.
+        dtype: name of the dtype it computes in, None for the device's own.
+        capacity: samples that are denoised together, at most; None for `recipe.AT_ONCE` of the engine.
+        kind: kind of its engine, None for the device's default.
+        gpu_memory: bytes of a GPU that may be used, None for what is free.
+        context: positions that the longest prompt and answer may take, where that is known.
+
+    Attributes:
+        one_by_one: whether samples depend on their requests alone, so that any may be asked for.
+        batch_size: requests that are answered as one batch: 1 where samples depend on nothing else.
+        capacity: samples that are denoised together: fewer than asked for where they do not fit.
+        made_with: everything else that samples depend on.
+        announce: called with samples and tokens that are made before their batch is finished.
+        loading_seconds: seconds that loading the model has taken so far.
+
+    Raises:
+        ResourceError: not one sample fits the GPU.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        digest: str,
+        activations: ActivationMode,
+        sampler: Sampler,
+        device: str,
+        dtype: str | None = None,
+        capacity: int | None = None,
+        kind: Kind | None = None,
+        gpu_memory: float | None = None,
+        context: int | None = None,
+    ) -> None:
+        asked: torch.dtype | None = getattr(torch, dtype) if dtype else None
+        self.kind: Kind = kind or default_kind(device, asked)
+        self.one_by_one = self.kind == "fused"
+        own = torch.float32 if device == "cpu" and not self.one_by_one else torch.bfloat16
+        self.dtype = asked or own
+        self.folder, self.device, self.gpu_memory = folder, device, gpu_memory
+        self.activations: ActivationMode = activations
+        self.capacity, self._context = capacity or AT_ONCE[self.kind], context
+        self._resident: int | None = None
+        model: dict[str, Any] = {"weights": digest, "activations": activations}
+        if self.one_by_one:
+            self._place()
+            model["capacity"] = self.capacity  # passes have the shape of a full engine
+        self.batch_size = 1 if self.one_by_one else self.capacity
+        self.sampler = sampler
+        self.tokenizer = load_tokenizer(folder)
+        self.sampler_settings: dict[str, Any] = asdict(sampler) | {
+            "dtype": str(self.dtype),
+            "engine": self.kind,
+            "batch_invariant": self.one_by_one,
+        }
+        # Everything that can change an answer; only what concerns the model differs between sides.
+        self.made_with: dict[str, Any] = {
+            "model": model,
+            "batch_size": self.batch_size,
+            "tokenizer": tokenizer_digest(folder),
+            "sampler": self.sampler_settings,
+            "dtype": str(self.dtype),
+            "engine": self.kind,
+            "device": device if device == "cpu" else torch.cuda.get_device_name(device),
+            # The CPU sets the order of float32 sums, and so their values; a GPU's do not depend on it.
+            "threads": torch.get_num_threads() if device == "cpu" else None,
+            "versions": package_versions(),
+        }
+        self.announce: Callable[[int, int], None] = lambda samples, tokens: None
+        self.loading_seconds = 0.0
+        self._engine: Engine | None = None
+
+    def _place(self) -> None:
+        """Plan how many samples and layers stay in GPU memory, without reading any weights."""
+        place = placed(
+            self.folder, self.device, capacity=self.capacity, max_context=self._context,
+            gpu_memory=self.gpu_memory,
+        )  # fmt: skip
+        self.capacity, self._resident = place.capacity, place.resident
+
+    def engine(self, context: int) -> Engine:
+        """Return the engine, loaded when it is first needed, with room for `context` positions.
+
+        Raises:
+            ResourceError: so long a context leaves room for fewer samples at once than was planned.
+        """
+        if self._engine is None or self._engine.max_length < context:
+            self.release()
+            began = time.monotonic()
+            self._engine = self._open(max(context, self._context or 0))
+            self.loading_seconds += time.monotonic() - began
+        return self._engine
+
+    def _open(self, context: int) -> Engine:
+        if self.one_by_one and context != self._context:
+            planned, self._context = self.capacity, context
+            self._place()
+            if self.capacity < planned:
+                raise ResourceError(
+                    f"{self.folder}: {context:,} positions leave room for {self.capacity} samples at "
+                    f"once, {planned} were planned; --batch-size {self.capacity} plans for so many"
+                )
+        return open(
+            self.folder,
+            device=self.device,
+            activations=self.activations,
+            capacity=self.capacity,
+            max_context=context if self.one_by_one else None,
+            batch_invariant=self.one_by_one,
+            dtype=self.dtype,
+            kind=self.kind,
+            resident=self._resident,
+            gpu_memory=self.gpu_memory,
+        )
+
+    def release(self) -> None:
+        """Free the model's memory until it is asked again."""
+        if self._engine is None:
+            return
+        self._engine.close()
+        self._engine = None
+        free_unused(self.device)
+
+    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+        """Answer batches in order; if `one_by_one`, answer all requests, each as it is finished."""
+        if not self.one_by_one:
+            for batch in batches:
+                yield batch, self._answer(batch)
+            return
+        requests = [request for batch in batches for request in batch]
+        prompts, engine, budget = self._ready(requests)
+        seeds = [request.seed for request in requests]
+        done = each_completed(
+            engine, prompts, seeds, max_new_tokens=budget, sampler=self.sampler,
+            on_canvas=lambda _, sample: self.announce(0, self._tokens_of_the_last(sample)),
+        )  # fmt: skip
+        for index, sample in done:
+            yield [requests[index]], [_completion(self.tokenizer, sample)]
+
+    def _answer(self, batch: Batch) -> list[Completion]:
+        """Answer the requests of one task as one batch of the model."""
+        prompts, engine, budget = self._ready(batch)
+        seeds = [request.seed for request in batch]
+        last = -(-budget // engine.canvas_length) - 1
+
+        def announce(step: StepRecord) -> None:
+            for tokens, is_end in ended(step, self.sampler):
+                self.announce(int(is_end or step.canvas == last), tokens)
+
+        samples = generate(
+            engine, prompts, seeds, max_new_tokens=budget, sampler=self.sampler, on_step=announce
+        )
+        return [_completion(self.tokenizer, sample) for sample in samples]
+
+    def _tokens_of_the_last(self, sample: Sample) -> int:
+        """Return the new tokens of a sample's last canvas."""
+        return sum(token != self.sampler.pad_token_id for token in sample.committed[-1])
+
+    def _ready(self, requests: Sequence[Request]) -> tuple[list[list[int]], Engine, int]:
+        """Return the prompts, an engine with room for the answers, and their token limit."""
+        prompts = [_encode(self.tokenizer, request) for request in requests]
+        budget = max(request.max_new_tokens for request in requests)
+        config = Checkpoint.open(self.folder).config
+        canvas: int = config["canvas_length"]
+        room = max(map(len, prompts)) + -(-budget // canvas) * canvas
+        limit: int = config["text_config"]["max_position_embeddings"]
+        return prompts, self.engine(min(room, limit)), budget
+
+    def record(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Return how the first canvases of some samples were denoised, for the viewer.
+
+        Args:
+            requests: the first of them, as many as are denoised together, are recorded.
+
+        Returns:
+            `vocabulary`, id -> text of every token that occurs; `samples`, one entry a request: its
+            prompt, the text it ended with, and its steps, each with the canvas' index, the most
+            probable `ids` at every position ("7 105 9") and which of them were `accepted` ("101").
+        """
+        requests = requests[: self.capacity]
+        samples: list[dict[str, Any]] = [{"prompt": r.prompt, "steps": []} for r in requests]
+
+        def note(record: StepRecord) -> None:
+            columns = (record.rows, record.argmax, record.accepted.int())
+            for row, ids, accepted in zip(*(c.tolist() for c in columns), strict=True):
+                step = {"canvas": record.canvas, "ids": _joined(ids, " ")}
+                samples[row]["steps"].append(step | {"accepted": _joined(accepted, "")})
+
+        prompts, engine, budget = self._ready(requests)
+        made = generate(
+            engine,
+            prompts,
+            [request.seed for request in requests],
+            max_new_tokens=min(budget, RECORDED_CANVASES * engine.canvas_length),
+            sampler=self.sampler,
+            on_step=note,
+        )
+        for sample, end in zip(samples, made, strict=True):
+            sample["text"] = _completion(self.tokenizer, end).text
+        used = {i for sample in samples for step in sample["steps"] for i in step["ids"].split()}
+        words = {i: self.tokenizer.decode([int(i)]) for i in sorted(used, key=int)}
+        return {"vocabulary": words, "samples": samples}
+
+
+class ExportedAnswerer:
+    """A checkpoint's GGUF file in llama.cpp, with the prompts, noise and sampler of the other sides.
+
+    Args:
+        folder: the checkpoint, whose tokenizer and template are used.
+        digest: its fingerprint.
+        file: the GGUF file that `quantize export` made from it.
+        program: llama.cpp's `llama-diffusion-gemma-server`.
+        base: the BF16 side, whose sampler is used.
+
+    Raises:
+        InputError: the file was made from another checkpoint, or there is no such program.
+    """
+
+    batch_size = 1
+    loading_seconds = 0.0
+
+    def __init__(
+        self, folder: Path, digest: str, file: Path, program: Path, base: Answerer
+    ) -> None:
+        if (stated := made_from(file)) != digest:
+            raise InputError(
+                f"{file}: made from {stated or 'something that it does not name'}, not from {folder} "
+                f"({digest}); export that again"
+            )
+        if not program.is_file():
+            raise InputError(f"{program}: no such program; name llama-diffusion-gemma-server")
+        self.folder, self.file, self.program, self.sampler = folder, file, program, base.sampler
+        self.tokenizer = load_tokenizer(folder)
+        self.sampler_settings = base.sampler_settings
+        model = {"weights": digest, "runtime": "llama.cpp"}
+        model |= {"program": _sha256(program), "file": _sha256(file)}
+        self.made_with: dict[str, Any] = base.made_with | {"model": model}
+        self._running: LlamaCpp | None = None
+
+    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+        """Answer one request after the other."""
+        if self._running is None:
+            canvas: int = Checkpoint.open(self.folder).config["canvas_length"]
+            self._running = LlamaCpp(self.program, self.file, canvas)
+        for batch in batches:
+            yield batch, [self._answer(self._running, request) for request in batch]
+
+    def release(self) -> None:
+        """End the process until it is asked again."""
+        if self._running is not None:
+            self._running.close()
+        self._running = None
+
+    def _answer(self, running: LlamaCpp, request: Request) -> Completion:
+        sample = running.answer(
+            _encode(self.tokenizer, request),
+            request.seed,
+            max_new_tokens=request.max_new_tokens,
+            sampler=self.sampler,
+        )
+        return _completion(self.tokenizer, sample)
+
+
+def _encode(tokenizer: Any, request: Request) -> list[int]:
+    messages = [{"role": "user", "content": request.prompt}]
+    return encode_chat(tokenizer, messages, thinking=request.thinking)
+
+
+def _completion(tokenizer: Any, sample: Sample) -> Completion:
+    return Completion(
+        text=tokenizer.decode(sample.tokens, skip_special_tokens=False),
+        tokens=sample.new_tokens,
+        denoising_steps=sample.steps_per_canvas,
+        truncated=sample.finish == "length",
+    )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _joined(values: Iterable[int], separator: str) -> str:
+    return separator.join(map(str, values))

@@ -1,0 +1,78 @@
+"""Writes questions, and canvases of those that differ, for the report's table and viewer.
+
+A question is answered once more on both sides to see its canvases, from the seed of the answer that
+was scored. On a CPU that is another batch, whose sums may round to another answer: each recording
+holds the answer that it ended with, and the report says whether that was scored. A private task
+leaves nothing.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from recovery.catalog import is_private
+from recovery.own import Definition
+from recovery.samples import Request
+from recovery.scoring import Row, Scoring, first_requests
+
+from quantize.host.files import read_json, write_json
+from quantize.reports.questions import BASE, GATED, differing
+from quantize.reports.scores import read_scoring
+from quantize.runs.folder import RunDir
+from quantize.stages.evaluate.local_model import Answerer
+
+RECORDED = 8  # questions of a task whose canvases are recorded
+
+
+def leave_questions(
+    run: RunDir, task: str, data_file: Path | None, definition: Definition | None = None
+) -> dict[int, Request]:
+    """Write the text of every question that was asked; return the requests by question index."""
+    if is_private(task, definition):
+        return {}
+    asked = sorted({row.doc_id for row in read_scoring(run.evaluation / BASE, task).rows})
+    found = first_requests(
+        task, data_file=data_file, definition=definition, questions=asked, seed=0
+    )
+    requests = dict(zip(asked, found, strict=True))
+    prompts = {str(index): request.prompt for index, request in requests.items()}
+    write_json(run.evaluation / "questions" / f"{task}.json", {"prompts": prompts})
+    return requests
+
+
+def record_differing(
+    run: RunDir, task: str, requests: Mapping[int, Request], models: Mapping[str, Answerer]
+) -> None:
+    """Record how differing answers were denoised on both sides; an equal one where none differ.
+
+    Args:
+        run: the run whose scores are compared.
+        task: name of a task that is not private.
+        requests: question -> its request.
+        models: side -> its model, of both sides or of one.
+    """
+    sides = {side: read_scoring(run.evaluation / side, task) for side in (BASE, GATED)}
+    chosen = choose(*sides.values())
+    answers = [[row.doc_id, row.repeat] for row in chosen]
+    for side, model in models.items():
+        path = run.evaluation / side / f"{task}.canvases.json"
+        of = {"answers": answers, "scores": _digest(run, side, task)}
+        if path.exists() and read_json(path).get("of") == of:
+            continue
+        recorded = model.record([replace(requests[r.doc_id], seed=r.seed) for r in chosen])
+        for row, sample in zip(chosen, recorded["samples"], strict=False):  # fewer were recorded
+            sample |= {"question": row.doc_id, "repeat": row.repeat}
+        write_json(path, {"of": of} | recorded)
+
+
+def choose(base: Scoring, other: Scoring) -> Sequence[Row]:
+    """Return BF16's answers to record: where one side is right first, then where both are wrong."""
+    entries = sorted(differing(base, other), key=lambda entry: entry["outcome"] == "other answer")
+    rows = {(row.doc_id, row.repeat): row for row in base.rows}
+    found = [rows[entry["question"], entry["repeat"]] for entry in entries[:RECORDED]]
+    return found or base.rows[:1]
+
+
+def _digest(run: RunDir, side: str, task: str) -> str:
+    return hashlib.sha256((run.evaluation / side / f"{task}.jsonl").read_bytes()).hexdigest()[:16]

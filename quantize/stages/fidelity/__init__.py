@@ -1,0 +1,1 @@
+"""The stage fidelity: the quantized model against BF16 on the same denoising steps."""

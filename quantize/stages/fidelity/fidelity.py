@@ -1,0 +1,344 @@
+"""Measures how far the quantized model is from BF16 on the same denoising steps.
+
+It replays recorded BF16 trajectories, teacher-forced: at every step both models read the canvas BF16
+read, behind the tokens BF16 committed, with the self-conditioning logits BF16 computed; each encodes
+the prefix itself. So a step's distance is its own: without sampling noise or accumulated errors.
+
+    KL      sum_v p log(p / q), nats per canvas position; p BF16, q quantized, both of the
+            temperature-divided logits the sampler draws from
+    top-1   share of positions with equal argmax
+    Jaccard |A and B| / |A or B| of the positions the entropy bound accepts
+    commit  share of equal argmax at the last step of a canvas: tokens that would be committed
+    routing share of the top-k experts that both routers choose, by layer
+
+Every quantized Linear is also compared alone, on the inputs that BF16 gives it, and every router's
+tensors bit for bit: `linears`. Routing therefore has no limit of its own, and none would do: on the
+bundled model sound NVFP4 keeps 0.90 of the experts in its worst layer (0.93 with BF16 activations),
+where two experts swapped leave 0.92 and two rows of a router swapped 0.90.
+
+A second replay, of the gated mode alone, lets the quantized model condition itself on its own logits:
+errors then add up over the steps of a canvas, as they do while serving.
+
+On a GPU BF16 runs first and alone, and what it found stays on the host (`remembered`): the models need
+not fit together. Modes that share weights are replayed side by side; `fp8` has its own and is alone.
+
+KL stands by kind of prompt too: text, past the sliding window, with pictures.
+
+Intervals: percentile bootstrap over trajectories (positions and steps of one sample are not
+independent), fixed seed. The gate: a mean KL above the recipe's `gate.max_kl_nats` of its mode, or a
+Linear that is not what BF16's rounded would be, is a fault, and ends a run before anything is scored.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantize.checkpoints.layout import check_mode
+from quantize.checkpoints.reader import Checkpoint
+from quantize.host.files import write_json
+from quantize.host.processes import Processes, joined
+from quantize.recipe.sections import Calibration
+from quantize.runtime import open, placed
+from quantize.runtime.engine import Engine
+from quantize.runtime.memory import EMBEDDING
+from quantize.runtime.opening import default_kind, free_unused
+from quantize.runtime.sampler import Sampler
+from quantize.runtime.trajectory import (
+    Trajectory,
+    context_of,
+    load_trajectories,
+    longest,
+    record_all,
+)
+from quantize.schemes.modes import ActivationMode
+from quantize.stages.fidelity.linear_checks import check_linears
+from quantize.stages.fidelity.reference_cache import Remembered
+from quantize.stages.fidelity.replay import Compared, StepDistance, remember, replay
+from quantize.stages.prompts import BUNDLED, load_prompts
+
+# Bounds on BF16's entropy of a position in nats: certain, nearly so, undecided, noise.
+ENTROPY_BINS = (0.0, 0.01, 0.1, 1.0, float("inf"))
+RESAMPLES = 2000
+# Without a calibration (FP8 needs none) these prompts are recorded: word problems fit any model.
+BATCH = 16  # trajectories replayed together
+FRESH = Calibration(datasets=[BUNDLED], prompts=16, canvases=2, thinking=0.5)
+
+
+def fidelity(
+    source: Path,
+    checkpoint: Path,
+    calibration: Path,
+    out: Path,
+    *,
+    activations: ActivationMode,
+    limits: Mapping[ActivationMode, float],
+    more: Sequence[ActivationMode] = (),
+    device: str = "cpu",
+    gpu_memory: float | None = None,
+) -> None:
+    """Replay held-out trajectories through BF16 and the quantized model; write fidelity.json.
+
+    Weights alone are replayed first: wiring faults stand out there most.
+
+    Args:
+        source: folder of the BF16 checkpoint.
+        checkpoint: folder of the quantized one.
+        calibration: folder with recorded trajectories; without it fresh ones are recorded.
+        out: the file to write.
+        activations: how activations are rounded while serving.
+        limits: largest mean KL in nats by activation mode; a mode that has one is replayed and judged.
+        more: modes to replay besides.
+        device: where the models run.
+        gpu_memory: bytes of a GPU that may be used, None for what is free; a batch may be smaller.
+
+    Raises:
+        InputError: a mode means nothing to the checkpoint.
+    """
+    modes: list[ActivationMode] = list(dict.fromkeys(("none", activations, *limits, *more)))
+    for mode in modes:
+        check_mode(Checkpoint.open(checkpoint), mode)
+    linears, linear_faults = None, []
+    with joined() as processes:
+        trajectories, sampler = held_out_trajectories(
+            source, calibration, device, processes, gpu_memory
+        )
+        places = _placed(source, checkpoint, modes, longest(trajectories), device, gpu_memory)
+        engine = open(source, resident=places.source, **places.room)
+        batch = min(BATCH, engine.capacity)
+        if processes.rank == 0:
+            linears, linear_faults = check_linears(engine, source, checkpoint, trajectories[:batch])
+        reference: Engine | Remembered = engine
+        if default_kind(device) == "fused":
+            reference = remember(
+                engine, trajectories, sampler, batch_size=batch, processes=processes
+            )
+            engine.close()
+            del engine  # or its weights would stay on the GPU
+            free_unused(device)
+        replayed: dict[ActivationMode, list[StepDistance]] = {}
+        own: list[StepDistance] = []
+        for group in places.groups:
+            compared = _compared(checkpoint, group, places, activations)
+            found = replay(
+                reference, compared, trajectories, sampler, batch_size=batch, processes=processes
+            )
+            replayed |= zip(group, found, strict=False)
+            own = found[-1] if activations in group else own
+            del compared  # or its weights would stay on the GPU
+            free_unused(device)
+    if processes.rank > 0:
+        return
+    window: int = Checkpoint.open(source).config["text_config"]["sliding_window"]
+    kinds = [trajectory.prompt.kind(window) for trajectory in trajectories]
+    results = {mode: summarize(replayed[mode], kinds) for mode in modes}
+    content = {
+        "trajectories": len(trajectories),
+        "max_kl_nats": dict(limits),
+        "faults": [*find_faults(results, limits), *linear_faults],
+        "linears": linears,
+        "activations": results,
+        "own_conditioning": {"activations": activations} | summarize(own, kinds),
+    }
+    write_json(out, content)
+
+
+def find_faults(
+    results: Mapping[str, Mapping[str, Any]], limits: Mapping[ActivationMode, float]
+) -> list[str]:
+    """Return one sentence for every mode whose mean KL exceeds its limit."""
+    return [
+        f"KL from BF16 is {kl:.4g} nats (activations {mode}), above max_kl_nats {limit:g}"
+        for mode, limit in limits.items()
+        if mode in results and not (kl := results[mode]["kl_nats"]["mean"]) <= limit
+    ]
+
+
+Group = tuple[ActivationMode, ...]  # modes that are replayed side by side
+
+
+@dataclass(frozen=True)
+class _Places:
+    """What both models are opened with, and how many layers of each stay on the device."""
+
+    room: dict[str, Any]
+    source: int | None
+    groups: dict[Group, int | None]
+
+
+def _placed(
+    source: Path,
+    checkpoint: Path,
+    modes: Sequence[ActivationMode],
+    context: int,
+    device: str,
+    gpu_memory: float | None,
+) -> _Places:
+    """Plan all models, which are on a GPU one after the other; there BF16's vocabulary stays."""
+    room: dict[str, Any] = {"device": device, "max_context": context}
+    asked: dict[str, Any] = room | {"gpu_memory": gpu_memory}
+    # The check of its Linears takes less than comparing logits does.
+    own = placed(source, capacity=BATCH, compares=True, **asked)
+    vocabulary = Checkpoint.open(source).tensors[EMBEDDING].nbytes
+    found = {
+        group: placed(
+            checkpoint, capacity=own.capacity, caches=len(group), compares=True, beside=vocabulary,
+            activations=group[0], **asked,
+        )
+        for group in _groups(modes, device)
+    }  # fmt: skip
+    capacity = min(place.capacity for place in found.values())
+    resident = {group: place.resident for group, place in found.items()}
+    return _Places(room | {"capacity": capacity}, own.resident, resident)
+
+
+def _groups(modes: Sequence[ActivationMode], device: str) -> list[Group]:
+    """Return all modes, whose models in modules are apart, or on the kernels those of equal weights."""
+    if default_kind(device) == "modules":
+        return [tuple(modes)]
+    apart: Group = ("fp8",)
+    together: Group = tuple(mode for mode in modes if mode not in apart)
+    return [together, apart] if "fp8" in modes else [together]
+
+
+def _compared(
+    checkpoint: Path, group: Group, places: _Places, activations: ActivationMode
+) -> list[Compared]:
+    """Open the quantized model in each mode of a group; these share weights where they can.
+
+    The mode that is gated comes once more, last, with its own conditioning.
+    """
+    engines: dict[ActivationMode, Engine] = {}
+    beside: Engine | None = None
+    for mode in group:
+        engines[mode] = beside = open(
+            checkpoint, activations=mode, beside=beside, resident=places.groups[group],
+            **places.room,
+        )  # fmt: skip
+    own = [Compared(engines[activations], own_conditioning=True)] if activations in group else []
+    return [*(Compared(engine) for engine in engines.values()), *own]
+
+
+def held_out_trajectories(
+    source: Path,
+    calibration: Path,
+    device: str,
+    processes: Processes,
+    gpu_memory: float | None = None,
+) -> tuple[list[Trajectory], Sampler]:
+    """Load the recorded trajectories that calibration did not observe, or record fresh ones."""
+    if calibration.is_dir():
+        trajectories, sampler = load_trajectories(calibration)
+        return [item for item in trajectories if item.held_out], sampler
+    sampler = Sampler.from_checkpoint(source)
+    prompts = load_prompts(source, FRESH, FRESH.prompts)
+    context = context_of(source, [prompt.ids for prompt in prompts], FRESH.canvases)
+    reference = open(
+        source, device=device, capacity=FRESH.batch_size, max_context=context, gpu_memory=gpu_memory
+    )
+    settings = FRESH.model_copy(update={"batch_size": reference.capacity})
+    title = "recording BF16"
+    return record_all(
+        reference, prompts, settings, sampler, title=title, processes=processes
+    ), sampler
+
+
+def summarize(
+    distances: Sequence[StepDistance], kinds: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Return what fidelity.json holds for one replay: means with intervals, by step, by entropy.
+
+    With the kind of every trajectory's prompt also by kind.
+    """
+    kl = torch.cat([d.kl for d in distances])
+    agrees = torch.cat([d.agrees for d in distances]).double()
+    entropy = torch.cat([d.entropy for d in distances])
+    last = [d for d in distances if d.is_last]
+    return {
+        "kl_nats": _with_interval(distances, lambda d: d.kl.mean().item())
+        | {"p99": _digits(_quantile(kl, 0.99)), "max": _digits(kl.max().item())},
+        "top1_agreement": _with_interval(distances, lambda d: d.agrees.double().mean().item()),
+        "acceptance_jaccard": _with_interval(distances, lambda d: d.jaccard),
+        "commit_agreement": _with_interval(last, lambda d: d.agrees.double().mean().item()),
+        "routing_overlap": [
+            _digits(share) for share in torch.stack([d.routing for d in distances]).mean(0).tolist()
+        ],
+        "by_step": [
+            {
+                "step": step,
+                "canvases": len(here),
+                "kl_nats": _digits(sum(d.kl.mean().item() for d in here) / len(here)),
+                "top1_agreement": _digits(
+                    sum(d.agrees.double().mean().item() for d in here) / len(here)
+                ),
+            }
+            for step in sorted({d.step for d in distances})
+            for here in [[d for d in distances if d.step == step]]
+        ],
+        "by_entropy": [
+            {
+                "nats_from": low,
+                "positions": int(inside.sum()),
+                "kl_nats": _digits(kl[inside].mean().item()),
+                "top1_agreement": _digits(agrees[inside].mean().item()),
+            }
+            for low, high in pairwise(ENTROPY_BINS)
+            for inside in [(entropy >= low) & (entropy < high)]
+            if inside.any()
+        ],
+        "by_kind": [
+            {
+                "kind": kind,
+                "trajectories": len({d.trajectory for d in here}),
+                "kl_nats": _with_interval(here, lambda d: d.kl.mean().item()),
+            }
+            for kind in sorted(set(kinds or ()))
+            for here in [[d for d in distances if kinds and kinds[d.trajectory] == kind]]
+        ],
+    }
+
+
+def by_trajectory(
+    distances: Sequence[StepDistance], value: Callable[[StepDistance], float]
+) -> dict[int, float]:
+    """Return the mean of `value` over each trajectory's steps."""
+    values: dict[int, list[float]] = {}
+    for distance in distances:
+        values.setdefault(distance.trajectory, []).append(value(distance))
+    return {index: sum(v) / len(v) for index, v in sorted(values.items())}
+
+
+def bootstrap_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of the mean; the same values give the same interval."""
+    data = torch.tensor(list(values), dtype=torch.float64)
+    picks = torch.randint(len(data), (RESAMPLES, len(data)), generator=_generator())
+    means = data[picks].mean(-1)
+    tail = (1 - confidence) / 2
+    return _quantile(means, tail), _quantile(means, 1 - tail)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _with_interval(
+    distances: Sequence[StepDistance], value: Callable[[StepDistance], float]
+) -> dict[str, Any]:
+    means = list(by_trajectory(distances, value).values())
+    low, high = bootstrap_interval(means)
+    return {"mean": _digits(sum(means) / len(means)), "interval": [_digits(low), _digits(high)]}
+
+
+def _quantile(values: Tensor, q: float) -> float:
+    """Return a quantile, also of more than 2^24 values, which torch.quantile refuses."""
+    ordered = values.flatten().sort().values
+    return ordered[round(q * (len(ordered) - 1))].item()
+
+
+def _digits(value: float) -> float:
+    """Keep 6 significant digits: no float32 sum has more."""
+    return float(f"{value:.6g}")

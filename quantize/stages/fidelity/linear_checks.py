@@ -1,0 +1,227 @@
+"""Checks every quantized Linear and input range alone, on what really flows into it.
+
+The logits of a replay average over all experts and layers; one expert in another's place moves them
+less than rounding does. Here BF16 denoises held-out trajectories and each of its inputs x also meets
+the quantized weight W' of that Linear:
+
+    error    |x W^T - x W'^T| / |x W^T| over all tokens of a first canvas that reached it
+    range    largest |x| in prompts and canvas, over the calibrated range 6 * 448 / input_global_scale
+    clipped  share of the values beyond that range
+
+Rounded weights have an error near that of the weights themselves (0.1 for NVFP4, 0.03 for FP8),
+another expert's weights one of about 1.4. A range is at fault only beyond a factor of 8 in either
+direction, since held-out activations are not those that calibration saw, and an expert that few tokens
+reached has its layer's range. An error that checkpoint and calibration share shows here too.
+
+The router's tensors are compared as well: routers stay BF16, so on equal inputs they choose the same
+experts if their tensors are equal. One expert's row in another's place also moves the logits little.
+"""
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantize.checkpoints.layout import schemes_by_module
+from quantize.checkpoints.load import read_input_schemes, read_module
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import module_class
+from quantize.runtime.engine import Engine
+from quantize.runtime.trajectory import Trajectory
+from quantize.schemes.rounding import E2M1_MAX, FP8_MAX
+
+ERRORS_ALLOWED = 3.0  # times the error that the scheme's weights may have
+RANGE_FACTOR = 8.0
+MAX_CLIPPED = 0.01
+PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
+
+
+def check_linears(
+    reference: Engine,
+    source: Path,
+    artifact: Path,
+    trajectories: Sequence[Trajectory],
+) -> tuple[dict[str, Any], list[str]]:
+    """Return fidelity.json's entry for the quantized Linears, and one sentence for every fault.
+
+    `trajectories` are one batch, at most `reference.capacity` of them.
+    """
+    errors = Errors(Checkpoint.open(source), Checkpoint.open(artifact))
+    ranges = InputRanges(errors.artifact)
+    canvas = torch.stack([item.steps[0][-1] for item in trajectories])
+    with reference.watching(ranges.see):
+        passes = reference.passes([item.prompt.ids for item in trajectories])
+    with reference.watching(ranges.see, errors.see):
+        passes.decode(list(range(len(trajectories))), canvas.to(passes.device), None)
+    routers = _other_routers(errors.source, errors.artifact)
+    return {"error": errors.summary()}, [*errors.faults(), *ranges.faults(), *routers]
+
+
+def _other_routers(source: Checkpoint, artifact: Checkpoint) -> list[str]:
+    """Return one sentence for every tensor of a router that differs from BF16's."""
+    names = (name for name in source.tensors if module_class(name) == "router")
+    return [
+        f"{name}: differs from BF16's, so other experts are chosen"
+        for name in names
+        if not torch.equal(source.read(name), artifact.read(name))
+    ]
+
+
+class Errors:
+    """Compares the products of BF16 and quantized weights with the same inputs, on their device.
+
+    The experts of a layer are read by all cores: at the real size there are 11,520 of their Linears.
+    """
+
+    def __init__(self, source: Checkpoint, artifact: Checkpoint) -> None:
+        self.source, self.artifact = source, artifact
+        self.schemes = schemes_by_module(artifact.config)
+        self._found: dict[str, Tensor] = {}
+        cores = len(os.sched_getaffinity(0))
+        self._pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
+
+    def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
+        """Observe one input (see `Engine.watching`)."""
+        x = rows.flatten(0, -2)
+        if experts is None:
+            self._compare(name, x, self.source.read(f"{name}.weight"))
+            return
+        layer, projections = name.rpartition(".")[0], PROJECTIONS[name.rpartition(".")[2]]
+
+        def compare(expert: int) -> None:
+            own = x[(experts == expert).any(-1)]
+            fused = self.source.read_rows(name, expert, expert + 1)[0]
+            for part, weight in zip(projections, fused.chunk(len(projections)), strict=True):
+                self._compare(f"{layer}.{expert}.{part}", own, weight)
+
+        for _ in self._pool.map(compare, experts.unique().tolist()):
+            pass  # an error is raised here
+
+    def _compare(self, module: str, x: Tensor, weight: Tensor) -> None:
+        if module not in self.schemes:
+            return
+        x, weight = x.float(), weight.to(x.device).float()
+        mine = read_module(self.artifact, module, self.schemes[module], x.device)
+        distance, norm = (x @ (weight - mine.float()).T).norm(), (x @ weight.T).norm()
+        self._found[module] = torch.where(norm > 0, distance / norm, distance)
+
+    @cached_property
+    def found(self) -> dict[str, float]:
+        """The error of every Linear that was reached, in order of names; asked for at the end."""
+        names = sorted(self._found)
+        errors = torch.stack([self._found[name] for name in names]).tolist() if names else []
+        return dict(zip(names, errors, strict=True))
+
+    def summary(self) -> dict[str, float]:
+        """Return the largest error by Linear, for a layer's experts by kind of projection."""
+        largest: dict[str, float] = {}
+        for module, error in self.found.items():
+            name = EXPERT.sub(r"\1.\3_proj", module)
+            largest[name] = max(largest.get(name, 0.0), float(f"{error:.4g}"))
+        return largest
+
+    def faults(self) -> list[str]:
+        """Return one sentence for every Linear whose error is more than rounding's."""
+        return [
+            f"{module}: its products on BF16's inputs are {error:.3g} away, above {limit:.3g}"
+            for module, error in self.found.items()
+            for limit in [ERRORS_ALLOWED * self.schemes[module].max_relative_error]
+            if not error <= limit
+        ]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One module's calibrated range, largest |x|, and numbers of values seen and beyond the range."""
+
+    range: float
+    amax: float
+    count: int
+    clipped: int
+
+
+class InputRanges:
+    """Compares the inputs of each calibrated Linear with the range its input scale stands for."""
+
+    def __init__(self, artifact: Checkpoint) -> None:
+        scales = read_input_schemes(artifact).items()
+        self._ranges = {
+            m: FP8_MAX * E2M1_MAX / scale for m, (_, scale) in scales if scale is not None
+        }
+        self._experts: int = artifact.config["text_config"]["num_experts"]
+        # Modules that read the same rows -> their range, largest |x|, values seen and beyond: [4, E].
+        self._found: dict[tuple[str, ...], Tensor] = {}
+
+    def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
+        """Observe one input (see `Engine.watching`)."""
+        x = rows.flatten(0, -2).abs()
+        if experts is None:
+            self._note((name,), x, torch.zeros(len(x), 1, dtype=torch.long, device=x.device))
+            return
+        layer, projection = name.rsplit(".", 1)
+        for part in PROJECTIONS[projection]:
+            modules = tuple(f"{layer}.{expert}.{part}" for expert in range(self._experts))
+            self._note(modules, x, experts)
+
+    def _note(self, modules: tuple[str, ...], magnitude: Tensor, owners: Tensor) -> None:
+        """Count rows [N, K], each of which enters the modules that `owners` [N, k] has indices of."""
+        if modules not in self._found:
+            ranges = [self._ranges.get(module, math.inf) for module in modules]
+            found = torch.zeros(4, len(modules), dtype=torch.float64, device=magnitude.device)
+            found[0] = torch.tensor(ranges, dtype=torch.float64)
+            self._found[modules] = found
+        ranges, amax, count, clipped = self._found[modules]
+        largest = magnitude.amax(-1).double()
+        for own in owners.T:  # a row has each of its experts once
+            beyond = magnitude > ranges[own][:, None]
+            amax.scatter_reduce_(0, own, largest, "amax")
+            count.index_add_(0, own, torch.full_like(largest, magnitude.shape[1]))
+            clipped.index_add_(0, own, beyond.sum(-1).double())
+
+    def _modules(self) -> dict[str, _Seen]:
+        """Return what was seen of every calibrated module that a token reached."""
+        return {
+            module: _Seen(largest_allowed, amax, int(count), int(clipped))
+            for modules, found in self._found.items()
+            for module, (largest_allowed, amax, count, clipped) in zip(
+                modules, found.T.tolist(), strict=True
+            )
+            if count and module in self._ranges
+        }
+
+    def faults(self) -> list[str]:
+        """Return one sentence for every range that clips too much or is far from the inputs'."""
+        seen = self._modules()
+        layers: dict[str, float] = {}  # an expert may have the range of its layer's largest
+        for module, each in seen.items():
+            kind = EXPERT.sub(r"\1.\3", module)
+            layers[kind] = max(layers.get(kind, 0.0), each.amax)
+        return [
+            fault
+            for module, each in seen.items()
+            if (fault := _fault(module, each, layers[EXPERT.sub(r"\1.\3", module)]))
+        ]
+
+
+def _fault(module: str, seen: _Seen, largest: float) -> str | None:
+    clipped = seen.clipped / seen.count
+    if clipped > MAX_CLIPPED:
+        return (
+            f"{module}: its input scale clips {clipped:.2%} of held-out activations, above "
+            f"{MAX_CLIPPED:.2%}"
+        )
+    if not seen.amax / RANGE_FACTOR <= seen.range <= largest * RANGE_FACTOR:
+        return (
+            f"{module}: its input scale stands for a range of {seen.range:.4g}, and held-out "
+            f"activations reach {seen.amax:.4g}; calibrate again"
+        )
+    return None

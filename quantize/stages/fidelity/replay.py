@@ -1,0 +1,255 @@
+"""Replays recorded trajectories, teacher-forced, through several models beside their maker.
+
+At every step all models read the canvas the reference read, behind the tokens it committed; each
+encodes the prefix itself. They run in lockstep, one step of all models at a time, and their logits are
+compared in pieces of whole canvases: of a step only the next one's conditioning is kept.
+
+Nothing that a compared model does changes what the reference does. So it may run alone, before the
+others (`remember`), and models that do not fit a GPU together need not be streamed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quantize.host.processes import ALONE, Processes
+from quantize.host.progress import metered
+from quantize.runtime.batch import joined
+from quantize.runtime.engine import Decoded, Engine, Passes
+from quantize.runtime.images import Images
+from quantize.runtime.sampler import Sampler, accepted
+from quantize.runtime.trajectory import Trajectory
+from quantize.stages.fidelity.reference_cache import Noting, Remembered
+
+
+@dataclass(frozen=True)
+class StepDistance:
+    """Distance at one step of one trajectory; tensors are [L], one value a position.
+
+    Attributes:
+        trajectory: index into the replayed trajectories.
+        canvas: index of the canvas, from 0.
+        step: denoising step, from 1.
+        is_last: whether the canvas was committed after this step.
+        kl: KL(BF16 || quantized) in nats.
+        agrees: whether the argmax is the same.
+        entropy: BF16's entropy in nats.
+        jaccard: Jaccard index of the accepted positions.
+        routing: [layers] share of equal experts among a position's top k, mean over positions.
+    """
+
+    trajectory: int
+    canvas: int
+    step: int
+    is_last: bool
+    kl: Tensor
+    agrees: Tensor
+    entropy: Tensor
+    jaccard: float
+    routing: Tensor
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A model to compare; with `own_conditioning` it reads its own logits of the step before."""
+
+    engine: Engine
+    own_conditioning: bool = False
+
+
+class Replayed(Protocol):
+    """What a replay asks of a model: an engine, or `Remembered` in its place."""
+
+    def passes(
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
+    ) -> Passes:
+        """Encode `prompts` as a batch whose passes the caller orders."""
+        ...
+
+
+def replay(
+    reference: Replayed,
+    compared: Sequence[Compared],
+    trajectories: Sequence[Trajectory],
+    sampler: Sampler,
+    *,
+    batch_size: int = 16,
+    processes: Processes = ALONE,
+) -> list[list[StepDistance]]:
+    """Replay `trajectories` of `reference` through other models; one result for each of `compared`.
+
+    Args:
+        reference: the BF16 model that made the trajectories, which runs once for all models, or what
+            `remember` returned for the same trajectories and batches.
+        compared: models to compare; an engine may come twice, with and without its own conditioning.
+        trajectories: the trajectories to replay.
+        sampler: the settings that they were recorded with.
+        batch_size: trajectories at once, at most the engines' capacity.
+        processes: they share the batches as one process makes them; all return all distances.
+
+    Returns:
+        Distances in the order of trajectory, canvas and step.
+    """
+    found: list[tuple[int, StepDistance]] = []
+    batches, steps = _shared(trajectories, batch_size, processes)
+    with metered("replaying", steps * len(compared), "steps") as meter:
+        for own in batches:
+            for distance in _Batch(reference, compared, own).replay(sampler):
+                found.append(distance)
+                meter.add()
+    for theirs in processes.others(found):
+        found += theirs
+    found.sort(key=lambda item: (item[1].trajectory, item[1].canvas, item[1].step))
+    return [[d for at, d in found if at == index] for index in range(len(compared))]
+
+
+def remember(
+    reference: Engine,
+    trajectories: Sequence[Trajectory],
+    sampler: Sampler,
+    *,
+    batch_size: int = 16,
+    processes: Processes = ALONE,
+) -> Remembered:
+    """Run the reference of a replay alone; return what stands for it in replays of the same."""
+    batches, steps = _shared(trajectories, batch_size, processes)
+    with metered("reading BF16's steps", steps, "steps") as meter:
+        noting = Noting(reference, meter)
+        for own in batches:
+            for _ in _Batch(noting, [], own).replay(sampler):
+                pass  # nothing is compared
+    return Remembered(noting.batches)
+
+
+def _shared(
+    trajectories: Sequence[Trajectory], batch_size: int, processes: Processes
+) -> tuple[list[dict[int, Trajectory]], int]:
+    """Return this process' batches, trajectories by index, and how many steps they have."""
+    starts = processes.mine(range(0, len(trajectories), batch_size))
+    rows = [range(start, min(start + batch_size, len(trajectories))) for start in starts]
+    batches = [{row: trajectories[row] for row in batch} for batch in rows]
+    return batches, sum(len(steps) for own in batches for t in own.values() for steps in t.steps)
+
+
+class _Batch:
+    """Some trajectories, and every model's passes over them; an engine has one set of passes."""
+
+    def __init__(
+        self, reference: Replayed, compared: Sequence[Compared], trajectories: dict[int, Trajectory]
+    ) -> None:
+        self._names = list(trajectories)
+        self._trajectories = list(trajectories.values())
+        prompts = [item.prompt.ids for item in self._trajectories]
+        engines = {id(each): each for each in (reference, *(item.engine for item in compared))}
+        images = [item.prompt.images for item in self._trajectories]
+        self._passes = {key: engine.passes(prompts, images) for key, engine in engines.items()}
+        self._runs = [self._passes[id(item.engine)] for item in compared]
+        self._own = [item.own_conditioning for item in compared]
+        self._reference = self._passes[id(reference)]
+
+    def replay(self, sampler: Sampler) -> Iterator[tuple[int, StepDistance]]:
+        """Yield (index of the compared model, distance), step by step."""
+        rows, canvas = list(range(len(self._trajectories))), 0
+        while rows:
+            yield from self._canvas(rows, canvas, sampler)
+            canvas += 1
+            rows = [row for row in rows if len(self._trajectories[row].steps) > canvas]
+            if rows:
+                committed = [self._trajectories[row].committed[canvas - 1] for row in rows]
+                for passes in self._passes.values():
+                    passes.encode(rows, torch.stack(committed).to(passes.device))
+
+    def _canvas(
+        self, rows: list[int], canvas: int, sampler: Sampler
+    ) -> Iterator[tuple[int, StepDistance]]:
+        recorded = {row: self._trajectories[row].steps[canvas] for row in rows}
+        given: list[Tensor | None] = [None] * (1 + len(self._runs))  # reference's first
+        for step in range(1, max(len(ids) for ids in recorded.values()) + 1):
+            keep = [i for i, row in enumerate(rows) if len(recorded[row]) >= step]
+            if len(keep) < len(rows):
+                rows = [rows[i] for i in keep]
+                given = [None if each is None else each[keep] for each in given]
+            read = torch.stack([recorded[row][step - 1] for row in rows])
+            given, measured = self._step(rows, read, given, sampler.temperature(step), sampler)
+            for index, columns in enumerate(measured):
+                for at, row in enumerate(rows):
+                    kl, agrees, entropy, jaccard, routing = (each[at] for each in columns)
+                    last = step == len(recorded[row])
+                    yield index, StepDistance(
+                        self._names[row], canvas, step, last, kl, agrees, entropy, jaccard.item(),
+                        routing,
+                    )  # fmt: skip
+
+    def _step(
+        self,
+        rows: list[int],
+        canvas: Tensor,
+        given: list[Tensor | None],
+        temperature: Tensor,
+        sampler: Sampler,
+    ) -> tuple[list[Tensor | None], list[tuple[Tensor, ...]]]:
+        """Run one step of all models; return the next step's conditioning, and the distances."""
+        runs = [self._reference, *self._runs]
+        decoded = [
+            passes.decode(rows, canvas.to(passes.device), conditioning)
+            for passes, conditioning in zip(runs, given, strict=True)
+        ]
+        T = temperature.to(self._reference.device)
+        following: list[list[Tensor]] = [[] for _ in runs]
+        found: list[list[tuple[Tensor, ...]]] = [[] for _ in self._runs]
+        for piece in decoded[0].pieces():
+            ours = decoded[0].logits(piece)
+            following[0].append(self._reference.condition(ours, T))
+            if not self._runs:
+                continue
+            certain = _Certainty.of(ours / T, sampler)
+            for i, passes in enumerate(self._runs):
+                theirs = decoded[i + 1].logits(piece)
+                found[i].append(_distance(certain, theirs / T, sampler))
+                following[i + 1].append(passes.condition(theirs if self._own[i] else ours, T))
+        overlaps = [[_overlap(decoded[0], theirs)] for theirs in decoded[1:]]
+        measured = [
+            tuple(joined(column).cpu() for column in (*zip(*each, strict=True), overlap))
+            for each, overlap in zip(found, overlaps, strict=True)
+        ]
+        return [joined(each) for each in following], measured
+
+
+def _overlap(ours: Decoded, theirs: Decoded) -> Tensor:
+    """Return the share of equal experts by layer, [B, layers]."""
+    equal = ours.experts[..., None] == theirs.experts[..., None, :]
+    return equal.any(-1).float().mean((-1, -2))
+
+
+@dataclass(frozen=True)
+class _Certainty:
+    """What temperature-divided logits [B, L, V] say: of BF16's, all models are compared with the same.
+
+    log_p float32 [B, L, V]; entropy in nats, argmax and which positions are accepted, [B, L].
+    """
+
+    log_p: Tensor
+    entropy: Tensor
+    argmax: Tensor
+    accepted: Tensor
+
+    @classmethod
+    def of(cls, scaled: Tensor, sampler: Sampler) -> "_Certainty":
+        argmax, log_p = scaled.argmax(-1), scaled.log_softmax(-1)
+        entropy = -log_p.exp().mul_(log_p).sum(-1)  # as `token_entropy`
+        return cls(log_p, entropy, argmax, accepted(entropy, sampler.entropy_bound))
+
+
+def _distance(ours: _Certainty, scaled: Tensor, sampler: Sampler) -> tuple[Tensor, ...]:
+    """Compare with temperature-divided logits [B, L, V] of another model.
+
+    Returns KL, agreement and BF16's entropy, each [B, L], and Jaccard [B].
+    """
+    theirs = _Certainty.of(scaled, sampler)
+    kl = (ours.log_p - theirs.log_p).mul_(ours.log_p.exp()).sum(-1)
+    both, either = ours.accepted & theirs.accepted, ours.accepted | theirs.accepted
+    agrees = ours.argmax == theirs.argmax
+    return kl, agrees, ours.entropy, both.sum(-1) / either.sum(-1)

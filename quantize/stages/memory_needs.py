@@ -1,0 +1,124 @@
+"""Computes the memory that every stage asks of a GPU, and tables of how it fits budgets.
+
+They are known before anything is loaded: from the headers, or the config, of the BF16 model and the
+plan of the quantized one. Prompts and answers count at their longest; a run that has read its prompts
+asks for less. `convert` and `verify` hold a few pieces of weights, by arithmetic less than 1 GB beside
+the CUDA context; fidelity, which every run has, needs more, so they are not listed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from quantize.checkpoints.reader import TensorInfo
+from quantize.checkpoints.targets import Target
+from quantize.errors import ResourceError
+from quantize.host.units import size
+from quantize.recipe.sections import AT_ONCE, Recipe
+from quantize.runtime.memory import EMBEDDING, Need, Plan, Stack, least_bytes, plan
+from quantize.schemes.modes import ActivationMode
+
+BUDGETS_GB = (24, 32, 48, 80, 96, 141)
+REPLAYED = 16  # trajectories at once
+HESSIAN_BYTES = 4 << 30  # GPTQ's Hessians held at a time on a CPU; on a GPU the least
+# GPU bytes of GPTQ beside them, by arithmetic: of 32 experts of 2,816 inputs and 1,408 rows at a time
+# 2 float32 Hessians and 6.5 copies of a weight (5.3 GB), and 7 matrices in float64 (0.4 GB). A dense
+# Linear of 8,192 inputs takes 4.9 GB.
+ROUNDING_BYTES = 6e9
+# Tokens of the longest answer of a task, as its harness allows.
+ANSWER_TOKENS = {
+    "aime25": 32_768, "aime25_thinking": 32_768, "gpqa_diamond": 16_384,
+    "gpqa_diamond_thinking": 32_768, "gsm8k": 1024, "gsm8k_thinking": 8192, "svamp": 512,
+    "svamp_thinking": 4096, "word_problems": 128, "word_problems_thinking": 128,
+}  # fmt: skip
+QUESTION_TOKENS = 1024
+FRESH_TOKENS = 2048  # of a prompt that is recorded for the replay where nothing was calibrated
+
+
+def needs(
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    targets: Sequence[Target],
+) -> list[Need]:
+    """Return the needs of those of calibrate, round, fidelity and evaluate that the recipe has."""
+    bf16 = Stack.of("BF16", {name: info.nbytes for name, info in tensors.items()}, quantized=False)
+
+    def quantized(*modes: ActivationMode) -> Stack:
+        """Return the largest stack of those that the modes multiply with."""
+        sizes = {target.name: _packed(target, "fp8" in modes) for target in targets}
+        return Stack.of(recipe.name, sizes, quantized=True)
+
+    canvas = config["canvas_length"]
+    found: list[Need] = []
+    replayed = FRESH_TOKENS + 2 * canvas
+    if recipe.needs_calibration and (settings := recipe.calibration):
+        replayed = settings.max_prompt_tokens + settings.canvases * canvas
+        found.append(Need("calibrate", bf16, settings.batch_size, replayed))
+    if recipe.quantization.rounding == "gptq" and (settings := recipe.calibration):
+        length = settings.max_prompt_tokens + settings.canvases * canvas
+        hessians = HESSIAN_BYTES + ROUNDING_BYTES
+        found.append(Need("round", bf16, settings.batch_size, length, beside=hessians))
+    vocabulary = tensors[EMBEDDING].nbytes  # of BF16, whose layers are gone when the other comes
+    found.append(Need("fidelity BF16", bf16, REPLAYED, replayed, True))
+    scored = recipe.evaluation.activations
+    modes: set[ActivationMode] = {"none", scored, *recipe.gate.max_kl_nats}
+    engines = len(modes - {"fp8"})  # that share weights; `fp8` has its own, and comes after
+    name = f"fidelity {recipe.name}"
+    found.append(Need(name, quantized(*modes), REPLAYED, replayed, True, engines, vocabulary))
+    longest = max(
+        ANSWER_TOKENS.get(task, max(ANSWER_TOKENS.values())) for task in recipe.evaluation.tasks
+    )
+    for stack in (bf16, quantized(scored)):
+        name = f"evaluate {stack.name}"
+        batch = recipe.evaluation.batch_size or AT_ONCE["fused"]
+        found.append(Need(name, stack, batch, QUESTION_TOKENS + longest))
+    return found
+
+
+def _packed(target: Target, in_fp8: bool) -> int:
+    """Return a tensor's bytes once packed, as `memory.packed_sizes`; Hopper keeps experts in 4 bits."""
+    changed = in_fp8 and target.scheme is not None and target.scheme.kernel == "nvfp4"
+    dense = target.module_class != "experts"
+    return target.bytes_before // 2 if changed and dense else target.bytes_after
+
+
+def memory_table(need: Need, config: Mapping[str, Any], budgets: Sequence[float]) -> Table:
+    """Return how a stage fits `budgets`, each in bytes, in GB by part."""
+    table = Table(
+        title=f"{need.stage}: {need.stack.name}, {need.context:,} positions a sample",
+        title_justify="left",
+    )
+    columns = (
+        "GPU",
+        "batch",
+        "resident layers",
+        "streamed a pass",
+        "weights",
+        "cache",
+        "vocabulary",
+        "rest",
+        "all",
+    )
+    for name in columns:
+        table.add_column(name, justify="right")
+    for budget in budgets:
+        try:
+            table.add_row(f"{budget / 1e9:.0f} GB", *_cells(plan(need, config, budget)))
+        except ResourceError:
+            table.add_row(f"{budget / 1e9:.0f} GB", "-", _missing(need, config))
+    return table
+
+
+def _missing(need: Need, config: Mapping[str, Any]) -> str:
+    return f"needs {size(least_bytes(need, config))}"
+
+
+def _cells(found: Plan) -> list[str]:
+    kept = f"{found.resident} of {len(found.need.stack.layers)}"
+    parts = found.parts
+    weights = parts["fixed"] + parts["layers"] + parts["streaming"]
+    rest = found.total - weights - parts["cache"] - parts["vocabulary"]
+    numbers = (found.streamed, weights, parts["cache"], parts["vocabulary"], rest, found.total)
+    return [str(found.batch), kept, *map(size, numbers)]

@@ -1,0 +1,136 @@
+"""Plans what a recipe would do to a model, by headers: module groups, schemes, bytes.
+
+A model is planned from the headers of its shards, or from its config.json alone when the weights are
+missing: the class that transformers builds from the config gives every name and shape.
+"""
+
+import csv
+import io
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from quantize.checkpoints.layout import bf16_layout
+from quantize.checkpoints.reader import (
+    Checkpoint,
+    TensorInfo,
+    check_tokenizer,
+    known_config,
+    read_json_object,
+)
+from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
+from quantize.host.files import write_text
+from quantize.host.units import size
+from quantize.recipe.sections import Recipe
+from quantize.runs.folder import RunDir
+
+BF16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Group:
+    """All targets of one class and scheme: `modules` counts quantized Linears, else tensors."""
+
+    module_class: str
+    scheme: str | None
+    reason: str
+    tensors: int
+    modules: int
+    bytes_before: int
+    bytes_after: int
+
+
+def plan(checkpoint: Checkpoint, recipe: Recipe, run: RunDir) -> list[Target]:
+    """Decide the scheme of every tensor of a BF16 checkpoint; write targets.csv and recipe.yaml.
+
+    Raises:
+        InputError: the checkpoint is already quantized, has an unknown tensor, or does not fit the
+            recipe.
+    """
+    check_tokenizer(checkpoint.folder)
+    targets = plan_targets(checkpoint.tensors, recipe.quantization)
+    write_text(run.recipe_yaml, recipe.to_yaml())
+    write_text(run.targets_csv, targets_as_csv(targets))
+    return targets
+
+
+def config_of_known(model: str) -> dict[str, Any] | None:
+    """Return the config that `model` names: a config.json, or a published model whose config ships.
+
+    Return None when `model` is neither; the weights then have to be found.
+    """
+    if model.endswith(".json"):
+        return read_json_object(Path(model))
+    return None if Path(model).is_dir() else known_config(model)
+
+
+def tensors_from_config(config: dict[str, Any]) -> dict[str, TensorInfo]:
+    """Return the tensors that a BF16 checkpoint with this config would hold; no file is read."""
+    tensors: dict[str, TensorInfo] = {}
+    for name, spec in bf16_layout(config).items():
+        count = BF16_BYTES * math.prod(spec.shape)
+        tensors[name] = TensorInfo(name, spec.dtype, spec.shape, Path("config.json"), 0, count)
+    return tensors
+
+
+def targets_as_csv(targets: list[Target]) -> str:
+    """Return one row a source tensor: what becomes of it, why, and its bytes."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    columns = (
+        "tensor",
+        "class",
+        "scheme",
+        "reason_kept",
+        "shape",
+        "modules",
+        "bytes",
+        "bytes_after",
+    )
+    writer.writerow(columns)
+    for t in targets:
+        shape = "x".join(str(n) for n in t.shape)
+        row = (t.name, t.module_class, t.scheme or "", t.reason, shape, len(t.modules))
+        writer.writerow((*row, t.bytes_before, t.bytes_after))
+    return text.getvalue()
+
+
+def group(targets: Iterable[Target]) -> list[Group]:
+    """Sum targets by class, scheme and reason, the largest first."""
+    groups: dict[tuple[str, str | None, str], list[Target]] = {}
+    for target in targets:
+        scheme = target.scheme and target.scheme.name
+        groups.setdefault((target.module_class, scheme, target.reason), []).append(target)
+    summed = [
+        Group(kind, scheme, reason, len(ts), sum(len(t.modules) for t in ts), *sum_bytes(ts))
+        for (kind, scheme, reason), ts in groups.items()
+    ]
+    return sorted(summed, key=lambda g: -g.bytes_before)
+
+
+def plan_table(targets: list[Target], title: str) -> Table:
+    """Return the plan as a table for the terminal."""
+    table = Table(title=title, title_justify="left")
+    for name in ("modules", "count", "becomes", "before", "after", "kept because"):
+        numeric = name in ("count", "before", "after")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric)
+    for g in group(targets):
+        count = g.modules or g.tensors
+        table.add_row(
+            g.module_class,
+            f"{count:,}",
+            g.scheme or "BF16",
+            size(g.bytes_before),
+            size(g.bytes_after),
+            g.reason,
+        )
+    before, after = sum_bytes(targets)
+    modules = sum(len(t.modules) for t in targets)
+    table.add_section()
+    ratio = f"{after / before:.1%} of BF16"
+    table.add_row("all", f"{modules:,}", "quantized", size(before), size(after), ratio)
+    return table

@@ -1,0 +1,1 @@
+"""The stage report: the verdict, and the files that show it."""

@@ -1,0 +1,294 @@
+"""Writes a run's report, report.json and files that show it, and the verdict that gates a release.
+
+`quantize/reports/report.schema.json` says what every key of report.json holds. report.md, report.html
+and junit.xml are rendered from it; where $GITHUB_STEP_SUMMARY names a file, report.md is appended to
+it (docs/ci.md).
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from recovery.gate import Verdict, judge, judge_task
+from recovery.statistics import Comparison
+from recovery.steps import StepInflation
+
+from quantize.checkpoints.targets import Target, module_class, sum_bytes
+from quantize.errors import InputError
+from quantize.host.files import read_json, write_json, write_text
+from quantize.recipe.sections import Recipe
+from quantize.reports.junit import junit
+from quantize.reports.markdown import markdown
+from quantize.reports.provenance import made
+from quantize.reports.questions import BASE, GATED, questions_and_canvases
+from quantize.reports.render import html
+from quantize.reports.scores import pair, read_scoring
+from quantize.runs.folder import RunDir
+from quantize.schemes.modes import ACTIVATION_MODES
+
+DECODER_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
+FIDELITY = ("faults", "activations", "own_conditioning", "max_kl_nats")
+SIDES: dict[str, str] = {
+    **{f"{GATED}-{mode.replace('_', '-')}": mode for mode in ACTIVATION_MODES},
+    "quantized-gguf": "GGUF in llama.cpp",
+}
+
+
+def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
+    """Read a run folder, judge it, and write report.json, .md, .html and junit.xml.
+
+    Raises:
+        InputError: a stage that the report needs has not been run.
+    """
+    manifest = _needed(run.manifest_json, "run")
+    verification = _needed(run.verification_json, "verify")
+    judged, verdict = judge_run(run, recipe)
+    scorings = {
+        task["task"]: (
+            read_scoring(run.evaluation / BASE, task["task"]),
+            read_scoring(run.evaluation / GATED, task["task"]),
+        )
+        for task in judged["tasks"]
+        if task["gated"] and not task["not_comparable"]
+    }
+    questions, canvases = questions_and_canvases(run, scorings)
+    content = {
+        "format": 2,
+        **judged,
+        "sizes": _sizes(targets),
+        "layers": _layers(targets, verification["relative_error"]),
+        "error": _errors(verification["relative_error"]),
+        "verification": {key: verification[key] for key in ("passed", "checks")},
+        "coverage": _coverage(run),
+        "questions": questions,
+        "canvases": canvases,
+        "made": made(manifest),
+        "stages": manifest["stages"],
+    }
+    write_json(run.report_json, content)
+    write_text(run.report_md, markdown(content))
+    write_text(run.report_html, html(content))
+    write_text(run.junit_xml, junit(content))
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(summary).open("a", encoding="utf-8") as file:
+            file.write(markdown(content))
+    return verdict
+
+
+def check_report(run: RunDir, recipe: Recipe) -> None:
+    """Judge a run once more, from its scores, and compare with its report.
+
+    Raises:
+        InputError: report.json differs from what the run's files give, or is older.
+    """
+    judged, _ = judge_run(run, recipe)
+    stands = read_json(run.report_json, *judged)
+    for key, value in json.loads(json.dumps(judged)).items():
+        if stands[key] != value:
+            raise InputError(
+                f"{run.report_json}: {key!r} is not what the run's files give; it was changed, or they "
+                f"were: run `quantize report` again"
+            )
+
+
+def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
+    """Return the verdict, and the keys of report.json that it rests on or that publishing shows."""
+    verification = _needed(run.verification_json, "verify")
+    manifest = _needed(run.manifest_json, "run")
+    done = _needed(run.evaluation / "done.json", "evaluate")
+    # Comparisons of the gated side; None where the verdict was certain before a task was asked.
+    comparisons: dict[str, Comparison | None] = dict.fromkeys(recipe.evaluation.tasks)
+    tasks: list[dict[str, Any]] = []
+    for task in (task for task in recipe.evaluation.tasks if task in done["tasks"]):
+        for side, mode in _sides(run, task, recipe).items():
+            entry, comparison = _entry(run, task, "bf16", side, recipe)
+            alone = judge_task(task, comparison).outcome if comparison else None
+            about = {"task": task, "activations": mode, "gated": side == "quantized"}
+            tasks.append(about | {"outcome": alone} | entry)
+            if side == "quantized" and comparison is not None:
+                comparisons[task] = comparison
+    fidelity = read_json(run.fidelity_json, *FIDELITY) if run.fidelity_json.exists() else None
+    verdict = _verdict(verification, fidelity, tasks, comparisons)
+    if verdict.outcome in ("PASS", "INCONCLUSIVE"):
+        verdict = _with_steps(verdict, tasks, recipe.gate.max_step_inflation)
+    judged = {
+        "model": manifest["source"],
+        "versions": manifest["versions"],
+        "hardware": manifest["hardware"],
+        "artifact": verification.get("artifact"),
+        "recipe": {"name": recipe.name, "scheme": recipe.quantization.scheme},
+        "verdict": {
+            **asdict(verdict),
+            "estimand": recipe.gate.estimand,
+            "exit_code": verdict.exit_code,
+        },
+        "tasks": tasks,
+        "not_asked": [task for task in recipe.evaluation.tasks if task not in done["tasks"]],
+        "looks": done.get("looks", {}),
+        "noise_floor": _noise_floor(run, recipe),
+        "fidelity": fidelity,
+        "evidence": _evidence(run),
+    }
+    return judged, verdict
+
+
+def _evidence(run: RunDir) -> dict[str, str]:
+    """Return the sha256 of the recipe and of all scores, by path in the run."""
+    scores = (file for file in run.evaluation.glob("*/*") if ".partial" not in file.name)
+    files = [file for file in (run.recipe_yaml, *sorted(scores)) if file.is_file()]
+    return {
+        file.relative_to(run.path).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+    }
+
+
+def _needed(path: Path, stage: str) -> Any:
+    if not path.exists():
+        raise InputError(f"{path}: missing; run `quantize {stage}` first")
+    keys = {
+        "run": ("source", "versions", "hardware", "stages"),
+        "verify": ("passed", "checks", "relative_error"),
+        "evaluate": ("tasks", "looks"),
+    }
+    return read_json(path, *keys[stage])
+
+
+def _sides(run: RunDir, task: str, recipe: Recipe) -> Mapping[str, str]:
+    """Return the quantized sides on which a task was scored, the gated one first."""
+    scored = {
+        side: mode
+        for side, mode in SIDES.items()
+        if (run.evaluation / side / f"{task}.jsonl").exists()
+    }
+    gated: dict[str, str] = {"quantized": recipe.evaluation.activations}
+    return gated | scored
+
+
+def _entry(
+    run: RunDir, task: str, base_side: str, side: str, recipe: Recipe, *, other_seed: bool = False
+) -> tuple[dict[str, Any], Comparison | None]:
+    """Compare two sides on one task, for the report and for the gate."""
+    return pair(
+        read_scoring(run.evaluation / base_side, task),
+        read_scoring(run.evaluation / side, task),
+        estimand=recipe.gate.estimand,
+        margin_pp=recipe.gate.margin_pp[task],
+        confidence=recipe.gate.confidence,
+        other_seed=other_seed,
+    )
+
+
+def _noise_floor(run: RunDir, recipe: Recipe) -> list[dict[str, Any]]:
+    """Compare BF16 with itself under another seed: the difference that noise alone makes."""
+    again = "bf16-again"
+    scored = [
+        t for t in recipe.evaluation.tasks if (run.evaluation / again / f"{t}.jsonl").exists()
+    ]
+    return [
+        {"task": task} | _entry(run, task, "bf16", again, recipe, other_seed=True)[0]
+        for task in scored
+    ]
+
+
+def _verdict(
+    verification: Mapping[str, Any],
+    fidelity: Mapping[str, Any] | None,
+    tasks: Sequence[Mapping[str, Any]],
+    comparisons: Mapping[str, Comparison | None],
+) -> Verdict:
+    if not verification["passed"]:
+        faults = [fault for check in verification["checks"] for fault in check["faults"]]
+        reason = faults[0] if faults else "a check looked at nothing"
+        return Verdict("FAIL", f"static verification: {reason}")
+    if fidelity and fidelity["faults"]:
+        return Verdict("FAIL", f"fidelity: {fidelity['faults'][0]}")
+    for entry in tasks:
+        if entry["gated"] and entry["not_comparable"]:
+            return Verdict("NOT COMPARABLE", f"{entry['task']}: {entry['not_comparable']}")
+    return judge(comparisons)
+
+
+def _with_steps(
+    verdict: Verdict, tasks: Sequence[Mapping[str, Any]], most: float | None
+) -> Verdict:
+    """Return FAIL where the quantized model is shown to take more steps than allowed."""
+    for entry in tasks:
+        stated = entry["step_inflation"] if entry["gated"] else None
+        if most is None or stated is None:
+            continue
+        found = StepInflation(**stated)
+        if found.exceeds(most):
+            return Verdict(
+                "FAIL",
+                f"{entry['task']}: {found.ratio - 1:+.1%} denoising steps a token "
+                f"({found.low - 1:+.1%} to {found.high - 1:+.1%}), at most {most:+.1%} allowed",
+                verdict.estimand,
+            )
+    return verdict
+
+
+def _sizes(targets: list[Target]) -> dict[str, float]:
+    before, after = sum_bytes(targets)
+    return {
+        "bf16_bytes": before,
+        "quantized_bytes": after,
+        "ratio": after / before,
+        "quantized_modules": sum(len(target.modules) for target in targets),
+    }
+
+
+def _layers(targets: list[Target], relative_error: Mapping[str, float]) -> list[dict[str, Any]]:
+    layers: dict[int, dict[str, Any]] = {}
+    for target in targets:
+        found = DECODER_LAYER.match(target.name)
+        if found is None:
+            continue
+        index = int(found[1])
+        empty: dict[str, Any] = {"layer": index, "bytes_before": 0, "bytes_after": 0, "error": {}}
+        layer = layers.setdefault(index, empty)
+        layer["bytes_before"] += target.bytes_before
+        layer["bytes_after"] += target.bytes_after
+        if target.name in relative_error:
+            layer["error"].setdefault(target.module_class, []).append(relative_error[target.name])
+    for layer in layers.values():
+        layer["error"] = {kind: mean(errors) for kind, errors in sorted(layer["error"].items())}
+    return [layers[index] for index in sorted(layers)]
+
+
+def _errors(relative_error: Mapping[str, float]) -> list[dict[str, Any]]:
+    by_class: dict[str, dict[str, float]] = {}
+    for name, error in relative_error.items():
+        by_class.setdefault(module_class(name), {})[name] = error
+    return [
+        {
+            "class": kind,
+            "tensors": len(errors),
+            "mean": mean(errors.values()),
+            "largest": max(errors.values()),
+            "where": max(errors, key=lambda name: errors[name]),
+        }
+        for kind, errors in sorted(by_class.items())
+    ]
+
+
+def _coverage(run: RunDir) -> dict[str, Any] | None:
+    path = run.calibration / "coverage.json"
+    if not path.exists():
+        return None
+    coverage = read_json(path, "tokens_per_expert", "min_tokens_per_expert", "fallbacks")
+    tokens = [count for layer in coverage["tokens_per_expert"].values() for count in layer]
+    return {
+        "experts": len(tokens),
+        "least_tokens": min(tokens),
+        "median_tokens": median(tokens),
+        "most_tokens": max(tokens),
+        "by_layer": coverage["tokens_per_expert"],
+        "min_tokens_per_expert": coverage["min_tokens_per_expert"],
+        "fallbacks": coverage["fallbacks"],
+    }

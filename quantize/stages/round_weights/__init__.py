@@ -1,0 +1,1 @@
+"""The stage round: codes and scales by GPTQ."""

@@ -1,0 +1,360 @@
+"""Rounds weights with GPTQ on Hessians of each Linear's inputs in real denoising.
+
+    prompts --BF16 model's denoising loop--> H = mean x x^T of every Linear's inputs
+    weights, H --gptq--> codes and scales, one file a layer, which `convert` writes as they are
+
+The loop is that of calibrate, with its prompts and seeds: encoder passes and every denoising step are
+seen, each token counting alike. Hessians of a layer of the 26B model take 2.4 GB, so as many layers as
+memory holds are collected in one run of the loop, and the next run takes the next ones: on a GPU what
+the plan leaves, on a CPU `HESSIAN_BYTES`. Which layers are collected together changes no sum.
+
+While a layer is rounded, the next one's weights are read and the last one's file is written. A file
+is written aside and renamed, so a run that was killed goes on behind the last finished layer, with the
+same bytes. An expert's Hessian of few tokens is drawn to its layer's mean (`gptq.shrunk`); an expert
+whose Hessian has no factor is rounded to nearest and counted in rounding.json.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import Target, fused_units, linear_shape
+from quantize.errors import InputError
+from quantize.host.files import folder_when_complete, read_json, sync_file, write_json, write_text
+from quantize.host.progress import say, track
+from quantize.recipe.sections import Calibration, Recipe
+from quantize.runs.manifest import fingerprint
+from quantize.runtime.engine import Engine
+from quantize.runtime.opening import Place, open, placed
+from quantize.runtime.sampler import Sampler
+from quantize.runtime.trajectory import Prompt, context_of, record_all
+from quantize.schemes.gptq import DAMPING, NEIGHBOURS, SWEEPS, Rounded, gptq
+from quantize.schemes.hessians import TILE, Hessians, tiles_of
+from quantize.schemes.records import Scheme
+from quantize.schemes.rounding import global_scale
+from quantize.stages.memory_needs import HESSIAN_BYTES, ROUNDING_BYTES
+from quantize.stages.prompts import load_prompts
+
+IDENTITY, SUMMARY = "identity.json", "rounding.json"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Linears that read one input and share one global scale.
+
+    Attributes:
+        reads: name of the input.
+        targets: fused experts alone, or q/k/v, gate/up, o or down of a layer.
+        scheme: scheme of all of them.
+    """
+
+    reads: str
+    targets: tuple[Target, ...]
+    scheme: Scheme
+
+    @property
+    def layer(self) -> int:
+        """Index of the decoder layer."""
+        return int(re.findall(r"layers\.(\d+)\.", self.reads)[0])
+
+    @property
+    def hessian_bytes(self) -> int:
+        """Bytes of the Hessians of the unit's input."""
+        shape = self.targets[0].shape
+        return 4 * TILE**2 * tiles_of(shape[-1]) * (shape[0] if len(shape) == 3 else 1)
+
+
+def units_of(targets: Sequence[Target]) -> list[Unit]:
+    """Return the units, each of which is rounded as one.
+
+    Raises:
+        InputError: the plan quantizes nothing.
+    """
+    found = [
+        Unit(_input_name(unit[0].name), tuple(unit), unit[0].scheme)
+        for unit in fused_units(targets)
+        if unit[0].scheme is not None
+    ]
+    if not found:
+        raise InputError("the recipe quantizes no Linear: there is nothing to round")
+    return found
+
+
+def _input_name(tensor: str) -> str:
+    """Return the name of an observed input, which is that of the first Linear that reads it."""
+    name = tensor.removesuffix(".weight")
+    return re.sub(r"(self_attn\.)[kv]_proj$|(mlp\.)up_proj$", _first_reader, name)
+
+
+def _first_reader(match: re.Match[str]) -> str:
+    return f"{match[1]}q_proj" if match[1] else f"{match[2]}gate_proj"
+
+
+def groups_of(units: Sequence[Unit], budget: int) -> Iterator[list[Unit]]:
+    """Yield units of as many whole layers as fit `budget` bytes of Hessians, at least one."""
+    by_layer: dict[int, list[Unit]] = {}
+    for unit in units:
+        by_layer.setdefault(unit.layer, []).append(unit)
+    group: list[Unit] = []
+    for _, layer in sorted(by_layer.items()):
+        if group and sum(unit.hessian_bytes for unit in [*group, *layer]) > budget:
+            yield group
+            group = []
+        group += layer
+    yield group
+
+
+@dataclass(frozen=True)
+class Done:
+    """A rounded unit: tensors [E, ...] in host memory by suffix, and its entry of rounding.json."""
+
+    unit: Unit
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+
+
+def round_unit(unit: Unit, weights: Sequence[Tensor], hessians: Hessians) -> Done:
+    """Round a unit's weights, one [E, out, in] or [out, in] for each of its targets."""
+    stacked = [_stack(weight) for weight in weights]
+    experts, _, inputs = stacked[0].shape
+    step = experts_at_once(experts, sum(weight.shape[1] for weight in stacked), inputs)
+    done: list[Rounded] = []
+    for start in range(0, experts, step):
+        at = slice(start, start + step)
+        hessian = hessians.mean(unit.reads, at)
+        weight = torch.cat([own[at].to(hessian.device) for own in stacked], 1)
+        ranges = unit.scheme.observe(weight, "memoryless_minmax")
+        shared = global_scale([ranges]) if unit.scheme.shares_global_scale else None
+        done.append(gptq(unit.scheme, weight, hessian, shared))
+        del hessian
+    tensors = {
+        key: torch.cat([each.tensors[key] for each in done]).cpu() for key in done[0].tensors
+    }
+    return Done(unit, tensors, _facts(unit, done, hessians))
+
+
+def experts_at_once(experts: int, out: int, inputs: int) -> int:
+    """Return how many experts are rounded together, so that each round has as many, but for the last.
+
+    `ROUNDING_BYTES` hold of each expert, in float32, its Hessian, the factor and six copies of its
+    weight, beside it in BF16; and seven matrices of float64 while one Hessian is factored. The number
+    does not depend on the GPU's memory, since a product's sums may depend on how many are batched.
+    """
+    each = 4 * inputs * (2 * inputs + 6.5 * out)
+    most = max(1, int((ROUNDING_BYTES - 56 * inputs**2) // each))
+    return math.ceil(experts / math.ceil(experts / most))
+
+
+def _stack(weight: Tensor) -> Tensor:
+    """View a dense weight as one expert: [1, out, in]; fused experts stay as they are."""
+    return weight if weight.dim() == 3 else weight[None]
+
+
+def _by_module(unit: Unit, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Split a unit's rows among its modules, each with a copy of shared tensors."""
+    found: dict[str, Tensor] = {}
+    modules = [module for target in unit.targets for module in target.modules]
+    rows = [linear_shape(t.shape, t.modules)[0] for t in unit.targets for _ in t.modules]
+    experts = len(tensors["weight_scale"])
+    each = len(modules) // experts
+    for suffix, stacked in tensors.items():
+        for expert, tensor in enumerate(stacked):
+            own = slice(expert * each, (expert + 1) * each)
+            is_shared = suffix == "weight_global_scale"
+            parts = [tensor] * each if is_shared else tensor.split(rows[own])
+            for module, part in zip(modules[own], parts, strict=True):
+                found[f"{module}.{suffix}"] = part.clone()
+    return found
+
+
+def _facts(unit: Unit, done: Sequence[Rounded], hessians: Hessians) -> dict[str, Any]:
+    loss, nearest = (torch.cat([getattr(d, k) for d in done]) for k in ("loss", "nearest"))
+    return {
+        "scheme": unit.scheme.name,
+        "tokens": hessians.tokens[unit.reads].tolist(),
+        "layer_loss": _digits(loss.mean()),
+        "layer_loss_of_nearest": _digits(nearest.mean()),
+        "fell_back": torch.cat([d.fell_back for d in done]).nonzero().flatten().tolist(),
+    }
+
+
+def _digits(value: Tensor) -> float:
+    return float(f"{value.item():.6g}")
+
+
+def round_weights(
+    source: Checkpoint,
+    targets: Sequence[Target],
+    recipe: Recipe,
+    out: Path,
+    *,
+    device: str = "cpu",
+    gpu_memory: float | None = None,
+    budget: int | None = None,
+) -> None:
+    """Write the codes and scales of every quantized Linear, one file a layer, to the folder `out`.
+
+    Args:
+        source: the BF16 checkpoint.
+        targets: its plan.
+        recipe: recipe whose `calibration` section names the prompts.
+        out: folder for layer-NN.safetensors and rounding.json; it appears when it is complete.
+        device: where the model, the Hessians and the rounding run.
+        gpu_memory: bytes of a GPU that may be used, None for what is free.
+        budget: bytes of Hessians held at a time, None for what the plan leaves.
+
+    Raises:
+        InputError: there is nothing to round, or no calibration section.
+        QuantizeError: a Linear saw no token, or an input that was not finite.
+    """
+    if recipe.calibration is None:
+        raise InputError(f"recipe {recipe.name}: gptq needs a `calibration` section")
+    units = units_of(targets)
+    loop = _Loop(source, recipe.calibration, device, gpu_memory)
+    with folder_when_complete(out, keep_partial=True) as folder:
+        _start(folder, _identity(source, units, recipe.calibration, loop.prompts))
+        left = [unit for unit in units if not (folder / _file(unit.layer)).exists()]
+        for group in groups_of(left, budget or loop.room()) if left else ():
+            round_layers(folder, group, source, loop.hessians_of(group))
+        _summarize(folder)
+
+
+class _Loop:
+    """The denoising loop over the calibration prompts, run once a group of layers."""
+
+    def __init__(
+        self, source: Checkpoint, settings: Calibration, device: str, gpu_memory: float | None
+    ) -> None:
+        self.prompts = load_prompts(source.folder, settings, settings.prompts)
+        self._source, self._settings = source, settings
+        self._device, self._memory = device, None if device == "cpu" else gpu_memory
+        self._sampler = Sampler.from_checkpoint(source.folder)
+
+    @cached_property
+    def _context(self) -> int:
+        ids = [prompt.ids for prompt in self.prompts]
+        return context_of(self._source.folder, ids, self._settings.canvases)
+
+    @cached_property
+    def _place(self) -> Place:
+        """How the model fits beside the least of Hessians."""
+        return placed(
+            self._source.folder, self._device, capacity=self._settings.batch_size,
+            max_context=self._context, gpu_memory=self._memory,
+            beside=HESSIAN_BYTES + ROUNDING_BYTES,
+        )  # fmt: skip
+
+    @cached_property
+    def _engine(self) -> Engine:
+        place = self._place
+        return open(
+            self._source.folder, device=self._device, capacity=place.capacity,
+            max_context=self._context, resident=place.resident,
+        )  # fmt: skip
+
+    def room(self) -> int:
+        """Return the bytes of Hessians that fit beside all that is planned."""
+        return HESSIAN_BYTES + int(self._place.left or 0)
+
+    def hessians_of(self, units: Sequence[Unit]) -> Hessians:
+        """Run the loop and return the Hessians of the units' inputs."""
+        experts: int = self._source.config["text_config"]["num_experts"]
+        hessians = Hessians([unit.reads for unit in units], experts)
+        title = f"Hessians of {len({unit.layer for unit in units})} layers"
+        settings = self._settings.model_copy(update={"batch_size": self._engine.capacity})
+        with self._engine.watching(hessians.see):
+            record_all(self._engine, self.prompts, settings, self._sampler, title=title)
+        return hessians
+
+
+def _file(layer: int) -> str:
+    return f"layer-{layer:02}.safetensors"
+
+
+def round_layers(
+    folder: Path, units: Sequence[Unit], source: Checkpoint, hessians: Hessians
+) -> None:
+    """Round layer after layer, while the next one's weights are read and the last one's file written.
+
+    Raises:
+        QuantizeError: an input saw no token, or one that was not finite.
+    """
+    layers = [[u for u in units if u.layer == n] for n in sorted({u.layer for u in units})]
+    pinned = any(sums.is_cuda for sums in hessians.sums.values())
+    with ThreadPoolExecutor(2) as beside:
+        reading, writing = beside.submit(_read, layers[0], source, pinned), None
+        for index, layer in enumerate(track(layers, "rounding", unit="layers")):
+            weights = reading.result()
+            if index + 1 < len(layers):
+                reading = beside.submit(_read, layers[index + 1], source, pinned)
+            done = [round_unit(*each, hessians) for each in zip(layer, weights, strict=True)]
+            if writing is not None:
+                writing.result()
+            writing = beside.submit(write_layer, folder, layer, done)
+        if writing is not None:
+            writing.result()
+
+
+def _read(units: Sequence[Unit], source: Checkpoint, pinned: bool) -> list[list[Tensor]]:
+    return [[source.read(t.name, pinned=pinned) for t in unit.targets] for unit in units]
+
+
+def write_layer(folder: Path, units: Sequence[Unit], done: Sequence[Done]) -> None:
+    """Write the file of one layer, whose units are `done`, with facts beside it."""
+    tensors: dict[str, Tensor] = {}
+    for each in done:
+        tensors |= _by_module(each.unit, each.tensors)
+    name = _file(units[0].layer)
+    facts = {each.unit.reads: each.facts for each in done}
+    write_json(folder / name.replace(".safetensors", ".json"), facts)
+    temporary = folder / "layer.partial"
+    save_file(tensors, temporary)
+    sync_file(temporary)
+    temporary.replace(folder / name)
+
+
+def _identity(
+    source: Checkpoint, units: Sequence[Unit], settings: Calibration, prompts: Sequence[Prompt]
+) -> str:
+    """Return a digest of everything that the rounded weights depend on."""
+    schemes = [(unit.reads, unit.scheme.name) for unit in units]
+    facts = [
+        fingerprint(source), schemes, settings.model_dump(), [[p.ids, p.thinking] for p in prompts],
+        DAMPING, NEIGHBOURS, SWEEPS,
+    ]  # fmt: skip
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for prompt in prompts:
+        if prompt.images is not None:
+            digest.update(prompt.images.pixels.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _start(folder: Path, identity: str) -> None:
+    """Keep layers of an interrupted try with the same inputs; remove those of any other."""
+    path = folder / IDENTITY
+    if not path.exists() or path.read_text("utf-8") != identity:
+        for file in folder.iterdir():
+            file.unlink()
+        write_text(path, identity)
+
+
+def _summarize(folder: Path) -> None:
+    facts: dict[str, Any] = {}
+    for path in sorted(folder.glob("layer-*.json")):
+        facts |= read_json(path)
+        path.unlink()
+    fell_back = sum(len(each["fell_back"]) for each in facts.values())
+    write_json(folder / SUMMARY, {"fell_back": fell_back, "linears": facts})
+    say(f"rounding: {len(facts)} inputs, {fell_back} Hessians without a factor")

@@ -1,0 +1,207 @@
+"""Checks statically that the artifact is what the plan said, and close to its source.
+
+Every check counts what it looked at; a check that looked at nothing fails. Weights are read in parts
+of about 8 MB, by one thread a core, so memory stays at a few parts whatever the size of the model.
+
+  unchanged     every file still has the checksum that convert recorded when it wrote it
+  config        config.json is the source's, and quantizes what the plan says, with its schemes
+  layout        every name, dtype and shape is what config.json calls for
+  counts        quantized modules and bytes equal the plan's; nothing that must stay BF16 has a scale
+  one owner     no two tensors map to one module once vLLM reads `model.decoder.` and
+                `model.encoder.language_model.` both as `model.` (`layer_scalar` has one each)
+  shared        q/k/v, and gate/up of an MLP or an expert, have equal global and input scales
+  calibrated    input scales are those that calibration found
+  tokenizer     tokenizer.json exists and is JSON
+
+and of the values (`verify_weights`):
+
+  kept          BF16 tensors equal the source bit for bit
+  scales        finite; above 0 but for the block scales of all-zero blocks
+  experts       no expert has a projection that is all zero
+  error         |W - W'| / |W| of every source tensor within the recipe's limit
+  decompression our dequantized weights equal compressed-tensors' own, bit for bit: 16 modules of
+                every source tensor as a whole, some rows of every other
+"""
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quantize.checkpoints.layout import check_layout, schemes_by_module
+from quantize.checkpoints.reader import Checkpoint, check_tokenizer, read_header
+from quantize.checkpoints.scales import read_scales, shared
+from quantize.checkpoints.targets import Target
+from quantize.errors import InputError
+from quantize.host.files import read_json, write_json
+from quantize.recipe.sections import Recipe
+from quantize.runs.folder import RunDir
+from quantize.runs.manifest import checksums, fingerprint
+from quantize.stages.device import Device
+from quantize.stages.verify.verify_weights import VALUE_CHECKS, Check, check_weights, new_checks
+
+ALWAYS = ("unchanged", "config", "layout", "counts", "one owner", "tokenizer", *VALUE_CHECKS)
+CONVERT = "`quantize convert RUN` writes it again"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All checks by name, and the relative error of every quantized source tensor."""
+
+    checks: dict[str, Check]
+    relative_error: dict[str, float | None] = field(default_factory=dict[str, float | None])
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return all(check.passed for check in self.checks.values())
+
+    def summary(self) -> str:
+        """Return one line that says what failed first, or that all passed."""
+        for check in self.checks.values():
+            if not check.passed:
+                fault = check.faults[0] if check.faults else "it looked at nothing"
+                return f"{check.name}: {fault}"
+        return f"{len(self.checks)} checks passed"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what verification.json holds."""
+        return {
+            "passed": self.passed,
+            "checks": [{**asdict(c), "passed": c.passed} for c in self.checks.values()],
+            "relative_error": self.relative_error,
+        }
+
+
+def verify(
+    artifact: Checkpoint,
+    source: Checkpoint,
+    targets: list[Target],
+    recipe: Recipe,
+    run: RunDir,
+    *,
+    device: str = "cpu",
+) -> Verification:
+    """Check a quantized checkpoint against its source and plan; write verification.json.
+
+    Values are compared on `device`, while the files are hashed.
+    """
+    found = Verification(new_checks(_names(targets, recipe)))
+    with ThreadPoolExecutor(1) as beside:
+        hashing = beside.submit(checksums, artifact)
+        _check_config(artifact, source, targets, found.checks["config"])
+        _check_counts(artifact, targets, found.checks["counts"])
+        _check_owner(artifact, found.checks["one owner"])
+        _check_tokenizer(artifact, found.checks["tokenizer"])
+        if _check_layout(artifact, found.checks["layout"]):
+            _check_scales(artifact, targets, run.calibration, found.checks)
+            found.relative_error.update(
+                check_weights(artifact, source, targets, recipe, found.checks, Device(device))
+            )
+    hashes = hashing.result()
+    _check_unchanged(hashes, run.conversion_json, found.checks["unchanged"])
+    # It ties this file to these bytes: a checkpoint that is written again, or rots, is not verified.
+    identity = {"artifact": fingerprint(artifact), "sha256": hashes}
+    write_json(run.verification_json, {**identity, **found.as_json()})
+    return found
+
+
+def _names(targets: list[Target], recipe: Recipe) -> list[str]:
+    shares = any(target.scheme and target.scheme.shares_global_scale for target in targets)
+    names = [*ALWAYS, *(["shared"] if shares else [])]
+    return [*names, "calibrated"] if recipe.needs_calibration else names
+
+
+def _check_unchanged(hashes: dict[str, str], record: Path, check: Check) -> None:
+    """Compare every file with convert's record, so that nothing newer is verified."""
+    if not record.is_file():
+        check.expect(False, f"{record} is missing: nothing says what convert wrote; {CONVERT}")
+        return
+    written: dict[str, str] = read_json(record, "files")["files"]
+    for name in sorted(written.keys() | hashes.keys()):
+        is_same = written.get(name) == hashes.get(name)
+        check.expect(is_same, f"{name} is not what convert wrote; {CONVERT}")
+
+
+def _check_config(
+    artifact: Checkpoint, source: Checkpoint, targets: list[Target], check: Check
+) -> None:
+    plain = {key: value for key, value in artifact.config.items() if key != "quantization_config"}
+    for key in sorted(plain.keys() | source.config.keys()):
+        mine, theirs = plain.get(key), source.config.get(key)
+        check.expect(mine == theirs, f"config.json: {key} differs from the source's; {CONVERT}")
+    planned = {module: t.scheme for t in targets if t.scheme for module in t.modules}
+    try:
+        stated = schemes_by_module(artifact.config)
+    except InputError as error:
+        check.expect(False, str(error))
+        return
+    for module in sorted(planned.keys() | stated.keys()):
+        mine, theirs = stated.get(module, "BF16"), planned.get(module, "BF16")
+        check.expect(mine == theirs, f"config.json: {module} is {mine}; the plan has {theirs}")
+
+
+def _check_tokenizer(artifact: Checkpoint, check: Check) -> None:
+    try:
+        check_tokenizer(artifact.folder)
+        check.expect(True, "")
+    except InputError as error:
+        check.expect(False, str(error))
+
+
+def _check_layout(artifact: Checkpoint, check: Check) -> bool:
+    try:
+        check.looked_at = len(check_layout(artifact))
+    except InputError as error:
+        check.expect(False, str(error))
+    return check.passed
+
+
+def _check_counts(artifact: Checkpoint, targets: list[Target], check: Check) -> None:
+    scaled = [n.rsplit(".", 1)[0] for n in artifact.tensors if n.endswith(".weight_scale")]
+    planned = sum(len(target.modules) for target in targets)
+    check.expect(len(scaled) == planned, f"{len(scaled)} modules quantized; the plan has {planned}")
+    after = sum(target.bytes_after for target in targets)
+    check.expect(artifact.nbytes == after, f"{artifact.nbytes} bytes; the plan has {after}")
+    quantizable = {module for target in targets for module in target.modules}
+    for module in scaled:
+        check.expect(module in quantizable, f"{module} is quantized and must stay BF16")
+
+
+def _check_owner(artifact: Checkpoint, check: Check) -> None:
+    merged = Counter(
+        name.replace("model.encoder.language_model.", "model.").replace("model.decoder.", "model.")
+        for name in artifact.tensors
+        if not name.endswith("layer_scalar")
+    )
+    for name, count in merged.items():
+        check.expect(count == 1, f"{count} tensors of the artifact map to {name}")
+
+
+def _check_scales(
+    artifact: Checkpoint, targets: list[Target], calibration: Path, checks: dict[str, Check]
+) -> None:
+    scales = read_scales(artifact)
+    if "shared" in checks:
+        for ok, fault in shared(scales):
+            checks["shared"].expect(ok, fault)
+    if "calibrated" in checks:
+        path = calibration / "input_scales.safetensors"
+        modules = [m for t in targets if t.scheme and t.scheme.calibrated for m in t.modules]
+        written = {module: scales[module]["input_global_scale"] for module in modules}
+        _check_calibrated(written, path, checks["calibrated"])
+
+
+def _check_calibrated(written: dict[str, float], path: Path, check: Check) -> None:
+    """Compare every input scale with the one that calibration found."""
+    try:
+        reader = Checkpoint(path.parent, {}, read_header(path))
+    except InputError as error:
+        check.expect(False, str(error))
+        return
+    names = {f"{module}.input_global_scale": module for module in written}
+    for name in sorted(names.keys() | reader.tensors.keys()):
+        found = reader.read(name).tolist() if name in reader.tensors else None
+        mine = [written[names[name]]] if name in names else None
+        check.expect(mine == found, f"{name} is {mine} and calibration found {found}; {CONVERT}")

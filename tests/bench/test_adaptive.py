@@ -1,0 +1,42 @@
+"""Adaptive rows of `quantize bench`, on a CPU: what they run, not how fast."""
+
+from pathlib import Path
+
+import pytest
+
+from quantize.bench import adaptive
+from quantize.bundled import CHECKPOINT
+from quantize.errors import InputError
+from quantize.runtime import Sampler
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.weights import load_packed
+
+
+def test_both_ways_take_the_recorded_steps(tmp_path: Path) -> None:
+    """The same requests stop after the same numbers of steps, in turns; by step slots wait less."""
+    engine = FusedEngine(load_packed(CHECKPOINT, "cpu"), capacity=4, max_context=200)
+    file = tmp_path / "stops.json"
+    file.write_text("[1, 3, 2]")
+    stops = adaptive.read_stops(file)
+    calls: list[int] = []
+    plain = engine.denoise
+
+    def denoise(slots: list[int]) -> object:
+        calls.append(len(slots))
+        return plain(slots)
+
+    engine.denoise = denoise
+    rows = adaptive.adaptive_rows(engine, [[5] * 10] * 2, Sampler(max_denoising_steps=4), stops)
+    assert [(row.batch, row.slots_go_on) for row in rows] == [(2, "by step"), (2, "by canvas")]
+    for row in rows:
+        assert row.steps_of_canvases == (stops * 6)[: 2 * 2 * adaptive.REQUESTS]
+    assert calls.count(1) > calls.count(2) / 4  # by canvas the slower one goes on alone
+    assert engine.stops is None
+    assert not engine._slots
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[1, 0]", "[1.5]", "[true]", '{"a": 1}'])
+def test_unusable_stops(text: str, tmp_path: Path) -> None:
+    (tmp_path / "stops.json").write_text(text)
+    with pytest.raises(InputError, match=r"stops\.json"):
+        adaptive.read_stops(tmp_path / "stops.json")

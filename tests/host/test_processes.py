@@ -1,0 +1,63 @@
+"""Processes that torchrun started: connected while the block runs, and no longer."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from two_processes import in_two
+
+from quantize.host.processes import ALONE, joined
+
+
+def work(rank: int, fails: bool, said: Path) -> None:
+    try:
+        with joined() as processes:
+            processes.wait()
+            said.write_text(f"{processes.rank}, not {processes.others(processes.rank)}")
+            if fails:
+                raise KeyError
+    except KeyError:
+        said.write_text(said.read_text() + ", failed")
+    if torch.distributed.is_initialized():
+        said.write_text("the group is there still")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_group_is_destroyed_whatever_happens(fails: bool, tmp_path: Path) -> None:
+    files = [tmp_path / str(rank) for rank in range(2)]
+    in_two(lambda rank: work(rank, fails, files[rank]))
+    end = ", failed" if fails else ""
+    assert [file.read_text() for file in files] == [f"0, not [1]{end}", f"1, not [0]{end}"]
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from quantize.host.processes import is_first, joined
+with joined() as processes:
+    found = f"{processes.rank} of {processes.count}, not {processes.others(processes.rank)}"
+    Path(sys.argv[1], str(processes.rank)).write_text(f"{found}, first: {is_first()}")
+"""
+
+
+def test_torchrun_starts_them(tmp_path: Path) -> None:
+    """Other tests fork two processes with what torchrun tells its own: this is what it tells."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, str(script), str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "0").read_text() == "0 of 2, not [1], first: True"
+    assert (tmp_path / "1").read_text() == "1 of 2, not [0], first: False"
+
+
+def test_without_torchrun_there_is_one() -> None:
+    with joined() as processes:
+        assert processes == ALONE
+        assert processes.others("found") == []
+        assert list(processes.mine([1, 2, 3])) == [1, 2, 3]
+        processes.wait()

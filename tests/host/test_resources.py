@@ -1,0 +1,72 @@
+"""What a stage took is its own: no peak of what ran before, and the time of tries that failed."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantize.bundled import CHECKPOINT
+from quantize.checkpoints.reader import Checkpoint
+from quantize.host import resources as measuring
+from quantize.host.files import read_json, write_json
+from quantize.host.resources import measured
+from quantize.pipeline.run import work
+from quantize.pipeline.stages import STAGES, Run
+from quantize.recipe.sections import load_recipe
+from quantize.runs.folder import RunDir
+from quantize.runs.manifest import new_manifest, tool
+
+LARGE = 300_000_000  # bytes, far over what moves by itself
+
+
+def test_the_peak_of_a_block_is_not_that_of_the_one_before() -> None:
+    with measured() as first:
+        np.ones(LARGE // 8)
+    with measured() as second:
+        time.sleep(0.02)
+    if first["peak_rss_bytes"] is None:
+        pytest.skip("this kernel does not let a process forget its peak")
+    assert first["peak_rss_bytes"] - second["peak_rss_bytes"] > 0.8 * LARGE
+    assert second["seconds"] >= 0.02
+    assert (second["gpu"] is None) == (second["peak_gpu_bytes"] is None)
+
+
+def test_where_the_peak_cannot_be_forgotten_none_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "FORGET", tmp_path / "missing" / "clear_refs")
+    with measured() as facts:
+        pass
+    assert facts["peak_rss_bytes"] is None
+
+
+def test_the_time_of_a_try_that_failed_is_counted(tmp_path: Path) -> None:
+    source, recipe = Checkpoint.open(CHECKPOINT), load_recipe("nvfp4a16")
+    run = Run(RunDir(tmp_path / "run"), recipe, source, [], is_bundled=True)
+    write_json(run.folder.manifest_json, new_manifest(source, "digest", "nvfp4a16", None))
+
+    def task(fails: bool) -> None:
+        time.sleep(0.05)
+        if fails:
+            raise KeyboardInterrupt
+        (run.folder.path / STAGES[0].result).write_text("")
+
+    with pytest.raises(KeyboardInterrupt):
+        work(run, STAGES[0], lambda _: task(fails=True))
+    facts = read_json(run.folder.manifest_json)["stages"]["plan"]
+    assert list(facts) == ["seconds_in_all"]
+    work(run, STAGES[0], lambda _: task(fails=False))
+    again = read_json(run.folder.manifest_json)["stages"]["plan"]
+    assert again["seconds_in_all"] >= facts["seconds_in_all"] + again["seconds"] - 0.02 >= 0.08
+    assert again["ended"].endswith("+00:00")
+
+
+def test_the_commit_of_the_code_is_that_of_its_checkout() -> None:
+    found = tool()
+    assert found["version"]
+    checkout = Path(__file__).parents[2] / ".git"
+    assert (found["commit"] is not None) == checkout.exists()
+    if found["commit"]:
+        assert len(found["commit"]) == 40
+        assert isinstance(found["modified"], bool)

@@ -1,0 +1,60 @@
+"""A checkpoint that was built elsewhere is judged as a run is, and nothing is written into it."""
+
+from pathlib import Path
+
+import pytest
+from quick_run import Quick
+
+from quantize.host.files import read_json
+
+
+@pytest.fixture
+def quick(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quick:
+    """A finished run of the tiny model, whose checkpoint stands for somebody else's."""
+    quantize = Quick(tmp_path, tiny_checkpoint, monkeypatch)
+    done = quantize.run()
+    assert done.code == 0, done.err
+    return quantize
+
+
+def test_a_checkpoint_is_judged(quick: Quick) -> None:
+    theirs = quick.folder.checkpoint
+    before = {path: path.read_bytes() for path in theirs.iterdir()}
+    words = ("judge", theirs, "--against", quick.model, "--recipe", quick.recipe)
+    words = (*words, "--out", quick.out)
+    done = quick(*words)
+    assert done.code == 0, done.err
+    assert done.redone() == ["plan", "convert", "verify", "fidelity", "evaluate", "report"]
+    (folder,) = quick.out.glob("judge-*")
+    report = read_json(folder / "report.json")
+    ours = read_json(quick.folder.report_json)
+    assert report["artifact"] == ours["artifact"]
+    for key in ("bf16_bytes", "quantized_modules"):
+        assert report["sizes"][key] == ours["sizes"][key]
+    assert (folder / "report.html").exists()
+    assert {path: path.read_bytes() for path in theirs.iterdir()} == before
+    again = quick(*words)
+    assert again.code == 2
+    assert "--resume continues or shows it" in again.last
+    shown = quick(*words, "--resume")
+    assert (shown.code, shown.redone()) == (0, [])
+    compared = quick("compare", quick.folder.path, folder)
+    assert compared.code == 0, compared.err
+    for command in ("evaluate", "report", "card"):
+        refused = quick(command, folder)
+        assert (refused.code, "a judgement of" in refused.last) == (2, True)
+
+
+def test_what_the_inspection_finds_fails_before_anything_is_loaded(quick: Quick) -> None:
+    (quick.folder.checkpoint / "tokenizer.json").unlink()
+    words = ("judge", quick.folder.checkpoint, "--against", quick.model, "--recipe", quick.recipe)
+    done = quick(*words, "--out", quick.out)
+    assert done.code == 1
+    assert "tokenizer" in done.last
+    assert done.redone() == ["plan", "convert", "verify"]
+
+
+def test_a_bf16_model_is_not_judged(quick: Quick) -> None:
+    done = quick("judge", quick.model, "--against", quick.model, "--recipe", quick.recipe)
+    assert done.code == 2
+    assert "a quantized checkpoint is judged against a BF16 one" in done.last

@@ -1,0 +1,217 @@
+"""The whole run on the bundled model, in small: verdicts, damage, interruption."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from quick_run import Quick, made_up_scores
+from safetensors.torch import load_file, save_file
+
+from quantize.host.files import read_json, write_json
+from quantize.pipeline.stages import STAGES
+from quantize.pipeline.staleness import input_digests, remember
+from quantize.recipe.sections import shipped_recipes
+from quantize.runs.folder import RunDir
+
+NAMES = ("calibrate", "convert", "verify", "fidelity", "evaluate", "report")
+PROBLEMS = 48
+
+
+@pytest.fixture(scope="module")
+def small_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """nvfp4 with few prompts and problems, and a margin that so few problems can decide."""
+    fields = yaml.safe_load(shipped_recipes()["nvfp4_w4a4"])
+    fields["name"] = "small"
+    fields["bundled"]["calibration"] |= {"prompts": 16, "canvases": 1, "min_tokens_per_expert": 8}
+    fields["bundled"]["evaluation"]["limit"] = {"word_problems": PROBLEMS}
+    fields["bundled"]["gate"]["margin_pp"] = {"word_problems": 30}
+    path = tmp_path_factory.mktemp("recipe") / "small.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    return path
+
+
+def command(recipe: Path, out: Path, *more: str) -> list[str]:
+    start = [sys.executable, "-m", "quantize", "run", "--recipe", str(recipe), "--out", str(out)]
+    return [*start, *more]
+
+
+def run(recipe: Path, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(recipe, out, *more), capture_output=True, text=True, check=False, timeout=500
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(small_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small run that was never interrupted."""
+    out = tmp_path_factory.mktemp("outputs")
+    done = run(small_recipe, out)
+    assert done.returncode == 0, done.stderr
+    (folder,) = out.glob("small-*")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Everything a run makes but for times, memory, paths and locks, which name processes."""
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    skip = {"manifest.json", "report.json", "report.md", "report.html", "junit.xml", "stages.json"}
+    kept = [p for p in files if p.name not in skip and not p.name.endswith(".lock")]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in kept}
+
+
+def test_a_run_ends_with_a_verdict_and_a_recovery_table(finished: Path) -> None:
+    report = json.loads((finished / "report.json").read_text())
+    assert report["verdict"]["outcome"] == "PASS"
+    assert report["model"]["bundled"] is True
+    (task,) = [t for t in report["tasks"] if t["gated"]]
+    assert task["questions"] == task["looks"][-1]["questions"] < PROBLEMS  # it was certain before
+    assert 0.4 < task["base"] <= 1
+    assert report["sizes"]["quantized_modules"] == 6 * 16 * 3 + 6 * 3 + 6 * 4 - 1
+    text = (finished / "report.md").read_text()
+    assert "not Google's" in text
+    assert "| word_problems |" in text
+
+
+def test_planned_bytes_are_the_bytes_written(finished: Path) -> None:
+    report = json.loads((finished / "report.json").read_text())
+    shards = list((finished / "checkpoint").glob("*.safetensors"))
+    written = sum(p.stat().st_size for p in shards)
+    headers = sum(8 + int.from_bytes(p.read_bytes()[:8], "little") for p in shards)
+    assert written - headers == report["sizes"]["quantized_bytes"]
+
+
+def test_a_finished_run_is_shown_again_not_made_again(finished: Path, small_recipe: Path) -> None:
+    before = contents(finished)
+    done = run(small_recipe, finished.parent, "--resume")
+    assert done.returncode == 0, done.stderr
+    for stage in NAMES:
+        assert f"{stage}: done before" in done.stderr
+    assert contents(finished) == before
+
+
+def test_exchanged_experts_fail_the_gate(
+    finished: Path, small_recipe: Path, tmp_path: Path
+) -> None:
+    """All experts of one layer move one place on, whole: every name, dtype and scale still fits."""
+    folder = Path(shutil.copytree(finished, tmp_path / finished.name))
+    (shard,) = folder.glob("checkpoint/*.safetensors")
+    tensors = load_file(shard)
+    layer = "model.decoder.layers.3.experts."
+    moved = {
+        name: tensors[_next_expert(name, layer)] if name.startswith(layer) else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(moved, shard, metadata={"format": "pt"})
+    (convert,) = (stage for stage in STAGES if stage.name == "convert")
+    run_folder = RunDir(folder)
+    recorded = read_json(run_folder.conversion_json)
+    recorded["files"][shard.name] = hashlib.sha256(shard.read_bytes()).hexdigest()
+    write_json(run_folder.conversion_json, recorded)
+    remember(run_folder, convert, input_digests(run_folder, convert))  # as if convert had done it
+    done = run(small_recipe, tmp_path, "--resume")
+    assert done.returncode == 1, done.stderr
+    assert "convert: done before" in done.stderr
+    assert "layers.3.experts" in done.stderr.splitlines()[-1]
+
+
+def _next_expert(name: str, layer: str, experts: int = 16) -> str:
+    expert, rest = name.removeprefix(layer).split(".", 1)
+    return f"{layer}{(int(expert) + 1) % experts}.{rest}"
+
+
+@pytest.mark.parametrize(
+    ("scores", "code", "outcome"),
+    [
+        ({}, 0, "PASS"),
+        ({"lost": 40}, 1, "FAIL"),
+        ({"lost": 15}, 4, "INCONCLUSIVE"),
+        ({"dtype": "torch.bfloat16"}, 4, "NOT COMPARABLE"),
+    ],
+)
+def test_every_verdict_has_its_exit_code(
+    scores: dict[str, Any], code: int, outcome: str, tiny_checkpoint: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of the run, of the run that is shown again, and of `quantize report` alone."""
+    quick = Quick(tmp_path, tiny_checkpoint, monkeypatch)
+    monkeypatch.setattr(
+        "quantize.stages.evaluate.evaluate.evaluate", partial(made_up_scores, **scores)
+    )
+    assert quick.run().code == code
+    assert read_json(quick.folder.report_json)["verdict"]["outcome"] == outcome
+    again = quick.run("--resume")
+    assert (again.code, again.redone()) == (code, [])
+    assert quick("report", quick.folder.path).code == code
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file", "below a device", "the run's name"])
+def test_a_place_where_no_folder_can_be(
+    place: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = Quick(tmp_path, tiny_checkpoint, monkeypatch)
+    file = tmp_path / "file"
+    file.write_text("mine")
+    if place == "the run's name":
+        assert quick.run("--until", "plan").code == 0
+        name = quick.folder.path.name
+        shutil.rmtree(quick.folder.path)
+        file = quick.out / name
+        file.write_text("mine")
+    else:
+        outs = {"a file": file, "below a file": file / "x", "below a device": Path("/dev/null/x")}
+        quick.out = outs[place]
+    done = quick.run("--until", "plan")
+    assert done.code == 2
+    assert "no folder can be made there" in done.last
+    assert "name another --out" in done.last
+    assert file.read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read-only: said for root too, whom permissions do not stop."""
+    quick = Quick(tmp_path, tiny_checkpoint, monkeypatch)
+    mkdir = Path.mkdir
+
+    def read_only(self: Path, *given: Any, **options: Any) -> None:
+        if self.is_relative_to(quick.out):
+            raise OSError(errno.EROFS, "Read-only file system", str(self))
+        mkdir(self, *given, **options)
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    done = quick.run("--until", "plan")
+    assert done.code == 3
+    assert "cannot be made (Read-only file system); name another --out" in done.last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", NAMES)
+@pytest.mark.parametrize("delay", [0.0, 1.5])
+def test_sigkill_in_a_stage_then_resume_gives_the_same_bytes(
+    stage: str, delay: float, finished: Path, small_recipe: Path, tmp_path: Path
+) -> None:
+    process = subprocess.Popen(command(small_recipe, tmp_path), stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith(f"{stage}: started"):
+            time.sleep(delay)
+            os.kill(process.pid, signal.SIGKILL)
+            break
+    process.wait(timeout=60)
+    assert process.returncode in (-signal.SIGKILL, 0)
+    done = run(small_recipe, tmp_path, "--resume")
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("small-*")
+    assert contents(folder) == contents(finished)

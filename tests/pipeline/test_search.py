@@ -1,0 +1,163 @@
+"""The search: exact choices, a model quantized in place as convert would, and a recipe that says it."""
+
+import itertools
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conversions import recipe_for, write_input_scales
+
+from quantize.bundled import CHECKPOINT
+from quantize.checkpoints.load import load
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import plan_targets, sum_bytes
+from quantize.errors import InputError
+from quantize.host.files import read_json
+from quantize.pipeline import search as module
+from quantize.pipeline.knapsack import Knapsack
+from quantize.pipeline.search import BF16, Option, quantized, recipe_of, search
+from quantize.recipe.sections import load_recipe
+from quantize.schemes import records as schemes
+from quantize.stages.convert.convert import convert
+
+SCHEMES = ("NVFP4", "NVFP4A16", "FP8_DYNAMIC")
+
+
+def exhaustive(groups: list[list[tuple[int, float]]], budget: int) -> float:
+    return min(
+        sum(damage for _, damage in each)
+        for each in itertools.product(*groups)
+        if sum(nbytes for nbytes, _ in each) <= budget
+    )
+
+
+def test_the_knapsack_finds_what_trying_everything_finds() -> None:
+    draw = random.Random(0)
+    groups = [[(draw.randrange(1, 40), draw.random()) for _ in range(3)] for _ in range(6)]
+    sack = Knapsack(groups)
+    most = sum(max(nbytes for nbytes, _ in options) for options in groups)
+    for budget in range(sack.least, most + 5, 3):
+        picked = [options[at] for options, at in zip(groups, sack.best(budget), strict=True)]
+        assert sum(nbytes for nbytes, _ in picked) <= budget
+        assert sum(damage for _, damage in picked) == pytest.approx(exhaustive(groups, budget))
+        found = sum(damage for _, damage in picked)
+        cheap = [options[at] for options, at in zip(groups, sack.cheapest(found), strict=True)]
+        assert sum(damage for _, damage in cheap) <= found + 1e-12
+        assert sum(nbytes for nbytes, _ in cheap) <= budget
+    with pytest.raises(InputError, match="no choice is so small"):
+        sack.best(sack.least - 1)
+    with pytest.raises(InputError, match="no choice does so little damage"):
+        sack.cheapest(-1.0)
+    damages = [damage for _, damage in sack.frontier(10)]
+    assert damages == sorted(damages, reverse=True)
+
+
+def test_large_bytes_never_exceed_the_budget() -> None:
+    draw = random.Random(1)
+    groups = [[(draw.randrange(10**8, 10**9), draw.random()) for _ in range(4)] for _ in range(20)]
+    sack = Knapsack(groups)
+    for share in (0.0, 0.1, 0.5, 0.9):
+        budget = int(sack.least + share * 10**10)
+        picked = sack.best(budget)
+        assert sum(o[at][0] for o, at in zip(groups, picked, strict=True)) <= budget
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_in_place_is_what_a_conversion_loads_as(
+    scheme: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """The same logits to the last bit, and BF16's again behind the block."""
+    source, recipe = Checkpoint.open(tiny_checkpoint), recipe_for(scheme)
+    targets = plan_targets(source.tensors, recipe.quantization)
+    path = tmp_path / "input_scales.safetensors"
+    scales = write_input_scales(path, targets)
+    convert(source, targets, tmp_path / "q", recipe=recipe, input_scales=path if scales else None)
+    expected = load(tmp_path / "q", activations="per_layer")
+    model, plain = load(tiny_checkpoint), load(tiny_checkpoint)
+    ids = {"input_ids": torch.tensor([[2, 5, 6, 7]]), "decoder_input_ids": torch.full((1, 16), 9)}
+    chosen = [target for target in targets if target.scheme]
+    with torch.no_grad():
+        with quantized(model, source, chosen, scales, recipe):
+            found = model(**ids).logits
+        assert torch.equal(found, expected(**ids).logits)
+        assert not torch.equal(found, plain(**ids).logits)
+        assert torch.equal(model(**ids).logits, plain(**ids).logits)
+
+
+def test_a_choice_becomes_a_recipe_that_plans_it() -> None:
+    source = Checkpoint.open(CHECKPOINT)
+    chosen = {
+        (layer, kind): Option(
+            "FP8_DYNAMIC" if kind == "attention" else BF16 if (layer, kind) == (2, "mlp")
+            else "NVFP4" if layer < 3 else "NVFP4A16", 1, 0.0,
+        )
+        for layer in range(6)
+        for kind in ("attention", "mlp", "experts")
+    }  # fmt: skip
+    recipe = recipe_of(load_recipe("nvfp4"), chosen, "searched")
+    limits = recipe.verification.max_relative_error
+    assert (
+        limits["FP8_DYNAMIC"] > schemes.SCHEMES["FP8_DYNAMIC"].max_relative_error
+    )  # GPTQ rounds it
+    for target in plan_targets(source.tensors, recipe.quantization):
+        if target.module_class in ("attention", "mlp", "experts"):
+            layer = int(target.name.split("layers.")[1].split(".")[0])
+            found = target.scheme.name if target.scheme else BF16
+            assert found == chosen[layer, target.module_class].scheme, target.name
+    only = {group: Option(BF16, 1, 0.0) for group in chosen}
+    with pytest.raises(InputError, match="nothing to quantize"):
+        recipe_of(load_recipe("nvfp4"), only, "searched")
+
+
+def test_a_search_from_end_to_end(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damage is made up; the choice keeps the bytes, is measured, and a second search measures none."""
+    damage = {"attention": 3.0, "mlp": 1.0, "experts": 2.0}
+    measured: list[int] = []
+
+    def made_up(self: object, targets: list) -> list[float]:
+        measured.append(len(targets))
+        return [
+            damage[t.module_class] / (4 if t.scheme.name == "FP8_DYNAMIC" else 1) for t in targets
+        ]
+
+    monkeypatch.setattr(module._Search, "measure", made_up)
+    monkeypatch.setattr(
+        module._Search, "_calibrated", lambda self: ({}, [SimpleNamespace(held_out=True)], None)
+    )
+    whole = sum_bytes(plan_targets(Checkpoint.open(tiny_checkpoint).tensors, load_recipe(
+        "fp8_dynamic").quantization))  # fmt: skip
+    bound: dict = {"kl": None, "schemes": ("NVFP4", "FP8_DYNAMIC"), "gpu": "b200"}
+    path = search("nvfp4", str(tiny_checkpoint), tmp_path, nbytes=whole[1], **bound)
+    assert path.exists()
+    assert len(measured) == 2 * 18 + 1
+    facts = read_json(path.with_suffix(".json"))
+    assert facts["bytes"] <= whole[1]
+    assert facts["estimated_ms"] > 0
+    recipe = load_recipe(str(path))
+    planned = plan_targets(Checkpoint.open(tiny_checkpoint).tensors, recipe.quantization)
+    assert sum_bytes(planned)[1] == facts["bytes"]
+    assert (path.parent / "frontier.svg").read_text().startswith("<svg ")
+    again = search("nvfp4", str(tiny_checkpoint), tmp_path, nbytes=0.95 * whole[1], **bound)
+    assert len(measured) == 2 * 18 + 2
+    smaller = read_json(again.with_suffix(".json"))
+    assert smaller["bytes"] <= 0.95 * whole[1]
+    assert smaller["kl_nats"]["predicted"] >= facts["kl_nats"]["predicted"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"nbytes": None}, "name one bound"),
+        ({"kl": 0.1}, "name one bound"),
+        ({"schemes": ("FP9",)}, "no scheme named 'FP9'"),
+    ],
+)
+def test_wrong_bounds_are_refused(changes: dict, said: str, tmp_path: Path) -> None:
+    arguments: dict = {"nbytes": 1e9, "kl": None, "schemes": SCHEMES} | changes
+    with pytest.raises(InputError, match=said):
+        search("nvfp4", None, tmp_path, **arguments)
+    assert not list(tmp_path.iterdir())

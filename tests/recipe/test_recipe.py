@@ -1,0 +1,308 @@
+"""Recipes are strict: a misspelt key must never pass as a default, nor a limit that limits nothing."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from recovery.catalog import is_private, known_tasks
+
+from quantize.cli import cli
+from quantize.errors import InputError
+from quantize.recipe.sections import OwnTask, load_recipe, parse_recipe, shipped_recipes
+from quantize.stages.evaluate.evaluate import open_tasks
+from quantize.stages.plan.estimate import cannot_pass
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_loads_and_keeps_its_name(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert set(recipe.gate.margin_pp) == set(recipe.evaluation.tasks)
+    bundled = recipe.for_bundled_model()
+    assert set(bundled.gate.margin_pp) == set(bundled.evaluation.tasks)
+    assert set(recipe.quantization.targets_by_scheme()) <= set(
+        recipe.verification.max_relative_error
+    )
+    if recipe.needs_calibration:
+        assert bundled.calibration is not None
+        assert bundled.calibration.datasets == ["bundled"]
+
+
+def test_at_least_the_two_main_recipes_ship() -> None:
+    assert {"fp8_dynamic", "nvfp4"} <= set(shipped_recipes())
+
+
+def edited(**changes: object) -> str:
+    fields = yaml.safe_load(shipped_recipes()["nvfp4"])
+    for path, value in changes.items():
+        section = fields
+        *parents, last = path.split("__")
+        for parent in parents:
+            section = section[parent]
+        section[last] = value
+    return yaml.safe_dump(fields)
+
+
+EIGHT_BITS: dict[str, object] = {
+    "quantization__scheme": "FP8_DYNAMIC",
+    "verification__max_relative_error__FP8_DYNAMIC": 0.04,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"quantization__ingore": []},
+            "unknown key 'quantization.ingore' (did you mean 'ignore'?)",
+        ),
+        ({"evaluaton": {}}, "unknown key 'evaluaton' (did you mean 'evaluation'?)"),
+        (
+            {"bundled__gate__margin": {}},
+            "unknown key 'bundled.gate.margin' (did you mean 'margin_pp'?)",
+        ),
+        ({"quantization__scheme": "NVFP5"}, "quantization.scheme"),
+        ({"calibration__thinking": 2}, "calibration.thinking"),
+        ({"calibration__seed": 1 << 31}, "calibration.seed: Input should be less than 2147483648"),
+        (
+            {"evaluation__tasks": ["gsm8k", "gsm8k"]},
+            "evaluation: tasks: 'gsm8k' stands there twice",
+        ),
+        ({"gate__margin_pp": {"gsm8k": 0}}, "gate.margin_pp.gsm8k: Input should be greater than 0"),
+        ({"gate__margin_pp__gsm8k": math.nan}, "gate.margin_pp.gsm8k: Input should be"),
+        ({"gate__margin_pp__gsm8k": math.inf}, "gate.margin_pp.gsm8k: Input should be"),
+        ({"gate__confidence": math.nan}, "gate.confidence: Input should be"),
+        (
+            EIGHT_BITS | {"evaluation__activations": "fp8"},
+            "evaluation.activations: activations fp8 are for NVFP4 weights",
+        ),
+        (
+            EIGHT_BITS | {"bundled__gate__max_kl_nats__fp8": 0.1},
+            "bundled.gate.max_kl_nats: activations fp8 are for NVFP4 weights",
+        ),
+        ({"bundled__gate__max_kl_nats__none": math.nan}, "bundled.gate.max_kl_nats.none: Input"),
+        (
+            {"verification__max_relative_error": {"NVFP4": math.inf}},
+            "verification.max_relative_error.NVFP4: Input should be",
+        ),
+        (
+            {"verification__max_relative_error": {"FP8_DYNAMIC": 0.04}},
+            "verification.max_relative_error has no limit for scheme NVFP4",
+        ),
+        (
+            {"gate__estimand": "all_questions"},
+            "gate.estimand: Input should be 'these_questions' or",
+        ),
+        (
+            {"gate__margin_pp": {"aime25": 3, "gsm8k": 2}},
+            "gate.margin_pp has no margin for task 'gpqa_diamond'",
+        ),
+        (
+            {"bundled__evaluation__tasks": ["word_problems", "svamp"]},
+            "bundled.gate.margin_pp has no margin for task 'svamp'",
+        ),
+        ({"evaluation__tasks": ["gsm9k"]}, "no task named 'gsm9k' (did you mean 'gsm8k'?)"),
+        ({"evaluation__repeats": {"aime52": 64}}, "no task named 'aime52'"),
+        ({"evaluation__repeats__gsm8k": 0}, "evaluation.repeats.gsm8k: Input should be greater"),
+        ({"evaluation__limit": {"gsm8k": -1}}, "evaluation.limit.gsm8k: Input should be greater"),
+        (
+            {"evaluation__limit": {"gsm8k": 1}},
+            "limit.gsm8k: Input should be greater than or equal to 2",
+        ),
+        (
+            {"quantization__ignore": ["lm_head", "re:(*router["]},
+            "quantization.ignore.1: 're:(*router[' is not a regular expression",
+        ),
+        ({"quantization__targets": ["re:["]}, "quantization.targets.0: 're:[' is not a regular"),
+        (
+            {"quantization__scheme": {"NVFP4": ["re:("]}},
+            "'re:(' is not a regular expression",
+        ),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse_recipe(edited(**changes), "mine.yaml")
+    assert message in str(error.value)
+    assert "mine.yaml" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "- a list", "name: nvfp4"])
+def test_text_that_is_no_recipe_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse_recipe(text, "mine.yaml")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 20_000, "nested deeper"),
+        ("[" * 20_000 + "]" * 20_000, "nested deeper"),
+        ("name: a\nname: b\n", "key 'name' stands twice"),
+        ("gate: {margin_pp: {gsm8k: 2, gsm8k: 50}}", "key 'gsm8k' stands twice"),
+        ("name: 2026-13-45", "not valid YAML"),
+    ],
+    ids=["open", "closed", "twice", "twice inside", "no date"],
+)
+def test_yaml_that_says_nothing_certain_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse_recipe(text, "mine.yaml")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_estimand_has_no_default() -> None:
+    fields = yaml.safe_load(edited())
+    del fields["gate"]["estimand"]
+    with pytest.raises(InputError, match=r"key 'gate\.estimand' is missing"):
+        parse_recipe(yaml.safe_dump(fields), "mine.yaml")
+
+
+def test_a_plan_says_on_which_tasks_pass_cannot_be_reached() -> None:
+    assert cannot_pass(load_recipe("nvfp4")) == []
+    such = parse_recipe(edited(gate__estimand="such_questions"), "mine.yaml")
+    (sentence,) = cannot_pass(such)
+    assert sentence.startswith("aime25: PASS cannot be reached: 30 questions cannot exclude")
+    assert len(cannot_pass(such.limited_to(20))) == 3
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="did you mean 'nvfp4'"):
+        load_recipe("nvpf4")
+
+
+def test_a_recipe_file_round_trips_through_its_resolved_form(tmp_path: Path) -> None:
+    recipe = load_recipe("nvfp4").for_bundled_model()
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.to_yaml())
+    assert load_recipe(str(path)) == recipe
+
+
+def test_digest_depends_on_recipe_and_model() -> None:
+    recipe = load_recipe("nvfp4")
+    assert recipe.digest("a") != recipe.digest("b")
+    assert recipe.digest("a") != recipe.for_bundled_model().digest("a")
+    assert recipe.digest("a") == load_recipe("nvfp4").digest("a")
+
+
+QUESTIONS = "\n".join(f'{{"question": "{i} + 1?", "answer": "{i + 1}"}}' for i in range(5))
+
+
+def own_task(folder: Path, **task: object) -> Path:
+    """Write a recipe whose bundled evaluation has one task of its own."""
+    path = folder / "mine.yaml"
+    evaluation = {"tasks": ["sums"], "own_tasks": {"sums": task}}
+    gate = {"estimand": "such_questions", "margin_pp": {"sums": 5}}
+    path.write_text(edited(bundled__evaluation=evaluation, bundled__gate=gate))
+    return path
+
+
+def test_a_recipe_brings_its_own_questions(tmp_path: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    data.write_text(QUESTIONS)
+    evaluation = load_recipe(str(own_task(tmp_path, data=str(data)))).for_bundled_model().evaluation
+    assert evaluation.questions("sums") == 5
+    digest = evaluation.own_tasks["sums"].digest()
+    data.write_text(QUESTIONS.replace("+ 1?", "+ one?"))
+    assert evaluation.own_tasks["sums"].digest() != digest
+    data.write_text(QUESTIONS.replace("+ 1?", "\u2028+ 1?"), "utf-8")  # no end of a line in jsonl
+    evaluation = load_recipe(str(own_task(tmp_path, data=str(data)))).for_bundled_model().evaluation
+    assert evaluation.questions("sums") == 5
+
+
+LM_EVAL = """
+dataset_path: json
+output_type: generate_until
+doc_to_text: "{{question}}"
+generation_kwargs: {until: [], max_gen_toks: 64}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({}, "bundled.evaluation.own_tasks.sums: name `data`, a jsonl file"),
+        ({"data": "nowhere.jsonl"}, "nowhere.jsonl: not a jsonl file of questions"),
+        ({"data": "empty.jsonl"}, "empty.jsonl: not a jsonl file of questions"),
+        ({"data": "twice.jsonl"}, "stands there more than once (1 such lines)"),
+        ({"data": "sums.jsonl", "target": "{{solution}}"}, "no field 'solution'"),
+        ({"data": "sums.jsonl", "extract": "#### .+"}, "must have one group"),
+        ({"lm_eval": "likelihood.yaml"}, "'multiple_choice', not 'generate_until'"),
+        ({"lm_eval": "endless.yaml"}, "lacks max_gen_toks"),
+        ({"lm_eval": "bleu.yaml"}, "metric_list lacks exact_match"),
+        ({"lm_eval": "private.yaml"}, "private.yaml: a private task needs one filter"),
+        ({"lm_eval": "plain.yaml", "private": True}, "plain.yaml: a private task needs one filter"),
+        ({"lm_eval": "nowhere.yaml"}, "nowhere.yaml: not readable as an lm-eval task"),
+    ],
+)
+def test_a_task_of_its_own_is_checked_when_the_recipe_is_read(
+    task: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sums.jsonl").write_text(QUESTIONS)
+    Path("empty.jsonl").write_text("")
+    Path("twice.jsonl").write_text(QUESTIONS + "\n" + QUESTIONS.split("\n")[2])
+    Path("likelihood.yaml").write_text(LM_EVAL.replace("generate_until", "multiple_choice"))
+    Path("endless.yaml").write_text(LM_EVAL.replace("max_gen_toks: 64", ""))
+    Path("bleu.yaml").write_text(LM_EVAL.replace("exact_match", "bleu"))
+    Path("plain.yaml").write_text(LM_EVAL)
+    Path("private.yaml").write_text(LM_EVAL + "metadata: {private: true}")
+    with pytest.raises(InputError, match=re.escape(message)):
+        load_recipe(str(own_task(tmp_path, **task)))
+
+
+def test_one_question_alone_is_refused_before_any_model_is_loaded(tmp_path: Path) -> None:
+    """Two models cannot be compared on it; it ended a whole run with a failure of ours."""
+    data = tmp_path / "sums.jsonl"
+    data.write_text(QUESTIONS.split("\n")[0])
+    recipe = load_recipe(str(own_task(tmp_path, data=str(data)))).for_bundled_model()
+    with pytest.raises(
+        InputError, match=re.escape(f"task sums: 1 question to score, in {data}; 2 are")
+    ):
+        open_tasks(recipe.evaluation, recipe.gate, None)
+    data.write_text("\n".join(QUESTIONS.split("\n")[:2]))
+    (task,) = open_tasks(recipe.evaluation, recipe.gate, None)
+    assert task.name == "sums"
+
+
+def test_an_lm_eval_task_is_private_if_either_says_so(tmp_path: Path) -> None:
+    found = "filter_list: [{name: n, filter: [{function: regex, regex_pattern: '#### (.+)'}]}]\n"
+    path = tmp_path / "mine.yaml"
+    for text, private, expected in (
+        (LM_EVAL, False, False),
+        (LM_EVAL + found, True, True),
+        (LM_EVAL + found + "metadata: {private: true}", False, True),
+    ):
+        path.write_text(text)
+        task = OwnTask(lm_eval=str(path), private=private)
+        assert is_private("mine", task.definition()) == expected
+
+
+def test_a_name_that_ships_cannot_be_an_own_task(tmp_path: Path) -> None:
+    evaluation = {"tasks": ["gsm8k"], "own_tasks": {"gsm8k": {"data": "x.jsonl"}}}
+    with pytest.raises(InputError, match="'gsm8k' is a task that ships"):
+        parse_recipe(edited(bundled__evaluation=evaluation), "mine")
+
+
+def test_tasks_lists_what_ships_and_a_recipes_own(tmp_path: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    data.write_text(QUESTIONS)
+    path = tmp_path / "mine.yaml"
+    own = {"sums": {"data": str(data), "max_tokens": 100}}
+    path.write_text(edited(evaluation__own_tasks=own))
+    done = CliRunner().invoke(cli, ["tasks", "--recipe", str(path)])
+    rows = {line.split()[0]: line.split()[1:] for line in done.output.splitlines()}
+    assert rows["sums"] == ["5", "100", "500", "0.00", str(data)]
+    assert rows["gsm8k"][:4] == ["1,319", "1,024", f"{1319 * 1024:,}", "0.26"]
+    assert set(known_tasks()) < rows.keys()
+    done = CliRunner().invoke(cli, ["tasks", "--rate", "100"])
+    rows = {line.split()[0]: line.split()[1:] for line in done.output.splitlines()}
+    assert rows["gsm8k"][3] == "3.75"
+    assert CliRunner().invoke(cli, ["tasks", "--rate", "0"]).exit_code == 2

@@ -1,0 +1,181 @@
+"""GPTQ on made-up layers: the loss it promises, the bytes it leaves, and llm-compressor's beside it."""
+
+import pytest
+import torch
+from compressed_tensors.quantization import preset_name_to_scheme
+from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight as oracle_gptq
+from torch import Tensor
+
+from quantize.errors import QuantizeError
+from quantize.schemes import gptq as module
+from quantize.schemes.gptq import Rounded, gptq, layer_loss, shrunk
+from quantize.schemes.records import SCHEMES
+from quantize.schemes.rounding import global_scale, unpack_e2m1
+
+EXPERTS, OUT, IN = 3, 32, 96
+
+
+def layer(seed: int = 0, inputs: int = IN) -> tuple[Tensor, Tensor]:
+    """Return BF16 weights [E, out, in] and Hessians of correlated inputs, a few of them large."""
+    g = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(EXPERTS, OUT, inputs, generator=g) * 0.05).bfloat16()
+    mix = torch.eye(inputs) + torch.randn(inputs, inputs, generator=g) / inputs**0.5
+    mix[:, :3] *= 8
+    x = torch.randn(EXPERTS, 4 * inputs, inputs, generator=g) @ mix
+    return weight, x.mT @ x / x.shape[1]
+
+
+def rounded_nvfp4(weight: Tensor, hessian: Tensor) -> Rounded:
+    shared = global_scale([SCHEMES["NVFP4"].observe(weight, "memoryless_minmax")])
+    return gptq(SCHEMES["NVFP4"], weight, hessian, shared)
+
+
+def in_float32(tensors: dict[str, Tensor]) -> Tensor:
+    """Return codes times scales, not rounded to BF16 as a loader would."""
+    scale = tensors["weight_scale"].float()
+    if "weight" in tensors:
+        return tensors["weight"].float() * scale
+    scale = scale / tensors["weight_global_scale"][..., None]
+    return unpack_e2m1(tensors["weight_packed"]) * scale.repeat_interleave(16, -1)
+
+
+def oracle(scheme: str, weight: Tensor, hessian: Tensor) -> Tensor:
+    """Return llm-compressor's GPTQ, dequantized, of the first expert."""
+    args = preset_name_to_scheme(scheme, ["Linear"]).weights
+    assert args is not None
+    ranges = SCHEMES[scheme].observe(weight[:1], "memoryless_minmax")
+    shared = global_scale([ranges]) if scheme == "NVFP4" else None
+    tensors = SCHEMES[scheme].quantize(weight[:1], ranges, shared, None)
+    scale = tensors["weight_scale"].float()
+    zero = torch.zeros_like(scale)
+    done, _, fell_back = oracle_gptq(
+        weight[:1].float(), hessian[:1].clone(), scale, zero, shared, args
+    )
+    assert not fell_back.any()
+    return done
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4", "FP8_DYNAMIC"])
+def test_the_loss_is_not_above_llm_compressors(scheme: str) -> None:
+    weight, hessian = layer()
+    if scheme == "NVFP4":
+        found = rounded_nvfp4(weight, hessian)
+    else:
+        found = gptq(SCHEMES["FP8_DYNAMIC"], weight, hessian)
+    theirs = layer_loss(weight[:1].float(), oracle(scheme, weight, hessian), hessian[:1])
+    assert theirs < found.nearest[0]  # the oracle is GPTQ, not rounding to nearest
+    assert found.loss[0] <= theirs
+
+
+def test_gptq_halves_the_loss_of_rounding_to_nearest() -> None:
+    weight, hessian = layer()
+    found = rounded_nvfp4(weight, hessian)
+    assert (found.loss < found.nearest / 2).all()
+    assert not found.fell_back.any()
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4", "FP8_DYNAMIC", "INT8_DYNAMIC"])
+def test_the_reported_losses_are_those_of_the_bytes(scheme: str) -> None:
+    """What a loader dequantizes has the loss that is reported, and nearest is the plain path's."""
+    weight, hessian = layer()
+    ranges = SCHEMES[scheme].observe(weight, "memoryless_minmax")
+    if scheme == "NVFP4":
+        found = rounded_nvfp4(weight, hessian)
+    else:
+        found = gptq(SCHEMES[scheme], weight, hessian)
+    plain = SCHEMES[scheme].quantize(weight, ranges, None, None)
+    for tensors, loss in ((found.tensors, found.loss), (plain, found.nearest)):
+        expected = layer_loss(weight.float(), in_float32(tensors), hessian)
+        torch.testing.assert_close(expected, loss, rtol=1e-3, atol=0)
+
+
+def test_coordinate_descent_never_raises_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, hessian = layer(1)
+    losses = []
+    for sweeps in (0, 1, 4):
+        monkeypatch.setattr(module, "SWEEPS", sweeps)
+        losses.append(rounded_nvfp4(weight, hessian).loss)
+    assert (losses[1] < losses[0]).all()
+    assert (losses[2] <= losses[1]).all()
+
+
+def test_a_diagonal_hessian_leaves_codes_at_the_nearest() -> None:
+    """Nothing can be gained from other inputs' errors, so FP8 codes are those of plain rounding."""
+    weight, _ = layer()
+    hessian = torch.eye(IN).expand(EXPERTS, IN, IN)
+    found = gptq(SCHEMES["FP8_DYNAMIC"], weight, hessian).tensors
+    nearest = (weight.float() / found["weight_scale"].float()).to(torch.float8_e4m3fn)
+    assert torch.equal(found["weight"].float(), nearest.float())
+
+
+def test_experts_do_not_depend_on_each_other() -> None:
+    weight, hessian = layer()
+    together = rounded_nvfp4(weight, hessian).tensors
+    alone = rounded_nvfp4(weight[1:2], hessian[1:2]).tensors
+    for name, tensor in alone.items():
+        assert torch.equal(tensor[0].view(torch.uint8), together[name][1].view(torch.uint8)), name
+
+
+def test_a_hessian_without_a_factor_falls_back_to_the_nearest() -> None:
+    weight, hessian = layer()
+    hessian = hessian.clone()
+    hessian[1] = -hessian[1]  # no positive definite matrix
+    found = rounded_nvfp4(weight, hessian)
+    assert found.fell_back.tolist() == [False, True, False]
+    ranges = SCHEMES["NVFP4"].observe(weight, "memoryless_minmax")
+    plain = SCHEMES["NVFP4"].quantize(weight, ranges, None, None)
+    for name, tensor in found.tensors.items():
+        assert torch.equal(tensor[1].view(torch.uint8), plain[name][1].view(torch.uint8)), name
+
+
+def test_a_block_of_zeros_stays_zero() -> None:
+    weight, hessian = layer()
+    weight[0, :, :16] = 0
+    values = SCHEMES["NVFP4"].dequantize(rounded_nvfp4(weight, hessian).tensors)
+    assert values.isfinite().all()
+    assert values[0].abs().sum() > 0
+
+
+def test_few_tokens_lean_on_the_layers_mean() -> None:
+    """Experts of 0, 1, 15 and many tokens: weight n / (n + in) stays with the own Hessian."""
+    tokens = torch.tensor([0, 1, 15, 10_000])
+    sums = torch.stack(
+        [torch.eye(IN) * k * n for k, n in zip((0.0, 2.0, 3.0, 4.0), tokens, strict=True)]
+    )
+    mean = (2 * 1 + 3 * 15 + 4 * 10_000) / tokens.sum()
+    found = shrunk(sums, tokens).diagonal(dim1=1, dim2=2)[:, 0]
+    weight = tokens / (tokens + IN)
+    expected = weight * torch.tensor([0.0, 2.0, 3.0, 4.0]) + (1 - weight) * mean
+    torch.testing.assert_close(found, expected)
+    for at in (slice(0, 2), slice(2, 4)):  # some experts of a layer, drawn to the mean of all
+        assert torch.equal(shrunk(sums, tokens, at), shrunk(sums, tokens)[at])
+
+
+def test_the_factor_is_that_of_the_inverse() -> None:
+    """U is upper, U^T U the inverse of the damped Hessian, and that is left in its place."""
+    _, hessian = layer()
+    damped = hessian.clone()
+    factor, singular = module._factored(damped)
+    mean = hessian.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
+    torch.testing.assert_close(damped, hessian + module.DAMPING * mean * torch.eye(IN))
+    assert torch.equal(factor, factor.triu())
+    assert not singular.any()
+    found = damped.double() @ (factor.mT.double() @ factor.double())
+    torch.testing.assert_close(found, torch.eye(IN).double().expand_as(found), atol=1e-5, rtol=0)
+
+
+def test_the_hessian_is_left_as_it_was() -> None:
+    weight, hessian = layer()
+    before = hessian.clone()
+    rounded_nvfp4(weight, hessian)
+    assert torch.equal(hessian, before)
+
+
+def test_unseen_and_broken_hessians_are_named() -> None:
+    hessians = torch.eye(IN).repeat(3, 1, 1)
+    with pytest.raises(QuantizeError, match="no token was seen"):
+        shrunk(hessians, torch.zeros(3))
+    hessians[2, 0, 0] = float("nan")
+    for at in (slice(None), slice(1, 3)):
+        with pytest.raises(QuantizeError, match="expert 2 is not finite"):
+            shrunk(hessians, torch.ones(3), at)
