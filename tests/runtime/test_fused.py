@@ -67,7 +67,7 @@ def test_short_prompts_are_filled_up_and_overwritten(tiny_checkpoint: Path) -> N
     for slot, prompt in enumerate(prompts):
         engine.admit(slot, prompt[0].tolist(), 0, SAMPLER)
     canvas = tokens(1, engine.canvas_length, seed=1)
-    engine._encode_last(range(4))
+    engine.encode_last(range(4))
     assert set(engine._commits) == {(2, 16), (2, 128)}
     joined: list[torch.Tensor] = []
     for slot, prompt in enumerate(prompts):
