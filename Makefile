@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test lint test-gpu clean
+.PHONY: run test lint test-gpu test-versions clean
 
 run: $(READY)
 	$(BIN)/quantize run --recipe $(RECIPE) --resume
@@ -24,6 +24,10 @@ lint: $(READY)
 # The tests that need an NVIDIA GPU, with whatever Python has torch and triton there.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
+
+# The tests that compute, on the oldest versions that pyproject.toml declares and on the newest Python.
+test-versions: $(READY)
+	$(BIN)/python tests/support/versions.py $(CELLS)
 
 # torch first and by name: any other package that wants torch would bring a CUDA build of several GB.
 $(READY): pyproject.toml constraints.txt

@@ -72,3 +72,8 @@ def capability(device: torch.device) -> Capability:
     """Return the compute capability that launches are chosen for: of "meta" that of the GPU at hand."""
     own = device if device.type == "cuda" else None
     return forced() or torch.cuda.get_device_capability(own)
+
+
+def has_boxes(device: torch.device) -> bool:
+    """Return whether hardware copies boxes there (TMA: sm_90 and newer); the interpreter can, too."""
+    return device.type == "cpu" or capability(device) >= (9, 0)

@@ -40,9 +40,15 @@ def visible(
 @pytest.mark.parametrize("kind", ["canvas", "causal"])
 @pytest.mark.parametrize("splits", [None, 3])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "D", "capacity", "prefix", "n"), SHAPES)
-def test_attend(q_heads, kv_heads, D, capacity, prefix, n, splits, kind) -> None:
-    """Rings that have wrapped, sequences of other lengths in other slots, split and whole."""
+def test_attend(q_heads, kv_heads, D, capacity, prefix, n, splits, kind, monkeypatch) -> None:
+    """Rings that have wrapped, sequences of other lengths in other slots, split and whole.
+
+    Whole, the plain kernel reads keys as boxes, where there are such; split, by pointers as on sm_80.
+    """
     from fused_dequant import attention
+
+    if splits:
+        monkeypatch.setattr(attention, "has_boxes", lambda _: False)
 
     batch = len(prefix)
     slots = torch.arange(batch, dtype=torch.int32).flip(0).to(DEVICE)

@@ -15,10 +15,12 @@ import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import triton
+from fused_dequant.targets import Capability, name_of
 from kernels_support.launches import Launch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -28,6 +30,13 @@ from triton.runtime.cache import get_cache_manager
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TENSOR_CORE = re.compile(r"\b(?:[HQIO]MMA|[HQI]GMMA|UTC\w*MMA)\b")
 PTX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\.[\w.:]*")
+
+
+@cache
+def assembles(capability: Capability) -> bool:
+    """Return whether Triton's assembler knows a target: that of 3.6 has no sm_110."""
+    tool = "ptxas-blackwell" if capability >= (10, 0) else "ptxas"
+    return name_of(capability) in _run(tool, "--help")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ Triton 3.6 to 3.9 interpret these wrongly, without an error (triton-lang/triton 
     float -> e4m3                       loses the mantissa carry, cuts subnormals; hardware saturates
     e4m3 NaN                            decodes to 480
 
+And 3.6 takes `int` of an array of one element where a loop ends at a number read from memory, which
+numpy 2.4 refuses.
+
 `install` replaces the conversion and wraps the arithmetic of `InterpreterBuilder`: bf16 operands are
 widened to float32, the result is rounded back. The names are private to Triton, so the tests that use
 them pin their expectations: `test_interpreter_repairs` fails first when a release moves one.
@@ -76,12 +79,18 @@ def _in_float32(operation):
     return repaired
 
 
+def _patch_lang_tensor(tensor, scope, *, stock=interpreter._patch_lang_tensor) -> None:
+    stock(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
 def install() -> None:
     """Repair the interpreter of this process. Raises RuntimeError when it is not interpreting."""
     if not knobs.runtime.interpret:
         raise RuntimeError("set TRITON_INTERPRET=1 before triton is imported")
     dispatch.interpreted = True
     interpreter._convert_float = _convert_float
+    interpreter._patch_lang_tensor = _patch_lang_tensor
     builder = interpreter.InterpreterBuilder
     builder.create_dot = _dot
     for name in ("binary_op", "unary_op", "ternary_op"):
