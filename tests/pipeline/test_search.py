@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conversions import recipe_for, write_input_scales
+from safetensors.torch import save_file
 
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.load import load
@@ -64,17 +65,22 @@ def test_large_bytes_never_exceed_the_budget() -> None:
         assert sum(o[at][0] for o, at in zip(groups, picked, strict=True)) <= budget
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("scheme", "mode"), [*((scheme, "per_layer") for scheme in SCHEMES), ("NVFP4", "fp8")]
+)
 def test_in_place_is_what_a_conversion_loads_as(
-    scheme: str, tiny_checkpoint: Path, tmp_path: Path
+    scheme: str, mode: str, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """The same logits to the last bit, and BF16's again behind the block."""
     source, recipe = Checkpoint.open(tiny_checkpoint), recipe_for(scheme)
+    recipe = recipe.model_copy(
+        update={"evaluation": recipe.evaluation.model_copy(update={"activations": mode})}
+    )
     targets = plan_targets(source.tensors, recipe.quantization)
     path = tmp_path / "input_scales.safetensors"
     scales = write_input_scales(path, targets)
     convert(source, targets, tmp_path / "q", recipe=recipe, input_scales=path if scales else None)
-    expected = load(tmp_path / "q", activations="per_layer")
+    expected = load(tmp_path / "q", activations=mode)
     model, plain = load(tiny_checkpoint), load(tiny_checkpoint)
     ids = {"input_ids": torch.tensor([[2, 5, 6, 7]]), "decoder_input_ids": torch.full((1, 16), 9)}
     chosen = [target for target in targets if target.scheme]
@@ -84,6 +90,19 @@ def test_in_place_is_what_a_conversion_loads_as(
         assert torch.equal(found, expected(**ids).logits)
         assert not torch.equal(found, plain(**ids).logits)
         assert torch.equal(model(**ids).logits, plain(**ids).logits)
+
+
+def test_damage_is_measured_on_held_out_trajectories_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "calibration").mkdir()
+    scales = tmp_path / "calibration" / "input_scales.safetensors"
+    save_file({"layer.input_global_scale": torch.tensor([2.0])}, scales)
+    seen, held_out = SimpleNamespace(held_out=False), SimpleNamespace(held_out=True)
+    monkeypatch.setattr(module, "load_trajectories", lambda _: ([seen, held_out], "sampler"))
+    searched = object.__new__(module._Search)
+    searched.folder = tmp_path
+    assert searched._calibrated() == ({"layer": 2.0}, [held_out], "sampler")
 
 
 def test_a_choice_becomes_a_recipe_that_plans_it() -> None:

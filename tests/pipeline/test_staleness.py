@@ -10,6 +10,7 @@ from quick_run import Quick, made_up_replay
 
 from quantize.host.files import read_json, write_json
 from quantize.pipeline.stages import STAGES
+from quantize.pipeline.staleness import why_stale
 from quantize.recipe.sections import load_recipe
 from quantize.stages.convert import convert
 
@@ -31,6 +32,11 @@ def test_a_finished_run_is_shown_and_not_made_again(quick: Quick) -> None:
     assert done.code == 0
     assert done.redone() == []
     assert done.err.count("done before") == len(NAMES)
+    manifest = read_json(quick.folder.manifest_json)
+    source = manifest["source"] | {"fingerprint": "another model"}
+    write_json(quick.folder.manifest_json, manifest | {"source": source})
+    stages = [stage for stage in STAGES if stage.name in NAMES]
+    assert {why_stale(quick.folder, stage) for stage in stages} == {"model changed since"}
 
 
 def test_a_result_that_comes_out_different_makes_what_follows_stale(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pictures import picture
 from tiny import tiny_model
 
 from quantize.runtime import Sampler
@@ -10,6 +11,7 @@ from quantize.runtime.engine import Canvas
 from quantize.runtime.fused import engine as fused
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.images import place, prepare
 from quantize.runtime.modules import engine as modules
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.prefixes import PrefixCache
@@ -61,6 +63,30 @@ def test_tokens_are_the_same_with_and_without(kind: str, tiny_checkpoint: Path) 
     assert caching.prefixes.reused == 3 * BLOCK + sum(len(p) // BLOCK * BLOCK for p in PROMPTS)
     assert cold == warm == without
     assert 0 < caching.prefixes.nbytes <= 1 << 24
+
+
+def test_a_prompt_with_a_picture_is_not_looked_for(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "CHUNK", 2 * BLOCK)  # holds the picture
+    caching = engine("fused", tiny_checkpoint, 1 << 24)
+    assert isinstance(caching, FusedEngine)
+    assert caching.prefixes is not None
+    images, counts = prepare([picture()], caching.model.weights.config, 70)
+    config = caching.model.weights.config
+    prompt = place([*SHARED, config.image_token_id], counts, config)
+    for given, own in ((SHARED, None), (prompt, images)):
+        caching.admit(0, given, 0, SAMPLER, own)
+        caching.denoise([0])
+        caching.release(0)
+    assert (caching.prefixes.asked, caching.prefixes.reused) == (len(SHARED), 0)
+
+
+def test_a_block_is_found_only_behind_the_blocks_it_was_kept_behind() -> None:
+    cache = PrefixCache[str](30, 2)
+    for prompt in ([1, 2], [1, 2, 3, 4], [5, 6]):
+        cache.keep(prompt, str(prompt), 10)
+    assert cache.find([5, 6, 3, 4]) == ["[5, 6]"]
 
 
 def test_the_budget_holds_and_the_oldest_go_first() -> None:

@@ -2,8 +2,11 @@
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from quantize.runtime.fused.weights import TextWeights, load_packed
 
 CPU = torch.device("cpu")
 LAYERS = 6
+ENTRANCES: Any = ((None, "bf16"),) * 3  # of layers whose weights nothing multiplies
 
 
 def integers(*values: int) -> torch.Tensor:
@@ -189,6 +193,47 @@ def test_a_file_that_breaks_between_passes_is_an_error_where_it_is_used(
     assert torch.equal(logits(weights), whole)
     with pytest.raises(ResourceError, match="cannot be read"):
         Transfer(CPU).fetch(Layout.of([TensorInfo("a", "U8", (4,), tmp_path / "none", 0, 4)]))
+
+
+def test_an_error_of_one_pass_is_not_raised_in_the_next() -> None:
+    """The last layer breaks, and the first on its way behind it: both are well when they come again."""
+    weight, broken = kernel_weights.bf16(torch.ones(8, 8)), set[int]()
+
+    def pack(index: int, keep: Keep) -> Any:
+        if index in broken:
+            raise InputError(f"layer {index} is broken")
+        return keep(weight)
+
+    layers = StreamedLayers({}, ENTRANCES, pack, kept_bytes([weight]), CPU)
+    list(layers)
+    settled(layers)
+    broken |= {0, 2}
+    with pytest.raises(InputError, match="layer 2 is broken"):
+        list(layers)
+    broken.clear()
+    assert len(list(layers)) == len(ENTRANCES)
+
+
+def test_a_slot_is_filled_when_what_was_launched_over_it_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU: the copying stream waits for the event that was recorded behind its readers."""
+    weight, done = kernel_weights.bf16(torch.ones(8, 8)), list[str]()
+    readers = SimpleNamespace(record_event=lambda: "readers", wait_event=done.append)
+    copies = SimpleNamespace(
+        wait_event=done.append, record_event=lambda: done.append("filled") or "arrival"
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: readers)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    pack: Any = lambda _, keep: done.append("filling") or keep(weight)  # noqa: E731
+    layers = StreamedLayers({}, ENTRANCES, pack, kept_bytes([weight]), CPU)
+    layers._stream = copies  # type: ignore[assignment]
+    layers._send_for(0, layers._slots[0])
+    settled(layers)
+    assert done == ["readers", "filling", "filled"]
+    layers._take(0)
+    assert done[-1] == "arrival"
 
 
 def copy_of(checkpoint: Path, folder: Path) -> Path:

@@ -5,9 +5,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fused_dequant import weights as kernel_weights
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
@@ -16,7 +18,8 @@ from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler
 from quantize.runtime.engine import complete
 from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.streaming import StreamedLayers
+from quantize.runtime.fused.packing import Keep
+from quantize.runtime.fused.streaming import StreamedLayers, kept_bytes
 from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.transfer import Layout, Transfer, in_memory
 from quantize.runtime.fused.weights import TextWeights, load_packed
@@ -80,6 +83,23 @@ def test_the_same_bits(folder: Path, resident: int) -> None:
     assert whole.isfinite().all()
     for _ in range(3):
         assert torch.equal(logits(load_packed(folder, "cuda", resident=resident), 8), whole)
+
+
+def test_a_slot_waits_for_its_slowest_reader() -> None:
+    """A layer is read 50 ms late, and still before the one that follows it in its slot."""
+    device, entrances = torch.device("cuda"), ((None, "bf16"),) * 4
+    weights = [kernel_weights.bf16(torch.full((8, 8), float(i), device=device)) for i in range(4)]
+
+    def pack(index: int, keep: Keep) -> Any:
+        return keep(weights[index])
+
+    layers: Any = StreamedLayers({}, entrances, pack, kept_bytes(weights[:1]), device)
+    found: list[torch.Tensor] = []
+    for _ in range(2):
+        for weight in layers:
+            torch.cuda._sleep(10**8)
+            found.append(weight.data.clone())
+    assert [each.flatten()[0].item() for each in found] == [0, 1, 2, 3] * 2
 
 
 def test_memory(folder: Path) -> None:

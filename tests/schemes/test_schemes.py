@@ -99,6 +99,18 @@ def test_gate_and_up_share_the_larger_ones_scale():
 
 
 @every_scheme
+def test_scales_a_quarter_off_are_more_than_gptq_may_err(scheme: Scheme) -> None:
+    weight = random_weight(32, 256).double()
+    values = scheme.dequantize(quantized(scheme, weight.bfloat16())).double()
+
+    def error(found: torch.Tensor) -> float:
+        return ((found - weight).norm() / weight.norm()).item()
+
+    assert error(values) < scheme.largest_error("nearest") < scheme.largest_error("gptq")
+    assert error(1.25 * values) > scheme.largest_error("gptq")
+
+
+@every_scheme
 def test_all_zero_weights_rows_and_blocks(scheme: Scheme):
     weight = random_weight(8, 64)
     weight[2] = 0
