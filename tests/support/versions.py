@@ -12,15 +12,20 @@ or what uv finds, or else downloads. Words behind the name of a cell, on the com
 script, go to pytest in place of the choice of tests.
 """
 
+import itertools
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("QUANTIZE_TEST_VERSIONS", ROOT / "build" / "versions"))
+UV = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv") or "uv"
 TESTS = ("-m", "numeric and not slow and not gpu")
 CELLS = {  # name -> Python, and what uv is told
     "oldest": ("3.12", ("--resolution", "lowest-direct")),
@@ -42,8 +47,7 @@ def make(cell: str) -> Path:
     """Install a cell's packages; return its Python."""
     version, told = CELLS[cell]
     python = FOLDER / cell / "bin" / "python"
-    uv = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv") or "uv"
-    quiet = [uv, "--quiet"]
+    quiet = [UV, "--quiet"]
     if not python.exists():
         subprocess.run([*quiet, "venv", "--python", python_of(version), FOLDER / cell], check=True)
     target = ["--python", python, "--editable", ".[dev,serve]"]
@@ -51,11 +55,29 @@ def make(cell: str) -> Path:
     return python
 
 
+def unreal(python: Path) -> list[str]:
+    """Return the lower bounds of pyproject.toml that no set of packages can have."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    listed = [UV, "pip", "list", "--python", python, "--format", "json"]
+    rows = json.loads(subprocess.run(listed, capture_output=True, check=True).stdout)
+    installed = {row["name"]: f"{row['version']}." for row in rows}
+    bounds = [re.match(r"([\w-]+).*?[>=]=([\d.]+)", line) for line in lines]
+    return [
+        f"{bound[0]}: {found}"
+        for bound in bounds
+        if bound and not (found := installed[bound[1].replace("_", "-")]).startswith(f"{bound[2]}.")
+    ]
+
+
 def run(cell: str, arguments: tuple[str, ...]) -> bool:
     """Make a cell and run the tests in it; return whether they pass."""
     began = time.monotonic()
     python = make(cell)
     print(f"{cell}: ready after {time.monotonic() - began:.0f} s", flush=True)
+    if cell == "oldest" and (wrong := unreal(python)):
+        print("bounds that nothing satisfies, and what was installed:", *wrong, sep="\n  ")
+        return False
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([python, "-c", SHOWN], check=True)
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(arguments or TESTS)]
