@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from fused_dequant import cases, tuning
 from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import TARGETS, Capability
 from fused_dequant.tuning import Config
-from fused_dequant.weights import FRAGMENTS, KERNELS
 
 # Of the canvases that are denoised together: 1, 2 (or a canvas that is committed with the first step of
 # the next), 4, 8, and 16 to 64. Rows of the two products with the embedding come in pieces of 8.
@@ -97,7 +97,7 @@ def _sweep(product: Product, shared: int) -> Iterator[Config]:
             ((128, 256, 8), (256, 128, 8), (128, 128, 8), (64, 128, 8)), (64, 128), (3, 4)
         ):
             yield _config("BM BN BK num_warps num_stages", BM, BN, BK, warps, stages)
-    elif product.scheme in FRAGMENTS:
+    elif KERNELS[product.scheme].module == "nvfp4_hopper":
         for rows, (BN, warps), (BK, stages), parts in itertools.product(
             _hopper_rows(product), *_hopper_shapes(product)
         ):
@@ -106,7 +106,7 @@ def _sweep(product: Product, shared: int) -> Iterator[Config]:
             fits = parts * stages * stage < shared and (parts == 1 or stages * BK >= 2 * BN)
             if product.N % BN == 0 and fits:
                 yield rows | _config("BN BK PARTS STAGES num_warps", BN, BK, parts, stages, warps)
-    elif product.scheme == "nvfp4":
+    elif KERNELS[product.scheme].module == "nvfp4":
         rows = [{"BM": c["BM"]} for c in _expert_rows(product.M) if not c["MORE"]]
         if product.verb == "linear":
             rows = [{"BM": BM} for BM in (32, 64, 128)]

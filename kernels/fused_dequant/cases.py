@@ -9,7 +9,8 @@ import torch
 
 from fused_dequant import formats, weights
 from fused_dequant.formats import EIGHT_BIT
-from fused_dequant.weights import FRAGMENTS, Weight
+from fused_dequant.layouts import KERNELS
+from fused_dequant.weights import Weight
 
 
 def random_weight(
@@ -22,24 +23,18 @@ def random_weight(
     if device == "meta":
         return blank_weight(scheme, experts, rows, columns, device)
     generator = torch.Generator(device).manual_seed(seed)
+    in_fp8 = scheme == "nvfp4_e4m3"
+    scheme = "nvfp4" if in_fp8 else scheme
+    rounded = KERNELS[scheme].rounded
+    assert rounded is not None, scheme
     parts: list[tuple[torch.Tensor, ...]] = []
     for _ in range(experts):
         w = torch.randn(rows, columns, generator=generator, device=device) * columns**-0.5
-        if scheme == "bf16":
-            parts.append((w.to(torch.bfloat16),))
-        elif scheme in ("fp8", "int8"):
-            parts.append(formats.quantize_rows(w, EIGHT_BIT[scheme]))
-        else:
-            global_scale = formats.E4M3_MAX * formats.E2M1_MAX / w.abs().max()
-            parts.append((*formats.quantize_nvfp4(w, global_scale), global_scale))
-    tensors = [torch.stack(tensor) for tensor in zip(*parts, strict=True)]
-    if scheme == "bf16":
-        return weights.bf16(*tensors)
-    if scheme in ("fp8", "int8"):
-        return weights.eight_bit(*tensors)
-    if scheme == "nvfp4_e4m3":
-        return weights.nvfp4_in_fp8(*tensors, experts=experts > 1)
-    return weights.nvfp4(*tensors)
+        parts.append(rounded(w))
+    if experts == 1:
+        return weights.build(scheme, *parts[0], in_fp8=in_fp8)
+    stacked = [torch.stack(tensor) for tensor in zip(*parts, strict=True)]
+    return weights.build(scheme, *stacked, in_fp8=in_fp8)
 
 
 def random_tokens(tokens: int, columns: int, device: str, seed: int = 1) -> torch.Tensor:
@@ -102,17 +97,6 @@ SPREAD = {64: 0.9, 256: 0.9, 512: 0.7, 1024: 0.5, 2048: 0.5, 8192: 0.5}
 
 def blank_weight(scheme: str, experts: int, rows: int, columns: int, device: str) -> Weight:
     """Return a weight of uninitialised tensors; on "meta" they cost nothing."""
-
-    def blank(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.empty(experts, *shape, dtype=dtype, device=device)
-
-    if scheme == "bf16":
-        return Weight(scheme, blank(torch.bfloat16, rows, columns))
-    if scheme in ("fp8", "int8"):
-        return Weight(scheme, blank(EIGHT_BIT[scheme], rows, columns), blank(torch.float32, rows))
-    factor = blank(torch.float32, 2)
-    if scheme in FRAGMENTS:
-        words = blank(torch.int32, rows // 64, columns // 64, 512)
-        return Weight(scheme, words, blank(torch.int32, rows // 64, columns // 64, 64), factor)
-    packed = blank(torch.uint8, rows, columns // 2)
-    return Weight(scheme, packed, blank(torch.float8_e4m3fn, rows, columns // 16), factor)
+    layout = KERNELS[scheme].layout(rows, columns)
+    tensors = (torch.empty(experts, *shape, dtype=own, device=device) for own, shape in layout)
+    return Weight(scheme, *tensors)

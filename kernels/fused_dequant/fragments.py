@@ -1,6 +1,6 @@
 """Lays NVFP4 weights out in fragments on the GPU, in one read and one write of their bytes.
 
-`formats.to_fragments` says what goes where and is the reference; in torch operations it takes some
+`w4a16.to_fragments` says what goes where and is the reference; in torch operations it takes some
 thirty passes, more than the copy of a streamed layer. A program makes TILES fragments of 64 rows, each
 256 pairs of words. A pair gathers 8 bytes, of two rows and four places, and looks up what each adds.
 
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_dequant import formats
+from fused_dequant import w4a16
 
 TILES = 4
 
@@ -26,10 +26,10 @@ TILES = 4
 def fragments_kernel(
     packed, scale, places, recode, words, scales, columns, HALF, TILES: tl.constexpr
 ):
-    """Program (i, j) makes fragments j * TILES .. of rows 64 i ..; arrays as `formats` has them.
+    """Program (i, j) makes fragments j * TILES .. of rows 64 i ..; arrays as `w4a16` has them.
 
     packed uint8 [rows, HALF]; scale uint8 [rows, HALF / 8]; words int64 [tiles, columns, 256]; scales
-    int32 [tiles, columns, 64]; places int64 [8, 256] and recode uint8 [128] are `formats`' tables.
+    int32 [tiles, columns, 64]; places int64 [8, 256] and recode uint8 [128] are `w4a16`'s tables.
     """
     pair = tl.arange(0, TILES * 256)
     column = tl.program_id(1) * TILES + pair // 256
@@ -58,12 +58,12 @@ def fragments_kernel(
 
 
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `formats.to_fragments` returns of contiguous tensors with N and K in whole tiles.
+    """Return what `w4a16.to_fragments` returns of contiguous tensors with N and K in whole tiles.
 
     packed uint8 [E, N, K/2], scale e4m3 [E, N, K/16]; no scale is checked.
     """
     experts, rows, half = packed.shape
-    tiles, columns = rows // formats.FRAGMENT, half // (formats.FRAGMENT // 2)
+    tiles, columns = rows // w4a16.FRAGMENT, half // (w4a16.FRAGMENT // 2)
     words = packed.new_empty(experts, tiles, columns, 512, dtype=torch.int32)
     scales = packed.new_empty(experts, tiles, columns, 64, dtype=torch.int32)
     fragments_kernel[experts * tiles, triton.cdiv(columns, TILES)](
@@ -76,4 +76,4 @@ def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
 @cache
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what a byte of codes adds to a pair of words by its place, and bytes of scales."""
-    return formats.byte_table().to(device), formats.scale_table().to(device)
+    return w4a16.byte_table().to(device), w4a16.scale_table().to(device)

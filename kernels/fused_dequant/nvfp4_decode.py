@@ -1,9 +1,9 @@
 """Decodes fragments of NVFP4 weights into the registers from which `wgmma` reads its operand A.
 
-In bf16 a thread holds what `formats.to_fragments` gave it: pairs of words, each pair 16 codes, and
+In bf16 a thread holds what `w4a16.to_fragments` gave it: pairs of words, each pair 16 codes, and
 words of four block scales. Two values take a funnel shift, a mask and a multiplication by their scale;
 the scale itself costs an eighth of an instruction a value. The result is exact: e2m1 * scale * 2^-7 in
-bf16, as `formats.decode_fragments` computes it in torch. In e4m3 eight values take seven instructions
+bf16, as `w4a16.decode_fragments` computes it in torch. In e4m3 eight values take seven instructions
 and a block's table four (`w4a8`, which says what a thread holds and how the table comes about).
 
 `gl.convert_layout(..., assert_trivial=True)` makes the compiler refuse the kernel if decoded values
@@ -15,7 +15,7 @@ would have to move between threads.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fused_dequant.formats import REGISTERS, SELECT_FIRST
+from fused_dequant.w4a16 import REGISTERS, SELECT_FIRST
 
 
 def decode_assembly() -> str:

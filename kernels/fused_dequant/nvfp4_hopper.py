@@ -5,7 +5,7 @@ in which it loaded and then carries every bf16 value through shared memory into 
 tensor core wants, 2 bytes written and read a value for 0.56 loaded. Here nothing but the packed
 weights crosses shared memory:
 
-  * weights lie in memory in fragment order (`formats.to_fragments`), so the 16 bytes a thread copies
+  * weights lie in memory in fragment order (`w4a16.to_fragments`), so the 16 bytes a thread copies
     with `cp.async` are the 32 values that same thread feeds to `wgmma`;
   * y.T = w @ x.T: weights are operand A, in registers, 64 rows a warpgroup; tokens are operand B, in
     shared memory, with any width from 16 to 256, so a weight is decoded once for all its tokens;

@@ -52,14 +52,8 @@ def round_in_torch(
     if experts is not None:
         x = x.repeat_interleave(experts.shape[1], 0)
         global_scale = global_scale[experts.flatten().long()]
-    groups, g = x.float().unflatten(-1, (-1, formats.GROUP)), global_scale[:, None]
-    six = torch.full_like(g, formats.E2M1_MAX)
-    s = (g * (groups.abs().amax(-1) / six)).clamp(max=formats.E4M3_MAX)
-    s = s.to(torch.float8_e4m3fn).float()
-    s = s.masked_fill(s == 0, 0.125)
-    v = (groups / (s / g)[..., None]).clamp(-formats.E2M1_MAX, formats.E2M1_MAX)
-    rounded = formats.decode_e2m1(formats.encode_e2m1(v)) * s[..., None]
-    return torch.where(groups.isnan(), groups, rounded).flatten(-2).to(torch.bfloat16)
+    rounded, scale = formats.round_groups(x, global_scale[:, None])
+    return (rounded * scale[..., None]).flatten(-2).to(torch.bfloat16)
 
 
 def scaled(weight: Weight, global_scale: torch.Tensor) -> Weight:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import TARGETS, capability, forced, name_of
 
 Config = dict[str, int]
@@ -125,12 +126,13 @@ def default(verb: str, scheme: str, M: int, N: int, K: int) -> Config:
         return {"BM": 64, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
     rows = 16 if M <= 16 or verb == "experts" else 64
     narrower = {"NARROWER": 0} if verb == "experts" else {}
-    if scheme in ("nvfp4_fragments", "nvfp4_e4m3"):
+    module = KERNELS[scheme].module
+    if module == "nvfp4_hopper":
         BK = 128 if K % 128 == 0 else 64
         BN = 128 if N % 128 == 0 else 64
         sizes = {"BM": max(rows, 32), "MORE": 0, "BN": BN, "BK": BK}
         return sizes | narrower | {"PARTS": 1, "STAGES": 3, "num_warps": BN // 16}
-    if scheme.startswith("nvfp4"):
+    if module == "nvfp4":
         return {"BM": rows, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3}
     config = {"BM": rows, "MORE": 0, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
     return config | narrower | {"SWAP": int(rows < 64)}

@@ -24,7 +24,8 @@ c-th column, has its magnitude in bits 4c .. 4c + 2, as on disk, and its sign in
 
 import torch
 
-from fused_dequant.formats import E4M3_LEAST_SCALE, FRAGMENT, FRAGMENTED_AT_ONCE
+from fused_dequant.formats import E4M3_LEAST_SCALE
+from fused_dequant.w4a16 import FRAGMENT, FRAGMENTED_AT_ONCE
 
 
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

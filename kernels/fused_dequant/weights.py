@@ -1,18 +1,7 @@
 """One quantized weight, or one for each expert, in its kernel's layout; it chooses that kernel.
 
-    scheme            data                        scale                      factor
-    bf16              bf16 [E, N, K]              none                       none
-    fp8, int8         e4m3 or int8 [E, N, K]      f32 [E, N]                 none
-    nvfp4             uint8 [E, N, K/2]           e4m3 [E, N, K/16]          f32 [E, 2]
-    nvfp4_fragments   int32 [E, N/64, K/64, 512]  int32 [E, N/64, K/64, 64]  f32 [E, 2]
-    nvfp4_e4m3        int32 [E, N/64, K/64, 512]  int32 [E, N/64, K/64, 64]  f32 [E, 2]
-
-A dense weight has E = 1. `factor` is 128 / global_scale for gate rows and for up rows (equal if the
-weight has no such split); 128 undoes the powers of two of the exact decode. `nvfp4_fragments` is the
-same weight for Hopper (`formats.to_fragments`). `nvfp4_e4m3` is NVFP4 that Hopper multiplies in 8 bits
-(`w4a8`), its factor 8 / global_scale; elsewhere, and in dense products, such a weight is an fp8 one.
-
-gate_up weights of experts are interleaved (`formats.interleave_gate_up`).
+`layouts.KERNELS` says what a scheme's tensors are. `build` makes a weight of tensors as they are on
+disk, and chooses the layout by the device that holds them.
 """
 
 from collections.abc import Callable
@@ -22,46 +11,17 @@ from importlib import import_module
 
 import torch
 
-from fused_dequant import formats, reference, tuning, w4a8
+from fused_dequant import formats, reference, tuning, w4a8, w4a16
 from fused_dequant.activations import Activation, quantize_rows, values
 from fused_dequant.dispatch import launches
 from fused_dequant.formats import EIGHT_BIT
-from fused_dequant.targets import Capability, capability
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """The kernel that multiplies with the weights of a scheme.
-
-    Attributes:
-        module: module of this package whose `launch` has the arguments of `matmul.launch`.
-        least: the lowest compute capability that has the instructions.
-        alone: whether no other capability has them.
-    """
-
-    module: str
-    least: Capability
-    alone: bool = False
-
-    def runs_on(self, target: Capability) -> bool:
-        """Whether a GPU of this compute capability has the kernel's instructions."""
-        return target == self.least if self.alone else target >= self.least
-
-
-KERNELS = {
-    "bf16": Kernel("matmul", (8, 0)),
-    "int8": Kernel("matmul", (8, 0)),
-    "fp8": Kernel("matmul", (8, 9)),
-    "nvfp4": Kernel("nvfp4", (8, 0)),
-    "nvfp4_fragments": Kernel("nvfp4_hopper", (9, 0), alone=True),
-    "nvfp4_e4m3": Kernel("nvfp4_hopper", (9, 0), alone=True),
-}
-FRAGMENTS = ("nvfp4_fragments", "nvfp4_e4m3")  # schemes laid out for `wgmma`
+from fused_dequant.layouts import KERNELS
+from fused_dequant.targets import capability
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Tensors of one scheme; see the module's docstring."""
+    """Tensors of one scheme; see `layouts`."""
 
     scheme: str
     data: torch.Tensor
@@ -71,10 +31,8 @@ class Weight:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Return (E, N, K) of the dequantized weight."""
-        experts, rows, columns = self.data.shape[:3]
-        if self.scheme in FRAGMENTS:
-            return experts, rows * formats.FRAGMENT, columns * formats.FRAGMENT
-        return experts, rows, columns * 2 if self.scheme.startswith("nvfp4") else columns
+        (experts, rows, columns), spans = self.data.shape[:3], KERNELS[self.scheme].spans
+        return experts, rows * spans[0], columns * spans[1]
 
     @property
     def bytes(self) -> int:
@@ -148,9 +106,53 @@ def require(scheme: str, device: torch.device) -> None:
         )
 
 
+def build(
+    scheme: str,
+    codes: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
+    *,
+    in_fp8: bool = False,
+) -> Weight:
+    """Return a weight of tensors as they are on disk, laid out for the device that holds them.
+
+    Args:
+        scheme: bf16, fp8, int8 or nvfp4.
+        codes: [N, ...] of a dense weight, [E, N, ...] of experts.
+        scale: of rows or blocks, [N, ...] or [E, N, ...].
+        factor: f32 [1], [E] or, for gate and up, [E, 2]: 128 times what values are multiplied with
+            beside `scale`, for NVFP4 128 / global_scale; None for 128.
+        in_fp8: whether NVFP4 becomes what FP8 products read (W4A8): its values are rounded to e4m3
+            (`formats.nvfp4_as_e4m3`), its rows are FP8. On Hopper experts stay as small as they are;
+            everything else becomes a weight of scheme fp8.
+    """
+    dense, data = codes.dim() == 2, _with_experts(codes)
+    if scale is None:
+        return Weight(scheme, data)
+    if scheme in EIGHT_BIT:
+        return Weight(scheme, data, scale.float().reshape(data.shape[:2]).contiguous())
+    factor = torch.full((len(data),), 128.0, device=data.device) if factor is None else factor
+    blocks, factor = _with_experts(scale), factor.float().reshape(len(data), -1).expand(-1, 2)
+    if in_fp8:
+        return _in_fp8(data, blocks, factor / 16, dense)
+    if scheme == "nvfp4" and _in_whole_fragments(data):
+        from fused_dequant.fragments import to_fragments
+
+        return Weight("nvfp4_fragments", *to_fragments(data, blocks), factor.contiguous())
+    return Weight(scheme, data, blocks, factor.contiguous())
+
+
+def _in_fp8(data: torch.Tensor, blocks: torch.Tensor, factor: torch.Tensor, dense: bool) -> Weight:
+    if not dense and _in_whole_fragments(data):
+        return Weight("nvfp4_e4m3", *w4a8.to_fragments(data, blocks), factor.contiguous())
+    runs = factor.repeat_interleave(formats.GATE_UP_RUN, 1)  # gate and up rows alternate
+    rows = runs.repeat(1, -(-data.shape[1] // runs.shape[1]))[:, : data.shape[1]]
+    return build("fp8", formats.nvfp4_as_e4m3(data, blocks), rows)
+
+
 def bf16(weight: torch.Tensor) -> Weight:
     """Return a BF16 weight of [N, K] or [E, N, K]."""
-    return Weight("bf16", _with_experts(weight.to(torch.bfloat16)))
+    return build("bf16", weight.to(torch.bfloat16))
 
 
 def eight_bit(weight: torch.Tensor, scale: torch.Tensor) -> Weight:
@@ -158,64 +160,34 @@ def eight_bit(weight: torch.Tensor, scale: torch.Tensor) -> Weight:
     scheme = next((s for s in ("fp8", "int8") if EIGHT_BIT[s] == weight.dtype), None)
     if scheme is None:
         raise ValueError(f"an 8-bit weight is float8_e4m3fn or int8, got {weight.dtype}")
-    data = _with_experts(weight)
-    return Weight(scheme, data, scale.float().reshape(data.shape[:2]).contiguous())
+    return build(scheme, weight, scale)
 
 
-def nvfp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> Weight:
+def nvfp4(
+    packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, *, in_fp8: bool = False
+) -> Weight:
     """Return a weight of canonical NVFP4 (see `formats`), laid out for the device that holds it.
 
     packed uint8 [N, K/2] or [E, N, K/2]; global_scale f32 [1], [E] or, for gate and up, [E, 2]. On
     Hopper the weight is repacked into fragments when N and K are multiples of 64; no block scale may be
-    negative or NaN there.
+    negative or NaN there. `in_fp8` is as for `build`.
     """
-    data, blocks = _with_experts(packed), _with_experts(scale)
-    factor = (128.0 / global_scale.float()).reshape(len(data), -1).expand(-1, 2).contiguous()
-    if _in_whole_fragments(data):
-        from fused_dequant.fragments import to_fragments
-
-        return Weight("nvfp4_fragments", *to_fragments(data, blocks), factor)
-    return Weight("nvfp4", data, blocks, factor)
-
-
-def nvfp4_in_fp8(
-    packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, *, experts: bool
-) -> Weight:
-    """Return canonical NVFP4, with the arguments of `nvfp4`, to be multiplied in FP8 (W4A8).
-
-    Its values are rounded to e4m3 (`formats.nvfp4_as_e4m3`), its rows are FP8. On Hopper `experts` stay
-    as small as they are; everything else becomes a weight of scheme fp8.
-    """
-    data, blocks = _with_experts(packed), _with_experts(scale)
-    factor = (8.0 / global_scale.float()).reshape(len(data), -1).expand(-1, 2).contiguous()
-    if experts and _in_whole_fragments(data):
-        return Weight("nvfp4_e4m3", *w4a8.to_fragments(data, blocks), factor)
-    runs = factor.repeat_interleave(formats.GATE_UP_RUN, 1)  # gate and up rows alternate
-    rows = runs.repeat(1, -(-data.shape[1] // runs.shape[1]))[:, : data.shape[1]]
-    return eight_bit(formats.nvfp4_as_e4m3(data, blocks), rows)
+    return build("nvfp4", packed, scale, 128.0 / global_scale.float(), in_fp8=in_fp8)
 
 
 def _in_whole_fragments(data: torch.Tensor) -> bool:
-    whole = data.shape[1] % formats.FRAGMENT == 0 and data.shape[2] % (formats.FRAGMENT // 2) == 0
+    whole = data.shape[1] % w4a16.FRAGMENT == 0 and data.shape[2] % (w4a16.FRAGMENT // 2) == 0
     return whole and is_hopper(data.device)
 
 
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return values [E, N, K] in `dtype`; where gate and up differ in scale, rows are interleaved."""
-    data, scale, factor = weight.data, weight.scale, weight.factor
-    if scale is None:
-        return data.to(dtype)
+    values, factor = KERNELS[weight.scheme].decode(weight.data, weight.scale, dtype), weight.factor
     if factor is None:
-        return data.to(dtype) * scale.to(dtype)[..., None]
-    if weight.scheme in FRAGMENTS:
-        decode = w4a8 if weight.scheme == "nvfp4_e4m3" else formats
-        values = decode.decode_fragments(data, scale).to(dtype)
-    else:
-        unit = torch.full((1,), 128.0, device=data.device)
-        values = formats.dequantize_nvfp4(data, scale, unit, dtype)
-    runs = values.unflatten(1, (-1, formats.GATE_UP_RUN)) if _is_split(factor) else None
-    if runs is None:
+        return values
+    if not bool((factor[:, 0] != factor[:, 1]).any()):
         return values * factor[:, :1, None].to(dtype)
+    runs = values.unflatten(1, (-1, formats.GATE_UP_RUN))
     per_run = factor.to(dtype).repeat(1, runs.shape[1] // 2)
     return (runs * per_run[:, :, None, None]).flatten(1, 2)
 
@@ -245,10 +217,6 @@ def _multiply_in_torch(
 def is_hopper(device: torch.device) -> bool:
     """Return whether this is a GPU of sm_90, which alone has `wgmma`."""
     return device.type != "cpu" and capability(device) == (9, 0)
-
-
-def _is_split(factor: torch.Tensor) -> bool:
-    return bool((factor[:, 0] != factor[:, 1]).any())
 
 
 def _with_experts(tensor: torch.Tensor) -> torch.Tensor:

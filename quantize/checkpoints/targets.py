@@ -17,7 +17,7 @@ from typing import Any
 from quantize.checkpoints.reader import TensorInfo, TensorSpec
 from quantize.errors import InputError
 from quantize.recipe.sections import Quantization
-from quantize.schemes.records import SCHEMES, Scheme
+from quantize.schemes.records import SCHEMES, OnDisk, Scheme
 
 DECODER_LAYER = r"model\.decoder\.layers\.\d+\."
 
@@ -172,7 +172,7 @@ def _target(info: TensorInfo, quantization: Quantization) -> Target:
         reason = WHY_KEPT.get(kind, "ignored by the recipe")
         return Target(info.name, kind, None, reason, info.shape, (), info.nbytes, info.nbytes)
     _check_allowed(info, scheme)
-    after = len(modules) * quantized_bytes(scheme, *linear_shape(info.shape, modules))
+    after = len(modules) * layout_bytes(scheme.compressed, *linear_shape(info.shape, modules))
     return Target(info.name, kind, scheme, "", info.shape, modules, info.nbytes, after)
 
 
@@ -241,10 +241,11 @@ def _check_allowed(info: TensorInfo, scheme: Scheme) -> None:
         )
 
 
-def quantized_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
-    """Return the bytes of one quantized Linear: codes and scales."""
-    tensors = scheme.compressed.tensors(out_features, in_features).values()
-    return sum(TensorSpec(*spec).nbytes for spec in tensors)
+def layout_bytes(layout: OnDisk, out_features: int, in_features: int) -> int:
+    """Return the bytes of one quantized Linear, codes and scales, as written or as packed."""
+    return sum(
+        TensorSpec(*spec).nbytes for spec in layout.tensors(out_features, in_features).values()
+    )
 
 
 def sum_bytes(targets: list[Target]) -> tuple[int, int]:

@@ -21,8 +21,11 @@ from typing import Any
 
 import torch
 
-from quantize.checkpoints.reader import TensorInfo
+from quantize.checkpoints.layout import stated_schemes
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import layout_bytes
 from quantize.errors import ResourceError
+from quantize.schemes.records import CODES
 
 # The CUDA context, graphs and compiled kernels: a process that ran every stage still had 2.6 GB when it
 # ended, its models gone (H200, torch 2.11), and 0.55 GB when it began.
@@ -32,6 +35,7 @@ CANVASES_A_PIECE = 8  # whose logits are there at once
 SPLITS = 16  # partial sums of the soft embedding, at most
 EMBEDDING = "model.decoder.embed_tokens.weight"
 PRODUCT = re.compile(r"model\.decoder\.layers\.(\d+)\.(experts|self_attn\.\w_proj|mlp)\b")
+SCALE = ".weight_scale"  # behind the name of every quantized Linear
 FLOAT_PASSES = 8  # float32 tensors of a canvas' logits that a comparison holds at once
 
 
@@ -112,22 +116,27 @@ class Plan:
         return sum(layers) * (1 - self.resident / len(layers))
 
 
-def packed_sizes(
-    tensors: Mapping[str, TensorInfo], *, in_fp8: bool, four_bit_experts: bool
-) -> dict[str, int]:
-    """Return the bytes that tensors take once packed, by name.
+def packed_sizes(checkpoint: Checkpoint, *, in_fp8: bool, four_bit_experts: bool) -> dict[str, int]:
+    """Return the bytes that a checkpoint's tensors take once packed, by name.
 
-    Packed for FP8 products a weight of NVFP4 takes a byte and has no block scale, but for experts that
-    the kernels keep in 4 bits.
+    Args:
+        checkpoint: BF16 or quantized.
+        in_fp8: whether weights are packed for the activation mode `fp8`.
+        four_bit_experts: whether those of experts stay as they are then.
     """
+    tensors, schemes = checkpoint.tensors, stated_schemes(checkpoint.config)
     sizes = {name: info.nbytes for name, info in tensors.items()}
-    for name, info in tensors.items() if in_fp8 else ():
-        if four_bit_experts and ".experts." in name:
+    scaled = [n.removesuffix(SCALE) for n in tensors if in_fp8 and n.endswith(SCALE)]
+    for module in scaled:
+        scheme = schemes.of(module) if schemes else None
+        if scheme is None or (four_bit_experts and ".experts." in module):
             continue
-        if info.dtype == "U8":  # two codes a byte
-            sizes[name] *= 2
-        elif info.dtype == "F8_E4M3" and name.endswith(".weight_scale"):
-            sizes[name] = 0
+        packed = scheme.as_multiplied("fp8").packed
+        if packed is not scheme.packed:
+            codes = next(name for name in (f"{module}.{c}" for c in CODES) if name in tensors)
+            out, width = tensors[codes].shape
+            nbytes = layout_bytes(packed, out, width * 8 // scheme.config_weights[1])
+            sizes |= {codes: nbytes, f"{module}{SCALE}": 0}
     return sizes
 
 

@@ -202,7 +202,7 @@ def placed(
 
     opened, in_fp8 = Checkpoint.open(checkpoint), activations == "fp8"
     four_bit_experts = in_fp8 and is_hopper(torch.device(device))
-    sizes = packed_sizes(opened.tensors, in_fp8=in_fp8, four_bit_experts=four_bit_experts)
+    sizes = packed_sizes(opened, in_fp8=in_fp8, four_bit_experts=four_bit_experts)
     stack = Stack.of(checkpoint.name, sizes, quantized=opened.is_quantized)
     context = max_context or DEFAULT_CONTEXT
     need = Need(str(checkpoint), stack, capacity, context, compares, caches, beside)

@@ -21,27 +21,19 @@ Left out: ordering of inputs by their energy (blocks of 16 are fixed on disk), a
 and the asymmetric loss of GPTAQ, which was worse here.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from fused_dequant.dispatch import launches
+from fused_dequant.formats import GROUP, block_scale, pack_e2m1
 from torch import Tensor
 
 from quantize.errors import QuantizeError
 from quantize.schemes.records import Scheme
-from quantize.schemes.rounding import (
-    E2M1_MAX,
-    FP8,
-    FP8_MAX,
-    GROUP,
-    block_scale,
-    pack_e2m1,
-    round_e2m1,
-)
+from quantize.schemes.rounding import FP8, FP8_MAX, Codes
 
 DAMPING = 0.01
-NEIGHBOURS = 6  # e4m3 codes below and above amax / 6 that a block scale may take
 SWEEPS = 4  # passes of coordinate descent
 SPAN = 8 * GROUP  # inputs whose errors are spread together: one product for 8 blocks
 SMALLEST_SCALE = 2.0**-9  # e4m3's least positive number
@@ -96,41 +88,6 @@ def shrunk(
     return found.mul_(own).addcmul_(1 - own, sums.sum(0) / total)
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The numbers that a weight over its step can take, and how far its block scale may move.
-
-    Attributes:
-        name: what the kernels call it.
-        round: float32 -> the nearest code's value; saturates.
-        neighbours: e4m3 codes below and above the usual block scale; 0 where scales are fixed.
-    """
-
-    name: str
-    round: Callable[[Tensor], Tensor]
-    neighbours: int
-
-
-def _round_e2m1(x: Tensor) -> Tensor:
-    return round_e2m1(x.clamp(-E2M1_MAX, E2M1_MAX))
-
-
-def _round_e4m3(x: Tensor) -> Tensor:
-    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8).float()
-
-
-def _round_int8(x: Tensor) -> Tensor:
-    return x.clamp(-128, 127).round()
-
-
-# By the dtype that a scheme's codes are cast to.
-GRIDS = {
-    torch.float32: Grid("e2m1", _round_e2m1, NEIGHBOURS),
-    FP8: Grid("e4m3", _round_e4m3, 0),
-    torch.int8: Grid("int8", _round_int8, 0),
-}
-
-
 def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None = None) -> Rounded:
     """Round weights to a scheme's tensors so that the layers' outputs stay near.
 
@@ -149,9 +106,9 @@ def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None 
 def _gptq_groups(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor) -> Rounded:
     own = shared.unsqueeze(-1)  # [E, 1, 1]
     usual = block_scale(scheme.observe(weight, "memoryless_minmax"), own)  # [E, out, in / 16]
-    weight, grid = weight.float(), GRIDS[scheme.codes.cast]
+    weight, grid = weight.float(), scheme.codes
     blocks = weight.unflatten(-1, (-1, GROUP))
-    nearest = grid.round(blocks / (usual / own)[..., None]).flatten(-2)
+    nearest = grid.nearest(blocks / (usual / own)[..., None]).flatten(-2)
     codes, scales, singular = _round_all(weight, hessian, nearest, usual, shared[:, 0], grid)
     tensors = {
         "weight_packed": pack_e2m1(codes),
@@ -167,7 +124,7 @@ def _gptq_rows(scheme: Scheme, weight: Tensor, hessian: Tensor) -> Rounded:
     """Round under one BF16 scale a row, which its largest magnitude sets."""
     plain = scheme.quantize(weight, scheme.observe(weight, "memoryless_minmax"), None, None)
     nearest, scale = plain["weight"].float(), plain["weight_scale"]  # [E, out, in], [E, out, 1]
-    weight, grid = weight.float(), GRIDS[scheme.codes.cast]
+    weight, grid = weight.float(), scheme.codes
     steps = scale.float().expand(*weight.shape[:-1], weight.shape[-1] // GROUP)
     one = weight.new_ones(len(weight))
     codes, _, singular = _round_all(weight, hessian, nearest, steps, one, grid)
@@ -177,7 +134,7 @@ def _gptq_rows(scheme: Scheme, weight: Tensor, hessian: Tensor) -> Rounded:
 
 
 def _round_all(
-    weight: Tensor, hessian: Tensor, nearest: Tensor, usual: Tensor, shared: Tensor, grid: Grid
+    weight: Tensor, hessian: Tensor, nearest: Tensor, usual: Tensor, shared: Tensor, grid: Codes
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return code values, block scales, and which experts were left at the nearest codes.
 
@@ -240,7 +197,7 @@ def _factored(hessian: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _spread_errors(
-    weight: Tensor, factor: Tensor, shared: Tensor, codes: Tensor, scales: Tensor, grid: Grid
+    weight: Tensor, factor: Tensor, shared: Tensor, codes: Tensor, scales: Tensor, grid: Codes
 ) -> None:
     """Run GPTQ from left to right; write codes and, where they may move, block scales.
 
@@ -277,7 +234,7 @@ def _near(scale: Tensor, neighbours: int) -> Tensor:
 
 def round_block(
     weight: Tensor, factor: Tensor, shared: Tensor, scales: Tensor, codes: Tensor, errors: Tensor,
-    grid: Grid,
+    grid: Codes,
 ) -> None:  # fmt: skip
     """Round a block of 16 inputs under each scale that is tried, and keep the best.
 
@@ -305,7 +262,7 @@ def round_block(
     left = weight[..., None, :].expand(*candidates.shape, GROUP).clone()  # [E, out, C, 16]
     found, error = torch.empty_like(left), torch.empty_like(left)
     for i in range(GROUP):
-        found[..., i] = grid.round(left[..., i] / step)
+        found[..., i] = grid.nearest(left[..., i] / step)
         error[..., i] = (left[..., i] - found[..., i] * step) / factor[:, i, i, None, None]
         left[..., i + 1 :] -= error[..., i, None] * factor[:, None, None, i, i + 1 :]
     best = error.square().sum(-1).argmin(-1, keepdim=True)  # [E, out, 1]
@@ -316,7 +273,7 @@ def round_block(
 
 
 def _descend(
-    weight: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, shared: Tensor, grid: Grid
+    weight: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, shared: Tensor, grid: Codes
 ) -> None:
     """Move block scales and codes one at a time to where the exact loss is least, in place.
 
@@ -342,7 +299,7 @@ def _descend(
 
 def descend_block(
     slope: Tensor, hessian: Tensor, shared: Tensor, scales: Tensor, codes: Tensor, moved: Tensor,
-    grid: Grid,
+    grid: Codes,
 ) -> None:  # fmt: skip
     """Move a block's scales, then its codes, each to its own optimum given all the others.
 
@@ -370,7 +327,7 @@ def descend_block(
     slope = slope - (values - before) @ hessian
     for i in range(GROUP):
         wanted = values[..., i] + slope[..., i] / hessian[:, i, i, None]
-        codes[..., i] = grid.round(wanted / step)
+        codes[..., i] = grid.nearest(wanted / step)
         shift = codes[..., i] * step - values[..., i]
         values[..., i] += shift
         slope -= shift[..., None] * hessian[:, None, i]

@@ -54,6 +54,7 @@ class Scheme:
     Attributes:
         name: the scheme's name in recipes and in everything we write.
         compressed: compressed-tensors' way to write it, which is ours.
+        packed: how the kernels hold it, but for the dtype of a row's scale.
         modelopt: ModelOpt's way to write it, None where it has none.
         config_weights: type, num_bits and strategy of the weights in a config group.
         config_activations: `dynamic` of the activations in a config group, None for BF16 ones.
@@ -72,6 +73,7 @@ class Scheme:
 
     name: str
     compressed: OnDisk
+    packed: OnDisk
     modelopt: OnDisk | None
     config_weights: tuple[str, int, str]
     config_activations: Literal[True, "local"] | None
@@ -110,6 +112,7 @@ class Scheme:
             return self
         return replace(
             self,
+            packed=_E4M3_ROWS,
             dequantize=rounding.dequantize_in_e4m3,
             round_activations=partial(_round_tokens, FP8),
             calibrated=False,
@@ -196,9 +199,13 @@ def _round_groups(x: Tensor, input_global_scale: float | None) -> Tensor:
     return rounding.round_groups(x, input_global_scale)
 
 
+_E4M3_ROWS = OnDisk("float-quantized", partial(_rows, "F8_E4M3"))
+_INT8_ROWS = OnDisk("int-quantized", partial(_rows, "I8"))
+_E2M1_GROUPS = OnDisk("nvfp4-pack-quantized", partial(_groups, False))
 _NVFP4 = Scheme(
     name="NVFP4",
     compressed=OnDisk("nvfp4-pack-quantized", partial(_groups, True)),
+    packed=_E2M1_GROUPS,
     modelopt=OnDisk("NVFP4", partial(_modelopt_groups, True)),
     config_weights=("float", 4, "tensor_group"),
     config_activations="local",
@@ -214,7 +221,8 @@ _NVFP4 = Scheme(
 _ALL = (
     Scheme(
         name="FP8_DYNAMIC",
-        compressed=OnDisk("float-quantized", partial(_rows, "F8_E4M3")),
+        compressed=_E4M3_ROWS,
+        packed=_E4M3_ROWS,
         modelopt=OnDisk("FP8", _modelopt_rows),
         config_weights=("float", 8, "channel"),
         config_activations=True,
@@ -232,7 +240,7 @@ _ALL = (
     replace(
         _NVFP4,
         name="NVFP4A16",
-        compressed=OnDisk("nvfp4-pack-quantized", partial(_groups, False)),
+        compressed=_E2M1_GROUPS,
         modelopt=OnDisk("W4A16_NVFP4", partial(_modelopt_groups, False)),
         config_activations=None,
         round_activations=None,
@@ -240,7 +248,8 @@ _ALL = (
     ),
     Scheme(
         name="INT8_DYNAMIC",
-        compressed=OnDisk("int-quantized", partial(_rows, "I8")),
+        compressed=_INT8_ROWS,
+        packed=_INT8_ROWS,
         modelopt=None,
         config_weights=("int", 8, "channel"),
         config_activations=True,
@@ -267,6 +276,9 @@ SUFFIXES = tuple(
 GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
 INPUT_SCALES = ("input_global_scale", "input_scale")
 TENSOR_SCALES = (*GLOBAL_SCALES, *INPUT_SCALES)  # one number for a whole matrix, above 0
+
+
+CODES = ("weight_packed", "weight")  # a quantized Linear has one of them
 
 
 def refusal(mode: str, kernels: Iterable[str]) -> str | None:

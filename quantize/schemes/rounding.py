@@ -22,28 +22,31 @@ codes: `observe` passes them on in its result and the caller refuses the tensor.
 Left out: asymmetric zero points and block-128 FP8 (704 and 2112 inputs are no multiples of 128).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import Literal
 
 import torch
+from fused_dequant import formats
+from fused_dequant.formats import (
+    BLOCK_VALUES,
+    E2M1_MAX,
+    FP8,
+    FP8_MAX,
+    GROUP,
+    block_scale,
+    blocks,
+    e2m1_codes,
+    pack,
+    quotient,
+    round_e2m1,
+    unpack_e2m1,
+)
 
 Observer = Literal["memoryless_minmax", "memoryless_mse"]
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
 FP8_MAX_BITS = 0x43E0  # 448 in BF16
-INT8_MAX = 127.0  # largest code of activations; -128 is not used
-E2M1_MAX = 6.0
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-GROUP = 16
-SMALLEST_BLOCK_SCALE = 0.125
-LEAST_BLOCK_SCALE = 0.25  # of weights in e4m3: half of it over 8 is the least normal number
-# Values worked on at a time: FP32 temporaries of 2 MB stay in the cache. One core of a Xeon makes
-# NVFP4 codes at 0.39 GB/s of BF16 input in whole matrices, at 2.3 GB/s in such blocks.
-BLOCK_VALUES = 1 << 19
 
 # memoryless_mse of llm-compressor: ranges shrunk by up to a fifth in steps of 1 %.
 MSE_STEPS = 20
@@ -57,17 +60,26 @@ class Codes:
     """A number format of weights.
 
     Attributes:
+        name: what the kernels call it.
         half_range: half the distance from the lowest to the highest code; an amax of 1 gets the
             scale 1 / half_range.
         group: the inputs that share a scale; None for all inputs of a row.
-        fit: rounds BF16 weights over their scale, in place, so that `cast` changes nothing.
+        fit: rounds weights over their scale, which it uses up, so that `cast` changes nothing.
         cast: the dtype whose cast ends the rounding.
+        neighbours: e4m3 codes below and above the usual block scale that GPTQ tries; 0 where it is
+            fixed.
     """
 
+    name: str
     half_range: float
     group: int | None
     fit: Callable[[torch.Tensor], torch.Tensor]
     cast: torch.dtype
+    neighbours: int = 0
+
+    def nearest(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Return the nearest codes' values of FP32 weights over their scale, which it uses up."""
+        return self.fit(scaled).to(self.cast).float()
 
 
 def observe(weight: torch.Tensor, codes: Codes, observer: Observer) -> torch.Tensor:
@@ -144,7 +156,7 @@ def quantize_groups(
         rooms = rooms or tuple(torch.empty_like(own, dtype=torch.float32) for _ in range(2))
         scaled, room = (each[: len(own)] for each in rooms)
         torch.div(own, divisor[block], out=scaled).clamp_(-E2M1_MAX, E2M1_MAX)
-        packed[block] = _pack(_e2m1_codes(scaled, room).flatten(-2))
+        packed[block] = pack(e2m1_codes(scaled, room).flatten(-2))
     return {
         "weight_packed": packed,
         "weight_scale": scale.to(FP8),
@@ -190,52 +202,20 @@ def dequantize_groups(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def dequantize_in_e4m3(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the BF16 weights [..., out, in] of e2m1 codes as FP8 products read them.
 
-    e4m3(e2m1 * block scale / 8) * 8 / global scale, rounded to nearest, ties to even; a block whose
-    scale is below LEAST_BLOCK_SCALE counts as zero. The others are normal numbers, off by 1/17 at most.
+    `formats.nvfp4_as_e4m3` * 8 / global scale; normal numbers are off by 1/17 at most.
     """
     if "weight_scale_2" in tensors:  # ModelOpt's, as in `dequantize_groups`
         packed, shared = tensors["weight"], 8 * tensors["weight_scale_2"]
     else:
         packed, shared = tensors["weight_packed"], 8 / tensors["weight_global_scale"].unsqueeze(-1)
-    scale = tensors["weight_scale"].float()
-    eighth = scale.masked_fill(scale < LEAST_BLOCK_SCALE, 0) / 8
-    *leading, half = packed.shape
-    codes = torch.empty((*leading, 2 * half), dtype=FP8, device=packed.device)
-    for block in blocks(codes):
-        values = unpack_e2m1(packed[block]).unflatten(-1, (-1, GROUP))
-        codes[block] = values.mul_(eighth[block].unsqueeze(-1)).flatten(-2)  # copying casts
+    codes = formats.nvfp4_as_e4m3(packed, tensors["weight_scale"])
     return codes.float().mul_(shared).bfloat16()
 
 
-def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
-    """Return the FP32 values [..., in] of packed codes [..., in / 2]."""
-    found = _pairs(packed.device).index_select(0, packed.flatten().int())
-    return found.view(torch.float32).view(*packed.shape[:-1], -1)
-
-
-@lru_cache
-def _pairs(device: torch.device) -> torch.Tensor:
-    """Return the two FP32 values of each byte as one int64, since one look-up costs half of two."""
-    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
-    high, low = torch.meshgrid(values, values, indexing="ij")
-    return torch.stack((low, high), -1).flatten().view(torch.int64).to(device)
-
-
 def round_tokens(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round activations [..., K] to e4m3 or int8 with one scale a token, in x's dtype.
-
-    The codes and scales are those of the kernels' `quantize_rows`, bit for bit: FP32 scale =
-    amax / 448 or / 127, code = x * (1 / scale). A token with NaN or infinity becomes NaN.
-    """
-    largest = FP8_MAX if dtype == FP8 else INT8_MAX
-    wide = x.float()
-    amax = wide.abs().amax(-1, keepdim=True)
-    scale = _quotient(amax, largest).masked_fill_(amax == 0, 1.0)
-    scale.masked_fill_(~amax.isfinite(), torch.nan)
-    scaled = wide * (1.0 / scale)
-    if dtype == torch.int8:
-        scaled = scaled.round_().nan_to_num_(0.0)
-    return (scaled.clamp_(-largest, largest).to(dtype).float() * scale).to(x.dtype)
+    """Round activations [..., K] to e4m3 or int8 with one scale a token, in x's dtype."""
+    codes, scale = formats.quantize_rows(x, dtype)
+    return (codes.float() * scale[..., None]).to(x.dtype)
 
 
 def round_groups(x: torch.Tensor, global_scale: float) -> torch.Tensor:
@@ -243,74 +223,20 @@ def round_groups(x: torch.Tensor, global_scale: float) -> torch.Tensor:
 
     `global_scale` = 448 * 6 / the calibrated amax. Values beyond it saturate. Arithmetic is FP32.
     """
-    groups = x.float().unflatten(-1, (-1, GROUP))
     shared = torch.tensor([global_scale], dtype=torch.float32, device=x.device)
-    scale = block_scale(groups.abs().amax(-1), shared) / shared
-    rounded = round_e2m1((groups / scale.unsqueeze(-1)).clamp_(-E2M1_MAX, E2M1_MAX))
-    return (rounded * scale.unsqueeze(-1)).flatten(-2).to(x.dtype)
-
-
-def round_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Round FP32 values in -6..6 to the nearest e2m1 value, ties to the even code."""
-    magnitude = x.abs()
-    magic = _magic(magnitude)
-    return magnitude.add_(magic).sub_(magic).copysign_(x)
-
-
-def _magic(magnitude: torch.Tensor) -> torch.Tensor:
-    """Return 2^22 * max(1, 2^floor(log2 x)): adding it rounds x to e2m1's grid there.
-
-    Below 2 the grid is 0.5, FP32's spacing at 2^22; it doubles from one power of two to the next.
-    """
-    exponent = magnitude.view(torch.int32) & 0x7F800000
-    return exponent.clamp_(min=0x3F800000).add_(22 << 23).view(torch.float32)
-
-
-def _e2m1_codes(x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """Return the codes 0..15 (uint8) of FP32 values in -6..6; x, and `room` for as many, are used up.
-
-    Adding `_magic` leaves the number of grid steps from 0 in the last byte. Each power of two above 1
-    adds two codes, and magic >> 22 is 2 * (127 + 22 + exponent) = 2 * exponent - 214 in a byte. The 214
-    are added to magic itself, an even number of steps, so that ties still go to the even code.
-    """
-    bits, other = x.add_(0.0).view(torch.int32), room.view(torch.int32)  # -0 has become 0
-    sign = torch.bitwise_right_shift(bits, 28, out=other).to(torch.uint8).bitwise_and_(8)
-    magic = torch.bitwise_and(bits, 0x7F800000, out=other).clamp_(min=0x3F800000)
-    magic.add_((22 << 23) + 214)
-    x.abs_().add_(room)
-    return bits.add_(magic.bitwise_right_shift_(22)).to(torch.uint8).bitwise_or_(sign)
-
-
-def _pack(codes: torch.Tensor) -> torch.Tensor:
-    """Pack codes [..., in] two a byte, the even input in the low nibble (little-endian)."""
-    pairs = codes.view(torch.int16)
-    return (pairs | (pairs >> 4)).to(torch.uint8)
-
-
-def pack_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Pack e2m1 values [..., in] FP32 two codes a byte: uint8 [..., in / 2]. -0 keeps its sign."""
-    codes = _e2m1_codes(values.clone(), torch.empty_like(values))
-    return _pack(codes | (values.signbit().view(torch.uint8) << 3))
-
-
-def block_scale(ranges: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    """Return the scales of groups of 16: e4m3 numbers, held in FP32, never 0."""
-    scale = (shared * _quotient(ranges, E2M1_MAX)).clamp(max=FP8_MAX).to(FP8).float()
-    return scale.masked_fill_(scale == 0, SMALLEST_BLOCK_SCALE)
+    codes, scale = formats.round_groups(x, shared)
+    return (codes * (scale / shared).unsqueeze(-1)).flatten(-2).to(x.dtype)
 
 
 def _row_scale(ranges: torch.Tensor, codes: Codes) -> torch.Tensor:
     """Return the scales range / half range in the dtype of `ranges`, never 0."""
-    scale = _quotient(ranges, codes.half_range)
+    scale = quotient(ranges, codes.half_range)
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
 
-def _quotient(ranges: torch.Tensor, half_range: float) -> torch.Tensor:
-    """Divide by a tensor, since CUDA turns division by a Python number into an inexact product."""
-    return ranges / ranges.new_full((), half_range)  # made there: nothing waits for a copy
-
-
 def _fit_e4m3(scaled: torch.Tensor) -> torch.Tensor:
+    if scaled.dtype != torch.bfloat16:
+        return scaled.clamp_(-FP8_MAX, FP8_MAX)
     magnitude = scaled.abs()  # int16 bits are clamped in half the time of BF16 numbers
     magnitude.view(torch.int16).clamp_(max=FP8_MAX_BITS)
     return magnitude.copysign_(scaled)
@@ -324,9 +250,10 @@ def _fit_e2m1(scaled: torch.Tensor) -> torch.Tensor:
     return round_e2m1(scaled.clamp_(-E2M1_MAX, E2M1_MAX).float())
 
 
-E4M3_ROWS = Codes(FP8_MAX, None, _fit_e4m3, FP8)
-INT8_ROWS = Codes(127.5, None, _fit_int8, torch.int8)
-E2M1_GROUPS = Codes(E2M1_MAX, GROUP, _fit_e2m1, torch.float32)  # rounded values, not yet packed
+E4M3_ROWS = Codes("e4m3", FP8_MAX, None, _fit_e4m3, FP8)
+INT8_ROWS = Codes("int8", 127.5, None, _fit_int8, torch.int8)
+# Rounded values, not yet packed. Six e4m3 codes around amax / 6 are tried by GPTQ.
+E2M1_GROUPS = Codes("e2m1", E2M1_MAX, GROUP, _fit_e2m1, torch.float32, neighbours=6)
 
 
 def _shrink(groups: torch.Tensor, ranges: torch.Tensor, codes: Codes) -> torch.Tensor:
@@ -370,16 +297,3 @@ def all_finite(tensor: torch.Tensor) -> bool:
     if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
         return not tensor.numel() or bool((tensor.view(torch.uint8) & 0x7F).amax() < 0x7F)
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
-
-
-def blocks(weight: torch.Tensor) -> Iterator[tuple[int | slice, ...]]:
-    """Yield indices of rows of [..., out, in], about BLOCK_VALUES values of one Linear each.
-
-    On a GPU, which has less to gain from its cache than to lose by launches, they are 4 times as many.
-    """
-    *leading, out, inputs = weight.shape
-    values = BLOCK_VALUES if weight.device.type == "cpu" else 4 * BLOCK_VALUES
-    step = max(1, values // inputs)
-    for linear in product(*map(range, leading)):
-        for start in range(0, out, step):
-            yield (*linear, slice(start, start + step))

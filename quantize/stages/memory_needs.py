@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from quantize.checkpoints.reader import TensorInfo
-from quantize.checkpoints.targets import Target
+from quantize.checkpoints.targets import Target, layout_bytes, linear_shape
 from quantize.errors import ResourceError
 from quantize.host.units import size
 from quantize.recipe.sections import AT_ONCE, Recipe
@@ -47,7 +47,8 @@ def needs(
 
     def quantized(*modes: ActivationMode) -> Stack:
         """Return the largest stack of those that the modes multiply with."""
-        sizes = {target.name: _packed(target, "fp8" in modes) for target in targets}
+        mode = "fp8" if "fp8" in modes else "none"
+        sizes = {target.name: _packed(target, mode) for target in targets}
         return Stack.of(recipe.name, sizes, quantized=True)
 
     canvas = config["canvas_length"]
@@ -77,11 +78,12 @@ def needs(
     return found
 
 
-def _packed(target: Target, in_fp8: bool) -> int:
+def _packed(target: Target, mode: ActivationMode) -> int:
     """Return a tensor's bytes once packed, as `memory.packed_sizes`; Hopper keeps experts in 4 bits."""
-    changed = in_fp8 and target.scheme is not None and target.scheme.kernel == "nvfp4"
-    dense = target.module_class != "experts"
-    return target.bytes_before // 2 if changed and dense else target.bytes_after
+    if target.scheme is None or target.module_class == "experts":
+        return target.bytes_after
+    layout = target.scheme.as_multiplied(mode).packed
+    return len(target.modules) * layout_bytes(layout, *linear_shape(target.shape, target.modules))
 
 
 def memory_table(need: Need, config: Mapping[str, Any], budgets: Sequence[float]) -> Table:

@@ -16,15 +16,14 @@ from torch import Tensor
 from transfer import seconds
 
 from quantize.schemes import gptq
-from quantize.schemes.gptq import GRIDS
 from quantize.schemes.hessians import Hessians
 from quantize.schemes.records import SCHEMES
-from quantize.schemes.rounding import block_scale, global_scale
+from quantize.schemes.rounding import E2M1_GROUPS, block_scale, global_scale
 from quantize.stages.round_weights.round_weights import experts_at_once
 
 SHAPES = {"gate_up": (1408, 2816), "down": (2816, 704)}
 TOKENS, TOPK = 1024, 8
-GRID = GRIDS[torch.float32]
+GRID = E2M1_GROUPS
 
 
 def accumulated(name: str, experts: int, inputs: int) -> tuple[Hessians, float]:

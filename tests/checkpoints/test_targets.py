@@ -112,7 +112,7 @@ def test_bf16_layout_is_what_transformers_saves(tiny_checkpoint: Path) -> None:
 
 def test_planned_bytes_equal_the_bytes_of_the_tensors_a_scheme_writes() -> None:
     from quantize.checkpoints.reader import DTYPES
-    from quantize.checkpoints.targets import quantized_bytes
+    from quantize.checkpoints.targets import layout_bytes
     from quantize.schemes.records import SCHEMES
 
     for scheme in SCHEMES.values():
@@ -123,7 +123,7 @@ def test_planned_bytes_equal_the_bytes_of_the_tensors_a_scheme_writes() -> None:
             for length in spec.shape:
                 size *= length
             written += size
-        assert written == quantized_bytes(scheme, 704, 2816)
+        assert written == layout_bytes(scheme.compressed, 704, 2816)
 
 
 def test_a_foreign_quantization_config_is_refused(tiny_checkpoint: Path) -> None:

@@ -4,9 +4,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from fused_dequant.formats import FP8, GROUP, unpack_e2m1
 
 from quantize.exports.blocks import nvfp4_blocks, q8_0_blocks
-from quantize.schemes.rounding import FP8, GROUP, unpack_e2m1
 
 Q8_0, NVFP4 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.NVFP4
 

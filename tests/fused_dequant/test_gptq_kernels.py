@@ -12,12 +12,19 @@ from kernels_support.device import DEVICE, INTERPRETED, MARKS, passed_in_the_int
 from torch import Tensor
 
 from quantize.schemes import gptq
-from quantize.schemes.gptq import GRIDS, Grid, descend_block, round_block
+from quantize.schemes.gptq import descend_block, round_block
 from quantize.schemes.hessians import Hessians
 from quantize.schemes.records import SCHEMES
-from quantize.schemes.rounding import FP8, block_scale, global_scale
+from quantize.schemes.rounding import (
+    E2M1_GROUPS,
+    E4M3_ROWS,
+    INT8_ROWS,
+    Codes,
+    block_scale,
+    global_scale,
+)
 
-KINDS = {"e2m1": torch.float32, "e4m3": FP8, "int8": torch.int8}
+GRIDS = {codes.name: codes for codes in (E2M1_GROUPS, E4M3_ROWS, INT8_ROWS)}
 LAYERS = [(2, 24, 32)] if INTERPRETED else [(2, 96, 336), (8, 704, 2816), (1, 4224, 2112)]
 
 
@@ -32,7 +39,7 @@ def layer(experts: int, out: int, inputs: int) -> tuple[Tensor, Tensor]:
     return weight, x.mT @ x / x.shape[1]
 
 
-def block(grid: Grid, out: int) -> dict[str, Tensor]:
+def block(grid: Codes, out: int) -> dict[str, Tensor]:
     """Return the arguments of a block's functions: 3 experts, one of them with tiny weights."""
     g = torch.Generator().manual_seed(out)
     weight = torch.randn(3, out, 16, generator=g) * torch.tensor([0.05, 1e-6, 3.0])[:, None, None]
@@ -59,7 +66,7 @@ def within(part: Tensor, device: str) -> Tensor:
     return wide[..., 12:28]
 
 
-def run(grid: Grid, given: dict[str, Tensor], device: str) -> list[Tensor]:
+def run(grid: Codes, given: dict[str, Tensor], device: str) -> list[Tensor]:
     """Round a block, then move it: scales, codes, errors, and the same moved with `moved`."""
     own = {name: tensor.to(device, copy=True) for name, tensor in given.items()}
     codes, errors = (within(torch.zeros_like(given["weight"]), device) for _ in range(2))
@@ -74,11 +81,11 @@ def run(grid: Grid, given: dict[str, Tensor], device: str) -> list[Tensor]:
 class TestOnTheKernels:
     pytestmark = MARKS
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", GRIDS)
     def test_a_block_is_rounded_and_moved_as_by_torch(
         self, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        grid = GRIDS[KINDS[kind]]
+        grid = GRIDS[kind]
         given = block(grid, out=70)  # more than a program's rows
         found = run(grid, given, DEVICE)
         monkeypatch.setattr(dispatch, "interpreted", False)

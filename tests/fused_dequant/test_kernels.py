@@ -14,7 +14,7 @@ from types import FrameType
 import fused_dequant as fd
 import pytest
 import torch
-from fused_dequant import cases, formats, fragments, reference, tuning, weights
+from fused_dequant import cases, formats, fragments, reference, tuning, w4a16, weights
 from fused_dequant.cases import rounded
 from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.reference import relative_error
@@ -381,7 +381,7 @@ def test_fragments_are_those_of_torch(E: int, N: int, K: int) -> None:
     scale[0, 3:9] = 0
     scale = scale.view(torch.float8_e4m3fn)
     found = fragments.to_fragments(packed.to(DEVICE), scale.to(DEVICE))
-    for own, wanted in zip(found, formats.to_fragments(packed, scale), strict=True):
+    for own, wanted in zip(found, w4a16.to_fragments(packed, scale), strict=True):
         assert torch.equal(own.cpu(), wanted)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
+from fused_dequant.formats import unpack_e2m1
 from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight as oracle_gptq
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from quantize.errors import QuantizeError
 from quantize.schemes import gptq as module
 from quantize.schemes.gptq import Rounded, gptq, layer_loss, shrunk
 from quantize.schemes.records import SCHEMES
-from quantize.schemes.rounding import global_scale, unpack_e2m1
+from quantize.schemes.rounding import global_scale
 
 EXPERTS, OUT, IN = 3, 32, 96
 

@@ -5,6 +5,7 @@ import torch
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from fused_dequant import formats
+from fused_dequant.formats import E2M1, pack_e2m1, round_e2m1, unpack_e2m1
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmcompressor.observers import Observer
@@ -13,13 +14,9 @@ from oracle import assert_equal_quantization, assert_same_bits, oracle, preset
 from quantize.checkpoints.reader import DTYPES
 from quantize.schemes.records import SCHEMES, Scheme, scheme_of_group
 from quantize.schemes.rounding import (
-    E2M1,
     FP8,
     all_finite,
     global_scale,
-    pack_e2m1,
-    round_e2m1,
-    unpack_e2m1,
 )
 
 OBSERVERS = ("memoryless_minmax", "memoryless_mse")

@@ -13,6 +13,7 @@ from resource import RUSAGE_CHILDREN, getrusage
 
 import pytest
 import torch
+from fused_dequant.formats import E2M1
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from quantize.host.files import read_json
 from quantize.pipeline.stages import STAGES
 from quantize.pipeline.staleness import input_digests, remember
 from quantize.runs.folder import RunDir
-from quantize.schemes.rounding import E2M1
 
 pytestmark = pytest.mark.slow
 

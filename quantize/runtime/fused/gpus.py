@@ -1,6 +1,6 @@
 """Tells which kernels run a scheme on a GPU, before weights are read.
 
-A kernel runs where its instructions exist (`fused_dequant.weights.KERNELS`). An H200 has run them all;
+A kernel runs where its instructions exist (`fused_dequant.layouts.KERNELS`). An H200 has run them all;
 for the other targets of `fused_dequant.targets` the tests compile and check them, and nobody has run
 them. On a newer GPU than those they are compiled when they are first launched.
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 from fused_dequant import tuning
+from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import TARGETS, Capability, name_of
-from fused_dequant.weights import KERNELS
 from platformdirs import user_cache_dir
 
 from quantize.errors import InputError, ResourceError

@@ -12,7 +12,7 @@ Input scales of NVFP4 are left out: below Blackwell activations are bf16.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -275,18 +275,14 @@ def _weight(parts: Sequence[dict[str, Tensor]], scheme: Scheme | None, in_fp8: b
         return torch.cat(tensors, -2)
 
     if scheme is None:
-        return weights.bf16(rows("weight"))
-    if scheme.kernel in formats.EIGHT_BIT:
-        return weights.eight_bit(rows("weight"), rows("weight_scale"))
-    packed, blocks = rows("weight_packed"), rows("weight_scale")
-    small = parts[0].get("weight_scale_2")  # ModelOpt's
-    shared = parts[0]["weight_global_scale"] if small is None else 1 / small
-    if in_fp8:
-        return weights.nvfp4_in_fp8(packed, blocks, shared, experts=packed.dim() == 3)
-    if small is None:
-        return weights.nvfp4(packed, blocks, shared)
-    # A factor; as a divisor it would be rounded once more.
-    factor = 128 * small.reshape(-1, small.shape[-1]).expand(-1, 2)  # see `fused_dequant.weights`
-    return replace(
-        weights.nvfp4(packed, blocks, torch.ones_like(small)), factor=factor.contiguous()
-    )
+        return weights.build("bf16", rows("weight"))
+    codes = rows("weight_packed" if "weight_packed" in parts[0] else "weight")
+    factor = _factor(parts[0])
+    return weights.build(scheme.kernel, codes, rows("weight_scale"), factor, in_fp8=in_fp8)
+
+
+def _factor(part: dict[str, Tensor]) -> Tensor | None:
+    """Return 128 over the global scale: ModelOpt's is a factor, which is not divided with."""
+    if "weight_scale_2" in part:
+        return 128 * part["weight_scale_2"]
+    return 128 / part["weight_global_scale"] if "weight_global_scale" in part else None

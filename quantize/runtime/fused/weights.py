@@ -190,8 +190,8 @@ def _check_memory(
     checkpoint: Checkpoint, device: torch.device, layers: int, streamed: int, in_fp8: bool
 ) -> None:
     """Refuse a device with too little free memory, before a byte is read."""
-    kept = {n: t for n, t in checkpoint.tensors.items() if not DROPPED.fullmatch(n)}
-    sizes = packed_sizes(kept, in_fp8=in_fp8, four_bit_experts=in_fp8 and is_hopper(device))
+    found = packed_sizes(checkpoint, in_fp8=in_fp8, four_bit_experts=is_hopper(device))
+    sizes = {name: size for name, size in found.items() if not DROPPED.fullmatch(name)}
     in_layers = sum(size for name, size in sizes.items() if ".layers." in name)
     needed = sum(sizes.values())
     if streamed:  # two slots, and the experts once as on disk and once as packed

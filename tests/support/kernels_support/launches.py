@@ -16,8 +16,9 @@ import torch
 from fused_dequant import cases, fragments, gptq, gram, simulated, targets
 from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, TOPK, VOCABULARY
 from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import Capability
-from fused_dequant.weights import KERNELS, Weight
+from fused_dequant.weights import Weight
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver

@@ -1,0 +1,108 @@
+"""One record a scheme of weights: its layout in memory, and the kernel that multiplies with it.
+
+    scheme            data                        scale                      factor
+    bf16              bf16 [E, N, K]              none                       none
+    fp8, int8         e4m3 or int8 [E, N, K]      f32 [E, N]                 none
+    nvfp4             uint8 [E, N, K/2]           e4m3 [E, N, K/16]          f32 [E, 2]
+    nvfp4_fragments   int32 [E, N/64, K/64, 512]  int32 [E, N/64, K/64, 64]  f32 [E, 2]
+    nvfp4_e4m3        int32 [E, N/64, K/64, 512]  int32 [E, N/64, K/64, 64]  f32 [E, 2]
+
+A dense weight has E = 1. `factor` is 128 / global_scale for gate rows and for up rows (equal if the
+weight has no such split); 128 undoes the powers of two of the exact decode. `nvfp4_fragments` is the
+same weight for Hopper (`w4a16`). `nvfp4_e4m3` is NVFP4 that Hopper multiplies in 8 bits (`w4a8`), its
+factor 8 / global_scale; elsewhere, and in dense products, such a weight is an fp8 one.
+
+gate_up weights of experts are interleaved (`formats.interleave_gate_up`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fused_dequant import formats, w4a8, w4a16
+from fused_dequant.formats import E2M1_MAX, FP8, FP8_MAX, GROUP
+from fused_dequant.targets import Capability
+
+Spec = tuple[torch.dtype, tuple[int, ...]]  # of one expert's tensor
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel that multiplies with the weights of a scheme, and how they lie in memory.
+
+    Attributes:
+        module: module of this package whose `launch` has the arguments of `matmul.launch`.
+        least: the lowest compute capability that has the instructions.
+        layout: (N, K) -> data, scale and factor of one expert, those that the scheme has.
+        decode: (data, scale, dtype) -> values [E, N, K], but for the factor.
+        rounded: f32 [N, K] -> codes, scale and factor, as `weights.build` takes them; None where
+            another scheme's weights are laid out anew.
+        spans: rows and columns that an element of data stands for.
+        alone: whether no other capability has the instructions.
+    """
+
+    module: str
+    least: Capability
+    layout: Callable[[int, int], tuple[Spec, ...]]
+    decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    rounded: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+    spans: tuple[int, int] = (1, 1)
+    alone: bool = False
+
+    def runs_on(self, target: Capability) -> bool:
+        """Whether a GPU of this compute capability has the kernel's instructions."""
+        return target == self.least if self.alone else target >= self.least
+
+
+def _rows(dtype: torch.dtype, N: int, K: int) -> tuple[Spec, ...]:
+    return (dtype, (N, K)), (torch.float32, (N,))
+
+
+def _groups(N: int, K: int) -> tuple[Spec, ...]:
+    return (torch.uint8, (N, K // 2)), (FP8, (N, K // GROUP)), (torch.float32, (2,))
+
+
+def _fragments(N: int, K: int) -> tuple[Spec, ...]:
+    tiles = N // w4a16.FRAGMENT, K // w4a16.FRAGMENT
+    return (torch.int32, (*tiles, 512)), (torch.int32, (*tiles, 64)), (torch.float32, (2,))
+
+
+def _decode_rows(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.to(dtype) * scale.to(dtype)[..., None]
+
+
+def _decode_groups(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    unit = torch.full((1,), 128.0, device=data.device)
+    return formats.dequantize_nvfp4(data, scale, unit, dtype)
+
+
+def _rounded_groups(weight: Tensor) -> tuple[Tensor, ...]:
+    shared = FP8_MAX * E2M1_MAX / weight.abs().max()
+    return (*formats.quantize_nvfp4(weight, shared), 128 / shared)
+
+
+_FRAGMENTS = partial(
+    Kernel, "nvfp4_hopper", (9, 0), _fragments, spans=(w4a16.FRAGMENT, w4a16.FRAGMENT), alone=True
+)
+KERNELS = {
+    "bf16": Kernel(
+        "matmul", (8, 0),
+        lambda N, K: ((torch.bfloat16, (N, K)),),
+        lambda data, _, dtype: data.to(dtype),
+        lambda weight: (weight.to(torch.bfloat16),),
+    ),
+    "int8": Kernel(
+        "matmul", (8, 0), partial(_rows, torch.int8), _decode_rows,
+        partial(formats.quantize_rows, dtype=torch.int8),
+    ),
+    "fp8": Kernel(
+        "matmul", (8, 9), partial(_rows, FP8), _decode_rows,
+        partial(formats.quantize_rows, dtype=FP8),
+    ),
+    "nvfp4": Kernel("nvfp4", (8, 0), _groups, _decode_groups, _rounded_groups, spans=(1, 2)),
+    "nvfp4_fragments": _FRAGMENTS(lambda *parts: w4a16.decode_fragments(*parts[:2]).to(parts[2])),
+    "nvfp4_e4m3": _FRAGMENTS(lambda *parts: w4a8.decode_fragments(*parts[:2]).to(parts[2])),
+}  # fmt: skip
