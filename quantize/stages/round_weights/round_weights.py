@@ -40,10 +40,10 @@ from quantize.runtime.engine import Engine
 from quantize.runtime.opening import Place, open, placed
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Prompt, context_of, record_all
-from quantize.schemes.gptq import DAMPING, NEIGHBOURS, SWEEPS, Rounded, gptq
+from quantize.schemes.gptq import DAMPING, SWEEPS, Rounded, gptq
 from quantize.schemes.hessians import TILE, Hessians, tiles_of
 from quantize.schemes.records import Scheme
-from quantize.schemes.rounding import global_scale
+from quantize.schemes.rounding import E2M1_GROUPS, global_scale
 from quantize.stages.memory_needs import HESSIAN_BYTES, ROUNDING_BYTES
 from quantize.stages.prompts import load_prompts
 
@@ -332,7 +332,7 @@ def _identity(
     schemes = [(unit.reads, unit.scheme.name) for unit in units]
     facts = [
         fingerprint(source), schemes, settings.model_dump(), [[p.ids, p.thinking] for p in prompts],
-        DAMPING, NEIGHBOURS, SWEEPS,
+        DAMPING, E2M1_GROUPS.neighbours, SWEEPS,
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(facts).encode())
     for prompt in prompts:
