@@ -1,56 +1,35 @@
-"""Chooses one option a group so that their damage is least within a budget of bytes: exact, in bins.
+"""Chooses one option a group so that their damage is least within a budget of bytes: exactly, by HiGHS.
 
-The least bytes of every group are taken off; what is left of the budget is cut into `BINS` bins, and an
-option's bytes are rounded up to bins, so a choice never exceeds the budget. With d[b] the least damage
-of the groups so far within b bins,
-
-    d'[b] = min over options of d[b - bins(option)] + damage(option)
-
-is the least with one group more. One table answers every budget.
+With x = 1 for a chosen option, else 0, the sum of x over every group is 1; one of damage and bytes is
+bounded, and the sum of the other is least.
 """
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
+from scipy.optimize import LinearConstraint, milp
+from scipy.sparse import csr_array
 
 from quantize.errors import InputError
 
-BINS = 1 << 15
 Choice = tuple[int, float]  # bytes and damage of an option
 
 
 class Knapsack:
-    """All best choices, by budget.
+    """The best choices by budget.
 
     Args:
         groups: the options of each group, at least one; exactly one of each is chosen.
     """
 
     def __init__(self, groups: Sequence[Sequence[Choice]]) -> None:
-        least = [min(nbytes for nbytes, _ in options) for options in groups]
-        most = sum(max(nbytes for nbytes, _ in options) for options in groups)
-        self.least = sum(least)
-        self._unit = max(1, -(-(most - self.least) // BINS))
-        self._bins = [
-            [-(-(nbytes - low) // self._unit) for nbytes, _ in options]
-            for options, low in zip(groups, least, strict=True)
-        ]
-        length = sum(max(bins) for bins in self._bins) + 1
-        self._damage = torch.zeros(length, dtype=torch.float64)
-        self._picked: list[Tensor] = []
-        for options, bins in zip(groups, self._bins, strict=True):
-            tried = torch.stack(
-                [self._shifted(at) + damage for at, (_, damage) in zip(bins, options, strict=True)]
-            )
-            self._damage, picked = tried.min(0)
-            self._picked.append(picked)
-
-    def _shifted(self, bins: int) -> Tensor:
-        """Return d[b - bins], infinite where that is no budget."""
-        moved = torch.full_like(self._damage, float("inf"))
-        moved[bins:] = self._damage[: len(self._damage) - bins]
-        return moved
+        sizes = [len(options) for options in groups]
+        self._first = np.cumsum([0, *sizes[:-1]])
+        self._bytes, self._damage = np.array([o for each in groups for o in each], dtype=float).T
+        rows = np.repeat(np.arange(len(sizes)), sizes), np.arange(sum(sizes))
+        self._one = LinearConstraint(csr_array((np.ones(sum(sizes)), rows)), 1, 1)
+        self.least = int(np.minimum.reduceat(self._bytes, self._first).sum())
+        self._most = int(np.maximum.reduceat(self._bytes, self._first).sum())
 
     def best(self, nbytes: int) -> list[int]:
         """Return the option of each group that together do the least damage within `nbytes`.
@@ -58,12 +37,13 @@ class Knapsack:
         Raises:
             InputError: not even the smallest options fit.
         """
-        if nbytes < self.least:
+        found = self._least(self._damage, self._bytes, nbytes)
+        if found is None:
             raise InputError(
                 f"no choice is so small: the searched parts take at least {self.least:,} bytes, and "
                 f"{max(nbytes, 0):,} are left for them beside what is not searched"
             )
-        return self._trace(min((nbytes - self.least) // self._unit, len(self._damage) - 1))
+        return self._options(found)
 
     def cheapest(self, damage: float | None) -> list[int]:
         """Return the options of the fewest bytes whose damage is at most `damage`.
@@ -71,23 +51,34 @@ class Knapsack:
         Raises:
             InputError: no choice does so little.
         """
-        limit = float("inf") if damage is None else damage
-        within = (self._damage <= limit).nonzero()
-        if not len(within):
-            raise InputError(
-                f"no choice does so little damage: the least is {self._damage[-1].item():.4g}"
-            )
-        return self._trace(int(within[0]))
+        found = self._least(self._bytes, self._damage, np.inf if damage is None else damage)
+        if found is None:
+            least = np.minimum.reduceat(self._damage, self._first).sum()
+            raise InputError(f"no choice does so little damage: the least is {least:.4g}")
+        return self._options(found)
 
     def frontier(self, points: int) -> list[Choice]:
         """Return bytes and least damage at evenly spaced budgets."""
-        at = torch.linspace(0, len(self._damage) - 1, points).long().unique().tolist()
-        return [(self.least + bins * self._unit, self._damage[bins].item()) for bins in at]
+        budgets = dict.fromkeys(np.linspace(self.least, self._most, points).round())
+        found = [(budget, self._least(self._damage, self._bytes, budget)) for budget in budgets]
+        return [(int(budget), float(x @ self._damage)) for budget, x in found if x is not None]
 
-    def _trace(self, budget: int) -> list[int]:
-        found: list[int] = []
-        for picked, bins in zip(reversed(self._picked), reversed(self._bins), strict=True):
-            option = int(picked[budget])
-            found.append(option)
-            budget -= bins[option]
-        return found[::-1]
+    def _least(self, cost: np.ndarray, bounded: np.ndarray, limit: float) -> np.ndarray | None:
+        """Return x of the least cost, None where nothing keeps the limit.
+
+        HiGHS keeps a limit to 1e-6 and ends that near to the optimum, so numbers below 1 are scaled up.
+        """
+        scale, unit = (max(1.0, 1e6 / (abs(own).max() or 1)) for own in (cost, bounded))
+        within = LinearConstraint(bounded[None] * unit, ub=limit * unit)
+        found = milp(
+            cost * scale, integrality=1, bounds=(0, 1), constraints=[self._one, within],
+            options={"mip_rel_gap": 0},
+        )  # fmt: skip
+        if found.x is None:
+            return None
+        x = found.x.round()
+        over = float(bounded @ x) - limit  # where an x was a little off 0 or 1
+        return x if over <= 1e-12 * limit else self._least(cost, bounded, limit - over)
+
+    def _options(self, x: np.ndarray) -> list[int]:
+        return (np.flatnonzero(x) - self._first).tolist()
