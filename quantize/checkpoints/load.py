@@ -32,7 +32,7 @@ from quantize.checkpoints.targets import linear_modules
 from quantize.errors import InputError, ResourceError
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import TENSOR_SCALES, Scheme
-from quantize.schemes.rounding import all_finite
+from quantize.schemes.rounding import all_finite, sound_scales
 from quantize.schemes.simulated import simulate_activations
 
 
@@ -150,6 +150,8 @@ def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
         raise InputError(
             f"{checkpoint.tensors[name].file}: tensor {name!r} holds NaN or infinity; {FIX}"
         )
+    if name.endswith(".weight_scale") and not sound_scales(tensor):
+        raise InputError(f"{checkpoint.tensors[name].file}: {name!r} has negative scales; {FIX}")
     if name.endswith(TENSOR_SCALES) and not (tensor > 0).all():
         raise InputError(f"{checkpoint.tensors[name].file}: {name!r} is not above 0; {FIX}")
     return tensor

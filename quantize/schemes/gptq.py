@@ -99,7 +99,7 @@ def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None 
     """
     hessian = hessian.contiguous()
     if shared is None:
-        return _gptq_rows(scheme, weight, hessian)
+        return _gptq_fixed(scheme, weight, hessian)
     return _gptq_groups(scheme, weight, hessian, shared)
 
 
@@ -120,16 +120,19 @@ def _gptq_groups(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor
     return Rounded(tensors, loss, plain, singular)
 
 
-def _gptq_rows(scheme: Scheme, weight: Tensor, hessian: Tensor) -> Rounded:
-    """Round under one BF16 scale a row, which its largest magnitude sets."""
-    plain = scheme.quantize(weight, scheme.observe(weight, "memoryless_minmax"), None, None)
-    nearest, scale = plain["weight"].float(), plain["weight_scale"]  # [E, out, in], [E, out, 1]
-    weight, grid = weight.float(), scheme.codes
-    steps = scale.float().expand(*weight.shape[:-1], weight.shape[-1] // GROUP)
+def _gptq_fixed(scheme: Scheme, weight: Tensor, hessian: Tensor) -> Rounded:
+    """Round under the BF16 scales of rounding to nearest, which stay: one a row, or a group."""
+    grid, ranges = scheme.codes, scheme.observe(weight, "memoryless_minmax")
+    plain = scheme.quantize(weight, ranges, None, None)
+    scale = grid.scale(ranges)[..., None]  # [E, out, groups, 1] BF16
+    blocks = weight.unflatten(-1, (scale.shape[-2], -1))
+    nearest = grid.nearest(blocks / scale).flatten(-2)
+    steps = scale.float().expand(*scale.shape[:-1], blocks.shape[-1] // GROUP).flatten(-2)
+    weight = weight.float()
     one = weight.new_ones(len(weight))
     codes, _, singular = _round_all(weight, hessian, nearest, steps, one, grid)
-    tensors = {"weight": codes.to(scheme.codes.cast), "weight_scale": scale}
-    loss, own = _losses(weight, (each * scale.float() for each in (codes, nearest)), hessian)
+    tensors = plain | {next(iter(plain)): grid.store(codes)}
+    loss, own = _losses(weight, (_values(each, steps) for each in (codes, nearest)), hessian)
     return Rounded(tensors, loss, own, singular)
 
 

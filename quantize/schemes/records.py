@@ -31,6 +31,7 @@ from quantize.schemes import rounding
 from quantize.schemes.rounding import E2M1_GROUPS, E4M3_ROWS, FP8, GROUP, INT8_ROWS, Codes, Observer
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # suffix -> safetensors dtype and shape
+SCALE_DTYPES = {"F8_E4M3": "torch.float8_e4m3fn", "U8": "torch.uint8", "BF16": None}  # in a config
 GPTQ_ERRS = 1.5  # times the error of rounding to nearest that its weights may have
 
 
@@ -132,7 +133,7 @@ class Scheme:
             "group_size": group,
             "block_structure": None,
             "actorder": None,
-            "scale_dtype": "torch.float8_e4m3fn" if group else None,
+            "scale_dtype": SCALE_DTYPES[self.compressed.tensors(1, GROUP)["weight_scale"][0]],
             "zp_dtype": None,
             "observer_kwargs": {},
         }

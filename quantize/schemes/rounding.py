@@ -24,7 +24,7 @@ Left out: asymmetric zero points and block-128 FP8 (704 and 2112 inputs are no m
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -39,6 +39,7 @@ from fused_dequant.formats import (
     blocks,
     e2m1_codes,
     pack,
+    pack_e2m1,
     quotient,
     round_e2m1,
     unpack_e2m1,
@@ -61,20 +62,21 @@ class Codes:
 
     Attributes:
         name: what the kernels call it.
-        half_range: half the distance from the lowest to the highest code; an amax of 1 gets the
-            scale 1 / half_range.
+        scale: the scales of ranges, in their dtype, never 0.
         group: the inputs that share a scale; None for all inputs of a row.
         fit: rounds weights over their scale, which it uses up, so that `cast` changes nothing.
         cast: the dtype whose cast ends the rounding.
+        store: FP32 values of codes -> codes as on disk.
         neighbours: e4m3 codes below and above the usual block scale that GPTQ tries; 0 where it is
             fixed.
     """
 
     name: str
-    half_range: float
+    scale: Callable[[torch.Tensor], torch.Tensor]
     group: int | None
     fit: Callable[[torch.Tensor], torch.Tensor]
     cast: torch.dtype
+    store: Callable[[torch.Tensor], torch.Tensor]
     neighbours: int = 0
 
     def nearest(self, scaled: torch.Tensor) -> torch.Tensor:
@@ -124,7 +126,7 @@ def quantize_rows(
         out: memory for the codes, of `weight`'s shape and any strides; None allocates it.
     """
     found = torch.empty_like(weight, dtype=codes.cast) if out is None else out
-    scale = _row_scale(ranges, codes)
+    scale = codes.scale(ranges)
     for block in blocks(weight):
         found[block] = codes.fit(weight[block] / scale[block])  # copying casts
     return {"weight": found, "weight_scale": scale}
@@ -228,9 +230,9 @@ def round_groups(x: torch.Tensor, global_scale: float) -> torch.Tensor:
     return (codes * (scale / shared).unsqueeze(-1)).flatten(-2).to(x.dtype)
 
 
-def _row_scale(ranges: torch.Tensor, codes: Codes) -> torch.Tensor:
-    """Return the scales range / half range in the dtype of `ranges`, never 0."""
-    scale = quotient(ranges, codes.half_range)
+def _quotients(half_range: float, ranges: torch.Tensor) -> torch.Tensor:
+    """Return range / half range, half the distance from the lowest to the highest code; never 0."""
+    scale = quotient(ranges, half_range)
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
 
@@ -250,10 +252,18 @@ def _fit_e2m1(scaled: torch.Tensor) -> torch.Tensor:
     return round_e2m1(scaled.clamp_(-E2M1_MAX, E2M1_MAX).float())
 
 
-E4M3_ROWS = Codes("e4m3", FP8_MAX, None, _fit_e4m3, FP8)
-INT8_ROWS = Codes("int8", 127.5, None, _fit_int8, torch.int8)
+def _rows(
+    name: str, half_range: float, fit: Callable[[torch.Tensor], torch.Tensor], cast: torch.dtype
+):
+    return Codes(name, partial(_quotients, half_range), None, fit, cast, lambda x: x.to(cast))
+
+
+E4M3_ROWS = _rows("e4m3", FP8_MAX, _fit_e4m3, FP8)
+INT8_ROWS = _rows("int8", 127.5, _fit_int8, torch.int8)
 # Rounded values, not yet packed. Six e4m3 codes around amax / 6 are tried by GPTQ.
-E2M1_GROUPS = Codes("e2m1", E2M1_MAX, GROUP, _fit_e2m1, torch.float32, neighbours=6)
+E2M1_GROUPS = Codes(
+    "e2m1", partial(_quotients, E2M1_MAX), GROUP, _fit_e2m1, torch.float32, pack_e2m1, neighbours=6
+)
 
 
 def _shrink(groups: torch.Tensor, ranges: torch.Tensor, codes: Codes) -> torch.Tensor:
@@ -280,7 +290,7 @@ def _shrink(groups: torch.Tensor, ranges: torch.Tensor, codes: Codes) -> torch.T
 def _error(groups: torch.Tensor, ranges: torch.Tensor, codes: Codes) -> torch.Tensor:
     """Return the sum of |W - W'|^2.4 of each group [..., out, groups], W' under `ranges`."""
     result = torch.empty_like(ranges)
-    scale = _row_scale(ranges, codes).unsqueeze(-1)
+    scale = codes.scale(ranges).unsqueeze(-1)
     for block in blocks(groups.flatten(-2)):
         rounded = codes.fit(groups[block] / scale[block]).to(codes.cast).to(groups.dtype)
         rounded *= scale[block]
@@ -297,3 +307,10 @@ def all_finite(tensor: torch.Tensor) -> bool:
     if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
         return not tensor.numel() or bool((tensor.view(torch.uint8) & 0x7F).amax() < 0x7F)
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def sound_scales(scale: torch.Tensor) -> bool:
+    """Whether scales of rows or blocks are finite, and e4m3 ones not negative: layouts have no sign."""
+    if scale.dtype == FP8:
+        return not scale.numel() or bool(scale.view(torch.uint8).amax() < 0x7F)
+    return all_finite(scale)

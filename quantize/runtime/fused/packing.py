@@ -24,7 +24,7 @@ from quantize.checkpoints.reader import FIX, Checkpoint
 from quantize.errors import InputError
 from quantize.runtime.fused.transfer import Fetched, Layout, Transfer
 from quantize.schemes.records import GLOBAL_SCALES, TENSOR_SCALES, Scheme
-from quantize.schemes.rounding import FP8, all_finite
+from quantize.schemes.rounding import all_finite, sound_scales
 
 NORMS = {
     "input": "input_layernorm",
@@ -223,12 +223,10 @@ class Packer:
         """Check a tensor when it is first read, and only then: the answer waits for the device."""
         if name in self._checked:
             return tensor
-        bad = not all_finite(tensor)
+        sound = sound_scales if name.endswith(".weight_scale") else all_finite
+        bad = not sound(tensor)
         if name.endswith(TENSOR_SCALES):
             bad = bad or not bool((tensor > 0).all())
-        elif name.endswith(".weight_scale") and tensor.dtype == FP8:
-            # Fragments have no place for a sign.
-            bad = bad or bool((tensor.view(torch.uint8) > 0x7F).any())
         if bad:
             raise InputError(
                 f"{self.checkpoint.tensors[name].file}: {name!r}, or the same tensor of another "
