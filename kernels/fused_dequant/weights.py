@@ -121,7 +121,7 @@ def build(
         codes: [N, ...] of a dense weight, [E, N, ...] of experts.
         scale: of rows or blocks, [N, ...] or [E, N, ...].
         factor: f32 [1], [E] or, for gate and up, [E, 2]: 128 times what values are multiplied with
-            beside `scale`, for NVFP4 128 / global_scale; None for 128.
+            beside `scale`, for NVFP4 128 / global_scale; None for 1.
         in_fp8: whether NVFP4 becomes what FP8 products read (W4A8): its values are rounded to e4m3
             (`formats.nvfp4_as_e4m3`), its rows are FP8. On Hopper experts stay as small as they are;
             everything else becomes a weight of scheme fp8.
@@ -131,7 +131,7 @@ def build(
         return Weight(scheme, data)
     if scheme in EIGHT_BIT:
         return Weight(scheme, data, scale.float().reshape(data.shape[:2]).contiguous())
-    factor = torch.full((len(data),), 128.0, device=data.device) if factor is None else factor
+    factor = torch.ones(len(data), device=data.device) if factor is None else factor
     blocks, factor = _with_experts(scale), factor.float().reshape(len(data), -1).expand(-1, 2)
     if in_fp8:
         return _in_fp8(data, blocks, factor / 16, dense)

@@ -282,6 +282,16 @@ TENSOR_SCALES = (*GLOBAL_SCALES, *INPUT_SCALES)  # one number for a whole matrix
 CODES = ("weight_packed", "weight")  # a quantized Linear has one of them
 
 
+def sound_each(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return for each module whether all is finite and scales of whole matrices above 0: bool [n].
+
+    `tensors` are [n, ...] by suffix.
+    """
+    found = [rounding.finite_each(t) for t in tensors.values()]
+    found += [(t > 0).flatten(1).all(1) for s, t in tensors.items() if s in TENSOR_SCALES]
+    return torch.stack(found).all(0)
+
+
 def refusal(mode: str, kernels: Iterable[str]) -> str | None:
     """Return why an activation mode means nothing to weights of these `Scheme.kernel`s, or None."""
     if mode != "fp8" or "nvfp4" in kernels:

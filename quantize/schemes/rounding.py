@@ -309,8 +309,17 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
+def finite_each(tensor: torch.Tensor) -> torch.Tensor:
+    """Return for each of [n, ...] whether it is finite: bool [n]."""
+    if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
+        return (tensor.view(torch.uint8) & 0x7F).flatten(1).amax(1) < 0x7F
+    if not tensor.is_floating_point():
+        return torch.ones(len(tensor), dtype=torch.bool, device=tensor.device)
+    return tensor.isfinite().flatten(1).all(1)
+
+
 def sound_scales(scale: torch.Tensor) -> bool:
     """Whether scales of rows or blocks are finite, and e4m3 ones not negative: layouts have no sign."""
-    if scale.dtype == FP8:
-        return not scale.numel() or bool(scale.view(torch.uint8).amax() < 0x7F)
-    return all_finite(scale)
+    if scale.dtype == FP8 and scale.numel() and bool(scale.view(torch.uint8).amax() > 0x7F):
+        return False
+    return bool(finite_each(scale[None]).all())

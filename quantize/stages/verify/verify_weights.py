@@ -23,8 +23,8 @@ from quantize.checkpoints.targets import Target, linear_shape
 from quantize.errors import InputError
 from quantize.host.progress import track
 from quantize.recipe.sections import Recipe
-from quantize.schemes.records import INPUT_SCALES, TENSOR_SCALES, Scheme
-from quantize.schemes.rounding import FP8, blocks
+from quantize.schemes.records import INPUT_SCALES, Scheme, sound_each
+from quantize.schemes.rounding import blocks
 from quantize.stages.device import Device
 
 # Modules of one source tensor whose decompression is compared as a whole, spread evenly over it.
@@ -194,7 +194,7 @@ class _Verifier:
             squares = _sums_of_squares(weight, mine)
             del weight
             flags = (
-                _sound(tensors),
+                sound_each(tensors),
                 _positive(tensors["weight_scale"], scheme),
                 _alive(mine),
                 self._decompressed_alike(modules, compared, tensors, mine),
@@ -281,22 +281,6 @@ def _equal_rows(theirs: Tensor, mine: Tensor) -> Tensor:
     if theirs.dtype != mine.dtype or theirs.shape != mine.shape:
         return torch.zeros(len(mine), dtype=torch.bool, device=mine.device)
     return (theirs.contiguous().view(torch.int16) == mine.view(torch.int16)).all(1)
-
-
-def _sound(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return for each module whether all is finite and scales of whole matrices above 0: bool [n].
-
-    `tensors` are [n, ...] by suffix.
-    """
-    found: list[Tensor] = []
-    for suffix, tensor in tensors.items():
-        if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
-            found.append((tensor.view(torch.uint8) & 0x7F).flatten(1).amax(1) < 0x7F)
-        elif tensor.is_floating_point():
-            found.append(tensor.isfinite().flatten(1).all(1))
-        if suffix in TENSOR_SCALES:
-            found.append((tensor > 0).flatten(1).all(1))
-    return torch.stack(found).all(0)
 
 
 def _positive(scales: Tensor, scheme: Scheme) -> Tensor:
