@@ -3,12 +3,16 @@
 E2M1 (FP4), codes 0..15 = sign, two exponent bits, one mantissa bit:
     0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; two codes a byte, the even column in the low nibble.
 E4M3 (FP8, `torch.float8_e4m3fn`): largest 448, smallest subnormal 2^-9, no infinity, NaN = 0x7f.
+E8M0: byte b is 2^(b - 127), 255 is NaN.
 
 NVFP4 on disk (compressed-tensors, `nvfp4-pack-quantized`), for a weight [N, K]:
     packed        uint8  [N, K/2]   code of column 2i in the low nibble, of column 2i+1 in the high one
     scale         e4m3   [N, K/16]  one per 16 columns
     global_scale  f32    [1]        448 * 6 / amax of the tensor: a LARGE number, it divides
     w[n, k] = e2m1[n, k] * scale[n, k // 16] / global_scale
+
+MXFP4 (`mxfp4-pack-quantized`): the same codes, scale e8m0 uint8 [N, K/32], nothing else. A scale is
+2^-2 times the range rounded to a power of two, up from 1.75 times one; values up to 7 saturate at 6.
 
 FP8: weight e4m3 [N, K], scale [N]; INT8: weight int8 [N, K], scale [N]; w = weight * scale.
 
@@ -30,6 +34,8 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 INT8_MAX = 127.0  # largest code of activations; -128 is not used
 GROUP = 16  # columns of NVFP4 that share a scale
+MX_GROUP = 32  # of MXFP4
+E8M0_MAX = 254
 SMALLEST_BLOCK_SCALE = 0.125  # in place of 0, as compressed-tensors does
 # Of a block whose weights are rounded to e4m3 and are not zero: half of it over 8 is the least normal
 # number.
@@ -171,6 +177,35 @@ def nvfp4_as_e4m3(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         values = unpack_e2m1(codes).mul_(scale[block].unsqueeze(-1) / 8)
         found[block] = values.flatten(-2)  # copying casts
     return found
+
+
+def e8m0_scale(ranges: torch.Tensor) -> torch.Tensor:
+    """Return MXFP4's scales e8m0 uint8 of blocks with these BF16 ranges, of 0 the smallest."""
+    bits = ranges.to(torch.bfloat16).view(torch.int16).int()
+    return ((bits + 32 >> 7) - 2).clamp(0, E8M0_MAX).to(torch.uint8)
+
+
+def e8m0_values(scale: torch.Tensor) -> torch.Tensor:
+    """Return the BF16 values of e8m0 bytes; 2^-127 is a BF16 subnormal."""
+    bits = scale.int() << 7
+    values = torch.where(scale == 0, 0x40, bits).to(torch.int16).view(torch.bfloat16)
+    return values.masked_fill(scale == 0xFF, torch.nan)
+
+
+def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize x [..., K]: packed codes uint8 [..., K/2], scales e8m0 uint8 [..., K/32]."""
+    groups = x.float().unflatten(-1, (-1, MX_GROUP))
+    scale = e8m0_scale(groups.abs().amax(-1))
+    scaled = (groups / e8m0_values(scale)[..., None]).clamp_(-E2M1_MAX, E2M1_MAX)
+    return pack_e2m1(round_e2m1(scaled).flatten(-2)), scale
+
+
+def dequantize_mxfp4(
+    packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return values [..., K] of codes uint8 [..., K/2] and scales e8m0 uint8 [..., K/32]."""
+    values = unpack_e2m1(packed).to(dtype).unflatten(-1, (-1, MX_GROUP))
+    return values.mul_(e8m0_values(scale).to(dtype)[..., None]).flatten(-2)
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

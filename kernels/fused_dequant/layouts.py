@@ -4,6 +4,7 @@
     bf16              bf16 [E, N, K]              none                       none
     fp8, int8         e4m3 or int8 [E, N, K]      f32 [E, N]                 none
     nvfp4             uint8 [E, N, K/2]           e4m3 [E, N, K/16]          f32 [E, 2]
+    mxfp4             uint8 [E, N, K/2]           e8m0 uint8 [E, N, K/32]    f32 [E, 2], 1
     nvfp4_fragments   int32 [E, N/64, K/64, 512]  int32 [E, N/64, K/64, 64]  f32 [E, 2]
     nvfp4_e4m3        int32 [E, N/64, K/64, 512]  int32 [E, N/64, K/64, 64]  f32 [E, 2]
 
@@ -61,6 +62,11 @@ def _rows(dtype: torch.dtype, N: int, K: int) -> tuple[Spec, ...]:
     return (dtype, (N, K)), (torch.float32, (N,))
 
 
+def _mx_groups(N: int, K: int) -> tuple[Spec, ...]:
+    scale = torch.uint8, (N, K // formats.MX_GROUP)
+    return (torch.uint8, (N, K // 2)), scale, (torch.float32, (2,))
+
+
 def _groups(N: int, K: int) -> tuple[Spec, ...]:
     return (torch.uint8, (N, K // 2)), (FP8, (N, K // GROUP)), (torch.float32, (2,))
 
@@ -103,6 +109,11 @@ KERNELS = {
         partial(formats.quantize_rows, dtype=FP8),
     ),
     "nvfp4": Kernel("nvfp4", (8, 0), _groups, _decode_groups, _rounded_groups, spans=(1, 2)),
+    "mxfp4": Kernel(
+        "nvfp4", (8, 0), _mx_groups,
+        lambda data, scale, dtype: formats.dequantize_mxfp4(data, scale, dtype),
+        formats.quantize_mxfp4, spans=(1, 2),
+    ),
     "nvfp4_fragments": _FRAGMENTS(lambda *parts: w4a16.decode_fragments(*parts[:2]).to(parts[2])),
     "nvfp4_e4m3": _FRAGMENTS(lambda *parts: w4a8.decode_fragments(*parts[:2]).to(parts[2])),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""NVFP4 W4A16 in plain Triton: the readable kernel, for every GPU from Ampere on.
+"""NVFP4 and MXFP4 W4A16 in plain Triton: the readable kernel, for every GPU from Ampere on.
 
 It reads the canonical layout (low nibble = even column, e4m3 scale a group of 16) without repacking:
 
@@ -6,10 +6,11 @@ It reads the canonical layout (low nibble = even column, e4m3 scale a group of 1
     scale = bf16(e4m3 * 2^119)                        exact
     w     = bits * scale                              e2m1 * scale * 2^-7: 6 significant bits, exact
 
-and acc * 2^7 / global_scale in the epilogue. The scale byte is decoded by integer operations because
-sm_80 has no e4m3 type. The interleave of low and high nibbles and the change of layout before the
-dot go through shared memory, which is what holds this loop near 40 % of bandwidth on an H200;
-`nvfp4_hopper.py` is the answer there.
+and acc * 2^7 / global_scale in the epilogue. MXFP4's scales, a byte of e8m0 for 32 columns, are bf16's
+exponents: w = (bits * 2^126) * scale, both products exact, and a factor of 1. The scale byte is decoded
+by integer operations because sm_80 has no e4m3 type. The interleave of low and high nibbles and the
+change of layout before the dot go through shared memory, which is what holds this loop near 40 % of
+bandwidth on an H200; `nvfp4_hopper.py` is the answer there.
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
@@ -41,6 +42,13 @@ def decode_scale(byte):
 
 
 @triton.jit
+def decode_e8m0(byte):
+    """Decode an e8m0 byte to the bf16 of 2^(byte - 127); 2^-127 is a subnormal."""
+    bits = tl.where(byte == 0, 0x40, byte.to(tl.int32) << 7)
+    return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def nvfp4_kernel(
     x,
     packed,
@@ -54,6 +62,7 @@ def nvfp4_kernel(
     total,
     N,
     K,
+    GROUP: tl.constexpr,
     TOPK: tl.constexpr,
     GROUPED: tl.constexpr,
     GELU_MUL: tl.constexpr,
@@ -65,7 +74,7 @@ def nvfp4_kernel(
 ):
     """Multiply x bf16 [rows, K] by packed [E, N, K/2] into y [slots, N].
 
-    Scale bytes are [E, N, K/16], factors f32 [E, 2].
+    Scale bytes are [E, N, K/GROUP], of e4m3 for 16 columns and of e8m0 for 32; factors f32 [E, 2].
     """
     tile = tl.program_id(0)
     block = tl.program_id(1)
@@ -79,24 +88,29 @@ def nvfp4_kernel(
     n = tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     half = tl.arange(0, BK // 2)
-    group = tl.arange(0, BK // 16)
+    group = tl.arange(0, BK // GROUP)
     channel = expert * N + (n % N)
     weights = packed + channel[:, None] * (K // 2) + half[None, :]
-    scales = scale + channel[:, None] * (K // 16) + group[None, :]
+    scales = scale + channel[:, None] * (K // GROUP) + group[None, :]
     tokens = x + row[:, None] * K + k[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, K, BK):
         if EVEN_K:
             codes = tl.load(weights + k0 // 2)
-            s = tl.load(scales + k0 // 16)
+            s = tl.load(scales + k0 // GROUP)
             a = tl.load(tokens + k0, mask=real[:, None], other=0.0)
         else:
             left = K - k0
             codes = tl.load(weights + k0 // 2, mask=half[None, :] < left // 2, other=0)
-            s = tl.load(scales + k0 // 16, mask=group[None, :] < left // 16, other=0)
+            s = tl.load(scales + k0 // GROUP, mask=group[None, :] < left // GROUP, other=0)
             a = tl.load(tokens + k0, mask=real[:, None] & (k[None, :] < left), other=0.0)
-        per_value = tl.broadcast_to(decode_scale(s)[:, :, None], (BN, BK // 16, 16)).reshape(BN, BK)
-        acc = tl.dot(a, (decode_e2m1(codes, BN, BK) * per_value).T, acc)
+        values = decode_e2m1(codes, BN, BK)
+        if GROUP == 16:
+            s = decode_scale(s)
+        else:
+            values, s = values * 8.507059173023462e37, decode_e8m0(s)  # e2m1 itself
+        per_value = tl.broadcast_to(s[:, :, None], (BN, BK // GROUP, GROUP)).reshape(BN, BK)
+        acc = tl.dot(a, (values * per_value).T, acc)
     store_nvfp4(
         acc.T, y, factor, row_weight, expert, slot, real, tile, N, BM, BN, GELU_MUL, WEIGHTED
     )
@@ -117,6 +131,7 @@ def launch(
     blocks = routing.max_blocks if routing else triton.cdiv(len(x), config["BM"])
     nvfp4_kernel[(triton.cdiv(N, config["BN"]), blocks)](
         x=x, packed=weight.data, scale=weight.scale.view(torch.uint8), factor=weight.factor,
-        y=y, N=N, K=K, EVEN_K=K % config["BK"] == 0, **mode, **config,
+        y=y, N=N, K=K, GROUP=K // weight.scale.shape[-1], EVEN_K=K % config["BK"] == 0,
+        **mode, **config,
     )  # fmt: skip
     return y

@@ -9,6 +9,7 @@ scheme is a record in `SCHEMES`, its arithmetic in `rounding` where that is new,
   INT8_DYNAMIC  int8   BF16 a row                              int8, a scale a token
   NVFP4         e2m1   e4m3 for 16 inputs, FP32 for a matrix   e2m1 under a calibrated FP32 scale
   NVFP4A16      e2m1   the same                                BF16
+  MXFP4A16      e2m1   e8m0 for 32 inputs                      BF16
 
 In the activation mode `fp8` (W4A8) the products of NVFP4 and NVFP4A16 read e4m3(e2m1 * block scale / 8)
 and rows in e4m3 with a scale a token: `Scheme.as_multiplied`.
@@ -28,7 +29,17 @@ import torch
 from torch import Tensor
 
 from quantize.schemes import rounding
-from quantize.schemes.rounding import E2M1_GROUPS, E4M3_ROWS, FP8, GROUP, INT8_ROWS, Codes, Observer
+from quantize.schemes.rounding import (
+    E2M1_GROUPS,
+    E4M3_ROWS,
+    FP8,
+    GROUP,
+    INT8_ROWS,
+    MX_GROUP,
+    MX_GROUPS,
+    Codes,
+    Observer,
+)
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # suffix -> safetensors dtype and shape
 SCALE_DTYPES = {"F8_E4M3": "torch.float8_e4m3fn", "U8": "torch.uint8", "BF16": None}  # in a config
@@ -83,7 +94,7 @@ class Scheme:
     dequantize: Callable[[Mapping[str, Tensor]], Tensor]
     round_activations: Callable[[Tensor, float | None], Tensor] | None
     calibrated: bool
-    kernel: Literal["fp8", "int8", "nvfp4"]
+    kernel: Literal["fp8", "int8", "nvfp4", "mxfp4"]
     max_relative_error: float
     convert_seconds: float
 
@@ -169,6 +180,11 @@ def _groups(calibrated: bool, out: int, inputs: int) -> Tensors:
     return {**tensors, "input_global_scale": ("F32", (1,))} if calibrated else tensors
 
 
+def _mx_groups(out: int, inputs: int) -> Tensors:
+    scale = ("U8", (out, inputs // MX_GROUP))
+    return {"weight_packed": ("U8", (out, inputs // 2)), "weight_scale": scale}
+
+
 def _modelopt_rows(out: int, inputs: int) -> Tensors:
     number = ("F32", ())
     return {"weight": ("F8_E4M3", (out, inputs)), "weight_scale": number, "input_scale": number}
@@ -203,6 +219,7 @@ def _round_groups(x: Tensor, input_global_scale: float | None) -> Tensor:
 _E4M3_ROWS = OnDisk("float-quantized", partial(_rows, "F8_E4M3"))
 _INT8_ROWS = OnDisk("int-quantized", partial(_rows, "I8"))
 _E2M1_GROUPS = OnDisk("nvfp4-pack-quantized", partial(_groups, False))
+_MX_GROUPS = OnDisk("mxfp4-pack-quantized", _mx_groups)
 _NVFP4 = Scheme(
     name="NVFP4",
     compressed=OnDisk("nvfp4-pack-quantized", partial(_groups, True)),
@@ -247,6 +264,21 @@ _ALL = (
         round_activations=None,
         calibrated=False,
     ),
+    replace(
+        _NVFP4,
+        name="MXFP4A16",
+        compressed=_MX_GROUPS,
+        packed=_MX_GROUPS,
+        modelopt=None,
+        config_weights=("float", 4, "group"),
+        config_activations=None,
+        codes=MX_GROUPS,
+        quantize=rounding.quantize_mx,
+        round_activations=None,
+        calibrated=False,
+        kernel="mxfp4",
+        max_relative_error=0.16,
+    ),
     Scheme(
         name="INT8_DYNAMIC",
         compressed=_INT8_ROWS,
@@ -287,7 +319,7 @@ def sound_each(tensors: Mapping[str, Tensor]) -> Tensor:
 
     `tensors` are [n, ...] by suffix.
     """
-    found = [rounding.finite_each(t) for t in tensors.values()]
+    found = [rounding.finite_each(t, scale=s == "weight_scale") for s, t in tensors.items()]
     found += [(t > 0).flatten(1).all(1) for s, t in tensors.items() if s in TENSOR_SCALES]
     return torch.stack(found).all(0)
 

@@ -4,6 +4,8 @@ Weights are [..., out, in] in BF16; leading dimensions (experts) are quantized t
 
   codes        scale of a weight                                 weight =
   e4m3, int8   BF16 per output row = amax / 448 (/ 127.5)        code * scale
+  e2m1, two    e8m0 per 32 inputs (MXFP4): a power of two        code * scale
+  a byte
   e2m1, two    e4m3 per 16 inputs = global * amax / 6;           code * (scale / global)
   a byte       global FP32 = 448 * 6 / amax of the tensor
 
@@ -35,6 +37,7 @@ from fused_dequant.formats import (
     FP8,
     FP8_MAX,
     GROUP,
+    MX_GROUP,
     block_scale,
     blocks,
     e2m1_codes,
@@ -147,11 +150,21 @@ def quantize_groups(
         out: memory for the codes, uint8 [..., out, in / 2] of any strides; None allocates it.
     """
     shared = global_scale([ranges]) if shared is None else shared
+    scale = block_scale(ranges, shared.unsqueeze(-1))  # [..., out, in / 16] FP32
+    return {
+        "weight_packed": _packed(weight, scale / shared.unsqueeze(-1), GROUP, out),
+        "weight_scale": scale.to(FP8),
+        "weight_global_scale": shared.expand(*weight.shape[:-2], 1).contiguous(),
+    }
+
+
+def _packed(
+    weight: torch.Tensor, steps: torch.Tensor, group: int, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the packed codes of weights over the step of their group [..., out, in / group]."""
     *leading, inputs = weight.shape
     packed = weight.new_empty((*leading, inputs // 2), dtype=torch.uint8) if out is None else out
-    scale = block_scale(ranges, shared.unsqueeze(-1))  # [..., out, in / 16] FP32
-    divisor = (scale / shared.unsqueeze(-1)).unsqueeze(-1)
-    groups = weight.unflatten(-1, (-1, GROUP))
+    divisor, groups = steps.unsqueeze(-1), weight.unflatten(-1, (-1, group))
     rooms: tuple[torch.Tensor, ...] = ()  # FP32 memory of a block, used again: new pages cost time
     for block in blocks(weight):
         own = groups[block]
@@ -159,11 +172,16 @@ def quantize_groups(
         scaled, room = (each[: len(own)] for each in rooms)
         torch.div(own, divisor[block], out=scaled).clamp_(-E2M1_MAX, E2M1_MAX)
         packed[block] = pack(e2m1_codes(scaled, room).flatten(-2))
-    return {
-        "weight_packed": packed,
-        "weight_scale": scale.to(FP8),
-        "weight_global_scale": shared.expand(*weight.shape[:-2], 1).contiguous(),
-    }
+    return packed
+
+
+def quantize_mx(
+    weight: torch.Tensor, ranges: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Quantize BF16 weights [..., out, in] to e2m1 in groups of 32, with the arguments of NVFP4's."""
+    scale = formats.e8m0_scale(ranges)
+    packed = _packed(weight, formats.e8m0_values(scale), MX_GROUP, out)
+    return {"weight_packed": packed, "weight_scale": scale}
 
 
 def dequantize_rows(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -187,17 +205,24 @@ def _values(codes: torch.dtype, dtype: torch.dtype, device: torch.device) -> tor
 
 def dequantize_groups(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the BF16 weights [..., out, in] of e2m1 codes, by on-disk suffix."""
+    if tensors["weight_scale"].dtype == torch.uint8:
+        return _values_of(tensors["weight_packed"], formats.e8m0_values(tensors["weight_scale"]))
     scale = tensors["weight_scale"].float()
     if "weight_scale_2" in tensors:  # ModelOpt's: a small number that is multiplied with
         packed, scale = tensors["weight"], scale * tensors["weight_scale_2"]
     else:  # [..., out, in / 16] over [..., 1, 1]
         shared = tensors["weight_global_scale"].unsqueeze(-1)
         packed, scale = tensors["weight_packed"], scale / shared
+    return _values_of(packed, scale)
+
+
+def _values_of(packed: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Return the BF16 weights [..., out, in] of packed codes and the steps of their groups."""
     *leading, half = packed.shape
     weight = torch.empty((*leading, 2 * half), dtype=torch.bfloat16, device=packed.device)
     for block in blocks(weight):
-        values = unpack_e2m1(packed[block]).unflatten(-1, (-1, GROUP))
-        weight[block] = values.mul_(scale[block].unsqueeze(-1)).flatten(-2)
+        values = unpack_e2m1(packed[block]).unflatten(-1, (steps.shape[-1], -1))
+        weight[block] = values.mul_(steps[block].unsqueeze(-1)).flatten(-2)
     return weight
 
 
@@ -266,6 +291,12 @@ E2M1_GROUPS = Codes(
 )
 
 
+MX_GROUPS = Codes(
+    "e2m1", lambda ranges: formats.e8m0_values(formats.e8m0_scale(ranges)), MX_GROUP,
+    _fit_e2m1, torch.float32, pack_e2m1,
+)  # fmt: skip
+
+
 def _shrink(groups: torch.Tensor, ranges: torch.Tensor, codes: Codes) -> torch.Tensor:
     """Return the shrunk ranges [..., out, groups] of least error: llm-compressor's memoryless_mse.
 
@@ -309,10 +340,12 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
-def finite_each(tensor: torch.Tensor) -> torch.Tensor:
-    """Return for each of [n, ...] whether it is finite: bool [n]."""
+def finite_each(tensor: torch.Tensor, *, scale: bool = False) -> torch.Tensor:
+    """Return for each of [n, ...] whether it is finite: bool [n]; `scale` says that bytes are e8m0."""
     if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
         return (tensor.view(torch.uint8) & 0x7F).flatten(1).amax(1) < 0x7F
+    if tensor.dtype == torch.uint8 and scale:  # 255 is e8m0's NaN
+        return tensor.flatten(1).amax(1) < 0xFF
     if not tensor.is_floating_point():
         return torch.ones(len(tensor), dtype=torch.bool, device=tensor.device)
     return tensor.isfinite().flatten(1).all(1)
@@ -322,4 +355,4 @@ def sound_scales(scale: torch.Tensor) -> bool:
     """Whether scales of rows or blocks are finite, and e4m3 ones not negative: layouts have no sign."""
     if scale.dtype == FP8 and scale.numel() and bool(scale.view(torch.uint8).amax() > 0x7F):
         return False
-    return bool(finite_each(scale[None]).all())
+    return bool(finite_each(scale[None], scale=True).all())

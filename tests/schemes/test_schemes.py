@@ -18,6 +18,7 @@ from quantize.schemes.rounding import (
     all_finite,
     global_scale,
 )
+from quantize.stages.convert.shard_pieces import LARGEST
 
 OBSERVERS = ("memoryless_minmax", "memoryless_mse")
 NVFP4 = SCHEMES["NVFP4"]
@@ -50,7 +51,9 @@ def test_a_config_group_is_compressed_tensors_preset(scheme: Scheme) -> None:
 @every_scheme
 @pytest.mark.parametrize("shape", [(24, 16), (7, 704), (33, 2816), (48, 80)])
 def test_weights_equal_llm_compressors_bit_for_bit(scheme: Scheme, observer, shape):
-    weight = random_weight(*shape, seed=shape[0])
+    rows, inputs = shape
+    inputs += inputs % scheme.group_size  # a group, and not quite two, of 32
+    weight = random_weight(rows, inputs, seed=rows)
     theirs = oracle(scheme, [weight], observer)[0]
     mine = quantized(scheme, weight, observer)
     assert_equal_quantization(mine, theirs)
@@ -61,7 +64,7 @@ def test_weights_equal_llm_compressors_bit_for_bit(scheme: Scheme, observer, sha
 @pytest.mark.parametrize("observer", OBSERVERS)
 @every_scheme
 def test_experts_together_equal_experts_one_by_one(scheme: Scheme, observer):
-    weight = random_weight(5, 2, 24, 48)
+    weight = random_weight(5, 2, 24, 96)
     ranges = scheme.observe(weight, observer)
     shared = (
         global_scale([ranges.flatten(1, 2)]).unsqueeze(1) if scheme.shares_global_scale else None
@@ -78,7 +81,7 @@ def test_experts_together_equal_experts_one_by_one(scheme: Scheme, observer):
 @every_scheme
 def test_each_linear_gives_up_its_search_alone(scheme: Scheme):
     """Linears of one group each: some stop improving for 5 steps before a better range comes."""
-    weight = random_weight(64, 1, 16, seed=3)
+    weight = random_weight(64, 1, max(16, scheme.group_size), seed=3)
     mine = scheme.observe(weight, "memoryless_mse")
     args = preset(scheme, "memoryless_mse").weights
     for i, linear in enumerate(weight):
@@ -111,11 +114,12 @@ def test_scales_a_quarter_off_are_more_than_gptq_may_err(scheme: Scheme) -> None
 def test_all_zero_weights_rows_and_blocks(scheme: Scheme):
     weight = random_weight(8, 64)
     weight[2] = 0
-    weight[5, 16:32] = 0
+    weight[5, 32:] = 0
     for case in (weight, torch.zeros(4, 32, dtype=torch.bfloat16)):
         mine = quantized(scheme, case)
         assert_equal_quantization(mine, oracle(scheme, [case])[0])
-        assert all((t.float() > 0).all() for n, t in mine.items() if n.endswith("scale"))
+        if scheme is not SCHEMES["MXFP4A16"]:  # byte 0 is 2^-127 there
+            assert all((t.float() > 0).all() for n, t in mine.items() if n.endswith("scale"))
         assert (scheme.dequantize(mine)[case == 0] == 0).all()
 
 
@@ -151,12 +155,14 @@ def test_every_e2m1_midpoint_rounds_to_the_even_code():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 0x7F7F), min_size=16, max_size=16), st.integers(0, 0xFFFF))
+@given(st.lists(st.integers(0, 0x7F7F), min_size=32, max_size=32), st.integers(0, 0xFFFFFFFF))
 def test_any_finite_block_equals_compressed_tensors(bits: list[int], signs: int):
     block = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16)
-    block = torch.where(torch.tensor([bool(signs >> i & 1) for i in range(16)]), -block, block)
+    block = torch.where(torch.tensor([bool(signs >> i & 1) for i in range(32)]), -block, block)
     weight = torch.stack((block, block.flip(0)))
     for scheme in SCHEMES.values():
+        if scheme.name == "MXFP4A16" and block.abs().max() > LARGEST:
+            continue  # theirs is infinite from 2.98e38 on; convert refuses what is above 1e38
         mine = quantized(scheme, weight)
         assert_equal_quantization(mine, oracle(scheme, [weight])[0])
 
@@ -299,7 +305,7 @@ def test_a_config_group_is_read_back_as_its_scheme(scheme: Scheme):
         assert scheme_of_group(group | {"input_activations": stated}) is None
     assert scheme_of_group(group | {"weights": None}) is None
     if scheme.codes.group:
-        assert scheme_of_group(group | {"weights": group["weights"] | {"group_size": 32}}) is None
+        assert scheme_of_group(group | {"weights": group["weights"] | {"group_size": 64}}) is None
 
 
 def test_modelopts_layout_of_a_matrix_of_48_by_80():
@@ -313,6 +319,7 @@ def test_modelopts_layout_of_a_matrix_of_48_by_80():
         },
         "NVFP4": codes | {"weight_scale_2": number, "input_scale": number},
         "NVFP4A16": codes | {"weight_scale_2": number},
+        "MXFP4A16": None,
         "INT8_DYNAMIC": None,
     }  # fmt: skip
 

@@ -8,7 +8,11 @@ from llmcompressor.observers import Observer
 from quantize.schemes.records import Scheme
 
 PRESETS = {"INT8_DYNAMIC": "INT8"}
-FORMATS = {"FP8_DYNAMIC": "float-quantized", "INT8_DYNAMIC": "int-quantized"}
+FORMATS = {
+    "FP8_DYNAMIC": "float-quantized",
+    "INT8_DYNAMIC": "int-quantized",
+    "MXFP4A16": "mxfp4-pack-quantized",
+}
 
 
 def preset(scheme: Scheme, observer: str = "memoryless_minmax") -> QuantizationScheme:
