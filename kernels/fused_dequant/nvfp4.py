@@ -108,7 +108,8 @@ def nvfp4_kernel(
         if GROUP == 16:
             s = decode_scale(s)
         else:
-            values, s = values * 8.507059173023462e37, decode_e8m0(s)  # e2m1 itself
+            unit = values.to(tl.float32) * 8.507059173023462e37  # e2m1 itself
+            values, s = unit.to(tl.bfloat16), decode_e8m0(s)
         per_value = tl.broadcast_to(s[:, :, None], (BN, BK // GROUP, GROUP)).reshape(BN, BK)
         acc = tl.dot(a, (values * per_value).T, acc)
     store_nvfp4(

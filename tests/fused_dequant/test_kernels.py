@@ -23,9 +23,10 @@ from triton.runtime.jit import KernelInterface
 
 pytestmark = MARKS
 
-TOLERANCE = {"bf16": 2.5e-3, "fp8": 3.5e-3, "int8": 2.5e-3, "nvfp4": 2.5e-3}
+TOLERANCE = {"bf16": 2.5e-3, "fp8": 3.5e-3, "int8": 2.5e-3, "nvfp4": 2.5e-3, "mxfp4": 2.5e-3}
 EXPERTS_TOLERANCE = {"bf16": 4e-3, "fp8": 2e-2, "int8": 1e-2, "nvfp4": 4e-3, "nvfp4_e4m3": 2e-2}
-SCHEMES = ("bf16", "fp8", "int8", "nvfp4")
+EXPERTS_TOLERANCE["mxfp4"] = 4e-3
+SCHEMES = ("bf16", "fp8", "int8", "nvfp4", "mxfp4")
 OF_EXPERTS = SCHEMES if INTERPRETED else (*SCHEMES, "nvfp4_e4m3")  # which is fp8 but on Hopper
 SHAPES = [(1, 64, 64), (17, 80, 208), (64, 144, 192)]
 if not INTERPRETED:
@@ -59,6 +60,7 @@ def summed(y: torch.Tensor, ids: torch.Tensor, experts: int) -> torch.Tensor:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("M", "N", "K"), SHAPES)
 def test_linear(scheme: str, M: int, N: int, K: int) -> None:
+    K += K % 32 if scheme == "mxfp4" else 0
     x = cases.random_tokens(M, K, DEVICE)
     weight = cases.random_weight(scheme, 1, N, K, DEVICE)
     expected = rounded(x, scheme) @ weights.dequantize(weight, torch.float64)[0].T
@@ -85,6 +87,7 @@ def test_operand_orders_and_two_accumulators(scheme: str, swap: int, more: int) 
 def test_experts(scheme: str, tokens: int) -> None:
     """Experts 5 to 7 of 8 get no token; one id of the first token is out of range and adds nothing."""
     hidden, inner, experts, topk = (64, 48, 8, 3) if INTERPRETED else (2816, 704, 16, 8)
+    inner += inner % 32 if scheme == "mxfp4" else 0
     gate_up = cases.random_weight(scheme, experts, 2 * inner, hidden, DEVICE)
     down = cases.random_weight(scheme, experts, hidden, inner, DEVICE, seed=5)
     x = cases.random_tokens(tokens, hidden, DEVICE)
@@ -109,7 +112,7 @@ def test_blocks_are_as_wide_as_their_rows(
     scheme: str, BM: int, MORE: int, narrower: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks computed at 80, 64, 48, 32 or 16 rows, each at its first and last number of rows."""
-    fragments = scheme.startswith("nvfp4")
+    fragments = scheme.startswith(("nvfp4", "mxfp4"))
     if fragments and not HOPPER:
         pytest.skip("only the kernel for sm_90 has narrower blocks of this format")
     hidden, inner = (64, 32) if INTERPRETED else (2816, 704)
@@ -282,6 +285,21 @@ def test_a_damaged_token_damages_itself_alone(scheme: str, value: float) -> None
     others = [i for i in range(17) if i != 5]
     assert not damaged[5].isfinite().any()
     assert torch.equal(damaged[others], clean[others])
+
+
+def test_every_mxfp4_scale_with_every_code_is_exact() -> None:
+    """All bytes but e8m0's NaN and the three whose values BF16 cannot hold, or float32 flushes."""
+    packed = torch.arange(8, device=DEVICE).repeat(256, 2).byte() * 0x22 + 0x10  # [256, 16]
+    scale = torch.arange(256, device=DEVICE).byte()[:, None]
+    weight = weights.build("mxfp4", packed[:252], scale[:252])
+    x = torch.eye(32, dtype=torch.bfloat16, device=DEVICE)
+    expected = torch.tensor([*formats.E2M1, *(-v for v in formats.E2M1)]).double().repeat(2)
+    expected = expected * 2.0 ** (scale[:252].cpu().double() - 127)
+    found = fd.linear(x, weight).T.double().cpu()
+    normal = expected.abs() >= 2.0**-126
+    assert torch.equal(found[normal], expected[normal])
+    assert found[~normal].abs().max() < 2.0**-125
+    assert torch.equal(weights.dequantize(weight, torch.float64)[0].cpu(), expected)
 
 
 def test_nvfp4_extreme_scales() -> None:

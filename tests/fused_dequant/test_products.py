@@ -205,12 +205,12 @@ def test_interleaved_rows() -> None:
         formats.interleave_gate_up(gate[:4], up[:4])
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "fp8", "int8", "nvfp4"])
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "int8", "nvfp4", "mxfp4"])
 def test_cpu_operations_follow_the_reference(scheme: str) -> None:
     weight = cases.random_weight(scheme, 1, 48, 64, "cpu")
     x = cases.random_tokens(6, 64, "cpu")
     exact = x.double() @ weights.dequantize(weight, torch.float64)[0].T
-    rounding = {"bf16": 3e-3, "nvfp4": 3e-3, "fp8": 4e-2, "int8": 1.5e-2}[scheme]
+    rounding = {"bf16": 3e-3, "nvfp4": 3e-3, "mxfp4": 3e-3, "fp8": 4e-2, "int8": 1.5e-2}[scheme]
     assert reference.relative_error(fd.linear(x, weight), exact) < rounding
     assert torch.equal(fd.linear(x.reshape(2, 3, 64), weight).flatten(0, 1), fd.linear(x, weight))
     gate_up = cases.random_weight(scheme, 4, 64, 64, "cpu")
