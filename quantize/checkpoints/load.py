@@ -151,7 +151,9 @@ def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
             f"{checkpoint.tensors[name].file}: tensor {name!r} holds NaN or infinity; {FIX}"
         )
     if name.endswith(".weight_scale") and not sound_scales(tensor):
-        raise InputError(f"{checkpoint.tensors[name].file}: {name!r} has negative scales; {FIX}")
+        raise InputError(
+            f"{checkpoint.tensors[name].file}: {name!r} has negative or NaN scales; {FIX}"
+        )
     if name.endswith(TENSOR_SCALES) and not (tensor > 0).all():
         raise InputError(f"{checkpoint.tensors[name].file}: {name!r} is not above 0; {FIX}")
     return tensor

@@ -136,6 +136,16 @@ def test_damage_is_refused_with_file_and_key(
     assert str(folder) in str(error.value)
 
 
+def test_a_block_scale_with_a_sign_is_refused(nvfp4_artifact: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(nvfp4_artifact, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{EXPERT}.weight_scale"].view(torch.uint8)[0, 0] |= 0x80
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(InputError, match=f"{EXPERT}.weight_scale' has negative or NaN scales"):
+        load(folder)
+
+
 def test_a_truncated_shard_is_refused(artifact: Path, tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(artifact, folder)

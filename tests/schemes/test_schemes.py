@@ -17,6 +17,7 @@ from quantize.schemes.rounding import (
     FP8,
     all_finite,
     global_scale,
+    sound_scales,
 )
 from quantize.stages.convert.shard_pieces import LARGEST
 
@@ -344,6 +345,14 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_stands(dtype: torch.d
             broken[at] = bad  # e4m3 has no infinity: it becomes NaN or the largest number
             assert all_finite(broken) == bool(broken.float().isfinite().all())
             assert not all_finite(broken) or dtype == FP8
+
+
+@pytest.mark.parametrize(("dtype", "bad"), [(FP8, (0x7F, 0x80, 0xFF)), (torch.uint8, (0xFF,))])
+def test_scales_that_no_layout_holds_are_found(dtype: torch.dtype, bad: tuple[int, ...]) -> None:
+    """Of e4m3 its NaN and every negative number, of e8m0 its NaN."""
+    for byte in (0, 1, 0x7E, *bad):
+        scale = torch.tensor([[1, byte], [2, 3]], dtype=torch.uint8).view(dtype)
+        assert sound_scales(scale) == (byte not in bad)
 
 
 def test_whole_numbers_are_finite():
