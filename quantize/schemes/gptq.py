@@ -21,7 +21,8 @@ Left out: ordering of inputs by their energy (blocks of 16 are fixed on disk), a
 and the asymmetric loss of GPTAQ, which was worse here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -166,7 +167,7 @@ def layer_loss(weight: Tensor, rounded: Tensor, hessian: Tensor) -> Tensor:
 
 
 def _energy(x: Tensor, hessian: Tensor) -> Tensor:
-    return (x @ hessian).mul_(x).sum((-1, -2))
+    return (x @ hessian).mul_(x).sum(-1).sum(-1)  # in an order that threads do not change
 
 
 def _block_amax(weight: Tensor) -> Tensor:
@@ -191,12 +192,24 @@ def _factored(hessian: Tensor) -> tuple[Tensor, Tensor]:
     diagonal.add_((DAMPING * mean).to(hessian)[:, None])
     factor, failed = torch.empty_like(hessian), torch.empty_like(mean, dtype=torch.int32)
     identity = torch.eye(hessian.shape[-1], dtype=torch.float64, device=hessian.device)
-    for each, own in enumerate(hessian):
-        lower, failed[each] = torch.linalg.cholesky_ex(own.double().flip(0, 1))
-        lower = torch.where(failed[each] != 0, identity, lower)
-        inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
-        factor[each] = inverse.flip(0, 1)
+    with _one_thread():
+        for each, own in enumerate(hessian):
+            lower, failed[each] = torch.linalg.cholesky_ex(own.double().flip(0, 1))
+            lower = torch.where(failed[each] != 0, identity, lower)
+            inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+            factor[each] = inverse.flip(0, 1)
     return factor, (failed != 0) | (mean <= 0)
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    """Hold torch to one thread of the CPU: a factorisation's bits depend on how many there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _spread_errors(

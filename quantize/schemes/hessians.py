@@ -93,10 +93,16 @@ def _places(inputs: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def whole(tiles: Tensor, inputs: int) -> Tensor:
-    """Return the symmetric matrices [E, in, in] that tiles [E, tiles, 128, 128] stand for."""
+    """Return the matrices [E, in, in] that tiles [E, tiles, 128, 128] stand for, symmetric to the bit.
+
+    Of tiles on the diagonal the upper half counts: a BLAS may sum a product and its mirror image in
+    different orders.
+    """
     i, j = _places(inputs, tiles.device)
     blocks = -(-inputs // TILE)
     found = tiles.new_empty(len(tiles), blocks, blocks, TILE, TILE)
     found[:, j, i] = tiles.mT
+    upper = tiles[:, i == j].triu()
     found[:, i, j] = tiles
+    found[:, i[i == j], j[i == j]] = upper + upper.triu(1).mT
     return found.transpose(2, 3).reshape(len(tiles), blocks * TILE, -1)[:, :inputs, :inputs]

@@ -10,6 +10,7 @@ from torch import Tensor
 from quantize.errors import QuantizeError
 from quantize.schemes import gptq as module
 from quantize.schemes.gptq import Rounded, gptq, layer_loss, shrunk
+from quantize.schemes.hessians import TILE, tiles_of, whole
 from quantize.schemes.records import SCHEMES
 from quantize.schemes.rounding import global_scale
 
@@ -165,11 +166,40 @@ def test_the_factor_is_that_of_the_inverse() -> None:
     torch.testing.assert_close(found, torch.eye(IN).double().expand_as(found), atol=1e-5, rtol=0)
 
 
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are in one order, and the factorisation, whose order threads change, has one thread."""
+    before, threads, losses = torch.get_num_threads(), [], []
+    real = torch.linalg.cholesky_ex
+    monkeypatch.setattr(
+        torch.linalg, "cholesky_ex", lambda x: (threads.append(torch.get_num_threads()), real(x))[1]
+    )
+    x, hessian = torch.rand(1, 300, 512), torch.rand(1, 512, 512)
+    for count in (1, 2, 4):
+        torch.set_num_threads(count)
+        losses.append(layer_loss(x, 0.9 * x.round(decimals=1), hessian).item())
+        module._factored(torch.eye(32)[None])
+        assert torch.get_num_threads() == count
+    torch.set_num_threads(before)
+    assert threads == [1, 1, 1]
+    assert losses == losses[:1] * 3
+
+
 def test_the_hessian_is_left_as_it_was() -> None:
     weight, hessian = layer()
     before = hessian.clone()
     rounded_nvfp4(weight, hessian)
     assert torch.equal(hessian, before)
+
+
+@pytest.mark.parametrize("inputs", [128, 300])
+def test_a_hessian_is_symmetric_though_its_tiles_are_not(inputs: int) -> None:
+    """Some BLAS kernels sum a product and its mirror image differently: the upper half counts."""
+    tiles = torch.rand(2, tiles_of(inputs), TILE, TILE)
+    found = whole(tiles, inputs)
+    assert torch.equal(found, found.mT)
+    assert torch.equal(found[:, :128, :128].triu(), tiles[:, 0].triu())
+    if inputs > 256:
+        assert torch.equal(found[:, :128, 256:], tiles[:, 3, :, : inputs - 256])  # as they were
 
 
 def test_unseen_and_broken_hessians_are_named() -> None:
