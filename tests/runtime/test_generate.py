@@ -73,8 +73,11 @@ def flat(sample: Sample) -> list[int]:
 def test_reference_noise_gives_the_tokens_of_transformers(
     model: DiffusionGemmaForBlockDiffusion, length: int, batch: int, canvases: int
 ) -> None:
+    """With three seeds, and more until one stops early: on which one it does depends on the CPU."""
     stopped_early = 0
-    for seed in range(3):
+    for seed in range(20):
+        if seed >= 3 and stopped_early:
+            break
         prompts = random_prompts([length] * batch, seed)
         torch.manual_seed(seed)
         expected, per_forward = transformers_generate(model, prompts, canvases, STOPPING)
