@@ -1,5 +1,6 @@
-# make test   lint, types, import contracts and tests; does all its own set-up from a fresh clone
-# make run    quantize the bundled model, score BF16 against it, write the report (RECIPE=fp8_dynamic)
+# make test       lint, types, import contracts and tests; does all its own set-up from a fresh clone
+# make test-cpus  its tests that compute, as other CPUs would run them: CELLS=2 draws two of the matrix
+# make run        quantize the bundled model, score BF16 against it, write the report (RECIPE=fp8_dynamic)
 # Needs Python 3.11+, make and a compiler, nothing else.
 PYTHON ?= python3
 RECIPE ?= nvfp4
@@ -7,19 +8,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test lint test-gpu test-versions clean
+.PHONY: run test lint style test-gpu test-cpus test-versions clean
 
 run: $(READY)
 	$(BIN)/quantize run --recipe $(RECIPE) --resume
 
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 4
+# pyright runs beside the tests, on one core, and is heard at the end where it found something.
+test: style
+	@echo "$(BIN)/pyright & $(BIN)/python -m pytest ..."; \
+	$(BIN)/pyright > $(VENV)/pyright.log & types=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 4 \
+		--dist worksteal; tests=$$?; \
+	wait $$types || { cat $(VENV)/pyright.log; exit 1; }; exit $$tests
 
-lint: $(READY)
+lint: style
+	$(BIN)/pyright
+
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
 	PYTHONPATH=evaluation $(BIN)/lint-imports
+
+# The tests that compute, as other CPUs would run them: all cells of the matrix, or CELLS=2 of them.
+test-cpus: $(READY)
+	$(BIN)/python tests/support/cpus.py $(CELLS)
 
 # The tests that need an NVIDIA GPU, with whatever Python has torch and triton there.
 test-gpu:

@@ -1,8 +1,12 @@
 """Fixtures shared by all tests: a tiny random DiffusionGemma, BF16 and quantized."""
 
+import functools
 import gc
 import os
+import re
+import sys
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 
@@ -66,17 +70,39 @@ def _planned(checkpoint: Path, name: str) -> tuple[Recipe, list[Target]]:
     return recipe, plan_targets(Checkpoint.open(checkpoint).tensors, recipe.quantization)
 
 
+# Begun first: what takes long would else end last, and the tests of a file share its runs where one
+# process does them all.
+LONGEST = ("test_pipeline", "test_docs", "test_products", "test_gptq_kernels", "test_compile")
+COMPUTING = {"checkpoints", "fused_dequant", "pipeline", "runtime", "schemes", "stages"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked gpu on a machine without an NVIDIA GPU."""
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    """Begin with the longest; mark what computes; skip what is marked gpu without a GPU."""
+    items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        if item.path.parent.name in COMPUTING and _computes(getattr(item, "module", None)):
+            item.add_marker(pytest.mark.numeric)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@functools.cache
+def _computes(module: ModuleType | None) -> bool:
+    """Return whether a test module imports torch, or anything of the runtime."""
+    held = vars(module).values() if module else ()
+    found = [v for v in held if isinstance(v, ModuleType | type | FunctionType)]
+    names = (v.__name__ if isinstance(v, ModuleType) else v.__module__ for v in found)
+    return any(re.match(r"(torch|quantize\.runtime)\b", name) for name in names)
 
 
 def pytest_collection_finish() -> None:
-    """What collection imported stays: the garbage collector need not walk it again in every test."""
+    """Spare every test what one process needs once.
+
+    What collection imported stays: the garbage collector need not walk it again. And lm-eval compiles
+    a template anew for each sample: half the time of scoring made-up answers.
+    """
+    if utils := sys.modules.get("lm_eval.utils"):
+        utils.env.from_string = functools.lru_cache(utils.env.from_string)
     gc.collect()
     gc.freeze()

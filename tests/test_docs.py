@@ -13,11 +13,12 @@ from pathlib import Path
 import click
 import pytest
 from documented import NEEDS, PAGES, ROOT, SHELL, Block, blocks
-from server_process import KEY, process
+from serving import running
 
 from quantize import cli
 from quantize.pipeline import rehearse
 from quantize.recipe.sections import shipped_recipes
+from quantize.schemes import gptq
 from quantize.stages.calibrate import calibrate
 from quantize.stages.fidelity import fidelity
 
@@ -53,6 +54,8 @@ def test_commands_and_python_run(
     monkeypatch.setattr(calibrate, "HELD_OUT_PROMPTS", 2)
     monkeypatch.setattr(rehearse, "PROMPTS", 4)
     monkeypatch.setattr(rehearse, "HELD_OUT", 2)
+    monkeypatch.setattr(rehearse, "QUESTIONS", 2)
+    monkeypatch.setattr(gptq, "SWEEPS", 1)
     monkeypatch.setattr(fidelity, "FRESH", fidelity.FRESH.model_copy(update={"prompts": 2}))
     for page in PYTHON_PAGES:
         folder = tmp_path / page.replace("/", "-")
@@ -140,10 +143,10 @@ def test_an_unknown_option_does_not_parse() -> None:
 def test_curl_commands_are_answered() -> None:
     commands = [words for block in ALL for words in block.commands if words[0] == "curl"]
     assert len(commands) >= 4
-    with process() as (url, _):
+    with running(api_key="a-key") as server:
         for words in commands:
-            told = [word.replace("http://127.0.0.1:8000", url.rstrip("/")) for word in words]
-            command = [*told, "-sS", "--fail", "-H", f"Authorization: Bearer {KEY}"]
+            told = [word.replace("http://127.0.0.1:8000", server.url) for word in words]
+            command = [*told, "-sS", "--fail", "-H", "Authorization: Bearer a-key"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
             assert done.returncode == 0, (words, done.stderr)
             if "completions" in " ".join(words):
