@@ -45,16 +45,16 @@ def quantization_of(fields: Mapping[Any, Any], source: str) -> dict[str, Any]:
     """
     name, arguments = _only_modifier(fields, source)
     modifier = _built(name, arguments, source)
+    _check_gptq(modifier, arguments, source)  # resolving writes an order into every group
     config = modifier.resolve_quantization_config()
     if config.kv_cache_scheme is not None:
         raise _refused(source, "kv_cache_scheme", "keys and values stay BF16 here; remove it")
-    _check_gptq(arguments, source)
     schemes: dict[str, list[str]] = {}
     observers: set[str] = set()
     for group in config.config_groups.values():
         scheme = _scheme(group, source)
         schemes.setdefault(scheme.name, []).extend(_targets(group.targets, source))
-        observers.add(_observer(group, source))
+        observers.add(_observer(name, group, source))
     if len(observers) != 1:
         raise _refused(source, "observer", "all groups must have the same weight observer here")
     return {
@@ -103,9 +103,11 @@ def _built(name: str, arguments: dict[str, Any], source: str) -> Any:
         raise _refused(source, key, f"llm-compressor says: {first['msg']}") from error
 
 
-def _check_gptq(arguments: Mapping[str, Any], source: str) -> None:
+def _check_gptq(modifier: Any, arguments: Mapping[str, Any], source: str) -> None:
     """Refuse settings of GPTQ that are fixed here; settings left at their defaults are free."""
-    if arguments.get("actorder") is not None:
+    groups = (modifier.config_groups or {}).values()
+    orders = [group.weights.actorder for group in groups if group.weights is not None]
+    if any(order is not None for order in (arguments.get("actorder"), *orders)):
         raise _refused(source, "actorder", "inputs are rounded in the order on disk; remove it")
     if arguments.get("dampening_frac", DAMPING) != DAMPING:
         raise _refused(source, "dampening_frac", f"it is {DAMPING} here; remove it")
@@ -132,9 +134,11 @@ def _targets(targets: list[str], source: str) -> list[str]:
     return list(targets)
 
 
-def _observer(group: Any, source: str) -> str:
+def _observer(modifier: str, group: Any, source: str) -> str:
     """Return our name of the weights' observer; the activations' must record their maximum."""
     activations = group.input_activations
+    if any(part is not None and part.observer_kwargs for part in (group.weights, activations)):
+        raise _refused(source, "observer_kwargs", "observers have no settings here; remove them")
     if activations is not None and activations.observer not in MAXIMUM:
         raise _refused(
             source, "input_observer", f"{activations.observer}: calibration records maxima here"
@@ -142,4 +146,8 @@ def _observer(group: Any, source: str) -> str:
     name = group.weights.observer or "memoryless_minmax"
     if name not in OBSERVERS:
         raise _refused(source, "weight_observer", f"no {name!r} here, only {', '.join(OBSERVERS)}")
+    if modifier == "GPTQModifier" and OBSERVERS[name] != "memoryless_minmax":
+        raise _refused(
+            source, "weight_observer", f"GPTQ chooses scales itself, not by {name}; remove it"
+        )
     return OBSERVERS[name]

@@ -83,7 +83,8 @@ class Quantization(Section):
     ignore entry is a module class (`Linear`), a module name, or `re:` and a regular expression that
     matches from the start of the name; one that matches nothing is an error, except in `ignore` with
     `optional:` before it. `rounding: gptq` rounds weights on Hessians of the calibration prompts'
-    denoising (`quantize.schemes.gptq`); `nearest` reads no activations.
+    denoising (`quantize.schemes.gptq`) and chooses their scales itself; `nearest` reads no
+    activations.
     """
 
     scheme: SchemeName | dict[SchemeName, list[Pattern]]
@@ -91,6 +92,14 @@ class Quantization(Section):
     ignore: list[Pattern]
     observer: Observer = "memoryless_minmax"
     rounding: Rounding = "nearest"
+
+    @model_validator(mode="after")
+    def _gptq_chooses_scales(self) -> "Quantization":
+        if self.rounding == "gptq" and self.observer != "memoryless_minmax":
+            raise ValueError(
+                f"observer: rounding gptq chooses scales itself, not by {self.observer}"
+            )
+        return self
 
     def targets_by_scheme(self) -> dict[SchemeName, list[str]]:
         """Return scheme -> targets, whichever form the recipe used."""

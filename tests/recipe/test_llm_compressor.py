@@ -14,7 +14,7 @@ from quantize.schemes.records import SCHEMES
 
 IGNORE = ["lm_head", "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]
 PRESET = {"scheme": "NVFP4", "targets": "Linear", "ignore": IGNORE}
-GROUP = {
+GROUP: dict[str, Any] = {
     "targets": ["Linear"],
     "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
     "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
@@ -83,6 +83,7 @@ def group(**changes: Any) -> dict[str, Any]:
         ("QuantizationModifier", {**PRESET, "scheme": "NVFP5"}, "QuantizationModifier.scheme"),
         ("GPTQModifier", {**PRESET, "scheme": "W4A16"}, "scheme: weights of .'int', 4"),
         ("GPTQModifier", {**PRESET, "actorder": "static"}, "actorder: inputs are rounded"),
+        ("GPTQModifier", {**PRESET, "weight_observer": "mse"}, "weight_observer: GPTQ chooses"),
         ("GPTQModifier", {**PRESET, "dampening_frac": 0.1}, "dampening_frac: it is 0.01"),
         ("QuantizationModifier", {**PRESET, "targets": "Embedding"}, "not 'Embedding'"),
         ("QuantizationModifier", {**PRESET, "weight_observer": "imatrix_mse"}, "weight_observer: no"),
@@ -101,6 +102,18 @@ def group(**changes: Any) -> dict[str, Any]:
             "QuantizationModifier",
             group(weights={**GROUP["weights"], "symmetric": False}),
             "scheme: weights of",
+        ),
+        *(
+            (modifier, group(weights={**GROUP["weights"], "actorder": "static"}), "actorder: inputs")
+            for modifier in ("GPTQModifier", "QuantizationModifier")
+        ),
+        *(
+            (
+                "QuantizationModifier",
+                group(**{part: {**GROUP[part], "observer_kwargs": {"norm": 2}}}),
+                "observer_kwargs: observers have no settings",
+            )
+            for part in ("weights", "input_activations")
         ),
     ],
 )  # fmt: skip

@@ -66,6 +66,7 @@ EIGHT_BITS: dict[str, object] = {
             "unknown key 'bundled.gate.margin' (did you mean 'margin_pp'?)",
         ),
         ({"quantization__scheme": "NVFP5"}, "quantization.scheme"),
+        ({"quantization__observer": "memoryless_mse"}, "quantization: observer: rounding gptq"),
         ({"calibration__thinking": 2}, "calibration.thinking"),
         ({"calibration__seed": 1 << 31}, "calibration.seed: Input should be less than 2147483648"),
         (
