@@ -1,5 +1,6 @@
 """Layers from the files in every pass: the same numbers, two layers at once, each byte once a pass."""
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.packing import Keep, LayerWeights, Packer
 from quantize.runtime.fused.streaming import StreamedLayers, kept_bytes, spread
 from quantize.runtime.fused.text_stack import Cache, FusedModel
-from quantize.runtime.fused.transfer import GAP, Layout, Transfer
+from quantize.runtime.fused.transfer import GAP, Layout, Transfer, _Run, _unregister
 from quantize.runtime.fused.weights import TextWeights, load_packed
 
 CPU = torch.device("cpu")
@@ -378,3 +379,23 @@ def test_spread() -> None:
     assert spread(30, 2) == [0, 15]
     assert spread(6, 4) == [0, 1, 3, 4]
     assert spread(30, 30) == list(range(30))
+
+
+def test_a_second_gpu_is_waited_for_and_not_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pinned buffer is refilled, and pages are given back, once THAT GPU has read them."""
+    file, second, done = tmp_path / "file", torch.device("cuda", 1), list[object]()
+    file.write_bytes(bytes(range(8)))
+    event = SimpleNamespace(
+        synchronize=lambda: None, record=lambda stream=None: done.append(stream)
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: done.append(device))
+    transfer = Transfer(second)
+    transfer._pinned = [(torch.empty(8, dtype=torch.uint8), event) for _ in range(2)]
+    out = torch.empty(8, dtype=torch.uint8)
+    transfer._through_pinned(_Run(file, 0, 8, 0), out)
+    assert out.tolist() == list(range(8))
+    _unregister(lambda _: 0, ctypes.c_void_p(), out, second)
+    assert done == [second, second]

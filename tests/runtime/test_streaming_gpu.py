@@ -147,3 +147,19 @@ def test_bytes_arrive(source: Path, register: bool) -> None:
         assert torch.equal(found.cpu().view(torch.int16), checkpoint.read(name).view(torch.int16))
     assert bool(transfer._maps) == register
     assert all(mapped is not None for mapped in transfer._maps.values())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("register", [False, True])
+def test_bytes_arrive_on_a_second_gpu_that_is_late(source: Path, register: bool) -> None:
+    """The first GPU is the current one, and has long done what it was asked."""
+    checkpoint, device = Checkpoint.open(source), torch.device("cuda", 1)
+    name = "model.decoder.layers.2.experts.gate_up_proj"
+    layout = Layout.of([checkpoint.tensors[name]])
+    transfer = Transfer(device, register=register)
+    transfer.fetch(layout)
+    with torch.cuda.device(device):
+        torch.cuda._sleep(2_000_000_000)  # about a second
+    late = transfer.fetch(layout).tensor(name)
+    del transfer
+    assert torch.equal(late.cpu().view(torch.int16), checkpoint.read(name).view(torch.int16))

@@ -167,7 +167,7 @@ class Transfer:
             part = pinned[: min(PINNED, len(out) - start)]
             self._read(run.file, run.begin + start, part)
             out[start : start + len(part)].copy_(part, non_blocking=True)
-            copied.record()
+            copied.record(torch.cuda.current_stream(self.device))
 
     def _read(self, file: Path, begin: int, out: Tensor) -> None:
         """Read bytes of a file into host memory, in pieces by all threads."""
@@ -199,7 +199,8 @@ class Transfer:
         if not self._register:
             return None
         if file not in self._maps:
-            self._maps[file] = _registered(self, self._open(file)) if in_memory(file) else None
+            handle = self._open(file)
+            self._maps[file] = _registered(self, handle, self.device) if in_memory(file) else None
         return self._maps[file]
 
 
@@ -227,7 +228,7 @@ def _close(files: dict[Path, int]) -> None:
         os.close(handle)
 
 
-def _registered(owner: object, handle: int) -> Tensor | None:
+def _registered(owner: object, handle: int, device: torch.device) -> Tensor | None:
     """Map a whole file and register it until `owner` is gone; None where the driver refuses."""
     runtime = _cuda_runtime()
     if runtime is None:
@@ -237,17 +238,20 @@ def _registered(owner: object, handle: int) -> Tensor | None:
         warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors
         mapped = torch.frombuffer(view, dtype=torch.uint8)
     address = ctypes.c_void_p(mapped.data_ptr())
-    if runtime.cudaHostRegister(address, ctypes.c_size_t(len(mapped)), REGISTER_READ_ONLY):
-        runtime.cudaGetLastError()  # or torch reports it at its next kernel
-        return None
+    with torch.cuda.device(device):
+        if runtime.cudaHostRegister(address, ctypes.c_size_t(len(mapped)), REGISTER_READ_ONLY):
+            runtime.cudaGetLastError()  # or torch reports it at its next kernel
+            return None
     unregister: Callable[..., int] = runtime.cudaHostUnregister
-    weakref.finalize(owner, _unregister, unregister, address, mapped).atexit = False
+    weakref.finalize(owner, _unregister, unregister, address, mapped, device).atexit = False
     return mapped
 
 
-def _unregister(unregister: Callable[..., int], address: ctypes.c_void_p, _: Tensor) -> None:
-    """Let the driver finish what it reads, then give the pages back; the tensor lives until then."""
-    torch.cuda.synchronize()
+def _unregister(
+    unregister: Callable[..., int], address: ctypes.c_void_p, _: Tensor, device: torch.device
+) -> None:
+    """Let a device finish what it reads, then give the pages back; the tensor lives until then."""
+    torch.cuda.synchronize(device)
     unregister(address)
 
 
