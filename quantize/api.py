@@ -15,10 +15,11 @@ from quantize.errors import GateError
 from quantize.host.files import read_json
 from quantize.pipeline.run import advance, opened, run_alone, started
 from quantize.pipeline.stages import STAGES, Run, Stage, evaluate_more
-from quantize.recipe.sections import Recipe, load_recipe
+from quantize.recipe.sections import load_recipe
 from quantize.runtime import open
 from quantize.stages.convert.convert import Conversion
 from quantize.stages.convert.convert import convert as write_checkpoint
+from quantize.stages.plan.plan import described
 
 __all__ = ["Run", "convert", "evaluate", "load", "open", "plan", "report", "run"]
 
@@ -67,11 +68,13 @@ def plan(
 ) -> list[Target]:
     """Return what a recipe would do with every tensor of a model: scheme or reason, bytes.
 
+    Google's model is planned from its config, which ships: nothing is downloaded.
+
     Raises:
         InputError: recipe or model are wrong, or the recipe matches nothing of it.
     """
-    _, _, targets = _planned(recipe, model, revision)
-    return targets
+    _, tensors = described(model, revision)
+    return plan_targets(tensors, load_recipe(recipe).quantization)
 
 
 def convert(
@@ -95,17 +98,11 @@ def convert(
         InputError: `out` exists, or input scales are missing.
         ResourceError: the disk is too small.
     """
-    loaded, source, targets = _planned(recipe, None if model is None else str(model), revision)
+    loaded = load_recipe(recipe)
+    source = Checkpoint.open(resolve(None if model is None else str(model), revision))
+    targets = plan_targets(source.tensors, loaded.quantization)
     scales = None if input_scales is None else Path(input_scales)
     return write_checkpoint(source, targets, Path(out), recipe=loaded, input_scales=scales)
-
-
-def _planned(
-    recipe: str, model: str | None, revision: str | None
-) -> tuple[Recipe, Checkpoint, list[Target]]:
-    loaded = load_recipe(recipe)
-    source = Checkpoint.open(resolve(model, revision))
-    return loaded, source, plan_targets(source.tensors, loaded.quantization)
 
 
 def evaluate(run: str | Path, *, gpu_memory: float | None = None, **options: Any) -> None:

@@ -47,7 +47,7 @@ from quantize.stages.plan.estimate import (
     sizes_table,
 )
 from quantize.stages.plan.gpu_support import gpu_of, gpu_table
-from quantize.stages.plan.plan import config_of_known, plan_table, tensors_from_config
+from quantize.stages.plan.plan import described, plan_table
 
 if TYPE_CHECKING:
     from quantize.hub.release import Request
@@ -165,12 +165,7 @@ def show_plan(
         ResourceError: a stage does not fit `gpu_memory`.
     """
     recipe = load_recipe(recipe_name)
-    config = config_of_known(model) if model and revision is None else None
-    if config is None:
-        source = Checkpoint.open(resolve(model, revision))
-        config, tensors = source.config, source.tensors
-    else:
-        tensors = tensors_from_config(config)
+    config, tensors = described(model, revision)
     if model is None:
         recipe = recipe.for_bundled_model()
     targets = plan_targets(tensors, recipe.quantization)

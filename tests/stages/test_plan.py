@@ -1,10 +1,12 @@
-"""A run begins with a model that can read text."""
+"""A run begins with a model that can read text, and a plan needs no weights."""
 
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
+import quantize
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.recipe.sections import load_recipe
@@ -26,3 +28,9 @@ def test_a_tokenizer_that_is_missing_or_no_json_is_refused(
     with pytest.raises(InputError, match=rf"tokenizer\.json: .*{message}"):
         plan(Checkpoint.open(folder), load_recipe("nvfp4a16"), run)
     assert not run.targets_csv.exists()
+
+
+def test_python_plans_googles_model_without_downloading_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
+    targets = quantize.plan("nvfp4", "google/diffusiongemma-26B-A4B-it")
+    assert sum(target.bytes_before for target in targets) > 50e9

@@ -21,6 +21,7 @@ from quantize.checkpoints.reader import (
     check_tokenizer,
     known_config,
     read_json_object,
+    resolve,
 )
 from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
 from quantize.host.files import write_text
@@ -66,6 +67,21 @@ def config_of_known(model: str) -> dict[str, Any] | None:
     if model.endswith(".json"):
         return read_json_object(Path(model))
     return None if Path(model).is_dir() else known_config(model)
+
+
+def described(
+    model: str | None, revision: str | None = None
+) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """Return config and tensors of a model, from its config alone where `config_of_known` has that.
+
+    Raises:
+        InputError, ResourceError: as `resolve` and `Checkpoint.open`.
+    """
+    config = config_of_known(model) if model and revision is None else None
+    if config is not None:
+        return config, tensors_from_config(config)
+    source = Checkpoint.open(resolve(model, revision))
+    return source.config, source.tensors
 
 
 def tensors_from_config(config: dict[str, Any]) -> dict[str, TensorInfo]:
