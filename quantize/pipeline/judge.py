@@ -20,7 +20,7 @@ from quantize.checkpoints.targets import Target
 from quantize.errors import InputError
 from quantize.host.files import write_json, write_text
 from quantize.host.progress import say
-from quantize.pipeline.run import make_folder, work, working_in
+from quantize.pipeline.run import look_ahead, make_folder, work, working_in
 from quantize.pipeline.stages import STAGES, Run
 from quantize.pipeline.staleness import why_stale
 from quantize.recipe.sections import load_recipe
@@ -90,6 +90,7 @@ def _advance(run: Run, checkpoint: Checkpoint, found: Inspection, judged: str) -
         "verify": partial(_note, found, judged),
     }
     code = 0
+    look_ahead(run, STAGES)
     for stage in STAGES:
         if stage.name in ("calibrate", "round"):
             continue

@@ -9,7 +9,7 @@ and peak memory per stage; nothing that must be equal between two runs depends o
 """
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -249,16 +249,23 @@ def advance(run: Run, until: str = STAGES[-1].name) -> int:
 
     Raises:
         GateError: verification, fidelity or the gate failed (exit code 1).
+        InputError, ResourceError: a task's data cannot be read; then no stage has begun.
     """
-    code = 0
-    for stage in STAGES:
+    code, last = 0, [stage.name for stage in STAGES].index(until)
+    look_ahead(run, STAGES[: last + 1])
+    for stage in STAGES[: last + 1]:
         try:
             code = _advance(run, stage)
         except GateError as error:
             raise GateError(f"{error}{_saved(run, stage)}") from error
-        if stage.name == until:
-            break
     return code
+
+
+def look_ahead(run: Run, stages: Sequence[Stage]) -> None:
+    """Find now what would end a stage after hours of others' work: data that cannot be read."""
+    for stage in stages:
+        if why_stale(run.folder, stage):
+            stage.ahead(run)
 
 
 def _saved(run: Run, failed: Stage) -> str:

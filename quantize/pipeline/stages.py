@@ -66,6 +66,7 @@ class Stage:
         files: all files and folders that it leaves, where these are more than `result`.
         lacks: returns what a finished stage has not done of what is asked for this time.
         is_needed: whether a recipe has this stage at all.
+        ahead: looks, before the first stage of a run, at what this one will read from elsewhere.
         runs_models: whether it runs models on the device.
     """
 
@@ -78,6 +79,7 @@ class Stage:
     files: tuple[str, ...] = ()
     lacks: Callable[[Run], str | None] = lambda _: None
     is_needed: "Callable[[Recipe], bool]" = lambda _: True
+    ahead: Callable[[Run], object] = lambda _: None
     runs_models: bool = False
 
 
@@ -177,6 +179,12 @@ def _close_enough(run: Run) -> int:
     if faults := read_json(run.folder.fidelity_json, "faults")["faults"]:
         raise GateError(f"{run.folder.fidelity_json}: {faults[0]}")
     return 0
+
+
+def _open_tasks(run: Run) -> None:
+    from quantize.stages.evaluate.evaluate import open_tasks
+
+    open_tasks(run.recipe.evaluation, run.recipe.gate, run.scoring.get("data_dir"))
 
 
 def _evaluate(run: Run) -> None:
@@ -305,6 +313,7 @@ STAGES = (
         _evaluate,
         files=("evaluation",),
         lacks=_lacks_samples,
+        ahead=_open_tasks,
     ),
     Stage(
         "report",

@@ -23,6 +23,7 @@ from quantize.pipeline.stages import STAGES
 from quantize.pipeline.staleness import input_digests, remember
 from quantize.recipe.sections import shipped_recipes
 from quantize.runs.folder import RunDir
+from quantize.stages.evaluate.evaluate import open_tasks
 
 NAMES = ("calibrate", "convert", "verify", "fidelity", "evaluate", "report")
 PROBLEMS = 48
@@ -153,6 +154,27 @@ def test_every_verdict_has_its_exit_code(
     again = quick.run("--resume")
     assert (again.code, again.redone()) == (code, [])
     assert quick("report", quick.folder.path).code == code
+
+
+@pytest.mark.parametrize("text", [None, "{"], ids=["missing", "broken"])
+def test_data_that_cannot_be_read_end_a_run_before_its_first_stage(
+    text: str | None, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a judgement, but not a run that will not come to them."""
+    quick, data = Quick(tmp_path, tiny_checkpoint, monkeypatch), tmp_path / "data"
+    monkeypatch.setattr("quantize.stages.evaluate.evaluate.open_tasks", open_tasks)
+    data.mkdir()
+    if text:
+        (data / "word_problems.jsonl").write_text(text)
+    options = ("--data-dir", data)
+    done = quick.run(*options)
+    assert (done.code, done.redone()) == (3, [])
+    assert str(data) in done.last
+    done = quick.run(*options, "--until", "convert", "--resume")
+    assert (done.code, done.redone()) == (0, ["plan", "calibrate", "convert"])
+    theirs = (quick.folder.checkpoint, "--against", quick.model, "--recipe", quick.recipe)
+    done = quick("judge", *theirs, "--out", quick.out, *options)
+    assert (done.code, done.redone()) == (3, [])
 
 
 @pytest.mark.parametrize("place", ["a file", "below a file", "below a device", "the run's name"])
