@@ -160,6 +160,11 @@ class Constraint:
             raise InputError(f"no text of the answer's form is known that fits into {room} tokens")
         self._way = way  # from here to an accepted end; it fits into the room, always
 
+    @property
+    def complete(self) -> bool:
+        """Whether what was committed is a whole text of the form."""
+        return self._closes is None and bool(self._matcher.is_accepting())
+
     def lead(self, length: int) -> list[int]:
         """Return the tokens that a canvas of `length` must begin with."""
         if self._closes is not None or self.error is not None:

@@ -49,6 +49,11 @@ class AnswerGuide:
         """The reason why the answer could not be held to its form, if any."""
         return None if self._constraint is None else self._constraint.error
 
+    @property
+    def complete(self) -> bool:
+        """Whether the answer is a whole text of its form, if it has one."""
+        return self._constraint is not None and self._constraint.complete
+
     def lead(self) -> Sequence[int]:
         """Return the tokens that the next canvas must begin with."""
         return [] if self._constraint is None else self._constraint.lead(self._length)

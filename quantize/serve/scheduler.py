@@ -259,7 +259,7 @@ class Scheduler:
                 self._leave([slot])
                 continue
             with self._failing_alone(job):
-                job.answer.commit(canvas)
+                job.answer.commit(canvas, job.guide is not None and job.guide.complete)
                 self._unsaid.append(job)
             if job.answer.finish:
                 self._leave([slot])

@@ -122,13 +122,16 @@ class Answer:
     told: int = 0
     finish: Literal["stop", "length"] | None = None
 
-    def commit(self, canvas: Canvas) -> None:
+    def commit(self, canvas: Canvas, complete: bool = False) -> None:
         """Take a finished canvas and see whether it ends the answer.
 
-        Tokens alone decide that; text is made here only if there are stop strings.
+        Tokens alone decide that; text is made here only if there are stop strings. An answer whose form
+        is `complete` where its tokens run out has stopped: the token that would end it has no room.
         """
         self.sample.commit(canvas.tokens, canvas.steps, self.sampler)
         self.finish = self._finish(bool(self.stops) and cut(self._read()[1], self.stops)[1])
+        if complete and self.finish == "length":
+            self.finish = "stop"
 
     def delta(self) -> Delta:
         """Return the text that the last canvas made certain; call it once a canvas."""

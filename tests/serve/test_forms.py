@@ -182,6 +182,23 @@ def test_a_schema_through_the_official_client(server: Running, thinking: bool) -
     assert "".join(deltas) == choice.message.content
 
 
+@pytest.mark.parametrize("max_tokens", [64, 128])
+def test_a_complete_answer_stops_even_where_its_end_has_no_room(
+    server: Running, max_tokens: int
+) -> None:
+    """The model would write on; the form is closed with the last token, and clients parse the answer."""
+    long = {"type": "object", "properties": {"text": {"type": "string", "minLength": 40}}}
+    long |= {"required": ["text"], "additionalProperties": False}
+    options: Any = {"seed": 1, "max_tokens": max_tokens, "response_format": schema_format(long)}
+    whole = server.ask("Tell me a story.", **options)
+    (choice,) = whole.choices
+    assert whole.usage.completion_tokens >= max_tokens - 1
+    assert jsonschema_rs.is_valid(long, json.loads(choice.message.content))
+    assert choice.finish_reason == "stop"
+    free = server.ask("Tell me a story.", seed=1, max_tokens=16)
+    assert free.choices[0].finish_reason == "length"
+
+
 def test_other_forms_and_plain_completions(server: Running) -> None:
     free = server.ask(seed=3).choices[0].message.content
     same = server.ask(seed=3, extra_body={"guided_regex": r"(.|\n)*"}).choices[0].message.content
