@@ -22,6 +22,7 @@ import yaml
 from huggingface_hub import EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 from jinja2 import Environment, StrictUndefined
 
+from quantize.checkpoints.reader import read_header
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_text
 from quantize.recipe.sections import Recipe
@@ -103,6 +104,8 @@ def card(
         report=report,
         looks=looks_lines(report),
         recipe=recipe,
+        calibrated=_calibrated(recipe),
+        pictures=_pictures(run, recipe),
         schemes=list(recipe.quantization.targets_by_scheme()),
         recipe_yaml=recipe.to_yaml().strip(),
         source=manifest["source"],
@@ -199,6 +202,31 @@ def source_card(folder: Path) -> dict[str, Any]:
     parts = path.read_text("utf-8").split("---\n", 2)
     head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
     return head if isinstance(head, dict) else {}
+
+
+def _calibrated(recipe: Recipe) -> list[str]:
+    """Return what of a checkpoint rests on the recipe's prompts."""
+    if recipe.calibration is None:
+        return []
+    scales = ["input scales"] if recipe.needs_calibration else []
+    return [*scales, *(["GPTQ's Hessians"] if recipe.quantization.rounding == "gptq" else [])]
+
+
+def _pictures(run: RunDir, recipe: Recipe) -> str:
+    """Say whether calibration and scores saw images, as far as the run has recorded it."""
+    from quantize.runtime.trajectory import TENSORS
+
+    recorded = run.calibration / TENSORS
+    if recipe.calibration is None or not recorded.is_file():
+        return "Images were not part of the scores above."
+    count = recipe.calibration.prompts
+    with_pixels = [name for name in read_header(recorded) if name.endswith(".pixels")]
+    if shown := sum(int(name.split(".")[0]) < count for name in with_pixels):
+        return (
+            f"Images were part of {shown} of the {count} prompts of the calibration, and not of the "
+            f"scores above."
+        )
+    return "Images were not part of the calibration or of the scores above."
 
 
 def _groups(targets_csv: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -14,6 +15,7 @@ from fake_hub import FakeHub
 from finished_run import BASE, COMMIT, finished_run
 from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 from huggingface_hub.repocard import metadata_load
+from safetensors.numpy import save_file
 
 from quantize.cli import cli
 from quantize.errors import InputError
@@ -30,6 +32,7 @@ from quantize.reports.card import (
 )
 from quantize.runs.folder import RunDir
 
+COUNT = 256  # prompts that the recipe calibrates on
 REPO = "org/diffusiongemma-NVFP4"
 
 
@@ -122,6 +125,7 @@ def test_it_says_what_was_made_from_what_and_how(run: RunDir) -> None:
         "| experts | NVFP4 | 1 | 65,536 | 18,432 |",
         "BF16: routing decides",
         "random\n  numbers",  # from_pretrained
+        "`import quantize.hf` before it",
         "HuggingFaceH4/ultrachat_200k",
         "transformers 5.17.0",
         "[LICENSE](LICENSE), [NOTICE](NOTICE)",
@@ -187,6 +191,37 @@ def test_a_run_with_gaps_says_what_is_missing(run: RunDir) -> None:
     assert "## Fidelity" not in text
     assert "attribution" not in text
     assert "fp8_dynamic" in (ModelCard(text).data.tags or [])
+
+
+@pytest.mark.parametrize(
+    ("shown", "says"),
+    [
+        (None, "not part of the scores"),
+        ([], "not part of the calibration or of the scores"),
+        ([COUNT, COUNT + 3], "not part of the calibration or of the scores"),
+        (
+            [0, 7, COUNT],
+            f"part of 2 of the {COUNT} prompts of the calibration, and not of the scores",
+        ),
+    ],
+    ids=["nothing says", "text", "held out", "pictures"],
+)
+def test_pictures_of_the_calibration_are_told(
+    run: RunDir, shown: list[int] | None, says: str
+) -> None:
+    if shown is not None:
+        names = ["00000.prompt", *(f"{index:05}.pixels" for index in shown)]
+        save_file(dict.fromkeys(names, np.zeros(1)), run.calibration / "trajectories.safetensors")
+    assert f"Images were {says} above." in card_of(run)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [("nvfp4_w4a4", "(input scales)"), ("nvfp4", "(input scales, GPTQ's Hessians)")],
+)
+def test_what_rests_on_prompts_is_told(run: RunDir, recipe: str, says: str) -> None:
+    write_text(run.recipe_yaml, load_recipe(recipe).to_yaml())
+    assert f"Calibrated {says}: " in card_of(run)
 
 
 def test_an_override_is_shown(run: RunDir) -> None:
