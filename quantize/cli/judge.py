@@ -23,11 +23,15 @@ from quantize.cli.options import GPU_MEMORY, scoring_options
     help="Folder that holds the runs; in one folder they share BF16's samples.",
 )  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=2), help="Score only the first N problems a task.")
+@click.option(
+    "--fine-tuned", is_flag=True,
+    help="Weights differ from BF16's on purpose: they are not compared, and the report says so.",
+)  # fmt: skip
 @scoring_options
 @GPU_MEMORY
 @click.option("--resume", is_flag=True, help="Continue this judgement, or show it.")
 def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **options: Any) -> int:
-    """Judge a checkpoint that others built: inspect, replay, evaluate, report, gate.
+    """Judge a checkpoint that others built: inspect, compare weights, replay, evaluate, report, gate.
 
     CHECKPOINT is a folder or a Hub id (NVIDIA's, RedHatAI's, a fine-tuned model's). `quantize compare`
     pairs its folder with a run of ours. Exit codes are those of `quantize run`.

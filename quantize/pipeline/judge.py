@@ -1,10 +1,11 @@
 """Judges a quantized checkpoint that was built elsewhere: NVIDIA's, RedHatAI's, a fine-tuned one's.
 
-It does what `quantize run` does behind conversion, in a run folder of its own: the checkpoint is
-inspected in place of verification, which needs our plan, then replayed, scored, reported and gated
-against the BF16 model. The recipe gives tasks, limits and gate; what it says of quantization is not
-read. BF16's samples lie beside the folder, as those of runs do, so the same --out gives a checkpoint of
-ours the same questions, and `quantize compare` pairs the two.
+It does what `quantize run` does behind conversion, in a run folder of its own: in place of
+verification, which needs our plan, the checkpoint is inspected, and its weights are compared with the
+BF16 model's (`stages.verify.against_source`) unless it was fine-tuned. Then it is replayed, scored,
+reported and gated against that model. The recipe gives tasks, limits and gate; what it says of
+quantization is not read. BF16's samples lie beside the folder, as those of runs do, so the same --out
+gives a checkpoint of ours the same questions, and `quantize compare` pairs the two.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import Target
 from quantize.errors import InputError
 from quantize.host.files import write_json, write_text
+from quantize.host.processes import best_device
 from quantize.host.progress import say
 from quantize.pipeline.run import look_ahead, make_folder, work, working_in
 from quantize.pipeline.stages import STAGES, Run
@@ -27,6 +29,13 @@ from quantize.recipe.sections import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint, new_manifest
 from quantize.stages.plan.plan import targets_as_csv
+from quantize.stages.verify.against_source import compare
+
+# The check that stands in the report where weights are not compared.
+FINE_TUNED = {
+    "name": "weights: not compared with BF16's, from which they differ on purpose (--fine-tuned)",
+    "looked_at": 0, "passed": True, "faults": [],
+}  # fmt: skip
 
 
 def judge(
@@ -37,6 +46,7 @@ def judge(
     *,
     resume: bool,
     limit: int | None = None,
+    fine_tuned: bool = False,
     gpu_memory: float | None = None,
     **scoring: Any,
 ) -> int:
@@ -49,12 +59,14 @@ def judge(
         out: folder that holds runs.
         resume: whether to go on with a judgement that was begun.
         limit: problems a task, None for the recipe's.
+        fine_tuned: whether weights differ from the BF16 model's on purpose; the report says so.
         gpu_memory: bytes of a GPU that may be used, None for what is free.
         scoring: options of `evaluate_more`.
 
     Raises:
         InputError: a checkpoint is of the wrong kind, or the judgement exists and `resume` is off.
-        GateError: the inspection found a problem, or fidelity or the gate failed.
+        GateError: the inspection or the comparison of weights found a problem, or fidelity or the gate
+            failed.
     """
     checkpoint, source = Checkpoint.open(resolve(name)), Checkpoint.open(resolve(against))
     if source.is_quantized or not checkpoint.is_quantized:
@@ -66,7 +78,8 @@ def judge(
     recipe = recipe.for_bundled_model() if against is None else recipe
     recipe = recipe if limit is None else recipe.limited_to(limit)
     digest, judged = fingerprint(source), fingerprint(checkpoint)
-    folder = RunDir(out / f"judge-{recipe.digest(digest, judged)}")
+    about = (digest, judged, "fine-tuned") if fine_tuned else (digest, judged)
+    folder = RunDir(out / f"judge-{recipe.digest(*about)}")
     found = inspect(checkpoint.folder)
     targets = _targets(found, inspect(source.folder))
     run = Run(folder, recipe, source, targets, against is None, scoring, gpu_memory)
@@ -80,14 +93,15 @@ def judge(
                 f"{folder.path}: this judgement exists; --resume continues or shows it"
             )
         Console().print(inspection_table(found))
-        return _advance(run, checkpoint, found, judged)
+        verify = partial(_verify, checkpoint, found, fine_tuned)
+        return _advance(run, checkpoint, verify)
 
 
-def _advance(run: Run, checkpoint: Checkpoint, found: Inspection, judged: str) -> int:
+def _advance(run: Run, checkpoint: Checkpoint, verify: Callable[[Run], None]) -> int:
     tasks: Mapping[str, Callable[[Run], None]] = {
         "plan": _write_plan,
         "convert": partial(_link, checkpoint),
-        "verify": partial(_note, found, judged),
+        "verify": verify,
     }
     code = 0
     look_ahead(run, STAGES)
@@ -113,19 +127,18 @@ def _link(checkpoint: Checkpoint, run: Run) -> None:
     run.folder.checkpoint.symlink_to(checkpoint.folder.resolve(), target_is_directory=True)
 
 
-def _note(found: Inspection, judged: str, run: Run) -> None:
-    """Write the inspection's findings in the form of a verification."""
-    passed = not found.problems
-    check = {"name": "inspect", "looked_at": found.tensors, "passed": passed}
-    write_json(
-        run.folder.verification_json,
-        {
-            "artifact": judged,
-            "passed": passed,
-            "checks": [check | {"faults": found.problems}],
-            "relative_error": {},
-        },
-    )
+def _verify(checkpoint: Checkpoint, found: Inspection, fine_tuned: bool, run: Run) -> None:
+    """Write the inspection's findings, and what weights are like, in the form of a verification."""
+    check = {"name": "inspect", "looked_at": found.tensors, "passed": not found.problems}
+    content: dict[str, Any] = {"checks": [check | {"faults": found.problems}], "relative_error": {}}
+    if fine_tuned:
+        content["checks"].append(FINE_TUNED)
+    elif not found.problems:
+        compared = compare(checkpoint, run.source, best_device())
+        content |= compared | {"checks": content["checks"] + compared["checks"]}
+    passed = all(each["passed"] for each in content["checks"])
+    identity = {"artifact": fingerprint(checkpoint), "passed": passed}
+    write_json(run.folder.verification_json, identity | content)
 
 
 def _targets(found: Inspection, source: Inspection) -> list[Target]:

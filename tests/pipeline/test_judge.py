@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
-from quick_run import Quick
+from quick_run import TASK, Quick
+from safetensors.torch import load_file, save_file
 
 from quantize.host.files import read_json
+from quantize.recipe.sections import read_recipe
 
 
 @pytest.fixture
@@ -43,6 +45,47 @@ def test_a_checkpoint_is_judged(quick: Quick) -> None:
     for command in ("evaluate", "report", "card"):
         refused = quick(command, folder)
         assert (refused.code, "a judgement of" in refused.last) == (2, True)
+
+
+def planted(quick: Quick) -> tuple[object, ...]:
+    """Exchange two experts of the checkpoint, whole, and return the words that judge it."""
+    (shard,) = quick.folder.checkpoint.glob("*.safetensors")
+    tensors = load_file(shard)
+    layer = "model.decoder.layers.2.experts."
+    for name in [name for name in tensors if name.startswith(f"{layer}0.")]:
+        other = name.replace(f"{layer}0.", f"{layer}1.")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    words = ("judge", quick.folder.checkpoint, "--against", quick.model, "--recipe", quick.recipe)
+    return (*words, "--out", quick.out)
+
+
+def test_weights_that_are_not_bf16s_fail_unless_they_differ_on_purpose(quick: Quick) -> None:
+    """A fine-tuned checkpoint has a judgement of its own, whose report says what was not compared."""
+    words = planted(quick)
+    done = quick(*words)
+    assert (done.code, done.redone()) == (1, ["plan", "convert", "verify"])
+    assert "model.decoder.layers.2.experts.0." in done.last
+    (failed,) = quick.out.glob("judge-*")
+    assert read_json(failed / "verification.json")["worst"]["module"] in done.last
+    done = quick(*words, "--fine-tuned")
+    assert done.code == 0, done.err
+    (tuned,) = set(quick.out.glob("judge-*")) - {failed}
+    assert "not compared with BF16's" in (tuned / "report.md").read_text()
+    assert "not compared with BF16's" in (tuned / "report.html").read_text().replace("&#39;", "'")
+
+
+def test_every_checkpoint_and_limit_has_a_judgement_of_its_own(quick: Quick) -> None:
+    words = ("judge", quick.folder.checkpoint, "--against", quick.model, "--recipe", quick.recipe)
+    words = (*words, "--out", quick.out)
+    assert quick(*words).code == 0
+    (first,) = quick.out.glob("judge-*")
+    assert quick(*words, "--limit", 20).code == 0
+    (limited,) = set(quick.out.glob("judge-*")) - {first}
+    assert read_recipe(limited / "recipe.yaml").evaluation.limit == {TASK: 20}
+    planted(quick)
+    assert quick(*words).code == 1
+    assert len(list(quick.out.glob("judge-*"))) == 3
 
 
 def test_what_the_inspection_finds_fails_before_anything_is_loaded(quick: Quick) -> None:

@@ -6,21 +6,21 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 LAYERS, EXPERTS, VOCAB, CANVAS = 6, 8, 512, 16
 
 
-def tiny_config() -> DiffusionGemmaConfig:
+def tiny_config(layers: int = LAYERS, experts: int = EXPERTS) -> DiffusionGemmaConfig:
     """5 sliding + 1 full layer, k=v full attention, 8 experts top-2, awkward widths, a tiny tower."""
     text = {
         "hidden_size": 64,
         "intermediate_size": 96,
         "moe_intermediate_size": 48,
-        "num_experts": EXPERTS,
+        "num_experts": experts,
         "top_k_experts": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "num_global_key_value_heads": 1,
         "head_dim": 16,
         "global_head_dim": 32,
-        "num_hidden_layers": LAYERS,
-        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "num_hidden_layers": layers,
+        "layer_types": ["sliding_attention"] * (layers - 1) + ["full_attention"],
         "sliding_window": 32,
         "vocab_size": VOCAB,
         "max_position_embeddings": 4096,

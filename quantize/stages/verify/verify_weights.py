@@ -9,10 +9,10 @@ the CPU.
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ DECOMPRESSED_PER_TENSOR = 16
 DECOMPRESSED_ROWS = 8  # rows compared of every other module
 PART_BYTES = 1 << 23
 FAULTS_KEPT = 10
+T = TypeVar("T")
 VALUE_CHECKS = ("kept", "scales", "experts", "error", "decompression")
 
 
@@ -78,22 +79,17 @@ def check_weights(
     Return the relative error of every quantized source tensor, None where it is no number.
     """
     verifier = _Verifier(artifact, source, Decompressor(artifact), device)
-    tasks = [(target, *rows) for target in targets for rows in _runs(target)]
-    cores = len(os.sched_getaffinity(0))
     distance: dict[str, float] = defaultdict(float)
     norm: dict[str, float] = defaultdict(float)
-    with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        parts = pool.map(lambda task: verifier.check(*task), tasks)
-        pairs = track(zip(tasks, parts, strict=True), "verify", len(tasks), "parts of tensors")
-        for (target, _, _), part in pairs:
-            for name, check in part.checks.items():
-                checks[name].add(check)
-            distance[target.name] += part.distance
-            norm[target.name] += part.norm
+    for target, part in each_part(targets, verifier.check, "verify"):
+        for name, check in part.checks.items():
+            checks[name].add(check)
+        distance[target.name] += part.distance
+        norm[target.name] += part.norm
     errors: dict[str, float | None] = {}
     for target in targets:
         if target.scheme is not None:
-            error = _relative_error(distance[target.name], norm[target.name])
+            error = ratio(distance[target.name], norm[target.name])
             stated = recipe.verification.max_relative_error
             limit = stated.get(target.scheme.name, target.scheme.max_relative_error)
             errors[target.name] = error if math.isfinite(error) else None
@@ -102,6 +98,19 @@ def check_weights(
                 f"{target.name}: relative error {error:.4f} is over the recipe's {limit}",
             )
     return errors
+
+
+def each_part(
+    targets: Iterable[Target], look: Callable[[Target, int, int], T], what: str
+) -> Iterator[tuple[Target, T]]:
+    """Look at every tensor part by part, (target, start, stop), read by all cores; yield in order."""
+    tasks = [(target, *rows) for target in targets for rows in _runs(target)]
+    cores = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found = pool.map(lambda task: look(*task), tasks)
+        pairs = track(zip(tasks, found, strict=True), what, len(tasks), "parts of tensors")
+        for (target, _, _), part in pairs:
+            yield target, part
 
 
 class Decompressor:
@@ -134,8 +143,8 @@ class Decompressor:
         return compressor.decompress(dict(tensors), settings)["weight"]
 
 
-def _relative_error(distance: float, norm: float) -> float:
-    """Return the root of the quotient of two sums of squares, 0 when both are 0."""
+def ratio(distance: float, norm: float) -> float:
+    """Return the root of the quotient of two sums of squares, 0 where both are 0."""
     return math.sqrt(distance / norm) if norm else (0.0 if distance == 0 else math.inf)
 
 
@@ -172,7 +181,7 @@ class _Verifier:
             return self._quantized(target, target.scheme, start, stop)
         part, name = _Part(), target.name
         both = (side.read_rows(name, start, stop) for side in (self.source, self.artifact))
-        part.checks["kept"].expect(_same_bits(*both), f"{name} differs from the source")
+        part.checks["kept"].expect(same_bits(*both), f"{name} differs from the source")
         return part
 
     def _quantized(self, target: Target, scheme: Scheme, start: int, stop: int) -> _Part:
@@ -323,7 +332,7 @@ def _compared_rows(index: int, modules: int, out: int) -> slice:
     return slice(start, start + DECOMPRESSED_ROWS)
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and bytes (NaN equals NaN here)."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
