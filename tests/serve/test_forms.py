@@ -186,7 +186,7 @@ def test_a_schema_through_the_official_client(server: Running, thinking: bool) -
 def test_a_complete_answer_stops_even_where_its_end_has_no_room(
     server: Running, max_tokens: int
 ) -> None:
-    """The model would write on; the form is closed with the last token, and clients parse the answer."""
+    """The model would write on; the form is closed with the last token, and clients parse that."""
     long = {"type": "object", "properties": {"text": {"type": "string", "minLength": 40}}}
     long |= {"required": ["text"], "additionalProperties": False}
     options: Any = {"seed": 1, "max_tokens": max_tokens, "response_format": schema_format(long)}
