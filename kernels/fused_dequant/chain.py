@@ -10,9 +10,12 @@ next kernel only after it has waited, so whoever starts next knows that everythi
 predecessor is complete. Kernels that are not chained start when the one before is complete, as
 always.
 
-Weights need no waiting for, and memory is idle while a norm or a softmax runs; yet products that asked
-for their first weights before they waited made a step 3 % slower, and a kernel that fetched weights
-into the L2 beside the attention changed nothing (10.2 ms a forward, FP8, batch 1, either way).
+Streamed weights (`Weight.streamed`) are no such exception: it is not documented that a programmatic
+launch heeds the event after which they have arrived, so products that read them early leave the chain.
+
+Resident weights need no waiting for, and memory is idle while a norm or a softmax runs; yet products
+that asked for their first weights before they waited made a step 3 % slower, and a kernel that fetched
+weights into the L2 beside the attention changed nothing (10.2 ms a forward, FP8, batch 1, either way).
 The kernels between the products (`residual`, `router`) read a few KB of weights, and read them early.
 
 `follow` is for Triton kernels, `hopper.follow` for Gluon's.

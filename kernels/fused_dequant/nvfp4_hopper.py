@@ -556,10 +556,12 @@ def launch(
             for box in (config["BM"], config["MORE"] or config["BM"])
         ]
     blocks = routing.max_blocks if routing else triton.cdiv(len(x), tuning.block_rows(config))
+    # A dense product reads weights before it waits; experts' products wait first.
+    early = weight.streamed and routing is None
     nvfp4_hopper_kernel[(N // config["BN"], blocks)](
         x=tokens[0], x_more=tokens[1], x_scale=y if x_scale is None else x_scale,
         words=weight.data, scales=weight.scale, factor=weight.factor, y=y, N=N, K=K,
         EVEN_K=K % config["BK"] == 0, E4M3=x_scale is not None,
-        **mode, **chained(x.device), **{"NARROWER": 0, **config},
+        **mode, **({"CHAINED": False} if early else chained(x.device)), **{"NARROWER": 0, **config},
     )  # fmt: skip
     return y

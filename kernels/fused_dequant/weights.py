@@ -21,12 +21,17 @@ from fused_dequant.targets import capability
 
 @dataclass(frozen=True)
 class Weight:
-    """Tensors of one scheme; see `layouts`."""
+    """Tensors of one scheme; see `layouts`.
+
+    `streamed` weights lie in memory that is filled again and again on another stream: no kernel reads
+    them before the kernel before it is complete (`chain`).
+    """
 
     scheme: str
     data: torch.Tensor
     scale: torch.Tensor | None = None
     factor: torch.Tensor | None = None
+    streamed: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fused_dequant as fd
 import pytest
@@ -457,3 +458,23 @@ def test_a_forced_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTIZE_TARGET", "sm_75")
     with pytest.raises(ValueError, match="QUANTIZE_TARGET=sm_75: one of sm_80, sm_86"):
         fd.require("fp8", gpu.device)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_dense_product_of_streamed_fragments_is_not_chained(
+    streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads weights before it waits, and no document says that its launch heeds their arrival."""
+    from fused_dequant import nvfp4_hopper
+
+    launched: list[dict[str, Any]] = []
+    kernel = {(4, 1): lambda **arguments: launched.append(arguments)}
+    monkeypatch.setattr(nvfp4_hopper, "nvfp4_hopper_kernel", kernel)
+    monkeypatch.setattr(nvfp4_hopper, "chained", lambda _: {"CHAINED": True, "launch_pdl": True})
+    weight = weights.Weight(
+        "nvfp4_fragments", torch.zeros(1, 4, 2, 1), torch.zeros(1), torch.zeros(1), streamed
+    )
+    config = {"BM": 16, "MORE": 0, "BN": 64, "BK": 64}
+    nvfp4_hopper.launch(weight, torch.zeros(16, 128, dtype=torch.bfloat16), None, config)
+    (arguments,) = launched
+    assert (arguments["CHAINED"], "launch_pdl" in arguments) == (not streamed, not streamed)

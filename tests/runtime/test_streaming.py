@@ -366,6 +366,7 @@ def test_slots_hold_every_tensor_of_a_weight() -> None:
     slot = _Slot(kept_bytes([weight]), CPU)
     kept = slot.keep(weight)
     packed.zero_()
+    assert (weight.streamed, kept.streamed) == (False, True)
     assert slot.used == len(slot.memory)
     assert kept.data.flatten().tolist() == list(range(256)) + list(range(32))
     for own, other in ((kept.scale, weight.scale), (kept.factor, weight.factor)):

@@ -169,9 +169,8 @@ class _Slot:
 
     def keep(self, weight: Weight) -> Weight:
         """Copy a weight into the slot, behind those that it already holds."""
-        return replace(
-            weight, **{name: self._copied(tensor) for name, tensor in _tensors(weight).items()}
-        )
+        own = {name: self._copied(tensor) for name, tensor in _tensors(weight).items()}
+        return replace(weight, **own, streamed=True)
 
     def _copied(self, tensor: Tensor) -> Tensor:
         raw = tensor.contiguous().view(-1).view(torch.uint8)
