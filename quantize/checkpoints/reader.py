@@ -25,6 +25,7 @@ from quantize.errors import InputError, ResourceError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
+CONFIG = "config.json"
 MODELOPT = "hf_quant_config.json"  # where ModelOpt said what is quantized before config.json did
 MODEL_TYPE = "diffusion_gemma"
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
@@ -278,7 +279,7 @@ def _read_fully(file: io.FileIO, buffer: memoryview) -> int:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+    path = folder / CONFIG
     if not path.is_file():
         raise InputError(
             f"{folder}: no config.json there; name the folder of a DiffusionGemma model"
@@ -404,6 +405,8 @@ def known_config(model: str) -> dict[str, Any] | None:
 def resolve(model: str | None, revision: str | None = None) -> Path:
     """Return the local folder of a model: the bundled one (None or "bundled"), a folder, or a Hub id.
 
+    The folder of a run stands for the checkpoint in it.
+
     A Hub id may carry its revision, `ORG/NAME@revision`. It is downloaded to the Hub's cache, or only
     looked up there when HF_HUB_OFFLINE is set; either way `hub_commit` tells the commit afterwards.
 
@@ -414,8 +417,8 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
         from quantize.bundled import CHECKPOINT
 
         return CHECKPOINT
-    if Path(model).is_dir():
-        return Path(model)
+    if (folder := Path(model)).is_dir():
+        return _checkpoint_in(folder)
     name, at, own_revision = model.partition("@")
     if (
         not re.fullmatch(r"[\w.-]+/[\w.-]+", name)
@@ -429,6 +432,18 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
     if own_revision and revision not in (None, own_revision):
         raise InputError(f"{model}: --revision names another revision, {revision!r}; give one")
     return _download(name, own_revision or revision)
+
+
+def _checkpoint_in(folder: Path) -> Path:
+    """Return a folder, or the checkpoint of the run whose folder it is.
+
+    Raises:
+        InputError: it is neither, which a tokenizer's own message would hide.
+    """
+    if not (folder / CONFIG).is_file() and (folder / "checkpoint" / CONFIG).is_file():
+        return folder / "checkpoint"
+    _read_config(folder)
+    return folder
 
 
 def hub_commit(folder: Path) -> str | None:

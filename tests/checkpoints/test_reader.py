@@ -74,8 +74,14 @@ def test_links_of_the_hubs_cache_are_followed_and_no_others(tiny_checkpoint: Pat
         Checkpoint.open(snapshot)
 
 
-def test_a_folder_stands_for_itself(tmp_path: Path):
-    assert resolve(str(tmp_path)) == tmp_path
+def test_a_folder_stands_for_itself_and_a_runs_for_its_checkpoint(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    assert resolve(str(tiny_checkpoint)) == tiny_checkpoint
+    with pytest.raises(InputError, match=r"no config\.json there; name the folder of a"):
+        resolve(str(tmp_path))
+    shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    assert resolve(str(tmp_path)) == tmp_path / "checkpoint"
 
 
 @pytest.mark.parametrize("name", ["no/such/folder", "./missing", "plainword", "org/name;rm"])
