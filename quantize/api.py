@@ -15,7 +15,7 @@ from quantize.errors import GateError
 from quantize.host.files import read_json
 from quantize.pipeline.run import advance, opened, run_alone, started
 from quantize.pipeline.stages import STAGES, Run, Stage, evaluate_more
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.sections import beside_a_model, load_recipe
 from quantize.runtime import open
 from quantize.stages.convert.convert import Conversion
 from quantize.stages.convert.convert import convert as write_checkpoint
@@ -73,8 +73,10 @@ def plan(
     Raises:
         InputError: recipe or model are wrong, or the recipe matches nothing of it.
     """
+    loaded = load_recipe(recipe)
     _, tensors = described(model, revision)
-    return plan_targets(tensors, load_recipe(recipe).quantization)
+    with beside_a_model(recipe):
+        return plan_targets(tensors, loaded.quantization)
 
 
 def convert(
@@ -100,7 +102,8 @@ def convert(
     """
     loaded = load_recipe(recipe)
     source = Checkpoint.open(resolve(None if model is None else str(model), revision))
-    targets = plan_targets(source.tensors, loaded.quantization)
+    with beside_a_model(recipe):
+        targets = plan_targets(source.tensors, loaded.quantization)
     scales = None if input_scales is None else Path(input_scales)
     return write_checkpoint(source, targets, Path(out), recipe=loaded, input_scales=scales)
 

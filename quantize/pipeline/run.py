@@ -33,7 +33,7 @@ from quantize.pipeline.staleness import (
     upstream,
     why_stale,
 )
-from quantize.recipe.sections import Recipe, load_recipe, read_recipe
+from quantize.recipe.sections import Recipe, beside_a_model, load_recipe, read_recipe
 from quantize.runs.folder import RunDir, existing_run
 from quantize.runs.manifest import fingerprint, new_manifest
 from quantize.runtime.memory import budget_of
@@ -81,12 +81,14 @@ def started(
             "`quantize run` is one process; torchrun is for `quantize calibrate RUN`, `quantize "
             "fidelity RUN` and `quantize evaluate RUN`"
         )
+    named = recipe if isinstance(recipe, str) else recipe.name
     if isinstance(recipe, str):
         recipe = _resolved(recipe, model, limit)
     source = Checkpoint.open(resolve(model, revision))
     if source.is_quantized:
         raise InputError(f"{source.folder}: already quantized; name the BF16 model")
-    targets = plan_targets(source.tensors, recipe.quantization)
+    with beside_a_model(named):
+        targets = plan_targets(source.tensors, recipe.quantization)
     digest = fingerprint(source)
     folder = RunDir(out / f"{recipe.name}-{recipe.digest(digest)}")
     run = Run(folder, recipe, source, targets, model is None, scoring, gpu_memory)
@@ -168,7 +170,8 @@ def show_plan(
     config, tensors = described(model, revision)
     if model is None:
         recipe = recipe.for_bundled_model()
-    targets = plan_targets(tensors, recipe.quantization)
+    with beside_a_model(recipe_name):
+        targets = plan_targets(tensors, recipe.quantization)
     screen = Console()
     screen.print(plan_table(targets, f"{recipe.name}: {model or 'the bundled model'}"))
     chosen = gpu_of(gpu)

@@ -10,7 +10,8 @@ import hashlib
 import importlib.resources
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -407,6 +408,15 @@ def parse_recipe(text: str, source: str) -> Recipe:
         telling = ("extra_forbidden", "value_error")
         first = min(error.errors(), key=lambda e: [e["type"] != kind for kind in telling])
         raise InputError(f"recipe {source}: {_explain(first)}") from error
+
+
+@contextmanager
+def beside_a_model(source: str) -> Generator[None]:
+    """Name the recipe in errors that show only beside a model's tensors."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"recipe {source}: {error}") from error
 
 
 def _completed(quantization: dict[str, Any], source: str) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import pytest
 import quantize
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.recipe.sections import load_recipe
+from quantize.pipeline.run import show_plan, started
+from quantize.recipe.sections import load_recipe, shipped_recipes
 from quantize.runs.folder import RunDir
 from quantize.stages.plan.plan import plan
 
@@ -28,6 +29,20 @@ def test_a_tokenizer_that_is_missing_or_no_json_is_refused(
     with pytest.raises(InputError, match=rf"tokenizer\.json: .*{message}"):
         plan(Checkpoint.open(folder), load_recipe("nvfp4a16"), run)
     assert not run.targets_csv.exists()
+
+
+def test_what_shows_only_beside_the_model_names_the_recipes_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(shipped_recipes()["nvfp4a16"].replace("[lm_head,", "[lm_head, lm_haed,"))
+    with pytest.raises(InputError, match=f"^recipe {path}: .*'lm_haed' matches no module"):
+        quantize.plan(str(path))
+    with (
+        pytest.raises(InputError, match=f"^recipe {path}: "),
+        started(str(path), None, tmp_path / "outputs", resume=False),
+    ):
+        pass
+    with pytest.raises(InputError, match=f"^recipe {path}: "):
+        show_plan(str(path), None, None)
 
 
 def test_python_plans_googles_model_without_downloading_it(monkeypatch: pytest.MonkeyPatch) -> None:
