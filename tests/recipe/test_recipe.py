@@ -297,12 +297,15 @@ def test_tasks_lists_what_ships_and_a_recipes_own(tmp_path: Path) -> None:
     data.write_text(QUESTIONS)
     path = tmp_path / "mine.yaml"
     own = {"sums": {"data": str(data), "max_tokens": 100}}
-    path.write_text(edited(evaluation__own_tasks=own))
+    repeats = {"sums": 3, "gsm8k": 2}
+    path.write_text(edited(evaluation__own_tasks=own, evaluation__repeats=repeats))
     done = CliRunner().invoke(cli, ["tasks", "--recipe", str(path)])
     rows = {line.split()[0]: line.split()[1:] for line in done.output.splitlines()}
-    assert rows["sums"] == ["5", "100", "500", "0.00", str(data)]
-    assert rows["gsm8k"][:4] == ["1,319", "1,024", f"{1319 * 1024:,}", "0.26"]
+    assert rows["sums"] == ["5", "100", "1,500", "0.00", str(data)]
+    assert rows["gsm8k"][:4] == ["1,319", "1,024", f"{2 * 1319 * 1024:,}", "0.52"]
     assert set(known_tasks()) < rows.keys()
+    bundled = own_task(tmp_path, data=str(data))
+    assert "\nsums " in CliRunner().invoke(cli, ["tasks", "--recipe", str(bundled)]).output
     done = CliRunner().invoke(cli, ["tasks", "--rate", "100"])
     rows = {line.split()[0]: line.split()[1:] for line in done.output.splitlines()}
     assert rows["gsm8k"][3] == "3.75"
