@@ -62,7 +62,9 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
 
 def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:
     """Return the comparison as a table for the terminal."""
-    table = Table("", a.path.name, b.path.name, "difference", title="B against A")
+    alike = a.path.name == b.path.name
+    names = (f"{x} {run.path if alike else run.path.name}" for x, run in (("A", a), ("B", b)))
+    table = Table("", *map(escape, names), "difference", title="B against A")
     for task, entry in found.tasks.items():
         if entry["not_comparable"]:
             table.add_row(task, "", "", "not comparable")

@@ -34,14 +34,22 @@ def junit(content: dict[str, Any]) -> str:
         failures=str(counted["failure"]),
         errors=str(counted["error"]),
         skipped=str(counted["skipped"]),
+        time=f"{sum(_seconds(content).values()):.3f}",
     )
     for name, outcome, details in cases:
         case = ElementTree.SubElement(suite, "testcase", name=name, classname="quantize")
+        if name in (seconds := _seconds(content)):
+            case.set("time", f"{seconds[name]:.3f}")
         if outcome in OUTCOME_TAGS:
             message = "; ".join(details) or "looked at nothing"
             ElementTree.SubElement(case, OUTCOME_TAGS[outcome], message=message)
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _seconds(content: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds of every stage, by its name; what one check of several took is not known."""
+    return {name: facts.get("seconds", 0.0) for name, facts in content["stages"].items()}
 
 
 def task_text(task: dict[str, Any]) -> str:

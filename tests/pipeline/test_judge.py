@@ -1,5 +1,6 @@
 """A checkpoint that was built elsewhere is judged as a run is, and nothing is written into it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from quantize.host.files import read_json
 from quantize.recipe.sections import read_recipe
+from quantize.reports.compare import compare_runs, comparison_table
+from quantize.runs.folder import RunDir
 
 
 @pytest.fixture
@@ -42,6 +45,12 @@ def test_a_checkpoint_is_judged(quick: Quick) -> None:
     assert (shown.code, shown.redone()) == (0, [])
     compared = quick("compare", quick.folder.path, folder)
     assert compared.code == 0, compared.err
+    copy = shutil.copytree(quick.folder.path, quick.out.parent / "other" / quick.folder.path.name)
+    comparison = compare_runs(quick.folder, RunDir(copy))
+    heads = [
+        column.header for column in comparison_table(comparison, quick.folder, RunDir(copy)).columns
+    ]
+    assert heads[1:3] == [f"A {quick.folder.path}", f"B {copy}"]
     for command in ("evaluate", "report", "card"):
         refused = quick(command, folder)
         assert (refused.code, "a judgement of" in refused.last) == (2, True)

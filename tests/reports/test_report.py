@@ -196,6 +196,11 @@ def test_junit_counts_what_it_holds(full: RunDir) -> None:
     assert suite.get("skipped") == str(undecided + 1)
     assert [len(case.findall("skipped")) for case in cases].count(1) == undecided + 1
     assert cases[-1].find("skipped") is not None
+    stages = {"plan": {"seconds": 1.5}, "fidelity": {"seconds": 2.0}}
+    timed = ElementTree.fromstring(junit(content | {"stages": stages}))
+    assert timed.get("time") == "3.500"
+    times = [case.get("time") for case in timed.findall("testcase")]
+    assert times == [None, "2.000", *[None] * (len(names) - 2)]
 
 
 def verdict_of(run: RunDir, targets: list[Target]) -> Verdict:
