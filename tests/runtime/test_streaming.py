@@ -2,7 +2,7 @@
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -373,6 +373,17 @@ def test_slots_hold_every_tensor_of_a_weight() -> None:
         assert own is not None
         assert other is not None
         assert torch.equal(own.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_progress_of_loading_knows_how_many_layers_there_are(fp8_artifact: Path) -> None:
+    seen: list[int] = []
+
+    def on_layer(layers: Sequence[int]) -> Iterator[int]:
+        seen.append(len(layers))
+        return iter(layers)
+
+    load_packed(fp8_artifact, "cpu", on_layer=on_layer)
+    assert seen == [6]
 
 
 def test_spread() -> None:

@@ -7,7 +7,7 @@ Loading is as strict as `checkpoints.load`: names, dtypes and shapes must be wha
 and every value finite. For that, streamed layers are read once beforehand.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from quantize.runtime.fused.tower import Tower
 from quantize.runtime.fused.transfer import Transfer
 from quantize.runtime.memory import packed_sizes
 
-OnLayer = Callable[[Iterator[int]], Iterator[int]]  # wraps an iteration over layers, for progress
+OnLayer = Callable[[Sequence[int]], Iterator[int]]  # wraps an iteration over layers, for progress
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _layers(
     small: dict[int, dict[str, Any]] = {}
     entrances: list[Entrance] = []
     slot_bytes = 0
-    for index in on_layer(iter(range(count))):
+    for index in on_layer(range(count)):
         small[index] = packer.small(index)
         layer = LayerWeights(**small[index], **packer.products(index, in_memory_of_its_own))
         entrances.append(layer.entrance)
