@@ -12,6 +12,11 @@ GPU_MEMORY = click.option(
     callback=lambda _, __, gb: None if gb is None else gb * 1e9,
     help="GPU memory to use, at most; weights that do not fit are streamed. Else all that is free.",
 )  # fmt: skip
+SCRATCH = click.option(
+    "--scratch", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
+    help="Where calibrate keeps for round what enters the first layer: up to 1.44 MB a canvas and step "
+    "of a 26B model, removed when round is done. Else the run's folder.",
+)  # fmt: skip
 ACTIVATIONS = click.option(
     "--activations", type=click.Choice(ACTIVATION_MODES),
     help="How a quantized model's activations are rounded; else as its kernels do, on a CPU not.",

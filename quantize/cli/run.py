@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from quantize.cli.options import GPU_MEMORY, model_options, scoring_options
+from quantize.cli.options import GPU_MEMORY, SCRATCH, model_options, scoring_options
 from quantize.pipeline.stages import STAGES
 
 
@@ -24,6 +24,7 @@ from quantize.pipeline.stages import STAGES
 )
 @scoring_options
 @GPU_MEMORY
+@SCRATCH
 @click.option("--resume", is_flag=True, help="Continue this run, or show it when it is complete.")
 def run(
     recipe: str,
@@ -34,6 +35,7 @@ def run(
     until: str,
     resume: bool,
     gpu_memory: float | None,
+    scratch: Path | None,
     **scoring: Any,
 ) -> int:
     """Do everything: plan, calibrate, convert, verify, replay, evaluate, report, gate."""
@@ -47,6 +49,7 @@ def run(
         revision=revision,
         limit=limit,
         gpu_memory=gpu_memory,
+        scratch=scratch,
         **scoring,
     ) as found:
         return advance(found, until)

@@ -63,12 +63,13 @@ def started(
     revision: str | None = None,
     limit: int | None = None,
     gpu_memory: float | None = None,
+    scratch: Path | None = None,
     **scoring: Any,
 ) -> Generator[Run]:
     """Resolve recipe and model, name the run folder, show the plan; lock the run for the block.
 
     A recipe that is named is adapted to the bundled model and to `limit`; one that is given is taken as
-    it is. `gpu_memory` and `scoring` are those of `Run`.
+    it is. `gpu_memory`, `scratch` and `scoring` are those of `Run`.
 
     Raises:
         InputError: the run exists and `resume` is off, recipe or model are wrong, no folder can be made
@@ -91,7 +92,7 @@ def started(
         targets = plan_targets(source.tensors, recipe.quantization)
     digest = fingerprint(source)
     folder = RunDir(out / f"{recipe.name}-{recipe.digest(digest)}")
-    run = Run(folder, recipe, source, targets, model is None, scoring, gpu_memory)
+    run = Run(folder, recipe, source, targets, model is None, scoring, gpu_memory, scratch)
     _check_memory(run)
     make_folder(folder.path)
     with working_in(folder):
@@ -194,7 +195,9 @@ def show_plan(
 
 
 @contextmanager
-def opened(path: Path, gpu_memory: float | None = None) -> Generator[Run]:
+def opened(
+    path: Path, gpu_memory: float | None = None, scratch: Path | None = None
+) -> Generator[Run]:
     """Open an existing run folder for a single stage; hold it while the block runs.
 
     Raises:
@@ -204,7 +207,7 @@ def opened(path: Path, gpu_memory: float | None = None) -> Generator[Run]:
     folder = existing_run(path)
     with working_in(folder):
         _check_ours(folder)
-        yield _open(folder, gpu_memory)
+        yield _open(folder, gpu_memory, scratch)
 
 
 def _check_ours(folder: RunDir) -> None:
@@ -216,7 +219,7 @@ def _check_ours(folder: RunDir) -> None:
         )
 
 
-def _open(folder: RunDir, gpu_memory: float | None) -> Run:
+def _open(folder: RunDir, gpu_memory: float | None, scratch: Path | None) -> Run:
     about = read_json(
         folder.manifest_json, "stages", "source.folder", "source.fingerprint", "source.bundled"
     )["source"]
@@ -226,7 +229,9 @@ def _open(folder: RunDir, gpu_memory: float | None) -> Run:
     if fingerprint(source) != about["fingerprint"]:
         raise InputError(f"{source.folder}: the BF16 model has changed since this run began")
     targets = plan_targets(source.tensors, recipe.quantization)
-    run = Run(folder, recipe, source, targets, about["bundled"], gpu_memory=gpu_memory)
+    run = Run(
+        folder, recipe, source, targets, about["bundled"], gpu_memory=gpu_memory, scratch=scratch
+    )
     _check_memory(run)
     return run
 

@@ -31,7 +31,8 @@ class Run:
     """One run: its folder, resolved recipe, source checkpoint and plan.
 
     `scoring` holds options of `evaluate_more`. `gpu_memory` is the bytes of a GPU that may be used,
-    None for all that are free; results depend on it only where it makes a batch smaller.
+    None for all that are free; results depend on it only where it makes a batch of answers smaller.
+    `scratch` is the folder for what only stages of this run read; None for the run's own.
     """
 
     folder: RunDir
@@ -41,6 +42,14 @@ class Run:
     is_bundled: bool
     scoring: Mapping[str, Any] = field(default_factory=dict[str, Any])
     gpu_memory: float | None = None
+    scratch: "Path | None" = None
+
+    @property
+    def recording(self) -> "Path":
+        """What calibrate keeps for round; both remove what they find there."""
+        if self.scratch is None:
+            return self.folder.path / "recording"
+        return self.scratch / f"{self.folder.path.name}-recording"
 
     def record(self, stage: str, facts: dict[str, Any]) -> None:
         """Add facts about a stage to the manifest, in the first of several processes."""
@@ -68,6 +77,7 @@ class Stage:
         is_needed: whether a recipe has this stage at all.
         ahead: looks, before the first stage of a run, at what this one will read from elsewhere.
         runs_models: whether it runs models on the device.
+        uses_scratch: whether it keeps files for another stage, or reads them.
     """
 
     name: str
@@ -81,6 +91,7 @@ class Stage:
     is_needed: "Callable[[Recipe], bool]" = lambda _: True
     ahead: Callable[[Run], object] = lambda _: None
     runs_models: bool = False
+    uses_scratch: bool = False
 
 
 def _plan(run: Run) -> None:
@@ -98,6 +109,7 @@ def _calibrate(run: Run) -> None:
         run.folder.calibration,
         device=best_device(),
         gpu_memory=run.gpu_memory,
+        scratch=run.recording,
     )
 
 
@@ -111,6 +123,7 @@ def _round(run: Run) -> None:
         run.folder.rounding,
         device=best_device(),
         gpu_memory=run.gpu_memory,
+        scratch=run.recording,
     )
 
 
@@ -272,15 +285,19 @@ STAGES = (
         "  torchrun --nproc-per-node 8 -m quantize calibrate RUN",
         is_needed=lambda recipe: recipe.needs_calibration,
         runs_models=True,
+        uses_scratch=True,
     ),
     Stage(
         "round",
         "rounding",
         ("plan",),
         _round,
-        "Round the weights of a run again: GPTQ on Hessians of denoising canvases.",
+        "Round the weights of a run again: GPTQ on Hessians of denoising canvases.\n\n"
+        "What calibrate recorded goes through one layer after the other; what is gone or damaged is "
+        "recorded again.",
         is_needed=_rounds_weights,
         runs_models=True,
+        uses_scratch=True,
     ),
     Stage(
         "convert",

@@ -19,7 +19,7 @@ from fused_dequant import Draw
 from torch import Tensor
 
 from quantize.errors import InputError
-from quantize.runtime.engine import Engine, Passes
+from quantize.runtime.engine import BatchEngine, Passes
 from quantize.runtime.images import Images
 from quantize.runtime.noise import CounterNoise, Noise, ReferenceNoise
 from quantize.runtime.sample import Sample, canvas_budgets
@@ -29,7 +29,7 @@ OnStep = Callable[[StepRecord], None]
 
 
 def generate(
-    engine: Engine,
+    engine: BatchEngine,
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     *,

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from quantize.runtime.prefixes import PrefixCache
 from quantize.runtime.sample import Sample, canvas_budgets
 from quantize.runtime.sampler import Sampler
 
+T = TypeVar("T")
 # called after every denoising step: (slot, step from 1, most probable tokens, which are accepted)
 OnDraft = Callable[[int, int, list[int], list[bool]], None]
 # called without arguments, at most once in each call of `denoise`
@@ -110,8 +111,57 @@ class Canvas:
     steps: int
 
 
-class Engine(Protocol):
-    """A model that denoises one canvas at a time for up to `capacity` samples, each in a slot.
+class BatchEngine(Protocol):
+    """What one batch of prompts is generated on: an `Engine`, or a part of one."""
+
+    @property
+    def capacity(self) -> int:
+        """The most prompts of the batch."""
+        ...
+
+    @property
+    def canvas_length(self) -> int:
+        """The number of tokens of one canvas."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Positions that a sample may take, prompt and new tokens together."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model is on."""
+        ...
+
+    def passes(
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
+    ) -> Passes:
+        """Encode `prompts`, at most `capacity`, as a batch whose passes the caller orders.
+
+        No slot may be taken meanwhile.
+
+        Raises:
+            InputError: the model cannot take a prompt or its images.
+        """
+        ...
+
+    def watching(
+        self,
+        *observers: Observer,
+        on_encoded: Callable[[], object] = lambda: None,
+        on_pass: Callable[[Any], object] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Show the input rows of every Linear to `observers` while the block runs, but no padding.
+
+        `on_encoded` is called at the end of every pass of the encoder, `on_pass` with every
+        `text_stack.Pass` before it enters the first layer (fused engine only).
+        """
+        ...
+
+
+class Engine(BatchEngine, Protocol):
+    """A model that denoises one canvas at a time for up to `capacity` samples, each in a slot from 0 on.
 
     `admit` puts a prompt into a free slot and refuses, with an InputError, one the model cannot take.
     `denoise` works on the canvases of `slots` (distinct, admitted, in any order, of any age and
@@ -125,23 +175,8 @@ class Engine(Protocol):
     """
 
     @property
-    def capacity(self) -> int:
-        """The number of slots, which are numbered from 0."""
-        ...
-
-    @property
-    def canvas_length(self) -> int:
-        """The number of tokens of one canvas."""
-        ...
-
-    @property
     def prefixes(self) -> PrefixCache[Any] | None:
         """Beginnings of prompts that are kept encoded; None where none are."""
-        ...
-
-    @property
-    def max_length(self) -> int:
-        """Positions that a sample may take, prompt and new tokens together."""
         ...
 
     def admit(
@@ -175,29 +210,10 @@ class Engine(Protocol):
         """Free a slot."""
         ...
 
-    @property
-    def device(self) -> torch.device:
-        """The device that the model is on."""
-        ...
+    def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
+        """Do works, each with a batch of its own; side by side where that streams weights less often.
 
-    def passes(
-        self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
-    ) -> Passes:
-        """Encode `prompts`, at most `capacity`, as a batch whose passes the caller orders.
-
-        No slot may be taken meanwhile.
-
-        Raises:
-            InputError: the model cannot take a prompt or its images.
-        """
-        ...
-
-    def watching(
-        self, *observers: Observer, on_encoded: Callable[[], object] = lambda: None
-    ) -> AbstractContextManager[None]:
-        """Show the input rows of every Linear to `observers` while the block runs, but no padding.
-
-        `on_encoded` is called at the end of every pass of the encoder.
+        What a work does may not depend on the others.
         """
         ...
 

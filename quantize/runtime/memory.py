@@ -14,6 +14,7 @@ A batch is part of a result's conditions, so layers leave the GPU first; the bat
 that is not enough. Bytes are computed from shapes.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -84,6 +85,10 @@ class Need:
         compares: whether its logits are compared with another model's.
         caches: engines of the model, each with keys and values of its own.
         beside: bytes that the stage itself holds.
+        fixed_batch: whether a result depends on the batch, so that it is not halved where it does not
+            fit.
+        one_layer: whether passes go through a layer at a time: keys and values are those of one, and no
+            logits are made.
     """
 
     stage: str
@@ -93,6 +98,8 @@ class Need:
     compares: bool = False
     caches: int = 1
     beside: float = 0.0
+    fixed_batch: bool = False
+    one_layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,13 +163,37 @@ def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
         found = _fit(replace(need, batch=batch), config, budget)
         if found is not None:
             return replace(found, need=need)
+        if need.fixed_batch:
+            break
         batch //= 2
-    least = least_bytes(need, config)
+    least, canvases, smaller = least_bytes(need, config), "one canvas", ""
+    if need.fixed_batch and need.batch > 1:
+        canvases = f"a batch of {need.batch} canvases"
+        smaller = ", or a smaller `batch_size` in the recipe's calibration"
     raise ResourceError(
-        f"{need.stage}: there are {budget / 1e9:.1f} GB of GPU memory, and one canvas of "
+        f"{need.stage}: there are {budget / 1e9:.1f} GB of GPU memory, and {canvases} of "
         f"{need.context:,} positions over streamed layers needs {least / 1e9:.1f} GB; use a larger "
-        f"GPU, free this one, or raise --gpu-memory"
+        f"GPU, free this one, or raise --gpu-memory{smaller}"
     )
+
+
+def in_lockstep(
+    need: Need, config: Mapping[str, Any], budget: float, batches: int
+) -> tuple[Plan, int]:
+    """Return how many of so many batches denoise side by side, and the plan of that.
+
+    Each has keys and values of its own, which leave less room for layers that stay. What counts is what
+    all steps stream together: a pass for each round of batches. Of equal ones the fewest lanes are
+    taken.
+    """
+
+    def streamed(lanes: int) -> tuple[float, Plan] | None:
+        found = _fit(replace(need, caches=need.caches * lanes), config, budget)
+        return None if found is None else (found.streamed * math.ceil(batches / lanes), found)
+
+    choices = [(lanes, found) for lanes in range(1, batches + 1) if (found := streamed(lanes))]
+    lanes, (_, plan) = min(choices, key=lambda choice: choice[1][0])
+    return plan, lanes
 
 
 def budget_of(device: str, asked: float | None) -> float | None:
@@ -198,8 +229,8 @@ def hold_to(device: str, nbytes: float) -> None:
 
 
 def least_bytes(need: Need, config: Mapping[str, Any]) -> float:
-    """Return the bytes that a stage needs with one canvas and every layer streamed."""
-    one = _parts(replace(need, batch=1), config)
+    """Return the bytes that a stage needs with one canvas, or its fixed batch, and no layer that stays."""
+    one = _parts(need if need.fixed_batch else replace(need, batch=1), config)
     return sum(one.values()) + need.stack.fixed + need.stack.streaming
 
 
@@ -227,9 +258,12 @@ def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
     heads = text["num_attention_heads"] * (text.get("global_head_dim") or text["head_dim"])
     experts = text["top_k_experts"] * (2 * H + 3 * text["moe_intermediate_size"])
     each = 2 * (10 * H + experts + 4 * text["intermediate_size"] + 4 * heads)
+    cache = (max if need.one_layer else sum)(layer_cache_bytes(config, need.context))
     parts = {
-        "cache": need.caches * need.batch * cache_bytes(config, need.context),
-        "vocabulary": min(need.batch, CANVASES_A_PIECE) * L * (4 * V + 4 * SPLITS * H),
+        "cache": need.caches * need.batch * cache,
+        "vocabulary": 0
+        if need.one_layer
+        else min(need.batch, CANVASES_A_PIECE) * L * (4 * V + 4 * SPLITS * H),
         "activations": passed * each,
         "CUDA": CONTEXT_BYTES,
     }
@@ -242,6 +276,11 @@ def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
 
 def cache_bytes(config: Mapping[str, Any], context: int) -> int:
     """Return the bytes of one slot's keys and values, as `fused.text_stack.Cache` allocates them."""
+    return sum(layer_cache_bytes(config, context))
+
+
+def layer_cache_bytes(config: Mapping[str, Any], context: int) -> list[int]:
+    """Return those bytes by layer."""
     text = config["text_config"]
     full = _rounded_up(context)
     ring = min(
@@ -250,7 +289,7 @@ def cache_bytes(config: Mapping[str, Any], context: int) -> int:
     sliding = 4 * ring * text["num_key_value_heads"] * text["head_dim"]
     heads = text.get("num_global_key_value_heads") or text["num_key_value_heads"]
     whole = 4 * full * heads * (text.get("global_head_dim") or text["head_dim"])
-    return sum(sliding if kind == "sliding_attention" else whole for kind in text["layer_types"])
+    return [sliding if kind == "sliding_attention" else whole for kind in text["layer_types"]]
 
 
 def _rounded_up(cells: int) -> int:

@@ -9,7 +9,7 @@ triton.
 
 import gc
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.host.progress import say, track
 from quantize.runtime.engine import Engine
-from quantize.runtime.memory import Need, Stack, budget_of, packed_sizes, plan
+from quantize.runtime.memory import Need, Stack, budget_of, in_lockstep, packed_sizes, plan
 from quantize.schemes.modes import ActivationMode
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def open(
     kind: Kind | None = None,
     beside: Engine | None = None,
     prefix_bytes: int = 0,
+    batches: int | None = None,
 ) -> Engine:
     """Load a checkpoint and return the engine that runs it.
 
@@ -81,6 +82,8 @@ def open(
             `fp8` has weights of its own.
         prefix_bytes: memory of the device, beside what is planned, for beginnings of prompts that are
             kept encoded.
+        batches: how many batches of `capacity` prompts `Engine.each` will be given: where weights are
+            streamed, as many denoise in lockstep as save the most. The batch is never made smaller.
 
     Raises:
         InputError: the checkpoint cannot be loaded, the engine does not have a setting, or the mode
@@ -96,7 +99,7 @@ def open(
     from quantize.runtime.fused.inputs import inputs_of
 
     in_fp8 = activations == "fp8"
-    shared = _weights_of(beside, in_fp8)
+    shared, lanes = _weights_of(beside, in_fp8), 1
     if isinstance(checkpoint, Path):
         if in_fp8:  # no other mode is refused, and thousands of headers would be read once more
             check_mode(Checkpoint.open(checkpoint), activations)
@@ -105,16 +108,16 @@ def open(
     if resident is None and isinstance(checkpoint, Path) and shared is None:
         place = placed(
             checkpoint, device, capacity=capacity, max_context=max_context, gpu_memory=gpu_memory,
-            activations=activations,
+            activations=activations, batches=batches,
         )  # fmt: skip
-        capacity, resident = place.capacity, place.resident
+        capacity, resident, lanes = place.capacity, place.resident, place.lanes
     weights = shared or _made(checkpoint, device, resident, in_fp8)
     inputs = None
     if activations is not None and isinstance(checkpoint, Path):
         inputs = inputs_of(Checkpoint.open(checkpoint), weights, activations)
     return FusedEngine(
         weights, capacity=capacity, max_context=max_context, batch_invariant=batch_invariant,
-        inputs=inputs, prefix_bytes=prefix_bytes,
+        inputs=inputs, prefix_bytes=prefix_bytes, lanes=lanes,
     )  # fmt: skip
 
 
@@ -156,12 +159,12 @@ class Place:
     Attributes:
         capacity: slots.
         resident: layers that stay there, as `open` takes it; None for all.
-        left: bytes of the budget that nothing takes; None where there is no budget.
+        lanes: batches in lockstep.
     """
 
     capacity: int
     resident: int | None
-    left: float | None
+    lanes: int = 1
 
 
 def placed(
@@ -175,6 +178,7 @@ def placed(
     compares: bool = False,
     beside: float = 0.0,
     activations: ActivationMode | None = None,
+    batches: int | None = None,
 ) -> Place:
     """Plan how a checkpoint fits a GPU, without reading any weights.
 
@@ -188,14 +192,15 @@ def placed(
         compares: whether its logits are compared with another model's.
         beside: bytes that the caller holds beside the model.
         activations: as in `open`; the mode `fp8` packs weights in its own way.
+        batches: as in `open`.
 
     Raises:
-        ResourceError: not even one slot over streamed layers fits.
+        ResourceError: not even one slot over streamed layers fits, or with `batches` not `capacity`.
     """
     free_unused(device)
     budget = budget_of(device, gpu_memory)
     if budget is None:
-        return Place(capacity, None, None)
+        return Place(capacity, None)
     from fused_dequant.weights import is_hopper
 
     from quantize.runtime.fused.engine import DEFAULT_CONTEXT
@@ -206,13 +211,16 @@ def placed(
     stack = Stack.of(checkpoint.name, sizes, quantized=opened.is_quantized)
     context = max_context or DEFAULT_CONTEXT
     need = Need(str(checkpoint), stack, capacity, context, compares, caches, beside)
-    found = plan(need, opened.config, budget)
+    need = replace(need, fixed_batch=batches is not None)
+    found, lanes = plan(need, opened.config, budget), 1
+    if batches is not None and found.streamed:
+        found, lanes = in_lockstep(need, opened.config, budget, batches)
     if found.streamed or found.batch < capacity:
         say(
             f"{checkpoint}: {found.resident} layers stay in {budget / 1e9:.1f} GB of GPU memory, "
-            f"{found.streamed / 1e9:.1f} GB are streamed a pass, {found.batch} canvases at once"
+            f"{found.streamed / 1e9:.1f} GB are streamed a pass, {found.batch * lanes} canvases at once"
         )
-    return Place(found.batch, found.resident, budget - found.total)
+    return Place(found.batch, found.resident, lanes)
 
 
 def free_unused(device: str) -> None:

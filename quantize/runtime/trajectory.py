@@ -11,8 +11,10 @@ self-conditioning are recomputed. On disk, in one folder:
                                steps_per_canvas
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,11 @@ from quantize.host.processes import ALONE, Processes
 from quantize.host.progress import metered
 from quantize.recipe.sections import Calibration
 from quantize.runtime.batch import OnStep, ended, generate
-from quantize.runtime.engine import Engine
+from quantize.runtime.engine import BatchEngine, Engine
 from quantize.runtime.images import Images
 from quantize.runtime.sampler import Sampler, StepRecord
 
+Watching = Callable[[BatchEngine, int], AbstractContextManager[OnStep]]
 TENSORS, INDEX = "trajectories.safetensors", "trajectories.json"
 
 
@@ -69,7 +72,7 @@ class Trajectory:
 
 
 def record(
-    engine: Engine,
+    engine: BatchEngine,
     prompts: Sequence[Prompt],
     seeds: Sequence[int],
     *,
@@ -120,38 +123,61 @@ def record_all(
     *,
     title: str,
     processes: Processes = ALONE,
-    first: int = 0,
-    on_step: OnStep | None = None,
+    held_out: int = 0,
+    watching: Watching | None = None,
 ) -> list[Trajectory]:
-    """Record `prompts` from index `first` on, in batches; a prompt's seed follows from its index.
+    """Record `prompts` in batches; a prompt's seed follows from its index.
 
-    With `first` above 0 these are the held-out prompts behind the observed ones. `processes` share
-    the batches, each as one process would make it, and all return all trajectories in prompt order.
+    The last `held_out` prompts have batches of their own, which are not watched. `processes` share the
+    batches, each as one process would make it, and all return all trajectories in prompt order.
+
+    Args:
+        engine: the model.
+        prompts: the prompts.
+        settings: number of canvases, seed and size of a batch.
+        sampler: settings of the sampler.
+        title: what the progress line says.
+        processes: those that share the batches.
+        held_out: how many prompts, the last ones, calibration does not observe.
+        watching: called with a batch's engine and the index of its first prompt; the block that it
+            opens lasts as long as the batch, and gets the function to call after every step.
     """
-    trajectories: list[Trajectory] = []
-    starts = processes.mine(range(first, len(prompts), settings.batch_size))
-    batches = {start: prompts[start : start + settings.batch_size] for start in starts}
+    observed, most = len(prompts) - held_out, settings.batch_size
+    starts = processes.mine(range(0, observed, most))
+    batches = {at: prompts[at : min(at + most, observed)] for at in starts}
+    starts = processes.mine(range(observed, len(prompts), most))
+    batches |= {at: prompts[at : at + most] for at in starts}
     with metered(title, sum(map(len, batches.values())), "prompts") as meter:
 
-        def count(step: StepRecord) -> None:
-            meter.announce(0, sum(tokens for tokens, _ in ended(step, sampler)))
-            if on_step is not None:
-                on_step(step)
+        def recorded(start: int, own: BatchEngine) -> list[Trajectory]:
+            alone = watching is None or start >= observed
+            with nullcontext(_nothing) if alone else watching(own, start) as on_step:
 
-        for start, batch in batches.items():
-            trajectories += record(
-                engine,
-                batch,
-                [(settings.seed << 32) + start + row for row in range(len(batch))],
-                sampler=sampler,
-                canvases=settings.canvases,
-                held_out=first > 0,
-                on_step=count,
-            )
-            meter.add(len(batch))
+                def count(step: StepRecord) -> None:
+                    meter.announce(0, sum(tokens for tokens, _ in ended(step, sampler)))
+                    on_step(step)
+
+                found = record(
+                    own,
+                    batches[start],
+                    [(settings.seed << 32) + start + row for row in range(len(batches[start]))],
+                    sampler=sampler,
+                    canvases=settings.canvases,
+                    held_out=start >= observed,
+                    on_step=count,
+                )
+            meter.add(len(found))
+            return found
+
+        each = engine.each([partial(recorded, start) for start in batches])
+    trajectories = [trajectory for found in each for trajectory in found]
     for theirs in processes.others(trajectories):
         trajectories += theirs
     return sorted(trajectories, key=lambda trajectory: trajectory.seed)
+
+
+def _nothing(_: StepRecord) -> None:
+    pass
 
 
 def context_of(checkpoint: Path, prompts: Sequence[Sequence[int]], canvases: int) -> int:

@@ -21,7 +21,8 @@ from quantize.schemes.modes import ActivationMode
 
 BUDGETS_GB = (24, 32, 48, 80, 96, 141)
 REPLAYED = 16  # trajectories at once
-HESSIAN_BYTES = 4 << 30  # GPTQ's Hessians held at a time on a CPU; on a GPU the least
+HESSIAN_BYTES = 4 << 30  # GPTQ's Hessians of a layer, 2.4 GB at 26B
+SHUTTLE_BYTES = 0.4e9  # rows of recorded passes on their way (`fused.shuttle`)
 # GPU bytes of GPTQ beside them, by arithmetic: of 32 experts of 2,816 inputs and 1,408 rows at a time
 # 2 float32 Hessians and 6.5 copies of a weight (5.3 GB), and 7 matrices in float64 (0.4 GB). A dense
 # Linear of 8,192 inputs takes 4.9 GB.
@@ -56,11 +57,11 @@ def needs(
     replayed = FRESH_TOKENS + 2 * canvas
     if recipe.needs_calibration and (settings := recipe.calibration):
         replayed = settings.max_prompt_tokens + settings.canvases * canvas
-        found.append(Need("calibrate", bf16, settings.batch_size, replayed))
+        batch = settings.batch_size
+        found.append(Need("calibrate", bf16, batch, replayed, fixed_batch=True))
     if recipe.quantization.rounding == "gptq" and (settings := recipe.calibration):
         length = settings.max_prompt_tokens + settings.canvases * canvas
-        hessians = HESSIAN_BYTES + ROUNDING_BYTES
-        found.append(Need("round", bf16, settings.batch_size, length, beside=hessians))
+        found.append(_rounding(bf16, settings.batch_size, length))
     vocabulary = tensors[EMBEDDING].nbytes  # of BF16, whose layers are gone when the other comes
     found.append(Need("fidelity BF16", bf16, REPLAYED, replayed, True))
     scored = recipe.evaluation.activations
@@ -78,7 +79,14 @@ def needs(
     return found
 
 
-def _packed(target: Target, mode: ActivationMode) -> int:
+def _rounding(bf16: Stack, batch: int, length: int) -> Need:
+    """Return what GPTQ takes at any budget: two layers in turns, and one's Hessians and rounding."""
+    in_turns = Stack(f"{bf16.name}, a layer at a time", bf16.streaming, (0.0,), 0.0)
+    beside = HESSIAN_BYTES + ROUNDING_BYTES + SHUTTLE_BYTES
+    return Need("round", in_turns, batch, length, beside=beside, fixed_batch=True, one_layer=True)
+
+
+def _packed(target: Target, in_fp8: bool) -> int:
     """Return a tensor's bytes once packed, as `memory.packed_sizes`; Hopper keeps experts in 4 bits."""
     if target.scheme is None or target.module_class == "experts":
         return target.bytes_after

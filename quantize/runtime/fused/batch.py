@@ -5,7 +5,7 @@ The padding's keys and values lie behind a row's tokens, where nothing sees them
 overwritten, and no observer is shown them. Logits are computed when they are looked at.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -13,17 +13,19 @@ from fused_dequant import lm_head
 from torch import Tensor
 
 from quantize.runtime.engine import Decoded
-from quantize.runtime.fused.text_stack import FusedModel
+from quantize.runtime.fused.text_stack import FusedModel, Pass
 
 
 class FusedPasses:
-    """The passes of one batch in slots 0 to len(prompts) - 1; making them encodes its prompts.
+    """The passes of one batch in slots of its own; making them encodes its prompts.
 
     Args:
         model: text stack over a cache with so many slots.
         prompts: token ids, checked.
         chunk: tokens that a pass of the encoder may add to a row.
         encoded: positions that each slot holds already, or 0; a prompt with any (pictures) is skipped.
+        first: the first of its slots, which follow one another.
+        run: takes a pass through the layers, alone or beside those of other batches.
     """
 
     def __init__(
@@ -32,8 +34,10 @@ class FusedPasses:
         prompts: Sequence[Sequence[int]],
         chunk: int,
         encoded: Sequence[int],
+        first: int,
+        run: Callable[[Pass], Tensor],
     ) -> None:
-        self._model = model
+        self._model, self._first, self._run = model, first, run
         config = model.weights.config
         self.device = model.weights.device
         self.canvas_length: int = config.canvas_length
@@ -54,9 +58,9 @@ class FusedPasses:
         real = [i * longest + at for i, own in enumerate(tokens.values()) for at in range(len(own))]
         start = self._integers([self._context[row] for row in tokens])
         with self._model.showing(torch.tensor(real, device=self.device)):
-            self._model.encode(
-                torch.tensor(filled, device=self.device), self._integers(tokens), start
-            )
+            tokens_of_rows = torch.tensor(filled, device=self.device)
+            self._run(self._model.encoding(tokens_of_rows, self._slots(tokens), start))
+            self._model.on_encoded()
         for row, own in tokens.items():
             self._context[row] += len(own)
 
@@ -64,12 +68,13 @@ class FusedPasses:
         """Decode `canvas` [B, L] behind `rows`; `condition` made `conditioning`, bf16 [B, L, H]."""
         model, (B, L) = self._model, canvas.shape
         context = self._integers([self._context[row] for row in rows])
-        placement = model.behind(self._integers(rows), context, L)
+        placement = model.behind(self._slots(rows), context, L)
         signal = None if conditioning is None else conditioning.flatten(0, 1)
-        model.routed = []
-        h = model.decode(canvas, placement, signal).view(B, L, -1)
-        experts = torch.stack([ids.view(B, L, -1) for ids in model.routed], 1)
-        model.routed = None
+        routed: list[Tensor] = []
+        own = model.decoding(canvas, placement, signal)
+        own.routed = routed
+        h = self._run(own).view(B, L, -1)
+        experts = torch.stack([ids.view(B, L, -1) for ids in routed], 1)
         head = partial(_logits, model.weights.embedding, model.softcap)
         return Decoded((B, L, self.vocabulary), experts, h, head)
 
@@ -78,6 +83,9 @@ class FusedPasses:
         rows = logits.flatten(0, 1).to(torch.bfloat16)
         inverse = (1 / temperature).expand(len(rows)).contiguous()
         return self._model.soft_embedding(rows, inverse).view(*logits.shape[:2], -1)
+
+    def _slots(self, rows: list[int] | dict[int, list[int]]) -> Tensor:
+        return self._integers([self._first + row for row in rows])
 
     def _integers(self, values: Sequence[int] | dict[int, list[int]]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)

@@ -22,18 +22,20 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from fused_dequant import CanvasState, Probabilities
 from torch import Tensor
 
 from quantize.errors import InputError, ResourceError
-from quantize.runtime.engine import Canvas, Meanwhile, Observer, OnDraft, by_sampler
+from quantize.runtime.engine import BatchEngine, Canvas, Meanwhile, Observer, OnDraft, by_sampler
 from quantize.runtime.fused.batch import FusedPasses
 from quantize.runtime.fused.graphs import Commit, Pool, Step, Steps
 from quantize.runtime.fused.inputs import Inputs
+from quantize.runtime.fused.lockstep import in_lockstep
 from quantize.runtime.fused.prompt_pieces import Span, pictures, pieces, soft_tokens
-from quantize.runtime.fused.text_stack import Cache, FusedModel
+from quantize.runtime.fused.text_stack import Cache, FusedModel, Pass
 from quantize.runtime.fused.weights import TextWeights
 from quantize.runtime.images import Images
 from quantize.runtime.known_tokens import Given, Verdict, initial, lead, pinned
@@ -44,6 +46,7 @@ from quantize.runtime.sampler import Sampler
 CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 tokens must fit
 SHORT = 256  # prompts up to here, or to a canvas, are encoded together in a pass of this length
 DEFAULT_CONTEXT = 8192  # positions of a sample where `max_context` is not given
+T = TypeVar("T")
 
 
 @dataclass
@@ -111,6 +114,7 @@ class FusedEngine:
         graphs: replay CUDA graphs. Without, or with streamed weights, steps run kernel by kernel.
         inputs: rounds or shows the rows that enter products; None leaves them as the kernels serve.
         prefix_bytes: memory for beginnings of prompts that are kept encoded; 0 keeps none.
+        lanes: batches of `capacity` whose passes `each` takes through the layers together.
 
     Attributes:
         stops: None, or what returns, of a sample's seed and the index of a canvas, the most steps that
@@ -130,26 +134,29 @@ class FusedEngine:
         graphs: bool = True,
         inputs: Inputs | None = None,
         prefix_bytes: int = 0,
+        lanes: int = 1,
     ) -> None:
         config = weights.config
         limit: int = config.text_config.max_position_embeddings
         if max_context is not None and not 0 < max_context <= limit:
             raise InputError(f"max_context {max_context}: this model takes 1 to {limit} positions")
-        self.capacity = capacity
+        self.capacity, self.lanes = capacity, lanes
         self.canvas_length: int = config.canvas_length
         self.max_length = min(max_context or DEFAULT_CONTEXT, limit)
         self.device = weights.device
-        self._chunk = max(CHUNK, 2 * self.canvas_length)  # a pass may add two canvases
+        self._chunk = chunk_of(self.canvas_length)
         self._short = min(max(SHORT, self.canvas_length), self.max_length)
         self._vocabulary: int = config.text_config.vocab_size
         self._placeholder: int | None = config.image_token_id
         self._smallest = _bucket(capacity) if batch_invariant else 1
+        self._inputs = inputs
         self._joins = not batch_invariant and inputs is None  # commits and first steps in one pass
         try:
-            cache = Cache.allocate(config, capacity, self.max_length, self._chunk, self.device)
+            slots = capacity * lanes
+            cache = Cache.allocate(config, slots, self.max_length, self._chunk, self.device)
         except torch.OutOfMemoryError as error:
             raise ResourceError(
-                f"no GPU memory for {capacity} sequences of {self.max_length} positions beside "
+                f"no GPU memory for {capacity * lanes} sequences of {self.max_length} positions beside "
                 f"{weights.nbytes / 1e9:.1f} GB of weights; lower the context or the batch"
             ) from error
         self.model = FusedModel(weights, cache, inputs)
@@ -257,32 +264,54 @@ class FusedEngine:
         Raises:
             InputError: as in `admit`; or there are more prompts than free slots.
         """
+        return self.passes_from(0, lambda own: self.model.run([own])[0], prompts, images)
+
+    def passes_from(
+        self,
+        first: int,
+        run: Callable[[Pass], Tensor],
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Images | None] | None,
+    ) -> FusedPasses:
+        """Do `passes` in the slots from `first` on; `run` takes each pass through the layers."""
         if self._slots or len(prompts) > self.capacity:
             raise InputError(f"{len(prompts)} prompts for {self.capacity} slots that must be free")
         encoded = [0] * len(prompts)
         given = [None] * len(prompts) if images is None else images
-        for slot, (prompt, own) in enumerate(zip(prompts, given, strict=True)):
+        for row, (prompt, own) in enumerate(zip(prompts, given, strict=True)):
             self._check(prompt, own)
-            self.model.cache.clear(slot)
+            self.model.cache.clear(first + row)
             if own is not None:
                 sequence = _Sequence(0, Sampler(), unencoded=list(prompt))
-                self._encode_long(slot, sequence, own)
-                encoded[slot] = sequence.context
-        return FusedPasses(self.model, prompts, self._chunk, encoded)
+                self._encode_long(first + row, sequence, own)
+                encoded[row] = sequence.context
+        return FusedPasses(self.model, prompts, self._chunk, encoded, first, run)
+
+    def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
+        """Do works, each with a batch of its own, as many side by side as there are lanes."""
+        if self.lanes == 1:
+            return [work(self) for work in works]
+        return in_lockstep(self, works)
 
     @contextmanager
     def watching(
-        self, *observers: Observer, on_encoded: Callable[[], object] = lambda: None
+        self,
+        *observers: Observer,
+        on_encoded: Callable[[], object] = lambda: None,
+        on_pass: Callable[[Pass], object] | None = None,
     ) -> Generator[None]:
-        """Show the input rows of every Linear of `passes`, of BF16 weights, while the block runs."""
+        """Show the input rows of every Linear of `passes`, of BF16 weights, while the block runs.
+
+        `on_pass` is called with every pass before it enters the first layer.
+        """
         model, own = self.model, self.model.inputs
         model.inputs = Inputs(model.weights.config.text_config, None, bf16=True)
-        model.on_encoded = on_encoded
+        model.on_encoded, model.on_pass = on_encoded, on_pass or _ignored
         try:
             with model.inputs.shown_to(observers):
                 yield
         finally:
-            model.inputs, model.on_encoded = own, _nothing
+            model.inputs, model.on_encoded, model.on_pass = own, _nothing, _ignored
 
     def close(self) -> None:
         """Wait for streamed layers that are on their way."""
@@ -377,7 +406,10 @@ class FusedEngine:
         for start, end in chunks[known:]:
             soft = None if embeddings is None else soft_tokens((start, end), seen, embeddings)
             length = min(-(-(end - start) // SHORT) * SHORT, self._chunk)
-            if soft is None and start + length <= self.max_length:
+            watched = (
+                self.model.inputs is not self._inputs
+            )  # and shown no padding, nor a graph's rows
+            if not watched and soft is None and start + length <= self.max_length:
                 self._encode([(slot, start, prompt[start:end])], length)
                 if self.prefixes and images is None and end - start == self._chunk:
                     block = self.model.cache.block(slot, start, end)
@@ -553,12 +585,21 @@ class FusedEngine:
         return [rows[row] for row in range(step.rows)]
 
 
+def chunk_of(canvas_length: int) -> int:
+    """Return the most tokens that a pass of the encoder adds to a sequence; it may add two canvases."""
+    return max(CHUNK, 2 * canvas_length)
+
+
 def _denoising(sampler: Sampler) -> Sampler:
     """Reset the settings that no canvas depends on: samplers that are then equal share graphs."""
     return replace(sampler, max_new_tokens=1, max_length=None, eos_token_ids=(), pad_token_id=None)
 
 
 def _nothing() -> None:
+    pass
+
+
+def _ignored(_: Pass) -> None:
     pass
 
 

@@ -78,20 +78,32 @@ class Cache:
 
     @classmethod
     def allocate(
-        cls, config: Any, slots: int, max_context: int, chunk: int, device: torch.device
+        cls,
+        config: Any,
+        slots: int,
+        max_context: int,
+        chunk: int,
+        device: torch.device,
+        *,
+        one_layer: bool = False,
     ) -> "Cache":
-        """Allocate zeros for `slots` sequences, to which at most `chunk` tokens are added at once."""
+        """Allocate zeros for `slots` sequences, to which at most `chunk` tokens are added at once.
+
+        With `one_layer` layers of a kind share their cells: passes go through a layer at a time.
+        """
         text = config.text_config
         full = _rounded_up(max_context, CELLS)
         ring = min(full, _rounded_up(text.sliding_window - 1 + chunk, CELLS))
-        layers = [
-            torch.zeros(
-                2, slots, ring if kind == "sliding_attention" else full,
-                text.per_layer_config[i].num_key_value_heads, text.per_layer_config[i].head_dim,
-                dtype=torch.bfloat16, device=device,
+        layers: list[Tensor] = []
+        for i, kind in enumerate(text.layer_types):
+            own = text.per_layer_config[i]
+            cells = ring if kind == "sliding_attention" else full
+            shape = (2, slots, cells, own.num_key_value_heads, own.head_dim)
+            known = next((kv for kv in layers if one_layer and kv.shape == shape), None)
+            new = (
+                torch.zeros(shape, dtype=torch.bfloat16, device=device) if known is None else known
             )
-            for i, kind in enumerate(text.layer_types)
-        ]  # fmt: skip
+            layers.append(new)
         keys, values = (tuple(kv[n] for kv in layers) for n in range(2))
         return cls(keys, values, text.sliding_window)
 
@@ -194,6 +206,31 @@ class SoftTokens:
     last: Tensor
 
 
+@dataclass(eq=False)
+class Pass:
+    """One pass on its way through the layers.
+
+    Attributes:
+        h: bf16 [M, H], the rows that a layer adds to.
+        x: what the next layer's first product reads: h, normed.
+        rows: where the rows stand.
+        decoded: how many are the decoder's, which come first.
+        inputs: what rounds or shows the rows that enter products.
+        whole: whether the encoder's rows are wanted behind the last layer.
+        real: int64, the rows that are no padding; None for all.
+        routed: None, or a list that gets the expert ids [M, topk] of each layer.
+    """
+
+    h: Tensor
+    x: Activation
+    rows: Placement
+    decoded: int
+    inputs: Inputs | None
+    whole: bool = False
+    real: Tensor | None = None
+    routed: list[Tensor] | None = None
+
+
 class FusedModel:
     """The text stack over one cache.
 
@@ -205,12 +242,14 @@ class FusedModel:
         routed: None, or a list to which every pass adds the expert ids [M, topk] of each layer.
         inputs: None, or what rounds or shows the rows that enter products (`inputs`).
         on_encoded: called at the end of every pass of the encoder.
+        on_pass: called with every pass before it enters the first layer.
     """
 
     def __init__(self, weights: TextWeights, cache: Cache, inputs: Inputs | None = None) -> None:
         self.weights, self.cache, self.inputs = weights, cache, inputs
         self.routed: list[Tensor] | None = None
         self.on_encoded: Callable[[], object] = lambda: None
+        self.on_pass: Callable[[Pass], object] = lambda _: None
         on_gpu = weights.device.type == "cuda" and BESIDE
         self._side = torch.cuda.Stream(weights.device) if on_gpu else None
         text = weights.config.text_config
@@ -230,41 +269,43 @@ class FusedModel:
 
         `soft` takes the place of some tokens' embeddings; B is 1 then.
         """
-        rows = self._encoder_rows(slots, start, tokens.shape[1])
-        if soft is None:
-            self._layers(*self._begin(tokens.flatten(), None, 0), rows, 0)
-        else:
-            self._encode_soft(tokens, rows, soft)
+        self.run([self.encoding(tokens, slots, start, soft)])
         self.on_encoded()
 
     def encode_each(self, passes: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         """Do passes of `encode` side by side, each as it is alone: a streamed layer serves them all."""
-        layers = self.weights.layers
-        rows = [self._encoder_rows(slots, start, n.shape[1]) for n, slots, start in passes]
-        states = [self._begin(tokens.flatten(), None, 0) for tokens, _, _ in passes]
-        for index, layer in enumerate(layers):
-            heads = [
-                self._heads(index, layer, x, own) for (_, x), own in zip(states, rows, strict=True)
-            ]
-            if index + 1 == len(layers):
-                break
-            states = [
-                self._rest(index, layer, h, q, own, 0)
-                for (h, _), q, own in zip(states, heads, rows, strict=True)
-            ]
+        self.run([self.encoding(*each) for each in passes])
         self.on_encoded()
 
     def encode_and_read(self, tokens: Tensor, slots: Tensor, start: Tensor) -> Tensor:
         """Append tokens as `encode` does; return what `logits` reads behind them, bf16 [B * n, H]."""
-        rows = self._encoder_rows(slots, start, tokens.shape[1])
-        return self._layers(*self._begin(tokens.flatten(), None, 0), rows, 0, whole=True)
+        return self.run([self.encoding(tokens, slots, start, whole=True)])[0]
 
-    def _encode_soft(self, tokens: Tensor, rows: Placement, soft: SoftTokens) -> None:
-        h = F.embedding(tokens.flatten(), self.weights.embedding) * self.embed_scale
-        h[soft.rows] = soft.embeddings  # as they are: only tokens' embeddings are scaled
+    def encoding(
+        self,
+        tokens: Tensor,
+        slots: Tensor,
+        start: Tensor,
+        soft: SoftTokens | None = None,
+        *,
+        whole: bool = False,
+    ) -> Pass:
+        """Return a pass of `encode`, at the first layer."""
+        rows = self._encoder_rows(slots, start, tokens.shape[1])
+        if soft is None:
+            h, x = self._begin(tokens.flatten(), None, 0)
+        else:
+            h = F.embedding(tokens.flatten(), self.weights.embedding) * self.embed_scale
+            h[soft.rows] = soft.embeddings  # as they are: only tokens' embeddings are scaled
+            h, x = self.entered(h)
+            rows = rows.widened(soft)
+        return self._pass(h, x, rows, 0, whole=whole)
+
+    def entered(self, h: Tensor) -> tuple[Tensor, Activation]:
+        """Return rows bf16 [M, H] and the first layer's input as `begin` makes it of such rows."""
         each = torch.arange(len(h), device=h.device)
         norm, scheme = self._entrance(0)
-        self._layers(*begin(each, h, 1.0, None, norm, 0, scheme, self.eps), rows.widened(soft), 0)
+        return begin(each, h, 1.0, None, norm, 0, scheme, self.eps)
 
     def decode(
         self,
@@ -282,6 +323,16 @@ class FusedModel:
             committed: what `encode` takes, tokens [C, L], slots and start [C]: they are encoded in the
                 same pass, and canvases may stand behind them.
         """
+        return self.run([self.decoding(canvas, rows, signal, committed)])[0]
+
+    def decoding(
+        self,
+        canvas: Tensor,
+        rows: Placement,
+        signal: Tensor | None,
+        committed: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Pass:
+        """Return a pass of `decode`, at the first layer."""
         update = None
         if signal is not None:
             own = self.weights.self_conditioning
@@ -292,7 +343,48 @@ class FusedModel:
             more, slots, start = committed
             tokens = torch.cat([tokens, more.flatten()])
             rows = rows.followed_by(self._encoder_rows(slots, start, more.shape[1]))
-        return self._layers(*self._begin(tokens, update, decoded), rows, decoded)
+        return self._pass(*self._begin(tokens, update, decoded), rows, decoded)
+
+    def _pass(
+        self, h: Tensor, x: Activation, rows: Placement, decoded: int, *, whole: bool = False
+    ) -> Pass:
+        real = None if self.inputs is None else self.inputs.real
+        made = Pass(h, x, rows, decoded, self.inputs, whole, real, self.routed)
+        self.on_pass(made)
+        return made
+
+    def run(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """Take passes through the layers side by side, each as it is alone; return their last rows.
+
+        These are normalised, bf16 [decoded, H], or of all rows where a pass is `whole`. Each pass is at
+        the first layer. A streamed layer serves all of them.
+        """
+        kept = self.inputs, self.routed
+        try:
+            for index, layer in enumerate(self.weights.layers):
+                for each in passes:
+                    self.through(index, layer, each)
+        finally:
+            self.inputs, self.routed = kept
+        return [each.x[0] if each.whole else each.x[0][: each.decoded] for each in passes]
+
+    def through(self, index: int, layer: LayerWeights, own: Pass) -> None:
+        """Take a pass through one layer.
+
+        Unless it is `whole`, or observed, the encoder's rows stop at the last layer's keys and values:
+        nothing reads what comes after them.
+        """
+        self.inputs, self.routed = own.inputs, own.routed
+        if self.inputs is not None:
+            self.inputs.real = own.real
+        q = self._heads(index, layer, own.x, own.rows)
+        last = index + 1 == len(self.weights.entrances)
+        if last and not (own.whole or (self.inputs and self.inputs.shown)):
+            if not own.decoded:
+                return
+            decoded = own.decoded
+            own.h, q, own.rows = own.h[:decoded], q[:decoded], own.rows.first_rows(decoded)
+        own.h, own.x = self._rest(index, layer, own.h, q, own.rows, own.decoded)
 
     @contextmanager
     def showing(self, real: Tensor) -> Generator[None]:
@@ -349,25 +441,6 @@ class FusedModel:
         norm, scheme = self._entrance(0)
         embedding, factor = self.weights.embedding, self.embed_scale
         return begin(tokens, embedding, factor, update, norm, decoded, scheme, self.eps)
-
-    def _layers(
-        self, h: Tensor, x: Activation, rows: Placement, decoded: int, *, whole: bool = False
-    ) -> Tensor:
-        """Run the layers; return the normalised output of the decoder's rows, the first `decoded`.
-
-        Unless `whole`, the encoder's stop at the last layer's keys and values: nothing reads what comes
-        after them.
-        """
-        layers = self.weights.layers
-        for index, layer in enumerate(layers):
-            last = index + 1 == len(layers)
-            q = self._heads(index, layer, x, rows)
-            if last and not (whole or (self.inputs and self.inputs.shown)):
-                if not decoded:
-                    break
-                h, q, rows = h[:decoded], q[:decoded], rows.first_rows(decoded)
-            h, x = self._rest(index, layer, h, q, rows, decoded)
-        return x[0] if whole else x[0][:decoded]
 
     def _heads(self, index: int, layer: LayerWeights, x: Activation, rows: Placement) -> Tensor:
         with part("dense"):
@@ -471,15 +544,23 @@ class FusedModel:
         positions = _run(context, length)
         first = (context - self.window + 1).clamp(min=0).repeat_interleave(length)
         last = (context + (length - 1)).repeat_interleave(length)
-        return self._placed(slots, positions, first, last)
+        return self._seen_from(slots, positions, first, last)
 
     def _encoder_rows(self, slots: Tensor, start: Tensor, n: int) -> Placement:
         positions = _run(start, n)
         first = (positions - self.window + 1).clamp(min=0)
-        return self._placed(slots, positions, first, positions)
+        return self._seen_from(slots, positions, first, positions)
 
-    def _placed(self, slots: Tensor, positions: Tensor, first: Tensor, last: Tensor) -> Placement:
+    def _seen_from(
+        self, slots: Tensor, positions: Tensor, first: Tensor, last: Tensor
+    ) -> Placement:
         visible = {True: (first, last), False: (torch.zeros_like(last), last)}
+        return self.placed(slots, positions, visible)
+
+    def placed(
+        self, slots: Tensor, positions: Tensor, visible: dict[bool, tuple[Tensor, Tensor]]
+    ) -> Placement:
+        """Return where rows stand; the arguments are those of `Placement`."""
         angle = {kind: positions[:, None].float() * f for kind, f in self.frequencies.items()}
         angles = {
             kind: (a.cos().to(torch.bfloat16), a.sin().to(torch.bfloat16))

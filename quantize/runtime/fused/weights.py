@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import torch
-from fused_dequant import Weight
+from fused_dequant import Weight, weights
 from fused_dequant.weights import is_hopper
 from torch import Tensor
 
@@ -27,8 +27,8 @@ from quantize.runtime.fused.gpus import check_gpu
 from quantize.runtime.fused.packing import Entrance, LayerWeights, Packer
 from quantize.runtime.fused.streaming import StreamedLayers, kept_bytes, spread
 from quantize.runtime.fused.tower import Tower
-from quantize.runtime.fused.transfer import Transfer
-from quantize.runtime.memory import packed_sizes
+from quantize.runtime.fused.transfer import ALIGNED, Transfer
+from quantize.runtime.memory import Stack, packed_sizes
 
 OnLayer = Callable[[Sequence[int]], Iterator[int]]  # wraps an iteration over layers, for progress
 
@@ -135,6 +135,38 @@ def load_packed(
         Tower(checkpoint, config, place),
         in_fp8,
     )
+
+
+def load_in_turns(folder: Path, device: str) -> TextWeights:
+    """Load a BF16 text stack of which two layers at a time are on the device, and no vocabulary.
+
+    Layers are not read beforehand: a value that is not finite is an error when its layer is taken.
+
+    Raises:
+        InputError, ResourceError: as in `load_packed`.
+    """
+    checkpoint = Checkpoint.open(folder)
+    check_layout(checkpoint)
+    place, config = torch.device(device), model_config(checkpoint.config)
+    check_gpu(set(), place)
+    packer = Packer(checkpoint, Transfer(place, register=True), config.text_config)
+    small = [packer.small(index) for index in range(config.text_config.num_hidden_layers)]
+    sizes = Stack.of(
+        folder.name,
+        {name: -(-info.nbytes // ALIGNED) * ALIGNED for name, info in checkpoint.tensors.items()},
+        quantized=False,
+    )
+    layers = StreamedLayers(
+        {},
+        tuple((each["norms"]["input"], "bf16") for each in small),
+        lambda index, keep: LayerWeights(**small[index], **packer.products(index, keep)),
+        int(max(sizes.layers)),
+        place,
+    )
+    norm = packer.plain("model.decoder.norm.weight")
+    none = weights.bf16(norm.new_empty(1, 0, 0))
+    conditioning = SelfConditioning(norm, none, none)
+    return TextWeights(config, norm.new_empty(0, len(norm)), norm, conditioning, layers)
 
 
 def _layers(

@@ -5,12 +5,13 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
-from quantize.runtime.engine import Canvas, Meanwhile, Observer, OnDraft, by_sampler
+from quantize.runtime.engine import BatchEngine, Canvas, Meanwhile, Observer, OnDraft, by_sampler
 from quantize.runtime.images import Images
 from quantize.runtime.known_tokens import Given, Verdict, initial, lead, pinned, put
 from quantize.runtime.modules.batch import ModulePasses
@@ -29,6 +30,7 @@ from quantize.runtime.noise import CounterNoise
 from quantize.runtime.prefixes import PrefixCache
 from quantize.runtime.sampler import CanvasState, Sampler, decide
 
+T = TypeVar("T")
 BLOCK = 256  # tokens of a prompt that are encoded together where beginnings are kept
 PARTS = 2  # parts of a batch that share a CPU's cores; more were not measured
 
@@ -190,13 +192,22 @@ class ModelEngine:
 
     @contextmanager
     def watching(
-        self, *observers: Observer, on_encoded: Callable[[], object] = lambda: None
+        self,
+        *observers: Observer,
+        on_encoded: Callable[[], object] = lambda: None,
+        on_pass: Callable[[Any], object] | None = None,
     ) -> Generator[None]:
         """Show the input rows of every Linear while the block runs; only one thread may run passes."""
+        if on_pass is not None:
+            raise ValueError("modules have no passes that could be taken through one layer")
         encoder = self.model.model.encoder
         with encoder.register_forward_hook(lambda *_: on_encoded()):  # noqa: SIM117
             with watch_inputs(self.model, *observers):
                 yield
+
+    def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
+        """Do works one after the other."""
+        return [work(self) for work in works]
 
     def close(self) -> None:
         """Do nothing: nothing is on its way."""

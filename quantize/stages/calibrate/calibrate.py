@@ -32,16 +32,15 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError, QuantizeError
 from quantize.host.files import folder_when_complete, write_json
 from quantize.host.processes import Processes, joined
-from quantize.recipe.sections import Calibration, Quantization, Recipe
-from quantize.runtime import open
+from quantize.recipe.sections import Quantization, Recipe
+from quantize.runtime.fused.recording import Recorder
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import Trajectory, context_of, record_all, save_trajectories
+from quantize.runtime.trajectory import Trajectory, save_trajectories
 from quantize.schemes.rounding import E2M1_MAX, FP8_MAX
 from quantize.stages.calibrate.coverage import Coverage, StepStatistics
-from quantize.stages.prompts import load_prompts
+from quantize.stages.denoising import SCRATCH, Denoising, Watched
 
-HELD_OUT_PROMPTS = 16  # recorded for replay, not observed
 SCALES = "input_scales.safetensors"
 INPUT_SCALE = "input_global_scale"
 
@@ -53,6 +52,7 @@ def calibrate(
     *,
     device: str = "cpu",
     gpu_memory: float | None = None,
+    scratch: Path | None = None,
 ) -> None:
     """Run the denoising loop on the recipe's prompts; write scales, coverage and trajectories.
 
@@ -63,18 +63,25 @@ def calibrate(
             statistics.json, trajectories.safetensors, trajectories.json. The same inputs give the
             same bytes.
         device: where the model runs.
-        gpu_memory: bytes of a GPU that may be used, None for what is free; a batch may be smaller.
+        gpu_memory: bytes of a GPU that may be used, None for what is free.
+        scratch: folder for what GPTQ goes through again, if the recipe rounds with it; None for one
+            beside `out`.
 
     Raises:
-        InputError, ResourceError: the recipe, the prompts or the checkpoint are wrong or missing.
+        InputError, ResourceError: the recipe, the prompts or the checkpoint are wrong or missing, a
+            batch does not fit the GPU, or scratch is full.
         QuantizeError: a module has no usable scale; it is named.
     """
     settings = recipe.calibration
     if settings is None:
         raise InputError(f"recipe {recipe.name}: NVFP4 needs a `calibration` section")
     modules = calibrated_modules(source, recipe.quantization)
+    denoising = Denoising(source, settings, device, gpu_memory, held_out=True)
     with joined() as processes:
-        seen = _denoise(source, settings, device, gpu_memory, processes)
+        recorder = None
+        if recipe.quantization.rounding == "gptq":
+            recorder = Recorder(scratch or out.with_name(SCRATCH), processes)
+        seen = _denoise(source, denoising, recorder, processes)
     scales = input_scales(seen.ranges, modules)
     scales, fallbacks = fall_back(scales, seen.coverage.tokens, settings.min_tokens_per_expert)
     check_scales(scales)
@@ -99,47 +106,24 @@ class _Seen:
 
 
 def _denoise(
-    source: Path,
-    settings: Calibration,
-    device: str,
-    gpu_memory: float | None,
-    processes: Processes,
+    source: Path, denoising: Denoising, recorder: Recorder | None, processes: Processes
 ) -> _Seen:
-    """Run the loop on the observed prompts, then, unobserved, on the held-out ones."""
-    prompts = load_prompts(source, settings, settings.prompts + HELD_OUT_PROMPTS)
-    sampler = Sampler.from_checkpoint(source)
-    context = context_of(source, [prompt.ids for prompt in prompts], settings.canvases)
-    engine = open(
-        source, device=device, capacity=settings.batch_size, max_context=context,
-        gpu_memory=gpu_memory,
-    )  # fmt: skip
-    settings = settings.model_copy(update={"batch_size": engine.capacity})
+    """Run the loop; the held-out prompts are not observed."""
     experts: int = Checkpoint.open(source).config["text_config"]["num_experts"]
-    ranges, coverage, statistics = Ranges(experts), Coverage(experts), StepStatistics()
-    observers = (ranges.see, coverage.see, statistics.see)
-    with engine.watching(*observers, on_encoded=statistics.on_encoded):
-        trajectories = record_all(
-            engine,
-            prompts[: settings.prompts],
-            settings,
-            sampler,
-            title="calibrating",
-            processes=processes,
-            on_step=statistics.on_step,
-        )
-    held_out = record_all(
-        engine,
-        prompts,
-        settings,
-        sampler,
-        first=settings.prompts,
-        title="recording held-out prompts",
-        processes=processes,
+    ranges, coverage = Ranges(experts), Coverage(experts)
+    each: dict[int, StepStatistics] = {}  # by batch: several may denoise side by side
+
+    def watchers(start: int) -> Watched:
+        own = each[start] = StepStatistics()
+        return (ranges.see, coverage.see, own.see), own.on_encoded, own.on_step
+
+    trajectories = denoising.run(
+        title="calibrating", watchers=watchers, recorder=recorder, processes=processes
     )
-    engine.close()
+    statistics = StepStatistics.joined(each[start] for start in sorted(each))
     for observer in (ranges, coverage, statistics):
         observer.pool(processes)
-    return _Seen(ranges, coverage, statistics, [*trajectories, *held_out], sampler)
+    return _Seen(ranges, coverage, statistics, trajectories, denoising.sampler)
 
 
 def calibrated_modules(source: Path, quantization: Quantization) -> list[str]:

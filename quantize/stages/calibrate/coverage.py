@@ -3,7 +3,7 @@
 Both are observers for an engine's `watching`: they see encoder and decoder, and real tokens only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,11 +142,22 @@ class StepStatistics:
         entry.entropy += record.mean_entropy.sum().item()
         entry.finished += int(record.finished.sum())
 
+    @classmethod
+    def joined(cls, each: "Iterable[StepStatistics]") -> "StepStatistics":
+        """Return the statistics of several batches, added in their order."""
+        whole = cls()
+        for own in each:
+            whole._add(own._steps)
+        return whole
+
     def pool(self, processes: Processes) -> None:
         """Add the statistics of the other processes."""
         for steps in processes.others(self._steps):
-            for number, step in steps.items():
-                self._steps.setdefault(number, _Step()).add(step)
+            self._add(steps)
+
+    def _add(self, steps: Mapping[int, _Step]) -> None:
+        for number, step in steps.items():
+            self._steps.setdefault(number, _Step()).add(step)
 
     def summary(self) -> Mapping[str, Any]:
         """Return what statistics.json holds."""

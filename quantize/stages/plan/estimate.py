@@ -6,7 +6,6 @@ planned for. Calibration stops a canvas that is stable, so its time, and that of
 upper bound; evaluation depends on how long answers are, and its row says what it assumes.
 """
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ from quantize.errors import ResourceError
 from quantize.host.units import duration, size
 from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
 from quantize.runtime.memory import Need, plan
-from quantize.stages.memory_needs import HESSIAN_BYTES
 
 HASH_BYTES_A_SECOND = 0.85e9  # sha256 on one core of the same machine
 # The converter's own memory on the same files: 0.66 GB with 2 threads, 1.44 GB with 16.
@@ -32,7 +30,6 @@ GPU_CONVERT_BYTES = {"nearest": 1.6e9, "gptq": 3.6e9}
 # GPTQ there, with all 30 layers' Hessians held at once: 64 prompts x 16 steps of one canvas in batches
 # of 16 took 18.6 s, rounding 89.0 s. Streamed layers came at 52 to 55 GB/s.
 HESSIAN_STEP_SECONDS, ROUNDING_LAYER_SECONDS = 18.6 / (64 * 16), 89.0 / 30
-HESSIANS_A_LAYER, STREAMED_BYTES_A_SECOND = 2.4e9, 52e9
 H200_BYTES = 141e9
 # 64 prompts x 16 steps of one canvas in batches of 16 took 25.2 s: the 26B shape on one H200, BF16.
 CALIBRATION_STEP_SECONDS = 25.2 / (64 * 16)
@@ -112,34 +109,16 @@ def _on_gpu(before: float, rounding: str) -> list[tuple[str, str, str]]:
 
 def _rounding(need: Need, config: Mapping[str, Any], budget: float, steps: int) -> tuple[str, str]:
     try:
-        runs, seconds = round_seconds(need, config, budget, steps)
+        plan(need, config, budget)
     except ResourceError:
         return "-", f"does not fit {size(budget)}"
-    many = "run" if runs == 1 else "runs"
-    source = (
-        f"estimate for {size(budget)}: {runs} {many} of at most {steps:,} steps, 18.2 ms each, and "
-        f"3.0 s a layer, measured on an H200, 26B; layers that do not fit are streamed at 52 GB/s"
-    )
-    return duration(seconds), source
+    source = f"estimate: at most {steps:,} steps, 18.2 ms each, and 3.0 s a layer, measured on an H200, 26B"
+    return duration(round_seconds(steps, config["text_config"]["num_hidden_layers"])), source
 
 
-def round_seconds(
-    need: Need, config: Mapping[str, Any], budget: float, steps: int
-) -> tuple[int, float]:
-    """Return how often GPTQ's denoising loop runs, and the estimated seconds of the stage.
-
-    Each run collects the Hessians of as many layers as `budget` bytes hold beside the model, and
-    streams the model's layers that do not stay. A step was measured where all of them stay.
-
-    Raises:
-        ResourceError: the stage does not fit.
-    """
-    found = plan(need, config, budget)
-    left = HESSIAN_BYTES + budget - found.total
-    runs = math.ceil(len(need.stack.layers) / max(1, left // HESSIANS_A_LAYER))
-    streaming = found.streamed / STREAMED_BYTES_A_SECOND / found.batch
-    seconds = runs * steps * (HESSIAN_STEP_SECONDS + streaming)
-    return runs, seconds + len(need.stack.layers) * ROUNDING_LAYER_SECONDS
+def round_seconds(steps: int, layers: int) -> float:
+    """Return the estimated seconds of GPTQ: recorded steps go once through each layer."""
+    return steps * HESSIAN_STEP_SECONDS + layers * ROUNDING_LAYER_SECONDS
 
 
 def evaluation_seconds(recipe: Recipe) -> float:

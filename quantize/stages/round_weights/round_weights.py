@@ -1,27 +1,29 @@
 """Rounds weights with GPTQ on Hessians of each Linear's inputs in real denoising.
 
-    prompts --BF16 model's denoising loop--> H = mean x x^T of every Linear's inputs
+    recorded passes --layer by layer--> H = mean x x^T of every Linear's inputs
     weights, H --gptq--> codes and scales, one file a layer, which `convert` writes as they are
 
-The loop is that of calibrate, with its prompts and seeds: encoder passes and every denoising step are
-seen, each token counting alike. Hessians of a layer of the 26B model take 2.4 GB, so as many layers as
-memory holds are collected in one run of the loop, and the next run takes the next ones: on a GPU what
-the plan leaves, on a CPU `HESSIAN_BYTES`. Which layers are collected together changes no sum.
+The denoising is that of calibrate, with its prompts and seeds: encoder passes and every denoising step
+are seen, each token counting alike. Calibrate recorded what entered the first layer; the recorded
+passes go through one layer after the other (`fused.layer_by_layer`), so that weights and Hessians of
+one layer are there at a time, and every GPU makes the same bytes at any budget. Where the recording is
+gone or damaged it is made again; it is removed when all layers are rounded.
 
 While a layer is rounded, the next one's weights are read and the last one's file is written. A file
 is written aside and renamed, so a run that was killed goes on behind the last finished layer, with the
-same bytes. An expert's Hessian of few tokens is drawn to its layer's mean (`gptq.shrunk`); an expert
-whose Hessian has no factor is rounded to nearest and counted in rounding.json.
+same bytes: passes go through finished layers without Hessians. An expert's Hessian of few tokens is
+drawn to its layer's mean (`gptq.shrunk`); an expert whose Hessian has no factor is rounded to nearest
+and counted in rounding.json.
 """
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +36,17 @@ from quantize.checkpoints.targets import Target, fused_units, linear_shape
 from quantize.errors import InputError
 from quantize.host.files import folder_when_complete, read_json, sync_file, write_json, write_text
 from quantize.host.progress import say, track
-from quantize.recipe.sections import Calibration, Recipe
-from quantize.runs.manifest import fingerprint
-from quantize.runtime.engine import Engine
-from quantize.runtime.opening import Place, open, placed
-from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import Prompt, context_of, record_all
-from quantize.schemes.gptq import DAMPING, SWEEPS, Rounded, gptq
+from quantize.recipe.sections import Recipe
+from quantize.runtime.engine import Observer
+from quantize.runtime.fused.layer_by_layer import LayerByLayer
+from quantize.runtime.memory import budget_of
+from quantize.runtime.opening import free_unused
+from quantize.schemes.gptq import DAMPING, NEIGHBOURS, SWEEPS, Rounded, gptq
 from quantize.schemes.hessians import TILE, Hessians, tiles_of
 from quantize.schemes.records import Scheme
-from quantize.schemes.rounding import E2M1_GROUPS, global_scale
-from quantize.stages.memory_needs import HESSIAN_BYTES, ROUNDING_BYTES
-from quantize.stages.prompts import load_prompts
+from quantize.schemes.rounding import global_scale
+from quantize.stages.denoising import SCRATCH, Denoising
+from quantize.stages.memory_needs import ROUNDING_BYTES
 
 IDENTITY, SUMMARY = "identity.json", "rounding.json"
 
@@ -100,20 +101,6 @@ def _input_name(tensor: str) -> str:
 
 def _first_reader(match: re.Match[str]) -> str:
     return f"{match[1]}q_proj" if match[1] else f"{match[2]}gate_proj"
-
-
-def groups_of(units: Sequence[Unit], budget: int) -> Iterator[list[Unit]]:
-    """Yield units of as many whole layers as fit `budget` bytes of Hessians, at least one."""
-    by_layer: dict[int, list[Unit]] = {}
-    for unit in units:
-        by_layer.setdefault(unit.layer, []).append(unit)
-    group: list[Unit] = []
-    for _, layer in sorted(by_layer.items()):
-        if group and sum(unit.hessian_bytes for unit in [*group, *layer]) > budget:
-            yield group
-            group = []
-        group += layer
-    yield group
 
 
 @dataclass(frozen=True)
@@ -202,7 +189,7 @@ def round_weights(
     *,
     device: str = "cpu",
     gpu_memory: float | None = None,
-    budget: int | None = None,
+    scratch: Path | None = None,
 ) -> None:
     """Write the codes and scales of every quantized Linear, one file a layer, to the folder `out`.
 
@@ -211,72 +198,48 @@ def round_weights(
         targets: its plan.
         recipe: recipe whose `calibration` section names the prompts.
         out: folder for layer-NN.safetensors and rounding.json; it appears when it is complete.
-        device: where the model, the Hessians and the rounding run.
+        device: where the layers, the Hessians and the rounding run.
         gpu_memory: bytes of a GPU that may be used, None for what is free.
-        budget: bytes of Hessians held at a time, None for what the plan leaves.
+        scratch: folder of the recording that calibrate left; None for one beside `out`.
 
     Raises:
         InputError: there is nothing to round, or no calibration section.
         QuantizeError: a Linear saw no token, or an input that was not finite.
+        ResourceError: the GPU has too little memory, or scratch is full.
     """
     if recipe.calibration is None:
         raise InputError(f"recipe {recipe.name}: gptq needs a `calibration` section")
-    units = units_of(targets)
-    loop = _Loop(source, recipe.calibration, device, gpu_memory)
+    units, scratch = units_of(targets), scratch or out.with_name(SCRATCH)
+    denoising = Denoising(source.folder, recipe.calibration, device, gpu_memory)
     with folder_when_complete(out, keep_partial=True) as folder:
-        _start(folder, _identity(source, units, recipe.calibration, loop.prompts))
+        _start(folder, _identity(units, denoising))
         left = [unit for unit in units if not (folder / _file(unit.layer)).exists()]
-        for group in groups_of(left, budget or loop.room()) if left else ():
-            round_layers(folder, group, source, loop.hessians_of(group))
+        if left:
+            recording = denoising.recording(scratch)
+            free_unused(device)  # the model that recorded
+            budget_of(device, gpu_memory)
+            layers = LayerByLayer(source.folder, recording, device, scratch)
+            round_layers(folder, left, source, _hessians(layers, left))
         _summarize(folder)
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
-class _Loop:
-    """The denoising loop over the calibration prompts, run once a group of layers."""
+def _hessians(layers: LayerByLayer, units: Sequence[Unit]) -> Iterator[Hessians]:
+    """Yield the Hessians of each layer that has units, from the first such layer on."""
+    names = {
+        layer: [u.reads for u in units if u.layer == layer] for layer in {u.layer for u in units}
+    }
+    found: dict[int, Hessians] = {}
 
-    def __init__(
-        self, source: Checkpoint, settings: Calibration, device: str, gpu_memory: float | None
-    ) -> None:
-        self.prompts = load_prompts(source.folder, settings, settings.prompts)
-        self._source, self._settings = source, settings
-        self._device, self._memory = device, None if device == "cpu" else gpu_memory
-        self._sampler = Sampler.from_checkpoint(source.folder)
+    def observers(layer: int) -> list[Observer]:
+        if layer not in names:
+            return []
+        found[layer] = Hessians(names[layer], layers.experts)
+        return [found[layer].see]
 
-    @cached_property
-    def _context(self) -> int:
-        ids = [prompt.ids for prompt in self.prompts]
-        return context_of(self._source.folder, ids, self._settings.canvases)
-
-    @cached_property
-    def _place(self) -> Place:
-        """How the model fits beside the least of Hessians."""
-        return placed(
-            self._source.folder, self._device, capacity=self._settings.batch_size,
-            max_context=self._context, gpu_memory=self._memory,
-            beside=HESSIAN_BYTES + ROUNDING_BYTES,
-        )  # fmt: skip
-
-    @cached_property
-    def _engine(self) -> Engine:
-        place = self._place
-        return open(
-            self._source.folder, device=self._device, capacity=place.capacity,
-            max_context=self._context, resident=place.resident,
-        )  # fmt: skip
-
-    def room(self) -> int:
-        """Return the bytes of Hessians that fit beside all that is planned."""
-        return HESSIAN_BYTES + int(self._place.left or 0)
-
-    def hessians_of(self, units: Sequence[Unit]) -> Hessians:
-        """Run the loop and return the Hessians of the units' inputs."""
-        experts: int = self._source.config["text_config"]["num_experts"]
-        hessians = Hessians([unit.reads for unit in units], experts)
-        title = f"Hessians of {len({unit.layer for unit in units})} layers"
-        settings = self._settings.model_copy(update={"batch_size": self._engine.capacity})
-        with self._engine.watching(hessians.see):
-            record_all(self._engine, self.prompts, settings, self._sampler, title=title)
-        return hessians
+    for layer in layers.run(observers, max(names)):
+        if layer in found:
+            yield found.pop(layer)
 
 
 def _file(layer: int) -> str:
@@ -284,22 +247,30 @@ def _file(layer: int) -> str:
 
 
 def round_layers(
-    folder: Path, units: Sequence[Unit], source: Checkpoint, hessians: Hessians
+    folder: Path, units: Sequence[Unit], source: Checkpoint, hessians: Iterable[Hessians]
 ) -> None:
     """Round layer after layer, while the next one's weights are read and the last one's file written.
+
+    Args:
+        folder: gets a file a layer.
+        units: those of some layers.
+        source: the BF16 checkpoint.
+        hessians: of each of these layers, in order.
 
     Raises:
         QuantizeError: an input saw no token, or one that was not finite.
     """
     layers = [[u for u in units if u.layer == n] for n in sorted({u.layer for u in units})]
-    pinned = any(sums.is_cuda for sums in hessians.sums.values())
+    each = iter(hessians)
     with ThreadPoolExecutor(2) as beside:
-        reading, writing = beside.submit(_read, layers[0], source, pinned), None
+        reading, writing = beside.submit(_read, layers[0], source), None
         for index, layer in enumerate(track(layers, "rounding", unit="layers")):
+            seen = next(each)
             weights = reading.result()
             if index + 1 < len(layers):
-                reading = beside.submit(_read, layers[index + 1], source, pinned)
-            done = [round_unit(*each, hessians) for each in zip(layer, weights, strict=True)]
+                reading = beside.submit(_read, layers[index + 1], source)
+            done = [round_unit(*own, seen) for own in zip(layer, weights, strict=True)]
+            del seen  # or the next layer's would be beside it
             if writing is not None:
                 writing.result()
             writing = beside.submit(write_layer, folder, layer, done)
@@ -307,7 +278,8 @@ def round_layers(
             writing.result()
 
 
-def _read(units: Sequence[Unit], source: Checkpoint, pinned: bool) -> list[list[Tensor]]:
+def _read(units: Sequence[Unit], source: Checkpoint) -> list[list[Tensor]]:
+    pinned = torch.cuda.is_available()
     return [[source.read(t.name, pinned=pinned) for t in unit.targets] for unit in units]
 
 
@@ -325,20 +297,11 @@ def write_layer(folder: Path, units: Sequence[Unit], done: Sequence[Done]) -> No
     temporary.replace(folder / name)
 
 
-def _identity(
-    source: Checkpoint, units: Sequence[Unit], settings: Calibration, prompts: Sequence[Prompt]
-) -> str:
+def _identity(units: Sequence[Unit], denoising: Denoising) -> str:
     """Return a digest of everything that the rounded weights depend on."""
     schemes = [(unit.reads, unit.scheme.name) for unit in units]
-    facts = [
-        fingerprint(source), schemes, settings.model_dump(), [[p.ids, p.thinking] for p in prompts],
-        DAMPING, E2M1_GROUPS.neighbours, SWEEPS,
-    ]  # fmt: skip
-    digest = hashlib.sha256(json.dumps(facts).encode())
-    for prompt in prompts:
-        if prompt.images is not None:
-            digest.update(prompt.images.pixels.numpy().tobytes())
-    return digest.hexdigest()
+    facts = [denoising.identity, schemes, DAMPING, NEIGHBOURS, SWEEPS]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _start(folder: Path, identity: str) -> None:
@@ -351,10 +314,14 @@ def _start(folder: Path, identity: str) -> None:
 
 
 def _summarize(folder: Path) -> None:
-    facts: dict[str, Any] = {}
-    for path in sorted(folder.glob("layer-*.json")):
-        facts |= read_json(path)
-        path.unlink()
+    """Join the layers' facts; those of a summary count, whose layers' were removed before a kill."""
+    path = folder / SUMMARY
+    facts: dict[str, Any] = read_json(path, "linears")["linears"] if path.exists() else {}
+    layers = sorted(folder.glob("layer-*.json"))
+    for each in layers:
+        facts |= read_json(each)
     fell_back = sum(len(each["fell_back"]) for each in facts.values())
-    write_json(folder / SUMMARY, {"fell_back": fell_back, "linears": facts})
+    write_json(path, {"fell_back": fell_back, "linears": facts})
+    for each in layers:
+        each.unlink()
     say(f"rounding: {len(facts)} inputs, {fell_back} Hessians without a factor")

@@ -1,0 +1,127 @@
+"""Takes recorded passes through one layer after the other: each layer's weights are read once.
+
+    recording --h of layer 0--> [layer 0: pass 0, pass 1, ...] --h of layer 1--> [layer 1: ...] -->
+
+Every pass has the rows, the launches and the order that it had when it was recorded, so what observers
+see of a layer is bit for bit what they would have seen then. Keys and values are those of one batch and
+one layer. Logits and the sampler are not needed.
+
+Between two layers the rows of all batches lie in host memory, or where that is short in files on
+scratch; on a GPU they come and go beside the work, in pieces of some passes. The next layer's weights
+come meanwhile.
+
+The normed rows x are not kept. Of layer 0 they are what `begin` makes of h; of others what
+`after_experts` makes of h where both branches are zero: the same kernel, and h + 0 is h.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from fused_dequant import Activation, after_experts
+from torch import Tensor
+
+from quantize.runtime.engine import Observer
+from quantize.runtime.fused.engine import chunk_of
+from quantize.runtime.fused.inputs import Inputs
+from quantize.runtime.fused.packing import LayerWeights
+from quantize.runtime.fused.recording import RecordedPass, Recording
+from quantize.runtime.fused.shuttle import Piece, Shuttle, pieces_of, recorded_rows, room_for_rows
+from quantize.runtime.fused.text_stack import Cache, FusedModel, Pass, Placement
+from quantize.runtime.fused.weights import load_in_turns
+
+
+class LayerByLayer:
+    """The layers of a BF16 checkpoint, through which a recording goes.
+
+    Args:
+        checkpoint: its folder.
+        recording: the passes.
+        device: where layers compute.
+        scratch: folder for rows that host memory cannot hold.
+
+    Attributes:
+        experts: how many a layer has.
+    """
+
+    def __init__(self, checkpoint: Path, recording: Recording, device: str, scratch: Path) -> None:
+        self._weights = load_in_turns(checkpoint, device)
+        self._recording, self._scratch = recording, scratch
+        self._device = self._weights.device
+        text: Any = self._weights.config.text_config
+        self._hidden: int = text.hidden_size
+        self.experts: int = text.num_experts
+        self._inputs = Inputs(text, None, bf16=True)
+        cache = Cache.allocate(
+            self._weights.config, recording.shape.capacity, recording.shape.max_length,
+            chunk_of(self._weights.config.canvas_length), self._device, one_layer=True,
+        )  # fmt: skip
+        self._model = FusedModel(self._weights, cache, self._inputs)
+        most = max(own.count for batch in recording.batches for own in batch.passes)
+        like: Any = {"dtype": torch.bfloat16, "device": self._device}
+        self._dense = torch.zeros(most, self._hidden, **like)
+        self._routed = torch.zeros(most, text.top_k_experts, self._hidden, **like)
+        self._ones = torch.ones(self._hidden, **like)
+        self._last: tuple[RecordedPass, Placement] | None = None
+
+    def run(self, observers: Callable[[int], Sequence[Observer]], until: int) -> Iterator[int]:
+        """Yield each layer's index when all passes have gone through it, up to the layer `until`.
+
+        `observers` returns, for a layer, who is shown the rows that enter its Linears.
+
+        Raises:
+            ResourceError: rows fit neither host memory nor scratch.
+        """
+        pieces = pieces_of(self._recording, self._hidden)
+        sources = recorded_rows(self._recording, self._hidden)
+        targets = room_for_rows(self._recording, self._hidden, self._scratch)
+        shuttle = Shuttle(max(piece.count for piece in pieces), self._hidden, self._device)
+        try:
+            for index, layer in enumerate(self._weights.layers):
+                with self._inputs.shown_to(observers(index)):
+                    shuttle.run(
+                        pieces, sources, targets if index < until else None,
+                        partial(self._through, index, layer),
+                    )  # fmt: skip
+                sources = targets
+                yield index
+                if index == until:
+                    break
+        finally:
+            self._weights.close()
+
+    def _through(self, index: int, layer: LayerWeights, piece: Piece, rows: Tensor) -> None:
+        """Take a piece's passes through a layer, in place."""
+        if piece.rows.start == 0:  # a batch begins: no value of another one may meet a 0
+            self._model.cache.values[index].zero_()
+            self._last = None
+        for own in piece.passes:
+            at = slice(own.rows.start - piece.rows.start, own.rows.stop - piece.rows.start)
+            real = None if own.real is None else own.real.to(self._device)
+            x, where = self._entered(index, rows[at]), self._placement(own)
+            each = Pass(rows[at], x, where, own.decoded, self._inputs, True, real)
+            self._model.through(index, layer, each)
+            rows[at] = each.h
+
+    def _entered(self, index: int, h: Tensor) -> Activation:
+        """Return the normed rows that enter a layer, with the bits that the loop gives them."""
+        if index == 0:
+            return self._model.entered(h)[1]
+        norm, scheme = self._weights.entrances[index]
+        none, one = (self._dense[: len(h)], self._routed[: len(h)]), self._ones[:1]
+        norms = (self._ones, self._ones, self._ones, norm)
+        return after_experts(h, *none, norms, (one, one), len(h), scheme, self._model.eps)[1]
+
+    def _placement(self, own: RecordedPass) -> Placement:
+        """Return where a pass' rows stand; most steps of a canvas stand where the one before stood."""
+        if self._last is None or not own.stands_as(self._last[0]):
+            device = self._device
+            visible = {
+                kind: (first.to(device), last.to(device))
+                for kind, (first, last) in own.visible.items()
+            }
+            placed = self._model.placed(own.slots.to(device), own.positions.to(device), visible)
+            self._last = own, placed
+        return self._last[1]

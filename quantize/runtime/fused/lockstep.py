@@ -1,0 +1,157 @@
+"""Runs several batches side by side, so that a streamed layer serves a pass of each of them.
+
+    batch 0   denoises until it needs a pass ---.            .--- goes on with what came out
+    batch 1   denoises until it needs a pass ---+-- layers --+--- goes on with what came out
+
+Each batch has a thread and slots of its own, and one thread works at a time: a batch that needs a pass
+hands it over and waits, and when all of them have, their passes go through the layers together. Each
+pass keeps its own launches, so a sample is bit for bit what it is alone. The slots of a batch that has
+ended go to the next one.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from quantize.runtime.engine import BatchEngine, Observer, Passes
+from quantize.runtime.fused.text_stack import Pass
+from quantize.runtime.images import Images
+
+if TYPE_CHECKING:
+    from quantize.runtime.fused.engine import FusedEngine
+
+T = TypeVar("T")
+
+
+def in_lockstep(engine: "FusedEngine", works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
+    """Do works, each with a batch of its own, in as many lanes as the engine has."""
+    waiting, free = deque(enumerate(works)), list(range(engine.lanes))
+    asked: dict[Lane[T], Pass | None] = {}  # by every lane that has not ended
+    done: dict[int, T] = {}
+
+    def resume(lane: Lane[T], answer: Tensor | None) -> None:
+        said = lane.resume(answer)
+        if isinstance(said, Pass):
+            asked[lane] = said
+        else:
+            del asked[lane]
+            done[lane.number] = said.result
+            free.append(lane.index)
+
+    try:
+        while waiting or asked:
+            while waiting and free:
+                lane = Lane(engine, free.pop(0), *waiting.popleft())
+                asked[lane] = None
+                resume(lane, None)
+            needed = [(lane, each) for lane, each in asked.items() if each is not None]
+            found = engine.model.run([each for _, each in needed])
+            for (lane, _), rows in zip(needed, found, strict=True):
+                resume(lane, rows)
+    finally:
+        for lane in asked:
+            lane.stop()
+    return [done[number] for number in range(len(works))]
+
+
+class _Stopped(BaseException):
+    """Unwinds a lane whose result nobody wants any more."""
+
+
+class _Ended(Generic[T]):
+    """What a lane's work returned."""
+
+    def __init__(self, result: T) -> None:
+        self.result = result
+
+
+class Lane(Generic[T]):
+    """One batch of an engine, on a thread of its own: the `BatchEngine` that its work is given.
+
+    Args:
+        engine: the engine; the lane has `capacity` of its slots.
+        index: which of its lanes.
+        number: which work.
+        work: what the thread does.
+    """
+
+    def __init__(
+        self,
+        engine: "FusedEngine",
+        index: int,
+        number: int,
+        work: Callable[[BatchEngine], T],
+    ) -> None:
+        self.index, self.number = index, number
+        self.capacity, self.canvas_length = engine.capacity, engine.canvas_length
+        self.max_length, self.device = engine.max_length, engine.device
+        self._engine, self._work = engine, work
+        self._given: SimpleQueue[Tensor | type[_Stopped] | None] = SimpleQueue()
+        self._said: SimpleQueue[Pass | _Ended[T] | BaseException] = SimpleQueue()
+        self._watch = _watch_of(engine)
+        self._threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def passes(
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
+    ) -> Passes:
+        """Encode `prompts` as the engine does, in the lane's slots."""
+        return self._engine.passes_from(self.index * self.capacity, self._ask, prompts, images)
+
+    def watching(
+        self,
+        *observers: Observer,
+        on_encoded: Callable[[], object] = lambda: None,
+        on_pass: Callable[[Any], object] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Watch the lane's batch alone, as the engine does."""
+        return self._engine.watching(*observers, on_encoded=on_encoded, on_pass=on_pass)
+
+    def resume(self, answer: Tensor | None) -> "Pass | _Ended[T]":
+        """Let the work go on with what its pass gave; return the pass it needs next, or its result."""
+        model, others = self._engine.model, _watch_of(self._engine)
+        model.inputs, model.on_encoded, model.on_pass = self._watch
+        self._given.put(answer)
+        said = self._said.get()
+        self._watch = _watch_of(self._engine)
+        model.inputs, model.on_encoded, model.on_pass = others
+        if isinstance(said, BaseException):
+            raise said
+        return said
+
+    def stop(self) -> None:
+        """Unwind the work."""
+        self._given.put(_Stopped)
+        self._thread.join()
+
+    def _ask(self, own: Pass) -> Tensor:
+        self._said.put(own)
+        answer = self._given.get()
+        if not isinstance(answer, Tensor):
+            raise _Stopped
+        return answer
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # it holds for this thread
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self._given.get() is _Stopped:
+            return
+        try:
+            self._said.put(_Ended(self._work(self)))
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self._said.put(error)
+
+
+def _watch_of(engine: "FusedEngine") -> tuple[Any, Any, Any]:
+    """Return what shows a batch's passes to somebody: each lane has its own."""
+    return engine.model.inputs, engine.model.on_encoded, engine.model.on_pass

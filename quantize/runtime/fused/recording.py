@@ -1,0 +1,272 @@
+"""Passes of a denoising run on disk: what entered the first layer, batch by batch.
+
+    batch-00008.rows     bf16 [rows, H]: h of every pass, one pass behind the other
+    batch-00008.passes   safetensors: where the rows of each pass stand, and which are real
+    recording.json       what the run depended on, and a CRC32 of every file; it is written last
+
+A row takes 5,632 bytes at 26B, a canvas' step 1.44 MB. The normed rows beside them are made again from
+h (`layer_by_layer`), and angles from positions.
+"""
+
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantize.errors import InputError, ResourceError
+from quantize.host.files import read_json, write_json
+from quantize.host.processes import ALONE, Processes
+from quantize.host.progress import say
+from quantize.runtime.fused.text_stack import Pass
+
+INDEX = "recording.json"
+PIECE = 1 << 24  # bytes of a file that are read at once
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a cache of the recorded passes is allocated with."""
+
+    capacity: int
+    max_length: int
+
+
+@dataclass(frozen=True)
+class RecordedPass:
+    """One pass: its rows of the batch's file, and what `text_stack.Pass` says of them, on the host."""
+
+    rows: slice
+    decoded: int
+    slots: Tensor
+    positions: Tensor
+    visible: dict[bool, tuple[Tensor, Tensor]]
+    real: Tensor | None
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return self.rows.stop - self.rows.start
+
+    def stands_as(self, other: "RecordedPass") -> bool:
+        """Whether the rows stand where those of another pass stand."""
+        ours, theirs = (
+            (own.slots, own.positions, *own.visible[True], *own.visible[False])
+            for own in (self, other)
+        )
+        return all(map(torch.equal, ours, theirs))
+
+
+@dataclass(frozen=True)
+class RecordedBatch:
+    """The passes of one batch, in the order in which they were made."""
+
+    file: Path
+    count: int
+    passes: tuple[RecordedPass, ...]
+
+
+class Recorder:
+    """Writes the passes of a run to a folder, which is emptied first.
+
+    Raises:
+        ResourceError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, processes: Processes = ALONE) -> None:
+        self.folder, self._processes = folder, processes
+        self._entries: dict[str, dict[str, Any]] = {}
+        if processes.rank == 0:
+            with _kept_in(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+        processes.wait()
+
+    @contextmanager
+    def batch(self, start: int, capacity: int) -> Generator[Callable[[Pass], None]]:
+        """Yield what takes the passes of a batch; it is written when the block ends well.
+
+        `start` is the index of its first prompt. Slots count modulo `capacity`.
+        """
+        path = self.folder / f"batch-{start:05}.rows"
+        with _kept_in(self.folder), ThreadPoolExecutor(1) as beside, path.open("wb") as file:
+            batch = _Batch(file.fileno(), capacity, beside)
+            yield batch.add
+            crc = batch.end()
+        with _kept_in(self.folder):
+            placed = path.with_suffix(".passes")
+            save_file(batch.placements(), placed)
+            entry = {"rows": batch.count, "crc32": crc, "passes_crc32": _crc32(placed)}
+        self._entries[path.name] = entry
+
+    def finish(self, identity: str, shape: Shape) -> None:
+        """Write the index of what all processes have recorded."""
+        for theirs in self._processes.others(self._entries):
+            self._entries |= theirs
+        if self._processes.rank > 0:
+            return
+        with _kept_in(self.folder):
+            if not self.folder.is_dir():
+                raise FileNotFoundError(2, "it was removed")
+            batches = dict(sorted(self._entries.items()))
+            content = {"identity": identity, "shape": asdict(shape), "batches": batches}
+            write_json(self.folder / INDEX, content)
+
+
+@contextmanager
+def _kept_in(folder: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"{folder}: what the calibration run recorded cannot be kept there ({error.strerror}); "
+            f"free some room, or name another disk with --scratch; the same command goes on"
+        ) from error
+
+
+class _Batch:
+    """Rows on their way to a file, and where they stand."""
+
+    def __init__(self, file: int, capacity: int, beside: ThreadPoolExecutor) -> None:
+        self._file, self._capacity, self._beside = file, capacity, beside
+        self._writing: Future[None] | None = None
+        self._crc, self.count = 0, 0
+        self._table: list[tuple[int, int, int, int]] = []
+        self._slots: list[Tensor] = []
+        self._places: list[Tensor] = []
+        self._real: list[Tensor] = []
+
+    def add(self, own: Pass) -> None:
+        """Take a pass; its rows are written while the device goes on."""
+        places = torch.stack(
+            [own.rows.positions, *own.rows.visible[True], *own.rows.visible[False]]
+        )
+        self._slots.append(own.rows.slots.cpu() % self._capacity)
+        self._places.append(places.cpu())
+        real = -1 if own.real is None else len(own.real)
+        if own.real is not None:
+            self._real.append(own.real.cpu())
+        self._table.append((len(own.h), len(own.rows.slots), own.decoded, real))
+        self.count += len(own.h)
+        rows = own.h.cpu().contiguous()
+        self._wait()
+        self._writing = self._beside.submit(self._write, rows)
+
+    def _write(self, rows: Tensor) -> None:
+        left = memoryview(rows.view(torch.uint8).numpy()).cast("B")
+        self._crc = zlib.crc32(left, self._crc)
+        while left:
+            left = left[os.write(self._file, left) :]
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def end(self) -> int:
+        """Wait until all is written; return the CRC32 of the rows."""
+        self._wait()
+        return self._crc
+
+    def placements(self) -> dict[str, Tensor]:
+        """Return what `_passes` reads."""
+        return {
+            "passes": torch.tensor(self._table, dtype=torch.int64).view(-1, 4),
+            "slots": torch.cat(self._slots),
+            "places": torch.cat(self._places, 1).contiguous(),
+            "real": torch.cat(self._real) if self._real else torch.empty(0, dtype=torch.int64),
+        }
+
+
+class Recording:
+    """A finished recording.
+
+    Attributes:
+        folder: where it lies.
+        shape: what a cache of its passes is allocated with.
+        batches: the batches, in the order of their prompts.
+    """
+
+    def __init__(self, folder: Path, shape: Shape, batches: tuple[RecordedBatch, ...]) -> None:
+        self.folder, self.shape, self.batches = folder, shape, batches
+
+    @classmethod
+    def find(cls, folder: Path, identity: str, row_bytes: int) -> "Recording | None":
+        """Return the recording in a folder; None, with a line that says why, where it is none.
+
+        Args:
+            folder: where it may lie.
+            identity: what its run must have depended on.
+            row_bytes: bytes of a row.
+        """
+        if not (folder / INDEX).exists():
+            return None
+        try:
+            index = read_json(folder / INDEX, "identity", "shape", "batches")
+            if index["identity"] != identity:
+                raise InputError("it is of another run")
+            entries: Mapping[str, Any] = index["batches"]
+            with ThreadPoolExecutor() as pool:
+                list(
+                    pool.map(lambda name: _check(folder / name, entries[name], row_bytes), entries)
+                )
+            batches = tuple(_batch(folder / name, entry) for name, entry in entries.items())
+            return cls(folder, Shape(**index["shape"]), batches)
+        except (InputError, OSError, KeyError, TypeError, ValueError) as error:
+            say(f"{folder}: this recording cannot be used ({error}); it is made again")
+            return None
+
+    def remove(self) -> None:
+        """Remove its files."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _check(path: Path, entry: Mapping[str, Any], row_bytes: int) -> None:
+    placed = path.with_suffix(".passes")
+    if path.stat().st_size != entry["rows"] * row_bytes:
+        raise InputError(f"{path.name} has not the {entry['rows']} rows that were written")
+    for file, crc in ((path, entry["crc32"]), (placed, entry["passes_crc32"])):
+        if _crc32(file) != crc:
+            raise InputError(f"{file.name} was changed or damaged")
+
+
+def _crc32(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            found = zlib.crc32(piece, found)
+    return found
+
+
+def _batch(path: Path, entry: Mapping[str, Any]) -> RecordedBatch:
+    tensors = load_file(path.with_suffix(".passes"))
+    rows, sequences, decoded, real = tensors["passes"].unbind(1)
+
+    def parts(tensor: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+        return tensor.split(counts.tolist(), -1)
+
+    places = parts(tensors["places"], rows)
+    chosen = parts(tensors["real"], real.clamp(min=0))
+    slots = parts(tensors["slots"], sequences)
+    ends = pairwise(accumulate(rows.tolist(), initial=0))
+    passes = tuple(
+        RecordedPass(
+            slice(begin, end),
+            int(decoded[i]),
+            slots[i],
+            places[i][0],
+            {True: (places[i][1], places[i][2]), False: (places[i][3], places[i][4])},
+            None if real[i] < 0 else chosen[i],
+        )
+        for i, (begin, end) in enumerate(ends)
+    )
+    return RecordedBatch(path, entry["rows"], passes)

@@ -1,0 +1,215 @@
+"""Rows of recorded passes between the host and the device, beside the device's work.
+
+    host --thread--> pinned --copy--> slot on the device: work in place --copy--> pinned --thread--> host
+
+A piece is some consecutive passes of one batch. While one is worked on, the next arrives and the last
+one leaves: three slots on the device, two pinned buffers each way. On a CPU the work is done on the
+rows themselves.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from quantize.errors import ResourceError
+from quantize.host.progress import say
+from quantize.runtime.fused.recording import RecordedPass, Recording
+
+PIECE_BYTES = 64 << 20  # of rows that travel together, but at least a pass
+LEFT_BYTES = 6 << 30  # of host memory that rows leave free
+SLOTS = 3
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive passes of the batch with this index."""
+
+    batch: int
+    passes: tuple[RecordedPass, ...]
+
+    @property
+    def rows(self) -> slice:
+        """Their rows of the batch."""
+        return slice(self.passes[0].rows.start, self.passes[-1].rows.stop)
+
+    @property
+    def count(self) -> int:
+        """How many rows these are."""
+        return self.rows.stop - self.rows.start
+
+
+Work = Callable[[Piece, Tensor], None]  # changes the rows [count, H] of a piece in place
+
+
+def pieces_of(recording: Recording, hidden: int) -> list[Piece]:
+    """Return all passes in order, in pieces."""
+    most = max(1, PIECE_BYTES // (2 * hidden))
+    pieces: list[Piece] = []
+    for index, batch in enumerate(recording.batches):
+        group: list[RecordedPass] = []
+        for own in batch.passes:
+            if group and own.rows.stop - group[0].rows.start > most:
+                pieces.append(Piece(index, tuple(group)))
+                group = []
+            group.append(own)
+        pieces.append(Piece(index, tuple(group)))
+    return pieces
+
+
+def recorded_rows(recording: Recording, hidden: int) -> list[Tensor]:
+    """Return the recorded rows [rows, H] of each batch, mapped from their files."""
+    return [
+        torch.from_file(str(batch.file), size=batch.count * hidden, dtype=torch.bfloat16).view(
+            batch.count, hidden
+        )
+        for batch in recording.batches
+    ]
+
+
+def room_for_rows(recording: Recording, hidden: int, scratch: Path) -> list[Tensor]:
+    """Return room for as many rows in host memory, or in files of `scratch` where that is short.
+
+    Raises:
+        ResourceError: the disk is full, or cannot be written.
+    """
+    sizes = [batch.count * hidden for batch in recording.batches]
+    if 2 * sum(sizes) + LEFT_BYTES <= psutil.virtual_memory().available:
+        return [torch.empty(n, dtype=torch.bfloat16).view(-1, hidden) for n in sizes]
+    say(f"{scratch}: {2 * sum(sizes) / 1e9:.1f} GB of rows lie there, since memory is short")
+    found: list[Tensor] = []
+    path = scratch / "rows"
+    try:
+        scratch.mkdir(parents=True, exist_ok=True)
+        for n in sizes:
+            with path.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, 2 * n)  # or a full disk would be a crash later
+            rows = torch.from_file(str(path), shared=True, size=n, dtype=torch.bfloat16)
+            found.append(rows.view(-1, hidden))
+            path.unlink()  # nobody else needs it, and it is gone when we are
+    except OSError as error:
+        raise ResourceError(
+            f"{scratch}: {2 * sum(sizes) / 1e9:.1f} GB of rows between two layers fit neither memory "
+            f"nor this disk ({error.strerror}); free some room, or name another disk with --scratch; "
+            f"the same command goes on"
+        ) from error
+    return found
+
+
+class Shuttle:
+    """Carries pieces of at most `most` rows of `hidden` bf16 numbers to a device and back."""
+
+    def __init__(self, most: int, hidden: int, device: torch.device) -> None:
+        self._device, self._on_gpu = device, device.type == "cuda"
+        if not self._on_gpu:
+            return
+        rows = torch.empty(SLOTS, most, hidden, dtype=torch.bfloat16, device=device)
+        self._slots = list(rows)
+        self._ways = [_Way(most, hidden, device) for _ in range(2)]
+
+    def run(
+        self,
+        pieces: Sequence[Piece],
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor] | None,
+        work: Work,
+    ) -> None:
+        """Work on pieces in order, from the rows of `sources`; write them to `targets`, if any.
+
+        Both are bf16 [rows, H] a batch, on the host, and may be the same.
+        """
+        if self._on_gpu:
+            self._run_on_gpu(pieces, sources, targets, work)
+            return
+        for piece in pieces:
+            rows = sources[piece.batch][piece.rows].clone()
+            work(piece, rows)
+            if targets is not None:
+                targets[piece.batch][piece.rows] = rows
+
+    def _run_on_gpu(
+        self,
+        pieces: Sequence[Piece],
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor] | None,
+        work: Work,
+    ) -> None:
+        coming, going = self._ways
+        arriving: deque[Future[torch.cuda.Event]] = deque()
+        leaving: list[Future[None]] = []
+
+        def bring(number: int) -> None:
+            piece = pieces[number]
+            before = leaving[number - SLOTS] if number >= SLOTS else None
+            slot = self._slots[number % SLOTS][: piece.count]
+            arriving.append(coming.bring(sources[piece.batch][piece.rows], slot, before))
+
+        for number in range(min(SLOTS - 1, len(pieces))):
+            bring(number)
+        for number, piece in enumerate(pieces):
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(arriving.popleft().result())
+            slot = self._slots[number % SLOTS][: piece.count]
+            work(piece, slot)
+            target = None if targets is None else targets[piece.batch][piece.rows]
+            leaving.append(going.take_back(slot, target, stream.record_event()))
+            if number + SLOTS - 1 < len(pieces):
+                bring(number + SLOTS - 1)
+        for each in leaving:
+            each.result()
+
+
+class _Way:
+    """One direction: a thread, a stream and two pinned buffers."""
+
+    def __init__(self, most: int, hidden: int, device: torch.device) -> None:
+        self._device, self._thread = device, ThreadPoolExecutor(1)
+        self._stream = torch.cuda.Stream(device)
+        self._pinned = deque(
+            (torch.empty(most, hidden, dtype=torch.bfloat16, pin_memory=True), torch.cuda.Event())
+            for _ in range(2)
+        )
+
+    def bring(
+        self, source: Tensor, slot: Tensor, before: Future[None] | None
+    ) -> "Future[torch.cuda.Event]":
+        """Copy rows to the device once `before` has left its slot; the event says that they are there."""
+        return self._thread.submit(self._bring, source, slot, before)
+
+    def take_back(
+        self, slot: Tensor, target: Tensor | None, done: torch.cuda.Event
+    ) -> "Future[None]":
+        """Copy rows to `target` once the work on them is done."""
+        return self._thread.submit(self._take_back, slot, target, done)
+
+    def _bring(self, source: Tensor, slot: Tensor, before: Future[None] | None) -> torch.cuda.Event:
+        if before is not None:
+            before.result()
+        pinned, copied = self._pinned[0]
+        self._pinned.rotate()
+        copied.synchronize()
+        pinned[: len(source)].copy_(source)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            slot.copy_(pinned[: len(source)], non_blocking=True)
+            copied.record(self._stream)
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
+        return arrived
+
+    def _take_back(self, slot: Tensor, target: Tensor | None, done: torch.cuda.Event) -> None:
+        if target is None:
+            done.synchronize()
+            return
+        pinned, copied = self._pinned[0]
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(done)
+            pinned[: len(slot)].copy_(slot, non_blocking=True)
+            copied.record(self._stream)
+        copied.synchronize()
+        target.copy_(pinned[: len(slot)])

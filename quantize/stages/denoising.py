@@ -1,0 +1,159 @@
+"""The denoising of a recipe's calibration prompts: calibrate observes it, round goes through it again.
+
+What enters the first layer is recorded on scratch where GPTQ will need it (`fused.recording`). The
+recording is calibrate's; round records again what is missing or damaged, and removes it when it is
+done. A batch is part of what results depend on, so memory never changes it: where it does not fit, the
+run is refused. Where weights are streamed, batches denoise in lockstep.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantize.checkpoints.reader import Checkpoint
+from quantize.host.processes import ALONE, Processes
+from quantize.recipe.sections import Calibration
+from quantize.runs.manifest import fingerprint, package_versions
+from quantize.runtime import open
+from quantize.runtime.batch import OnStep
+from quantize.runtime.engine import BatchEngine, Engine, Observer
+from quantize.runtime.fused.recording import Recorder, Recording, Shape
+from quantize.runtime.sampler import Sampler
+from quantize.runtime.trajectory import Trajectory, context_of, record_all
+from quantize.stages.prompts import load_prompts
+
+HELD_OUT_PROMPTS = 16  # recorded for replay, not observed
+NEEDED = ("torch", "triton", "transformers")  # packages that results depend on
+SCRATCH = "scratch"  # folder beside a stage's result
+# Who is shown the inputs of a batch, and what is called after its encoder's passes and its steps.
+Watched = tuple[tuple[Observer, ...], Callable[[], object], OnStep]
+
+
+class Denoising:
+    """The calibration prompts of a BF16 checkpoint, and how they are denoised.
+
+    Args:
+        source: folder of the checkpoint.
+        settings: the recipe's section.
+        device: where the model runs.
+        gpu_memory: bytes of a GPU that may be used, None for what is free.
+        held_out: whether the prompts that are not observed come along.
+
+    Raises:
+        InputError, ResourceError: the prompts or the checkpoint are wrong or missing.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        settings: Calibration,
+        device: str,
+        gpu_memory: float | None = None,
+        *,
+        held_out: bool = False,
+    ) -> None:
+        self._source, self._settings = source, settings
+        self._device, self._memory = device, gpu_memory
+        self._held_out = HELD_OUT_PROMPTS if held_out else 0
+        self._prompts = load_prompts(source, settings, settings.prompts + self._held_out)
+        self.sampler = Sampler.from_checkpoint(source)
+
+    @cached_property
+    def identity(self) -> str:
+        """A digest of everything that what is recorded depends on."""
+        versions = package_versions()
+        observed = self._prompts[: self._settings.prompts]
+        facts = [
+            fingerprint(Checkpoint.open(self._source)), self._settings.model_dump(),
+            [[prompt.ids, prompt.thinking] for prompt in observed],
+            {name: versions.get(name) for name in NEEDED}, _launches(self._device),
+        ]  # fmt: skip
+        digest = hashlib.sha256(json.dumps(facts).encode())
+        for prompt in observed:
+            if prompt.images is not None:
+                digest.update(prompt.images.pixels.numpy().tobytes())
+        return digest.hexdigest()
+
+    def run(
+        self,
+        *,
+        title: str,
+        watchers: Callable[[int], Watched] = lambda _: ((), _nothing, _nothing),
+        recorder: Recorder | None = None,
+        processes: Processes = ALONE,
+    ) -> list[Trajectory]:
+        """Denoise the prompts; show those that are not held out to observers, and to a recorder.
+
+        `watchers` is called with the index of a batch's first prompt.
+
+        Raises:
+            ResourceError: a batch does not fit the GPU, or scratch is full.
+        """
+        engine = self._opened(recorder is not None)
+
+        @contextmanager
+        def watching(own: BatchEngine, start: int) -> Generator[OnStep]:
+            observers, on_encoded, on_step = watchers(start)
+            if recorder is None:
+                with own.watching(*observers, on_encoded=on_encoded):
+                    yield on_step
+                return
+            with (
+                recorder.batch(start, own.capacity) as add,
+                own.watching(*observers, on_encoded=on_encoded, on_pass=add),
+            ):
+                yield on_step
+
+        found = record_all(
+            engine, self._prompts, self._settings, self.sampler, title=title,
+            processes=processes, held_out=self._held_out, watching=watching,
+        )  # fmt: skip
+        if recorder is not None:
+            recorder.finish(self.identity, Shape(engine.capacity, engine.max_length))
+        engine.close()
+        return found
+
+    def _opened(self, records: bool) -> Engine:
+        size = self._settings.batch_size
+        ids = [prompt.ids for prompt in self._prompts]
+        context = context_of(self._source, ids, self._settings.canvases)
+        batches = sum(-(-n // size) for n in (self._settings.prompts, self._held_out))
+        return open(
+            self._source, device=self._device, capacity=size, max_context=context,
+            gpu_memory=self._memory, batches=batches, kind="fused" if records else None,
+        )  # fmt: skip
+
+    def recording(self, folder: Path) -> Recording:
+        """Return what a folder holds of these prompts; where it is missing or damaged, record again.
+
+        Raises:
+            ResourceError: as in `run`.
+        """
+        hidden = Checkpoint.open(self._source).config["text_config"]["hidden_size"]
+        found = Recording.find(folder, self.identity, 2 * hidden)
+        if found is None:
+            self.run(title="recording what enters the first layer", recorder=Recorder(folder))
+            found = Recording.find(folder, self.identity, 2 * hidden)
+        assert found is not None
+        return found
+
+
+def _launches(device: str) -> list[Any]:
+    """Return the name of a GPU, and the configurations that its kernels are launched with."""
+    if device == "cpu":
+        return ["cpu"]
+    from fused_dequant import targets, tuning
+
+    place = torch.device(device)
+    name = torch.cuda.get_device_name(place)
+    return [name, tuning.table(name, targets.name_of(targets.capability(place)))]
+
+
+def _nothing(*_: object) -> None:
+    pass
