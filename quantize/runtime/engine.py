@@ -161,7 +161,7 @@ class BatchEngine(Protocol):
 
 
 class Engine(BatchEngine, Protocol):
-    """A model that denoises one canvas at a time for up to `capacity` samples, each in a slot from 0 on.
+    """A model that denoises one canvas at a time for up to `capacity` samples, each in a slot.
 
     `admit` puts a prompt into a free slot and refuses, with an InputError, one the model cannot take.
     `denoise` works on the canvases of `slots` (distinct, admitted, in any order, of any age and

@@ -229,7 +229,7 @@ def hold_to(device: str, nbytes: float) -> None:
 
 
 def least_bytes(need: Need, config: Mapping[str, Any]) -> float:
-    """Return the bytes that a stage needs with one canvas, or its fixed batch, and no layer that stays."""
+    """Return the bytes that a stage needs with one canvas, or its fixed batch, over streamed layers."""
     one = _parts(need if need.fixed_batch else replace(need, batch=1), config)
     return sum(one.values()) + need.stack.fixed + need.stack.streaming
 

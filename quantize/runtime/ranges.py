@@ -21,9 +21,10 @@ class Ranges:
         if experts is None:
             found = largest.amax(0, keepdim=True)
         else:
-            each = largest.repeat_interleave(experts.shape[1])
-            found = largest.new_zeros(self._experts)
-            found = found.scatter_reduce(0, experts.flatten(), each, "amax")
+            # Not `scatter_reduce`: on a GPU thousands of rows would wait for a hundred cells.
+            each = torch.arange(self._experts, device=experts.device)
+            routed = (experts[..., None] == each).any(1)  # [rows, experts]
+            found = torch.where(routed, largest[:, None], 0).amax(0)
         self._keep(name, found)
 
     def _keep(self, name: str, found: Tensor) -> None:

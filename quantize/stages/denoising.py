@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from quantize.runs.manifest import fingerprint, package_versions
 from quantize.runtime import open
 from quantize.runtime.batch import OnStep
 from quantize.runtime.engine import BatchEngine, Engine, Observer
+from quantize.runtime.fused.gpus import launches_of
 from quantize.runtime.fused.recording import Recorder, Recording, Shape
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Trajectory, context_of, record_all
@@ -72,7 +72,7 @@ class Denoising:
         facts = [
             fingerprint(Checkpoint.open(self._source)), self._settings.model_dump(),
             [[prompt.ids, prompt.thinking] for prompt in observed],
-            {name: versions.get(name) for name in NEEDED}, _launches(self._device),
+            {name: versions.get(name) for name in NEEDED}, launches_of(torch.device(self._device)),
         ]  # fmt: skip
         digest = hashlib.sha256(json.dumps(facts).encode())
         for prompt in observed:
@@ -142,17 +142,6 @@ class Denoising:
             found = Recording.find(folder, self.identity, 2 * hidden)
         assert found is not None
         return found
-
-
-def _launches(device: str) -> list[Any]:
-    """Return the name of a GPU, and the configurations that its kernels are launched with."""
-    if device == "cpu":
-        return ["cpu"]
-    from fused_dequant import targets, tuning
-
-    place = torch.device(device)
-    name = torch.cuda.get_device_name(place)
-    return [name, tuning.table(name, targets.name_of(targets.capability(place)))]
 
 
 def _nothing(*_: object) -> None:

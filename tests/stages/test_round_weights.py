@@ -1,7 +1,11 @@
 """Hessians of a replay beside plain hooks; rounded layers that resume, and that convert writes."""
 
+import errno
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,24 +13,28 @@ import yaml
 from chats import add_chats
 from conversions import recipe_for
 from safetensors.torch import load_file
-from tiny import EXPERTS, LAYERS, tiny_model
+from tiny import CANVAS, EXPERTS, LAYERS, tiny_model
 from torch import Tensor, nn
 
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
-from quantize.errors import InputError
+from quantize.errors import InputError, ResourceError
 from quantize.host.files import read_json
 from quantize.recipe.sections import Calibration, Recipe, load_recipe, parse_recipe
 from quantize.runtime import Sampler, generate
-from quantize.runtime.memory import Plan, plan
+from quantize.runtime.fused import recording, shuttle
+from quantize.runtime.fused.layer_by_layer import LayerByLayer
+from quantize.runtime.fused.recording import Recorder, Recording
+from quantize.runtime.fused.shuttle import Shuttle
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.schemes.gptq import layer_loss
 from quantize.schemes.hessians import Hessians
 from quantize.schemes.records import SCHEMES
 from quantize.stages.convert.convert import convert
+from quantize.stages.denoising import SCRATCH, Denoising
 from quantize.stages.round_weights import round_weights as stage
-from quantize.stages.round_weights.round_weights import groups_of, round_weights, units_of
+from quantize.stages.round_weights.round_weights import round_weights, units_of
 
 SAMPLER = Sampler(max_denoising_steps=3, eos_token_ids=(1, 50), pad_token_id=0)
 LAYER = "model.decoder.layers.1"
@@ -148,32 +156,65 @@ def test_the_output_of_a_layer_is_nearer_on_inputs_not_seen(
     assert losses[0] < losses[1]
 
 
-def test_budget_and_interruption_change_no_byte(
-    source: Checkpoint, rounded: Path, tmp_path: Path,
+class Killed(BaseException):
+    """Stands for a kill: nothing handles it."""
+
+
+def killing(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, calls: int) -> None:
+    """Let something be called so often, and kill what calls it once more."""
+    work, left = getattr(owner, name), iter(range(calls))
+
+    def counted(*args: object, **options: object) -> object:
+        if next(left, None) is None:
+            raise Killed
+        return work(*args, **options)
+
+    monkeypatch.setattr(owner, name, counted)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "calls"),
+    [
+        (recording._Batch, "add", 2),  # while passes are recorded
+        (recording, "write_json", 0),  # before the recording is whole
+        (Recording, "find", 1),
+        (Shuttle, "run", 0),
+        (Shuttle, "run", 3),  # layers 0 and 1 are rounded, and the fourth has the rows of the third
+        (stage, "round_unit", 8),  # in the middle of the second layer
+        (stage, "save_file", 3),
+        (stage, "sync_file", 4),  # a layer's file is not renamed yet
+        (Path, "unlink", 3),  # of the layers' facts, which the summary has already
+        (stage.shutil, "rmtree", 1),  # of the recording; the first call is that of `Recorder`
+    ],
+)
+def test_a_killed_run_goes_on_to_the_same_bytes(
+    owner: object, name: str, calls: int, source: Checkpoint, rounded: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """One layer of Hessians at a time, stopped in the fourth layer, then finished by another call."""
-    targets, recipe = targets_of(source), recipe_of(source)
-    out, write, written = tmp_path / "rounded", stage.write_layer, []
-
-    def noting(folder: Path, units: list[stage.Unit], *rest: object) -> None:
-        written.append(units[0].layer)
-        write(folder, units, *rest)  # type: ignore[arg-type]
-
-    def breaking(*args: object) -> None:
-        if len(written) == 3:
-            raise KeyboardInterrupt
-        noting(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(stage, "write_layer", breaking)
-    with pytest.raises(KeyboardInterrupt):
-        round_weights(source, targets, recipe, out, budget=1)
-    assert not out.exists()
-    monkeypatch.setattr(stage, "write_layer", noting)
-    round_weights(source, targets, recipe, out, budget=1)
-    assert written == list(range(LAYERS))  # no layer twice
+    targets, recipe, out = targets_of(source), recipe_of(source), tmp_path / "rounded"
+    with monkeypatch.context() as killed:
+        killing(killed, owner, name, calls)
+        with pytest.raises(Killed):
+            round_weights(source, targets, recipe, out)
+    assert out.exists() == (name == "rmtree")
+    written: list[int] = []
+    write = stage.write_layer
+    before = {path.name for path in tmp_path.glob("rounded*/layer-*.safetensors")}
+    monkeypatch.setattr(
+        stage, "write_layer",
+        lambda folder, units, done: written.append(units[0].layer) or write(folder, units, done),
+    )  # fmt: skip
+    round_weights(source, targets, recipe, out)
+    if not out.exists() or name != "rmtree":
+        assert len(before) + len(written) == LAYERS  # no layer twice
+    assert names_of(out) == names_of(rounded)
     for path in sorted(rounded.iterdir()):
         assert path.read_bytes() == (out / path.name).read_bytes(), path.name
+    assert not (tmp_path / SCRATCH).exists()
+
+
+def names_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_layers_of_another_calibration_are_not_kept(source: Checkpoint, tmp_path: Path) -> None:
@@ -183,14 +224,6 @@ def test_layers_of_another_calibration_are_not_kept(source: Checkpoint, tmp_path
     (partial / "layer-00.safetensors").write_bytes(b"stale")
     round_weights(source, targets_of(source), recipe_of(source), tmp_path / "rounded")
     assert load_file(tmp_path / "rounded" / "layer-00.safetensors")
-
-
-def test_groups_hold_whole_layers_within_the_budget(source: Checkpoint) -> None:
-    units = units_of(targets_of(source))
-    each = sum(unit.hessian_bytes for unit in units if unit.layer == 0)
-    sizes = [len({u.layer for u in g}) for g in groups_of(units, 2 * each + each // 2)]
-    assert sizes == [2, 2, 2]
-    assert [len({u.layer for u in g}) for g in groups_of(units, 1)] == [1] * LAYERS
 
 
 @pytest.mark.parametrize(
@@ -225,24 +258,137 @@ def test_gptq_without_prompts_is_refused_when_the_recipe_is_read() -> None:
         parse_recipe(yaml.safe_dump(recipe), "mine.yaml")
 
 
-def test_hessians_take_what_the_plan_leaves_of_a_gpu(
-    source: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside a pass' tensors, which are not there yet when the model is: they count from the plan."""
+def hessians_in_the_loop(source: Checkpoint, recorder: Recorder) -> tuple[Denoising, Hessians]:
+    """Denoise as `calibrate` does, and sum what enters all Linears."""
     settings = recipe_of(source).calibration
     assert settings is not None
-    loop = stage._Loop(source, settings, "cpu", None)
-    assert loop.room() == stage.HESSIAN_BYTES
-    monkeypatch.setattr("quantize.runtime.opening.budget_of", lambda device, asked: asked)
-    plans: list[Plan] = []
-    monkeypatch.setattr(
-        "quantize.runtime.opening.plan", lambda *asked: plans.append(plan(*asked)) or plans[-1]
-    )
-    for budget in (24e9, 141e9):
-        loop = stage._Loop(source, settings, "cuda", budget)
-        left = loop.room() - stage.HESSIAN_BYTES
-        parts = plans[-1].parts
-        assert parts["beside"] == stage.HESSIAN_BYTES + stage.ROUNDING_BYTES
-        assert min(parts[name] for name in ("activations", "vocabulary", "cache", "CUDA")) > 0
-        assert left == pytest.approx(budget - sum(parts.values()))
-        assert left > 0
+    denoising = Denoising(source.folder, settings, "cpu")
+    loop = Hessians([unit.reads for unit in units_of(targets_of(source))], EXPERTS)
+
+    def nothing(*_: object) -> None: ...
+
+    denoising.run(title="", watchers=lambda _: ((loop.see,), nothing, nothing), recorder=recorder)
+    return denoising, loop
+
+
+def test_layers_see_what_they_saw_in_the_loop(source: Checkpoint, tmp_path: Path) -> None:
+    """Bit for bit, over prompts of several lengths, two batches, and canvases that end."""
+    denoising, loop = hessians_in_the_loop(source, Recorder(tmp_path))
+    found = Hessians(list(loop.names), EXPERTS)
+    recording = denoising.recording(tmp_path)
+    layers = LayerByLayer(source.folder, recording, "cpu", tmp_path)
+    assert list(layers.run(lambda _: [found.see], LAYERS - 1)) == list(range(LAYERS))
+    assert {own.decoded for batch in recording.batches for own in batch.passes} > {0, 2 * CANVAS}
+    for name in loop.names:
+        assert torch.equal(found.tokens[name], loop.tokens[name]), name
+        assert torch.equal(found.sums[name], loop.sums[name]), name
+
+
+def test_rows_that_host_memory_cannot_hold_lie_on_scratch(
+    source: Checkpoint, rounded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shuttle, "LEFT_BYTES", 1 << 60)
+    round_weights(source, targets_of(source), recipe_of(source), tmp_path / "rounded")
+    for path in sorted(rounded.iterdir()):
+        assert path.read_bytes() == (tmp_path / "rounded" / path.name).read_bytes(), path.name
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def foreign(path: Path) -> None:
+    path.write_text(path.read_text().replace('"identity": "', '"identity": "0'))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "why"),
+    [
+        ("batch-00004.rows", cut, "batch-00004.rows has not the"),
+        ("batch-00000.rows", flip, "batch-00000.rows was changed or damaged"),
+        ("batch-00000.passes", flip, "batch-00000.passes was changed or damaged"),
+        ("batch-00000.passes", Path.unlink, "No such file"),
+        ("recording.json", cut, "not JSON"),
+        ("recording.json", foreign, "it is of another run"),
+    ],
+)
+def test_a_damaged_recording_is_made_again(
+    name: str, damage: Callable[[Path], None], why: str, recorded: Path, source: Checkpoint,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    folder = tmp_path / "recording"
+    shutil.copytree(recorded, folder)
+    settings = recipe_of(source).calibration
+    assert settings is not None
+    denoising = Denoising(source.folder, settings, "cpu")
+    damage(folder / name)
+    denoising.recording(folder)
+    shown = " ".join(capsys.readouterr().err.split())
+    assert why in shown
+    assert "it is made again" in shown
+    assert names_of(folder) == names_of(recorded)
+    for path in sorted(recorded.iterdir()):
+        assert path.read_bytes() == (folder / path.name).read_bytes(), path.name
+
+
+@pytest.fixture(scope="module")
+def recorded(source: Checkpoint) -> Path:
+    folder = source.folder.parent / "recorded"
+    hessians_in_the_loop(source, Recorder(folder))
+    return folder
+
+
+def test_a_sound_recording_is_not_made_again(
+    recorded: Path, source: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = recipe_of(source).calibration
+    assert settings is not None
+    denoising = Denoising(source.folder, settings, "cpu")
+    monkeypatch.setattr(denoising, "run", None)
+    assert len(denoising.recording(recorded).batches) == 2
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"batch_size": 2}, {"canvases": 2}, {"prompts": 5}]
+)
+def test_recordings_of_other_settings_are_others(
+    source: Checkpoint, change: dict[str, Any]
+) -> None:
+    settings = recipe_of(source).calibration
+    assert settings is not None
+    own = Denoising(source.folder, settings, "cpu").identity
+    assert Denoising(source.folder, settings.model_copy(update=change), "cpu").identity != own
+
+
+def test_scratch_that_is_full_or_gone_is_one_line_and_the_same_command_goes_on(
+    source: Checkpoint, rounded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, write, left = tmp_path / "rounded", os.write, iter(range(5))
+
+    def full(file: int, data: bytes) -> int:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    finish = Recorder.finish
+
+    def gone(own: Recorder, *rest: Any) -> None:
+        shutil.rmtree(own.folder)
+        finish(own, *rest)
+
+    breaks: list[tuple[object, str, object]] = [(os, "write", full), (Recorder, "finish", gone)]
+    for owner, name, breaking in breaks:
+        with monkeypatch.context() as broken:
+            broken.setattr(owner, name, breaking)
+            with pytest.raises(
+                ResourceError, match=r"another disk with --scratch; the same command"
+            ):
+                round_weights(source, targets_of(source), recipe_of(source), out)
+    round_weights(source, targets_of(source), recipe_of(source), out)
+    assert (out / stage.SUMMARY).read_bytes() == (rounded / stage.SUMMARY).read_bytes()

@@ -8,11 +8,12 @@ them. On a newer GPU than those they are compiled when they are first launched.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from fused_dequant import tuning
-from fused_dequant.layouts import KERNELS
-from fused_dequant.targets import TARGETS, Capability, name_of
+from fused_dequant.targets import TARGETS, Capability, capability, name_of
+from fused_dequant.weights import KERNELS
 from platformdirs import user_cache_dir
 
 from quantize.errors import InputError, ResourceError
@@ -125,6 +126,15 @@ def verdict(scheme: str, gpu: Gpu) -> Verdict:
     if scheme == "nvfp4" and own in TARGETS and TARGETS[own].fp4:
         note += "; activations stay bf16 (W4A16), vLLM multiplies W4A4"
     return Verdict(scheme, kernels, note)
+
+
+def launches_of(device: torch.device) -> list[Any]:
+    """Return the name of a device, and the configurations that its kernels are launched with."""
+    if device.type != "cuda":
+        return [device.type]
+    tuning.user_tables(TUNED)
+    name = torch.cuda.get_device_name(device)
+    return [name, tuning.table(name, name_of(capability(device)))]
 
 
 def check_gpu(schemes: Iterable[str], device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Rows of recorded passes between the host and the device, beside the device's work.
 
-    host --thread--> pinned --copy--> slot on the device: work in place --copy--> pinned --thread--> host
+    host --thread--> pinned --copy--> slot on the device, worked on --copy--> pinned --thread--> host
 
 A piece is some consecutive passes of one batch. While one is worked on, the next arrives and the last
 one leaves: three slots on the device, two pinned buffers each way. On a CPU the work is done on the
@@ -179,7 +179,7 @@ class _Way:
     def bring(
         self, source: Tensor, slot: Tensor, before: Future[None] | None
     ) -> "Future[torch.cuda.Event]":
-        """Copy rows to the device once `before` has left its slot; the event says that they are there."""
+        """Copy rows to the device once `before` has left its slot; return the event of arrival."""
         return self._thread.submit(self._bring, source, slot, before)
 
     def take_back(

@@ -41,9 +41,9 @@ class Coverage:
         """Count the tokens of one input."""
         layer, _, projection = name.rpartition(".")
         if experts is not None and projection == "gate_up_proj":
-            counts = experts.new_zeros(self._experts)
-            chosen = experts.flatten()  # bincount would wait for the device
-            self._add(layer, counts.scatter_add_(0, chosen, torch.ones_like(chosen)))
+            each = torch.arange(self._experts, device=experts.device)
+            # bincount would wait for the device, and many sums into few cells for each other
+            self._add(layer, (experts[..., None] == each).sum((0, 1)))
 
     def _add(self, layer: str, found: Tensor) -> None:
         before = self._counts.get(layer)
