@@ -150,8 +150,10 @@ def record_all(
     with metered(title, sum(map(len, batches.values())), "prompts") as meter:
 
         def recorded(start: int, own: BatchEngine) -> list[Trajectory]:
-            alone = watching is None or start >= observed
-            with nullcontext(_nothing) if alone else watching(own, start) as on_step:
+            watched = nullcontext(_nothing)
+            if watching is not None and start < observed:
+                watched = watching(own, start)
+            with watched as on_step:
 
                 def count(step: StepRecord) -> None:
                     meter.announce(0, sum(tokens for tokens, _ in ended(step, sampler)))

@@ -4,8 +4,8 @@
     python tests/benchmarks/layer_by_layer.py run FOLDER --gpu-memory 22 --gpu-memory 76
 
 FOLDER (in memory: /dev/shm) gets a synthetic BF16 checkpoint and prompts, unless these are there.
-`exact` compares Hessians of some layers, summed in the loop and layer by layer, bit for bit. `run` takes
-each budget through `calibrate` and `round`, each a process of its own; the same command goes on where
+`exact` compares Hessians of some layers, summed in the loop and layer by layer, bit for bit; `run`
+takes each budget through `calibrate` and `round`, each a process of its own; the same command goes on where
 it was stopped, and leaves out what FOLDER/layers.jsonl says is done. Codes are removed once they are
 hashed: three budgets' would not fit. The recording and what the stages write lie in --scratch.
 

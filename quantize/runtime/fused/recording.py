@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantize.checkpoints.reader import bytes_of
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import read_json, write_json
 from quantize.host.processes import ALONE, Processes
@@ -162,7 +163,7 @@ class _Batch:
         self._writing = self._beside.submit(self._write, rows)
 
     def _write(self, rows: Tensor) -> None:
-        left = memoryview(rows.view(torch.uint8).numpy()).cast("B")
+        left = bytes_of(rows.view(torch.uint8).view(-1))
         self._crc = zlib.crc32(left, self._crc)
         while left:
             left = left[os.write(self._file, left) :]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -22,6 +23,7 @@ from quantize.errors import ResourceError
 from quantize.host.progress import say
 from quantize.runtime.fused.recording import RecordedPass, Recording
 
+Event = Any  # torch.cuda.Event, of which torch's stubs have two
 PIECE_BYTES = 64 << 20  # of rows that travel together, but at least a pass
 LEFT_BYTES = 6 << 30  # of host memory that rows leave free
 SLOTS = 3
@@ -141,7 +143,7 @@ class Shuttle:
         work: Work,
     ) -> None:
         coming, going = self._ways
-        arriving: deque[Future[torch.cuda.Event]] = deque()
+        arriving: deque[Future[Event]] = deque()
         leaving: list[Future[None]] = []
 
         def bring(number: int) -> None:
@@ -176,19 +178,17 @@ class _Way:
             for _ in range(2)
         )
 
-    def bring(
-        self, source: Tensor, slot: Tensor, before: Future[None] | None
-    ) -> "Future[torch.cuda.Event]":
+    def bring(self, source: Tensor, slot: Tensor, before: Future[None] | None) -> "Future[Event]":
         """Copy rows to the device once `before` has left its slot; return the event of arrival."""
         return self._thread.submit(self._bring, source, slot, before)
 
     def take_back(
-        self, slot: Tensor, target: Tensor | None, done: torch.cuda.Event
+        self, slot: Tensor, target: Tensor | None, done: Event
     ) -> "Future[None]":
         """Copy rows to `target` once the work on them is done."""
         return self._thread.submit(self._take_back, slot, target, done)
 
-    def _bring(self, source: Tensor, slot: Tensor, before: Future[None] | None) -> torch.cuda.Event:
+    def _bring(self, source: Tensor, slot: Tensor, before: Future[None] | None) -> Event:
         if before is not None:
             before.result()
         pinned, copied = self._pinned[0]
@@ -202,7 +202,7 @@ class _Way:
             arrived.record(self._stream)
         return arrived
 
-    def _take_back(self, slot: Tensor, target: Tensor | None, done: torch.cuda.Event) -> None:
+    def _take_back(self, slot: Tensor, target: Tensor | None, done: Event) -> None:
         if target is None:
             done.synchronize()
             return
