@@ -49,7 +49,6 @@ from quantize.stages.fidelity.replay import Compared, replay
 from quantize.stages.prompts import load_prompts
 from quantize.stages.round_weights.round_weights import (
     Unit,
-    groups_of,
     round_unit,
     units_of,
     write_layer,
@@ -167,7 +166,9 @@ def made(out: Path, arm: str, both: BothInputs | None) -> None:
     if both is not None:
         hessians = both.half(int(arm in ("rounded", "aimed")))
         with settings_of(arm):
-            for layer in groups_of(units_of(targets), 0):
+            units = units_of(targets)
+            for number in sorted({unit.layer for unit in units}):
+                layer = [unit for unit in units if unit.layer == number]
                 done = [
                     round_unit(unit, weights_of(unit, both if arm == "aimed" else None), hessians)
                     for unit in layer

@@ -23,6 +23,7 @@ One file a measurement: a killed run continues.
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -170,7 +171,7 @@ def calibrate(folder: Path, source: str, seed: int, budget: int, prompts: int, d
     check_scales(scales)
     folder.mkdir(parents=True)
     save_file({f"{m}.{INPUT_SCALE}": s for m, s in scales.items()}, folder / SCALES)
-    round_layers(folder, units, checkpoint, hessians)
+    round_layers(folder, units, checkpoint, repeat(hessians))
     for rounding, rounded in (("nearest", None), ("gptq", folder)):
         convert(
             checkpoint, targets, folder / rounding, recipe=RECIPE, input_scales=folder / SCALES,

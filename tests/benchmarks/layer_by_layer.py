@@ -5,9 +5,9 @@
 
 FOLDER (in memory: /dev/shm) gets a synthetic BF16 checkpoint and prompts, unless these are there.
 `exact` compares Hessians of some layers, summed in the loop and layer by layer, bit for bit; `run`
-takes each budget through `calibrate` and `round`, each a process of its own; the same command goes on where
-it was stopped, and leaves out what FOLDER/layers.jsonl says is done. Codes are removed once they are
-hashed: three budgets' would not fit. The recording and what the stages write lie in --scratch.
+takes each budget through `calibrate` and `round`, each a process of its own; the same command goes on
+where it was stopped, and leaves out what FOLDER/layers.jsonl says is done. Codes are removed once they
+are hashed: three budgets' would not fit. The recording and what the stages write lie in --scratch.
 
 A line has the seconds of the stage and of its parts, GPU and host peaks, bytes over the link and on
 scratch, and a sha256 of every artifact. `run` ends with what is equal between budgets.

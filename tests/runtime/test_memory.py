@@ -1,6 +1,7 @@
 """What fits a GPU is known before anything is loaded: plans within budgets, sizes as allocated."""
 
 import gc
+import math
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from quantize.runtime.memory import (
     Stack,
     budget_of,
     cache_bytes,
+    in_lockstep,
+    layer_cache_bytes,
     least_bytes,
     packed_sizes,
     plan,
@@ -32,6 +35,7 @@ from quantize.stages.memory_needs import (
     BUDGETS_GB,
     HESSIAN_BYTES,
     ROUNDING_BYTES,
+    SHUTTLE_BYTES,
     memory_table,
     needs,
 )
@@ -57,14 +61,38 @@ def test_gptq_plans_its_hessians_beside_the_model() -> None:
     found = needs(recipe, REAL, tensors, plan_targets(tensors, quantization))
     assert [need.stage for need in found[:3]] == ["calibrate", "round", "fidelity BF16"]
     need = found[1]
-    assert need.beside == HESSIAN_BYTES + ROUNDING_BYTES
-    for gb in (32e9, 80e9):  # as `round_weights` places the model in what those leave
-        alone = plan(replace(need, beside=0.0), REAL, gb - need.beside)
-        both = plan(need, REAL, gb)
-        assert (both.resident, both.batch) == (alone.resident, alone.batch)
-        assert both.total == pytest.approx(alone.total + need.beside)
-    with pytest.raises(ResourceError, match=r"round: there are 18\.0 GB"):
+    assert need.beside == HESSIAN_BYTES + ROUNDING_BYTES + SHUTTLE_BYTES
+    small, large = (
+        plan(need, REAL, gb) for gb in (22e9, 141e9)
+    )  # two layers in turns, at any budget
+    assert small.total == large.total == least_bytes(need, REAL)
+    assert small.parts["cache"] == 8 * max(layer_cache_bytes(REAL, 2048 + 512))
+    assert small.parts["fixed"] == found[0].stack.streaming
+    with pytest.raises(ResourceError, match=r"round: there are 18\.0 GB.*a batch of 8 canvases"):
         plan(need, REAL, 18e9)
+
+
+def test_what_depends_on_its_batch_keeps_it_or_is_refused() -> None:
+    need = real_needs("nvfp4")["calibrate"]
+    assert plan(need, REAL, 22e9).batch == need.batch == 8
+    with pytest.raises(ResourceError, match=r"smaller `batch_size` in the recipe's calibration"):
+        plan(need, REAL, least_bytes(need, REAL) - 1)
+    assert plan(need, REAL, least_bytes(need, REAL)).batch == 8
+
+
+def test_lockstep_streams_least_over_all_batches() -> None:
+    """Never more lanes than that takes: each leaves less room for layers that stay."""
+    need = replace(real_needs("nvfp4")["calibrate"], context=640)
+    costs: list[float] = []
+    for gb in (22, 32, 48):
+        budget, batches = gb * 1e9, 10
+        found, lanes = in_lockstep(need, REAL, budget, batches)
+        assert found.total <= budget
+        rounds = math.ceil(batches / lanes)
+        assert lanes == 1 or math.ceil(batches / (lanes - 1)) > rounds
+        costs.append(rounds * found.streamed)
+        assert costs[-1] < batches * plan(need, REAL, budget).streamed
+    assert costs == sorted(costs, reverse=True)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_dynamic"])
@@ -222,7 +250,7 @@ def test_the_command_line_says_so_before_anything_is_made(
         monkeypatch.setattr("sys.argv", ["quantize", *map(str, words), "--gpu-memory", "0.9"])
         assert cli._exit_code() == 3
         line = capsys.readouterr().err.strip().splitlines()[-1]
-        assert line.startswith("error: calibrate: there are 0.9 GB of GPU memory, and one canvas")
+        assert line.startswith("error: calibrate: there are 0.9 GB of GPU memory, and a batch of ")
         assert f"needs {least}" in line
     assert not out.exists()
 
