@@ -15,6 +15,8 @@ one random canvas only, its `sequential` one never finishes the encoder (uniniti
 error), and it runs each expert as a Linear of its own, 11,520 calls a forward pass of the 26B model.
 The scales are the same: FP32 quotients of the same maxima (oneshot divides in BF16 on a GPU).
 
+A recipe that rounds by GPTQ also has what enters the first layer recorded, for the stage `round`.
+
 Under `torchrun --nproc-per-node N` the processes share the batches, one GPU each. Every batch is what
 one process would have made of it and maxima are pooled exactly: the files are those of one process.
 """
