@@ -46,13 +46,15 @@ def recipe_of(folder: Path, count: int, canvases: int, batch: int) -> Any:
 
 
 class Clock:
-    """Seconds and bytes by part; a part's device work is waited for."""
+    """Seconds and bytes by part; where `waits`, a part's device work is waited for."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.bytes: dict[str, int] = {}
 
-    def timed(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(
+        self, name: str, work: Callable[..., Any], *, waits: bool = True
+    ) -> Callable[..., Any]:
         """Return `work`, timed."""
 
         def wrapped(*args: Any, **options: Any) -> Any:
@@ -60,7 +62,7 @@ class Clock:
             try:
                 return work(*args, **options)
             finally:
-                if torch.cuda.is_available():
+                if waits and torch.cuda.is_available():
                     torch.cuda.synchronize()
                 taken = time.perf_counter() - started
                 self.seconds[name] = self.seconds.get(name, 0.0) + taken
@@ -152,7 +154,7 @@ def instrumented(clock: Clock, events: Events) -> None:
         write(self, rows)
 
     transfer.Transfer.fetch, shuttle.Shuttle.run = fetched, carried
-    streaming.StreamedLayers._take = clock.timed("waiting for a layer", wait)
+    streaming.StreamedLayers._take = clock.timed("waiting for a layer", wait, waits=False)
     Hessians.see, FusedModel.run, recording._Batch._write = events.timed(see), run, written
     round_weights.round_unit = clock.timed("rounding", round_weights.round_unit)
     denoising.open = clock.timed("loading", denoising.open)

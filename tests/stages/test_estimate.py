@@ -1,6 +1,5 @@
 """Estimates follow from the plan and from stated rates; sizes are those of the headers."""
 
-
 import pytest
 from rich.console import Console
 

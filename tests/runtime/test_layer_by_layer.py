@@ -1,0 +1,93 @@
+"""Recorded passes through one layer after the other show what the loop showed, bit for bit."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from chats import add_chats
+from PIL import Image
+from tiny import CANVAS, EXPERTS, LAYERS
+
+from quantize.checkpoints.reader import Checkpoint
+from quantize.recipe.sections import Calibration
+from quantize.runtime.fused import shuttle
+from quantize.runtime.fused.layer_by_layer import LayerByLayer
+from quantize.runtime.fused.recording import Recorder
+from quantize.runtime.fused.weights import model_config
+from quantize.runtime.images import place, prepare
+from quantize.runtime.trajectory import Prompt
+from quantize.schemes.hessians import Hessians
+from quantize.stages.denoising import Denoising
+
+KINDS = (
+    "self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj",
+    "experts.gate_up_proj", "experts.down_proj",
+)  # fmt: skip
+NAMES = [f"model.decoder.layers.{i}.{kind}" for i in range(LAYERS) for kind in KINDS]
+
+
+@pytest.fixture(scope="module")
+def source(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layers") / "source"
+    shutil.copytree(tiny_checkpoint, folder)
+    add_chats(folder)
+    return folder
+
+
+def prompts_of(source: Path) -> list[Prompt]:
+    """Short ones, one past the window, two with pictures; batches of two, the last of one."""
+    config = model_config(Checkpoint.open(source).config)
+    images, counts = prepare([Image.new("RGB", (40, 40), "red")], config, 70)
+    pictured = place([2, 110, config.image_token_id, 120, 130], counts, config)
+    ids: list[tuple[list[int], bool]] = [
+        ([2, 110, 120], False), (list(range(100, 150)), False), (pictured, True),
+        ([2, 140, 150, 160, 170], False), ([*pictured, 180], True),
+    ]  # fmt: skip
+    return [Prompt(tuple(own), False, images if has else None) for own, has in ids]
+
+
+@pytest.mark.parametrize("piece", [1, 64 << 20])
+def test_layers_see_what_they_saw_in_the_loop(
+    piece: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shuttle, "PIECE_BYTES", piece)  # a pass, or a batch, travels at a time
+    settings = Calibration(
+        datasets=[str(source / "chats.jsonl")], prompts=5, canvases=2, thinking=0, batch_size=2
+    )
+    denoising = Denoising(source, settings, "cpu")
+    denoising._prompts = prompts_of(source)
+    loop, found = (Hessians(NAMES, EXPERTS) for _ in range(2))
+
+    def nothing(*_: object) -> None: ...
+
+    recorder = Recorder(tmp_path)
+    denoising.run(title="", watchers=lambda _: ((loop.see,), nothing, nothing), recorder=recorder)
+    recording = denoising.recording(tmp_path)
+    passes = [own for batch in recording.batches for own in batch.passes]
+    assert {own.decoded for own in passes} == {0, CANVAS, 2 * CANVAS}
+    assert any(
+        bool((own.visible[False][1] > own.positions).any()) for own in passes if not own.decoded
+    )
+    assert any(own.real is not None and len(own.real) < own.count for own in passes)
+    layers = LayerByLayer(source, recording, "cpu", tmp_path)
+    assert list(layers.run(lambda _: [found.see], LAYERS - 1)) == list(range(LAYERS))
+    for name in NAMES:
+        assert torch.equal(found.tokens[name], loop.tokens[name]), name
+        assert torch.equal(found.sums[name], loop.sums[name]), name
+
+
+def test_layers_that_nobody_watches_hand_on_the_same_rows(source: Path, tmp_path: Path) -> None:
+    """A run that goes on behind finished layers."""
+    settings = Calibration(
+        datasets=[str(source / "chats.jsonl")], prompts=2, canvases=1, thinking=0, batch_size=2
+    )
+    recording = Denoising(source, settings, "cpu").recording(tmp_path)
+    last: list[torch.Tensor] = []
+    for watched in (range(LAYERS), [LAYERS - 1]):
+        seen = Hessians(NAMES, EXPERTS)
+        layers = LayerByLayer(source, recording, "cpu", tmp_path)
+        for _ in layers.run(lambda i, own=watched, s=seen: [s.see] if i in own else [], LAYERS - 1):
+            pass
+        last.append(seen.sums[NAMES[-1]])
+    assert torch.equal(*last)
