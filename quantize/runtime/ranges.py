@@ -4,6 +4,7 @@ import re
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from quantize.host.processes import Processes
 
@@ -14,13 +15,17 @@ class Ranges:
     def __init__(self, experts: int) -> None:
         self._experts = experts
         self._amax: dict[str, Tensor] = {}
+        self._rows: Tensor | None = None
+        self._largest = torch.empty(0)
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
         """Observe the rows that enter the Linear `name`, and the experts of each, if any."""
-        largest = rows.abs().flatten(0, -2).amax(-1)
         if experts is None:
-            found = largest.amax(0, keepdim=True)
+            if rows is not self._rows:  # q, k and v, or gate and up, read one input
+                self._rows, self._largest = rows, vector_norm(rows, float("inf")).view(1)
+            found = self._largest
         else:
+            largest = vector_norm(rows.flatten(0, -2), float("inf"), -1)
             # Not `scatter_reduce`: on a GPU thousands of rows would wait for a hundred cells.
             each = torch.arange(self._experts, device=experts.device)
             routed = (experts[..., None] == each).any(1)  # [rows, experts]

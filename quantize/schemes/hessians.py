@@ -6,6 +6,7 @@ blocks i <= j; the other tiles are these, transposed. So the Hessians of a layer
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from fused_dequant.dispatch import launches
@@ -37,6 +38,7 @@ class Hessians:
         self.sums: dict[str, Tensor] = {}
         self.tokens: dict[str, Tensor] = {}
         self._inputs: dict[str, int] = {}
+        self._choices: tuple[Tensor, ...] | None = None
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
         """Add the rows of one input to its sums."""
@@ -49,11 +51,29 @@ class Hessians:
             self.sums[name] = torch.zeros(shape, dtype=torch.float32, device=x.device)
             self.tokens[name] = torch.zeros(count, dtype=torch.int64, device=x.device)
             self._inputs[name] = x.shape[1]
-        chosen = torch.zeros_like(x[:, :1], dtype=torch.int64) if experts is None else experts
-        found, order = chosen.flatten().sort(stable=True)
-        starts = torch.searchsorted(found, torch.arange(count + 1, device=x.device).to(found))
+        order, starts = _alone(len(x), x.device) if experts is None else self._sorted(experts)
         self.tokens[name] += starts.diff()
-        _add(self.sums[name], x, order, starts, chosen.shape[1])
+        _add(self.sums[name], x, order, starts, 1 if experts is None else experts.shape[1])
+
+    def _sorted(self, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the choices sorted by experts, and where each expert's begin.
+
+        The experts' two inputs have the same choices, which are sorted once: a tensor that is held
+        shares its memory with none but its views.
+        """
+        known, *found = self._choices or (None,)
+        if known is None or (known.data_ptr(), known.numel()) != (
+            experts.data_ptr(),
+            experts.numel(),
+        ):
+            narrow = (
+                torch.uint8 if self._experts <= 256 else torch.int64
+            )  # a pass of sorting a byte
+            ids, order = experts.flatten().to(narrow).sort(stable=True)
+            each = torch.arange(self._experts + 1, device=experts.device)
+            found = [order, torch.searchsorted(ids.long(), each)]
+            self._choices = (experts, *found)
+        return found[0], found[1]
 
     def sum(self, name: str) -> Tensor:
         """Return an input's whole sums [E, in, in]."""
@@ -67,6 +87,12 @@ class Hessians:
         """
         inputs = self._inputs[name]
         return whole(shrunk(self.sums[name], self.tokens[name], at, inputs), inputs)
+
+
+@lru_cache(4)
+def _alone(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return what `_sorted` does for one expert that all rows are of."""
+    return torch.arange(rows, device=device), torch.tensor([0, rows], device=device)
 
 
 def _add(tiles: Tensor, x: Tensor, order: Tensor, starts: Tensor, topk: int) -> None:

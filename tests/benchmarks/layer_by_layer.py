@@ -124,7 +124,13 @@ def instrumented(clock: Clock, events: Events) -> None:
     fetch, carry, wait = (
         transfer.Transfer.fetch, shuttle.Shuttle.run, streaming.StreamedLayers._take,
     )  # fmt: skip
+    grams = Events()
+    if torch.cuda.is_available():
+        from fused_dequant import gram
+
+        gram.add = grams.timed(gram.add)
     see, take, write = Hessians.see, FusedModel.run, recording._Batch._write
+    add = recording._Batch.add
     passes, began = [0], time.perf_counter()
 
     def fetched(self: Any, layout: Any) -> Any:
@@ -136,11 +142,14 @@ def instrumented(clock: Clock, events: Events) -> None:
         clock.add("rows", rows * (1 if targets is None else 2))
         started = time.perf_counter()
         clock.timed("layer passes", carry)(self, pieces, sources, targets, work)
-        taken, hessians = time.perf_counter() - started, events.settle()
-        print(f"  a layer: {taken:.2f} s, {hessians:.2f} s of it Hessians", flush=True)
+        taken, hessians, products = time.perf_counter() - started, events.settle(), grams.settle()
+        print(
+            f"  a layer: {taken:.2f} s, {hessians:.2f} s of it Hessians, {products:.2f} s products",
+            flush=True,
+        )
 
     def run(self: Any, own: Any) -> Any:
-        found = take(self, own)
+        found = clock.timed("layers, waited for", take)(self, own)
         passes[0] += 1
         if passes[0] % 48 == 0:
             print(
@@ -149,13 +158,19 @@ def instrumented(clock: Clock, events: Events) -> None:
             )
         return found
 
+    def noted(self: Any, own: Any) -> None:
+        clock.timed("taking rows to the host", add, waits=False)(self, own)
+
     def written(self: Any, rows: Any) -> None:
         clock.add("scratch", rows.numel() * rows.element_size())
         write(self, rows)
 
+    recording._Batch.add = noted
     transfer.Transfer.fetch, shuttle.Shuttle.run = fetched, carried
     streaming.StreamedLayers._take = clock.timed("waiting for a layer", wait, waits=False)
     Hessians.see, FusedModel.run, recording._Batch._write = events.timed(see), run, written
+    round_weights._read = clock.timed("reading weights", round_weights._read, waits=False)
+    round_weights.write_layer = clock.timed("writing", round_weights.write_layer, waits=False)
     round_weights.round_unit = clock.timed("rounding", round_weights.round_unit)
     denoising.open = clock.timed("loading", denoising.open)
     denoising.record_all = clock.timed("denoising", denoising.record_all)

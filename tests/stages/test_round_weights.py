@@ -366,7 +366,27 @@ def test_recordings_of_other_settings_are_others(
     settings = recipe_of(source).calibration
     assert settings is not None
     own = Denoising(source.folder, settings, "cpu").identity
+    assert Denoising(source.folder, settings, "cpu").identity == own
     assert Denoising(source.folder, settings.model_copy(update=change), "cpu").identity != own
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "config.json", "model.safetensors"])
+def test_recordings_of_other_prompts_and_models_are_others(
+    name: str, source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = recipe_of(source).calibration
+    assert settings is not None
+    monkeypatch.chdir(source.folder)
+    settings = settings.model_copy(update={"datasets": ["chats.jsonl"]})
+    own = Denoising(source.folder, settings, "cpu").identity
+    shutil.copytree(source.folder, tmp_path / "other")
+    monkeypatch.chdir(tmp_path / "other")
+    changed = tmp_path / "other" / name
+    data = changed.read_bytes()
+    changes = {"chats.jsonl": data.replace(b'"w1', b'"w2'), "config.json": data + b" "}
+    changed.write_bytes(changes.get(name, data[:-1] + b"\n"))
+    other = Denoising(tmp_path / "other", settings, "cpu")
+    assert other.identity != own
 
 
 def test_scratch_that_is_full_or_gone_is_one_line_and_the_same_command_goes_on(

@@ -101,13 +101,14 @@ class Inputs:
         self, index: int, x: Tensor, ids: Tensor, routing: Tensor, gate_up: Weight, down: Weight
     ) -> Tensor:
         """Return the routed experts' addends, [M, topk, H], of bf16 rows [M, H]."""
-        self._show(f"{index}.experts.gate_up_proj", x, ids)
+        chosen = ids.long() if self._observers else ids  # once: observers know its memory again
+        self._show(f"{index}.experts.gate_up_proj", x, chosen)
         own = self.scales[index]
         scales = tuple(own[kind] for kind in EXPERTS if kind in own)
         return simulated.experts(
             x, ids, routing, simulated.plain(gate_up), simulated.plain(down),
             (scales[0], scales[1]) if len(scales) == 2 else None,
-            lambda hidden: self._show_hidden(index, hidden, ids),
+            lambda hidden: self._show_hidden(index, hidden, chosen),
         )  # fmt: skip
 
     def _show_hidden(self, index: int, hidden: Tensor, ids: Tensor) -> None:
@@ -117,9 +118,7 @@ class Inputs:
             hidden = hidden.view(*ids.shape, -1)[self.real].flatten(0, 1)
             ids = ids[self.real]
         for see in self._observers:
-            see(
-                f"model.decoder.layers.{index}.experts.down_proj", hidden, ids.reshape(-1, 1).long()
-            )
+            see(f"model.decoder.layers.{index}.experts.down_proj", hidden, ids.reshape(-1, 1))
 
     def _show(self, name: str, x: Tensor, ids: Tensor | None) -> None:
         if not self._observers:
@@ -127,7 +126,7 @@ class Inputs:
         if self.real is not None:
             x, ids = x[self.real], None if ids is None else ids[self.real]
         for see in self._observers:
-            see(f"model.decoder.layers.{name}", x, None if ids is None else ids.long())
+            see(f"model.decoder.layers.{name}", x, ids)
 
 
 def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode) -> Inputs | None:

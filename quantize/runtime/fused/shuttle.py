@@ -182,9 +182,7 @@ class _Way:
         """Copy rows to the device once `before` has left its slot; return the event of arrival."""
         return self._thread.submit(self._bring, source, slot, before)
 
-    def take_back(
-        self, slot: Tensor, target: Tensor | None, done: Event
-    ) -> "Future[None]":
+    def take_back(self, slot: Tensor, target: Tensor | None, done: Event) -> "Future[None]":
         """Copy rows to `target` once the work on them is done."""
         return self._thread.submit(self._take_back, slot, target, done)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from quantize.host.processes import Processes
 from quantize.recipe.sections import Calibration
@@ -112,10 +113,9 @@ class StepStatistics:
         kind = INPUTS.get(".".join(name.rsplit(".", 2)[1:]))
         if kind is not None:
             times = 1 if experts is None else experts.shape[1]
-            x = rows.abs()
-            total = x.sum(dtype=torch.float64) * times
-            seen = torch.stack((x.amax().double(), total))
-            self._pending.append((kind, seen, x.numel() * times))
+            total = vector_norm(rows, 1, dtype=torch.float64) * times
+            seen = torch.stack((vector_norm(rows, float("inf")).double(), total))
+            self._pending.append((kind, seen, rows.numel() * times))
 
     def on_encoded(self) -> None:
         """Add what a pass of the encoder has shown."""
