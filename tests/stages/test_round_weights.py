@@ -357,6 +357,37 @@ def test_a_sound_recording_is_not_made_again(
     assert len(denoising.recording(recorded).batches) == 2
 
 
+def test_each_batch_of_experts_has_its_own_hessians(
+    source: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two at a time, as 32 at a time at 26B: the same codes as all at once."""
+    unit = next(u for u in units_of(targets_of(source)) if u.reads.endswith("experts.down_proj"))
+    weights = [source.read(target.name) for target in unit.targets]
+    hessians, inputs = Hessians([unit.reads], EXPERTS), weights[0].shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    for expert in range(EXPERTS):
+        mix = torch.randn(inputs, inputs, generator=generator)
+        rows = (torch.randn(4 * inputs, inputs, generator=generator) @ mix).bfloat16()
+        hessians.see(unit.reads, rows, torch.full((len(rows), 1), expert))
+    whole = stage.round_unit(unit, weights, hessians)
+    monkeypatch.setattr(stage, "experts_at_once", lambda *_: 2)
+    parts = stage.round_unit(unit, weights, hessians)
+    for name, tensor in whole.tensors.items():
+        assert torch.equal(parts.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_an_expert_of_few_tokens_is_drawn_to_its_layer_by_its_inputs() -> None:
+    """It keeps n / (n + in); 200 inputs are two tiles of 128."""
+    hessians, generator = Hessians(["x"], 2), torch.Generator().manual_seed(0)
+    rows = torch.randn(300, 200, generator=generator).bfloat16()
+    hessians.see("x", rows, (torch.arange(300) < 60).long()[:, None])
+    sums = hessians.sum("x")
+    for expert, n in enumerate((240, 60)):
+        keep = n / (n + 200)
+        expected = keep * sums[expert] / n + (1 - keep) * sums.sum(0) / 300
+        torch.testing.assert_close(hessians.mean("x")[expert], expected)
+
+
 @pytest.mark.parametrize(
     "change", [{"seed": 1}, {"batch_size": 2}, {"canvases": 2}, {"prompts": 5}]
 )
