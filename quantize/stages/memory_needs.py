@@ -86,7 +86,7 @@ def _rounding(bf16: Stack, batch: int, length: int) -> Need:
     return Need("round", in_turns, batch, length, beside=beside, fixed_batch=True, one_layer=True)
 
 
-def _packed(target: Target, in_fp8: bool) -> int:
+def _packed(target: Target, mode: ActivationMode) -> int:
     """Return a tensor's bytes once packed, as `memory.packed_sizes`; Hopper keeps experts in 4 bits."""
     if target.scheme is None or target.module_class == "experts":
         return target.bytes_after

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from fused_dequant import tuning
+from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import TARGETS, Capability, capability, name_of
-from fused_dequant.weights import KERNELS
 from platformdirs import user_cache_dir
 
 from quantize.errors import InputError, ResourceError

@@ -41,10 +41,10 @@ from quantize.runtime.engine import Observer
 from quantize.runtime.fused.layer_by_layer import LayerByLayer
 from quantize.runtime.memory import budget_of
 from quantize.runtime.opening import free_unused
-from quantize.schemes.gptq import DAMPING, NEIGHBOURS, SWEEPS, Rounded, gptq
+from quantize.schemes.gptq import DAMPING, SWEEPS, Rounded, gptq
 from quantize.schemes.hessians import TILE, Hessians, tiles_of
 from quantize.schemes.records import Scheme
-from quantize.schemes.rounding import global_scale
+from quantize.schemes.rounding import E2M1_GROUPS, global_scale
 from quantize.stages.denoising import SCRATCH, Denoising
 from quantize.stages.memory_needs import ROUNDING_BYTES
 
@@ -300,7 +300,7 @@ def write_layer(folder: Path, units: Sequence[Unit], done: Sequence[Done]) -> No
 def _identity(units: Sequence[Unit], denoising: Denoising) -> str:
     """Return a digest of everything that the rounded weights depend on."""
     schemes = [(unit.reads, unit.scheme.name) for unit in units]
-    facts = [denoising.identity, schemes, DAMPING, NEIGHBOURS, SWEEPS]
+    facts = [denoising.identity, schemes, DAMPING, E2M1_GROUPS.neighbours, SWEEPS]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
