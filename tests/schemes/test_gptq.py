@@ -101,6 +101,17 @@ def test_coordinate_descent_never_raises_the_loss(monkeypatch: pytest.MonkeyPatc
     assert (losses[2] <= losses[1]).all()
 
 
+@pytest.mark.parametrize("span", [16, 512])
+def test_how_many_inputs_are_spread_together_changes_no_code(
+    span: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """320 inputs are three spans: errors and slopes reach the inputs of all of them."""
+    weight, hessian = layer(inputs=320)
+    expected = rounded_nvfp4(weight, hessian.clone()).tensors["weight_packed"]
+    monkeypatch.setattr(module, "SPAN", span)
+    assert torch.equal(rounded_nvfp4(weight, hessian).tensors["weight_packed"], expected)
+
+
 def test_a_diagonal_hessian_leaves_codes_at_the_nearest() -> None:
     """Nothing can be gained from other inputs' errors, so FP8 codes are those of plain rounding."""
     weight, _ = layer()
