@@ -18,6 +18,7 @@ import click
 from quantize import __version__
 from quantize.cli.stages import command_of
 from quantize.errors import LONGEST, QuantizeError, unexpected_in
+from quantize.host.locks import refuse_several
 from quantize.pipeline.stages import STAGES
 
 COMMANDS = (
@@ -73,7 +74,8 @@ class _Commands(click.Group):
     epilog=EXIT_CODES,
 )
 @click.version_option(__version__, prog_name="quantize")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Quantize DiffusionGemma to FP8 or NVFP4, and prove that it still thinks.
 
     \b
@@ -86,6 +88,9 @@ def cli() -> None:
     A run lies in outputs/RECIPE-HASH/. A run that was interrupted, or whose files were changed, goes
     on with --resume: what is done and stands is kept.
     """
+    command = context.invoked_subcommand
+    if command not in [stage.name for stage in STAGES if stage.shares_work]:
+        refuse_several(str(command))
 
 
 def main() -> None:

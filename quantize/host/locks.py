@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from os import getpid
 from pathlib import Path
 
-from quantize.errors import ResourceError
-from quantize.host.processes import is_first
+from quantize.errors import InputError, ResourceError
+from quantize.host.processes import is_alone, is_first
 
 
 @contextmanager
@@ -40,3 +40,12 @@ def locked(file: Path, what: str) -> Generator[None]:
         held.write(f"{getpid()}\n")
         held.flush()
         yield
+
+
+def refuse_several(what: str) -> None:
+    """Raise InputError where torchrun started several processes for `what`, which shares no work."""
+    if not is_alone():
+        raise InputError(
+            f"`quantize {what}` is one process; torchrun is for `quantize calibrate RUN`, `quantize "
+            f"fidelity RUN` and `quantize evaluate RUN`"
+        )

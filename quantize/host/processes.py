@@ -58,7 +58,7 @@ ALONE = Processes()
 @contextmanager
 def joined() -> Generator[Processes]:
     """Yield the processes of this command, connected while the block runs."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if is_alone():
         yield ALONE
         return
     import torch
@@ -74,9 +74,14 @@ def joined() -> Generator[Processes]:
         distributed.destroy_process_group()
 
 
+def is_alone() -> bool:
+    """Whether torchrun started no other process for this command."""
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
 def is_first() -> bool:
     """Whether this process, the first or the only one, writes the results of all."""
-    return os.environ.get("RANK", "0") == "0"
+    return is_alone() or os.environ.get("RANK", "0") == "0"
 
 
 def best_device() -> str:

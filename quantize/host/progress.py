@@ -4,7 +4,6 @@ In a terminal this is a bar; elsewhere (CI, a pipe) it is a line when the loop b
 seconds with an estimate of what is left, and one when it ends, so that a log stays readable.
 """
 
-import os
 import sys
 import threading
 import time
@@ -16,12 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from quantize.host.processes import is_first
 from quantize.host.units import duration
 
 T = TypeVar("T")
 
 # Of the processes that torchrun starts, the first speaks.
-console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
+console = Console(stderr=True, quiet=not is_first())
 EVERY = 30.0  # seconds between two lines where no bar is drawn
 
 

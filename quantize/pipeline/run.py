@@ -8,7 +8,6 @@ other: they meet in the files of the run folder. The manifest records versions, 
 and peak memory per stage; nothing that must be equal between two runs depends on it.
 """
 
-import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import GateError, InputError, ResourceError, unexpected_in
 from quantize.host.files import REDO, read_json, write_json
-from quantize.host.locks import locked
+from quantize.host.locks import locked, refuse_several
 from quantize.host.processes import best_device, is_first
 from quantize.host.progress import console, say
 from quantize.host.resources import measured
@@ -77,11 +76,7 @@ def started(
         ResourceError: another process works in the run, a stage does not fit the GPU, or more of it is
             asked for than is free.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise InputError(
-            "`quantize run` is one process; torchrun is for `quantize calibrate RUN`, `quantize "
-            "fidelity RUN` and `quantize evaluate RUN`"
-        )
+    refuse_several("run")
     named = recipe if isinstance(recipe, str) else recipe.name
     if isinstance(recipe, str):
         recipe = _resolved(recipe, model, limit)
@@ -366,7 +361,13 @@ def _is_stale(run: Run, stage: Stage) -> bool:
 
 
 def work(run: Run, stage: Stage, task: Callable[[Run], None]) -> None:
-    """Do a stage's work, and record its time, memory, inputs and result."""
+    """Do a stage's work, and record its time, memory, inputs and result.
+
+    Raises:
+        InputError: torchrun started several processes, and the stage shares no work.
+    """
+    if not stage.shares_work:
+        refuse_several(stage.name)
     say(f"{stage.name}: started")
     before = read_json(run.folder.manifest_json, "stages")["stages"].get(stage.name, {})
     facts: dict[str, Any] = {}

@@ -78,6 +78,7 @@ class Stage:
         ahead: looks, before the first stage of a run, at what this one will read from elsewhere.
         runs_models: whether it runs models on the device.
         uses_scratch: whether it keeps files for another stage, or reads them.
+        shares_work: whether torchrun's processes share its work; else there may be one alone.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Stage:
     ahead: Callable[[Run], object] = lambda _: None
     runs_models: bool = False
     uses_scratch: bool = False
+    shares_work: bool = False
 
 
 def _plan(run: Run) -> None:
@@ -286,6 +288,7 @@ STAGES = (
         is_needed=lambda recipe: recipe.needs_calibration,
         runs_models=True,
         uses_scratch=True,
+        shares_work=True,
     ),
     Stage(
         "round",
@@ -322,6 +325,7 @@ STAGES = (
         fidelity_more,
         verdict=_close_enough,
         runs_models=True,
+        shares_work=True,
     ),
     Stage(
         "evaluate",
@@ -331,6 +335,7 @@ STAGES = (
         files=("evaluation",),
         lacks=_lacks_samples,
         ahead=_open_tasks,
+        shares_work=True,
     ),
     Stage(
         "report",

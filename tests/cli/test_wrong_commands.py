@@ -42,6 +42,22 @@ WRONG = {
 }
 
 
+SHARED = ("calibrate", "fidelity", "evaluate")
+
+
+@pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name not in SHARED])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_several_processes_of_a_command_that_shares_no_work_are_refused(
+    command: str, rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks of `round` wrote one folder, and both said that it was done."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("sys.argv", ["quantize", command, "x", "y"])
+    assert cli._exit_code() == 2
+    assert f"`quantize {command}` is one process; torchrun is for" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("words", "code", "answers"), WRONG.values(), ids=WRONG)
 def test_a_wrong_command_ends_in_one_line(
     words: list[str],

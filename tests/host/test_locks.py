@@ -47,5 +47,8 @@ def test_of_torchruns_processes_the_first_holds_it(
     monkeypatch.setenv("RANK", "0")
     with locked(tmp_path / "lock", "a run"):
         monkeypatch.setenv("RANK", "1")
+        with pytest.raises(ResourceError):  # a rank without others is a process like any other
+            locked(tmp_path / "lock", "a run").__enter__()
+        monkeypatch.setenv("WORLD_SIZE", "2")
         with locked(tmp_path / "lock", "a run"):
             pass

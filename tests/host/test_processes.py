@@ -3,12 +3,16 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from two_processes import in_two
 
+from quantize.errors import InputError
 from quantize.host.processes import ALONE, joined
+from quantize.pipeline import run as pipeline
+from quantize.pipeline.stages import STAGES, Stage
 
 
 def work(rank: int, fails: bool, said: Path) -> None:
@@ -53,6 +57,17 @@ def test_torchrun_starts_them(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "0").read_text() == "0 of 2, not [1], first: True"
     assert (tmp_path / "1").read_text() == "1 of 2, not [0], first: False"
+
+
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if not stage.shares_work])
+def test_a_stage_that_shares_no_work_is_one_process(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Python too, where no command refuses it."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run: Any = None
+    with pytest.raises(InputError, match=f"`quantize {stage.name}` is one process"):
+        pipeline.work(run, stage, stage.work)
 
 
 def test_without_torchrun_there_is_one() -> None:
