@@ -189,6 +189,18 @@ def test_going_on_asks_everything_and_keeps_the_verdict(bench: Bench) -> None:
     assert not list(bench.run.evaluation.rglob("*.partial.jsonl"))
 
 
+@pytest.mark.parametrize("tasks", [(WORDS,), (GSM, WORDS)])
+def test_evaluating_again_forgets_no_look(bench: Bench, tasks: Sequence[str]) -> None:
+    """After --all the plain command, and one that asks for further sides, said "after look 1 of 5"."""
+    bench.lost = always  # the first of two tasks decides: the second one's answers stay known
+    bench.score(tasks, estimand="such_questions", repeats=1, go_on=True)
+    asked, done = len(bench.asked), bench.done
+    assert done["looks"] == {task: {"taken": 5, "of": 5} for task in sorted(tasks, reverse=True)}
+    bench.score(tasks, estimand="such_questions", repeats=1, asked=sides.Asked(modes=["none"]))
+    assert bench.done == done
+    assert len(bench.asked) == asked + COUNT * len(tasks)  # of the further side, as much
+
+
 @pytest.mark.parametrize(("batch_size", "calls"), [(8, 2 * 2 * 3), (1, 2 * 2)])
 def test_going_on_loads_each_model_once(bench: Bench, batch_size: int, calls: int) -> None:
     """Samples that depend on no batch are asked at once, the others look by look; alike in the end."""

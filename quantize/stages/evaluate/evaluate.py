@@ -215,28 +215,27 @@ def _until_decided(
     *,
     go_on: bool,
 ) -> dict[str, tuple[Task, int]]:
-    """Ask the base and the gated side, look by look; return the number of looks taken by task."""
-    seen: dict[str, Comparison | None] = dict.fromkeys(task.name for task in tasks)
-    done: dict[str, tuple[Task, int]] = {}
+    """Ask the base and the gated side, look by look; return the number of looks taken by task.
+
+    Looks that an earlier run of this command took count as taken: their answers are there.
+    """
     if go_on or gate is None:  # no look decides, so each model is loaded once
         for side in answers.there_first(sides[:2]):
             for task in tasks:
                 answers.ask(side, task, len(task.plan.looks))
-    for task in tasks:
-        for number in range(len(task.plan.looks)):
-            for side in answers.there_first(sides[:2]):
-                answers.ask(side, task, number + 1)
-            done[task.name] = (task, number + 1)
-            if gate is not None:
-                seen[task.name] = answers.compared(sides, task, gate)
-            ends = not go_on and answers.of_first(task.name not in still_open(seen))
-            if ends:
-                break
-        if gate is not None and not go_on and answers.of_first(not still_open(seen)):
-            break
+    taken = {task.name: answers.taken(sides, task) for task in tasks}
     if gate is not None:
-        answers.tell(tasks, done, seen)
-    return done
+        seen = {task.name: answers.compared(sides, task, gate) for task in tasks}
+        for task in tasks:
+            while answers.of_first(
+                taken[task.name] < len(task.plan.looks) and task.name in still_open(seen)
+            ):
+                for side in answers.there_first(sides[:2]):
+                    answers.ask(side, task, taken[task.name] + 1)
+                taken[task.name] = answers.taken(sides, task)
+                seen[task.name] = answers.compared(sides, task, gate)
+        answers.tell(tasks, taken, seen)
+    return {task.name: (task, taken[task.name]) for task in tasks if taken[task.name]}
 
 
 def _as_much(
@@ -312,6 +311,12 @@ class Answers:
             return None
         return found if found.made_with == made_with(side, task) else None
 
+    def taken(self, sides: Sequence[Side], task: Task) -> int:
+        """Return the number of looks whose answers the base and the gated side both have."""
+        base, gated = (self.scored(side, task) for side in sides[:2])
+        looks = task.plan.taken(base.answered, gated.answered) if base and gated else []
+        return self._processes.of_first(len(looks))
+
     def compared(self, sides: Sequence[Side], task: Task, gate: Gate) -> Comparison | None:
         """Compare the base and the gated side; None in all processes but the first."""
         base, gated = (self.scored(side, task) for side in sides[:2])
@@ -371,7 +376,7 @@ class Answers:
     def tell(
         self,
         tasks: Sequence[Task],
-        done: Mapping[str, tuple[Task, int]],
+        taken: Mapping[str, int],
         seen: Mapping[str, Comparison | None],
     ) -> None:
         """Print how the evaluation ended, and the time that an early end saved."""
@@ -379,9 +384,9 @@ class Answers:
             return
         planned = 2 * sum(task.samples for task in tasks)
         asked = 2 * sum(
-            looks[taken - 1].questions * looks[taken - 1].repeats
-            for task, taken in done.values()
-            for looks in [task.plan.looks]
+            look.questions * look.repeats
+            for task in tasks
+            for look in task.plan.looks[: taken[task.name]][-1:]
         )
         saved = self._rates.hours(planned - asked)
         say(
