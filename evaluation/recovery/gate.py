@@ -13,7 +13,10 @@ is an interval of width 0 over a handful of questions: PASS also needs enough un
 questions, or such questions) to have met a loss as large as the margin (`estimands.unseen_loss_p`).
 Where a recipe asks for fewer, PASS cannot be reached, and `out_of_reach` says so before the run.
 
-What decides is the comparison's two p-values alone; the bounds say the same (see `statistics`).
+What decides is the comparison's two p-values alone. Of a single look the bounds say the same (see
+`statistics`). Of several looks the p-values are sequential: once a look has decided, no later answer
+changes that. So the verdict shows that look's own difference and bounds, and beside them those of all
+answers.
 
 Over tasks: PASS when every task passes (an intersection-union test, which needs no correction), FAIL
 when some task fails after Holm's correction, so that many tasks do not make a false alarm likely.
@@ -22,7 +25,7 @@ NOT COMPARABLE when the two sides were not asked the same under the same conditi
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from recovery.estimands import ROUNDING, Estimand, unseen_loss_p
@@ -57,12 +60,12 @@ def passes(comparison: Comparison) -> bool:
 
 def judge_task(task: str, comparison: Comparison) -> Verdict:
     """Judge one task on its own."""
-    seen, estimand = _seen(task, comparison), comparison.estimand
+    estimand = comparison.estimand
     if passes(comparison):
-        return Verdict("PASS", seen, estimand)
+        return Verdict("PASS", _seen(task, comparison, "p_at_least_margin"), estimand)
     if _within(comparison.p_at_most_margin, comparison):
-        return Verdict("FAIL", seen, estimand)
-    return Verdict("INCONCLUSIVE", f"{seen}; {_needed(comparison)}", estimand)
+        return Verdict("FAIL", _seen(task, comparison, "p_at_most_margin"), estimand)
+    return Verdict("INCONCLUSIVE", f"{_seen(task, comparison)}; {_needed(comparison)}", estimand)
 
 
 def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
@@ -129,15 +132,28 @@ def _within(p_value: float, comparison: Comparison) -> bool:
     return p_value <= 1 - comparison.confidence + ROUNDING
 
 
-def _seen(task: str, comparison: Comparison) -> str:
-    bounds = comparison.difference_bounds
-    return (
-        f"{task}: {comparison.difference_pp:+.2f} pp {IN_WORDS[comparison.estimand]} "
-        f"(one-sided {comparison.confidence:.0%} bounds {bounds.low:+.2f} and {bounds.high:+.2f}), "
-        f"margin {comparison.margin_pp:g} pp, "
-        f"{comparison.questions} questions x {comparison.repeats}"
-        + (f", looked at {len(comparison.looks)} times" if len(comparison.looks) > 1 else "")
-    )
+def _seen(task: str, comparison: Comparison, decisive: str | None = None) -> str:
+    """Tell the last look, or the first that decided by the p-value `decisive`, and all beside it."""
+    looks, bounds = comparison.looks, comparison.difference_bounds
+    words = IN_WORDS[comparison.estimand]
+    last: dict[str, Any] = asdict(comparison) | asdict(bounds)
+    decided = (look for look in looks if decisive and look[decisive] <= look["level"] + ROUNDING)
+    look = next(decided, last)
+    figures = _figures(look, f" {words}", f"one-sided {comparison.confidence:.0%} bounds")
+    seen = f"{task}: {figures}, margin {comparison.margin_pp:g} pp, {_answers(look)}"
+    if look is last or look is looks[-1]:
+        return seen + (f", looked at {len(looks)} times" if len(looks) > 1 else "")
+    of_all = f"{_figures(last, '', 'bounds')}, {_answers(last)}"
+    return f"{seen}, decided at look {looks.index(look) + 1} of {len(looks)}; all answers: {of_all}"
+
+
+def _figures(look: Mapping[str, Any], words: str, level: str) -> str:
+    ends = f"{look['low']:+.2f} and {look['high']:+.2f}"
+    return f"{look['difference_pp']:+.2f} pp{words} ({level} {ends})"
+
+
+def _answers(look: Mapping[str, Any]) -> str:
+    return f"{look['questions']} questions x {look['repeats']}"
 
 
 def _needed(comparison: Comparison) -> str:

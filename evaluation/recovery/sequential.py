@@ -26,7 +26,7 @@ and never grows with further looks.
 import hashlib
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
 
@@ -258,6 +258,7 @@ def compare_at_looks(
                 "repeats": look.repeats,
                 "fraction": look.fraction,
                 "difference_pp": each.difference_pp,
+                **asdict(each.difference_bounds),
                 "p_at_least_margin": each.p_at_least_margin,
                 "p_at_most_margin": each.p_at_most_margin,
                 "level": level,

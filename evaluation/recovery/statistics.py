@@ -72,8 +72,9 @@ class Comparison:
         won: questions the quantized model answers and the base does not (k = 1), else None.
         mcnemar_p: exact two-sided p of lost against won, None when k > 1.
         confidence: confidence of every interval.
-        looks: the looks at the run (`sequential`), one entry each; with any, the p-values above are
-            sequential, and the bounds those of the last look alone.
+        looks: the looks at the run (`sequential`), one entry each, with its own difference, one-sided
+            bounds (`low`, `high`) and p-values; with any, the p-values above are sequential, and the
+            bounds those of the last look alone.
     """
 
     estimand: Estimand
@@ -98,7 +99,7 @@ class Comparison:
     won: int | None
     mcnemar_p: float | None
     confidence: float
-    looks: tuple[Mapping[str, float], ...] = ()
+    looks: tuple[Mapping[str, Any], ...] = ()
 
 
 def compare(

@@ -137,6 +137,34 @@ def test_a_run_is_compared_as_far_as_it_was_looked_at() -> None:
     assert judge_task("t", found).outcome == "PASS"
 
 
+@pytest.mark.parametrize("outcome", ["PASS", "FAIL"])
+def test_a_verdict_is_told_by_the_look_that_decided(outcome: str) -> None:
+    """Beside a PASS of the first look stood the bounds of all answers, -37 points of 30 allowed."""
+    order = in_random_order(100, 3)
+    difference = np.full((100, 1), -1.0 if outcome == "FAIL" else 0.0)
+    difference[order[30:], 0] = np.where(np.arange(70) < 40, -1.0, 0.0)
+    base, quantized = stored(difference)
+    looks = plan_looks("such_questions", 100, 1)
+    names = [str(index) for index in order]
+    found = compare_at_looks(
+        base, quantized, looks, order=names, estimand="such_questions", margin_pp=30
+    )
+    verdict = judge_task("t", found)
+    first = found.looks[0]
+    low, high = first["low"], first["high"]
+    assert (low > -30) if outcome == "PASS" else (high < -30)
+    assert verdict.outcome == outcome
+    assert verdict.reason == (
+        f"t: {first['difference_pp']:+.2f} pp on questions like these (one-sided 95% bounds "
+        f"{low:+.2f} and {high:+.2f}), margin 30 pp, 30 questions x 1, decided at look 1 of 5; "
+        f"all answers: {found.difference_pp:+.2f} pp (bounds {found.difference_bounds.low:+.2f} and "
+        f"{found.difference_bounds.high:+.2f}), 100 questions x 1"
+    )
+    by_the_last = replace(found, looks=({**first, "level": 0.0}, found.looks[-1]))
+    if outcome == "FAIL":
+        assert judge_task("t", by_the_last).reason.endswith(" 100 questions x 1, looked at 2 times")
+
+
 def test_looks_over_questions_take_them_in_random_order() -> None:
     difference = np.zeros((100, 2))
     order = in_random_order(100, 3)
