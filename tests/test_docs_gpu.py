@@ -18,11 +18,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from documented import SHELL, Block, blocks
 from filelock import FileLock
 from server_process import KEY, process
 
 from quantize.bundled import CHECKPOINT
+from quantize.recipe.sections import shipped_recipes
 
 pytestmark = pytest.mark.gpu
 FOUND = [b for b in blocks() if b.kind in SHELL and {*b.needs} - {"the network"} == {"a GPU"}]
@@ -103,6 +105,7 @@ def test_commands_run(block: Block, folder: Path) -> None:
             serves(words[words.index("serve") + 1 :], folder)
         elif "URL" in words:
             told = here(words[1:], folder)
+            told[1] = served_run(folder)
             with process() as (base, _), process(checkpoint=f"{told[1]}/checkpoint") as (own, _):
                 at = {"--server": f"{own}/v1", "--base-server": f"{base}/v1"}
                 quantize(
@@ -112,6 +115,17 @@ def test_commands_run(block: Block, folder: Path) -> None:
             assert words[0] == "quantize", words
             if told := here(words[1:], folder):
                 quantize(folder, *told)
+
+
+def served_run(folder: Path) -> str:
+    """Return a run whose recipe limits no denoising steps, which servers do not report."""
+    fields = yaml.safe_load(shipped_recipes()["nvfp4"]) | {"name": "served"}
+    fields["gate"] |= {"max_step_inflation": None}
+    fields["bundled"]["gate"] |= {"max_step_inflation": None}
+    recipe = folder / "served.yaml"
+    recipe.write_text(yaml.safe_dump(fields))
+    quantize(folder, "run", "--recipe", str(recipe), *TWO, "--until", "fidelity")
+    return newest(folder, "served")
 
 
 def serves(words: list[str], folder: Path) -> None:

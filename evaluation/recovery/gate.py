@@ -18,13 +18,19 @@ What decides is the comparison's two p-values alone. Of a single look the bounds
 changes that. So the verdict shows that look's own difference and bounds, and beside them those of all
 answers.
 
+Where the recipe limits step inflation (`steps`), a model that is shown to take more denoising steps
+fails too: its p-values come from the same looks, and stand in Holm's correction beside those of
+accuracy. A limit that cannot be judged, because answers do not tell their steps, leaves the run
+INCONCLUSIVE.
+
 Over tasks: PASS when every task passes (an intersection-union test, which needs no correction), FAIL
-when some task fails after Holm's correction, so that many tasks do not make a false alarm likely.
+when some task fails after Holm's correction, so that neither many tasks nor two ways to fail make a
+false alarm likely.
 NOT COMPARABLE when the two sides were not asked the same under the same conditions.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -58,6 +64,12 @@ def passes(comparison: Comparison) -> bool:
     return _within(comparison.p_at_least_margin, comparison)
 
 
+def steps_p(comparison: Comparison | None) -> float:
+    """Return the p-value of "the step inflation is at most the limit", 1 where it is not known."""
+    steps = comparison and comparison.step_inflation
+    return 1.0 if not steps or steps.p_at_most_limit is None else steps.p_at_most_limit
+
+
 def judge_task(task: str, comparison: Comparison) -> Verdict:
     """Judge one task on its own."""
     estimand = comparison.estimand
@@ -86,15 +98,31 @@ def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
     if odd := [task for task, c in comparisons.items() if c.estimand != estimand]:
         raise ValueError(f"{odd[0]} is not judged on {estimand}, as other tasks are")
     verdicts = {task: judge_task(task, c) for task, c in comparisons.items()}
-    adjusted = holm({task: c.p_at_most_margin if c else 1.0 for task, c in seen.items()})
-    failed = [task for task, c in comparisons.items() if _within(adjusted[task], c)]
-    if failed:
-        return Verdict("FAIL", "; ".join(verdicts[task].reason for task in failed), estimand)
+    if failed := _failures(seen, verdicts):
+        return Verdict("FAIL", "; ".join(failed), estimand)
     missing = [f"{task}: not asked" for task in seen if task not in comparisons]
+    missing += [
+        f"{task}: an answer does not tell its denoising steps, so max_step_inflation is not judged"
+        for task, c in comparisons.items()
+        if c.max_step_inflation is not None and c.step_inflation is None
+    ]
     if not missing and all(verdict.outcome == "PASS" for verdict in verdicts.values()):
         return Verdict("PASS", "; ".join(verdict.reason for verdict in verdicts.values()), estimand)
     still_open = [_open(verdict) for verdict in verdicts.values() if verdict.outcome != "PASS"]
     return Verdict("INCONCLUSIVE", "; ".join([*still_open, *missing]), estimand)
+
+
+def _failures(seen: Mapping[str, Comparison | None], verdicts: Mapping[str, Verdict]) -> list[str]:
+    """Return a sentence for each loss, and each excess of steps, that Holm's correction leaves."""
+    comparisons = [each for each in seen.values() if each is not None]
+    p_values = {(task, False): c.p_at_most_margin if c else 1.0 for task, c in seen.items()}
+    if any(c.max_step_inflation is not None for c in comparisons):
+        p_values |= {(task, True): steps_p(c) for task, c in seen.items()}
+    return [
+        _steps_seen(task, c) if of_steps else verdicts[task].reason
+        for (task, of_steps), adjusted in holm(p_values).items()
+        if (c := seen[task]) and _within(adjusted, c)
+    ]
 
 
 def out_of_reach(
@@ -135,16 +163,37 @@ def _within(p_value: float, comparison: Comparison) -> bool:
 def _seen(task: str, comparison: Comparison, decisive: str | None = None) -> str:
     """Tell the last look, or the first that decided by the p-value `decisive`, and all beside it."""
     looks, bounds = comparison.looks, comparison.difference_bounds
-    words = IN_WORDS[comparison.estimand]
     last: dict[str, Any] = asdict(comparison) | asdict(bounds)
-    decided = (look for look in looks if decisive and look[decisive] <= look["level"] + ROUNDING)
-    look = next(decided, last)
+    look = _deciding(comparison, lambda look: look[decisive] if decisive else 1.0) or last
+    words = IN_WORDS[comparison.estimand]
     figures = _figures(look, f" {words}", f"one-sided {comparison.confidence:.0%} bounds")
     seen = f"{task}: {figures}, margin {comparison.margin_pp:g} pp, {_answers(look)}"
     if look is last or look is looks[-1]:
         return seen + (f", looked at {len(looks)} times" if len(looks) > 1 else "")
     of_all = f"{_figures(last, '', 'bounds')}, {_answers(last)}"
     return f"{seen}, decided at look {looks.index(look) + 1} of {len(looks)}; all answers: {of_all}"
+
+
+def _deciding(
+    comparison: Comparison, p_of: Callable[[Mapping[str, Any]], float]
+) -> Mapping[str, Any] | None:
+    """Return the first look whose own p-value decides, None where none does."""
+    return next((look for look in comparison.looks if p_of(look) <= look["level"] + ROUNDING), None)
+
+
+def _steps_seen(task: str, comparison: Comparison) -> str:
+    """Tell by how much the steps exceed BF16's at the look that decided, else over all answers."""
+
+    def p_of(look: Mapping[str, Any]) -> float:
+        return look["step_inflation"]["p_at_most_limit"] if look["step_inflation"] else 1.0
+
+    look = _deciding(comparison, p_of) or asdict(comparison)
+    ratio, bound = (100 * (look["step_inflation"][key] - 1) for key in ("ratio", "bound"))
+    return (
+        f"{task}: {ratio:+.1f} % denoising steps a token (one-sided {comparison.confidence:.0%} bound "
+        f"{bound:+.1f} %), at most {100 * (comparison.max_step_inflation or 0):+g} % allowed, "
+        f"{_answers(look)}"
+    )
 
 
 def _figures(look: Mapping[str, Any], words: str, level: str) -> str:

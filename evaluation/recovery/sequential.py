@@ -35,8 +35,8 @@ from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
 from recovery.estimands import Estimand, Floats
-from recovery.gate import judge, passes
-from recovery.statistics import Comparison, Scores, compare
+from recovery.gate import judge, passes, steps_p
+from recovery.statistics import Comparison
 
 # Fractions of the units. Nothing is decided before 0.3; an undamaged run is mostly at 0.4 or 0.5.
 FRACTIONS = (0.3, 0.4, 0.5, 0.7, 1.0)
@@ -212,46 +212,24 @@ def sequential_p(fractions: Sequence[float], p_values: Sequence[float]) -> float
     return math.exp(high)
 
 
-def compare_at_looks(
-    base: Scores,
-    quantized: Scores,
-    looks: Sequence[Look],
-    *,
-    order: Sequence[str],
-    estimand: Estimand,
-    margin_pp: float,
-    confidence: float = 0.95,
-) -> Comparison:
-    """Compare what the last of `looks` covers, with sequential p-values in place of its own.
+def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
+    """Return the last of the comparisons, with sequential p-values in place of its own.
 
     Args:
-        base: question -> its scores, of at least as many questions and repeats as the last look has.
-        quantized: the same for the quantized model.
-        looks: looks taken, from the first on; `plan_looks` made them.
-        order: the questions in the order in which looks take them.
-        estimand: what is judged.
-        margin_pp: allowed loss in percentage points.
-        confidence: 1 - alpha.
+        found: what was compared at each look, from the first on.
+        looks: these looks; `plan_looks` made them.
     """
-
-    def seen(scores: Scores, look: Look) -> Scores:
-        return {name: scores[name][: look.repeats] for name in order[: look.questions]}
-
-    found = [
-        compare(
-            seen(base, look),
-            seen(quantized, look),
-            estimand=estimand,
-            margin_pp=margin_pp,
-            confidence=confidence,
-        )
-        for look in looks
-    ]
-    fractions = [look.fraction for look in looks]
+    fractions, last = tuple(look.fraction for look in looks), found[-1]
+    levels = nominal_levels(fractions, 1 - last.confidence)
+    steps = last.step_inflation
+    if steps and steps.p_at_most_limit is not None:
+        p_values = [steps_p(each) for each in found]
+        steps = replace(steps, p_at_most_limit=sequential_p(fractions, p_values))
     return replace(
-        found[-1],
+        last,
         p_at_least_margin=sequential_p(fractions, [each.p_at_least_margin for each in found]),
         p_at_most_margin=sequential_p(fractions, [each.p_at_most_margin for each in found]),
+        step_inflation=steps,
         looks=tuple(
             {
                 "questions": look.questions,
@@ -261,11 +239,10 @@ def compare_at_looks(
                 **asdict(each.difference_bounds),
                 "p_at_least_margin": each.p_at_least_margin,
                 "p_at_most_margin": each.p_at_most_margin,
+                "step_inflation": each.step_inflation and asdict(each.step_inflation),
                 "level": level,
             }
-            for look, each, level in zip(
-                looks, found, nominal_levels(tuple(fractions), 1 - confidence), strict=True
-            )
+            for look, each, level in zip(looks, found, levels, strict=True)
         ),
     )
 

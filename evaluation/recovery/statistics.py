@@ -16,7 +16,7 @@ questions for the same power.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.optimize import brentq
@@ -32,7 +32,9 @@ from recovery.estimands import (
     ratio_limits,
     total,
 )
+from recovery.steps import StepInflation
 
+Name = TypeVar("Name")
 Scores = Mapping[str, Sequence[float]]  # question -> its k scores, 0..1
 
 
@@ -75,6 +77,9 @@ class Comparison:
         looks: the looks at the run (`sequential`), one entry each, with its own difference, one-sided
             bounds (`low`, `high`) and p-values; with any, the p-values above are sequential, and the
             bounds those of the last look alone.
+        step_inflation: how many more denoising steps the quantized model takes; None where an answer
+            does not tell its steps.
+        max_step_inflation: share of more steps that the gate allows, None where it judges none.
     """
 
     estimand: Estimand
@@ -100,6 +105,8 @@ class Comparison:
     mcnemar_p: float | None
     confidence: float
     looks: tuple[Mapping[str, Any], ...] = ()
+    step_inflation: StepInflation | None = None
+    max_step_inflation: float | None = None
 
 
 def compare(
@@ -152,9 +159,9 @@ def mcnemar(lost: int, won: int) -> float:
     return min(1.0, 2 * float(bdtr(min(lost, won), lost + won, 0.5)))
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Return Holm's step-down adjusted p-values, which bound the family-wise error over tasks."""
-    adjusted: dict[str, float] = {}
+def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
+    """Return Holm's step-down adjusted p-values, which bound the family-wise error over all of them."""
+    adjusted: dict[Name, float] = {}
     largest = 0.0
     for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p))

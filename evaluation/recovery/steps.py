@@ -2,17 +2,26 @@
 
     inflation = (steps' / tokens') / (steps / tokens) - 1      sums over all answers; ' is quantized
 
-A checkpoint that needs 7 % more steps is 7 % slower, whatever its accuracy. The units are questions:
-the logarithm of the ratio is linearised in the four sums of each question (delta method), and its
-interval is Student's, so that questions with long answers count as they cost.
+A checkpoint that needs 7 % more steps is 7 % slower, whatever its accuracy. The units are questions,
+and those with long answers count as they cost. The error of the ratio's logarithm is the jackknife's:
+how much it moves when a question is left out, squared and summed over questions (without its factor
+(n - 1) / n, which is too narrow for five questions). The interval and the one-sided p-value of "the
+inflation is at most the limit" are Student's.
+
+Where each question is answered several times and looks add repeats, questions stay the units: what one
+look adds is then less than the motion that `sequential` reckons with, and looks err on the side of
+saying nothing. Simulated error rates: docs/evaluation.md.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtr, stdtrit
+
+from recovery.estimands import Floats
 
 Costs = Mapping[
     str, tuple[int, int]
@@ -27,16 +36,17 @@ class StepInflation:
         ratio: steps a token, quantized over BF16; 1.07 is 7 % more.
         low, high: limits of its two-sided interval.
         never_stopped: share of canvases that took the most steps allowed, BF16 and quantized.
+        bound: one-sided lower bound of the ratio.
+        p_at_most_limit: p-value of "the inflation is at most the limit", None without a limit; small
+            makes the gate fail.
     """
 
     ratio: float
     low: float
     high: float
     never_stopped: Sequence[float]
-
-    def exceeds(self, most: float) -> bool:
-        """Whether the whole interval lies above 1 + `most`."""
-        return self.low > 1 + most
+    bound: float
+    p_at_most_limit: float | None
 
 
 def step_inflation(
@@ -45,29 +55,52 @@ def step_inflation(
     never_stopped: Sequence[float],
     *,
     confidence: float,
+    limit: float | None = None,
 ) -> StepInflation:
-    """Compare the steps and tokens of the same questions.
+    """Compare the steps and tokens of the same questions; `limit` is the share that is allowed more.
 
     Raises:
         ValueError: there are fewer than two questions, the sides' questions differ, or a side has no
-            tokens.
+            steps or no tokens in all questions but one.
     """
     if base.keys() != quantized.keys() or len(base) < 2:
         raise ValueError("step inflation needs at least two questions, the same on both sides")
     table = np.array([[*base[q], *quantized[q]] for q in base], dtype=np.float64)
-    sums = table.sum(0)
-    if not sums.all():
+    if (table == table.sum(0)).any():
         raise ValueError("step inflation needs steps and tokens on both sides")
-    signs = np.array([-1, 1, 1, -1])
-    share = (table / sums * signs).sum(1)  # each question's part in the logarithm of the ratio
-    count = len(share)
-    error = math.sqrt(count / (count - 1) * float((share**2).sum()))
-    middle = float((np.log(sums) * signs).sum())
-    half = float(stats.t.ppf(0.5 + confidence / 2, count - 1)) * error
-    low, ratio, high = (math.exp(middle + step) for step in (-half, 0.0, half))
-    return StepInflation(ratio, low, high, never_stopped)
+    middle, error = log_ratio(table)
+    freedom = len(table) - 1
+    half, lower = (float(stdtrit(freedom, q)) * error for q in (0.5 + confidence / 2, confidence))
+    return StepInflation(
+        ratio=math.exp(middle),
+        low=math.exp(middle - half),
+        high=math.exp(middle + half),
+        never_stopped=never_stopped,
+        bound=math.exp(middle - lower),
+        p_at_most_limit=None if limit is None else float(exceeds_p(middle, error, freedom, limit)),
+    )
 
 
-def share_at(steps: Sequence[int], most: int) -> float:
+def log_ratio(table: Floats) -> tuple[Any, Any]:
+    """Return the logarithm of the ratio, and its standard error.
+
+    Args:
+        table: of each question steps and tokens of the base, then of the quantized model [..., n, 4].
+    """
+    sums, signs = table.sum(-2), np.array([-1, 1, 1, -1])
+    without = (np.log(sums[..., None, :] - table) * signs).sum(-1)  # without each question in turn
+    moved = without - without.mean(-1, keepdims=True)
+    return (np.log(sums) * signs).sum(-1), np.sqrt((moved**2).sum(-1))
+
+
+def exceeds_p(middle: Any, error: Any, freedom: int, limit: float) -> Any:
+    """Return the one-sided p-value of "the ratio is at most 1 + limit"."""
+    above = middle - math.log1p(limit)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = stdtr(freedom, -above / error)
+    return np.where(error > 0, found, above <= 0)[()]
+
+
+def share_at(steps: Sequence[int], most: float) -> float:
     """Return the share of canvases that took `most` steps, the most allowed; 0 without any."""
     return sum(step >= most for step in steps) / len(steps) if steps else 0.0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from quantize.errors import GateError
+from quantize.errors import GateError, InputError
 from quantize.host.files import read_json, write_json
 from quantize.host.processes import best_device, is_first
 from quantize.runs.folder import RunDir
@@ -50,6 +50,10 @@ class Run:
         if self.scratch is None:
             return self.folder.path / "recording"
         return self.scratch / f"{self.folder.path.name}-recording"
+
+    def __post_init__(self) -> None:
+        """Refuse a limit that could not be judged before anything is done."""
+        _check_steps(self.recipe, self.scoring.get("servers"))
 
     def record(self, stage: str, facts: dict[str, Any]) -> None:
         """Add facts about a stage to the manifest, in the first of several processes."""
@@ -229,7 +233,11 @@ def evaluate_more(
     """Score what is not scored yet, with activation modes besides the recipe's.
 
     `batch_size` overrules the recipe's. `sides` are fields of `sides.Asked`.
+
+    Raises:
+        InputError: a server is asked, and the recipe limits denoising steps, which no server reports.
     """
+    _check_steps(run.recipe, sides.get("servers"))
     from quantize.schemes.modes import ACTIVATION_MODES
     from quantize.stages.evaluate.compared_models import Asked
     from quantize.stages.evaluate.evaluate import evaluate
@@ -254,6 +262,15 @@ def evaluate_more(
         go_on=go_on,
     )
     run.record("evaluate", {"rates": rates})
+
+
+def _check_steps(recipe: "Recipe", servers: Sequence[str] | None) -> None:
+    most = recipe.gate.max_step_inflation
+    if servers and most is not None:
+        raise InputError(
+            f"recipe {recipe.name}: gate.max_step_inflation, {most:g}, cannot be judged, since servers "
+            f"report no denoising steps; run a recipe that says `max_step_inflation: null`"
+        )
 
 
 def _report(run: Run) -> None:

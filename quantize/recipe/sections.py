@@ -238,7 +238,7 @@ class Gate(Section):
     `max_kl_nats` is the largest mean KL from BF16 on replayed trajectories, by activation mode; a mode
     that has one is replayed, one without is not judged. `max_step_inflation` fails the run when
     denoising steps a token are shown to exceed BF16's by more than this share (0.1 is 10 %); None does
-    not judge.
+    not judge. Servers report no steps: a served run needs None, and its report says so.
     """
 
     estimand: Estimand

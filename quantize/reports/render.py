@@ -172,13 +172,17 @@ def steps_text(found: dict[str, float] | None) -> str:
 
 
 def looks_lines(content: dict[str, Any]) -> list[str]:
-    """Return a sentence for each task whose verdict was certain before everything was asked."""
+    """Return sentences on what was not asked, since the verdict was certain, and not judged."""
     lines = [
         f"{task}: the verdict was certain after look {look['taken']} of {look['of']}; the rest was "
         f"not asked. Its intervals are of what was asked, not widened for the looks."
         for task, look in content["looks"].items()
         if look["taken"] < look["of"]
     ]
-    return lines + [
+    lines += [
         f"{task}: not asked; the run's verdict was certain before." for task in content["not_asked"]
     ]
+    limits = [task["max_step_inflation"] for task in content["tasks"] if task["gated"]]
+    if limits and not any(limits):
+        lines.append("Denoising steps were not judged: the recipe sets no max_step_inflation.")
+    return lines

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from recovery.estimands import Estimand
 from recovery.gate import Verdict, not_comparable
 from recovery.scoring import Row, Scoring
-from recovery.sequential import Look, Plan, compare_at_looks
+from recovery.sequential import Look, Plan, at_looks
 from recovery.statistics import Comparison, compare
 from recovery.steps import StepInflation, share_at, step_inflation
 
@@ -27,6 +28,7 @@ def pair(
     estimand: Estimand,
     margin_pp: float,
     confidence: float,
+    max_step_inflation: float | None = None,
     other_seed: bool = False,
 ) -> tuple[dict[str, Any], Comparison | None]:
     """Compare two scorings of a task, as an entry of report.json and as figures for the gate.
@@ -40,6 +42,7 @@ def pair(
         estimand: what the difference is judged on.
         margin_pp: allowed loss in percentage points.
         confidence: confidence of the intervals.
+        max_step_inflation: share of more denoising steps that is allowed, None for no limit.
         other_seed: whether the two must have different seeds (the noise floor).
     """
     planned = base.made_with.get("planned")
@@ -50,15 +53,14 @@ def pair(
     differs = _differs(base, other, other_seed=other_seed)
     if differs is None and plan and not looks:
         differs = Verdict("NOT COMPARABLE", "no look is complete on both sides")
+    terms: dict[str, Any] = {"estimand": estimand, "margin_pp": margin_pp}
+    terms |= {"max_step_inflation": max_step_inflation}
     comparison = None
     if differs is None:
-        comparison = _compare(
-            base, other, plan, looks, estimand=estimand, margin_pp=margin_pp, confidence=confidence
-        )
+        comparison = _compare(base, other, plan, looks, confidence=confidence, **terms)
     entry = {
         "not_comparable": differs.reason if differs else None,
-        **(asdict(comparison) if comparison else {"estimand": estimand, "margin_pp": margin_pp}),
-        "step_inflation": asdict(steps) if (steps := _steps(base, other, confidence)) else None,
+        **(asdict(comparison) if comparison else terms | {"step_inflation": None}),
         "made_with": other.made_with,
         "bf16_counts": counts(base.rows),
         "quantized_counts": counts(other.rows),
@@ -66,39 +68,54 @@ def pair(
     return entry, comparison
 
 
-def _steps(base: Scoring, other: Scoring, confidence: float) -> StepInflation | None:
-    """Return how many more steps `other` takes, None where a server reports no steps or limit."""
+def _compare(
+    base: Scoring,
+    other: Scoring,
+    plan: Plan | None,
+    looks: Sequence[Look],
+    *,
+    max_step_inflation: float | None,
+    **settings: Any,
+) -> Comparison:
+    def compared(base: Scoring, other: Scoring) -> Comparison:
+        return replace(
+            compare(base.by_question(), other.by_question(), **settings),
+            step_inflation=_steps(base, other, settings["confidence"], max_step_inflation),
+            max_step_inflation=max_step_inflation,
+        )
+
+    if plan is None or plan.estimand != settings["estimand"] or len(plan.looks) == 1:
+        return compared(base, other)
+    seen = [plan.until(look) for look in looks]
+    return at_looks([compared(base.only(part), other.only(part)) for part in seen], looks)
+
+
+def _steps(
+    base: Scoring, other: Scoring, confidence: float, limit: float | None
+) -> StepInflation | None:
+    """Return how many more steps `other` takes, None where an answer does not tell its steps."""
     sides = (base, other)
-    if any(not row.denoising_steps for side in sides for row in side.rows) or len(base.rows) < 2:
+    if any(not row.denoising_steps for side in sides for row in side.rows):
         return None
-    costs: list[dict[str, tuple[int, int]]] = []
-    for side in sides:
-        sums: dict[str, tuple[int, int]] = {}
-        for row in side.rows:
-            steps, tokens = sums.get(row.doc_hash, (0, 0))
-            sums[row.doc_hash] = steps + sum(row.denoising_steps), tokens + row.tokens
-        costs.append(sums)
-    if costs[0].keys() != costs[1].keys() or len(costs[0]) < 2:
-        return None
-    most = base.conditions.get("sampler", {}).get("max_denoising_steps")
-    if most is None:
-        return None
-    ours, theirs = (
+    most = base.conditions.get("sampler", {}).get("max_denoising_steps", math.inf)
+    never_stopped = [
         share_at([step for row in side.rows for step in row.denoising_steps], most)
         for side in sides
-    )
-    return step_inflation(costs[0], costs[1], (ours, theirs), confidence=confidence)
+    ]
+    costs = _costs(base), _costs(other)
+    try:
+        return step_inflation(*costs, never_stopped, confidence=confidence, limit=limit)
+    except ValueError:  # one question alone has steps or tokens
+        return None
 
 
-def _compare(
-    base: Scoring, other: Scoring, plan: Plan | None, looks: Sequence[Look], **settings: Any
-) -> Comparison:
-    scores = base.by_question(), other.by_question()
-    if plan is None or plan.estimand != settings["estimand"] or len(plan.looks) == 1:
-        return compare(*scores, **settings)
-    names = base.names
-    order = [names[question] for question in plan.order if question in names]
-    return compare_at_looks(*scores, looks, order=order, **settings)
+def _costs(side: Scoring) -> dict[str, tuple[int, int]]:
+    """Return question -> its denoising steps and tokens over all answers."""
+    sums: dict[str, tuple[int, int]] = {}
+    for row in side.rows:
+        steps, tokens = sums.get(side.names[row.doc_id], (0, 0))
+        sums[side.names[row.doc_id]] = steps + sum(row.denoising_steps), tokens + row.tokens
+    return sums
 
 
 def _differs(base: Scoring, other: Scoring, *, other_seed: bool) -> Verdict | None:

@@ -38,6 +38,14 @@ WRONG = {
         ["no such command 'evalate' (did you mean 'evaluate'?); see `quantize --help`"],
     ),
     "an argument": (["serve"], 2, ["missing argument", "see `quantize serve --help`"]),
+    "a limit that servers cannot be judged by": (
+        ["run", "--server", "http://x", "--base-server", "http://y"],
+        2,
+        [
+            "recipe nvfp4: gate.max_step_inflation, 0.1, cannot be judged",
+            "`max_step_inflation: null`",
+        ],
+    ),
     "no GPU": (["bench", "--random-weights", "nvfp4"], 3, ["bench needs an NVIDIA GPU"]),
 }
 

@@ -14,7 +14,7 @@ from recovery.gate import judge_task
 from recovery.sequential import (
     FRACTIONS,
     Plan,
-    compare_at_looks,
+    at_looks,
     in_random_order,
     nominal_levels,
     plan_looks,
@@ -22,6 +22,7 @@ from recovery.sequential import (
     spent,
     still_open,
 )
+from recovery.statistics import compare
 from scipy.special import ndtri
 from worlds import CERTAIN, DAMAGE, RECIPES, Bench, World, answers, by_name, three_sigma
 
@@ -118,6 +119,21 @@ def test_the_parts_of_a_plan_are_its_looks(
 def stored(difference: np.ndarray) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Scores of a base that is always right and of one that differs so [n, k] from it."""
     return by_name(np.ones_like(difference)), by_name(1 + difference)
+
+
+def compare_at_looks(base: Any, quantized: Any, looks: Any, *, order: Any, **settings: Any) -> Any:
+    """Compare what each look covers of stored scores."""
+    found = [
+        compare(
+            *(
+                {name: scores[name][: look.repeats] for name in order[: look.questions]}
+                for scores in (base, quantized)
+            ),
+            **settings,
+        )
+        for look in looks
+    ]
+    return at_looks(found, looks)
 
 
 def test_a_run_is_compared_as_far_as_it_was_looked_at() -> None:

@@ -1,10 +1,19 @@
 """Step inflation: the ratio, its interval, and the outcomes against a limit."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from recovery.steps import StepInflation, share_at, step_inflation
+from recovery.estimands import ESTIMANDS, Estimand, Floats
+from recovery.gate import judge
+from recovery.sequential import nominal_levels, plan_looks
+from recovery.statistics import Comparison, compare
+from recovery.steps import exceeds_p, log_ratio, share_at, step_inflation
+from scipy import stats
+from worlds import RECIPES, Bench, by_name, many_costs, three_sigma
 
-NEVER = (0.0, 0.0)
+NEVER, LIMIT = (0.0, 0.0), 0.1
 
 
 def answers(
@@ -48,10 +57,148 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     )  # 99 % of such experiments: 950 +- 2.6 * 6.9, and 2 for the truth's error
 
 
-def test_only_an_interval_beyond_the_limit_exceeds_it() -> None:
-    assert not StepInflation(1.02, 1.00, 1.04, NEVER).exceeds(0.05)
-    assert not StepInflation(1.09, 1.04, 1.14, NEVER).exceeds(0.05)
-    assert StepInflation(1.09, 1.06, 1.12, NEVER).exceeds(0.05)
+@pytest.mark.parametrize("beyond", [True, False])
+def test_the_p_value_and_the_bound_say_the_same(beyond: bool) -> None:
+    """Of the limit a little below the bound, and a little above."""
+    costs = answers(np.random.default_rng(3), 60, 1.1)
+    bound = step_inflation(*costs, NEVER, confidence=0.95).bound
+    limit = bound - 1 + (-1e-6 if beyond else 1e-6)
+    found = step_inflation(*costs, NEVER, confidence=0.95, limit=limit)
+    assert found.low < found.bound < found.ratio
+    assert found.p_at_most_limit is not None
+    assert (found.p_at_most_limit <= 0.05) == beyond
+
+
+def test_the_error_is_of_the_ratio_without_each_question() -> None:
+    base, more = answers(np.random.default_rng(5), 6, 1.2)
+    found = step_inflation(base, more, NEVER, confidence=0.95)
+    without = np.log([
+        step_inflation(
+            *({q: c for q, c in side.items() if q != out} for side in (base, more)),
+            NEVER, confidence=0.95,
+        ).ratio
+        for out in base
+    ])  # fmt: skip
+    error = np.sqrt(((without - without.mean()) ** 2).sum())
+    assert found.high / found.ratio == pytest.approx(np.exp(stats.t.ppf(0.975, 5) * error))
+
+
+def compared(
+    inflation: float | None, *, passes: bool = True, limit: float | None = 0.1
+) -> Comparison:
+    """40 questions, 20 % margin: no loss or an undecided one, and steps that take so many more."""
+    right = by_name(np.ones(40))
+    other = right if passes else by_name(np.arange(40) >= 8)
+    found = compare(right, other, estimand="such_questions", margin_pp=20)
+    steps = None
+    if inflation is not None:
+        costs = many_costs(Bench(40, 1, 1, 20), np.random.default_rng(0), 1, inflation)[0, :, 0]
+        table = {str(i): row for i, row in enumerate(costs.astype(int).tolist())}
+        pair = ({q: tuple(row[at : at + 2]) for q, row in table.items()} for at in (0, 2))
+        steps = step_inflation(*pair, NEVER, confidence=0.95, limit=limit)
+    return replace(found, step_inflation=steps, max_step_inflation=limit)
+
+
+@pytest.mark.parametrize(
+    ("seen", "outcome", "says"),
+    [
+        ({"a": compared(0.0)}, "PASS", "a: "),
+        ({"a": compared(0.9)}, "FAIL", " % denoising steps a token (one-sided 95% bound +"),
+        ({"a": compared(0.9, passes=False)}, "FAIL", "at most +10 % allowed, 40 questions x 1"),
+        ({"a": compared(0.9), "b": None}, "FAIL", "a: "),
+        ({"a": compared(0.9, limit=None)}, "PASS", "a: "),
+        ({"a": compared(None, limit=None)}, "PASS", "a: "),
+        ({"a": compared(None)}, "INCONCLUSIVE", "a: an answer does not tell its denoising steps"),
+        ({"a": compared(0.0), "b": compared(None)}, "INCONCLUSIVE", "b: an answer does not tell"),
+        ({"a": compared(0.9), "b": compared(None)}, "FAIL", "a: "),
+    ],
+)
+def test_steps_decide_beside_accuracy(
+    seen: dict[str, Comparison | None], outcome: str, says: str
+) -> None:
+    """A limit that cannot be judged lets nothing pass: it failed open."""
+    verdict = judge(seen)
+    assert verdict.outcome == outcome
+    assert says in verdict.reason
+
+
+@pytest.mark.parametrize(("tasks", "fails"), [(1, True), (2, False)])
+def test_many_tasks_make_no_false_alarm_likely(tasks: int, fails: bool) -> None:
+    """Holm's correction is over the tasks, and over both ways to fail: 0.05 / 2 and 0.05 / 4."""
+    found = compared(0.0)
+    assert found.step_inflation is not None
+    weak = replace(found, step_inflation=replace(found.step_inflation, p_at_most_limit=0.02))
+    seen = {"a": weak} | {f"b{i}": compared(0.0) for i in range(tasks - 1)}
+    assert judge(seen).outcome == ("FAIL" if fails else "PASS")
+
+
+# --- what it errs -------------------------------------------------------------------------------
+
+
+def p_values(estimand: Estimand, bench: Bench, rounds: int, inflation: float) -> Floats:
+    """Return the p-values of each look [looks, rounds] of a limit of 10 %."""
+    found: list[Floats] = []
+    block = min(rounds, max(1, 300_000 // (bench.questions * bench.repeats)))
+    for number in range(math.ceil(rounds / block)):
+        generator = np.random.default_rng([bench.questions, round(100 * inflation), number])
+        costs = many_costs(bench, generator, block, inflation)
+        seen = [
+            costs[:, : look.questions, : look.repeats].sum(2)
+            for look in plan_looks(estimand, bench.questions, bench.repeats)
+        ]
+        found.append(np.stack([exceeds_p(*log_ratio(t), t.shape[1] - 1, LIMIT) for t in seen]))
+    return np.concatenate(found, 1)[:, :rounds]
+
+
+def failures(estimand: Estimand, bench: Bench, p: Floats, alpha: float) -> Floats:
+    """Return in which rounds a look decides at its level, looks [looks, rounds] cumulated."""
+    looks = plan_looks(estimand, bench.questions, bench.repeats)
+    levels = nominal_levels(tuple(look.fraction for look in looks), alpha)
+    return np.logical_or.accumulate(p <= np.array(levels)[:, None])
+
+
+def check(estimand: Estimand, bench: Bench, rounds: int) -> None:
+    """At the limit at most 5 % fail, within the binomial limits; twice the limit is told for docs."""
+    at, beyond = (p_values(estimand, bench, rounds, times * LIMIT) for times in (1, 2))
+    failed = failures(estimand, bench, at, 0.05)
+    power = failures(estimand, bench, beyond, 0.05)
+    print(
+        f"{bench}, {estimand}, {rounds} rounds: at the limit {failed[-1].mean():.2%} over the looks, "
+        f"{(at[-1] <= 0.05).mean():.2%} at the last alone; at twice the limit {power[0].mean():.1%} at "
+        f"the first look, {power[-1].mean():.1%} over all"
+    )
+    stated = 0.05 + three_sigma(0.05, rounds)
+    assert failed[-1].mean() <= stated
+    assert (at[-1] <= 0.05).mean() <= stated
+
+
+SMALL = [Bench(40, 1, 1, 10), Bench(10, 8, 1, 10), Bench(5, 16, 1, 10)]
+LARGE = [*RECIPES, Bench(400, 1, 1, 5), Bench(5, 64, 1, 3), Bench(2, 64, 1, 3)]
+
+
+@pytest.mark.parametrize(("benches", "rounds"), [
+    (SMALL, 1000), pytest.param(LARGE, 5000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
+], ids=["short", "long"])  # fmt: skip
+@pytest.mark.parametrize("estimand", ESTIMANDS)
+def test_error_rates(estimand: Estimand, benches: list[Bench], rounds: int) -> None:
+    for bench in benches:
+        check(estimand, bench, rounds)
+
+
+@pytest.mark.parametrize("rounds", [
+    200, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
+])  # fmt: skip
+def test_three_tasks_at_the_limit_fail_no_more_often_than_stated(rounds: int) -> None:
+    """Holm's first step of six p-values, three of them accuracy's: any at 0.05 / 6 fails the run."""
+    failed = [
+        failures(
+            "these_questions", bench, p_values("these_questions", bench, rounds, LIMIT), 0.05 / 6
+        )
+        for bench in RECIPES
+    ]
+    share = np.any([each[-1] for each in failed], 0).mean()
+    print(f"three tasks at the limit, {rounds} rounds: FAIL {share:.2%}")
+    assert share <= 0.05 + three_sigma(0.05, rounds)
 
 
 def test_canvases_that_never_stop_are_counted() -> None:
@@ -65,6 +212,7 @@ def test_canvases_that_never_stop_are_counted() -> None:
         ({"a": (1, 1)}, {"a": (1, 1)}),
         ({"a": (1, 1), "b": (1, 1)}, {"a": (1, 1), "c": (1, 1)}),
         ({"a": (0, 1), "b": (0, 1)}, {"a": (1, 1), "b": (1, 1)}),
+        ({"a": (1, 1), "b": (1, 1)}, {"a": (1, 0), "b": (1, 1)}),
     ],
 )
 def test_what_cannot_be_compared_is_refused(base, quantized) -> None:

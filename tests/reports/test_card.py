@@ -177,6 +177,7 @@ def test_a_run_with_gaps_says_what_is_missing(run: RunDir) -> None:
     fp8 = load_recipe("fp8_dynamic")
     _, second, third = read_json(run.report_json)["tasks"]
     lost = {"task": "aime25", "activations": "none", "gated": True, "margin_pp": 3.0}
+    lost |= {"max_step_inflation": 0.1}
     gap = {"recovery": None, "difference_interval": {"low": None, "high": None}}
     tasks = [{**lost, "not_comparable": "seeds differ"}, {**second, **gap}, third]
     edit(run.report_json, tasks=tasks, fidelity=None, noise_floor=[])

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 import jsonschema_rs  # schemathesis brings it
 import pytest
-from recovery.gate import Verdict
+from recovery.gate import Verdict, judge
 from recovery.scoring import Row, Scoring
 from scripted_run import (
     GSM8K,
@@ -44,7 +44,7 @@ from quantize.reports.render import html
 from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.runs.folder import RunDir
 from quantize.stages.evaluate.recording import RECORDED, leave_questions, record_differing
-from quantize.stages.report.report import _with_steps, report
+from quantize.stages.report.report import report
 
 VOID = {"meta", "link", "input", "br"}
 
@@ -316,20 +316,66 @@ def scoring(steps: int) -> Scoring:
 def test_a_model_that_takes_too_many_steps_fails_the_gate(
     steps: int, limit: float | None, outcome: str
 ) -> None:
+    entry, comparison = pair(
+        scoring(20), scoring(steps), estimand="these_questions", margin_pp=10, confidence=0.95,
+        max_step_inflation=limit,
+    )  # fmt: skip
+    assert entry["step_inflation"]["ratio"] == pytest.approx((steps + 0.975) / 20.975, rel=1e-3)
+    assert entry["step_inflation"]["never_stopped"] == [0.0, 0.0]
+    assert entry["max_step_inflation"] == limit
+    assert judge({"gsm8k": comparison}).outcome == outcome
+
+
+def test_canvases_that_took_every_step_are_those_of_the_samplers_limit() -> None:
     entry, _ = pair(
-        scoring(20), scoring(steps), estimand="these_questions", margin_pp=3, confidence=0.95
+        scoring(20), scoring(28), estimand="these_questions", margin_pp=3, confidence=0.95
     )
-    found = entry["step_inflation"]
-    assert found["ratio"] == pytest.approx((steps + 0.975) / 20.975, rel=1e-3)
-    assert found["never_stopped"] == (0.0, 0.0)
-    tasks = [{"task": "gsm8k", "gated": True, **entry}]
-    verdict = _with_steps(Verdict("PASS", "as good"), tasks, limit)
+    assert entry["step_inflation"]["never_stopped"] == [0.0, 13 / 40]  # 30 of 28, 29 and 30 steps
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_one_answer_without_its_steps_leaves_their_limit_unjudged(side: int) -> None:
+    """On either side it let a model pass that took 95 % more."""
+    sides = [scoring(20), scoring(39)]
+    rows = [replace(sides[side].rows[0], denoising_steps=[]), *sides[side].rows[1:]]
+    sides[side] = replace(sides[side], rows=rows)
+    entry, comparison = pair(
+        *sides, estimand="these_questions", margin_pp=10, confidence=0.95, max_step_inflation=0.1
+    )
+    assert entry["step_inflation"] is None
+    assert judge({"gsm8k": comparison}).outcome == "INCONCLUSIVE"
+
+
+@pytest.mark.parametrize(("limit", "outcome"), [(None, "PASS"), (0.1, "INCONCLUSIVE")])
+def test_servers_report_no_steps_to_judge(
+    limit: float | None, outcome: str, run: RunDir, targets: list[Target]
+) -> None:
+    """Without a limit that is said; with one nothing passes, and evaluation would not have begun."""
+    change_rows(run, "quantized", "gsm8k", scores={"strict-match": 1.0})
+    change_rows(run, "quantized", "gpqa_diamond", scores={"strict-match": 1.0})
+    limited = recipe()
+    gate = limited.gate.model_copy(update={"max_step_inflation": limit})
+    verdict = report(run, limited.model_copy(update={"gate": gate}), targets)
     assert verdict.outcome == outcome
-    assert ("denoising steps a token" in verdict.reason) == (outcome != "PASS")
-    failed = Verdict("INCONCLUSIVE", "open")
-    assert _with_steps(failed, tasks, limit).outcome == (
-        "FAIL" if outcome == "FAIL" else "INCONCLUSIVE"
-    )
+    line = "Denoising steps were not judged: the recipe sets no max_step_inflation."
+    page = Page(run.report_html.read_text("utf-8"))
+    assert [line in text for text in (run.report_md.read_text("utf-8"), page.text)] == [
+        not limit
+    ] * 2
+
+
+def test_only_the_judged_models_steps_decide(run: RunDir, targets: list[Target]) -> None:
+    """Another activation mode may take as many as it likes."""
+    limited = recipe()
+    gate = limited.gate.model_copy(update={"max_step_inflation": 0.1})
+    for task in TASKS:
+        for side, steps in {"bf16": 20, "quantized": 20, "quantized-none": 40}.items():
+            found = read_scoring(run.evaluation / ("bf16" if side == "bf16" else "quantized"), task)
+            rows = [replace(row, scores={"x": 1.0}, denoising_steps=[steps]) for row in found.rows]
+            write_scoring(run.evaluation / side, replace(found, rows=rows))
+    assert report(run, limited.model_copy(update={"gate": gate}), targets).outcome == "PASS"
+    ratios = [task["step_inflation"]["ratio"] for task in read_json(run.report_json)["tasks"]]
+    assert ratios == pytest.approx([1, 2, 1, 2])
 
 
 def test_questions_that_differ_are_those_that_were_counted(full: RunDir) -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -150,6 +151,12 @@ def test_a_batch_size_for_the_machine_overrules_the_recipes(
     evaluate_more(found, batch_size=500)
     evaluate_more(found)
     assert seen == [500, recipe.evaluation.batch_size]
+    with pytest.raises(InputError, match=r"max_step_inflation, 0\.1, cannot be judged"):
+        evaluate_more(found, servers=["http://x"], base_servers=["http://y"])
+    gate = recipe.gate.model_copy(update={"max_step_inflation": None})
+    unlimited = replace(found, recipe=recipe.model_copy(update={"gate": gate}))
+    evaluate_more(unlimited, servers=["http://x"], base_servers=["http://y"])
+    assert len(seen) == 3
 
 
 def run(command: Sequence[str]) -> str:

@@ -152,6 +152,7 @@ def comparison(task: str, margin: float) -> dict[str, Any]:
         "activations": "per_layer",
         "gated": True,
         "not_comparable": None,
+        "max_step_inflation": 0.1,
         "estimand": "these_questions",
         "questions": 198,
         "repeats": 32,

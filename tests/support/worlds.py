@@ -103,6 +103,28 @@ def answers(world: World, generator: np.random.Generator) -> tuple[np.ndarray, n
     return base[0], quantized[0]
 
 
+def many_costs(
+    bench: Bench, generator: np.random.Generator, rounds: int, inflation: float
+) -> Floats:
+    """Return steps and tokens of base, then of quantized [rounds, n, k, 4], of a known inflation.
+
+    Tokens of an answer, steps a token (hard questions take more) and the noise of both are lognormal;
+    inflation varies by 15 % between questions, and is `inflation` over all that could be drawn.
+    """
+    each, every = (rounds, bench.questions, 1), (rounds, bench.questions, bench.repeats)
+
+    def drawn(spread: float, shape: tuple[int, ...]) -> Floats:
+        return generator.lognormal(-(spread**2) / 2, spread, shape)
+
+    tokens, rate = 170 * drawn(0.6, each), 0.15 * drawn(0.5, each)
+    columns: list[Floats] = []
+    for scale in (np.ones(each), (1 + inflation) * drawn(0.15, each)):
+        length = np.maximum(1, np.round(tokens * drawn(0.3, every)))
+        steps = length * rate * scale * drawn(0.3, every)
+        columns += [np.floor(steps + generator.random(every)), length]
+    return np.stack(columns, -1)
+
+
 def by_name(values: np.ndarray) -> dict[str, list[float]]:
     """Scores [questions] or [questions, k] as `compare` takes them."""
     rows = np.atleast_2d(values.T).T.astype(float).tolist()

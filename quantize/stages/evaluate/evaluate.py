@@ -328,6 +328,7 @@ class Answers:
             estimand=gate.estimand,
             margin_pp=gate.margin_pp[task.name],
             confidence=gate.confidence,
+            max_step_inflation=gate.max_step_inflation,
         )
         return comparison
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from recovery.gate import Verdict, judge, judge_task
 from recovery.statistics import Comparison
-from recovery.steps import StepInflation
 
 from quantize.checkpoints.targets import Target, module_class, sum_bytes
 from quantize.errors import InputError
@@ -115,8 +114,6 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
                 comparisons[task] = comparison
     fidelity = read_json(run.fidelity_json, *FIDELITY) if run.fidelity_json.exists() else None
     verdict = _verdict(verification, fidelity, tasks, comparisons)
-    if verdict.outcome in ("PASS", "INCONCLUSIVE"):
-        verdict = _with_steps(verdict, tasks, recipe.gate.max_step_inflation)
     judged = {
         "model": manifest["source"],
         "versions": manifest["versions"],
@@ -180,6 +177,7 @@ def _entry(
         estimand=recipe.gate.estimand,
         margin_pp=recipe.gate.margin_pp[task],
         confidence=recipe.gate.confidence,
+        max_step_inflation=recipe.gate.max_step_inflation,
         other_seed=other_seed,
     )
 
@@ -212,25 +210,6 @@ def _verdict(
         if entry["gated"] and entry["not_comparable"]:
             return Verdict("NOT COMPARABLE", f"{entry['task']}: {entry['not_comparable']}")
     return judge(comparisons)
-
-
-def _with_steps(
-    verdict: Verdict, tasks: Sequence[Mapping[str, Any]], most: float | None
-) -> Verdict:
-    """Return FAIL where the quantized model is shown to take more steps than allowed."""
-    for entry in tasks:
-        stated = entry["step_inflation"] if entry["gated"] else None
-        if most is None or stated is None:
-            continue
-        found = StepInflation(**stated)
-        if found.exceeds(most):
-            return Verdict(
-                "FAIL",
-                f"{entry['task']}: {found.ratio - 1:+.1%} denoising steps a token "
-                f"({found.low - 1:+.1%} to {found.high - 1:+.1%}), at most {most:+.1%} allowed",
-                verdict.estimand,
-            )
-    return verdict
 
 
 def _sizes(targets: list[Target]) -> dict[str, float]:
