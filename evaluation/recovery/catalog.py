@@ -37,6 +37,18 @@ def questions(task: str) -> int | None:
     return shipped(task)["metadata"].get("questions")
 
 
+def token_limit(fields: Mapping[str, Any]) -> int:
+    """Return the most tokens that an answer to a task may take.
+
+    Raises:
+        ValueError: the task does not say.
+    """
+    limit = (fields.get("generation_kwargs") or {}).get("max_gen_toks")
+    if limit is None:
+        raise ValueError("generation_kwargs lacks max_gen_toks, the tokens of an answer")
+    return int(limit)
+
+
 def shipped(task: str) -> dict[str, Any]:
     """Return the fields of a task that ships."""
     return read_task(TASKS / f"{task}.yaml")

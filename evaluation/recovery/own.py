@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from recovery.catalog import read_task
+from recovery.catalog import read_task, token_limit
 
 Definition = Mapping[str, Any]
 FORGIVEN = [",", r"\$", r"\.$"]  # ignored when answer and target are compared, as case is
@@ -115,8 +115,10 @@ def from_lm_eval(file: Path, *, private: bool = False) -> Definition:
             f"{file}: output_type is {kind!r}, not 'generate_until': block diffusion writes answers "
             f"and has no likelihoods"
         )
-    if "max_gen_toks" not in (fields.get("generation_kwargs") or {}):
-        raise ValueError(f"{file}: generation_kwargs lacks max_gen_toks, the tokens of an answer")
+    try:
+        token_limit(fields)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
     metrics = [metric.get("metric") for metric in fields.get("metric_list") or []]
     if "exact_match" not in metrics:
         raise ValueError(f"{file}: metric_list lacks exact_match, which is what is compared")

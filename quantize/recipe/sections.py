@@ -25,7 +25,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from recovery.catalog import known_tasks, questions
+from recovery.catalog import known_tasks, questions, shipped, token_limit
 from recovery.own import Definition, from_lm_eval, from_questions
 
 from quantize.errors import InputError
@@ -227,6 +227,11 @@ class Evaluation(Section):
         """Return how many questions a task has, or None where that is not known beforehand."""
         own = self.own_tasks.get(task)
         return own.definition()["metadata"].get("questions") if own else questions(task)
+
+    def answer_tokens(self, task: str) -> int:
+        """Return the most tokens that an answer to a task may take."""
+        own = self.own_tasks.get(task)
+        return token_limit(own.definition() if own else shipped(task))
 
 
 class Gate(Section):

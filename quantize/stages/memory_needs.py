@@ -27,12 +27,6 @@ SHUTTLE_BYTES = 0.4e9  # rows of recorded passes on their way (`fused.shuttle`)
 # 2 float32 Hessians and 6.5 copies of a weight (5.3 GB), and 7 matrices in float64 (0.4 GB). A dense
 # Linear of 8,192 inputs takes 4.9 GB.
 ROUNDING_BYTES = 6e9
-# Tokens of the longest answer of a task, as its harness allows.
-ANSWER_TOKENS = {
-    "aime25": 32_768, "aime25_thinking": 32_768, "gpqa_diamond": 16_384,
-    "gpqa_diamond_thinking": 32_768, "gsm8k": 1024, "gsm8k_thinking": 8192, "svamp": 512,
-    "svamp_thinking": 4096, "word_problems": 128, "word_problems_thinking": 128,
-}  # fmt: skip
 QUESTION_TOKENS = 1024
 FRESH_TOKENS = 2048  # of a prompt that is recorded for the replay where nothing was calibrated
 
@@ -69,9 +63,7 @@ def needs(
     engines = len(modes - {"fp8"})  # that share weights; `fp8` has its own, and comes after
     name = f"fidelity {recipe.name}"
     found.append(Need(name, quantized(*modes), REPLAYED, replayed, True, engines, vocabulary))
-    longest = max(
-        ANSWER_TOKENS.get(task, max(ANSWER_TOKENS.values())) for task in recipe.evaluation.tasks
-    )
+    longest = max(map(recipe.evaluation.answer_tokens, recipe.evaluation.tasks))
     for stack in (bf16, quantized(scored)):
         name = f"evaluate {stack.name}"
         batch = recipe.evaluation.batch_size or AT_ONCE["fused"]

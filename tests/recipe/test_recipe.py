@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from recovery.catalog import is_private, known_tasks
+from recovery.catalog import is_private, known_tasks, token_limit
 
 from quantize.cli import cli
 from quantize.errors import InputError
-from quantize.recipe.sections import OwnTask, load_recipe, parse_recipe, shipped_recipes
+from quantize.recipe.sections import Evaluation, OwnTask, load_recipe, parse_recipe, shipped_recipes
 from quantize.stages.evaluate.evaluate import open_tasks
 from quantize.stages.plan.estimate import cannot_pass
 
@@ -271,6 +271,20 @@ def test_one_question_alone_is_refused_before_any_model_is_loaded(tmp_path: Path
     data.write_text("\n".join(QUESTIONS.split("\n")[:2]))
     (task,) = open_tasks(recipe.evaluation, recipe.gate, None)
     assert task.name == "sums"
+
+
+def test_every_task_says_how_long_an_answer_may_be(tmp_path: Path) -> None:
+    """A task that a table did not know got 32,768 tokens without a word."""
+    data = tmp_path / "sums.jsonl"
+    data.write_text(QUESTIONS)
+    own = {"mine": OwnTask(data=str(data), max_tokens=77)}
+    settings = Evaluation(tasks=["mine", *known_tasks()], own_tasks=own)
+    limits = {task: settings.answer_tokens(task) for task in settings.tasks}
+    assert limits["mine"] == 77
+    assert limits["aime25"] == 32_768
+    assert limits["word_problems_thinking"] == 128
+    with pytest.raises(ValueError, match="lacks max_gen_toks"):
+        token_limit({"generation_kwargs": {}})
 
 
 def test_an_lm_eval_task_is_private_if_either_says_so(tmp_path: Path) -> None:
