@@ -1,7 +1,8 @@
 """Reads the tasks that ship, one YAML file each in `tasks/`, without loading lm-eval.
 
 A task NAME_thinking is NAME with the thinking channel on. The number of questions is noted in each file
-so that a plan can be judged before any data set is loaded.
+so that a plan can be judged before any data set is loaded, and beside it the margin of recipes that name
+none.
 """
 
 import importlib.resources
@@ -35,6 +36,11 @@ def is_private(task: str, own: Mapping[str, Any] | None = None) -> bool:
 def questions(task: str) -> int | None:
     """Return how many questions the published data set of a task has, None where it is not noted."""
     return shipped(task)["metadata"].get("questions")
+
+
+def default_margin_pp(task: str) -> float | None:
+    """Return the loss that is allowed where a recipe does not say, None where the recipe must."""
+    return shipped(task)["metadata"].get("margin_pp")
 
 
 def token_limit(fields: Mapping[str, Any]) -> int:

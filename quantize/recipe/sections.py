@@ -25,7 +25,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from recovery.catalog import known_tasks, questions, shipped, token_limit
+from recovery.catalog import default_margin_pp, known_tasks, questions, shipped, token_limit
 from recovery.own import Definition, from_lm_eval, from_questions
 
 from quantize.errors import InputError
@@ -239,7 +239,8 @@ class Gate(Section):
 
     `estimand` says where the loss is judged: on `these_questions`, the benchmark as it stands, or on
     `such_questions`, of which it is a sample (recovery.estimands). It has no default, because a margin
-    means nothing without it. `margin_pp` is the allowed loss of accuracy in percentage points, by task.
+    means nothing without it. `margin_pp` is the allowed loss of accuracy in percentage points, by task;
+    of a task that ships, SVAMP apart, the one in its file (`recovery/tasks`) holds where none is named.
     `max_kl_nats` is the largest mean KL from BF16 on replayed trajectories, by activation mode; a mode
     that has one is replayed, one without is not judged. `max_step_inflation` fails the run when
     denoising steps a token are shown to exceed BF16's by more than this share (0.1 is 10 %); None does
@@ -247,7 +248,7 @@ class Gate(Section):
     """
 
     estimand: Estimand
-    margin_pp: dict[str, Limit]
+    margin_pp: dict[str, Limit] = {}
     max_kl_nats: dict[ActivationMode, Limit] = {}
     max_step_inflation: Limit | None = None
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
@@ -343,6 +344,9 @@ class Recipe(Section):
 def _every_task_has_a_margin(where: str, evaluation: Evaluation, gate: Gate) -> None:
     evaluation.check_names(gate.margin_pp)
     for task in evaluation.tasks:
+        default = None if task in evaluation.own_tasks else default_margin_pp(task)
+        if default is not None:
+            gate.margin_pp.setdefault(task, float(default))
         if task not in gate.margin_pp:
             raise ValueError(f"{where}gate.margin_pp has no margin for task {task!r}")
 

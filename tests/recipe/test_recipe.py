@@ -32,6 +32,12 @@ def test_every_shipped_recipe_loads_and_keeps_its_name(name: str) -> None:
         assert bundled.calibration.datasets == ["bundled"]
 
 
+def test_a_task_that_ships_brings_its_margin_and_a_recipe_overrules_it() -> None:
+    assert load_recipe("nvfp4").gate.margin_pp == {"aime25": 3, "gpqa_diamond": 3, "gsm8k": 2}
+    changed = parse_recipe(edited(gate__margin_pp={"gsm8k": 7}), "test")
+    assert changed.gate.margin_pp == {"aime25": 3, "gpqa_diamond": 3, "gsm8k": 7}
+
+
 def test_at_least_the_two_main_recipes_ship() -> None:
     assert {"fp8_dynamic", "nvfp4"} <= set(shipped_recipes())
 
@@ -74,8 +80,8 @@ EIGHT_BITS: dict[str, object] = {
             "evaluation: tasks: 'gsm8k' stands there twice",
         ),
         ({"gate__margin_pp": {"gsm8k": 0}}, "gate.margin_pp.gsm8k: Input should be greater than 0"),
-        ({"gate__margin_pp__gsm8k": math.nan}, "gate.margin_pp.gsm8k: Input should be"),
-        ({"gate__margin_pp__gsm8k": math.inf}, "gate.margin_pp.gsm8k: Input should be"),
+        ({"gate__margin_pp": {"gsm8k": math.nan}}, "gate.margin_pp.gsm8k: Input should be"),
+        ({"gate__margin_pp": {"gsm8k": math.inf}}, "gate.margin_pp.gsm8k: Input should be"),
         ({"gate__confidence": math.nan}, "gate.confidence: Input should be"),
         (
             EIGHT_BITS | {"evaluation__activations": "fp8"},
@@ -97,10 +103,6 @@ EIGHT_BITS: dict[str, object] = {
         (
             {"gate__estimand": "all_questions"},
             "gate.estimand: Input should be 'these_questions' or",
-        ),
-        (
-            {"gate__margin_pp": {"aime25": 3, "gsm8k": 2}},
-            "gate.margin_pp has no margin for task 'gpqa_diamond'",
         ),
         (
             {"bundled__evaluation__tasks": ["word_problems", "svamp"]},
