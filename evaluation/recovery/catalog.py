@@ -1,8 +1,8 @@
 """Reads the tasks that ship, one YAML file each in `tasks/`, without loading lm-eval.
 
 A task NAME_thinking is NAME with the thinking channel on. The number of questions is noted in each file
-so that a plan can be judged before any data set is loaded, and beside it the margin of recipes that name
-none.
+so that a plan can be judged before any data set is loaded, and beside it the margin of recipes that
+name none.
 """
 
 import importlib.resources

@@ -25,7 +25,7 @@ and never grows with further looks.
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
@@ -256,3 +256,31 @@ def still_open(seen: Mapping[str, Comparison | None]) -> list[str]:
     if judge(seen).outcome == "FAIL":
         return []
     return [task for task, each in seen.items() if each is None or not passes(each)]
+
+
+def until_decided(
+    plans: Mapping[str, Plan], ask: Callable[[str, int], tuple[int, Comparison | None]]
+) -> tuple[dict[str, int], dict[str, Comparison | None]]:
+    """Ask one task after the other, look by look, until the verdict is certain.
+
+    Looks that an earlier run took count: their answers are there.
+
+    Args:
+        plans: task -> what is planned of it, in the order in which they are asked.
+        ask: has a task's first so many looks answered by both models, none for 0; returns how many are
+            complete, and what they show.
+
+    Returns:
+        Task -> number of looks taken, and task -> what they show, None where none was.
+    """
+    found = {task: ask(task, 0) for task in plans}
+    for task, plan in plans.items():
+        while found[task][0] < len(plan.looks) and task in still_open(_shown(found)):
+            found[task] = ask(task, found[task][0] + 1)
+    return {task: looks for task, (looks, _) in found.items()}, _shown(found)
+
+
+def _shown(
+    found: Mapping[str, tuple[int, Comparison | None]],
+) -> dict[str, Comparison | None]:
+    return {task: comparison for task, (_, comparison) in found.items()}

@@ -21,6 +21,7 @@ from quantize.recipe.sections import Recipe, read_recipe
 from quantize.reports.card import Override, base_model, card_files
 from quantize.runs.folder import RunDir, is_card
 from quantize.runs.manifest import fingerprint
+from quantize.runs.models import CANDIDATE
 
 PULL_REQUEST, MAIN = "pr", "main"
 FindBase = Callable[[dict[str, Any], Recipe], str | None]  # from a manifest's source
@@ -103,7 +104,7 @@ def _check_artifact(run: RunDir) -> None:
         )
     asked = read_json(run.evaluation / "done.json", "tasks")["tasks"]
     for task in asked:  # not all of the recipe's, where a failure was certain before
-        path = run.evaluation / "quantized" / f"{task}.conditions.json"
+        path = run.evaluation / CANDIDATE / f"{task}.conditions.json"
         scored = read_json(path, "made_with.model.weights")["made_with"]["model"]["weights"]
         if scored not in (digest, None):  # a server may tell no fingerprint; the card then says so
             raise InputError(

@@ -30,6 +30,7 @@ from quantize.pipeline.run import started, work
 from quantize.pipeline.stages import STAGES, Run, Stage
 from quantize.pipeline.staleness import check_fresh, upstream, why_stale
 from quantize.recipe.sections import Recipe, load_recipe
+from quantize.runs.models import BASELINE, CANDIDATE
 from quantize.runtime.memory import budget_of
 from quantize.runtime.memory import plan as fit
 from quantize.stages.memory_needs import needs
@@ -39,7 +40,6 @@ RESULT = "rehearsal.json"
 PROMPTS, CANVASES = 32, 1
 QUESTIONS = 4  # a task, one answer each
 HELD_OUT = 16  # prompts that are recorded for replay, whatever the recipe says
-SIDES = ("bf16", "quantized")
 Check = Callable[[], str]  # returns what it saw; raises what would end a run
 
 
@@ -272,11 +272,11 @@ def _evaluation_seconds(
     seconds = 0.0
     try:
         samples = _tasks(whole, data_dir)
-        for side in SIDES:
+        for name in (BASELINE, CANDIDATE):
             for task, count in samples.items():
-                rows = read_scoring(run.folder.evaluation / side, task).rows
+                rows = read_scoring(run.folder.evaluation / name, task).rows
                 tokens = sum(row.tokens for row in rows) / len(rows)
-                seconds += count * tokens * rates[side]["seconds"] / rates[side]["tokens"]
+                seconds += count * tokens * rates[name]["seconds"] / rates[name]["tokens"]
     except (QuantizeError, KeyError, ZeroDivisionError):
         return None
     return seconds

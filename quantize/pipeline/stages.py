@@ -16,6 +16,7 @@ from quantize.errors import GateError, InputError
 from quantize.host.files import read_json, write_json
 from quantize.host.processes import best_device, is_first
 from quantize.runs.folder import RunDir
+from quantize.runs.models import BASELINE_AGAIN
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -212,7 +213,7 @@ def _evaluate(run: Run) -> None:
 
 def _lacks_samples(run: Run) -> str | None:
     """Return what a finished evaluation has not done of what is asked for this time."""
-    if run.scoring.get("noise_floor") and not (run.folder.evaluation / "bf16-again").exists():
+    if run.scoring.get("noise_floor") and not (run.folder.evaluation / BASELINE_AGAIN).exists():
         return "the noise floor is not scored"
     done = read_json(run.folder.evaluation / "done.json", "looks", "not_asked")
     ended = any(look["taken"] < look["of"] for look in done["looks"].values())
@@ -228,18 +229,18 @@ def evaluate_more(
     batch_size: int | None = None,
     data_dir: "Path | None" = None,
     go_on: bool = False,
-    **sides: Any,
+    **models: Any,
 ) -> None:
     """Score what is not scored yet, with activation modes besides the recipe's.
 
-    `batch_size` overrules the recipe's. `sides` are fields of `sides.Asked`.
+    `batch_size` overrules the recipe's. `models` are fields of `ModelOptions`.
 
     Raises:
         InputError: a server is asked, and the recipe limits denoising steps, which no server reports.
     """
-    _check_steps(run.recipe, sides.get("servers"))
+    _check_steps(run.recipe, models.get("servers"))
     from quantize.schemes.modes import ACTIVATION_MODES
-    from quantize.stages.evaluate.compared_models import Asked
+    from quantize.stages.evaluate.compared_models import ModelOptions
     from quantize.stages.evaluate.evaluate import evaluate
 
     settings = run.recipe.evaluation
@@ -252,11 +253,11 @@ def evaluate_more(
         digest,
         settings,
         gate=run.recipe.gate,
-        asked=Asked(
+        options=ModelOptions(
             modes=[mode for mode in ACTIVATION_MODES if mode in modes],
             device=best_device(),
             gpu_memory=run.gpu_memory,
-            **sides,
+            **models,
         ),
         data_dir=data_dir,
         go_on=go_on,

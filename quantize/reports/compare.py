@@ -14,9 +14,10 @@ from rich.table import Table
 
 from quantize.errors import InputError
 from quantize.host.files import read_json
-from quantize.reports.questions import GATED, differing, question_counts, question_row
+from quantize.reports.questions import differing, question_counts, question_row
 from quantize.reports.scores import pair, read_scoring
 from quantize.runs.folder import RunDir
+from quantize.runs.models import CANDIDATE
 
 CONFIDENCE = 0.95
 
@@ -51,7 +52,7 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
     entries: dict[str, dict[str, Any]] = {}
     questions: dict[str, list[dict[str, Any]]] = {}
     for task in tasks_of[0]:
-        ours, theirs = (read_scoring(run.evaluation / GATED, task) for run in (a, b))
+        ours, theirs = (read_scoring(run.evaluation / CANDIDATE, task) for run in (a, b))
         entries[task], _ = pair(
             ours, theirs, estimand="such_questions", margin_pp=100, confidence=CONFIDENCE
         )

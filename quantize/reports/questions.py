@@ -12,8 +12,8 @@ from recovery.scoring import Row, Scoring
 
 from quantize.host.files import read_json
 from quantize.runs.folder import RunDir
+from quantize.runs.models import BASELINE, CANDIDATE
 
-BASE, GATED = "bf16", "quantized"  # sides of a run, and keys of an entry
 QUESTION_COLUMNS = (
     "question", "outcome", "target", "BF16", "quantized", "steps", "canvases part",
 )  # fmt: skip
@@ -64,7 +64,7 @@ def _entry(rows: Sequence[tuple[Row, Row]], *, hidden: bool) -> dict[str, Any]:
                 "steps": row.denoising_steps,
                 "tokens": row.tokens,
             }
-            for side, count, row in zip((BASE, GATED), right, shown, strict=True)
+            for side, count, row in zip((BASELINE, CANDIDATE), right, shown, strict=True)
         },
         "parts": None,
     }
@@ -80,7 +80,7 @@ def prompts_of(run: RunDir, task: str) -> dict[int, str]:
 
 def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Return the vocabulary, and each recorded problem with the steps of both sides."""
-    files = [run.evaluation / side / f"{task}.canvases.json" for side in (BASE, GATED)]
+    files = [run.evaluation / side / f"{task}.canvases.json" for side in (BASELINE, CANDIDATE)]
     if not all(file.exists() for file in files):
         return {}, []
     ours, theirs = (read_json(file, "vocabulary", "samples") for file in files)
@@ -96,7 +96,7 @@ def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict
             "text": each["prompt"],
             "sides": {
                 side: {"steps": sample["steps"], "text": sample["text"]}
-                for side, sample in ((BASE, each), (GATED, others[key]))
+                for side, sample in ((BASELINE, each), (CANDIDATE, others[key]))
             },
         }
         for each in ours["samples"]
@@ -130,7 +130,7 @@ def _parted(a: Step, b: Step, *, whole: bool) -> Iterator[dict[str, int]]:
     accepted = zip(a["accepted"], b["accepted"], strict=True)
     for position, ((ours, theirs), flags) in enumerate(zip(ids, accepted, strict=True)):
         if ours != theirs and (whole or "1" in flags):
-            yield {"position": position, BASE: int(ours), GATED: int(theirs)}
+            yield {"position": position, BASELINE: int(ours), CANDIDATE: int(theirs)}
 
 
 def questions_and_canvases(
@@ -140,7 +140,7 @@ def questions_and_canvases(
 
     Args:
         run: run whose evaluation wrote questions and canvases.
-        scorings: task -> the scorings of BF16 and of the gated side.
+        scorings: task -> the scorings of baseline and candidate.
     """
     vocabulary: dict[str, str] = {}
     problems: list[dict[str, Any]] = []
@@ -170,16 +170,16 @@ def _describe(
 ) -> None:
     """Add its scores to a recorded problem, and to its question where canvases part."""
     key = (problem["question"], problem["repeat"])
-    for side, scoring in ((BASE, base), (GATED, other)):
+    for side, scoring in ((BASELINE, base), (CANDIDATE, other)):
         row = next(row for row in scoring.rows if (row.doc_id, row.repeat) == key)
         recorded = problem["sides"][side]
         recorded |= {"answer": row.answer, "scores": row.scores}
         recorded["as_scored"] = row.text.startswith(recorded.pop("text"))
     problem["target"] = row.target
     problem["outcome"] = entries[key]["outcome"] if key in entries else None
-    found = parting(*(problem["sides"][side]["steps"] for side in (BASE, GATED)))
+    found = parting(*(problem["sides"][side]["steps"] for side in (BASELINE, CANDIDATE)))
     if found and key in entries:
-        named = {f"{side}_word": words[str(found[side])] for side in (BASE, GATED)}
+        named = {f"{side}_word": words[str(found[side])] for side in (BASELINE, CANDIDATE)}
         entries[key]["parts"] = found | named
 
 
@@ -198,8 +198,8 @@ def question_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
         name,
         entry["outcome"],
         "-" if hidden else entry["target"],
-        *(_answer(entry, side) for side in (BASE, GATED)),
-        " / ".join(str(sum(entry[side]["steps"]) or "-") for side in (BASE, GATED)),
+        *(_answer(entry, side) for side in (BASELINE, CANDIDATE)),
+        " / ".join(str(sum(entry[side]["steps"]) or "-") for side in (BASELINE, CANDIDATE)),
         parts_text(entry["parts"]),
     )
 
@@ -217,7 +217,7 @@ def parts_text(parts: Mapping[str, Any] | None) -> str:
     """Return "canvas 1, step 3: 7 / 8", the words of BF16 and quantized where canvases part."""
     if parts is None:
         return "-"
-    words = " / ".join(parts[f"{side}_word"].strip() or "(space)" for side in (BASE, GATED))
+    words = " / ".join(parts[f"{side}_word"].strip() or "(space)" for side in (BASELINE, CANDIDATE))
     return f"canvas {parts['canvas']}, step {parts['step']}: {words}"
 
 

@@ -24,7 +24,7 @@ from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import complete
 from quantize.runtime.llama_cpp import LlamaCpp, made_from
 from quantize.runtime.modules.engine import ModelEngine
-from quantize.stages.evaluate.compared_models import Asked
+from quantize.stages.evaluate.compared_models import ModelOptions
 from quantize.stages.evaluate.evaluate import evaluate
 
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
@@ -101,7 +101,7 @@ def test_evaluate_scores_the_file_beside_the_checkpoint(program: Path, file: Pat
     copy_bundled(run.checkpoint)
     settings = Evaluation(tasks=["word_problems"], limit={"word_problems": 3}, batch_size=2)
     digest = fingerprint(Checkpoint.open(CHECKPOINT))
-    evaluate(run, CHECKPOINT, digest, settings, asked=Asked(gguf=file, llama_cpp=program))
+    evaluate(run, CHECKPOINT, digest, settings, options=ModelOptions(gguf=file, llama_cpp=program))
     base, ours, theirs = (
         read_scoring(run.evaluation / side, "word_problems")
         for side in ("bf16", "quantized", "quantized-gguf")
@@ -117,6 +117,8 @@ def test_evaluate_scores_the_file_beside_the_checkpoint(program: Path, file: Pat
     other = tmp_path / "other.gguf"
     other.write_bytes(file.read_bytes().replace(digest.encode(), b"0" * 64))
     with pytest.raises(InputError, match=r"other\.gguf: made from 0+, not from .*checkpoint"):
-        evaluate(run, CHECKPOINT, digest, settings, asked=Asked(gguf=other, llama_cpp=program))
+        evaluate(
+            run, CHECKPOINT, digest, settings, options=ModelOptions(gguf=other, llama_cpp=program)
+        )
     with pytest.raises(InputError, match="--gguf and --llama-cpp go together"):
-        evaluate(run, CHECKPOINT, digest, settings, asked=Asked(gguf=file))
+        evaluate(run, CHECKPOINT, digest, settings, options=ModelOptions(gguf=file))

@@ -22,35 +22,35 @@ from quantize.host.files import write_json
 from quantize.pipeline.stages import Run, evaluate_more
 from quantize.recipe.sections import Evaluation, load_recipe, shipped_recipes
 from quantize.runs.folder import RunDir
+from quantize.runs.models import FURTHER
 from quantize.runtime import Sampler
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.opening import Kind
 from quantize.schemes.modes import ACTIVATION_MODES
 from quantize.stages.evaluate.compared_models import (
-    Asked,
+    ComparedModel,
+    ModelOptions,
     ServedModel,
-    Side,
-    open_sides,
-    quantized_sides,
+    candidates,
+    open_models,
     warn_of_servers,
 )
 from quantize.stages.evaluate.evaluate import evaluate
 from quantize.stages.evaluate.local_model import Answerer
-from quantize.stages.report.report import SIDES
 
 PROBLEMS, BATCH = 28, 4  # looked at after 20 problems, and after all
 
 
 def test_sides_have_names_of_their_own() -> None:
-    assert quantized_sides("per_layer", ["none", "per_layer", "per_expert", "fp8"]) == [
+    assert candidates("per_layer", ["none", "per_layer", "per_expert", "fp8"]) == [
         ("quantized", "per_layer"),
         ("quantized-none", "none"),
         ("quantized-per-expert", "per_expert"),
         ("quantized-fp8", "fp8"),
     ]
     for gated in ACTIVATION_MODES:  # the report finds them all
-        (_, *more) = quantized_sides(gated, ACTIVATION_MODES)
-        assert all(SIDES[name] == mode for name, mode in more)
+        (_, *more) = candidates(gated, ACTIVATION_MODES)
+        assert all(FURTHER[name] == mode for name, mode in more)
         assert len(more) == len(ACTIVATION_MODES) - 1
 
 
@@ -59,7 +59,7 @@ def test_a_mode_that_means_nothing_ends_before_anything_is_scored(
 ) -> None:
     settings = Evaluation(tasks=["word_problems"])
     with pytest.raises(InputError, match="activations fp8 are for NVFP4 weights"):
-        open_sides(tiny_checkpoint, "", fp8_artifact, settings, Asked(modes=["fp8"]), 64)
+        open_models(tiny_checkpoint, "", fp8_artifact, settings, ModelOptions(modes=["fp8"]), 64)
 
 
 @pytest.mark.parametrize("one", ["servers", "base_servers"])
@@ -67,7 +67,7 @@ def test_both_models_are_served_or_neither(one: str, tmp_path: Path) -> None:
     settings = Evaluation(tasks=["word_problems"])
     served: dict[str, Any] = {one: ["http://127.0.0.1:9"]}
     with pytest.raises(InputError, match="go together"):
-        evaluate(RunDir(tmp_path), tmp_path, "", settings, asked=Asked(**served))
+        evaluate(RunDir(tmp_path), tmp_path, "", settings, options=ModelOptions(**served))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_server_that_may_encode_canvases_wrongly_is_warned_of(
     backend = ServedModel.__new__(ServedModel)
     server = SimpleNamespace(url="http://x/v1", commit_pass=commit_pass)
     backend.servers = cast(Any, SimpleNamespace(all=[server]))
-    warn_of_servers([Side(name, backend, 0) for name in ("one", "two")], token_limit, 64)
+    warn_of_servers([ComparedModel(name, backend, 0) for name in ("one", "two")], token_limit, 64)
     said = "".join(capsys.readouterr())
     assert said.count("warning:") == warned
     assert ("vllm_plugin" in said) == bool(warned)

@@ -14,8 +14,7 @@ from quantize.bundled import CHECKPOINT
 from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Evaluation, Gate, load_recipe
 from quantize.runs.folder import RunDir
-from quantize.stages.evaluate import compared_models as sides
-from quantize.stages.evaluate import evaluate
+from quantize.stages.evaluate import compared_models, evaluate
 from quantize.stages.evaluate.local_model import Answerer
 from quantize.stages.report.report import judge_run
 
@@ -75,7 +74,7 @@ class Bench:
                 found = [{"prompt": r.prompt, "steps": steps, "text": ""} for r in requests]
                 return {"vocabulary": {}, "samples": found}
 
-        for module in (sides, evaluate):
+        for module in (compared_models, evaluate):
             self.monkeypatch.setattr(module, "Answerer", Scripted)
 
     def answer(self, name: str, request: Request) -> Completion:
@@ -196,7 +195,12 @@ def test_evaluating_again_forgets_no_look(bench: Bench, tasks: Sequence[str]) ->
     bench.score(tasks, estimand="such_questions", repeats=1, go_on=True)
     asked, done = len(bench.asked), bench.done
     assert done["looks"] == {task: {"taken": 5, "of": 5} for task in sorted(tasks, reverse=True)}
-    bench.score(tasks, estimand="such_questions", repeats=1, asked=sides.Asked(modes=["none"]))
+    bench.score(
+        tasks,
+        estimand="such_questions",
+        repeats=1,
+        options=compared_models.ModelOptions(modes=["none"]),
+    )
     assert bench.done == done
     assert len(bench.asked) == asked + COUNT * len(tasks)  # of the further side, as much
 
@@ -211,7 +215,7 @@ def test_going_on_loads_each_model_once(bench: Bench, batch_size: int, calls: in
 
 
 def test_other_sides_are_asked_as_much(bench: Bench) -> None:
-    bench.score(asked=sides.Asked(modes=["none"], noise_floor=True))
+    bench.score(options=compared_models.ModelOptions(modes=["none"], noise_floor=True))
     sizes = {
         path.parent.name: len(path.read_text().splitlines())
         for path in bench.run.evaluation.rglob(f"{WORDS}.jsonl")

@@ -22,8 +22,7 @@ from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import tokenizer_digest
 from quantize.runtime import Sampler
-from quantize.stages.evaluate import compared_models as sides
-from quantize.stages.evaluate import evaluate
+from quantize.stages.evaluate import compared_models, evaluate
 from quantize.stages.evaluate import local_model as answerer
 from quantize.stages.evaluate.local_model import Answerer
 
@@ -80,7 +79,7 @@ class Counting(Answerer):
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Score the bundled model against itself; return how many samples that took."""
-    monkeypatch.setattr(sides, "Answerer", Counting)
+    monkeypatch.setattr(compared_models, "Answerer", Counting)
     monkeypatch.setattr(evaluate, "Answerer", Counting)
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
@@ -134,7 +133,7 @@ def test_an_answer_with_any_end_of_a_line_is_read_back(tmp_path: Path) -> None:
 
 
 def test_the_noise_floor_has_noise_of_its_own(asked: Any) -> None:
-    more = {"asked": sides.Asked(noise_floor=True)}
+    more = {"options": compared_models.ModelOptions(noise_floor=True)}
     evaluate.evaluate(asked.run, CHECKPOINT, "source", SETTINGS, **more)
     seeds = [
         {row.seed for row in read_scoring(asked.run.evaluation / side, TASK).rows}
@@ -188,12 +187,12 @@ def test_a_served_model_says_what_it_is(
         def __init__(self, urls: Sequence[str], **_: Any) -> None:
             self.all = [SimpleNamespace(url=url, model="m", about=about) for url in urls]
 
-    monkeypatch.setattr(sides, "Servers", Listed)
+    monkeypatch.setattr(compared_models, "Servers", Listed)
     if fault:
         with pytest.raises(InputError, match=fault):
-            sides.ServedModel(["http://x"], 1, "right", revision)
+            compared_models.ServedModel(["http://x"], 1, "right", revision)
         return
-    model = sides.ServedModel(["http://x"], 1, "right", revision).made_with["model"]
+    model = compared_models.ServedModel(["http://x"], 1, "right", revision).made_with["model"]
     assert (model["weights"], model["revision"]) == (about.get("fingerprint"), revision)
 
 
@@ -210,10 +209,10 @@ def test_servers_of_one_side_serve_the_same(monkeypatch: pytest.MonkeyPatch) -> 
                 for url in urls
             ]
 
-    monkeypatch.setattr(sides, "Servers", Listed)
-    alike = sides.ServedModel(["http://a", "http://c"], 1, "right", None)
-    assert alike.made_with == sides.ServedModel(["http://c"], 1, "right", None).made_with
+    monkeypatch.setattr(compared_models, "Servers", Listed)
+    alike = compared_models.ServedModel(["http://a", "http://c"], 1, "right", None)
+    assert alike.made_with == compared_models.ServedModel(["http://c"], 1, "right", None).made_with
     with pytest.raises(
         InputError, match="http://b: its activations is 'none', and that of http://a"
     ):
-        sides.ServedModel(["http://a", "http://b"], 1, "right", None)
+        compared_models.ServedModel(["http://a", "http://b"], 1, "right", None)

@@ -25,7 +25,7 @@ from quantize.recipe.sections import Evaluation, Recipe, shipped_recipes
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
-from quantize.stages.evaluate.compared_models import Asked
+from quantize.stages.evaluate.compared_models import ModelOptions
 
 TASK = "word_problems"
 PROBLEMS = 60
@@ -55,7 +55,7 @@ def made_up_scores(
     digest: str,
     settings: Evaluation,
     *,
-    asked: Asked | None = None,
+    asked: ModelOptions | None = None,
     lost: int = 0,
     dtype: str = "torch.float32",
     **_: Any,

@@ -21,8 +21,7 @@ from quantize.host.files import write_json
 from quantize.recipe.sections import Evaluation, Recipe, parse_recipe, shipped_recipes
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint, new_manifest
-from quantize.stages.evaluate import compared_models as sides
-from quantize.stages.evaluate import evaluate
+from quantize.stages.evaluate import compared_models, evaluate
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
 MARKER = "MARKERSTRING"
@@ -99,13 +98,15 @@ def make_run(folder: Path, data: Path, *, seed: int = 0) -> RunDir:
     write_json(run.verification_json, {"passed": True, "checks": checks, "relative_error": experts})
     settings = Evaluation(**recipe().evaluation.model_dump() | {"seed": seed})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sides, "ServedModel", Scripted)
+        patch.setattr(compared_models, "ServedModel", Scripted)
         evaluate.evaluate(
             run,
             CHECKPOINT,
             "digest",
             settings,
-            asked=sides.Asked(noise_floor=True, servers=["quantized"], base_servers=["bf16"]),
+            options=compared_models.ModelOptions(
+                noise_floor=True, servers=["quantized"], base_servers=["bf16"]
+            ),
             data_dir=data,
         )
     return run

@@ -1,12 +1,6 @@
-"""The sides that evaluation compares: models that answer, each with a folder of `evaluation/`.
+"""Opens the models that evaluation compares (`quantize.runs.models` names them).
 
-    bf16                 the base
-    quantized            the side that the gate judges, activations rounded as the recipe says
-    quantized-<mode>     activations rounded in another way, when asked for
-    quantized-gguf       the checkpoint's GGUF file in llama.cpp, when given
-    bf16-again           BF16 with a second seed, the noise floor, when asked for
-
-Either model may sit behind OpenAI-compatible servers instead of in this process.
+Baseline or candidate may sit behind OpenAI-compatible servers instead of in this process.
 """
 
 import os
@@ -24,12 +18,10 @@ from quantize.errors import InputError
 from quantize.host.progress import say
 from quantize.recipe.sections import Evaluation
 from quantize.runs.manifest import fingerprint, package_versions
+from quantize.runs.models import BASELINE, BASELINE_AGAIN, CANDIDATE, EXPORTED, in_mode
 from quantize.runtime import Sampler
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.evaluate.local_model import Answerer, ExportedAnswerer
-
-BF16, BF16_AGAIN, QUANTIZED = "bf16", "bf16-again", "quantized"
-EXPORTED = "quantized-gguf"
 
 
 class Backend(Protocol):
@@ -76,7 +68,7 @@ class ServedModel:
         self, urls: Sequence[str], in_flight: int, digest: str, revision: str | None
     ) -> None:
         self.servers = Servers(urls, in_flight=in_flight, api_key=os.environ.get("OPENAI_API_KEY"))
-        # Template, sampler and precision are the server's own, so both sides must be served.
+        # Template, sampler and precision are the server's own, so both models must be served.
         self.sampler_settings: dict[str, Any] = {"sampler": "the server's"}
         about = [self._described(server, digest, revision) for server in self.servers.all]
         for server, each in zip(self.servers.all, about, strict=True):
@@ -112,27 +104,27 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class Side:
-    """One thing that is scored: the folder of its scores, its model, the seed of its noise."""
+class ComparedModel:
+    """One model that is scored: the folder of its scores, what answers, the seed of its noise."""
 
     name: str
     backend: Backend
     seed: int
 
 
-def quantized_sides(
-    gated: ActivationMode, more: Sequence[ActivationMode]
+def candidates(
+    judged: ActivationMode, more: Sequence[ActivationMode]
 ) -> list[tuple[str, ActivationMode]]:
-    """Return (folder name, activation mode) of each side; the gate reads the first."""
-    named: dict[ActivationMode, str] = {gated: QUANTIZED}
+    """Return (folder name, activation mode) of each candidate; the gate reads the first."""
+    named: dict[ActivationMode, str] = {judged: CANDIDATE}
     for mode in more:
-        named.setdefault(mode, f"{QUANTIZED}-{mode.replace('_', '-')}")
+        named.setdefault(mode, in_mode(mode))
     return [(name, mode) for mode, name in named.items()]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The sides that are asked for, and where their models run.
+class ModelOptions:
+    """The models that are asked for, and where they run.
 
     Attributes:
         modes: activation modes to score besides the recipe's.
@@ -172,63 +164,70 @@ class Asked:
             raise InputError("--gguf and --llama-cpp go together, and without --server")
 
 
-def open_sides(
-    source: Path, digest: str, checkpoint: Path, settings: Evaluation, asked: Asked, context: int
-) -> list[Side]:
-    """Return the sides, the base and the gated one first; no weights are loaded.
+def open_models(
+    source: Path,
+    digest: str,
+    checkpoint: Path,
+    settings: Evaluation,
+    options: ModelOptions,
+    context: int,
+) -> list[ComparedModel]:
+    """Return the models, baseline and candidate first; no weights are loaded.
 
     Args:
         source: folder of the BF16 checkpoint.
         digest: its fingerprint.
         checkpoint: folder of the quantized one.
         settings: the recipe's `evaluation` section.
-        asked: the sides that are asked for.
+        options: the models that are asked for.
         context: positions that the longest prompt and answer may take.
 
     Raises:
         InputError: a server or a GGUF file has another model, or a mode means nothing to it.
         ResourceError: not one sample fits the GPU.
     """
-    named = quantized_sides(settings.activations, asked.modes)
+    named = candidates(settings.activations, options.modes)
     for _, mode in named:
         check_mode(Checkpoint.open(checkpoint), mode)
     sampler, quantized = Sampler.from_checkpoint(source), fingerprint(Checkpoint.open(checkpoint))
 
     def local(folder: Path, identity: str, mode: ActivationMode) -> Answerer:
         return Answerer(
-            folder, identity, mode, sampler, asked.device, settings.dtype, settings.batch_size,
-            gpu_memory=asked.gpu_memory, context=context,
+            folder, identity, mode, sampler, options.device, settings.dtype, settings.batch_size,
+            gpu_memory=options.gpu_memory, context=context,
         )  # fmt: skip
 
     def served(urls: Sequence[str], identity: str, revision: str | None) -> ServedModel:
-        return ServedModel(urls, asked.in_flight, identity, revision)
+        return ServedModel(urls, options.in_flight, identity, revision)
 
-    base: Backend = (
-        served(asked.base_servers, digest, asked.base_server_revision)
-        if asked.base_servers
+    baseline: Backend = (
+        served(options.base_servers, digest, options.base_server_revision)
+        if options.base_servers
         else local(source, digest, "none")
     )
-    sides = [Side(BF16, base, settings.seed)]
+    models = [ComparedModel(BASELINE, baseline, settings.seed)]
     for name, mode in named:
-        model: Backend = (
-            served(asked.servers, quantized, asked.server_revision)
-            if asked.servers
+        candidate: Backend = (
+            served(options.servers, quantized, options.server_revision)
+            if options.servers
             else local(checkpoint, quantized, mode)
         )
-        sides.append(Side(name, model, settings.seed))
-    if asked.noise_floor:
-        sides.append(Side(BF16_AGAIN, base, settings.seed + 1))
-    if asked.gguf and asked.llama_cpp and isinstance(base, Answerer):
-        exported = ExportedAnswerer(checkpoint, quantized, asked.gguf, asked.llama_cpp, base)
-        sides.append(Side(EXPORTED, exported, settings.seed))
-    return sides
+        models.append(ComparedModel(name, candidate, settings.seed))
+    if options.noise_floor:
+        models.append(ComparedModel(BASELINE_AGAIN, baseline, settings.seed + 1))
+    if options.gguf and options.llama_cpp and isinstance(baseline, Answerer):
+        exported = ExportedAnswerer(
+            checkpoint, quantized, options.gguf, options.llama_cpp, baseline
+        )
+        models.append(ComparedModel(EXPORTED, exported, settings.seed))
+    return models
 
 
-def warn_of_servers(sides: Sequence[Side], token_limit: int, canvas_length: int) -> None:
+def warn_of_servers(models: Sequence[ComparedModel], token_limit: int, canvas_length: int) -> None:
     """Warn of servers that may answer worse than their model, if answers take several canvases."""
     if token_limit <= canvas_length:
         return
-    served = [side.backend.servers for side in sides if isinstance(side.backend, ServedModel)]
+    served = [each.backend.servers for each in models if isinstance(each.backend, ServedModel)]
     unsaid = {s.url for servers in served for s in servers.all if s.commit_pass is None}
     for url in sorted(unsaid):
         say(

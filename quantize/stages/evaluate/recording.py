@@ -17,9 +17,10 @@ from recovery.samples import Request
 from recovery.scoring import Row, Scoring, first_requests
 
 from quantize.host.files import read_json, write_json
-from quantize.reports.questions import BASE, GATED, differing
+from quantize.reports.questions import differing
 from quantize.reports.scores import read_scoring
 from quantize.runs.folder import RunDir
+from quantize.runs.models import BASELINE, CANDIDATE
 from quantize.stages.evaluate.local_model import Answerer
 
 RECORDED = 8  # questions of a task whose canvases are recorded
@@ -31,7 +32,7 @@ def leave_questions(
     """Write the text of every question that was asked; return the requests by question index."""
     if is_private(task, definition):
         return {}
-    asked = sorted({row.doc_id for row in read_scoring(run.evaluation / BASE, task).rows})
+    asked = sorted({row.doc_id for row in read_scoring(run.evaluation / BASELINE, task).rows})
     found = first_requests(
         task, data_file=data_file, definition=definition, questions=asked, seed=0
     )
@@ -52,7 +53,7 @@ def record_differing(
         requests: question -> its request.
         models: side -> its model, of both sides or of one.
     """
-    sides = {side: read_scoring(run.evaluation / side, task) for side in (BASE, GATED)}
+    sides = {side: read_scoring(run.evaluation / side, task) for side in (BASELINE, CANDIDATE)}
     chosen = choose(*sides.values())
     answers = [[row.doc_id, row.repeat] for row in chosen]
     for side, model in models.items():

@@ -25,18 +25,14 @@ from quantize.recipe.sections import Recipe
 from quantize.reports.junit import junit
 from quantize.reports.markdown import markdown
 from quantize.reports.provenance import made
-from quantize.reports.questions import BASE, GATED, questions_and_canvases
+from quantize.reports.questions import questions_and_canvases
 from quantize.reports.render import html
 from quantize.reports.scores import pair, read_scoring
 from quantize.runs.folder import RunDir
-from quantize.schemes.modes import ACTIVATION_MODES
+from quantize.runs.models import BASELINE, BASELINE_AGAIN, CANDIDATE, FURTHER
 
 DECODER_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
 FIDELITY = ("faults", "activations", "own_conditioning", "max_kl_nats")
-SIDES: dict[str, str] = {
-    **{f"{GATED}-{mode.replace('_', '-')}": mode for mode in ACTIVATION_MODES},
-    "quantized-gguf": "GGUF in llama.cpp",
-}
 
 
 def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
@@ -50,8 +46,8 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
     judged, verdict = judge_run(run, recipe)
     scorings = {
         task["task"]: (
-            read_scoring(run.evaluation / BASE, task["task"]),
-            read_scoring(run.evaluation / GATED, task["task"]),
+            read_scoring(run.evaluation / BASELINE, task["task"]),
+            read_scoring(run.evaluation / CANDIDATE, task["task"]),
         )
         for task in judged["tasks"]
         if task["gated"] and not task["not_comparable"]
@@ -101,16 +97,16 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
     verification = _needed(run.verification_json, "verify")
     manifest = _needed(run.manifest_json, "run")
     done = _needed(run.evaluation / "done.json", "evaluate")
-    # Comparisons of the gated side; None where the verdict was certain before a task was asked.
+    # Comparisons of the candidate; None where the verdict was certain before a task was asked.
     comparisons: dict[str, Comparison | None] = dict.fromkeys(recipe.evaluation.tasks)
     tasks: list[dict[str, Any]] = []
     for task in (task for task in recipe.evaluation.tasks if task in done["tasks"]):
-        for side, mode in _sides(run, task, recipe).items():
-            entry, comparison = _entry(run, task, "bf16", side, recipe)
+        for name, mode in _candidates(run, task, recipe).items():
+            entry, comparison = _entry(run, task, name, recipe)
             alone = judge_task(task, comparison).outcome if comparison else None
-            about = {"task": task, "activations": mode, "gated": side == "quantized"}
+            about = {"task": task, "activations": mode, "gated": name == CANDIDATE}
             tasks.append(about | {"outcome": alone} | entry)
-            if side == "quantized" and comparison is not None:
+            if name == CANDIDATE and comparison is not None:
                 comparisons[task] = comparison
     fidelity = read_json(run.fidelity_json, *FIDELITY) if run.fidelity_json.exists() else None
     verdict = _verdict(verification, fidelity, tasks, comparisons)
@@ -156,24 +152,23 @@ def _needed(path: Path, stage: str) -> Any:
     return read_json(path, *keys[stage])
 
 
-def _sides(run: RunDir, task: str, recipe: Recipe) -> Mapping[str, str]:
-    """Return the quantized sides on which a task was scored, the gated one first."""
-    scored = {
-        side: mode
-        for side, mode in SIDES.items()
-        if (run.evaluation / side / f"{task}.jsonl").exists()
+def _candidates(run: RunDir, task: str, recipe: Recipe) -> Mapping[str, str]:
+    """Return the models that a task was scored on -> their activations, the judged one first."""
+    further = {
+        name: mode
+        for name, mode in FURTHER.items()
+        if (run.evaluation / name / f"{task}.jsonl").exists()
     }
-    gated: dict[str, str] = {"quantized": recipe.evaluation.activations}
-    return gated | scored
+    return {CANDIDATE: str(recipe.evaluation.activations)} | further
 
 
 def _entry(
-    run: RunDir, task: str, base_side: str, side: str, recipe: Recipe, *, other_seed: bool = False
+    run: RunDir, task: str, name: str, recipe: Recipe, *, other_seed: bool = False
 ) -> tuple[dict[str, Any], Comparison | None]:
-    """Compare two sides on one task, for the report and for the gate."""
+    """Compare a model with the baseline on one task, for the report and for the gate."""
     return pair(
-        read_scoring(run.evaluation / base_side, task),
-        read_scoring(run.evaluation / side, task),
+        read_scoring(run.evaluation / BASELINE, task),
+        read_scoring(run.evaluation / name, task),
         estimand=recipe.gate.estimand,
         margin_pp=recipe.gate.margin_pp[task],
         confidence=recipe.gate.confidence,
@@ -184,13 +179,10 @@ def _entry(
 
 def _noise_floor(run: RunDir, recipe: Recipe) -> list[dict[str, Any]]:
     """Compare BF16 with itself under another seed: the difference that noise alone makes."""
-    again = "bf16-again"
-    scored = [
-        t for t in recipe.evaluation.tasks if (run.evaluation / again / f"{t}.jsonl").exists()
-    ]
     return [
-        {"task": task} | _entry(run, task, "bf16", again, recipe, other_seed=True)[0]
-        for task in scored
+        {"task": task} | _entry(run, task, BASELINE_AGAIN, recipe, other_seed=True)[0]
+        for task in recipe.evaluation.tasks
+        if (run.evaluation / BASELINE_AGAIN / f"{task}.jsonl").exists()
     ]
 
 

@@ -1,0 +1,118 @@
+"""Pairs two scorings of a task, question by question, as far as both have been asked.
+
+Where looks were planned, answers are compared up to the last look that both have completed, and on the
+estimand for which they were planned the p-values are sequential.
+"""
+
+import math
+from dataclasses import replace
+
+from recovery.estimands import Estimand
+from recovery.gate import Verdict, not_comparable
+from recovery.scoring import Scoring
+from recovery.sequential import Look, Plan, at_looks
+from recovery.statistics import Comparison, compare
+from recovery.steps import StepInflation, share_at, step_inflation
+
+
+def in_common(base: Scoring, other: Scoring) -> tuple[Scoring, Scoring, list[Look]]:
+    """Return the answers of two scorings up to the last look that both completed, and these looks."""
+    plan = _plan(base)
+    looks = plan.taken(base.answered, other.answered) if plan else []
+    if plan and looks:
+        seen = plan.until(looks[-1])
+        base, other = base.only(seen), other.only(seen)
+    return base, other, looks
+
+
+def paired(
+    base: Scoring,
+    other: Scoring,
+    *,
+    estimand: Estimand,
+    margin_pp: float,
+    confidence: float,
+    max_step_inflation: float | None = None,
+    other_seed: bool = False,
+) -> Comparison | Verdict:
+    """Compare two scorings of a task, or return why they are not comparable.
+
+    Args:
+        base: scoring of the baseline.
+        other: scoring of the model that is compared with it.
+        estimand: what the difference is judged on.
+        margin_pp: allowed loss in percentage points.
+        confidence: confidence of the intervals.
+        max_step_inflation: share of more denoising steps that is allowed, None for no limit.
+        other_seed: whether the two must have different seeds (the noise floor).
+    """
+    base, other, looks = in_common(base, other)
+    if differs := _differs(base, other, other_seed=other_seed):
+        return differs
+    plan = _plan(base)
+    if plan and not looks:
+        return Verdict("NOT COMPARABLE", "no look is complete on both sides")
+
+    def compared(base: Scoring, other: Scoring) -> Comparison:
+        found = compare(
+            base.by_question(), other.by_question(), estimand=estimand, margin_pp=margin_pp,
+            confidence=confidence,
+        )  # fmt: skip
+        steps = _steps(base, other, confidence, max_step_inflation)
+        return replace(found, step_inflation=steps, max_step_inflation=max_step_inflation)
+
+    if plan is None or plan.estimand != estimand or len(plan.looks) == 1:
+        return compared(base, other)
+    seen = [plan.until(look) for look in looks]
+    return at_looks([compared(base.only(part), other.only(part)) for part in seen], looks)
+
+
+def _plan(scoring: Scoring) -> Plan | None:
+    planned = scoring.made_with.get("planned")
+    return None if planned is None else Plan(**planned)
+
+
+def _steps(
+    base: Scoring, other: Scoring, confidence: float, limit: float | None
+) -> StepInflation | None:
+    """Return how many more steps `other` takes, None where an answer does not tell its steps."""
+    sides = (base, other)
+    if any(not row.denoising_steps for side in sides for row in side.rows):
+        return None
+    most = base.conditions.get("sampler", {}).get("max_denoising_steps", math.inf)
+    never_stopped = [
+        share_at([step for row in side.rows for step in row.denoising_steps], most)
+        for side in sides
+    ]
+    costs = _costs(base), _costs(other)
+    try:
+        return step_inflation(*costs, never_stopped, confidence=confidence, limit=limit)
+    except ValueError:  # one question alone has steps or tokens
+        return None
+
+
+def _costs(side: Scoring) -> dict[str, tuple[int, int]]:
+    """Return question -> its denoising steps and tokens over all answers."""
+    sums: dict[str, tuple[int, int]] = {}
+    for row in side.rows:
+        steps, tokens = sums.get(side.names[row.doc_id], (0, 0))
+        sums[side.names[row.doc_id]] = steps + sum(row.denoising_steps), tokens + row.tokens
+    return sums
+
+
+def _differs(base: Scoring, other: Scoring, *, other_seed: bool) -> Verdict | None:
+    """Return why two scorings cannot be compared, None where they can."""
+    ignored = {"seed", "seeds"} if other_seed else set[str]()
+
+    def conditions(side: Scoring) -> dict[str, object]:
+        return {key: value for key, value in side.conditions.items() if key not in ignored}
+
+    def made(side: Scoring) -> dict[str, object]:
+        unlike = ignored | {"model"}
+        return {key: value for key, value in side.made_with.items() if key not in unlike}
+
+    if other_seed and any(a.seed == b.seed for a, b in zip(base.rows, other.rows, strict=False)):
+        return Verdict("NOT COMPARABLE", "both sides have the same seed: no noise is between them")
+    return not_comparable(conditions(base), conditions(other)) or not_comparable(
+        made(base), made(other)
+    )
