@@ -26,7 +26,8 @@ from quantize.checkpoints.reader import read_header
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_text
 from quantize.recipe.sections import Recipe
-from quantize.reports.render import JUDGED, OTHER_INTERVAL, looks_lines
+from quantize.reports.render import JUDGED, looks_lines
+from quantize.reports.table import score_table
 from quantize.runs.folder import README, RESULTS, RunDir
 
 # Task -> (data set on the Hub, name of the task in it): gpqa_diamond is the Hub's own name, the others
@@ -93,12 +94,14 @@ def card(
         trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
     text = files("quantize.reports").joinpath("templates", "card.md.jinja").read_text("utf-8")
+    columns, rows = score_table(report["tasks"], recipe.gate.estimand, card=True)
     return environment.from_string(text).render(
         front_matter=front_matter(run, recipe, manifest, base),
         name=repo.split("/")[-1],
         interval=_interval,
         judged=JUDGED[recipe.gate.estimand],
-        other_interval=OTHER_INTERVAL[recipe.gate.estimand],
+        score_columns=columns,
+        scored=rows,
         repo=repo,
         base=base,
         report=report,

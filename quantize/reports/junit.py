@@ -3,7 +3,7 @@
 from typing import Any
 from xml.etree import ElementTree
 
-from quantize.reports.render import interval_text
+from quantize.reports.table import interval_text
 
 OUTCOME_TAGS = {"FAIL": "failure", "INCONCLUSIVE": "skipped", "NOT COMPARABLE": "error"}
 

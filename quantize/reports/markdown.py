@@ -9,14 +9,12 @@ from quantize.reports.render import (
     BUNDLED_NOTE,
     FIDELITY,
     JUDGED,
-    OTHER_INTERVAL,
     fidelity_rows,
-    interval_text,
     kind_lines,
     looks_lines,
     scored_with,
-    steps_text,
 )
+from quantize.reports.table import score_table
 
 SHOWN = 20  # questions of a task that report.md lists
 
@@ -74,7 +72,7 @@ def _made_section(content: dict[str, Any]) -> list[str]:
 def _noise_floor_section(tasks: list[dict[str, Any]]) -> list[str]:
     if not tasks:
         return []
-    table = _recovery_table([task | {"activations": "BF16, other seed"} for task in tasks])
+    table = _recovery_table(tasks)
     return ["## Noise floor: BF16 against itself, other seed in the place of quantized", table]
 
 
@@ -96,32 +94,7 @@ def _questions_section(questions: dict[str, Any]) -> list[str]:
 
 
 def _recovery_table(tasks: list[dict[str, Any]]) -> str:
-    columns = ("task", "activations", "n x k", "BF16", "quantized", "difference, pp", "recovery, %",
-               OTHER_INTERVAL[tasks[0]["estimand"]], "lost / won", "tokens per forward",
-               "steps a token")  # fmt: skip
-    rows: list[tuple[object, ...]] = []
-    for t in tasks:
-        if t["not_comparable"]:
-            rows.append((t["task"], t["activations"], "-", t["not_comparable"], *["-"] * 7))
-            continue
-        rows.append(
-            (
-                t["task"],
-                t["activations"],
-                f"{t['questions']} x {t['repeats']}",
-                f"{t['base']:.3f} {interval_text(t['base_interval'], '.3f')}",
-                f"{t['quantized']:.3f} {interval_text(t['quantized_interval'], '.3f')}",
-                f"{t['difference_pp']:+.2f} {interval_text(t['difference_interval'], '+.2f')}",
-                "-"
-                if t["recovery"] is None
-                else f"{t['recovery']:.1f} {interval_text(t['recovery_interval'], '.1f')}",
-                interval_text(t["other_interval"], "+.2f"),
-                "-" if t["lost"] is None else f"{t['lost']} / {t['won']}",
-                _both(t, "tokens_per_forward"),
-                steps_text(t["step_inflation"]),
-            )
-        )
-    return _table(columns, rows)
+    return _table(*score_table(tasks, tasks[0]["estimand"]))
 
 
 def _size_line(sizes: dict[str, float]) -> str:
@@ -159,12 +132,6 @@ def _fidelity_table(fidelity: dict[str, Any]) -> str:
         for name, result, limit in fidelity_rows(fidelity)
     ]
     return _table(("activations", *FIDELITY.values(), "KL limit"), rows)
-
-
-def _both(task: dict[str, Any], count: str) -> str:
-    """Return a count of both sides, where known: a server does not report its denoising steps."""
-    values = (task[side][count] for side in ("bf16_counts", "quantized_counts"))
-    return " / ".join("-" if value is None else f"{value:.2f}" for value in values)
 
 
 def _with_interval(entry: dict[str, Any], spec: str) -> str:

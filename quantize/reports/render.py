@@ -20,6 +20,7 @@ from quantize.host.units import size
 from quantize.reports import charts
 from quantize.reports.provenance import made_lines, stage_rows
 from quantize.reports.questions import question_counts, question_row, watched
+from quantize.reports.table import interval_text, score_table
 
 BUNDLED_NOTE = (
     "This is the small model that ships with quantize, trained on word problems. It is not Google's "
@@ -40,10 +41,6 @@ JUDGED = {  # estimand -> what is judged, and what is not
         "questions."
     ),
 }
-OTHER_INTERVAL = {  # estimand -> name of the other estimand's interval
-    "these_questions": "on such questions, pp",
-    "such_questions": "on these questions, pp",
-}
 
 
 def html(content: dict[str, Any]) -> str:
@@ -51,12 +48,15 @@ def html(content: dict[str, Any]) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     text = files("quantize.reports").joinpath("templates", "report.html.jinja").read_text("utf-8")
     plots = {name: Markup(svg) for name, svg in charts.all_charts(content).items()}
+    scored = [*content["tasks"], *content["noise_floor"]]
+    columns, rows = score_table(scored, content["verdict"]["estimand"])
     return environment.from_string(text).render(
         report=content,
         plots=plots,
         note=BUNDLED_NOTE,
         judged=JUDGED[content["verdict"]["estimand"]],
-        other_interval=OTHER_INTERVAL[content["verdict"]["estimand"]],
+        score_columns=columns,
+        scored=list(zip(scored, rows, strict=True)),
         scored_with=scored_with(content["tasks"]),
         looks_lines=looks_lines(content),
         made_lines=made_lines(content),
@@ -65,7 +65,6 @@ def html(content: dict[str, Any]) -> str:
         counts=question_counts,
         watched=partial(watched, content["canvases"]),
         size=size,
-        steps_text=steps_text,
         fidelity_columns=FIDELITY,
         fidelity_rows=fidelity_rows(content["fidelity"]) if content["fidelity"] else [],
         kind_lines=kind_lines(content["fidelity"]) if content["fidelity"] else [],
@@ -154,21 +153,6 @@ def kind_lines(fidelity: dict[str, Any]) -> list[str]:
         if len(kinds) > 1:
             lines.append(f"{name}, KL by kind of prompt: {'; '.join(each)}.")
     return lines
-
-
-def interval_text(interval: dict[str, Any], spec: str) -> str:
-    """Return "[low, high]", or words for no interval."""
-    if interval["low"] is None or interval["high"] is None:
-        return "[no interval]"
-    return f"[{interval['low']:{spec}}, {interval['high']:{spec}}]"
-
-
-def steps_text(found: dict[str, float] | None) -> str:
-    """Return "+7.1 % [+2.0, +12.5]", by how much steps a token exceed BF16's."""
-    if found is None:
-        return "-"
-    ratio, low, high = (100 * (found[key] - 1) for key in ("ratio", "low", "high"))
-    return f"{ratio:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
 
 def looks_lines(content: dict[str, Any]) -> list[str]:

@@ -1,0 +1,76 @@
+"""The table of scores, described once for report.md, report.html and the model card."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Task = Mapping[str, Any]  # an entry of report.json's `tasks` or `noise_floor`
+OTHER_INTERVAL = {  # estimand -> name of the other estimand's interval
+    "these_questions": "on such questions, pp",
+    "such_questions": "on these questions, pp",
+}
+
+
+def score_table(
+    tasks: Sequence[Task], estimand: str, *, card: bool = False
+) -> tuple[list[str], list[list[str]]]:
+    """Return the headings, and the cells of each task as text; the card has the first columns only."""
+    columns = _columns(OTHER_INTERVAL[estimand])
+    columns = dict(list(columns.items())[:9]) if card else columns
+    rows: list[list[str]] = []
+    for task in tasks:
+        if reason := task["not_comparable"]:
+            first = [*_name(task), "-", f"not comparable: {reason}"]
+            rows.append(first + ["-"] * (len(columns) - len(first)))
+        else:
+            rows.append([cell(task) for cell in columns.values()])
+    return list(columns), rows
+
+
+def _columns(other_interval: str) -> dict[str, Callable[[Task], str]]:
+    """Return heading -> function that writes its cell."""
+    return {
+        "task": lambda t: _name(t)[0],
+        "activations": lambda t: _name(t)[1],
+        "n x k": lambda t: f"{t['questions']} x {t['repeats']}",
+        "BF16": lambda t: _with_interval(t, "base", ".3f"),
+        "quantized": lambda t: _with_interval(t, "quantized", ".3f"),
+        "difference, pp": lambda t: _with_interval(t, "difference_pp", "+.2f"),
+        "margin, pp": lambda t: f"{t['margin_pp']:g}",
+        "recovery, %": lambda t: _with_interval(t, "recovery", ".1f"),
+        other_interval: lambda t: interval_text(t["other_interval"], "+.2f"),
+        "steps a token": lambda t: steps_text(t["step_inflation"]),
+        "lost / won": lambda t: "-" if t["lost"] is None else f"{t['lost']} / {t['won']}",
+        "tokens per forward": lambda t: _both(t, "tokens_per_forward", ".2f"),
+        "no answer": lambda t: _both(t, "no_answer", "d"),
+        "cut short": lambda t: _both(t, "truncated", "d"),
+    }
+
+
+def _name(task: Task) -> list[str]:
+    return [task["task"], task.get("activations") or "BF16, other seed"]
+
+
+def _with_interval(task: Task, key: str, spec: str) -> str:
+    interval = task[f"{key.removesuffix('_pp')}_interval"]
+    return "-" if task[key] is None else f"{task[key]:{spec}} {interval_text(interval, spec)}"
+
+
+def _both(task: Task, count: str, spec: str) -> str:
+    """Return a count of both models, where known: a server does not report its denoising steps."""
+    values = (task[model][count] for model in ("bf16_counts", "quantized_counts"))
+    return " / ".join("-" if value is None else f"{value:{spec}}" for value in values)
+
+
+def interval_text(interval: dict[str, Any], spec: str) -> str:
+    """Return "[low, high]", or words for no interval."""
+    if interval["low"] is None or interval["high"] is None:
+        return "[no interval]"
+    return f"[{interval['low']:{spec}}, {interval['high']:{spec}}]"
+
+
+def steps_text(found: dict[str, float] | None) -> str:
+    """Return "+7.1 % [+2.0, +12.5]", by how much steps a token exceed BF16's."""
+    if found is None:
+        return "-"
+    ratio, low, high = (100 * (found[key] - 1) for key in ("ratio", "low", "high"))
+    return f"{ratio:+.1f} % [{low:+.1f}, {high:+.1f}]"
