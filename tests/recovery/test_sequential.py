@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from recovery.estimands import ESTIMANDS, Estimand, margin_p_values, total
-from recovery.gate import judge_task
+from recovery.gate import judge, judge_task
 from recovery.sequential import (
     FRACTIONS,
     Plan,
@@ -21,6 +21,7 @@ from recovery.sequential import (
     sequential_p,
     spent,
     still_open,
+    until_decided,
 )
 from recovery.statistics import compare
 from scipy.special import ndtri
@@ -212,6 +213,29 @@ def test_a_run_goes_on_until_every_task_passed_or_one_failed() -> None:
     assert still_open({"a": bad, "b": None}) == []
     assert still_open({"a": weak}) == []
     assert still_open({"a": weak, "b": None}) == ["a", "b"]  # Holm: 0.03 is one of two tasks'
+
+
+def test_a_run_asks_the_next_look_of_the_first_task_that_is_open() -> None:
+    """Looks that are there already are not asked; a task that passes is asked no further."""
+    plans = {task: Plan("such_questions", 200, 1, 0) for task in ("there", "passes", "late")}
+    there = {"there": 3, "passes": 0, "late": 0}
+    base, equal = stored(np.zeros((200, 1)))
+    asked: list[tuple[str, int]] = []
+
+    def ask(task: str, looks: int) -> tuple[int, Any]:
+        if looks:
+            asked.append((task, looks))
+        taken = max(there[task], looks)
+        margin = 30 if task != "late" else 0.5  # which 200 questions cannot exclude
+        settings: dict[str, Any] = {"estimand": "such_questions", "margin_pp": margin}
+        seen = plans[task].looks[:taken]
+        found = compare_at_looks(base, equal, seen, order=list(base), **settings) if seen else None
+        return taken, found
+
+    taken, seen = until_decided(plans, ask)
+    assert asked == [("passes", 1), *(("late", look) for look in range(1, 6))]
+    assert taken == {"there": 3, "passes": 1, "late": 5}
+    assert judge(seen).outcome == "INCONCLUSIVE"
 
 
 # --- what it errs and costs ---------------------------------------------------------------------
