@@ -20,12 +20,14 @@ from torch import Tensor
 
 from quantize.errors import InputError
 from quantize.runtime.known_tokens import Verdict
+from quantize.serve.calls import CLOSE, QUOTE
 
 ROUNDS = 8  # most times that a canvas is denoised again
 SHORTLIST = 64  # most probable tokens of a position that are tried before all of them
 LONGEST = 4096  # most tokens of a way to an accepted end that is searched for
 ENDS_FIRST = ('"}]', '}]"', "\n", "")  # closing characters, in the orders that are tried
 THEN = ",:{[0tfn"
+MARKERS = (CLOSE, QUOTE)  # of a call, the only signs that end it and its strings
 Matcher = Any  # llguidance's class, which has no types
 
 
@@ -47,7 +49,11 @@ class Grammars:
         self.ends = list(ends)
         self._tokenizer = from_tokenizer(tokenizer, eos_token=self.ends)
         self._shapes: dict[int, tuple[int, bool]] = {}
-        self.orders = [self._ids(order) + self._ids(THEN) if order else [] for order in ENDS_FIRST]
+        vocabulary = tokenizer.get_vocab()
+        marks = [vocabulary[mark] for mark in MARKERS if mark in vocabulary]  # no text holds them
+        self.orders = [
+            marks + self._ids(order) + self._ids(THEN) if order else marks for order in ENDS_FIRST
+        ]
 
     def _ids(self, characters: str) -> list[int]:
         found = [self._tokenizer.tokenize_str(character) for character in characters]

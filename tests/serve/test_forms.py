@@ -244,6 +244,17 @@ def test_forms_that_are_refused(
     server.settle()
 
 
+def test_a_call_with_a_free_string_fits_into_few_tokens(grammars: Grammars) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    asked = {"model": "m", "messages": ASKED, "tool_choice": "required", "tools": tools}
+    matcher = Forms(tokenizer(), EOS).matcher(ChatRequest.model_validate(asked))
+    for seed in range(3):
+        text = tokenizer().decode(written(grammars, matcher, 48, seed))
+        (call,) = read_calls(text, ["weather"], whole=True)[1][:1]
+        assert list(json.loads(call.arguments)) == ["city"]
+
+
 def test_a_required_call_through_the_server() -> None:
     """The engine says anything; what it must say is checked above, here that the request is right."""
     engine = TellingEngine("hello")
