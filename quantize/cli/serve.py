@@ -33,9 +33,10 @@ Honoured: max_tokens, stop, seed, n, stream with stream_options.include_usage,
   confidence_threshold, stability_threshold,
   the canvas: suffix of a completion, pinned [{position, text}], initial_text,
   tools with tool_choice and parallel_tool_calls, response_format (json_object, json_schema),
-  guided_json, guided_regex, logprobs with top_logprobs up to 20.
-Anything else is refused with 400, its name and the way out: temperature, say, other than 1;
-  with --ignore-unsupported what only steers sampling is ignored and named in a header.
+  guided_json, guided_regex, logprobs with top_logprobs up to 20, reasoning_effort (none or not).
+What steers sampling token by token (temperature, top_p, top_k, min_p, penalties) has no meaning
+  here: it is ignored, and named in the header X-Ignored-Parameters; --strict refuses it.
+  temperature 0 without a seed takes a fixed one. Anything else is refused with 400 and its name.
 A stream sends finished canvases; stream_options.include_drafts shows them denoise.
 
 Clients must send the key in the environment variable QUANTIZE_API_KEY, when there is one.
@@ -89,9 +90,10 @@ SIGTERM lets running requests finish and refuses those that wait.
 )  # fmt: skip
 @ACTIVATIONS
 @click.option(
-    "--ignore-unsupported", is_flag=True,
-    help="Ignore temperature, top_p, penalties and the like, and name them in a header; else refuse.",
+    "--strict", is_flag=True,
+    help="Refuse temperature, top_p, penalties and the like; else they are ignored and named.",
 )  # fmt: skip
+@click.option("--ignore-unsupported", is_flag=True, expose_value=False, hidden=True)
 @click.option(
     "--log-prompts", is_flag=True, help="Log prompts and answers; else neither is logged."
 )

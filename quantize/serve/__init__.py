@@ -6,7 +6,7 @@
       -> exchange: the events of a request's jobs -> one JSON answer, or server-sent events
 
 Diffusion commits a canvas at a time (256 tokens of the real model), so that is the unit of streaming,
-of batching and of cancelling. What OpenAI's protocol has and block diffusion cannot do (temperature,
-top_p, penalties, log-probabilities, tools) is refused by name with the way out; what only steers
-sampling is ignored where the server was told to (`unsupported`).
+of batching and of cancelling. What steers sampling token by token (temperature, top_p, penalties)
+has no meaning there: it is ignored and named, or with `--strict` refused. What would change an answer's
+shape or meaning and cannot be done is refused by name with the way out (`unsupported`).
 """

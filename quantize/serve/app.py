@@ -41,6 +41,8 @@ from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
 from quantize.serve.pictures import Pictures
 from quantize.serve.protocol import ChatRequest, CompletionRequest
+from quantize.serve.response_events import translated
+from quantize.serve.responses import ResponsesRequest
 from quantize.serve.scheduler import Draft, Job, Scheduler
 from quantize.serve.schemas import (
     ASKED,
@@ -123,7 +125,7 @@ class Service:
         """Answer a chat."""
         turns = [message.turn for message in body.messages]
         tools = [tool.declaration for tool in body.tools]
-        thinking = body.chat_template_kwargs.enable_thinking
+        thinking = body.thinking
 
         def encode() -> Prepared:
             prompt = self.text.encode_chat(turns, thinking=thinking, tools=tools)
@@ -172,20 +174,21 @@ class Service:
         return reply
 
     def _ignored(self, body: ChatRequest | CompletionRequest) -> list[str]:
-        """Return the parameters of a request that are ignored; each name is logged once.
+        """Return the parameters of a request that are ignored; each is counted, and logged once.
 
         Raises:
             RequestError: 400, this server does not ignore a parameter.
         """
-        ignored = unsupported.asked(body.model_dump(include=set(unsupported.IGNORABLE)))
+        names = unsupported.NEUTRAL_ONLY | unsupported.IGNORABLE
+        ignored = unsupported.asked(body.model_dump(include=set(names)))
         for name in ignored:
-            _, why, instead = unsupported.IGNORABLE[name]
-            message = unsupported.message(name, why, instead)
-            if not self.options.ignore_unsupported:
+            message, refused = unsupported.why_not(name, strict=self.options.strict)
+            if refused:
                 raise RequestError(400, message, param=name, code="unsupported_parameter")
             if name not in self._named:
                 log.warning("ignored: %s", message)
         self._named.update(ignored)
+        self.scheduler.metrics.ignore(ignored)
         return ignored
 
     async def _reply(
@@ -237,7 +240,7 @@ class Service:
     ) -> list[Job]:
         """Return one job a choice: choice j of a request with a seed has the noise of seed + j."""
         sampler = body.sampler(self.sampler)
-        seed = secrets.randbits(62) if body.seed is None else body.seed
+        seed = secrets.randbits(62) if body.fixed_seed is None else body.fixed_seed
         drafts = body.stream_options is not None and body.stream_options.include_drafts
         jobs: list[Job] = []
         length, given = self.scheduler.engine.canvas_length, prepared.given
@@ -267,7 +270,7 @@ class Service:
             return None
         constraint = None
         if prepared.form is not None:
-            thinks = isinstance(body, ChatRequest) and body.chat_template_kwargs.enable_thinking
+            thinks = isinstance(body, ChatRequest) and body.thinking
             closes = self.text.tokenizer.convert_tokens_to_ids(CLOSE) if thinks else None
             try:
                 constraint = Constraint(self.forms.grammars, prepared.form, room, closes)
@@ -387,6 +390,11 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue text or tokens, without a chat template."""
         return await service.complete(body, request)
+
+    @app.post("/v1/responses", responses=streamed("events of OpenAI's Responses API"))
+    async def respond(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a chat in the shape of the Responses API; nothing is stored."""
+        return translated(body, await service.chat(body.chat, request))
 
     @app.get("/v1/models", response_model=Models, responses=ASKED)
     async def models() -> Response:

@@ -23,6 +23,10 @@ class Metrics:
             "quantize_request_seconds", "Time from request to the end of its answer.",
             ["path"], registry=registry, buckets=SECONDS,
         )  # fmt: skip
+        self.ignored = Counter(
+            "quantize_ignored_parameters", "Requests that had a parameter ignored.", ["name"],
+            registry=registry,
+        )  # fmt: skip
         self.running = Gauge("quantize_running", "Samples in a slot.", registry=registry)
         self.waiting = Gauge("quantize_waiting", "Samples in the queue.", registry=registry)
         self.failures = Counter("quantize_failures", "Failures of the engine.", registry=registry)
@@ -58,6 +62,11 @@ class Metrics:
         self.batch.observe(batch)
         self.canvases.inc(len(steps))
         self.steps.inc(sum(steps))
+
+    def ignore(self, names: Sequence[str]) -> None:
+        """Count the parameters of a request that are ignored."""
+        for name in names:
+            self.ignored.labels(name).inc()
 
     def finished(self, answer: Answer) -> None:
         """Count a finished sample."""

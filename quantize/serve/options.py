@@ -25,7 +25,7 @@ class Options:
         max_body_bytes: most bytes of a request body.
         request_timeout: seconds that a request may take, waiting included.
         shutdown_grace: seconds that running requests get after SIGTERM.
-        ignore_unsupported: whether sampling parameters that block diffusion does not have are ignored.
+        strict: whether sampling parameters that block diffusion does not have are refused, not ignored.
         log_prompts: whether prompts and answers are logged.
         fingerprint, activations: checkpoint and rounding that /v1/models reports.
 
@@ -46,7 +46,7 @@ class Options:
     max_body_bytes: int = 8 << 20
     request_timeout: float = 600.0
     shutdown_grace: float = 30.0
-    ignore_unsupported: bool = False
+    strict: bool = False
     log_prompts: bool = False
     fingerprint: str | None = None
     activations: str = "none"

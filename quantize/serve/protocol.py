@@ -1,8 +1,8 @@
 """The bodies of requests: OpenAI's fields that block diffusion can honour, and its own controls.
 
 Whatever is not listed is refused by name. A field that is null counts as not given (clients send back
-whole messages with nulls). `unsupported` says what cannot be honoured; neutral values of it
-(temperature 1, top_p 1, penalties of 0) ask for nothing and pass.
+whole messages with nulls). `unsupported` says what cannot be honoured, and what of it is ignored: its
+values are held to OpenAI's ranges all the same.
 
 Diffusion controls are extra fields (`extra_body` in OpenAI's client), named as in generation_config:
 
@@ -39,12 +39,11 @@ MAX_STOPS, MAX_CHOICES, MAX_STEPS, MAX_STABILITY = 16, 16, 256, 16
 MAX_PINNED, MAX_POSITION = 64, 1 << 20
 MAX_LOGPROBS, MAX_PATTERN = 20, 10_000
 INT64 = 2**63
-
+FIXED_SEED = 0  # of temperature 0: clients that send it want the same answer each time
 
 Unused = Field(None, description="Accepted and neither used nor logged.")
-Ignorable = Field(
-    None, description="Refused but for its neutral value; with --ignore-unsupported ignored."
-)
+IGNORED = "Ignored, and named in the header X-Ignored-Parameters; with --strict refused."
+Refused = Field(None, description="Refused, but for the value that asks for nothing.")
 Positive = Field(gt=0, le=1000, allow_inf_nan=False)
 
 
@@ -94,20 +93,23 @@ class _Generation(Strict):
         None, min_length=1, max_length=MAX_PATTERN, description="Matches the whole answer."
     )
 
-    temperature: float | None = Ignorable
-    top_p: float | None = Ignorable
-    top_k: int | None = Ignorable
-    min_p: float | None = Ignorable
-    frequency_penalty: float | None = Ignorable
-    presence_penalty: float | None = Ignorable
-    repetition_penalty: float | None = Ignorable
-    length_penalty: float | None = Ignorable
-    logit_bias: dict[str, float] | None = Ignorable
-    reasoning_effort: str | None = Ignorable
-    verbosity: str | None = Ignorable
-    best_of: int | None = Ignorable
-    service_tier: str | None = Ignorable
-    store: bool | None = Ignorable
+    temperature: float | None = Field(
+        None, ge=0, le=2, description=f"{IGNORED} 0 without a seed takes the seed {FIXED_SEED}."
+    )
+    top_p: float | None = Field(None, ge=0, le=1, description=IGNORED)
+    top_k: int | None = Field(None, ge=-1, le=INT64 - 1, description=IGNORED)
+    min_p: float | None = Field(None, ge=0, le=1, description=IGNORED)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description=IGNORED)
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description=IGNORED)
+    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False, description=IGNORED)
+    length_penalty: float | None = Field(None, allow_inf_nan=False, description=IGNORED)
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description=IGNORED)
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description=IGNORED
+    )
+    store: bool | None = Field(None, description=IGNORED)
+    logit_bias: dict[str, float] | None = Refused
+    best_of: int | None = Refused
 
     @field_validator("stop")
     @classmethod
@@ -155,6 +157,11 @@ class _Generation(Strict):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
+    def fixed_seed(self) -> int | None:
+        """Return the seed that the request asks for, None for one of the server's choice."""
+        return FIXED_SEED if self.seed is None and self.temperature == 0 else self.seed
+
+    @property
     def token_limit(self) -> int | None:
         """Return the most tokens of one choice."""
         return self.max_tokens
@@ -182,7 +189,7 @@ class _Generation(Strict):
 class TemplateOptions(Strict):
     """Settings of the chat template."""
 
-    enable_thinking: bool = False
+    enable_thinking: bool | None = None
 
 
 class TextFormat(Strict):
@@ -223,6 +230,13 @@ class ChatRequest(_Generation):
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
     chat_template_kwargs: TemplateOptions = Field(default_factory=TemplateOptions)
     response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        Field(
+            None,
+            description="none turns thinking off and every other degree on, alike; "
+            "chat_template_kwargs.enable_thinking decides where both are given.",
+        )
+    )
     image_tokens: Literal[70, 140, 280, 560, 1120] = 280
     tools: list[Tool] = Field(default_factory=list[Tool], max_length=MAX_TOOLS)
     tool_choice: ToolChoice = "auto"
@@ -266,6 +280,13 @@ class ChatRequest(_Generation):
     def top(self) -> int | None:
         """Return the number as `_Generation` does."""
         return self.top_logprobs if self.logprobs else None
+
+    @property
+    def thinking(self) -> bool:
+        """Return whether the model thinks before it answers."""
+        if (said := self.chat_template_kwargs.enable_thinking) is not None:
+            return said
+        return self.reasoning_effort not in (None, "none")
 
     @property
     def callable(self) -> frozenset[str]:

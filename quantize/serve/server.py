@@ -24,6 +24,7 @@ from quantize.serve.options import KEY_VARIABLE, Options
 from quantize.serve.pictures import Pictures
 from quantize.serve.scheduler import Scheduler
 from quantize.serve.text import Text
+from quantize.serve.unsupported import IGNORABLE
 
 
 class Server(uvicorn.Server):
@@ -43,6 +44,9 @@ class Server(uvicorn.Server):
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             key = f"with the key of {KEY_VARIABLE}" if self.options.api_key else "without a key"
             say(f"serving {self.options.model_name} at {url} {key}")
+        names = ", ".join(IGNORABLE)
+        how = "refused (--strict)" if self.options.strict else "ignored; --strict refuses them"
+        say(f"of a request's fields, these have no meaning here and are {how}: {names}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse waiting jobs; give running ones their time, then end them with an answer too."""

@@ -1,8 +1,9 @@
 """What OpenAI's protocol and its servers have and block diffusion has not, each with a way out.
 
-There are two kinds. IGNORABLE parameters steer how text is sampled or how much is thought: without them
-the answer differs, but it answers the same question. They are refused, or with
-`--ignore-unsupported` ignored and named. REFUSED ones change what comes back: they are never ignored.
+There are three kinds. IGNORABLE parameters steer how tokens are sampled one by one, or what is done
+beside the answer: without them the answer answers the same question. They are ignored and named, since
+most clients send one; `--strict` refuses them. NEUTRAL_ONLY ones would change what the answer says, and
+REFUSED ones its shape: both are refused whatever the server was told.
 """
 
 from collections.abc import Mapping
@@ -21,13 +22,18 @@ IGNORABLE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "presence_penalty": ((0,), PENALTY, "leave it out"),
     "repetition_penalty": ((1,), PENALTY, "leave it out"),
     "length_penalty": ((1,), PENALTY, "leave it out"),
-    "logit_bias": (({},), PENALTY, "leave it out"),
-    "reasoning_effort": ((), "thinking is on or off", "set chat_template_kwargs.enable_thinking"),
-    "verbosity": ((), "the model has no such setting", "ask for it in the prompt"),
-    "best_of": ((1,), "an answer has no likelihood to compare", "set n, and choose"),
+    "verbosity": (("medium",), "the model has no such setting", "ask for it in the prompt"),
     "service_tier": (("auto", "default"), "there is one queue", "leave it out"),
     "store": ((False,), "nothing is stored", "leave it out"),
 }
+# the same, of what is refused with any other value
+NEUTRAL_ONLY: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "logit_bias": (({},), PENALTY, "hold the answer to a form with guided_regex, or leave it out"),
+    "best_of": ((1,), "an answer has no likelihood to compare", "set n, and choose"),
+}
+STRICT = (
+    "this server runs with --strict; without it, the default, {} is ignored and named in a header"
+)
 # name -> why not, and the way out; the parameter's value is never read
 REFUSED = {
     "functions": "this is the older form; set tools",
@@ -69,9 +75,18 @@ def refused_part(kind: Any) -> str | None:
 
 
 def asked(given: Mapping[str, Any]) -> list[str]:
-    """Return the IGNORABLE parameters that have a value other than a neutral one."""
+    """Return the parameters of both tables that have a value other than a neutral one."""
     return [
         name
-        for name, (neutral, _, _) in IGNORABLE.items()
+        for name, (neutral, _, _) in (NEUTRAL_ONLY | IGNORABLE).items()
         if given.get(name) is not None and given[name] not in neutral
     ]
+
+
+def why_not(name: str, *, strict: bool) -> tuple[str, bool]:
+    """Return what is said of a parameter of either table, and whether its request is refused."""
+    _, why, instead = (NEUTRAL_ONLY | IGNORABLE)[name]
+    said = message(name, why, instead)
+    if name in NEUTRAL_ONLY:
+        return said, True
+    return f"{said}; {STRICT.format(name)}" if strict else said, strict

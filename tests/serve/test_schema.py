@@ -56,7 +56,7 @@ def modes(operation: Any) -> list[GenerationMode]:
 def test_no_server_error(server: Running, examples: int) -> None:
     schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
     operations = [found.ok() for found in schema.get_all_operations()]
-    assert len(operations) == 7
+    assert len(operations) == 8
     answers: Counter[tuple[str, str, int]] = Counter()
     for operation in operations:
         for mode in modes(operation):

@@ -1,0 +1,279 @@
+"""POST /v1/responses, a thin layer over chat completions: text, pictures and function calls.
+
+A request becomes a `ChatRequest`; `response_events` turns the answer into items and events. Nothing
+is stored, so what refers to an earlier answer (`previous_response_id`, `item_reference`) is refused:
+clients send the items themselves. What this API has no field for (seed, diffusion controls, pinned text
+and log-probabilities) is there in chat completions.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+
+from quantize.serve.failures import from_validation
+from quantize.serve.fields import Json, Strict, String
+from quantize.serve.messages import MAX_TOOLS, NAME, Function
+from quantize.serve.protocol import INT64, ChatRequest, Unused
+
+STORED = "nothing is stored here; send the items of earlier answers themselves (store: false)"
+FORWARDED = [
+    "model",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "stream",
+    "store",
+    "service_tier",
+]
+UNUSED = ["user", "metadata", "prompt_cache_key", "safety_identifier"]
+
+
+class _Kept(Strict):
+    """What an item of an earlier answer has beside its text; none of it is used."""
+
+    id: String | None = Unused
+    status: String | None = Unused
+
+
+class TextPart(Strict):
+    """Text of either side."""
+
+    type: Literal["input_text", "output_text"]
+    text: String
+    annotations: list[Any] | None = Unused
+    logprobs: list[Any] | None = Unused
+
+
+class ImagePart(Strict):
+    """A picture as a data URL."""
+
+    type: Literal["input_image"]
+    image_url: String
+    detail: Literal["auto"] | None = None
+
+
+def _shape(value: Any) -> str:
+    return "items" if isinstance(value, list) else "object" if isinstance(value, dict) else "text"
+
+
+# A fault is then reported for the shape that was meant.
+ByShape = Discriminator(_shape)
+Text = Annotated[String, Tag("text")]
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+class MessageItem(_Kept):
+    """A turn of a chat."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Annotated[Text | Annotated[list[Part], Tag("items")], ByShape]
+    phase: String | None = Unused
+
+
+class CallItem(_Kept):
+    """A call that an earlier answer made."""
+
+    type: Literal["function_call"]
+    call_id: String
+    name: String = Field(pattern=NAME)
+    arguments: String
+
+
+class OutputItem(_Kept):
+    """What a call returned."""
+
+    type: Literal["function_call_output"]
+    call_id: String
+    output: Annotated[Text | Annotated[list[TextPart], Tag("items")], ByShape]
+
+
+class ReasoningText(Strict):
+    """A piece of thought."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: String
+
+
+class ReasoningItem(_Kept):
+    """Thoughts of an earlier answer; the template keeps those that led to a call."""
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningText] = Field(default_factory=list[ReasoningText])
+    content: list[ReasoningText] = Field(default_factory=list[ReasoningText])
+
+
+def _kind(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if isinstance(kind, str) else "message"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
+
+
+class FunctionTool(Function):
+    """A function that the model may call; hosted tools are not there."""
+
+    type: Literal["function"]
+
+
+class NamedTool(Strict):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: String
+
+
+class Format(Strict):
+    """The form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: String | None = None
+    description: String | None = None
+    schema_: Json | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    """The form and the length of the text."""
+
+    format: Format = Format(type="text")
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(Strict):
+    """How much is thought: as `reasoning_effort` of a chat."""
+
+    effort: String | None = None
+
+
+class ResponsesRequest(Strict):
+    """POST /v1/responses."""
+
+    model: String
+    input: Annotated[Text | Annotated[list[Item], Tag("items")], ByShape]
+    instructions: String | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
+    tools: list[FunctionTool] = Field(default_factory=list[FunctionTool], max_length=MAX_TOOLS)
+    tool_choice: Annotated[
+        Annotated[Literal["auto", "none", "required"], Tag("text")]
+        | Annotated[NamedTool, Tag("object")],
+        ByShape,
+    ] = "auto"
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    store: bool | None = None
+    service_tier: String | None = None
+    truncation: Literal["disabled"] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = Unused
+    user: String | None = Unused
+    metadata: dict[str, str] | None = Unused
+    prompt_cache_key: String | None = Unused
+    safety_identifier: String | None = Unused
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_stored(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        for field in ("previous_response_id", "conversation", "background"):
+            if value.get(field):
+                raise ValueError(f"{field}: {STORED}")
+        items = value.get("input")
+        if isinstance(items, list) and "item_reference" in map(_kind, items):
+            raise ValueError(f"input: {STORED}")
+        return value
+
+    @property
+    def chat(self) -> ChatRequest:
+        """Return the chat that asks for the same.
+
+        Raises:
+            RequestError: 400, what is asked for is not valid in a chat either.
+        """
+        body = {name: getattr(self, name) for name in (*FORWARDED, *UNUSED)}
+        body["messages"] = list(_turns(self))
+        body["max_completion_tokens"] = self.max_output_tokens
+        body["verbosity"] = self.text.verbosity
+        body["reasoning_effort"] = self.reasoning.effort
+        body["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"})}
+            for tool in self.tools
+        ]
+        body["tool_choice"] = self.tool_choice
+        if isinstance(self.tool_choice, NamedTool):
+            body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        form = self.text.format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+        body["response_format"] = {"type": self.text.format.type} | (
+            {"json_schema": form} if form else {}
+        )
+        if self.stream:
+            body["stream_options"] = {"include_usage": True}
+        try:
+            return ChatRequest.model_validate(body)
+        except ValidationError as error:
+            raise from_validation(error.errors()) from error
+
+
+def _turns(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
+    """Yield a chat's messages; calls and the text before them are one turn of the assistant."""
+    if body.instructions:
+        yield {"role": "system", "content": body.instructions}
+    if isinstance(body.input, str):
+        yield {"role": "user", "content": body.input}
+        return
+    turn: dict[str, Any] = {}
+    for item in body.input:
+        if isinstance(item, ReasoningItem):
+            thoughts = "".join(part.text for part in item.content)
+            turn = {**turn, "role": "assistant", "reasoning_content": thoughts or None}
+        elif isinstance(item, CallItem):
+            called = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": called}
+            turn = {**turn, "role": "assistant", "tool_calls": [*turn.get("tool_calls", []), call]}
+        else:
+            said = isinstance(item, MessageItem) and item.role == "assistant"
+            if said and not {"content", "tool_calls"} & turn.keys():
+                turn = {**turn, "role": "assistant", "content": _content(cast(MessageItem, item))}
+                continue
+            yield from _spoken(turn)
+            turn = _plain(item) if said else {}
+            if not said:
+                yield _plain(item)
+    yield from _spoken(turn)
+
+
+def _spoken(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a turn of the assistant, unless thoughts are all that it has."""
+    if {"content", "tool_calls"} & turn.keys():
+        yield turn
+
+
+def _plain(item: MessageItem | OutputItem) -> dict[str, Any]:
+    if isinstance(item, MessageItem):
+        return {"role": item.role, "content": _content(item)}
+    parts = item.output
+    text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+    return {"role": "tool", "tool_call_id": item.call_id, "content": text}
+
+
+def _content(item: MessageItem) -> str | list[dict[str, Any]]:
+    if isinstance(item.content, str):
+        return item.content
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, TextPart)
+        else {"type": "image_url", "image_url": {"url": part.image_url}}
+        for part in item.content
+    ]
