@@ -1,6 +1,7 @@
 # make test       lint, types, import contracts and tests; does all its own set-up from a fresh clone
 # make test-cpus  its tests that compute, as other CPUs would run them: CELLS=2 draws two of the matrix
 # make run        quantize the bundled model, score BF16 against it, write the report (RECIPE=fp8_dynamic)
+# make release    check version, changelog and tag, build wheel and sdist into dist/; uploads nothing
 # Needs Python 3.11+, make and a compiler, nothing else.
 PYTHON ?= python3
 RECIPE ?= nvfp4
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test lint style test-gpu test-cpus test-versions clean
+.PHONY: run test lint style test-gpu test-cpus test-versions release clean
 
 run: $(READY)
 	$(BIN)/quantize run --recipe $(RECIPE) --resume
@@ -48,6 +49,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,serve]' -c constraints.txt
 	touch $@
+
+release: $(READY)
+	$(BIN)/python tests/support/release.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

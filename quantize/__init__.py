@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quantize.api import Run, convert, evaluate, load, open, plan, report, run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Run", "convert", "evaluate", "load", "open", "plan", "report", "run"]
 
 

@@ -1,6 +1,9 @@
 """The packages live beside others: nothing of ours shadows or overwrites a foreign name."""
 
 import ast
+import importlib.util
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,7 +11,11 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import httpx
 import pytest
+import release
+
+import quantize
 
 ROOT = Path(__file__).parent.parent
 OURS = {"quantize", "fused_dequant", "recovery"}
@@ -110,6 +117,79 @@ def test_wheel_carries_its_data(wheel_names: list[str]) -> None:
         assert needed in wheel_names
     for folder in ("recovery/tasks/", "fused_dequant/tuning/"):
         assert any(name.startswith(folder) for name in wheel_names), folder
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of programs of a venv that holds the wheel alone and sees the dependencies."""
+    venv = tmp_path_factory.mktemp("venv")
+    made = [sys.executable, "-m", "venv", "--without-pip", str(venv)]
+    subprocess.run(made, check=True)
+    (wheel,) = built.glob("*.whl")
+    python = venv / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    # A line of a .pth file is a folder whose own .pth files, an editable install's, are not read.
+    (packages / "dependencies.pth").write_text(str(Path(torch.origin).parents[1]))
+    return python.parent
+
+
+@pytest.mark.slow
+def test_the_wheel_works_without_the_repository(installed: Path, tmp_path: Path) -> None:
+    alone = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "QUANTIZE"))}
+
+    def command(*words: str) -> str:
+        done = subprocess.run(
+            [installed / "quantize", *words], cwd=tmp_path, env=alone, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode in (0, 4), done.stderr  # two problems decide nothing
+        return done.stdout + done.stderr
+
+    assert str(installed.parent) in command("doctor")
+    command("run", "--recipe", "fp8_dynamic", "--limit", "2")
+    (run,) = (tmp_path / "outputs").glob("fp8_dynamic-*")
+    assert (run / "report.html").is_file()
+    question = "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"
+    assert "226" in command("generate", str(run / "checkpoint"), question, "--plain")
+    served = subprocess.Popen(
+        [installed / "quantize", "serve", str(run / "checkpoint"), "--port", "0", "--model-name", "x"],
+        cwd=tmp_path, env=alone, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert served.stderr is not None
+        told = next(line for line in served.stderr if "serving x at" in line)
+        url = re.findall(r"http://[\d.:]+", told)[0]
+        body = {"model": "x", "messages": [{"role": "user", "content": question}], "temperature": 0}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+        assert "226" in reply.json()["choices"][0]["message"]["content"]
+        assert httpx.get(f"{url}/").status_code == 200  # the page is in the wheel
+    finally:
+        served.terminate()
+        served.wait(60)
+
+
+def test_a_release_is_ready_only_when_version_changelog_and_tag_agree() -> None:
+    dated = "# Changelog\n\n## 0.2.0, 2026-12-01\n"
+    assert release.faults("0.2.0", dated, "", "", "abc") == []
+    assert release.faults("0.2.0", dated, "", "abc", "abc") == []
+    for given, says in (
+        (("0.3.0", dated, "", "", "abc"), "begins with '0.2.0, 2026-12-01', not with 0.3.0"),
+        (("0.2.0", "## Unreleased\n## 0.2.0", "", "", "abc"), "begins with 'Unreleased'"),
+        (("0.2.0", dated, " M README.md", "", "abc"), "uncommitted: M README.md"),
+        (("0.2.0", dated, "", "abd", "abc"), "stands for abd, not for HEAD"),
+    ):
+        (fault,) = release.faults(*given)
+        assert says in fault
+
+
+def test_a_distribution_states_its_version(built: Path) -> None:
+    found = {release.stated(file) for file in built.iterdir()}
+    assert found == {quantize.__version__}
 
 
 def test_kernels_import_torch_and_triton_only() -> None:

@@ -29,6 +29,7 @@ COMMANDS = (
     "compare",
     "card",
     "push",
+    "verify-signature",
     "recipes",
     "search",
     "tasks",
@@ -38,6 +39,7 @@ COMMANDS = (
     "bench",
     "tune",
     "export",
+    "doctor",
 )
 EXIT_CODES = """\b
 Exit codes:
@@ -59,11 +61,14 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command in the file of its name, or the one made for a stage."""
         if cmd_name not in COMMANDS:
+            if ctx.resilient_parsing:  # a shell completes the line: there is nothing to say
+                return None
             close = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise click.UsageError(f"no such command {cmd_name!r}{hint}", ctx)
-        if Path(__file__).with_name(f"{cmd_name}.py").is_file():
-            return getattr(import_module(f"quantize.cli.{cmd_name}"), cmd_name)
+        name = cmd_name.replace("-", "_")
+        if Path(__file__).with_name(f"{name}.py").is_file():
+            return getattr(import_module(f"quantize.cli.{name}"), name)
         (stage,) = (stage for stage in STAGES if stage.name == cmd_name)
         return command_of(stage)
 

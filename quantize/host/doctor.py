@@ -1,0 +1,158 @@
+"""Looks at what `quantize` needs of this machine: packages, compiler, GPUs, memory, disk, caches.
+
+Package versions are held to the installed distribution's own metadata, so this list cannot fall behind
+pyproject.toml. The GPU is asked through torch; the driver through nvidia-smi, where there is one.
+"""
+
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from platformdirs import user_cache_dir
+
+from quantize import __version__
+from quantize.host.units import size
+
+DISTRIBUTION = "diffusiongemma-quantize"
+EXTRAS = {"serve": "quantize serve", "sign": "push --sign"}
+MODEL_BYTES = 52_000_000_000  # BF16 weights of the 26B model; a run writes at most as much again
+NEEDED, WANTED = "needed", "wanted"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        what: its name.
+        found: what is there.
+        advice: what to do; None where all is well.
+        level: NEEDED, without which commands end with an error, or WANTED.
+    """
+
+    what: str
+    found: str
+    advice: str | None = None
+    level: str = WANTED
+
+
+def findings(out: Path) -> Iterator[Finding]:
+    """Yield what is found of this machine; `out` is the folder that runs are written to."""
+    yield Finding("quantize", f"{__version__} in {Path(__file__).parents[1]}")
+    yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
+    yield from _packages()
+    yield from _compiler()
+    yield from _gpus()
+    free = psutil.virtual_memory()
+    yield Finding("memory", f"{size(free.available)} free of {size(free.total)}")
+    yield _disk(out)
+    yield from _caches()
+
+
+def _packages() -> Iterator[Finding]:
+    """Yield a finding for each package that is missing or of a wrong version, and one for the rest."""
+    from packaging.requirements import Requirement
+
+    try:
+        needed = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or []]
+    except metadata.PackageNotFoundError:
+        yield Finding("packages", "not installed as a package", "pip install -e .", NEEDED)
+        return
+    fine: list[str] = []
+    for extra in ("", *EXTRAS):
+        command = f"{DISTRIBUTION}[{extra}]" if extra else DISTRIBUTION
+        level = WANTED if extra else NEEDED
+        for need in needed:
+            stands = need.marker is None or need.marker.evaluate({"extra": extra})
+            if not stands or (
+                extra and (need.marker is None or need.marker.evaluate({"extra": ""}))
+            ):
+                continue
+            found = _version(need.name)
+            if found is not None and need.specifier.contains(found, prereleases=True):
+                fine.append(f"{need.name} {found}")
+                continue
+            asked = f"{need.name}{need.specifier}" + (f", for {EXTRAS[extra]}" if extra else "")
+            yield Finding(asked, found or "missing", f"pip install '{command}'", level)
+    yield Finding("packages", ", ".join(fine))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _compiler() -> Iterator[Finding]:
+    found = (
+        os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    )
+    advice = None if found else "install a C compiler (Debian: apt install gcc): Triton needs one"
+    yield Finding("C compiler", found or "none", advice)
+
+
+def _gpus() -> Iterator[Finding]:
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        return  # said among the packages
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        seen = _driver()
+        advice = None
+        if seen and not built:
+            advice = "this torch is a CPU build; install the build for your driver's CUDA"
+        elif seen:
+            advice = (
+                "torch does not reach it: hidden (CUDA_VISIBLE_DEVICES), or the driver too old?"
+            )
+        yield Finding("GPU", f"{seen or 'none'}; torch's CUDA: {built or 'none'}", advice)
+        return
+    for index in range(torch.cuda.device_count()):
+        one = torch.cuda.get_device_properties(index)
+        target = f"sm_{one.major}{one.minor}"
+        found = f"{one.name}, {target}, {size(one.total_memory)}, CUDA {torch.version.cuda}"
+        old = (one.major, one.minor) < (8, 0)
+        advice = (
+            f"{target} has no kernels here (sm_80 is the oldest); hide it to use the CPU"
+            if old
+            else None
+        )
+        yield Finding(f"GPU {index}", found, advice)
+    yield Finding("driver", _driver() or "nvidia-smi is not here")
+
+
+def _driver() -> str | None:
+    """Return names and driver versions of the GPUs as nvidia-smi tells them, None without any."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return "; ".join(dict.fromkeys(done.stdout.split("\n"))).strip("; ") or None
+
+
+def _disk(out: Path) -> Finding:
+    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    small = free < MODEL_BYTES
+    advice = f"a run of the 26B model needs {size(MODEL_BYTES)} and more there" if small else None
+    return Finding(f"disk of {there}", f"{size(free)} free", advice)
+
+
+def _caches() -> Iterator[Finding]:
+    """Yield the folders that downloads, compiled kernels and measured configurations lie in."""
+    home = Path.home()
+    hub = os.environ.get("HF_HOME") or home / ".cache" / "huggingface"
+    triton = os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache"
+    tuned = Path(user_cache_dir(DISTRIBUTION, appauthor=False))
+    for name, folder in (("downloads", hub), ("compiled kernels", triton), ("tuning", tuned)):
+        yield Finding(name, f"{folder}{'' if Path(folder).is_dir() else ' (not there yet)'}")
