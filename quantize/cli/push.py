@@ -24,6 +24,10 @@ from quantize.cli.options import RUN_FOLDER
 @click.option(
     "--no-gate", is_flag=True, help="Publish whatever the verdict; the model card says so."
 )
+@click.option(
+    "--sign", metavar="KEY.pem|sigstore",
+    help="Sign all files: with a private key (elliptic curve, PEM), or by Sigstore.",
+)  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Show what would be uploaded, write nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask (for CI).")
 def push(
@@ -34,6 +38,7 @@ def push(
     public: bool,
     allow: str | None,
     no_gate: bool,
+    sign: str | None,
     dry_run: bool,
     yes: bool,
 ) -> int:
@@ -50,5 +55,5 @@ def push(
             raise click.UsageError("nobody to ask here: add --yes, or --dry-run to look only")
         return yes or click.confirm("Upload this?", err=True)
 
-    request = Request(repo, to, tag, public, allow == "inconclusive", no_gate)
+    request = Request(repo, to, tag, public, allow == "inconclusive", no_gate, sign)
     return push_run(run, request, dry_run=dry_run, confirm=confirm)

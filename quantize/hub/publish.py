@@ -14,7 +14,7 @@ nothing after a finished push. The run's publication.json records what was pushe
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -25,15 +25,16 @@ from rich.table import Table
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import write_json
 from quantize.host.progress import say
-from quantize.hub.release import MAIN, PULL_REQUEST, Release, Request, find_base, prepare
+from quantize.hub.release import EVIDENCE, MAIN, PULL_REQUEST, Release, Request, find_base, prepare
 from quantize.hub.repository import File, Hub, Repository
+from quantize.hub.signing import SIGNATURE, SIGSTORE
 from quantize.recipe.sections import Recipe
 from quantize.reports.card import stated_base
 from quantize.runs.folder import README, RESULTS, RunDir
 
 PUBLICATION = "publication.json"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-RELEASE = (README, f"{RESULTS}/*.yaml")
+RELEASE = (README, f"{RESULTS}/*.yaml", SIGNATURE, f"{EVIDENCE}/*.json")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,10 @@ def show(run: RunDir, request: Request) -> int:
             unchecked["whether the BF16 files are those of a revision on the Hub"] = error
             return stated_base(source, recipe)
 
-    release = prepare(run, request, base)
+    asked = (
+        replace(request, sign=None) if request.sign == SIGSTORE else request
+    )  # it asks a network
+    release = prepare(run, asked, base)
     what = f"account, what {request.repo} holds{', whether the tag is free' if request.tag else ''}"
     plan = Plan(None, None, request.to, Changes(release.weights, release.card, []))
     try:

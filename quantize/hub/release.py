@@ -6,24 +6,27 @@ and no others. A verdict other than PASS is published only by an option that say
 publication.json then say so too.
 """
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import GateError, InputError, UndecidedError
-from quantize.host.files import read_json
+from quantize.host.files import read_json, write_json
 from quantize.host.progress import say, track
+from quantize.hub import signing
 from quantize.hub.repository import File, Hub
 from quantize.recipe.sections import Recipe, read_recipe
 from quantize.reports.card import Override, base_model, card_files
-from quantize.runs.folder import RunDir, is_card
+from quantize.runs.folder import README, RunDir, is_card
 from quantize.runs.manifest import fingerprint
 from quantize.runs.models import CANDIDATE
 
 PULL_REQUEST, MAIN = "pr", "main"
+EVIDENCE = "evidence"
 FindBase = Callable[[dict[str, Any], Recipe], str | None]  # from a manifest's source
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -33,7 +36,8 @@ class Request:
     """What the user asked to publish.
 
     `to` is "pr", "main" or the name of a branch. `allow_inconclusive` lets an INCONCLUSIVE verdict
-    through, `no_gate` any verdict; neither lets an unverified checkpoint through.
+    through, `no_gate` any verdict; neither lets an unverified checkpoint through. `sign` is a private
+    key's file, "sigstore", or None for no signature.
     """
 
     repo: str
@@ -42,6 +46,7 @@ class Request:
     public: bool = False
     allow_inconclusive: bool = False
     no_gate: bool = False
+    sign: str | None = None
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.repo):
@@ -82,8 +87,57 @@ def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Rele
     source = read_json(run.manifest_json, "source")["source"]
     found = (base or find_base)(source, recipe)
     texts = card_files(run, recipe, request.repo, override, found)
+    if request.sign:
+        texts |= evidence(run)
+        texts[README] += how_to_verify(request.repo, request.sign)
     cards = [File.of(path, text.encode()) for path, text in texts.items()]
+    if request.sign:
+        cards.append(_signature(run, request.sign, [*weights, *cards]))
     return Release(run.path.resolve().name, weights, cards, override)
+
+
+def evidence(run: RunDir) -> dict[str, str]:
+    """Return the texts of report and verification as they are published, without local folders."""
+    report = read_json(run.report_json)
+    model = report.get("model", {})
+    local = {"folder": None}
+    if Path(str(model.get("model", ""))).is_absolute():
+        local["model"] = Path(model["model"]).name
+    found = {
+        "report": report | {"model": model | local},
+        "verification": read_json(run.verification_json),
+    }
+    return {
+        f"{EVIDENCE}/{name}.json": f"{json.dumps(text, indent=2)}\n" for name, text in found.items()
+    }
+
+
+def how_to_verify(repo: str, sign: str) -> str:
+    """Return the part of a model card that says how its signature is checked."""
+    name = repo.split("/")[-1]
+    by, options = "an account, by Sigstore", "--identity ACCOUNT --issuer URL"
+    if sign != signing.SIGSTORE:
+        by = f"the key whose public half has the SHA-256 `{signing.fingerprint(Path(sign))}` (DER)"
+        options = "--key PUBLIC.pem"
+    return (
+        f"\n## Signature\n\n`{signing.SIGNATURE}` (OpenSSF model signing) stands for the sha256 of "
+        f"every file here, signed by {by}. Take the key from where you trust it, not from here:\n\n"
+        "```\n"
+        f"hf download {repo} --local-dir {name}\nquantize verify-signature {name} {options}\n```\n"
+    )
+
+
+def _signature(run: RunDir, sign: str, files: Sequence[File]) -> File:
+    """Return the signature over files; the run keeps it, so that a push that goes on has the same."""
+    key = None if sign == signing.SIGSTORE else Path(sign)
+    kept = run.path / "signature.json"
+    stands: dict[str, Any] = {"by": signing.fingerprint(key) if key else sign}
+    stands["files"] = {file.path: file.sha256 for file in files}
+    if kept.is_file() and (found := read_json(kept)).items() >= stands.items():
+        return File.of(signing.SIGNATURE, str(found["signature"]).encode())
+    made = signing.sign_files({file.path: file.content for file in files}, key)
+    write_json(kept, stands | {"signature": made.decode()})
+    return File.of(signing.SIGNATURE, made)
 
 
 def _check_artifact(run: RunDir) -> None:

@@ -137,6 +137,27 @@ def assert_no_half_release(hub: FakeHub) -> None:
         assert repo.private
 
 
+def test_a_signed_release_has_evidence_and_is_pushed_once(
+    push: Any, hub: FakeHub, run: RunDir, tmp_path: Path
+) -> None:
+    pytest.importorskip("model_signing", reason="pip install '.[sign]'")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    forms = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    key = ec.generate_private_key(ec.SECP256R1())
+    (tmp_path / "key.pem").write_bytes(key.private_bytes(*forms, serialization.NoEncryption()))
+    signed = ("--to", "main", "--sign", str(tmp_path / "key.pem"))
+    assert push(*signed).code == 0
+    with_it = {"model.sig", "evidence/report.json", "evidence/verification.json"}
+    assert with_it <= set(remote_files(hub))
+    commits = len(hub.repos[REPO].commits)
+    assert push(*signed).code == 0
+    assert len(hub.repos[REPO].commits) == commits
+    assert push("--to", "main").code == 0  # without: no signature stays that says otherwise
+    assert not with_it & set(remote_files(hub))
+
+
 # 1. What lands there
 
 

@@ -1,0 +1,171 @@
+"""Signs a release and checks a signature, by OpenSSF's model signing (the package `model-signing`).
+
+One signature, `model.sig`, stands for the sha256 of every file of the folder but itself and what git
+keeps (`.gitattributes`, `.git`). A file that was changed, taken away or added is then found, also in a
+Hub's cache, whose files are links. A key pair (PEM, an elliptic curve) needs no network; Sigstore signs
+in the name of an account, which needs one.
+"""
+
+import base64
+import hashlib
+import importlib
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantize.errors import GateError, InputError, ResourceError
+
+SIGNATURE = "model.sig"
+SIGSTORE = "sigstore"
+CURVES = ("secp256r1", "secp384r1", "secp521r1")
+CACHES = (".cache",)  # what a download leaves in its folder
+
+
+@dataclass(frozen=True)
+class Signer:
+    """Whose signature is expected: a public key's, or an account's (`identity` at `issuer`)."""
+
+    key: Path | None = None
+    identity: str | None = None
+    issuer: str | None = None
+
+
+def sign(folder: Path, key: Path | None, out: Path | None = None) -> Path:
+    """Sign all files of a folder; return the signature's path.
+
+    Args:
+        folder: its files, links followed.
+        key: private key, PEM without a password; None signs by Sigstore.
+        out: where the signature is written; without it, into the folder.
+
+    Raises:
+        InputError: as in `fingerprint`. ResourceError: the package is missing, or
+            Sigstore cannot be reached.
+    """
+    library = _library("signing").Config().set_hashing_config(_hashing())
+    written = out or folder / SIGNATURE
+    if key is not None:
+        fingerprint(key)  # says in one line what is wrong with a key
+        library.use_elliptic_key_signer(private_key=key).sign(folder, written)
+        return written
+    try:
+        library.use_sigstore_signer().sign(folder, written)
+    except Exception as error:  # its client raises errors of many libraries
+        raise ResourceError(f"Sigstore: {_line(error)}") from None
+    return written
+
+
+def sign_files(files: Mapping[str, Path | bytes], key: Path | None) -> bytes:
+    """Return the signature of a release that lies in no folder yet: name in it -> its content."""
+    with tempfile.TemporaryDirectory(prefix="quantize-sign-") as scratch:
+        folder = Path(scratch, "release")
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, bytes):
+                (folder / name).write_bytes(content)
+            else:
+                (folder / name).symlink_to(content.resolve())
+        return sign(folder, key, Path(scratch, SIGNATURE)).read_bytes()
+
+
+def verify(folder: Path, signer: Signer) -> int:
+    """Check a folder's signature; return how many files it stands for.
+
+    Raises:
+        GateError: there is no signature, it is another's, or a file differs from what was signed.
+        InputError: there is no such public key. ResourceError: the package is missing.
+    """
+    signature = folder / SIGNATURE
+    if not signature.is_file():
+        raise GateError(f"{signature}: missing; this folder is not signed")
+    signed = _signed_files(signature)
+    library = _library("verifying").Config().set_hashing_config(_hashing())
+    if signer.key is not None:
+        if not signer.key.is_file():
+            raise InputError(f"{signer.key}: no such public key")
+        who = str(signer.key)
+        library = _public_key(library, signer.key)
+    else:
+        who = f"{signer.identity} at {signer.issuer}"
+        library = library.use_sigstore_verifier(identity=signer.identity, oidc_issuer=signer.issuer)
+    try:
+        library.verify(folder, signature)
+    except Exception as error:  # the package raises errors of many libraries
+        text = _line(error)
+        if text.startswith("Signature mismatch:"):
+            raise GateError(f"{folder}: not what was signed: {_differences(text)}") from None
+        raise GateError(f"{signature}: not a signature of {who} ({text})") from None
+    return signed
+
+
+def fingerprint(key: Path) -> str:
+    """Return the sha256 of the public half of a private key, in DER, as hex.
+
+    Raises:
+        InputError: there is no such key, or it cannot sign.
+    """
+    if not key.is_file():
+        raise InputError(f"{key}: no such private key")
+    serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
+    try:
+        found = serialization.load_pem_private_key(key.read_bytes(), None)
+        curve = found.curve.name  # an AttributeError for keys of other kinds
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{key}: no private key of an elliptic curve ({_line(error)})") from None
+    if curve not in CURVES:
+        raise InputError(f"{key}: a key on {curve}; make one on {CURVES[0]}")
+    encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    return hashlib.sha256(found.public_key().public_bytes(encoding, form)).hexdigest()
+
+
+def _public_key(library: Any, key: Path) -> Any:
+    try:
+        return library.use_elliptic_key_verifier(public_key=key)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{key}: no public key that can verify ({_line(error)})") from error
+
+
+def _signed_files(signature: Path) -> int:
+    """Return how many files a signature names, whether it is right or not.
+
+    Raises:
+        GateError: it cannot be read.
+    """
+    try:
+        payload = json.loads(signature.read_bytes())["dsseEnvelope"]["payload"]
+        return len(json.loads(base64.b64decode(payload))["predicate"]["resources"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise GateError(f"{signature}: cannot be read as a signature ({_line(error)})") from None
+
+
+def _differences(text: str) -> str:
+    """Return which files differ, without the digests."""
+    text = text.replace("\\'", "'")
+    changed = re.findall(r"Hash mismatch for '(.+?)':", text)
+    added = re.findall(r"Extra files found in model '.*?': (.+?)[\"'](?:, [\"']|\])", text)
+    gone = re.findall(r"Missing files in model '.*?': (.+?)[\"'](?:, [\"']|\])", text)
+    found = (("changed", changed), ("added", added), ("gone", gone))
+    return "; ".join(f"{what} {', '.join(names)}" for what, names in found if names) or text[:300]
+
+
+def _hashing() -> Any:
+    """Return how files are read: links followed, the signature and caches left out."""
+    found = _library("hashing").Config().set_allow_symlinks(True)
+    return found.set_ignored_paths(paths=[SIGNATURE, *CACHES], ignore_git_paths=True)
+
+
+def _library(module: str) -> Any:
+    try:
+        return importlib.import_module(f"model_signing.{module}")
+    except ImportError as error:
+        raise ResourceError(
+            f"signatures need {error.name}: pip install 'diffusiongemma-quantize[sign]'"
+        ) from error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
