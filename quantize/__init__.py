@@ -9,10 +9,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantize.api import Run, convert, evaluate, load, open, plan, report, run
+    from quantize.api import (
+        Run,
+        compare,
+        convert,
+        evaluate,
+        fidelity,
+        judge,
+        load,
+        open,
+        plan,
+        report,
+        run,
+        search,
+    )
 
 __version__ = "0.2.0"
-__all__ = ["Run", "convert", "evaluate", "load", "open", "plan", "report", "run"]
+__all__ = [
+    "Run",
+    "compare",
+    "convert",
+    "evaluate",
+    "fidelity",
+    "judge",
+    "load",
+    "open",
+    "plan",
+    "report",
+    "run",
+    "search",
+]
 
 
 def __getattr__(name: str) -> Any:

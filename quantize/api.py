@@ -4,7 +4,9 @@ The functions do what the commands of their names do and raise what the commands
 (`quantize.errors`); a run is named by its folder.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,30 @@ from quantize.checkpoints.targets import Target, plan_targets
 from quantize.errors import GateError
 from quantize.host.files import read_json
 from quantize.pipeline.run import advance, opened, run_alone, started
-from quantize.pipeline.stages import STAGES, Run, Stage, evaluate_more
+from quantize.pipeline.stages import STAGES, Run, Stage, evaluate_more, fidelity_more
 from quantize.recipe.sections import beside_a_model, load_recipe
+from quantize.reports.compare import RunComparison, compare_runs
+from quantize.runs.folder import RunDir, existing_run
 from quantize.runtime import open
+from quantize.schemes.modes import ActivationMode
 from quantize.stages.convert.convert import Conversion
 from quantize.stages.convert.convert import convert as write_checkpoint
 from quantize.stages.plan.plan import described
 
-__all__ = ["Run", "convert", "evaluate", "load", "open", "plan", "report", "run"]
+__all__ = [
+    "Run",
+    "compare",
+    "convert",
+    "evaluate",
+    "fidelity",
+    "judge",
+    "load",
+    "open",
+    "plan",
+    "report",
+    "run",
+    "search",
+]
 
 
 def run(
@@ -118,6 +136,98 @@ def evaluate(run: str | Path, *, gpu_memory: float | None = None, **options: Any
     """
     with opened(Path(run), gpu_memory) as found:
         run_alone(found, _stage("evaluate"), lambda run: evaluate_more(run, **options))
+
+
+def fidelity(
+    run: str | Path, modes: Sequence[ActivationMode] = (), *, gpu_memory: float | None = None
+) -> dict[str, Any]:
+    """Replay a run's trajectories through its quantized model and return fidelity.json.
+
+    Args:
+        run: its folder.
+        modes: activation modes to replay beside those of the recipe.
+        gpu_memory: bytes of a GPU that may be used.
+    """
+    with opened(Path(run), gpu_memory) as found:
+        task = partial(fidelity_more, modes=tuple(modes))
+        with suppress(GateError):
+            run_alone(found, _stage("fidelity"), task)
+        return read_json(found.folder.fidelity_json, "activations")
+
+
+def compare(a: str | Path, b: str | Path) -> RunComparison:
+    """Compare the quantized models of two runs, question by question; A in the place of BF16.
+
+    Raises:
+        InputError: a run has no finished scores.
+    """
+    return compare_runs(existing_run(Path(a)), existing_run(Path(b)))
+
+
+def judge(
+    checkpoint: str | Path,
+    against: str | Path | None = None,
+    recipe: str = "nvfp4",
+    out: str | Path = "outputs",
+    *,
+    resume: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Judge a checkpoint that others built, as `quantize judge` does; return its report.json.
+
+    Args:
+        checkpoint: a folder or a Hub id.
+        against: the same of its BF16 model; None for the bundled one.
+        recipe: the recipe whose tasks and gate judge.
+        out: the folder that holds the runs.
+        resume: whether a judgement that exists is continued, or returned when it is complete.
+        options: of `quantize.pipeline.judge.judge`: limit, gpu_memory, and those of `evaluate`.
+
+    Raises:
+        GateError: the inspection found a problem, so that there is no report.
+        InputError: a checkpoint is of the wrong kind.
+    """
+    from quantize.pipeline.judge import judge as judge_checkpoint
+
+    bf16 = None if against is None else str(against)
+    failed: GateError | None = None
+    try:
+        judge_checkpoint(str(checkpoint), bf16, recipe, Path(out), resume=resume, **options)
+    except GateError as error:
+        failed = error
+    runs = (RunDir(folder) for folder in Path(out).glob("judge-*"))
+    folder = max(runs, key=lambda run: run.lock.stat().st_mtime_ns)  # it was held just now
+    if failed is not None and not folder.report_json.exists():
+        raise failed
+    return read_json(folder.report_json, "verdict")
+
+
+def search(
+    recipe: str = "nvfp4",
+    model: str | None = None,
+    out: str | Path = "outputs",
+    *,
+    nbytes: float | None = None,
+    kl: float | None = None,
+    schemes: Sequence[str] = ("NVFP4", "NVFP4A16", "FP8_DYNAMIC"),
+    revision: str | None = None,
+    gpu: str | None = None,
+) -> dict[str, Any]:
+    """Choose a scheme for every layer's attention, MLP and experts, as `quantize search` does.
+
+    Returns:
+        "recipe", the path of the recipe that was written; "schemes", part -> scheme; "bytes";
+        "kl_nats", predicted and measured; "frontier", pairs of percent of BF16's bytes and KL.
+
+    Raises:
+        InputError: as in `quantize.pipeline.search.search`.
+    """
+    from quantize.pipeline.search import search as search_schemes
+
+    path = search_schemes(
+        recipe, model, Path(out), nbytes=nbytes, kl=kl, schemes=schemes, revision=revision, gpu=gpu
+    )
+    return read_json(path.with_suffix(".json"), "frontier") | {"recipe": path}
 
 
 def report(run: str | Path) -> dict[str, Any]:

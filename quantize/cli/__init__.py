@@ -28,6 +28,7 @@ COMMANDS = (
     "judge",
     "compare",
     "card",
+    "bundle",
     "push",
     "verify-signature",
     "recipes",

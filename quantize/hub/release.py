@@ -20,6 +20,7 @@ from quantize.host.progress import say, track
 from quantize.hub import signing
 from quantize.hub.repository import File, Hub
 from quantize.recipe.sections import Recipe, read_recipe
+from quantize.reports.bundle import shareable
 from quantize.reports.card import Override, base_model, card_files
 from quantize.runs.folder import README, RunDir, is_card
 from quantize.runs.manifest import fingerprint
@@ -97,19 +98,10 @@ def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Rele
 
 
 def evidence(run: RunDir) -> dict[str, str]:
-    """Return the texts of report and verification as they are published, without local folders."""
-    report = read_json(run.report_json)
-    model = report.get("model", {})
-    local = {"folder": None}
-    if Path(str(model.get("model", ""))).is_absolute():
-        local["model"] = Path(model["model"]).name
-    found = {
-        "report": report | {"model": model | local},
-        "verification": read_json(run.verification_json),
-    }
-    return {
-        f"{EVIDENCE}/{name}.json": f"{json.dumps(text, indent=2)}\n" for name, text in found.items()
-    }
+    """Return the texts of report and verification as they are published: no questions, no folders."""
+    files = (run.report_json, run.verification_json)
+    texts = {path.name: json.dumps(shareable(read_json(path)), indent=2) for path in files}
+    return {f"{EVIDENCE}/{name}": f"{text}\n" for name, text in texts.items()}
 
 
 def how_to_verify(repo: str, sign: str) -> str:

@@ -320,11 +320,11 @@ def _write(
         "schemes": {f"{layer}.{kind}": o.scheme for (layer, kind), o in chosen.items()},
         "estimated_ms": _milliseconds(searched, chosen, gpu),
     }
-    write_json(searched.folder / f"{name}.json", facts)
     points = [
         (100 * (searched.fixed_bytes + nbytes) / searched.bf16_bytes, kl)
         for nbytes, kl in sack.frontier(POINTS)
     ]
+    write_json(searched.folder / f"{name}.json", facts | {"frontier": points})
     here = 100 * total / searched.bf16_bytes
     write_text(searched.folder / "frontier.svg", frontier(points, here, predicted, _mean(found)))
     path = searched.folder / f"{name}.yaml"

@@ -7,6 +7,8 @@ import pytest
 from quick_run import TASK, Quick
 from safetensors.torch import load_file, save_file
 
+import quantize
+from quantize.errors import GateError
 from quantize.host.files import read_json
 from quantize.recipe.sections import read_recipe
 from quantize.reports.compare import compare_runs, comparison_table
@@ -16,10 +18,10 @@ from quantize.runs.folder import RunDir
 @pytest.fixture
 def quick(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quick:
     """A finished run of the tiny model, whose checkpoint stands for somebody else's."""
-    quantize = Quick(tmp_path, tiny_checkpoint, monkeypatch)
-    done = quantize.run()
+    quick = Quick(tmp_path, tiny_checkpoint, monkeypatch)
+    done = quick.run()
     assert done.code == 0, done.err
-    return quantize
+    return quick
 
 
 def test_a_checkpoint_is_judged(quick: Quick) -> None:
@@ -43,6 +45,14 @@ def test_a_checkpoint_is_judged(quick: Quick) -> None:
     assert "--resume continues or shows it" in again.last
     shown = quick(*words, "--resume")
     assert (shown.code, shown.redone()) == (0, [])
+    asked = (theirs, quick.model, str(quick.recipe), quick.out)
+    assert quantize.judge(*asked, resume=True) == report
+    pair = quantize.compare(quick.folder.path, folder)
+    assert {task: entry["difference_pp"] for task, entry in pair.tasks.items()} == dict.fromkeys(
+        pair.tasks, 0.0
+    )
+    replayed = quantize.fidelity(quick.folder.path)
+    assert replayed["activations"] == read_json(quick.folder.fidelity_json)["activations"]
     compared = quick("compare", quick.folder.path, folder)
     assert compared.code == 0, compared.err
     copy = shutil.copytree(quick.folder.path, quick.out.parent / "other" / quick.folder.path.name)
@@ -99,6 +109,8 @@ def test_every_checkpoint_and_limit_has_a_judgement_of_its_own(quick: Quick) -> 
 
 def test_what_the_inspection_finds_fails_before_anything_is_loaded(quick: Quick) -> None:
     (quick.folder.checkpoint / "tokenizer.json").unlink()
+    with pytest.raises(GateError, match="tokenizer"):
+        quantize.judge(quick.folder.checkpoint, quick.model, str(quick.recipe), quick.out / "api")
     words = ("judge", quick.folder.checkpoint, "--against", quick.model, "--recipe", quick.recipe)
     done = quick(*words, "--out", quick.out)
     assert done.code == 1

@@ -10,6 +10,7 @@ import torch
 from conversions import recipe_for, write_input_scales
 from safetensors.torch import save_file
 
+import quantize
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
@@ -160,9 +161,14 @@ def test_a_search_from_end_to_end(
     planned = plan_targets(Checkpoint.open(tiny_checkpoint).tensors, recipe.quantization)
     assert sum_bytes(planned)[1] == facts["bytes"]
     assert (path.parent / "frontier.svg").read_text().startswith("<svg ")
-    again = search("nvfp4", str(tiny_checkpoint), tmp_path, nbytes=0.95 * whole[1], **bound)
+    smaller = quantize.search(
+        "nvfp4", str(tiny_checkpoint), tmp_path, nbytes=0.95 * whole[1], **bound
+    )
     assert len(measured) == 2 * 18 + 2
-    smaller = read_json(again.with_suffix(".json"))
+    assert load_recipe(str(smaller["recipe"])).name == smaller["recipe"].stem
+    percents = [percent for percent, _ in smaller["frontier"]]
+    assert percents == sorted(percents)
+    assert 0 < percents[0] < percents[-1] < 101  # sizes are counted in bins
     assert smaller["bytes"] <= 0.95 * whole[1]
     assert smaller["kl_nats"]["predicted"] >= facts["kl_nats"]["predicted"]
 

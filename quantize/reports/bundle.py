@@ -1,0 +1,80 @@
+"""One file of a run to send to others: no weights, no questions, no answers, no local paths.
+
+What is left of each file: JSON without the questions that differ; the log's frames and kinds of errors
+without their messages, which may quote a prompt; the home folder as ~ and the run's folder as RUN.
+"""
+
+import json
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from quantize.errors import InputError
+from quantize.host.files import read_json
+from quantize.runs.folder import RunDir
+
+TAKEN = (
+    "manifest.json", "recipe.yaml", "stages.json", "targets.csv", "conversion.json",
+    "verification.json", "fidelity.json", "calibration/coverage.json", "rounding/rounding.json",
+    "report.json", "rehearsal.json", "run.log",
+)  # fmt: skip
+
+
+def write_bundle(run: RunDir, out: Path) -> list[str]:
+    """Write a zip of what may be shared of a run; return the names of its files.
+
+    Raises:
+        InputError: `out` exists.
+    """
+    if out.exists():
+        raise InputError(f"{out}: exists; name another file with --out")
+    texts = dict(shared(run))
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in texts.items():
+            archive.writestr(f"{run.path.resolve().name}/{name}", text)
+    return list(texts)
+
+
+def shared(run: RunDir) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each file that may be shared, those that the run has."""
+    for name in TAKEN:
+        path = run.path / name
+        if not path.is_file():
+            continue
+        if name.endswith(".json"):
+            text = json.dumps(shareable(read_json(path)), indent=2) + "\n"
+        else:
+            text = path.read_text("utf-8", "replace")
+        yield name, _without_places(_frames(text) if path == run.log else text, run)
+
+
+def shareable(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a report, or another file of a run, without questions and without the model's folder."""
+    left = {key: value for key, value in content.items() if key != "questions"}
+    for key in ("model", "source"):
+        if isinstance(about := left.get(key), dict):
+            named = str(about.get("model", ""))
+            short = {"model": Path(named).name} if Path(named).is_absolute() else {}
+            left[key] = about | {"folder": None} | short
+    return left
+
+
+def _frames(log: str) -> str:
+    """Return a traceback's frames and kinds of errors: no message, of however many lines."""
+    kinds = re.compile(r"^([\w.]+(?:Error|Exception|Interrupt|Exit|Warning))\b")
+    kept: list[str] = []
+    for line in log.splitlines():
+        if re.match(r'  File ".*", line \d+', line) or line.startswith("Traceback"):
+            kept.append(line)
+        elif found := kinds.match(line):
+            kept.append(found[1])
+    return "\n".join(kept) + "\n"
+
+
+def _without_places(text: str, run: RunDir) -> str:
+    for place, name in ((run.path.resolve(), "RUN"), (run.path, "RUN"), (Path.home(), "~")):
+        if len(place.parts) > 1:
+            text = text.replace(str(place), name)
+    return text
