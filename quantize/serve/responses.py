@@ -137,7 +137,7 @@ class Format(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: String | None = None
     description: String | None = None
-    schema_: Json | None = Field(None, alias="schema")
+    schema_: Json | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 

@@ -110,6 +110,44 @@ def test_a_chat_round_trip(browser: Any, width: int, scheme: str) -> None:
         view.context.close()
 
 
+def test_an_answer_is_replayed_and_saved_as_a_page(browser: Any, tmp_path: Path) -> None:
+    """By the keyboard alone: an example, slow motion, the replay, and a page that plays by itself."""
+    with running() as server:
+        view = Page(browser, server.url, width=390, scheme="dark")
+        ready(view.page)
+        view.page.locator("#seed").fill("3")
+        view.page.evaluate(WATCH)
+        view.page.locator(".examples button").first.focus()
+        view.page.keyboard.press("Enter")
+        answer = view.answered()
+        assert "226" in answer
+        played = len(view.page.evaluate("window.seen"))
+        assert played >= 2
+        again = view.page.get_by_role("button", name="Replay")
+        again.focus()
+        view.page.keyboard.press("Enter")
+        view.page.wait_for_function("() => document.querySelector('.canvas').textContent")
+        view.picture("replay-390-dark")
+        view.page.wait_for_function("() => !document.querySelector('.canvas').textContent")
+        assert view.page.locator(".turn.model .answer").inner_text() == answer
+        assert len(view.page.evaluate("window.seen")) > played
+        with view.page.expect_download() as download:
+            view.page.get_by_role("button", name="Save as a page").press("Enter")
+        download.value.save_as(tmp_path / "canvas.html")
+        view.page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text("utf-8"))
+        assert [each["id"] for each in view.page.evaluate("axe.run()")["violations"]] == []
+        alone = view.context.new_page()
+        alone.goto((tmp_path / "canvas.html").as_uri())
+        alone.wait_for_function("() => document.querySelector('.canvas').textContent")
+        if folder := os.environ.get("SCREENSHOTS"):
+            alone.screenshot(path=Path(folder) / "saved.png")
+        alone.wait_for_function("() => !document.querySelector('button').disabled")
+        assert alone.locator(".answer").inner_text() == answer
+        alone.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text("utf-8"))
+        assert [each["id"] for each in alone.evaluate("axe.run()")["violations"]] == []
+        view.context.close()
+
+
 def test_a_picture_is_sent_with_the_question(browser: Any, tmp_path: Path) -> None:
     shown = encoded(picture())
     (tmp_path / "shown.png").write_bytes(shown)

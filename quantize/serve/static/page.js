@@ -66,6 +66,28 @@ async function* chunks(reply) {
   }
 }
 
+// Reads ahead of what is shown, so that slow motion holds up neither the server nor the clock.
+async function* ahead(source, signal) {
+  const got = [];
+  let [ended, failure, wake] = [false, null, () => {}];
+  (async () => {
+    try {
+      for await (const chunk of source) wake(got.push({ chunk, at: performance.now() }));
+    } catch (error) {
+      failure = error;
+    }
+    wake((ended = true));
+  })();
+  for (;;) {
+    if (signal.aborted) throw new DOMException("stopped", "AbortError");
+    if (got.length) yield got.shift();
+    else if (failure) throw failure;
+    else if (ended) return;
+    else await new Promise((go) => (wake = go));
+  }
+}
+
+// These two are also in a saved page: they know nothing of this one.
 function draw(canvas, facts, draft) {
   canvas.replaceChildren(
     ...draft.tokens.map((token, at) => {
@@ -79,7 +101,74 @@ function draw(canvas, facts, draft) {
   facts.textContent = `canvas ${draft.canvas + 1}, step ${draft.step}`;
 }
 
-async function answer() {
+async function play(canvas, facts, frames, pace, goes) {
+  for (const frame of frames) {
+    if (!goes()) return;
+    draw(canvas, facts, frame);
+    await new Promise((go) => setTimeout(go, pace));
+  }
+}
+
+function saved(question, text, frames) {
+  const told = JSON.stringify({ question, text, frames }).replaceAll("<", "\\u003c");
+  const rules = [...document.styleSheets[0].cssRules].map((rule) => rule.cssText).join("\n");
+  return `<!doctype html><html lang="en"><meta charset="utf-8"><title>A canvas, denoised</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>${rules}
+body { height: auto; padding: 1rem; }</style>
+<main><h1>A canvas, denoised</h1><div class="turn you"></div><div class="turn model"><div class="answer"></div>
+<div class="canvas"></div><div class="facts"></div></div><button type="button">Replay</button></main>
+<script>${draw}\n${play}\nconst told = ${told};
+const [you, answer, canvas, facts, again] = [".you", ".answer", ".canvas", ".facts", "button"].map(
+  (name) => document.querySelector(name));
+you.textContent = told.question;
+again.onclick = async () => {
+  again.disabled = true;
+  answer.textContent = "";
+  await play(canvas, facts, told.frames, 150, () => true);
+  canvas.replaceChildren();
+  answer.textContent = told.text;
+  again.disabled = false;
+};
+again.onclick();
+<${""}/script></html>`;
+}
+
+function button(parent, text, act) {
+  const made = document.createElement("button");
+  made.type = "button";
+  made.textContent = text;
+  made.addEventListener("click", act);
+  parent.append(made);
+  return made;
+}
+
+function offer(turn, question, frames) {
+  const [thoughts, text, canvas, facts] = turn.children;
+  const told = facts.textContent;
+  let playing = false;
+  const tools = element("tools", turn);
+  const again = button(tools, "Replay", async () => {
+    playing = !playing;
+    if (!playing) return;
+    again.textContent = "Stop";
+    thoughts.hidden = text.hidden = true;
+    await play(canvas, facts, frames, Number($("pace").value) || 150, () => playing);
+    playing = thoughts.hidden = text.hidden = false;
+    canvas.replaceChildren();
+    facts.textContent = told;
+    again.textContent = "Replay";
+  });
+  button(tools, "Save as a page", () => {
+    const link = document.createElement("a");
+    const page = new Blob([saved(question, text.textContent, frames)], { type: "text/html" });
+    link.href = URL.createObjectURL(page);
+    link.download = "canvas.html";
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  });
+}
+
+async function answer(question) {
   const turn = element("turn model", $("chat"));
   const [thoughts, text, canvas, facts] = ["thoughts", "answer", "canvas", "facts"].map((kind) =>
     element(kind, turn),
@@ -88,23 +177,27 @@ async function answer() {
   text.setAttribute("aria-live", "polite");
   running = new AbortController();
   $("send").textContent = "Stop";
-  const started = performance.now();
+  const [started, frames] = [performance.now(), []];
   try {
     const options = { method: "POST", headers: headers(), body: body(), signal: running.signal };
     const reply = await fetch("/v1/chat/completions", options);
     if (!reply.ok) throw new Error((await reply.json()).error.message);
-    for await (const chunk of chunks(reply)) {
+    for await (const { chunk, at } of ahead(chunks(reply), running.signal)) {
       if (chunk.error) throw new Error(chunk.error.message);
-      if (chunk.draft) draw(canvas, facts, chunk.draft);
+      if (chunk.draft) {
+        frames.push(chunk.draft);
+        await play(canvas, facts, [chunk.draft], Number($("pace").value), () => true);
+      }
       for (const { delta, finish_reason } of chunk.choices) {
         thoughts.append(delta.reasoning_content ?? "");
         text.append(delta.content ?? "");
         if (delta.content || delta.reasoning_content || finish_reason) canvas.replaceChildren();
       }
-      if (chunk.usage) facts.textContent = summary(chunk.usage, performance.now() - started);
+      if (chunk.usage) facts.textContent = summary(chunk.usage, at - started);
       $("chat").scrollTop = $("chat").scrollHeight;
     }
     messages.push({ role: "assistant", content: text.textContent });
+    if (frames.length) offer(turn, question, frames);
   } catch (error) {
     canvas.replaceChildren();
     facts.textContent = error.name === "AbortError" ? "stopped" : error.message;
@@ -151,7 +244,7 @@ $("form").addEventListener("submit", async (event) => {
     content = [{ type: "image_url", image_url }, { type: "text", text }];
   }
   messages.push({ role: "user", content });
-  answer();
+  answer(text);
 });
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -159,6 +252,12 @@ $("prompt").addEventListener("keydown", (event) => {
     if (!running) $("form").requestSubmit();
   }
 });
+for (const example of document.querySelectorAll(".examples button"))
+  example.addEventListener("click", () => {
+    $("prompt").value = example.textContent;
+    $("form").requestSubmit();
+    $("prompt").focus();
+  });
 $("key").addEventListener("change", connect);
 $("clear").addEventListener("click", () => {
   running?.abort();
