@@ -22,7 +22,7 @@ from quantize.schemes.hessians import Hessians
 from quantize.stages.denoising import Denoising
 
 pytestmark = pytest.mark.gpu
-LAYERS, EXPERTS, CONTEXT = 6, 16, 1792
+LAYERS, EXPERTS, CONTEXT = 6, 16, 2304
 KINDS = (
     "self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj",
     "experts.gate_up_proj", "experts.down_proj",
