@@ -19,7 +19,7 @@ from quantize import cli
 from quantize.pipeline import rehearse
 from quantize.recipe.sections import shipped_recipes
 from quantize.schemes import gptq
-from quantize.stages.calibrate import calibrate
+from quantize.stages import denoising
 from quantize.stages.fidelity import fidelity
 
 ALL = blocks()
@@ -51,7 +51,7 @@ def test_commands_and_python_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One test, because all of it shares the run that docs/python.md makes, of few prompts."""
-    monkeypatch.setattr(calibrate, "HELD_OUT_PROMPTS", 2)
+    monkeypatch.setattr(denoising, "HELD_OUT_PROMPTS", 2)
     monkeypatch.setattr(rehearse, "PROMPTS", 4)
     monkeypatch.setattr(rehearse, "HELD_OUT", 2)
     monkeypatch.setattr(rehearse, "QUESTIONS", 2)

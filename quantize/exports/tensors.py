@@ -239,9 +239,6 @@ class _Planner:
     def _read_block(self, module: str) -> torch.Tensor:
         packed = "weight_packed" if f"{module}.weight_packed" in self.source.tensors else "weight"
         scales = read_finite(self.source, f"{module}.weight_scale")
-        if bool((scales.view(torch.uint8) & 0x80).any()):
-            file = self.source.tensors[f"{module}.weight_scale"].file
-            raise InputError(f"{file}: {module}.weight_scale has a sign, which GGUF drops; {FIX}")
         return nvfp4_blocks(self.source.read(f"{module}.{packed}"), scales)
 
     def _read_scales(self, modules: Sequence[str]) -> torch.Tensor:

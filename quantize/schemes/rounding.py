@@ -342,13 +342,14 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 def finite_each(tensor: torch.Tensor, *, scale: bool = False) -> torch.Tensor:
     """Return for each of [n, ...] whether it is finite: bool [n]; `scale` says that bytes are e8m0."""
+    each = tensor.reshape(len(tensor), -1)
     if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
-        return (tensor.view(torch.uint8) & 0x7F).flatten(1).amax(1) < 0x7F
+        return (each.view(torch.uint8) & 0x7F).amax(1) < 0x7F
     if tensor.dtype == torch.uint8 and scale:  # 255 is e8m0's NaN
-        return tensor.flatten(1).amax(1) < 0xFF
+        return each.amax(1) < 0xFF
     if not tensor.is_floating_point():
         return torch.ones(len(tensor), dtype=torch.bool, device=tensor.device)
-    return tensor.isfinite().flatten(1).all(1)
+    return each.isfinite().all(1)
 
 
 def sound_scales(scale: torch.Tensor) -> bool:

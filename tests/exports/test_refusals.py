@@ -221,7 +221,7 @@ def nvfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("suffix", "value", "expected"),
     [
-        ("weight_scale", -1.0, r"up_proj\.weight_scale has a sign, which GGUF drops"),
+        ("weight_scale", -1.0, r"up_proj\.weight_scale' has negative or NaN scales"),
         ("weight_scale", float("nan"), r"up_proj\.weight_scale' holds NaN or infinity"),
         ("weight_global_scale", 0.0, r"up_proj\.weight_global_scale' is not above 0"),
     ],

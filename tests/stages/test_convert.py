@@ -185,7 +185,8 @@ def test_every_linear_left_in_bf16_is_ignored_by_name(tiny_checkpoint: Path, tmp
             ), module
 
 
-@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+# Blocks of 32 do not divide the small model's 48 inputs: test_every_recipe loads the bundled one.
+@pytest.mark.parametrize("name", sorted(shipped_recipes().keys() - {"mxfp4a16"}))
 def test_every_shipped_recipe_loads_without_a_missing_key(
     tiny_checkpoint: Path, tmp_path: Path, name: str
 ):

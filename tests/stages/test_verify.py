@@ -363,9 +363,9 @@ def test_the_parts_of_a_tensor_add_up(
 
 
 def test_nothing_lost_of_nothing_is_no_error() -> None:
-    assert verify_weights._relative_error(0.0, 0.0) == 0
-    assert verify_weights._relative_error(1.0, 0.0) == float("inf")
-    assert verify_weights._relative_error(4.0, 16.0) == 0.5
+    assert verify_weights.ratio(0.0, 0.0) == 0
+    assert verify_weights.ratio(1.0, 0.0) == float("inf")
+    assert verify_weights.ratio(4.0, 16.0) == 0.5
     wide = torch.tensor([[[2.0**100] * 3], [[1.0] * 3]]).bfloat16()  # beyond float32 when squared
     norm, distance = zip(*verify_weights._sums_of_squares(wide, wide / 2), strict=True)
     assert norm == pytest.approx([3 * 2.0**200, 3])

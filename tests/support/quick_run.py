@@ -55,7 +55,7 @@ def made_up_scores(
     digest: str,
     settings: Evaluation,
     *,
-    asked: ModelOptions | None = None,
+    options: ModelOptions | None = None,
     lost: int = 0,
     dtype: str = "torch.float32",
     **_: Any,
@@ -63,7 +63,7 @@ def made_up_scores(
     """Stand in for evaluate: the quantized model, in `dtype`, loses the first `lost` of 60 problems."""
     quantized = fingerprint(Checkpoint.open(run.checkpoint))
     sides = {"bf16": (digest, 0), "quantized": (quantized, lost)}
-    if asked and asked.noise_floor:
+    if options and options.noise_floor:
         sides["bf16-again"] = (digest, 0)
     for side, (model, wrong) in sides.items():
         scores = [0.0] * wrong + [1.0] * (PROBLEMS - wrong)
