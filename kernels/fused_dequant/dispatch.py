@@ -3,6 +3,10 @@
 No module that a CPU needs imports triton, which macOS and Windows lack.
 """
 
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import torch
 
 # Tests set it: Triton's interpreter computes bf16 wrongly without their repairs.
@@ -12,3 +16,31 @@ interpreted = False
 def launches(device: torch.device) -> bool:
     """Whether operations on tensors of `device` launch kernels; elsewhere torch computes."""
     return interpreted or device.type != "cpu"
+
+
+class _Here(threading.local):
+    rows: int | None = None
+
+
+_HERE = _Here()
+
+
+@contextmanager
+def sequences_of(rows: int) -> Generator[None]:
+    """Say that the rows of this thread's products are those of sequences, so many of each.
+
+    A product of more rows is summed in another order by some libraries of a CPU, so torch multiplies
+    each sequence's rows by themselves: what it gets does not depend on its neighbours. Kernels need
+    not know.
+    """
+    before, _HERE.rows = _HERE.rows, rows
+    try:
+        yield
+    finally:
+        _HERE.rows = before
+
+
+def sequence_rows(count: int) -> int:
+    """Return how many of `count` rows are multiplied together: those of a sequence, or all."""
+    own = _HERE.rows
+    return own if own is not None and count % own == 0 else max(count, 1)

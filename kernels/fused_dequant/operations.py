@@ -39,6 +39,7 @@ from fused_dequant import canvas, reference, tuning
 from fused_dequant.activations import Activation, in_torch
 from fused_dequant.canvas import CanvasState, Draw, Probabilities
 from fused_dequant.dispatch import launches
+from fused_dequant.kept import in_float32
 from fused_dequant.weights import Weight, is_hopper
 
 CELLS = 128  # a cache's capacity is a multiple of this: no block of positions wraps around
@@ -106,7 +107,7 @@ def lm_head(
         from fused_dequant import vocabulary
 
         return vocabulary.lm_head(x.contiguous(), embedding, softcap, out)
-    logits = reference.lm_head(x, embedding, softcap).to(torch.bfloat16)
+    logits = reference.lm_head(x, in_float32(embedding), softcap).to(torch.bfloat16)
     return logits if out is None else out.copy_(logits)
 
 
@@ -129,8 +130,8 @@ def soft_embedding(
         from fused_dequant import vocabulary
 
         return vocabulary.soft_embedding(logits.contiguous(), embedding, inverse_temperature, out)
-    soft = reference.soft_embedding(logits, embedding, inverse_temperature).to(torch.bfloat16)
-    return soft if out is None else out.copy_(soft)
+    soft = reference.soft_embedding(logits, in_float32(embedding), inverse_temperature)
+    return soft.to(torch.bfloat16) if out is None else out.copy_(soft)
 
 
 def looks(device: torch.device, softcap: float, coldest: float) -> bool:

@@ -10,12 +10,22 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from fused_dequant.dispatch import sequence_rows
+
 
 def matmul(
     x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """Return x @ weight.T [M, N] of x [M, K] and weight [N, K]."""
     return x.to(dtype) @ weight.to(dtype).T
+
+
+def matmul_each(x: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return x @ weight.T in float32, multiplying so many rows at once."""
+    matrix, y = weight.float().T, torch.empty(len(x), len(weight), device=x.device)
+    for own, out in zip(x.float().split(rows), y.split(rows), strict=True):
+        torch.mm(own, matrix, out=out)
+    return y
 
 
 def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -116,21 +126,38 @@ def attend(
     last: torch.Tensor,
 ) -> torch.Tensor:
     """Attend as `operations.attend`, in the dtype of q, one sequence at a time."""
-    n, capacity, group = len(q) // len(slots), keys.shape[1], q.shape[1] // keys.shape[2]
+    n, heads = len(q) // len(slots), keys.shape[2]
     out = torch.zeros_like(q)
     for b, slot in enumerate(slots.tolist()):
         rows = slice(b * n, (b + 1) * n)
         low, high = first[rows], last[rows]
-        position = torch.arange(int(low.min()), int(high.max()) + 1, device=q.device)
+        begin, end = int(low.min()), int(high.max())
+        if begin > end:
+            continue  # no row sees anything
         k, v = (
-            cache[slot, position % capacity].to(q.dtype).repeat_interleave(group, 1)
-            for cache in (keys, values)
+            _run(cache[slot], begin, end).to(q.dtype).transpose(0, 1) for cache in (keys, values)
         )
-        seen = (position >= low[:, None]) & (position <= high[:, None])
-        score = torch.einsum("mhd,phd->hmp", q[rows], k).masked_fill(~seen, float("-inf"))
-        probability = torch.nan_to_num(torch.softmax(score, -1))  # a row that sees nothing
-        out[rows] = torch.einsum("hmp,phd->mhd", probability, v)
+        own = q[rows].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # [heads, group, n, D]
+        score = (own.flatten(1, 2) @ k.transpose(1, 2)).unflatten(1, own.shape[1:3])
+        if begin < int(low.max()) or int(high.min()) < end:
+            position = torch.arange(begin, end + 1, device=q.device)
+            seen = (position >= low[:, None]) & (position <= high[:, None])
+            score.masked_fill_(~seen, float("-inf"))
+            probability = torch.nan_to_num(torch.softmax(score, -1))  # a row that sees nothing
+        else:
+            probability = torch.softmax(score, -1)
+        mixed = (probability.flatten(1, 2) @ v).unflatten(1, own.shape[1:3])
+        out[rows] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
     return out
+
+
+def _run(cells: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Return a ring's cells [capacity, ...] of positions `begin` to `end`."""
+    start, count = begin % len(cells), end + 1 - begin
+    behind = start + count - len(cells)
+    if behind <= 0:
+        return cells[start : start + count]
+    return torch.cat([cells[start:], cells[:behind]])
 
 
 def after_attention(
@@ -142,8 +169,9 @@ def after_attention(
     """Return h + norm(o) * w_post, and its norms for dense MLP, experts and router, all bf16 [M, H]."""
     w_post, w_dense, w_experts, w_router = norms
     h = h + _norm(o, w_post, eps)
-    router = _norm(h, None, eps) * w_router * h.shape[1] ** -0.5
-    return h, _norm(h, w_dense, eps), _norm(h, w_experts, eps), router
+    normed = rms_norm(h.float(), None, eps)
+    dense, experts = ((normed * weight.float()).to(h.dtype) for weight in (w_dense, w_experts))
+    return h, dense, experts, normed.to(h.dtype) * w_router * h.shape[1] ** -0.5
 
 
 def after_experts(
@@ -178,7 +206,7 @@ def begin(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `operations.begin`; the input is not quantized."""
-    h = torch.nn.functional.embedding(tokens.long(), embedding) * factor
+    h = embedding.index_select(0, tokens.long()) * factor
     first = h[:decoded] if update is None else h[:decoded] + update
     h = torch.cat([_norm(first, None, eps), h[decoded:]])
     return h, _norm(h, w_next, eps)
@@ -188,7 +216,9 @@ def choose_experts(
     x: torch.Tensor, router: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids int32, ascending, and routing weights f32, [M, topk], of x [M, H], router [E, H]."""
-    p = torch.softmax((x @ router.T).float(), -1)
+    # in float32: torch's own bf16 products differ by CPU
+    logits = matmul_each(x, router, sequence_rows(len(x))).to(x.dtype)
+    p = torch.softmax(logits.float(), -1)
     ids = p.topk(topk, -1).indices.sort(-1).values
     weights = p.gather(1, ids)
     scaled = weights / weights.sum(-1, keepdim=True) * per_expert_scale.float()[ids]

@@ -18,6 +18,7 @@ from fused_dequant import formats, weights
 from fused_dequant.activations import Activation
 from fused_dequant.dispatch import launches
 from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.kept import kept
 from fused_dequant.operations import routed_experts
 from fused_dequant.weights import Weight
 
@@ -70,11 +71,18 @@ def plain(weight: Weight) -> Weight:
     """
     if weight.scheme not in EIGHT_BIT or weight.scale is None:
         return weight
+    if launches(weight.data.device):
+        return weights.bf16(_in_bf16(weight))
+    return weights.bf16(kept(weight.data, "bf16", lambda: _in_bf16(weight)))
+
+
+def _in_bf16(weight: Weight) -> torch.Tensor:
     found = torch.empty(weight.data.shape, dtype=torch.bfloat16, device=weight.data.device)
+    assert weight.scale is not None
     parts = (tensor.split(EXPERTS_AT_ONCE) for tensor in (found, weight.data, weight.scale))
     for out, data, scale in zip(*parts, strict=True):
         out.copy_(weights.dequantize(replace(weight, data=data, scale=scale)))
-    return weights.bf16(found)
+    return found
 
 
 def experts(

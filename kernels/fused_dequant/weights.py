@@ -13,10 +13,13 @@ import torch
 
 from fused_dequant import formats, reference, tuning, w4a8, w4a16
 from fused_dequant.activations import Activation, quantize_rows, values
-from fused_dequant.dispatch import launches
+from fused_dequant.dispatch import launches, sequence_rows
 from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.kept import kept
 from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import capability
+
+SCALED_ROWS = ("fp8", "int8")  # schemes whose scale is one number a row
 
 
 @dataclass(frozen=True)
@@ -187,14 +190,15 @@ def _in_whole_fragments(data: torch.Tensor) -> bool:
 
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return values [E, N, K] in `dtype`; where gate and up differ in scale, rows are interleaved."""
-    values, factor = KERNELS[weight.scheme].decode(weight.data, weight.scale, dtype), weight.factor
-    if factor is None:
-        return values
-    if not bool((factor[:, 0] != factor[:, 1]).any()):
-        return values * factor[:, :1, None].to(dtype)
-    runs = values.unflatten(1, (-1, formats.GATE_UP_RUN))
-    per_run = factor.to(dtype).repeat(1, runs.shape[1] // 2)
-    return (runs * per_run[:, :, None, None]).flatten(1, 2)
+    data, columns = _decoded(weight, dtype), _columns(weight)
+    return data if columns is None else data * columns.to(dtype)[..., None]
+
+
+def _decoded(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return values [E, N, K] in `dtype` without the factors of whole rows, which `_columns` has."""
+    if weight.scheme in SCALED_ROWS:
+        return weight.data.to(dtype)
+    return KERNELS[weight.scheme].decode(weight.data, weight.scale, dtype)
 
 
 def _multiply_in_torch(
@@ -206,17 +210,70 @@ def _multiply_in_torch(
     share: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply as `matmul.launch`, by `ids` [M, topk], not blocks; experts' rows stay float32."""
-    rows, matrices = values((x, x_scale)), dequantize(weight)
+    rows, columns = values((x, x_scale)), _columns(weight)
     if ids is None:
-        return reference.matmul(rows, matrices[0]).to(torch.bfloat16)
-    chosen = ids.flatten()
-    rows = rows.repeat_interleave(len(chosen) // len(rows), 0)
-    y = torch.zeros(len(chosen), weight.shape[1])
-    for expert in set(chosen.tolist()) & set(range(len(matrices))):
-        y[chosen == expert] = reference.matmul(rows[chosen == expert], matrices[expert])
-    if share is not None:
-        return y * share[:, None]
-    return reference.gelu_mul(*y.unflatten(-1, (-1, 2, 8)).unbind(-2)).flatten(-2)
+        y = reference.matmul_each(rows, _unscaled(weight)[0], sequence_rows(len(rows)))
+        return (y if columns is None else y * columns[0]).to(torch.bfloat16)
+    gated, chosen = share is None, ids.flatten().long()
+    matrices = _unscaled(weight, halves=gated)
+    order, runs = _by_expert(chosen, len(matrices), sequence_rows(len(x)) * len(chosen) // len(x))
+    picked = rows.index_select(0, order // (len(chosen) // len(rows)))
+    y = torch.empty(len(order), weight.shape[1])
+    counts = [count for _, count in runs]
+    each = matrices.transpose(1, 2).unbind()
+    for part, out, (own, _) in zip(picked.split(counts), y.split(counts), runs, strict=True):
+        torch.mm(part, each[own], out=out)
+    if columns is not None:
+        own = _halves(columns) if gated else columns
+        y = y * own.index_select(0, chosen[order])
+    y = y * share[order, None] if share is not None else reference.gelu_mul(*y.chunk(2, -1))
+    if len(order) < len(chosen):
+        return torch.zeros(len(chosen), y.shape[1]).index_copy_(0, order, y)
+    return y.index_select(0, order.argsort())
+
+
+def _by_expert(
+    chosen: torch.Tensor, experts: int, each: int
+) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    """Sort choices int64 [N] by expert; return their indices, and runs of (expert, how many).
+
+    A run is of one sequence, which has `each` choices. A choice outside of the experts is left out.
+    """
+    count = -(-len(chosen) // each)
+    sequence = torch.arange(len(chosen)) // each
+    outside = (chosen < 0) | (chosen >= experts)
+    key, order = torch.where(outside, experts, chosen).mul_(count).add_(sequence).sort(stable=True)
+    runs = torch.bincount(key, minlength=count * (experts + 1)).tolist()[: count * experts]
+    found = [(run // count, many) for run, many in enumerate(runs) if many]
+    return order[: sum(runs)], found
+
+
+def _halves(rows: torch.Tensor) -> torch.Tensor:
+    """Return interleaved rows [E, 2I, ...] as gate's and behind them up's."""
+    runs = rows.unflatten(1, (-1, 2, formats.GATE_UP_RUN))
+    return runs.transpose(1, 2).flatten(1, 3)
+
+
+def _unscaled(weight: Weight, *, halves: bool = False) -> torch.Tensor:
+    """Return the values [E, N, K] in float32, of which `_columns` are the factors of whole rows.
+
+    `halves` are of `_halves`.
+    """
+    if halves:
+        return kept(weight.data, "halves", lambda: _halves(_decoded(weight)).contiguous())
+    return kept(weight.data, "unscaled", lambda: _decoded(weight))
+
+
+def _columns(weight: Weight) -> torch.Tensor | None:
+    """Return what a product's columns are multiplied with, f32 [E, N]; None for nothing."""
+    if weight.scheme in SCALED_ROWS:
+        return weight.scale
+    if weight.factor is None:
+        return None
+    runs = weight.shape[1] // formats.GATE_UP_RUN
+    if not bool((weight.factor[:, 0] != weight.factor[:, 1]).any()):
+        return weight.factor[:, :1].expand(-1, weight.shape[1])
+    return weight.factor.repeat(1, runs // 2).repeat_interleave(formats.GATE_UP_RUN, 1)
 
 
 def is_hopper(device: torch.device) -> bool:

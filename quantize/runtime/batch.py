@@ -19,7 +19,7 @@ from fused_dequant import Draw
 from torch import Tensor
 
 from quantize.errors import InputError
-from quantize.runtime.engine import BatchEngine, Passes
+from quantize.runtime.engine import BatchEngine, Passes, joined
 from quantize.runtime.images import Images
 from quantize.runtime.noise import CounterNoise, Noise, ReferenceNoise
 from quantize.runtime.sample import Sample, canvas_budgets
@@ -156,8 +156,3 @@ def _see(
         looks.append(look(logits / temperature, canvas, step, state.rows[piece], noise))
         conditioning.append(passes.condition(logits, temperature))
     return Draw.join(looks), joined(conditioning)
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the pieces of a batch; a single piece is returned without a copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -304,3 +304,8 @@ def each_completed(
     finally:
         for slot in running:  # after an error, or when the caller has enough
             engine.release(slot)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate the pieces of a batch; a single piece is returned without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -28,6 +28,12 @@ DEVICE = torch.device("cpu")
 SAMPLER = Sampler(max_denoising_steps=4, eos_token_ids=(1,))
 
 
+@pytest.fixture
+def in_the_ways_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pad, join and repeat rows as where kernels run."""
+    monkeypatch.setattr(text_stack, "cores_of", lambda *_, **__: None)
+
+
 def integers(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -59,6 +65,7 @@ def test_chunks_and_slots_do_not_matter(tiny_checkpoint: Path) -> None:
     assert (whole - shorter).norm() / scale > 0.2
 
 
+@pytest.mark.usefixtures("in_the_ways_of_a_gpu")
 def test_short_prompts_are_filled_up_and_overwritten(tiny_checkpoint: Path) -> None:
     """Below and above a canvas of 16, encoded together, and each on its own at its length."""
     weights = load_packed(tiny_checkpoint, "cpu")
@@ -78,6 +85,7 @@ def test_short_prompts_are_filled_up_and_overwritten(tiny_checkpoint: Path) -> N
     assert (joined[0] - joined[1]).norm() / joined[0].norm() > 0.2
 
 
+@pytest.mark.usefixtures("in_the_ways_of_a_gpu")
 @pytest.mark.parametrize(("room", "passes"), [(512, 2), (400, 1)])
 def test_long_prompts_are_filled_up_where_there_is_room(
     tiny_checkpoint: Path, room: int, passes: int, monkeypatch: pytest.MonkeyPatch
@@ -274,6 +282,7 @@ def test_the_caller_is_free_while_the_engine_encodes(tiny_checkpoint: Path) -> N
     assert order == ["20 encoded", *steps, "36 encoded", *steps]
 
 
+@pytest.mark.usefixtures("in_the_ways_of_a_gpu")
 def test_batch_invariant_engine(tiny_checkpoint: Path) -> None:
     """Every step has the shape of a full engine: alone, together, and after a warm-up."""
     weights = load_packed(tiny_checkpoint, "cpu")
@@ -293,6 +302,7 @@ def test_batch_invariant_engine(tiny_checkpoint: Path) -> None:
     assert set(engine._commits) == {(1, 16), (1, 256)}  # canvases, and prompts longer than one
 
 
+@pytest.mark.usefixtures("in_the_ways_of_a_gpu")
 @pytest.mark.parametrize("canvases_a_piece", [8, 1])
 def test_what_lm_head_leaves_is_read(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, canvases_a_piece: int
@@ -335,6 +345,7 @@ def test_what_lm_head_leaves_is_read(
     assert set(read) == {rows}
 
 
+@pytest.mark.usefixtures("in_the_ways_of_a_gpu")
 @pytest.mark.parametrize("room", [17, 30, 700])
 def test_warm_up_fits_the_context(tiny_checkpoint: Path, room: int) -> None:
     """A canvas is 16: room for a prompt of 1, of less than a canvas, and for chunks of 512."""

@@ -69,6 +69,7 @@ def test_a_prompt_with_a_picture_is_not_looked_for(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "CHUNK", 2 * BLOCK)  # holds the picture
+    monkeypatch.setattr(fused, "SHORT", BLOCK // 2)
     caching = engine("fused", tiny_checkpoint, 1 << 24)
     assert isinstance(caching, FusedEngine)
     assert caching.prefixes is not None

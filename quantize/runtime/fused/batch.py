@@ -2,7 +2,8 @@
 
 Ragged rows are padded and go through one pass, so that streamed weights are read once for all of them.
 The padding's keys and values lie behind a row's tokens, where nothing sees them before they are
-overwritten, and no observer is shown them. Logits are computed when they are looked at.
+overwritten, and no observer is shown them. Logits are computed when they are looked at, on a CPU
+of each canvas by itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,8 @@ import torch
 from fused_dequant import lm_head
 from torch import Tensor
 
-from quantize.runtime.engine import Decoded
+from quantize.runtime.engine import Decoded, joined
+from quantize.runtime.fused.cores import Cores
 from quantize.runtime.fused.text_stack import FusedModel, Pass
 
 
@@ -75,14 +77,18 @@ class FusedPasses:
         own.routed = routed
         h = self._run(own).view(B, L, -1)
         experts = torch.stack([ids.view(B, L, -1) for ids in routed], 1)
-        head = partial(_logits, model.weights.embedding, model.softcap)
+        head = partial(_logits, model.cores, model.weights.embedding, model.softcap)
         return Decoded((B, L, self.vocabulary), experts, h, head)
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """Return the soft embedding of logits [b, L, V] over the temperature: bf16 [b, L, H]."""
-        rows = logits.flatten(0, 1).to(torch.bfloat16)
-        inverse = (1 / temperature).expand(len(rows)).contiguous()
-        return self._model.soft_embedding(rows, inverse).view(*logits.shape[:2], -1)
+
+        def soft(own: Tensor) -> Tensor:
+            rows = own.flatten(0, 1).to(torch.bfloat16)
+            inverse = (1 / temperature).expand(len(rows)).contiguous()
+            return self._model.soft_embedding(rows, inverse).view(*own.shape[:2], -1)
+
+        return _canvas_by_canvas(self._model.cores, soft, logits)
 
     def _slots(self, rows: list[int] | dict[int, list[int]]) -> Tensor:
         return self._integers([self._first + row for row in rows])
@@ -91,6 +97,18 @@ class FusedPasses:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
 
-def _logits(embedding: Tensor, softcap: float, rows: Tensor) -> Tensor:
+def _logits(cores: Cores | None, embedding: Tensor, softcap: float, rows: Tensor) -> Tensor:
     """Return the logits [b, L, V] of rows [b, L, H], as `Decoded` has them."""
-    return lm_head(rows.flatten(0, 1), embedding, softcap).unflatten(0, rows.shape[:2]).float()
+
+    def head(own: Tensor) -> Tensor:
+        logits = lm_head(own.flatten(0, 1), embedding, softcap)
+        return logits.unflatten(0, own.shape[:2]).float()
+
+    return _canvas_by_canvas(cores, head, rows)
+
+
+def _canvas_by_canvas(
+    cores: Cores | None, work: Callable[[Tensor], Tensor], rows: Tensor
+) -> Tensor:
+    """Return a function of canvases [b, ...]: on a CPU of each one alone."""
+    return work(rows) if cores is None else joined(cores.each(work, rows.split(1)))

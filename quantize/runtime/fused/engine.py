@@ -108,9 +108,9 @@ class FusedEngine:
         max_context: positions a sequence may take, prompt and answer; None for 8,192 or the model's
             limit, whichever is less. Full layers' keys are allocated for all of them.
         batch_invariant: run every step at the shape of a full engine, so that a sample's tokens are the
-            same whoever is denoised beside it. Otherwise a pass of more rows, another bucket's or one
-            that encodes too, has kernels of its own, which round differently: in bf16 that may change a
-            token.
+            same whoever is denoised beside it; on a CPU they always are. Otherwise a pass of more rows,
+            another bucket's or one that encodes too, has kernels of its own, which round differently:
+            in bf16 that may change a token.
         graphs: replay CUDA graphs. Without, or with streamed weights, steps run kernel by kernel.
         inputs: rounds or shows the rows that enter products; None leaves them as the kernels serve.
         prefix_bytes: memory for beginnings of prompts that are kept encoded; 0 keeps none.
@@ -148,9 +148,7 @@ class FusedEngine:
         self._short = min(max(SHORT, self.canvas_length), self.max_length)
         self._vocabulary: int = config.text_config.vocab_size
         self._placeholder: int | None = config.image_token_id
-        self._smallest = _bucket(capacity) if batch_invariant else 1
         self._inputs = inputs
-        self._joins = not batch_invariant and inputs is None  # commits and first steps in one pass
         try:
             slots = capacity * lanes
             cache = Cache.allocate(config, slots, self.max_length, self._chunk, self.device)
@@ -160,6 +158,10 @@ class FusedEngine:
                 f"{weights.nbytes / 1e9:.1f} GB of weights; lower the context or the batch"
             ) from error
         self.model = FusedModel(weights, cache, inputs)
+        on_gpu = self.model.cores is None
+        self._smallest = _bucket(capacity) if batch_invariant and on_gpu else 1
+        # commits and first steps in one pass
+        self._joins = not batch_invariant and inputs is None and on_gpu
         self.graphs = graphs and self.device.type == "cuda" and not weights.streamed
         self.pool: Pool = torch.cuda.graph_pool_handle() if self.graphs else None
         self._slots: dict[int, _Sequence] = {}
@@ -247,7 +249,8 @@ class FusedEngine:
     @cached_property
     def _logits(self) -> Tensor:
         """The buffer that a step writes the logits of its pieces into, bf16 [rows, V]."""
-        rows = min(_bucket(self.capacity), CANVASES_A_PIECE) * self.canvas_length
+        rows = self.capacity if self.model.cores else min(_bucket(self.capacity), CANVASES_A_PIECE)
+        rows *= self.canvas_length
         return torch.empty(rows, self._vocabulary, dtype=torch.bfloat16, device=self.device)
 
     @cached_property
@@ -320,8 +323,11 @@ class FusedEngine:
     def warm_up(self, sampler: Sampler) -> None:
         """Compile the kernels and capture the graphs that `sampler` needs, for every size of batch.
 
-        All slots must be free. The vision tower waits for the first request with a picture.
+        All slots must be free. The vision tower waits for the first request with a picture. A CPU has
+        neither kernels nor graphs.
         """
+        if self.model.cores:
+            return
         longest = min(self._chunk, self.max_length - self.canvas_length)
         for length in range(self._short + 1, longest + SHORT, SHORT):
             self.admit(0, [1] * min(length, longest), 0, sampler)
@@ -373,6 +379,8 @@ class FusedEngine:
 
     def _rows_for(self, slots: Sequence[int]) -> int:
         """Return the number of rows of a step of some slots."""
+        if self.model.cores:
+            return len(slots)
         return max(self._smallest, _bucket(len(slots)))
 
     def _check(self, prompt: Sequence[int], images: Images | None) -> None:
@@ -405,7 +413,9 @@ class FusedEngine:
         known = 0 if images is not None else self._restore(slot, prompt)
         for start, end in chunks[known:]:
             soft = None if embeddings is None else soft_tokens((start, end), seen, embeddings)
-            length = min(-(-(end - start) // SHORT) * SHORT, self._chunk)
+            length = end - start
+            if not self.model.cores:
+                length = min(-(-length // SHORT) * SHORT, self._chunk)
             watched = (
                 self.model.inputs is not self._inputs
             )  # and shown no padding, nor a graph's rows
@@ -432,7 +442,8 @@ class FusedEngine:
         tower = self.model.weights.tower
         if tower is None:
             raise InputError("these weights have no vision tower: they take no images")
-        embeddings, places = tower(images), sum(behind - first for first, behind in seen)
+        embeddings = self.model.alone(lambda: tower(images))
+        places = sum(behind - first for first, behind in seen)
         if len(embeddings) != places:
             raise InputError(
                 f"image placeholders and images do not fit: {places} and {len(embeddings)} tokens"
@@ -446,26 +457,36 @@ class FusedEngine:
         once, and a pass of a full engine's shape would cost as much as a step. Streamed weights are
         read once for all of these passes.
         """
-        behind: dict[int, list[int]] = {}
-        for slot in slots:
-            if left := len(self._slots[slot].unencoded):
-                fits = left <= self.canvas_length
-                behind.setdefault(self.canvas_length if fits else self._short, []).append(slot)
-        for length, group in behind.items():
-            rows = [
-                (slot, self._slots[slot].context, self._slots[slot].unencoded) for slot in group
-            ]
-            if self._smallest == 1:
-                self._encode(rows + rows[:1] * (_bucket(len(rows)) - len(rows)), length)
-            elif self.model.weights.streamed:
-                self.model.encode_each([self._filled([row], length) for row in rows])
-            else:
-                for row in rows:
-                    self._encode([row], length)
-            for slot in group:
-                sequence = self._slots[slot]
-                sequence.context += len(sequence.unencoded)
-                sequence.unencoded = []
+        pending = [slot for slot in slots if self._slots[slot].unencoded]
+        rows = [(slot, self._slots[slot].context, self._slots[slot].unencoded) for slot in pending]
+        groups: dict[int, list[tuple[int, int, list[int]]]] = {}
+        for row in rows:
+            groups.setdefault(self._padded(len(row[2])), []).append(row)
+        if self.model.cores and groups:
+            self.model.encode_each([self._filled(alike, n) for n, alike in groups.items()])
+        else:
+            for length, alike in groups.items():
+                self._encode_together(alike, length)
+        for slot in pending:
+            sequence = self._slots[slot]
+            sequence.context += len(sequence.unencoded)
+            sequence.unencoded = []
+
+    def _padded(self, length: int) -> int:
+        """Return the length that a short run of tokens is encoded at."""
+        if self.model.cores:
+            return length
+        return self.canvas_length if length <= self.canvas_length else self._short
+
+    def _encode_together(self, rows: list[tuple[int, int, list[int]]], length: int) -> None:
+        """Encode rows as `_encode` does, in as few passes as may be."""
+        if self._smallest == 1:
+            self._encode(rows + rows[:1] * (_bucket(len(rows)) - len(rows)), length)
+        elif self.model.weights.streamed:
+            self.model.encode_each([self._filled([row], length) for row in rows])
+        else:
+            for row in rows:
+                self._encode([row], length)
 
     def _encode(self, rows: list[tuple[int, int, list[int]]], length: int) -> None:
         """Encode rows (slot, context, tokens behind it) as one pass of `length` tokens a row.
@@ -473,6 +494,9 @@ class FusedEngine:
         Fewer tokens are padded. The padding's keys and values lie behind them, where no row sees them
         before they are overwritten.
         """
+        if self.model.cores:
+            self.model.encode(*self._filled(rows, length))
+            return
         commit = self._commits.get((len(rows), length))
         if commit is None:
             commit = Commit(self.model, len(rows), length, self.pool)

@@ -7,6 +7,7 @@ settings freely, so `Steps` bounds what is captured for them.
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,6 +105,8 @@ class Step:
         slots, context = self._given[:2].int()
         self._rows = model.behind(slots, context, length)
         steps = range(1, sampler.max_denoising_steps + 1)
+        # canvases whose logits are looked at together; on a CPU each by itself
+        self._at_once = 1 if model.cores else CANVASES_A_PIECE
         self._schedule = torch.stack([sampler.temperature(step) for step in steps]).to(device)
         # initial and pinned tokens of each sequence
         self._known = torch.full((2, rows, length), FREE, dtype=torch.int64, device=device)
@@ -273,18 +276,27 @@ class Step:
         if self._last is not None:
             live = ~state.finished & (state.step <= len(self._schedule))
             self._last.copy_(torch.where(live[:, None, None], h.view_as(self._last), self._last))
-        for start in range(0, self.rows, CANVASES_A_PIECE):
-            if start:
-                self._condition(start - CANVASES_A_PIECE)  # before its logits are overwritten
-            self._look(h, start)
+        if self._model.cores:
+            self._model.cores.each(partial(self._look, h), range(self.rows))
+        else:
+            self._look_all(h)
         with part("sampler"):
             self._report[:, :-2].copy_(state.argmax)
             self._report[:, -2].copy_(state.step)
             self._report[:, -1].copy_(state.finished)
 
+    def _look_all(self, h: Tensor) -> None:
+        for start in range(0, self.rows, CANVASES_A_PIECE):
+            if start:
+                self._condition(start - CANVASES_A_PIECE)  # before its logits are overwritten
+            self._look(h, start)
+
     def condition(self) -> None:
         """Make the soft embedding for the next step, of the canvases that `compute` left."""
-        self._condition((self.rows - 1) // CANVASES_A_PIECE * CANVASES_A_PIECE)
+        if self._model.cores:
+            self._model.cores.each(self._condition, range(self.rows))
+        else:
+            self._condition((self.rows - 1) // CANVASES_A_PIECE * CANVASES_A_PIECE)
 
     def last_logits(self, row: int) -> Tensor:
         """Return the logits bf16 [L, V] of a sequence's last step, until the next call or step."""
@@ -298,7 +310,7 @@ class Step:
         draw = self._draw(h[rows], state, logits)
         with part("sampler"):
             if self._knows:  # else six launches would change nothing
-                draw = holding(draw, self._known[1][start : start + CANVASES_A_PIECE])
+                draw = holding(draw, self._known[1][start : start + self._at_once])
             accept(
                 draw, state, self._schedule,
                 entropy_bound=self._sampler.entropy_bound,
@@ -327,10 +339,10 @@ class Step:
 
     def _piece(self, start: int) -> tuple[CanvasState, slice, Tensor]:
         """Return the state of canvases from `start` on, their rows of a pass, and their logits."""
-        state = _part_of(self.state, slice(start, start + CANVASES_A_PIECE))
-        count = state.canvas.numel()
-        first = start * self._length
-        return state, slice(first, first + count), self._logits[:count]
+        state = _part_of(self.state, slice(start, start + self._at_once))
+        count, first = state.canvas.numel(), start * self._length
+        own = first if self._model.cores else 0  # sequences that run side by side share no logits
+        return state, slice(first, first + count), self._logits[own : own + count]
 
 
 def _part_of(state: CanvasState, canvases: slice) -> CanvasState:

@@ -93,7 +93,10 @@ class LayerByLayer:
             self._weights.close()
 
     def _through(self, index: int, layer: LayerWeights, piece: Piece, rows: Tensor) -> None:
-        """Take a piece's passes through a layer, in place."""
+        """Take a piece's passes through a layer, in place; on a CPU on one core, as in the loop."""
+        self._model.alone(partial(self._take, index, layer, piece, rows))
+
+    def _take(self, index: int, layer: LayerWeights, piece: Piece, rows: Tensor) -> None:
         if piece.rows.start == 0:  # a batch begins: no value of another one may meet a 0
             self._model.cache.values[index].zero_()
             self._last = None

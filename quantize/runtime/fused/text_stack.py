@@ -21,8 +21,10 @@ transformers' bf16 model rounds; logits are bf16 after their softcap, where tran
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -50,15 +52,19 @@ from fused_dequant import (
     soft_embedding,
     soft_embedding_of,
 )
+from fused_dequant.dispatch import sequences_of
 from torch import Tensor
 from torch.profiler import record_function as part
 
+from quantize.runtime.fused.cores import cores_of
 from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.packing import LayerWeights, Rows, input_scheme
 from quantize.runtime.fused.weights import TextWeights
 
 BESIDE = True  # whether the dense branch has a stream of its own
 LOOKING = True  # whether lm_head leaves what the sampler and the soft embedding would read it for
+
+T = TypeVar("T")
 
 
 def _rounded_up(n: int, multiple: int) -> int:
@@ -167,6 +173,17 @@ class Placement:
         sequences = len(self.slots) * count // len(self.positions)
         return self._with([self.slots[:sequences], *(t[:count] for t in self._tensors()[1:])])
 
+    @property
+    def rows_each(self) -> int:
+        """Rows of a sequence."""
+        return len(self.positions) // len(self.slots)
+
+    def of(self, sequences: slice) -> "Placement":
+        """Return the placement of some sequences' rows, in the same memory."""
+        n = self.rows_each
+        rows = slice(sequences.start * n, sequences.stop * n)
+        return self._with([self.slots[sequences], *(t[rows] for t in self._tensors()[1:])])
+
     def widened(self, soft: "SoftTokens") -> "Placement":
         """Return a placement in which a picture's soft tokens also see what follows them of it."""
         visible: dict[bool, tuple[Tensor, Tensor]] = {}
@@ -230,6 +247,23 @@ class Pass:
     real: Tensor | None = None
     routed: list[Tensor] | None = None
 
+    @property
+    def watched(self) -> bool:
+        """Whether observers are shown its rows."""
+        return self.inputs is not None and self.inputs.shown
+
+    def of(self, sequences: slice) -> "Pass":
+        """Return the pass of some sequences alone, which nobody watches."""
+        n = self.rows.rows_each
+        rows = slice(sequences.start * n, sequences.stop * n)
+        x, scale = self.x
+        decoded = len(range(*rows.indices(self.decoded)))
+        return replace(
+            self, h=self.h[rows], x=(x[rows], None if scale is None else scale[rows]),
+            rows=self.rows.of(sequences), decoded=decoded, real=None,
+            routed=None if self.routed is None else [],
+        )  # fmt: skip
+
 
 class FusedModel:
     """The text stack over one cache.
@@ -243,6 +277,7 @@ class FusedModel:
         inputs: None, or what rounds or shows the rows that enter products (`inputs`).
         on_encoded: called at the end of every pass of the encoder.
         on_pass: called with every pass before it enters the first layer.
+        cores: None where the kernels run; on a CPU threads that take some sequences of a pass each.
     """
 
     def __init__(self, weights: TextWeights, cache: Cache, inputs: Inputs | None = None) -> None:
@@ -250,6 +285,7 @@ class FusedModel:
         self.routed: list[Tensor] | None = None
         self.on_encoded: Callable[[], object] = lambda: None
         self.on_pass: Callable[[Pass], object] = lambda _: None
+        self.cores = cores_of(weights.device)
         on_gpu = weights.device.type == "cuda" and BESIDE
         self._side = torch.cuda.Stream(weights.device) if on_gpu else None
         text = weights.config.text_config
@@ -291,6 +327,17 @@ class FusedModel:
         whole: bool = False,
     ) -> Pass:
         """Return a pass of `encode`, at the first layer."""
+        return self.alone(lambda: self._encoding(tokens, slots, start, soft, whole=whole))
+
+    def _encoding(
+        self,
+        tokens: Tensor,
+        slots: Tensor,
+        start: Tensor,
+        soft: SoftTokens | None,
+        *,
+        whole: bool,
+    ) -> Pass:
         rows = self._encoder_rows(slots, start, tokens.shape[1])
         if soft is None:
             h, x = self._begin(tokens.flatten(), None, 0)
@@ -333,11 +380,21 @@ class FusedModel:
         committed: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Pass:
         """Return a pass of `decode`, at the first layer."""
+        return self.alone(lambda: self._decoding(canvas, rows, signal, committed))
+
+    def _decoding(
+        self,
+        canvas: Tensor,
+        rows: Placement,
+        signal: Tensor | None,
+        committed: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> Pass:
         update = None
         if signal is not None:
             own = self.weights.self_conditioning
             x = scaled_norm(signal, self.embed_scale, own.pre_norm, self.eps)
-            update = linear(gelu_mul(linear(x, own.gate_up)), own.down)
+            with sequences_of(canvas.shape[1]):
+                update = linear(gelu_mul(linear(x, own.gate_up)), own.down)
         tokens, decoded = canvas.flatten(), canvas.numel()
         if committed is not None:
             more, slots, start = committed
@@ -359,19 +416,30 @@ class FusedModel:
         These are normalised, bf16 [decoded, H], or of all rows where a pass is `whole`. Each pass is at
         the first layer. A streamed layer serves all of them.
         """
-        kept = self.inputs, self.routed
-        try:
-            for index, layer in enumerate(self.weights.layers):
-                for each in passes:
-                    self.through(index, layer, each)
-        finally:
-            self.inputs, self.routed = kept
-        return [each.x[0] if each.whole else each.x[0][: each.decoded] for each in passes]
+        parts = [self._parts(own) for own in passes]
+        work = [(copy(self), part) for of in parts for part in of]
+        for index, layer in enumerate(self.weights.layers):
+            take = partial(_take, index, layer)
+            if self.cores is None or any(part.watched for _, part in work):
+                self.alone(lambda take=take: [take(each) for each in work])
+            else:
+                self.cores.each(take, work)
+        return [_last_rows(own, of) for own, of in zip(passes, parts, strict=True)]
+
+    def alone(self, work: Callable[[], T]) -> T:
+        """Return what some work returns, on a CPU computed on one core."""
+        return work() if self.cores is None else self.cores.one(work)
+
+    def _parts(self, own: Pass) -> list[Pass]:
+        """Share a pass among cores, unless observers are shown its rows: they add up whole passes."""
+        if self.cores is None or own.watched:
+            return [own]
+        return [own.of(some) for some in self.cores.share(len(own.rows.slots))]
 
     def through(self, index: int, layer: LayerWeights, own: Pass) -> None:
         """Take a pass through one layer.
 
-        Unless it is `whole`, or observed, the encoder's rows stop at the last layer's keys and values:
+        Unless it is `whole`, or watched, the encoder's rows stop at the last layer's keys and values:
         nothing reads what comes after them.
         """
         self.inputs, self.routed = own.inputs, own.routed
@@ -379,7 +447,7 @@ class FusedModel:
             self.inputs.real = own.real
         q = self._heads(index, layer, own.x, own.rows)
         last = index + 1 == len(self.weights.entrances)
-        if last and not (own.whole or (self.inputs and self.inputs.shown)):
+        if last and not (own.whole or own.watched):
             if not own.decoded:
                 return
             decoded = own.decoded
@@ -443,7 +511,7 @@ class FusedModel:
         return begin(tokens, embedding, factor, update, norm, decoded, scheme, self.eps)
 
     def _heads(self, index: int, layer: LayerWeights, x: Activation, rows: Placement) -> Tensor:
-        with part("dense"):
+        with part("dense"), sequences_of(rows.rows_each):
             qkv = self._product(index, "qkv", x, layer.qkv)
         with part("attention"):
             return attention_heads(
@@ -462,6 +530,18 @@ class FusedModel:
         decoded: int,
     ) -> tuple[Tensor, Activation]:
         """Attend, run the dense and the routed branch; return h and the next layer's input."""
+        with sequences_of(rows.rows_each):
+            return self._attend_and_route(index, layer, h, q, rows, decoded)
+
+    def _attend_and_route(
+        self,
+        index: int,
+        layer: LayerWeights,
+        h: Tensor,
+        q: Tensor,
+        rows: Placement,
+        decoded: int,
+    ) -> tuple[Tensor, Activation]:
         visible = rows.visible[layer.sliding]
         keys, values = self.cache.keys[index], self.cache.values[index]
         with part("attention"):
@@ -561,12 +641,33 @@ class FusedModel:
         self, slots: Tensor, positions: Tensor, visible: dict[bool, tuple[Tensor, Tensor]]
     ) -> Placement:
         """Return where rows stand; the arguments are those of `Placement`."""
-        angle = {kind: positions[:, None].float() * f for kind, f in self.frequencies.items()}
         angles = {
-            kind: (a.cos().to(torch.bfloat16), a.sin().to(torch.bfloat16))
-            for kind, a in angle.items()
+            kind: (self._each(torch.cos, angle), self._each(torch.sin, angle))
+            for kind, f in self.frequencies.items()
+            for angle in [(positions[:, None].float() * f).view(len(slots), -1, len(f))]
         }
         return Placement(slots, positions, visible, angles)
+
+    def _each(self, function: Callable[[Tensor], Tensor], angles: Tensor) -> Tensor:
+        """Return bf16 [B * n, D / 2] of f32 [B, n, D / 2], on a CPU one sequence after the other."""
+        if self.cores is None:
+            return function(angles).flatten(0, 1).to(torch.bfloat16)
+        return self.alone(lambda: torch.cat([function(own) for own in angles])).to(torch.bfloat16)
+
+
+def _take(index: int, layer: LayerWeights, work: tuple[FusedModel, Pass]) -> None:
+    """Take a pass through a layer by a model of its own: they go side by side."""
+    model, own = work
+    model.through(index, layer, own)
+
+
+def _last_rows(own: Pass, parts: list[Pass]) -> Tensor:
+    """Join what the parts of a pass gave; return its last rows, as `run` does."""
+    if own.routed is not None and parts != [own]:
+        each = [part.routed or [] for part in parts]
+        own.routed += [torch.cat(ids) for ids in zip(*each, strict=True)]
+    last = [part.x[0] if part.whole else part.x[0][: part.decoded] for part in parts]
+    return last[0] if len(last) == 1 else torch.cat(last)
 
 
 def _run(start: Tensor, n: int) -> Tensor:

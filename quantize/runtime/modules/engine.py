@@ -269,15 +269,16 @@ class ModelEngine:
         sequence.steps = 0
 
     def _encode_prompt(self, prompt: Sequence[int]) -> Prefix:
-        """Encode a prompt without pictures, block by block behind what is known of it."""
-        if self.prefixes is None:
-            return encode_prompts(self.model, [prompt])
-        found, block = self.prefixes.find(prompt), self.prefixes.block
+        """Encode a prompt without pictures, block by block behind what is known of it.
+
+        So it is where nothing is kept: on some CPUs a block is rounded otherwise than a whole prompt.
+        """
+        found, block = [] if self.prefixes is None else self.prefixes.find(prompt), BLOCK
         prefix = found[-1].shared() if found else Prefix.empty(self.model, 1)
         for start in range(len(found) * block, len(prompt), block):
             tokens = torch.tensor([prompt[start : start + block]], device=self.model.device)
             prefix = encode_tokens(self.model, prefix, tokens)
-            if tokens.shape[1] == block:
+            if self.prefixes is not None and tokens.shape[1] == block:
                 kept = prefix.shared()
                 self.prefixes.keep(prompt[: start + block], kept, kept.nbytes)
         return prefix

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from quantize.host.processes import ALONE, Processes
 from quantize.host.progress import metered
-from quantize.runtime.batch import joined
-from quantize.runtime.engine import Decoded, Engine, Passes
+from quantize.runtime.engine import Decoded, Engine, Passes, joined
 from quantize.runtime.images import Images
 from quantize.runtime.sampler import Sampler, accepted
 from quantize.runtime.trajectory import Trajectory

@@ -1,0 +1,67 @@
+"""A CPU's cores: each computes some of the sequences of a pass.
+
+A product that several threads share is summed in another order by some BLAS libraries, and the last
+elements of a thread's share are rounded otherwise than the others. So no product is shared, and what a
+sequence gives does not depend on the number of cores (nor on its neighbours: see
+`fused_dequant.dispatch.sequences_of`).
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TypeVar
+
+import torch
+from fused_dequant.dispatch import launches
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class _Here(threading.local):
+    core = False  # whether this thread is one of `Cores`
+
+
+_HERE = _Here()
+
+
+class Cores:
+    """Threads that compute on one core each.
+
+    Args:
+        count: number of threads.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._pool = ThreadPoolExecutor(count, "core", _on_one_core)
+
+    def share(self, count: int) -> list[slice]:
+        """Cut `count` sequences into as many runs as there are threads, at most."""
+        size = -(-count // self._count)
+        return [slice(start, min(start + size, count)) for start in range(0, count, size or 1)]
+
+    def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """Return `work` of every item, computed side by side, or here if this is such a thread."""
+        return list(map(work, items) if _HERE.core else self._pool.map(work, items))
+
+    def one(self, work: Callable[[], R]) -> R:
+        """Return what `work` returns, computed on one core."""
+        return work() if _HERE.core else self._pool.submit(work).result()
+
+
+def _on_one_core() -> None:
+    torch.set_num_threads(1)
+    _HERE.core = True
+
+
+def cores_of(device: torch.device) -> Cores | None:
+    """Return the threads that compute a device's passes; None where kernels do."""
+    return None if launches(device) else cores(torch.get_num_threads())
+
+
+@cache
+def cores(count: int) -> Cores:
+    """Return so many threads, which all engines share."""
+    return Cores(count)
