@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -14,6 +15,7 @@ from quantize.recipe.sections import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
 from quantize.runtime import Sampler, open
+from quantize.runtime.fused.cores import cores
 from quantize.stages.evaluate.evaluate import evaluate
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +30,7 @@ def told(title: str) -> list[str]:
 
 
 def called(work: Callable[[], object], names: list[str]) -> list[str]:
-    """Return those of `names` that `work` calls, in the order of their first calls."""
+    """Return those of `names` that `work` calls, here or on cores' threads, by their first calls."""
     seen: dict[str, None] = {}
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -38,19 +40,27 @@ def called(work: Callable[[], object], names: list[str]) -> list[str]:
             if name in names:
                 seen.setdefault(name)
 
+    cores.cache_clear()  # a thread that is there already is not watched
+    threading.setprofile(note)
     sys.setprofile(note)
     try:
         work()
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)
+        cores.cache_clear()
     return list(seen)
 
 
 def test_the_walk_of_a_canvas() -> None:
     names = told("The walk of a canvas through one denoising step")
-    engine = open(CHECKPOINT, device="cpu", kind="fused", capacity=1, max_context=128)
-    engine.admit(0, [5, 6, 7], 1, Sampler(max_denoising_steps=2))
-    assert called(lambda: engine.denoise([0]), names) == names
+
+    def walk() -> None:
+        engine = open(CHECKPOINT, device="cpu", kind="fused", capacity=1, max_context=128)
+        engine.admit(0, [5, 6, 7], 1, Sampler(max_denoising_steps=2))
+        engine.denoise([0])
+
+    assert called(walk, names) == names
 
 
 def test_the_walk_of_a_scored_sample_names_what_there_is() -> None:

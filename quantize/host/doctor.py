@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 from platformdirs import user_cache_dir
 
-from quantize import __version__
 from quantize.host.units import size
 
 DISTRIBUTION = "diffusiongemma-quantize"
@@ -45,7 +44,8 @@ class Finding:
 
 def findings(out: Path) -> Iterator[Finding]:
     """Yield what is found of this machine; `out` is the folder that runs are written to."""
-    yield Finding("quantize", f"{__version__} in {Path(__file__).parents[1]}")
+    own = metadata.version("diffusiongemma-quantize")
+    yield Finding("quantize", f"{own} in {Path(__file__).parents[1]}")
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
     yield from _packages()
     yield from _compiler()

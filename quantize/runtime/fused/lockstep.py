@@ -14,22 +14,36 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from quantize.runtime.engine import BatchEngine, Observer, Passes
-from quantize.runtime.fused.text_stack import Pass
+from quantize.runtime.fused.text_stack import FusedModel, Pass
 from quantize.runtime.images import Images
-
-if TYPE_CHECKING:
-    from quantize.runtime.fused.engine import FusedEngine
 
 T = TypeVar("T")
 
 
-def in_lockstep(engine: "FusedEngine", works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
+class LaneEngine(BatchEngine, Protocol):
+    """The engine whose slots are cut into lanes."""
+
+    model: FusedModel
+    lanes: int
+
+    def passes_from(
+        self,
+        first: int,
+        run: Callable[[Pass], Tensor],
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Images | None] | None,
+    ) -> Passes:
+        """Do `passes` in the slots from `first` on; `run` takes each pass through the layers."""
+        ...
+
+
+def in_lockstep(engine: LaneEngine, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
     """Do works, each with a batch of its own, in as many lanes as the engine has."""
     waiting, free = deque(enumerate(works)), list(range(engine.lanes))
     asked: dict[Lane[T], Pass | None] = {}  # by every lane that has not ended
@@ -83,7 +97,7 @@ class Lane(Generic[T]):
 
     def __init__(
         self,
-        engine: "FusedEngine",
+        engine: LaneEngine,
         index: int,
         number: int,
         work: Callable[[BatchEngine], T],
@@ -114,7 +128,7 @@ class Lane(Generic[T]):
         """Watch the lane's batch alone, as the engine does."""
         return self._engine.watching(*observers, on_encoded=on_encoded, on_pass=on_pass)
 
-    def resume(self, answer: Tensor | None) -> "Pass | _Ended[T]":
+    def resume(self, answer: Tensor | None) -> Pass | _Ended[T]:
         """Let the work go on with what its pass gave; return the pass it needs next, or its result."""
         model, others = self._engine.model, _watch_of(self._engine)
         model.inputs, model.on_encoded, model.on_pass = self._watch
@@ -152,6 +166,6 @@ class Lane(Generic[T]):
             self._said.put(error)
 
 
-def _watch_of(engine: "FusedEngine") -> tuple[Any, Any, Any]:
+def _watch_of(engine: LaneEngine) -> tuple[Any, Any, Any]:
     """Return what shows a batch's passes to somebody: each lane has its own."""
     return engine.model.inputs, engine.model.on_encoded, engine.model.on_pass
