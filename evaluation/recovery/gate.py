@@ -165,13 +165,29 @@ def _seen(task: str, comparison: Comparison, decisive: str | None = None) -> str
     looks, bounds = comparison.looks, comparison.difference_bounds
     last: dict[str, Any] = asdict(comparison) | asdict(bounds)
     look = _deciding(comparison, lambda look: look[decisive] if decisive else 1.0) or last
-    words = IN_WORDS[comparison.estimand]
-    figures = _figures(look, f" {words}", f"one-sided {comparison.confidence:.0%} bounds")
-    seen = f"{task}: {figures}, margin {comparison.margin_pp:g} pp, {_answers(look)}"
+    fails, margin = decisive == "p_at_most_margin", comparison.margin_pp
+    seen = (
+        f"{task}: {_difference(look)}; at {comparison.confidence:.0%} {_loss(look, margin, fails)}; "
+        f"{margin:g} are allowed ({_answers(look)}, {IN_WORDS[comparison.estimand]}"
+    )
     if look is last or look is looks[-1]:
-        return seen + (f", looked at {len(looks)} times" if len(looks) > 1 else "")
-    of_all = f"{_figures(last, '', 'bounds')}, {_answers(last)}"
-    return f"{seen}, decided at look {looks.index(look) + 1} of {len(looks)}; all answers: {of_all}"
+        return seen + (f", {len(looks)} looks)" if len(looks) > 1 else ")")
+    of_all = f"{_difference(last)}, {_loss(last, margin, fails)}, {_answers(last)}"
+    return f"{seen}, decided at look {looks.index(look) + 1} of {len(looks)}; all: {of_all})"
+
+
+def _difference(look: Mapping[str, Any]) -> str:
+    much = f"{abs(look['difference_pp']):.1f}"
+    if much == "0.0":
+        return "answers as many correctly"
+    return f"answers {much} points {'fewer' if look['difference_pp'] < 0 else 'more'} correctly"
+
+
+def _loss(look: Mapping[str, Any], margin_pp: float, fails: bool) -> str:
+    """Tell the bound of the loss that decides, in more digits where it is near the margin."""
+    loss = -look["high" if fails else "low"]
+    digits = 2 if abs(loss - margin_pp) < 0.1 else 1
+    return f"the loss is {'above' if fails else 'below'} {loss:.{digits}f} points"
 
 
 def _deciding(
@@ -190,15 +206,10 @@ def _steps_seen(task: str, comparison: Comparison) -> str:
     look = _deciding(comparison, p_of) or asdict(comparison)
     ratio, bound = (100 * (look["step_inflation"][key] - 1) for key in ("ratio", "bound"))
     return (
-        f"{task}: {ratio:+.1f} % denoising steps a token (one-sided {comparison.confidence:.0%} bound "
-        f"{bound:+.1f} %), at most {100 * (comparison.max_step_inflation or 0):+g} % allowed, "
-        f"{_answers(look)}"
+        f"{task}: takes {ratio:.1f} % more denoising steps a token; at {comparison.confidence:.0%} "
+        f"it is above {bound:.1f} %; {100 * (comparison.max_step_inflation or 0):g} % are allowed "
+        f"({_answers(look)})"
     )
-
-
-def _figures(look: Mapping[str, Any], words: str, level: str) -> str:
-    ends = f"{look['low']:+.2f} and {look['high']:+.2f}"
-    return f"{look['difference_pp']:+.2f} pp{words} ({level} {ends})"
 
 
 def _answers(look: Mapping[str, Any]) -> str:

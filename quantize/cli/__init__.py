@@ -23,6 +23,7 @@ from quantize.pipeline.stages import STAGES
 
 COMMANDS = (
     "run",
+    "status",
     "rehearse",
     *(stage.name for stage in STAGES),
     "judge",

@@ -42,6 +42,16 @@ def locked(file: Path, what: str) -> Generator[None]:
         yield
 
 
+def holder(file: Path) -> str | None:
+    """Return the pid of the process that holds a lock, None where none does."""
+    with file.open("r+", encoding="utf-8") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return held.read().strip() or "unknown"
+    return None
+
+
 def refuse_several(what: str) -> None:
     """Raise InputError where torchrun started several processes for `what`, which shares no work."""
     if not is_alone():

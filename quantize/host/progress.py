@@ -1,14 +1,19 @@
 """Shows on stderr how far a loop is: units and tokens done, their rate, the time that is left.
 
 In a terminal this is a bar; elsewhere (CI, a pipe) it is a line when the loop begins, one every 30
-seconds with an estimate of what is left, and one when it ends, so that a log stays readable.
+seconds with an estimate of what is left, and one when it ends, so that a log stays readable. A loop
+within a loop has no bar and no lines of its own: the outer one's show where it is.
+
+While `noted` runs, a file says the same to another terminal (`quantize status`).
 """
 
+import json
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
@@ -23,10 +28,14 @@ T = TypeVar("T")
 # Of the processes that torchrun starts, the first speaks.
 console = Console(stderr=True, quiet=not is_first())
 EVERY = 30.0  # seconds between two lines where no bar is drawn
+NOTED_EVERY = 2.0  # seconds between two notes for another terminal
+_under_way: "list[Meter]" = []  # the outermost first
+_said: list[str] = []  # the last line
 
 
 def say(message: str) -> None:
     """Print one plain line to stderr: what a stage starts, skips or has found."""
+    _said[:] = [message]
     console.print(message, highlight=False, markup=False)
 
 
@@ -37,10 +46,13 @@ class Meter:
         title: names the loop.
         total: number of units, None where it is not known.
         unit: what is counted, in the plural.
+
+    Attributes:
+        item: names what is under way, where units have names.
     """
 
     def __init__(self, title: str, total: int | None, unit: str) -> None:
-        self.title, self.total, self.unit = title, total, unit
+        self.title, self.total, self.unit, self.item = title, total, unit, ""
         self.done = self.tokens = 0
         self._ahead = [0, 0]  # units and tokens that are made but not yet handed over
         self._began = time.monotonic()
@@ -63,7 +75,8 @@ class Meter:
         """Return "37 of 120 samples, 8,214 tokens (513/s), 16 s, about 36 s left"."""
         seconds = time.monotonic() - self._began
         of = "" if self.total is None else f" of {self.total:,}"
-        parts = [f"{self.made:,}{of} {self.unit}".rstrip(), *self._token_rate(seconds)]
+        counted = [f"{self.made:,}{of} {self.unit}".rstrip()] if self.unit or self.made else []
+        parts = [*counted, *filter(None, [self.item]), *self._token_rate(seconds)]
         parts.append(duration(seconds))
         if self.total is not None and 0 < self.made < self.total:
             left = seconds / self.made * (self.total - self.made)
@@ -81,26 +94,89 @@ class Meter:
         return [f"{tokens:,} tokens ({tokens / max(seconds, 1e-3):,.0f}/s)"] if tokens else []
 
 
-def track(items: Iterable[T], title: str, total: int | None = None, unit: str = "") -> Iterator[T]:
+def track(
+    items: Iterable[T],
+    title: str,
+    total: int | None = None,
+    unit: str = "",
+    name: Callable[[T], str] = lambda _: "",
+) -> Iterator[T]:
     """Yield `items` while showing how many are done and how long the rest will take.
 
     An item is done when the next one is asked for. `total` is taken from `len(items)` when it is not
-    given; an unknown total shows a count only.
+    given; an unknown total shows a count only. `name` says what an item is called.
     """
     if total is None and isinstance(items, Sized):
         total = len(items)
     with metered(title, total, unit) as meter:
         for item in items:
+            meter.item = name(item)
             yield item
             meter.add()
 
 
 @contextmanager
-def metered(title: str, total: int | None, unit: str) -> Generator[Meter]:
-    """Yield a meter and show it while the block runs, as a bar or as lines."""
+def metered(title: str, total: int | None, unit: str, *, brief: bool = False) -> Generator[Meter]:
+    """Yield a meter and show it while the block runs, as a bar or as lines.
+
+    `brief` leaves out the lines at the beginning and the end, where the caller says what came of it.
+    """
     meter = Meter(title, total, unit)
-    with _bar(meter) if sys.stderr.isatty() else _lines(meter):
-        yield meter
+    with within(meter) as is_outermost:
+        if not is_outermost:
+            yield meter
+            return
+        with _bar(meter) if sys.stderr.isatty() else _lines(meter, brief):
+            yield meter
+
+
+@contextmanager
+def within(meter: Meter) -> Generator[bool]:
+    """Note a meter as under way while the block runs; yield whether no counted loop is around it."""
+    is_outermost = all(each.total is None and not each.unit for each in _under_way)
+    _under_way.append(meter)
+    try:
+        yield is_outermost
+    finally:
+        _under_way.remove(meter)
+
+
+def _inner(meter: Meter) -> list[str]:
+    """Return where the loops within a loop are."""
+    inner = _under_way[_under_way.index(meter) + 1 :] if meter in _under_way else []
+    return [f"{each.title} {each.made:,}/{each.total or '?'}" for each in inner]
+
+
+@contextmanager
+def noted(file: Path) -> Generator[None]:
+    """Keep in a file, while the block runs, which loops are under way and what was said last."""
+    if not is_first():
+        yield
+        return
+    over, last = threading.Event(), ""
+
+    def note() -> None:
+        nonlocal last
+        lines = [f"{meter.title}: {meter.status()}" for meter in list(_under_way)]
+        if (text := json.dumps({"under_way": lines, "said": _said})) != last:
+            with suppress(OSError):  # the disk is full, say, which is the work's to tell
+                aside = file.with_name(f"{file.name}.partial")
+                aside.write_text(text, "utf-8")
+                aside.replace(file)
+        last = text
+
+    def keep() -> None:
+        while not over.wait(NOTED_EVERY):
+            note()
+
+    keeper = threading.Thread(target=keep, daemon=True)
+    keeper.start()
+    try:
+        yield
+    finally:
+        over.set()
+        keeper.join()
+        file.unlink(missing_ok=True)
 
 
 class _Status(ProgressColumn):
@@ -113,7 +189,7 @@ class _Status(ProgressColumn):
     def render(self, task: Task) -> Text:
         """Return the meter's words."""
         task.completed = self.meter.made
-        return Text(self.meter.status())
+        return Text("; ".join([self.meter.status(), *_inner(self.meter)]))
 
 
 @contextmanager
@@ -126,14 +202,15 @@ def _bar(meter: Meter) -> Generator[None]:
 
 
 @contextmanager
-def _lines(meter: Meter) -> Generator[None]:
+def _lines(meter: Meter, brief: bool) -> Generator[None]:
     of = "an unknown number of" if meter.total is None else f"{meter.total:,}"
-    say(f"{meter.title}: {of} {meter.unit}".rstrip() + " to do")
+    if not brief:
+        say(f"{meter.title}: {of} {meter.unit}".rstrip() + " to do")
     over = threading.Event()
 
     def speak() -> None:
         while not over.wait(EVERY):
-            say(f"{meter.title}: {meter.status()}")
+            say("; ".join([f"{meter.title}: {meter.status()}", *_inner(meter)]))
 
     speaker = threading.Thread(target=speak, daemon=True)
     speaker.start()
@@ -142,4 +219,5 @@ def _lines(meter: Meter) -> Generator[None]:
     finally:
         over.set()
         speaker.join()
-    say(f"{meter.title}: {meter.end()}")
+    if not brief:
+        say(f"{meter.title}: {meter.end()}")

@@ -21,7 +21,7 @@ from quantize.errors import GateError, InputError, ResourceError, unexpected_in
 from quantize.host.files import REDO, read_json, write_json
 from quantize.host.locks import locked, refuse_several
 from quantize.host.processes import best_device, is_first
-from quantize.host.progress import console, say
+from quantize.host.progress import Meter, console, noted, say, within
 from quantize.host.resources import measured
 from quantize.pipeline.stages import STAGES, Run, Stage
 from quantize.pipeline.staleness import (
@@ -143,7 +143,11 @@ def working_in(folder: RunDir) -> Generator[None]:
         ResourceError: another process works in the run.
         UnexpectedError: an unexpected error occurred; the traceback is in run.log.
     """
-    with locked(folder.lock, str(folder.path)), unexpected_in(folder.log):
+    with (
+        locked(folder.lock, str(folder.path)),
+        noted(folder.progress_json),
+        unexpected_in(folder.log),
+    ):
         yield
 
 
@@ -372,7 +376,7 @@ def work(run: Run, stage: Stage, task: Callable[[Run], None]) -> None:
     before = read_json(run.folder.manifest_json, "stages")["stages"].get(stage.name, {})
     facts: dict[str, Any] = {}
     try:
-        with measured() as facts:
+        with measured() as facts, within(Meter(stage.name, None, "")):
             inputs = input_digests(run.folder, stage)
             forget(run.folder, stage)
             task(run)

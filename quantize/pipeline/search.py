@@ -199,7 +199,13 @@ class _Search:
         path = self.folder / f"alone-{scheme}.json"
         known: dict[str, float] = read_json(path) if path.exists() else {}
         found: dict[Group, float] = {}
-        for group, targets in track(self._plans[scheme].items(), f"{scheme} alone", unit="groups"):
+        plans = self._plans[scheme].items()
+        for group, targets in track(
+            plans,
+            f"{scheme} alone",
+            unit="groups",
+            name=lambda plan: "layer {} {}".format(*plan[0]),
+        ):
             name = f"{group[0]}.{group[1]}"
             if name not in known:
                 known[name] = _mean(self.measure(targets))

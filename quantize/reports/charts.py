@@ -19,24 +19,11 @@ STYLE = (  # of a plot that is a file of its own, outside the report's page
     ".hollow{fill:#fff;stroke:#2563eb}.filled{fill:#2563eb}</style>"
 )
 
-# RedHatAI's model cards of google/diffusiongemma-26B-A4B-it (one B200, vLLM; no seeds, repeats or
-# intervals given), recovery in percent as printed there: benchmark -> scheme -> recovery.
-PUBLISHED = {
-    "AIME25": {"FP8": 96.8, "NVFP4": 97.7},
-    "GPQA-Diamond": {"FP8": 102.5, "NVFP4": 100.5},
-    "IFEval": {"FP8": 98.1, "NVFP4": 98.5},
-    "GSM8K": {"FP8": 99.9, "NVFP4": 100.0},
-    "MMLU 0-shot": {"FP8": 93.7, "NVFP4": 114.3},
-    "AIME25, thinking": {"FP8": 101.5, "NVFP4": 98.0},
-    "GPQA-D, thinking": {"FP8": 98.7, "NVFP4": 97.0},
-    "GSM8K, thinking": {"FP8": 100.1, "NVFP4": 100.1},
-}
-
 
 def all_charts(content: dict[str, Any]) -> dict[str, str]:
     """Return name -> SVG of every plot that report.json has data for."""
     again = [task | {"activations": None} for task in content["noise_floor"]]
-    plots = {"recovery": recovery([*content["tasks"], *again]), "published": published()}
+    plots = {"difference": difference([*content["tasks"], *again])}
     if content["fidelity"]:
         plots["kl"] = kl_by_step(content["fidelity"])
         plots["routing"] = routing_by_layer(content["fidelity"])
@@ -51,52 +38,30 @@ def all_charts(content: dict[str, Any]) -> dict[str, str]:
     return plots
 
 
-def recovery(tasks: Sequence[dict[str, Any]]) -> str:
-    """Plot the recovery of each task and activation mode with its interval; the noise floor hollow."""
-    rows = [
-        (t["task"], t["activations"], t["recovery"], t["recovery_interval"])
-        for t in tasks
-        if not t["not_comparable"] and t["recovery"] is not None
-    ]
-    ends = [
-        end
-        for _, _, value, interval in rows
-        for end in (value, interval["low"], interval["high"], 100)
-        if end is not None
-    ]
-    x = _Scale(min(ends, default=99) - 1, max(ends, default=101) + 1)
+def difference(tasks: Sequence[dict[str, Any]]) -> str:
+    """Plot each model's difference from BF16 in points, its one-sided bounds, and the gate's margin."""
+    rows = [task for task in tasks if not task["not_comparable"]]
+    bounds = [task["difference_bounds"] for task in rows]
+    ends = [0.0, *(end for each in bounds for end in each.values())]
+    ends += [-float(task["margin_pp"]) for task in rows]
+    room = max(1.0, 0.05 * (max(ends) - min(ends)))
+    x = _Scale(min(ends) - room, max(ends) + room)
     height = 30 + 34 * len(rows)
-    body = _x_axis(x, height, "%") + _vertical(x(100), height, "hundred")
-    for i, (task, mode, value, interval) in enumerate(rows):
-        y = 22 + 34 * i
+    body = _x_axis(x, height, "") + _vertical(x(0), height, "hundred")
+    for i, (task, bound) in enumerate(zip(rows, bounds, strict=True)):
+        y, mode = 22 + 34 * i, task["activations"]
         line, point = ("interval", "a") if mode else ("interval again", "hollow")
-        body += _text(0, y - 6, f"{task}, {mode or 'BF16 again'}", "label")
-        if interval["low"] is not None:
-            low, high = x(interval["low"]), x(interval["high"])
-            body += f'<path class="{line}" d="M{low:.1f} {y + 6}H{high:.1f}"/>'
-        body += f'<circle class="{point}" cx="{x(value):.1f}" cy="{y + 6}" r="4.5"/>'
-        body += _text(0, y + 10, _recovery_text(value, interval), "value")
-    return _svg(height + 22, "Recovery with its interval, per cent", body)
-
-
-def _recovery_text(value: float, interval: dict[str, Any]) -> str:
-    if interval["low"] is None:
-        return f"{value:.1f}, no interval"
-    return f"{value:.1f} [{interval['low']:.1f}, {interval['high']:.1f}]"
-
-
-def published() -> str:
-    """Plot the recovery that RedHatAI publish for the 26B model."""
-    x = _Scale(92, 116)
-    height = 12 + 22 * len(PUBLISHED)
-    body = _x_axis(x, height, "%") + _vertical(x(100), height, "hundred")
-    for i, (label, values) in enumerate(PUBLISHED.items()):
-        y = 16 + 22 * i
-        body += _text(0, y + 4, label, "label")
-        body += f'<circle class="hollow" cx="{x(values["FP8"]):.1f}" cy="{y}" r="4.5"/>'
-        nvfp4 = x(values["NVFP4"])
-        body += f'<rect class="hollow" x="{nvfp4 - 4:.1f}" y="{y - 4}" width="8" height="8"/>'
-    return _svg(height + 22, "Recovery published by RedHatAI for the 26B model, per cent", body)
+        body += _text(0, y - 6, f"{task['task']}, {mode or 'BF16 again'}", "label")
+        margin = x(-task["margin_pp"])
+        body += f'<path class="margin" d="M{margin:.1f} {y - 4}V{y + 16}"/>'
+        body += f'<path class="{line}" d="M{x(bound["low"]):.1f} {y + 6}H{x(bound["high"]):.1f}"/>'
+        middle = x(task["difference_pp"])
+        body += f'<circle class="{point}" cx="{middle:.1f}" cy="{y + 6}" r="4.5"/>'
+        value = f"{task['difference_pp']:+.1f} [{bound['low']:+.1f}, {bound['high']:+.1f}]"
+        body += _text(0, y + 10, value.replace("-", "\u2212"), "value")
+    return _svg(
+        height + 22, "Accuracy minus BF16's in points, with one-sided bounds and margin", body
+    )
 
 
 def kl_by_step(fidelity: dict[str, Any]) -> str:

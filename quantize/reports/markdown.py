@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from quantize.reports.headline import PUBLISHED_COLUMNS, facts, not_tested, published
 from quantize.reports.provenance import made_lines, stage_rows
 from quantize.reports.questions import QUESTION_COLUMNS, question_counts, question_row
 from quantize.reports.render import (
@@ -26,13 +27,14 @@ def markdown(content: dict[str, Any]) -> str:
         content["verdict"]["reason"],
         JUDGED[content["verdict"]["estimand"]],
         BUNDLED_NOTE if content["model"]["bundled"] else f"Model: {content['model']['model']}",
+        *(f"{name}: {value}" for name, value in facts(content)),
+        not_tested(content),
         "## Recovery",
         _recovery_table(content["tasks"]),
         *looks_lines(content),
+        *_published_section(content),
         *_noise_floor_section(content["noise_floor"]),
         *_questions_section(content["questions"]),
-        "## Size",
-        _size_line(content["sizes"]),
         "## Error of the weights",
         _table(
             ("class", "tensors", "mean |W-W'|/|W|", "largest", "where"),
@@ -97,11 +99,15 @@ def _recovery_table(tasks: list[dict[str, Any]]) -> str:
     return _table(*score_table(tasks, tasks[0]["estimand"]))
 
 
-def _size_line(sizes: dict[str, float]) -> str:
-    return (
-        f"{sizes['bf16_bytes']:,} bytes in BF16, {sizes['quantized_bytes']:,} quantized "
-        f"({sizes['ratio']:.1%}); {sizes['quantized_modules']:,} Linear modules quantized."
-    )
+def _published_section(content: dict[str, Any]) -> list[str]:
+    found = published(content)
+    if found is None:
+        return []
+    return [
+        "## Published figures beside these",
+        _table(PUBLISHED_COLUMNS, found["rows"]),
+        found["speed"],
+    ]
 
 
 def _coverage_section(coverage: dict[str, Any] | None) -> list[str]:

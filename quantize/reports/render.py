@@ -18,6 +18,7 @@ from rich.text import Text
 
 from quantize.host.units import size
 from quantize.reports import charts
+from quantize.reports.headline import PUBLISHED_COLUMNS, facts, not_tested, published
 from quantize.reports.provenance import made_lines, stage_rows
 from quantize.reports.questions import question_counts, question_row, watched
 from quantize.reports.table import interval_text, score_table
@@ -55,6 +56,10 @@ def html(content: dict[str, Any]) -> str:
         plots=plots,
         note=BUNDLED_NOTE,
         judged=JUDGED[content["verdict"]["estimand"]],
+        facts=facts(content),
+        not_tested=not_tested(content),
+        published=published(content),
+        published_columns=PUBLISHED_COLUMNS,
         score_columns=columns,
         scored=list(zip(scored, rows, strict=True)),
         scored_with=scored_with(content["tasks"]),

@@ -37,6 +37,11 @@ class RunDir:
         return self.path / ".lock"
 
     @property
+    def progress_json(self) -> Path:
+        """What the process at work is doing (`quantize status`); there while it works."""
+        return self.path / ".progress.json"
+
+    @property
     def targets_csv(self) -> Path:
         """One row a source tensor: scheme or reason to keep, bytes before and after."""
         return self.path / "targets.csv"

@@ -1,14 +1,16 @@
 """What a loop says of itself, in a pipe and in a terminal; sizes and times in units that fit."""
 
 import io
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from quantize.host import progress
-from quantize.host.progress import Meter, metered, track
+from quantize.host.progress import Meter, metered, noted, track, within
 from quantize.host.units import duration, size
 
 
@@ -72,6 +74,28 @@ def test_a_loop_that_is_left_early_ends_its_lines(capsys: pytest.CaptureFixture[
     assert next(loop) == 0
     loop.close()
     assert capsys.readouterr().err == "convert: 3 to do\n"
+
+
+def test_a_loop_within_a_loop_is_told_by_the_outer_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A search said "replaying: 80 steps to do" 54 times; and another terminal sees both."""
+    for every in ("EVERY", "NOTED_EVERY"):
+        monkeypatch.setattr(progress, every, 0.01)
+    note, deadline, said, seen = tmp_path / "note.json", time.monotonic() + 20, "", ""
+    with noted(note), within(Meter("search", None, "")):
+        for _ in track(["layer 3 mlp"], "NVFP4 alone", unit="groups", name=str):
+            for step in track(range(2), "replaying", unit="steps"):
+                while step and not ("replaying 1/2" in said and "1 of 2" in seen):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                    said += capsys.readouterr().err
+                    seen = note.read_text("utf-8") if note.exists() else ""
+    assert "NVFP4 alone: 0 of 1 groups, layer 3 mlp, 0 s; replaying 1/2\n" in said
+    assert "replaying: 2 steps to do" not in said
+    under_way = json.loads(seen)["under_way"]
+    assert [line.partition(":")[0] for line in under_way] == ["search", "NVFP4 alone", "replaying"]
+    assert not note.exists()
 
 
 @pytest.mark.parametrize(

@@ -171,15 +171,18 @@ def test_a_verdict_is_told_by_the_look_that_decided(outcome: str) -> None:
     low, high = first["low"], first["high"]
     assert (low > -30) if outcome == "PASS" else (high < -30)
     assert verdict.outcome == outcome
-    assert verdict.reason == (
-        f"t: {first['difference_pp']:+.2f} pp on questions like these (one-sided 95% bounds "
-        f"{low:+.2f} and {high:+.2f}), margin 30 pp, 30 questions x 1, decided at look 1 of 5; "
-        f"all answers: {found.difference_pp:+.2f} pp (bounds {found.difference_bounds.low:+.2f} and "
-        f"{found.difference_bounds.high:+.2f}), 100 questions x 1"
+    began = "as many" if outcome == "PASS" else "100.0 points fewer"
+    in_the_end = found.difference_bounds
+    assert verdict.reason.startswith(f"t: answers {began} correctly; at 95% the loss is ")
+    bound = -in_the_end.low if outcome == "PASS" else -in_the_end.high
+    assert verdict.reason.endswith(
+        f"; 30 are allowed (30 questions x 1, on questions like these, decided at look 1 of 5; all: "
+        f"answers {-found.difference_pp:.1f} points fewer correctly, the loss is "
+        f"{'below' if outcome == 'PASS' else 'above'} {bound:.1f} points, 100 questions x 1)"
     )
     by_the_last = replace(found, looks=({**first, "level": 0.0}, found.looks[-1]))
     if outcome == "FAIL":
-        assert judge_task("t", by_the_last).reason.endswith(" 100 questions x 1, looked at 2 times")
+        assert judge_task("t", by_the_last).reason.endswith(", on questions like these, 2 looks)")
 
 
 def test_looks_over_questions_take_them_in_random_order() -> None:

@@ -103,8 +103,8 @@ def compared(
     ("seen", "outcome", "says"),
     [
         ({"a": compared(0.0)}, "PASS", "a: "),
-        ({"a": compared(0.9)}, "FAIL", " % denoising steps a token (one-sided 95% bound +"),
-        ({"a": compared(0.9, passes=False)}, "FAIL", "at most +10 % allowed, 40 questions x 1"),
+        ({"a": compared(0.9)}, "FAIL", " % more denoising steps a token; at 95% it is above "),
+        ({"a": compared(0.9, passes=False)}, "FAIL", "; 10 % are allowed (40 questions x 1)"),
         ({"a": compared(0.9), "b": None}, "FAIL", "a: "),
         ({"a": compared(0.9, limit=None)}, "PASS", "a: "),
         ({"a": compared(None, limit=None)}, "PASS", "a: "),

@@ -140,14 +140,13 @@ def test_a_loss_of_nothing_is_never_needed() -> None:
 
 
 def test_sentences_of_one_task() -> None:
-    passed, failed, open_ = (one_answer(n, 0, 400 - n) for n in (2, 60, 16))
-    for comparison, outcome in ((passed, "PASS"), (failed, "FAIL"), (open_, "INCONCLUSIVE")):
-        verdict = judge_task("t", comparison)
+    told = {"PASS": (2, "0.5", "below 1.6"), "FAIL": (60, "15.0", "above 11.6")}
+    for outcome, (lost, fewer, loss) in (told | {"INCONCLUSIVE": (16, "4.0", "below 6.0")}).items():
+        verdict = judge_task("t", one_answer(lost, 0, 400 - lost))
         assert (verdict.outcome, verdict.estimand) == (outcome, "these_questions")
-        bounds = comparison.difference_bounds
         seen = (
-            f"t: {comparison.difference_pp:+.2f} pp on these questions (one-sided 95% bounds "
-            f"{bounds.low:+.2f} and {bounds.high:+.2f}), margin 5 pp, 400 questions x 1"
+            f"t: answers {fewer} points fewer correctly; at 95% the loss is {loss} points; 5 are "
+            f"allowed (400 questions x 1, on these questions)"
         )
         assert verdict.reason.startswith(seen)
         assert verdict.reason == seen or outcome == "INCONCLUSIVE"

@@ -166,6 +166,33 @@ def test_hostile_faults_stay_text(run: RunDir, targets: list[Target]) -> None:
     assert str(failure.get("message")).split() == HOSTILE.split()
 
 
+def test_published_figures_stand_in_reports_on_their_model_alone(full: RunDir) -> None:
+    """They stood beside the bundled model's, too."""
+    content = read_json(full.report_json)
+    assert "RedHatAI" not in full.report_html.read_text("utf-8") + markdown(content)
+    content["model"] |= {"bundled": False, "model": "google/diffusiongemma-26B-A4B-it"}
+    here = next(task for task in content["tasks"] if task["task"] == "gsm8k")
+    here |= {"base": 0.94, "base_interval": {"low": 0.93, "high": 0.95}}
+    for text in (Page(html(content)).text, markdown(content).replace(" | ", "")):
+        assert "94.0 [93.0, 95.0]" in text
+        assert text.count("not asked") >= 8
+        assert "covered" in text
+        assert "1,288 on an H200" in text
+
+
+def test_what_a_release_manager_reads_first(full: RunDir) -> None:
+    content = read_json(full.report_json)
+    page = Page(full.report_html.read_text("utf-8")).text
+    for text in (page, full.report_md.read_text("utf-8")):
+        for said in (
+            content["made"]["judged"],
+            content["artifact"] or "unknown",
+            "Not tested: thinking, ",
+        ):
+            assert said in text
+        assert f"{content['sizes']['ratio']:.1%} of" in text
+
+
 def test_markdown_has_a_row_for_every_task_and_no_step_counts_of_servers(full: RunDir) -> None:
     text = full.report_md.read_text("utf-8")
     for task in TASKS:

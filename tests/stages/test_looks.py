@@ -125,8 +125,14 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(tmp_path / "first", monkeypatch)
 
 
-def test_an_undamaged_run_ends_early_and_passes(bench: Bench) -> None:
+def test_an_undamaged_run_ends_early_and_passes(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     verdict = bench.score()
+    said = " ".join(capsys.readouterr().err.split())
+    assert "look 1 of 3: 200 of 400 a model; +0.0 points [-1.5, +" in said
+    assert "], margin 10: PASS" in said
+    assert "samples to do" not in said
     assert verdict.outcome == "PASS"
     assert bench.done["looks"] == {WORDS: {"taken": 1, "of": 3}}
     assert len(bench.asked) == 2 * COUNT * 2  # two of four repeats, two sides

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recovery.gate import judge, out_of_reach
+from recovery.gate import judge, judge_task, out_of_reach
 from recovery.own import Definition
 from recovery.pairing import in_common, paired
 from recovery.samples import Finished, SampleStore, Share
@@ -40,6 +40,7 @@ from quantize.host.files import read_json, write_json
 from quantize.host.locks import locked
 from quantize.host.processes import Processes, joined
 from quantize.host.progress import metered, say
+from quantize.host.units import duration
 from quantize.recipe.sections import LEAST, Evaluation, Gate
 from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.folder import RunDir
@@ -225,8 +226,12 @@ def _ask_until_decided(
     by_name = {task.name: task for task in tasks}
 
     def ask(name: str, looks: int) -> tuple[int, Comparison | None]:
-        answers.ask(judged, {by_name[name]: looks})
-        return answers.compared(judged, by_name[name], gate)
+        task = by_name[name]
+        answers.ask(judged, {task: looks}, f"look {looks} of {len(task.plan.looks)}")
+        taken, found = answers.compared(judged, task, gate)
+        if looks and found is not None:
+            answers.tell_look(tasks, task, taken, found)
+        return taken, found
 
     taken, seen = until_decided({task.name: task.plan for task in tasks}, ask)
     answers.tell(tasks, taken, judge(seen).outcome)
@@ -309,8 +314,10 @@ class Answers:
         comparison = found if isinstance(found, Comparison) else None
         return self._processes.of_first((looks, comparison))
 
-    def ask(self, models: Sequence[ComparedModel], looks: Mapping[Task, int]) -> None:
-        """Let models answer all that the first so many looks at each task cover.
+    def ask(
+        self, models: Sequence[ComparedModel], looks: Mapping[Task, int], title: str = ""
+    ) -> None:
+        """Let models answer all that the first so many looks at each task cover; `title` names them.
 
         What is done already is not asked again. A first question takes all parts at once, where
         samples do not depend on their batch: so fewer slots wait for the last of a part.
@@ -322,9 +329,9 @@ class Answers:
                 if alone and self._processes.of_first(self.scored(model, task) is None):
                     parts = [task.plan.first(number)]
                 for part in parts:
-                    self._extend(model, task, part)
+                    self._extend(model, task, part, title)
 
-    def _extend(self, model: ComparedModel, task: Task, part: Part) -> None:
+    def _extend(self, model: ComparedModel, task: Task, part: Part, title: str) -> None:
         """Let a model answer one part of a task, and score it, unless that is done."""
         scored = self.scored(model, task)
         if self._processes.of_first(scored is not None and part.answers <= scored.answered):
@@ -343,7 +350,9 @@ class Answers:
                 seed=model.seed,
                 batch_size=model.backend.batch_size,
                 sampler=model.backend.sampler_settings,
-                progress=lambda finished, total: self._rates.counted(finished, total, model, task),
+                progress=lambda finished, total: self._rates.counted(
+                    finished, total, model, task, title
+                ),
             )
             if more is None:
                 return
@@ -351,6 +360,22 @@ class Answers:
             write_scoring(self._run.evaluation / model.name, whole)
             if model.name != BASELINE and len(whole.rows) == task.samples:
                 store.remove()
+
+    def tell_look(self, tasks: Sequence[Task], task: Task, looks: int, found: Comparison) -> None:
+        """Print what a look at a task shows, and the time that the rest takes at most."""
+        if self._processes.rank:
+            return
+        outcome = judge_task(task.name, found).outcome.replace("INCONCLUSIVE", "undecided")
+        low, high = found.difference_bounds.low, found.difference_bounds.high
+        later = tasks[tasks.index(task) + 1 :]
+        rest = task.samples - found.questions * found.repeats if outcome == "undecided" else 0
+        seconds = 3600 * self._rates.hours(2 * (rest + sum(each.samples for each in later)))
+        say(
+            f"{task.name}: look {looks} of {len(task.plan.looks)}: {found.questions * found.repeats} "
+            f"of {task.samples} a model; {found.difference_pp:+.1f} points [{low:+.1f}, {high:+.1f}], "
+            f"margin {found.margin_pp:g}: {outcome}"
+            + (f"; at most about {duration(seconds)} left" if seconds else "")
+        )
 
     def tell(
         self,
@@ -415,12 +440,18 @@ class Rates:
         return samples * seconds / counted / 3600 if counted else 0.0
 
     def counted(
-        self, finished: Iterator[Finished], samples: int, model: ComparedModel, task: Task
+        self,
+        finished: Iterator[Finished],
+        samples: int,
+        model: ComparedModel,
+        task: Task,
+        look: str,
     ) -> Iterator[Finished]:
         """Pass on finished batches, and show how many samples and tokens are done."""
         facts = self.by_model.setdefault(model.name, {"samples": 0, "tokens": 0, "seconds": 0.0})
         began, before = time.monotonic() - model.backend.loading_seconds, facts["seconds"]
-        with metered(f"{task.name}, {model.name}", samples, "samples") as meter:
+        title = ", ".join(filter(None, (task.name, look, model.name)))
+        with metered(title, samples, "samples", brief=bool(look)) as meter:
             if isinstance(model.backend, Answerer):
                 model.backend.announce = meter.announce
             for batch, completions in finished:

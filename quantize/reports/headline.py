@@ -1,0 +1,122 @@
+"""What a release manager reads first: facts of a run, what it did not test, and published figures.
+
+All are made of report.json, once for report.md and report.html.
+"""
+
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from quantize.host.units import size
+from quantize.reports.table import interval_text
+
+PUBLISHED_COLUMNS = (
+    "published",
+    "by",
+    "BF16",
+    "FP8",
+    "NVFP4",
+    "BF16 here",
+    "quantized here",
+    "published BF16",
+)
+
+
+def facts(content: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, value) of date, checkpoint, size and speed."""
+    sizes = content["sizes"]
+    bytes_ = (
+        f"{size(sizes['quantized_bytes'])}, {sizes['ratio']:.1%} of {size(sizes['bf16_bytes'])}"
+    )
+    return [
+        ("judged", str(content["made"]["judged"])),
+        ("checkpoint", content["artifact"] or "unknown"),
+        ("size", f"{bytes_}; {sizes['quantized_modules']:,} Linear modules quantized"),
+        ("speed", "; ".join(_speed(content)) or "not measured"),
+    ]
+
+
+def _speed(content: Mapping[str, Any]) -> list[str]:
+    """Return tokens a forward, and tokens/s while scoring, of both models where they are known."""
+    found: list[str] = []
+    gated = [task for task in content["tasks"] if task["gated"]]
+    counts = [
+        [t[key]["tokens_per_forward"] for key in ("quantized_counts", "bf16_counts")] for t in gated
+    ]
+    if counts and None not in counts[0]:
+        found.append("{:.1f} tokens a forward (BF16 {:.1f})".format(*counts[0]))
+    rates = content["stages"].get("evaluate", {}).get("rates", {})
+    speeds = {name: r["tokens"] / r["seconds"] for name, r in rates.items() if r["seconds"]}
+    if "quantized" in speeds:
+        beside = f" (BF16 {speeds['bf16']:,.0f})" if "bf16" in speeds else ""
+        found.append(
+            f"{speeds['quantized']:,.0f} tokens/s while scoring{beside}, not a server's speed"
+        )
+    return found
+
+
+def not_tested(content: Mapping[str, Any]) -> str:
+    """Return a sentence on what the verdict says nothing of."""
+    tasks = [task["task"] for task in content["tasks"] if task["gated"]]
+    missing = {
+        "thinking": not any(name.endswith("_thinking") for name in tasks),
+        "pictures": True,
+        "prompts over 1,024 tokens": not any(name.startswith("needle") for name in tasks),
+        "distance from BF16 on replayed canvases": not content["fidelity"],
+        "BF16 against itself (--noise-floor)": not content["noise_floor"],
+        "a server's tokens/s (quantize bench)": True,
+    }
+    named = [what for what, is_missing in missing.items() if is_missing]
+    return f"Not tested: {', '.join([*named, *content['not_asked']])}."
+
+
+def published(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return published figures beside this run's: rows of `PUBLISHED_COLUMNS`, and a sentence on speed.
+
+    None in a report on another model than the one that they are of.
+    """
+    known = yaml.safe_load(files("quantize.reports").joinpath("published.yaml").read_text("utf-8"))
+    if content["model"]["bundled"] or known["model"] not in str(content["model"]["model"]).lower():
+        return None
+    ours = {
+        task["task"]: task
+        for task in content["tasks"]
+        if task["gated"] and not task["not_comparable"]
+    }
+    rows = [
+        [
+            *(
+                row["name"],
+                block["by"],
+                f"{row['bf16']:.1f}",
+                _printed(row, "fp8"),
+                _printed(row, "nvfp4"),
+            ),
+            *_beside(row["bf16"], ours.get(row.get("task"))),
+        ]
+        for block in known["scores"]
+        for row in block["rows"]
+    ]
+    return {"rows": rows, "speed": known["speed"].strip()}
+
+
+def _printed(row: Mapping[str, Any], scheme: str) -> str:
+    return "{:.1f} ({:.1f} %)".format(*row[scheme]) if scheme in row else "-"
+
+
+def _beside(printed: float, task: Mapping[str, Any] | None) -> list[str]:
+    """Return both models' accuracy here, and whether BF16's interval covers what is printed."""
+    if task is None:
+        return ["not asked", "-", "-"]
+    here = [
+        {
+            "mean": 100 * task[key],
+            **{end: 100 * task[f"{key}_interval"][end] for end in ("low", "high")},
+        }
+        for key in ("base", "quantized")
+    ]
+    covered = here[0]["low"] <= printed <= here[0]["high"]
+    texts = [f"{each['mean']:.1f} {interval_text(each, '.1f')}" for each in here]
+    return [*texts, "covered" if covered else "not covered"]
