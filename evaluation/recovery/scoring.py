@@ -15,14 +15,17 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import datasets
 import yaml
+from lm_eval.api import task as harness
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
+from tqdm import tqdm
 
 from recovery.catalog import TASKS, THINKING, is_private, known_tasks
 from recovery.filters import final_choice
@@ -296,6 +299,9 @@ def _loaded(
 ) -> dict[str, Any]:
     """Load a task and its data set, as lm-eval's `simple_evaluate` does before it evaluates."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    # Their bars would cut into the caller's own.
+    datasets.disable_progress_bars()
+    harness.tqdm = partial(tqdm, disable=True)  # type: ignore
     loaded: Any = _manager(task, definition, data_file, folder).load([task])
     asked = loaded["tasks"][task]
     asked.set_config(key="num_fewshot", value=asked.get_config("num_fewshot") or 0)

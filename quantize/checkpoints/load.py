@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+from transformers.utils import logging
 
 from quantize.checkpoints.experts import fuse_experts
 from quantize.checkpoints.layout import (
@@ -61,6 +62,7 @@ def load(
     check_layout(checkpoint)
     check_memory(checkpoint, dtype, device)
     plain = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+    logging.disable_progress_bar()  # it would cut into the caller's own
     loaded: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(
         None,
         config=DiffusionGemmaConfig(**plain),

@@ -128,12 +128,8 @@ def look(hub: Hub, release: Release, request: Request) -> Plan:
         remote = hub.files(start) if start in there.branches else {}
     changes = find_changes(release, remote)
     if there and request.tag in there.tags:
-        standing = there.tags[request.tag]
-        if changes or standing != there.branches.get(revision):
-            raise InputError(
-                f"{request.repo}: tag {request.tag} exists and stands for another commit "
-                f"({standing[:12]}); choose another name"
-            )
+        commit = None if changes else there.branches.get(revision)
+        hub.check_tag(request.tag, there.tags[request.tag], commit)
     return Plan(account, there, revision, changes)
 
 

@@ -22,7 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars, logging
 
-from quantize.errors import GateError
+from quantize.errors import GateError, InputError
 from quantize.host.progress import track
 from quantize.hub.calls import (
     NOT_FOUND,
@@ -179,11 +179,25 @@ class Hub:
             )
 
     def tag(self, name: str, commit: str) -> None:
-        """Tag a commit."""
+        """Tag a commit.
+
+        Raises:
+            InputError: somebody else gave another commit that name meanwhile.
+        """
         self._call(
             f"tag {name}",
             lambda: self.api.create_tag(self.repo, tag=name, revision=commit, exist_ok=True),
         )
+        refs = self._call("refs", lambda: self.api.list_repo_refs(self.repo))
+        self.check_tag(name, {ref.name: ref.target_commit for ref in refs.tags}[name], commit)
+
+    def check_tag(self, name: str, standing: str, commit: str | None) -> None:
+        """Raise InputError where a tag stands for another commit."""
+        if standing != commit:
+            raise InputError(
+                f"{self.repo}: tag {name} exists and stands for another commit ({standing[:12]}); "
+                f"choose another name"
+            )
 
     def make_public(self) -> None:
         """Make the repository public."""

@@ -385,5 +385,17 @@ def work(run: Run, stage: Stage, task: Callable[[Run], None]) -> None:
         seconds = before.get("seconds_in_all", 0.0) + facts["seconds"]
         with suppress(OSError):
             run.record(stage.name, {"seconds_in_all": round(seconds, 2)})
-    run.record(stage.name, facts)
+    run.record(stage.name, facts | _set_by_the_machine(on_gpu=facts["gpu"] is not None))
     say(f"{stage.name}: done in {facts['seconds']:.1f} s")
+
+
+def _set_by_the_machine(*, on_gpu: bool) -> dict[str, Any]:
+    """Return what decides the order of a stage's sums: a GPU's launch table, or a CPU's threads."""
+    import torch
+
+    from quantize.runtime.fused.gpus import launches_digest
+
+    return {
+        "launches": launches_digest(torch.device("cuda")) if on_gpu else None,
+        "threads": None if on_gpu else torch.get_num_threads(),
+    }

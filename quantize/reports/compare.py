@@ -3,12 +3,19 @@
 A recipe's author asks: did this change of scheme, calibration or ignore list matter? The interval of
 the paired difference answers that for questions like those asked; two recoveries side by side do not.
 Scores are compared only where both runs asked the same under the same conditions.
+
+A run may have ended at any of its looks, because of the very scores that are compared. So an interval
+has the nominal level of its look: with that confidence all looks' intervals together hold the
+difference (repeated confidence intervals, Jennison and Turnbull 1989).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from recovery.pairing import in_common
+from recovery.scoring import Scoring
+from recovery.sequential import nominal_levels
 from rich.markup import escape
 from rich.table import Table
 
@@ -54,18 +61,30 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
     for task in tasks_of[0]:
         ours, theirs = (read_scoring(run.evaluation / CANDIDATE, task) for run in (a, b))
         entries[task], _ = pair(
-            ours, theirs, estimand="such_questions", margin_pp=100, confidence=CONFIDENCE
-        )
+            ours, theirs, estimand="such_questions", margin_pp=100,
+            confidence=at_any_look(ours, theirs),
+        )  # fmt: skip
         questions[task] = [] if entries[task]["not_comparable"] else differing(ours, theirs)
     reasons = (f"{t}: {e['not_comparable']}" for t, e in entries.items() if e["not_comparable"])
     return RunComparison(entries, questions, _facts(a, b), next(reasons, None))
+
+
+def at_any_look(a: Scoring, b: Scoring) -> float:
+    """Return the confidence of one interval so that those of all looks together have CONFIDENCE."""
+    fractions = tuple(look.fraction for look in in_common(a, b)[2])
+    if fractions in ((), (1.0,)):
+        return CONFIDENCE
+    return 1 - 2 * nominal_levels(fractions, (1 - CONFIDENCE) / 2)[-1]
 
 
 def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:
     """Return the comparison as a table for the terminal."""
     alike = a.path.name == b.path.name
     names = (f"{x} {run.path if alike else run.path.name}" for x, run in (("A", a), ("B", b)))
-    table = Table("", *map(escape, names), "difference", title="B against A")
+    table = Table(
+        "", *map(escape, names), "difference", title="B against A",
+        caption=f"{CONFIDENCE:.0%} intervals that hold whenever the runs ended",
+    )  # fmt: skip
     for task, entry in found.tasks.items():
         if entry["not_comparable"]:
             table.add_row(task, "", "", "not comparable")

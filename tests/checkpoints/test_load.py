@@ -28,8 +28,11 @@ def artifact(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(f"{request.param}_artifact")
 
 
-def test_bf16_weights_come_back_as_they_are(tiny_checkpoint: Path) -> None:
+def test_bf16_weights_come_back_as_they_are(
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = load(tiny_checkpoint, dtype=torch.bfloat16)
+    assert capsys.readouterr().err == ""  # no bar of a library's
     saved = load_file(tiny_checkpoint / "model.safetensors")
     state = model.state_dict()
     assert len(saved) == 161

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_hub import FakeHub, Fault
 from finished_run import BASE, COMMIT, base_files, bless, finished_run, write_checkpoint
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 
 from quantize import cli
 from quantize.checkpoints.reader import Checkpoint, hub_commit, resolve
@@ -662,6 +662,24 @@ def test_a_tag_that_stands_for_something_else(hub: FakeHub, push: Any) -> None:
     assert done.code == 2
     assert "v1" in done.error
     assert len(repo.commits) == 1
+
+
+def test_a_tag_that_somebody_sets_meanwhile(
+    hub: FakeHub, run: RunDir, push: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between our look and our tag: it stays on their commit, and is not reported as ours."""
+    create = HfApi.create_tag
+
+    def later(self: HfApi, *words: Any, **named: Any) -> None:
+        repo = hub.repos[REPO]
+        repo.tags["v1"] = next(iter(repo.commits))
+        create(self, *words, **named)
+
+    monkeypatch.setattr(HfApi, "create_tag", later)
+    done = push("--to", "main", "--tag", "v1")
+    assert done.code == 2
+    assert "tag v1 exists and stands for another commit" in done.error
+    assert not (run.path / "publication.json").exists()
 
 
 def test_sigkill_within_a_shard_then_the_same_command(

@@ -70,6 +70,15 @@ def problems(folder: Path, count: int = 4) -> Path:
     return write_jsonl(folder / "problems.jsonl", rows)
 
 
+def test_no_library_draws_a_bar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.utils.tqdm._disabled", False, raising=False)
+    asked = {"data_file": problems(tmp_path), "questions": [0, 2], "seed": 0}
+    assert len(first_requests("word_problems", **asked)) == 2
+    assert capsys.readouterr().err == ""
+
+
 def number_in(request: Request) -> int:
     return int(request.prompt.split()[2])
 

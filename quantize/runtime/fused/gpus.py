@@ -5,6 +5,8 @@ for the other targets of `fused_dequant.targets` the tests compile and check the
 them. On a newer GPU than those they are compiled when they are first launched.
 """
 
+import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +137,14 @@ def launches_of(device: torch.device) -> list[Any]:
     tuning.user_tables(TUNED)
     name = torch.cuda.get_device_name(device)
     return [name, tuning.table(name, name_of(capability(device)))]
+
+
+def launches_digest(device: torch.device) -> str | None:
+    """Return a hash of a GPU's launch configurations, which change bits; a CPU has none."""
+    if device.type != "cuda":
+        return None
+    launches = json.dumps(launches_of(device), sort_keys=True)
+    return hashlib.sha256(launches.encode()).hexdigest()[:16]
 
 
 def check_gpu(schemes: Iterable[str], device: torch.device) -> None:

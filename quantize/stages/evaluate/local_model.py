@@ -27,6 +27,7 @@ from quantize.runtime import Sample, Sampler, StepRecord, generate, open, placed
 from quantize.runtime.batch import ended
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Engine, each_completed
+from quantize.runtime.fused.gpus import launches_digest
 from quantize.runtime.llama_cpp import LlamaCpp, made_from
 from quantize.runtime.opening import Kind, default_kind, free_unused
 from quantize.schemes.modes import ActivationMode
@@ -106,6 +107,7 @@ class Answerer:
             "device": device if device == "cpu" else torch.cuda.get_device_name(device),
             # The CPU sets the order of float32 sums, and so their values; a GPU's do not depend on it.
             "threads": torch.get_num_threads() if device == "cpu" else None,
+            "launches": launches_digest(torch.device(device)),
             "versions": package_versions(),
         }
         self.announce: Callable[[int, int], None] = lambda samples, tokens: None

@@ -1,0 +1,53 @@
+"""Two runs are compared with intervals that hold whenever they ended."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from quick_run import TASK, rows
+from recovery.scoring import Scoring
+from recovery.sequential import Plan
+from recovery.statistics import compare
+
+from quantize.host.files import write_json
+from quantize.reports.compare import compare_runs
+from quantize.reports.scores import write_scoring
+from quantize.runs.folder import RunDir
+
+PLAN = Plan("such_questions", 100, 1, 0)
+
+
+def scored(folder: Path, right: int, looks: int) -> tuple[RunDir, Scoring]:
+    """Return a run that ended after so many looks, whose model has so many more answers right."""
+    everything = rows([float(i % 2 or i < right) for i in range(100)])
+    asked = PLAN.until(PLAN.looks[looks - 1])
+    made_with = {"planned": asdict(PLAN)}
+    scoring = Scoring(TASK, everything, {}, made_with).only(asked)
+    run = RunDir(folder)
+    write_scoring(run.evaluation / "quantized", scoring)
+    write_json(run.evaluation / "done.json", {"tasks": [TASK]})
+    return run, scoring
+
+
+@pytest.mark.parametrize(
+    ("looks", "wider"),
+    [((1, 5), (2.0, 2.6)), ((3, 2), (1.6, 2.0)), ((5, 5), (1.0, 1.05))],
+)
+def test_an_interval_holds_at_any_look(
+    looks: tuple[int, int], wider: tuple[float, float], tmp_path: Path
+) -> None:
+    """O'Brien and Fleming: z of 4.1 after 30 of 100 questions, 3.4 after 40, 2.0 after all."""
+    (a, ours), (b, theirs) = (
+        scored(tmp_path / name, right, taken)
+        for name, right, taken in (("a", 20, looks[0]), ("b", 60, looks[1]))
+    )
+    entry = compare_runs(a, b).tasks[TASK]
+    common = ours.answered & theirs.answered
+    alone = compare(
+        *(replace(each, made_with={}).only(common).by_question() for each in (ours, theirs)),
+        estimand="such_questions", margin_pp=100,
+    )  # fmt: skip
+    assert entry["difference_pp"] == alone.difference_pp
+    interval, plain = entry["difference_interval"], alone.difference_interval
+    ratio = (interval["high"] - interval["low"]) / ((plain.high or 0) - (plain.low or 0))
+    assert wider[0] < ratio < wider[1]
