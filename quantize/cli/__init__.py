@@ -8,6 +8,7 @@ command is one file and one line of `COMMANDS`.
 import difflib
 import errno
 import os
+import shlex
 import sys
 import tempfile
 from importlib import import_module
@@ -123,15 +124,24 @@ def _exit_code() -> int:
     except click.ClickException as error:
         return _misused(error)
     except (KeyboardInterrupt, click.Abort):
-        return _complain("interrupted; --resume continues this run", 130)
+        return _complain(f"interrupted{_going_on()}", 130)
     except OSError as error:
         place = error.filename or "the output folder"
         if error.errno == errno.ENOSPC:
-            return _complain(f"{place}: the disk is full; free some space, then --resume", 3)
+            return _complain(f"{place}: the disk is full; free some space{_going_on()}", 3)
         return _complain(f"{place}: {error.strerror or error}", 3)
     except (MemoryError, RuntimeError) as error:  # torch's error for a GPU is a RuntimeError
         text = " ".join(str(error).split())[:LONGEST]
         return _complain(f"out of memory ({text}); free some, or use a larger machine", 3)
+
+
+def _going_on() -> str:
+    """Return the command that goes on with what this one has done, where one does."""
+    words = sys.argv[1:]
+    if words[:1] in (["run"], ["judge"]) and "--resume" not in words:
+        words = [*words, "--resume"]
+    known = {"run", "judge", "push", "export", *(stage.name for stage in STAGES)}
+    return f"; `{shlex.join(['quantize', *words])}` goes on" if known & set(words[:1]) else ""
 
 
 def _misused(error: click.ClickException) -> int:

@@ -311,11 +311,9 @@ def run_alone(run: Run, stage: Stage, task: Callable[[Run], None] | None = None)
     check_fresh(run.folder, run.recipe, upstream(stage))
     later = [s for s in STAGES if stage in upstream(s) and (run.folder.path / s.result).exists()]
     work(run, stage, task or stage.work)
-    if is_first() and (stale := [s.name for s in later if _is_stale(run, s)]):
-        say(
-            f"{stage.name}: this made {', '.join(stale)} stale; "
-            f"`quantize run ... --resume` redoes what is stale"
-        )
+    if is_first() and (stale := [s for s in later if _is_stale(run, s)]):
+        names, commands = (s.name for s in stale), (s.command(run.folder) for s in stale)
+        say(f"{stage.name}: this made {', '.join(names)} stale; go on with {' && '.join(commands)}")
     return stage.verdict(run) if is_first() else 0
 
 

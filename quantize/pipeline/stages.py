@@ -8,6 +8,7 @@ line makes its commands and `--until` from it. Work functions import what they n
 called, so reading the list is cheap.
 """
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,7 @@ class Stage:
         runs_models: whether it runs models on the device.
         uses_scratch: whether it keeps files for another stage, or reads them.
         shares_work: whether torchrun's processes share its work; else there may be one alone.
+        adds: whether its work leaves a result that stands until the new one is whole.
     """
 
     name: str
@@ -99,6 +101,13 @@ class Stage:
     runs_models: bool = False
     uses_scratch: bool = False
     shares_work: bool = False
+    adds: bool = False
+
+    def command(self, run: RunDir) -> str:
+        """Return the command that makes a run's result again."""
+        if self.name == "plan":
+            return "quantize run ... --resume"
+        return shlex.join(["quantize", self.name, str(run.path)])
 
 
 def _plan(run: Run) -> None:
@@ -351,6 +360,7 @@ STAGES = (
         ("plan", "convert"),
         _evaluate,
         files=("evaluation",),
+        adds=True,
         lacks=_lacks_samples,
         ahead=_open_tasks,
         shares_work=True,

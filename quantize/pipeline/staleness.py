@@ -50,8 +50,7 @@ def check_fresh(folder: RunDir, recipe: Recipe, stages: Iterable[Stage]) -> None
     for stage in stages:
         if stage.is_needed(recipe) and (why := why_stale(folder, stage)):
             raise InputError(
-                f"{folder.path}: {stage.name} is stale, {why}; `quantize run ... --resume` redoes what "
-                f"is stale"
+                f"{folder.path}: {stage.name} is stale, {why}; `{stage.command(folder)}` makes it again"
             )
 
 
@@ -94,8 +93,11 @@ def _files(folder: RunDir, stage: Stage) -> Iterable[Path]:
 
 
 def forget(folder: RunDir, stage: Stage) -> None:
-    """Remove a stage's entry and, except folders, its files: a failed stage must not look done."""
-    if not is_first():
+    """Remove a stage's entry and, except folders, its files: a failed stage must not look done.
+
+    A stage that adds to its result keeps both: what stands is whole.
+    """
+    if not is_first() or stage.adds:
         return
     records = _records(folder)
     if records.pop(stage.name, None):

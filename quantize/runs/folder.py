@@ -5,6 +5,7 @@ from pathlib import Path
 from quantize.errors import InputError
 
 README, RESULTS = "README.md", ".eval_results"  # the model card, beside the checkpoint it describes
+EARLIER = "evaluation-earlier"  # scores that others, made under other conditions, have replaced
 
 
 class RunDir:

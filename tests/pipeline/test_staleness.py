@@ -48,6 +48,7 @@ def test_a_result_that_comes_out_different_makes_what_follows_stale(
     done = quick("convert", quick.folder.path)
     assert done.code == 0
     assert "this made verify, fidelity, evaluate, report stale" in done.err
+    assert f"go on with quantize verify {quick.folder.path} && quantize fidelity" in done.err
     refused = quick("report", quick.folder.path)
     assert refused.code == 2
     assert "verify is stale, convert changed since" in refused.last
@@ -83,6 +84,27 @@ def test_a_stage_that_fails_leaves_no_older_result(
     for name in ("report.json", "report.md", "report.html", "junit.xml"):
         assert not (quick.folder.path / name).exists()
     monkeypatch.undo()
+
+
+def test_an_interrupted_evaluation_of_a_finished_run_leaves_it_publishable(
+    quick: Quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quantize.stages.evaluate.evaluate.evaluate", stop)
+    words = ("evaluate", quick.folder.path, "--batch-size", 4)
+    done = quick(*words)
+    assert done.code == 130
+    assert done.last == f"error: interrupted; `quantize {' '.join(map(str, words))}` goes on"
+    assert [why_stale(quick.folder, stage) for stage in STAGES if stage.name in NAMES] == [
+        None for _ in NAMES
+    ]
+    (quick.folder.path / "report.md").unlink()
+    refused = quick("card", quick.folder.path)
+    assert f"`quantize report {quick.folder.path}` makes it again" in refused.last
+    monkeypatch.setattr("quantize.pipeline.run.started", stop)
+    assert quick.run().last.endswith(" --resume` goes on")
 
 
 def test_another_source_ends_a_single_stage(quick: Quick, tmp_path: Path) -> None:

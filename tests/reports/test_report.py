@@ -449,9 +449,9 @@ def test_an_own_task_that_became_private_shows_nothing_of_an_earlier_run(
     run: RunDir, data: Path
 ) -> None:
     """Its texts and canvases may still lie in the run folder."""
-    requests = leave_questions(run, "gsm8k", data / "gsm8k.jsonl")
+    requests = leave_questions(run.evaluation, "gsm8k", data / "gsm8k.jsonl")
     models: dict[str, Any] = {"bf16": Recorder(), "quantized": Recorder()}
-    record_differing(run, "gsm8k", requests, models)
+    record_differing(run.evaluation, "gsm8k", requests, models)
     sides = [read_scoring(run.evaluation / side, "gsm8k") for side in ("bf16", "quantized")]
     open_, canvases = questions_and_canvases(run, {"gsm8k": (sides[0], sides[1])})
     assert canvases
@@ -489,10 +489,10 @@ def test_canvases_part_in_the_second_one_or_where_one_answer_ends() -> None:
 def test_canvases_are_recorded_of_questions_that_differ(
     run: RunDir, data: Path, targets: list[Target]
 ) -> None:
-    requests = leave_questions(run, "gsm8k", data / "gsm8k.jsonl")
+    requests = leave_questions(run.evaluation, "gsm8k", data / "gsm8k.jsonl")
     models: dict[str, Any] = {"bf16": Recorder(), "quantized": Recorder()}
     for _ in range(2):  # what is recorded is not recorded again
-        record_differing(run, "gsm8k", requests, models)
+        record_differing(run.evaluation, "gsm8k", requests, models)
     verdict_of(run, targets)
     content = read_json(run.report_json)
     differ = content["questions"]["gsm8k"]["differ"]
@@ -508,20 +508,20 @@ def test_canvases_are_recorded_of_questions_that_differ(
     assert {lost[side]["answer"]: lost[side]["as_scored"] for side in lost}["[invalid]"]
     assert not all(side["as_scored"] for side in lost.values())
     change_rows(run, "quantized", "gsm8k", scores={"strict-match": 1.0})
-    record_differing(run, "gsm8k", requests, models)
+    record_differing(run.evaluation, "gsm8k", requests, models)
     assert len(models["quantized"].asked) > len(wanted)  # other scores, recorded again
 
 
 def test_where_nothing_differs_one_question_is_recorded(run: RunDir, data: Path) -> None:
     shutil.copytree(run.evaluation / "bf16", run.evaluation / "quantized", dirs_exist_ok=True)
-    requests = leave_questions(run, "gsm8k", data / "gsm8k.jsonl")
+    requests = leave_questions(run.evaluation, "gsm8k", data / "gsm8k.jsonl")
     model: Any = Recorder()
-    record_differing(run, "gsm8k", requests, {"bf16": model})
+    record_differing(run.evaluation, "gsm8k", requests, {"bf16": model})
     assert [request.prompt for request in model.asked] == [requests[0].prompt]
 
 
 def test_no_question_of_a_private_task_is_left(run: RunDir, data: Path) -> None:
-    assert leave_questions(run, "gpqa_diamond", data / "gpqa_diamond.csv") == {}
+    assert leave_questions(run.evaluation, "gpqa_diamond", data / "gpqa_diamond.csv") == {}
     assert [file.name for file in (run.evaluation / "questions").iterdir()] == ["gsm8k.json"]
 
 

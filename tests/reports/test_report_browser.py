@@ -40,8 +40,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [*steps_of("1 1 00", "1 1 10", "1 2 11"), *steps_of("2 2 00", "2 1 11", canvas=1)]
         ),
     }
-    requests = leave_questions(run, "gsm8k", data / "gsm8k.jsonl")
-    record_differing(run, "gsm8k", requests, sides)
+    requests = leave_questions(run.evaluation, "gsm8k", data / "gsm8k.jsonl")
+    record_differing(run.evaluation, "gsm8k", requests, sides)
     tensors = Checkpoint.open(CHECKPOINT).tensors
     write_report(run, recipe(), plan_targets(tensors, recipe().quantization))
     return run.report_html

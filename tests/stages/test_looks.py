@@ -248,3 +248,27 @@ def test_a_run_that_dies_anywhere_ends_with_the_same_scores(
     broken.dies_after = 1 << 30
     assert broken.score(estimand=estimand, repeats=repeats) == whole
     assert broken.files() == bench.files()
+
+
+def test_scores_stand_until_those_of_other_conditions_are_whole(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C changes nothing of a finished run; what is replaced is kept; the reason comes first."""
+    assert bench.score().outcome == "PASS"
+    before, asked = bench.files(), len(bench.asked)
+    bench.dies_after = asked + 50
+    with pytest.raises(KeyboardInterrupt):
+        bench.score(batch_size=4)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{WORDS}, bf16: scored with batch_size 8, now 4, so it is asked again" in said
+    assert bench.files() == before
+    bench.dies_after = 1 << 30
+    assert bench.score(batch_size=4).outcome == "PASS"
+    assert len(bench.asked) == 2 * asked + 50 % 4  # the batch that was interrupted
+    rows = f"evaluation/bf16/{WORDS}"
+    after = bench.files()
+    assert after[f"{rows}.conditions.json"] != before[f"{rows}.conditions.json"]
+    for side in ("bf16", "quantized"):
+        (kept,) = (bench.run.path / "evaluation-earlier").glob(f"*/{side}/*.conditions.json")
+        assert kept.read_bytes() == before[f"evaluation/{side}/{kept.name}"]
+    assert not list(bench.run.path.glob("*.partial"))

@@ -6,10 +6,12 @@ fails ends. What was planned is a condition of every score, noted before the fir
 are not judged answer the same questions.
 
 A part is done when a model's rows have its answers and its conditions file names the model and the
-settings of this run. Finished samples are kept beside the rows until all that was planned is there. The
-baseline's scores do not depend on the recipe, so runs share its samples in `.bf16/` beside the runs,
-under a hash of everything they depend on. A model is loaded when it is first asked, and released when
-the other one's turn comes; the one that is there goes first.
+settings of this run. A finished evaluation stays as it is until what is scored beside it is whole, and
+scores that other conditions replace are kept in evaluation-earlier/. Finished samples are kept beside
+the rows until all that was planned is there. The baseline's scores do not depend on the recipe, so runs
+share its samples in `.bf16/` beside the runs, under a hash of everything they depend on. A model is
+loaded when it is first asked, and released when the other one's turn comes; the one that is there goes
+first.
 
 Under `torchrun --nproc-per-node N` the processes share each part's batches, one GPU each where there
 are GPUs (recovery.samples.Share); every batch is what one process would have made of it, so the scores
@@ -18,6 +20,7 @@ are the same. The first process writes what they have found, and decides for all
 
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,14 +39,14 @@ from recovery.statistics import Comparison
 
 from quantize.bundled import HELDOUT
 from quantize.errors import InputError, ResourceError
-from quantize.host.files import read_json, write_json
+from quantize.host.files import TEMPORARY_SUFFIX, read_json, write_json
 from quantize.host.locks import locked
 from quantize.host.processes import Processes, joined
 from quantize.host.progress import metered, say
 from quantize.host.units import duration
 from quantize.recipe.sections import LEAST, Evaluation, Gate
 from quantize.reports.scores import read_scoring, write_scoring
-from quantize.runs.folder import RunDir
+from quantize.runs.folder import EARLIER, RunDir
 from quantize.runs.models import BASELINE
 from quantize.stages.evaluate.compared_models import (
     Backend,
@@ -56,6 +59,7 @@ from quantize.stages.evaluate.local_model import Answerer
 from quantize.stages.evaluate.recording import leave_questions, record_differing
 
 BUNDLED_TASKS = ("word_problems", "word_problems_thinking")
+DONE = "done.json"
 QUESTION_TOKENS = 1024  # room for a prompt; a longer one gets room when it comes
 
 
@@ -130,14 +134,16 @@ def evaluate(
             rates = Rates()
             answers = Answers(run, processes, rates)
             _announce(tasks, models, gate)
+            answers.tell_what_differs(models, tasks)
             taken = _ask_until_decided(answers, models[:2], tasks, gate, go_on=go_on)
             done = {task: taken[task.name] for task in tasks if task.name in taken}
             answers.ask(models[2:], done)
         except ServerError as error:
             raise ResourceError(str(error)) from error
         if processes.rank == 0:
-            _leave_for_the_report(answers, run, models[:2], list(done))
-            _finish(run, tasks, done)
+            _leave_for_the_report(answers, models[:2], list(done))
+            _finish(answers.folder, tasks, done)
+            answers.finish()
         answers.release()
     return rates.by_model
 
@@ -239,31 +245,29 @@ def _ask_until_decided(
 
 
 def _leave_for_the_report(
-    answers: "Answers", run: RunDir, judged: Sequence[ComparedModel], tasks: Sequence[Task]
+    answers: "Answers", judged: Sequence[ComparedModel], tasks: Sequence[Task]
 ) -> None:
     """Write the questions of every task, and record canvases of those that differ."""
-    requests = {task.name: leave_questions(run, task.name, task.data, task.own) for task in tasks}
+    folder = answers.folder
+    requests = {
+        task.name: leave_questions(folder, task.name, task.data, task.own) for task in tasks
+    }
     if not all(isinstance(model.backend, Answerer) for model in judged):
         return
     for model in answers.there_first(judged):
         assert isinstance(model.backend, Answerer)
         for task, own in requests.items():
             if own:
-                record_differing(run, task, own, {model.name: model.backend})
+                record_differing(folder, task, own, {model.name: model.backend})
         model.backend.release()
 
 
-def _finish(run: RunDir, tasks: Sequence[Task], done: Mapping[Task, int]) -> None:
+def _finish(folder: Path, tasks: Sequence[Task], done: Mapping[Task, int]) -> None:
     """Write what was asked, for the report, and for later runs, which see what is left."""
     looks = {task.name: {"taken": n, "of": len(task.plan.looks)} for task, n in done.items()}
-    write_json(
-        run.evaluation / "done.json",
-        {
-            "tasks": [task.name for task in done],
-            "not_asked": [task.name for task in tasks if task not in done],
-            "looks": looks,
-        },
-    )
+    names = [task.name for task in done]
+    left = [task.name for task in tasks if task not in done]
+    write_json(folder / DONE, {"tasks": names, "not_asked": left, "looks": looks})
 
 
 class Answers:
@@ -273,11 +277,47 @@ class Answers:
         run: folder that scores go to.
         processes: processes that share the work.
         rates: counter of samples, tokens and seconds.
+
+    Attributes:
+        folder: where scores go: beside those of a finished evaluation, until `finish`.
     """
 
     def __init__(self, run: RunDir, processes: Processes, rates: "Rates") -> None:
         self._run, self._processes, self._rates = run, processes, rates
         self._there: Backend | None = None
+        self._whole: list[SampleStore] = []
+        self.folder = run.evaluation
+        if processes.rank == 0 and (run.evaluation / DONE).exists():
+            self.folder = run.path / f"evaluation{TEMPORARY_SUFFIX}"
+            shutil.rmtree(self.folder, ignore_errors=True)
+            unfinished = shutil.ignore_patterns(f"*{TEMPORARY_SUFFIX}*")
+            shutil.copytree(run.evaluation, self.folder, ignore=unfinished)
+
+    def finish(self) -> None:
+        """Put the scores where they stand, and remove the samples that they are made of."""
+        if self.folder != self._run.evaluation:
+            for path in sorted(self.folder.rglob("*"), key=lambda path: path.name == DONE):
+                place = self._run.evaluation / path.relative_to(self.folder)
+                if path.is_file():
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    path.replace(place)
+            shutil.rmtree(self.folder)
+        for store in self._whole:
+            store.remove()
+
+    def tell_what_differs(self, models: Sequence[ComparedModel], tasks: Sequence[Task]) -> None:
+        """Say which scores that stand will be made again, and why."""
+        for model in models if self._processes.rank == 0 else ():
+            for task in tasks:
+                standing = self._standing(model, task)
+                differs = standing and first_difference(standing.made_with, made_with(model, task))
+                if differs:
+                    key, before, now = differs
+                    say(
+                        f"{task.name}, {model.name}: scored with {key} {before}, now {now}, so it is "
+                        f"asked again; what stands stays until the new scores are whole, and then in "
+                        f"{self._run.path / EARLIER}"
+                    )
 
     def there_first(self, models: Sequence[ComparedModel]) -> list[ComparedModel]:
         """Return models, those that are loaded before the others."""
@@ -291,13 +331,14 @@ class Answers:
 
     def scored(self, model: ComparedModel, task: Task) -> Scoring | None:
         """Return the scores of a task under this run's conditions, in the first process alone."""
-        if self._processes.rank:
-            return None
+        found = None if self._processes.rank else self._standing(model, task)
+        return found if found and found.made_with == made_with(model, task) else None
+
+    def _standing(self, model: ComparedModel, task: Task) -> Scoring | None:
         try:
-            found = read_scoring(self._run.evaluation / model.name, task.name)
+            return read_scoring(self.folder / model.name, task.name)
         except InputError:  # nothing is there, or it was changed
             return None
-        return found if found.made_with == made_with(model, task) else None
 
     def compared(
         self, judged: Sequence[ComparedModel], task: Task, gate: Gate
@@ -357,9 +398,13 @@ class Answers:
             if more is None:
                 return
             whole = more if scored is None else scored.and_more(more)
-            write_scoring(self._run.evaluation / model.name, whole)
+            if scored is None and (before := self._standing(model, task)):
+                write_scoring(
+                    self._run.path / EARLIER / _key(before.made_with) / model.name, before
+                )
+            write_scoring(self.folder / model.name, whole)
             if model.name != BASELINE and len(whole.rows) == task.samples:
-                store.remove()
+                self._whole.append(store)
 
     def tell_look(self, tasks: Sequence[Task], task: Task, looks: int, found: Comparison) -> None:
         """Print what a look at a task shows, and the time that the rest takes at most."""
@@ -402,7 +447,7 @@ class Answers:
     def _store(self, model: ComparedModel, task: Task) -> Generator[SampleStore]:
         """Hold the store of a task's finished samples: in the run, or shared for a local BF16."""
         made = made_with(model, task)
-        key = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:12]
+        key = _key(made)
         path = self._run.evaluation / model.name / f"{task.name}-{key}.partial.jsonl"
         if model.name == BASELINE and isinstance(model.backend, Answerer):
             path = self._run.path.parent / ".bf16" / f"{task.name}-{key}.jsonl"
@@ -425,6 +470,24 @@ def made_with(model: ComparedModel, task: Task) -> dict[str, Any]:
     if task.digest is not None:
         found["definition"] = task.digest
     return json.loads(json.dumps(found))  # equal to what is read back
+
+
+def _key(made: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def first_difference(
+    one: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[str, Any, Any] | None:
+    """Return the first key ("versions.torch") that differs and both values, None if all are equal."""
+    for key in sorted(one.keys() | other.keys()):
+        a, b = one.get(key), other.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            if inside := first_difference(a, b):
+                return f"{key}.{inside[0]}", *inside[1:]
+        elif a != b:
+            return key, a, b
+    return None
 
 
 class Rates:

@@ -19,7 +19,6 @@ from recovery.scoring import Row, Scoring, first_requests
 from quantize.host.files import read_json, write_json
 from quantize.reports.questions import differing
 from quantize.reports.scores import read_scoring
-from quantize.runs.folder import RunDir
 from quantize.runs.models import BASELINE, CANDIDATE
 from quantize.stages.evaluate.local_model import Answerer
 
@@ -27,38 +26,38 @@ RECORDED = 8  # questions of a task whose canvases are recorded
 
 
 def leave_questions(
-    run: RunDir, task: str, data_file: Path | None, definition: Definition | None = None
+    folder: Path, task: str, data_file: Path | None, definition: Definition | None = None
 ) -> dict[int, Request]:
     """Write the text of every question that was asked; return the requests by question index."""
     if is_private(task, definition):
         return {}
-    asked = sorted({row.doc_id for row in read_scoring(run.evaluation / BASELINE, task).rows})
+    asked = sorted({row.doc_id for row in read_scoring(folder / BASELINE, task).rows})
     found = first_requests(
         task, data_file=data_file, definition=definition, questions=asked, seed=0
     )
     requests = dict(zip(asked, found, strict=True))
     prompts = {str(index): request.prompt for index, request in requests.items()}
-    write_json(run.evaluation / "questions" / f"{task}.json", {"prompts": prompts})
+    write_json(folder / "questions" / f"{task}.json", {"prompts": prompts})
     return requests
 
 
 def record_differing(
-    run: RunDir, task: str, requests: Mapping[int, Request], models: Mapping[str, Answerer]
+    folder: Path, task: str, requests: Mapping[int, Request], models: Mapping[str, Answerer]
 ) -> None:
     """Record how differing answers were denoised on both sides; an equal one where none differ.
 
     Args:
-        run: the run whose scores are compared.
+        folder: the scores that are compared, by model.
         task: name of a task that is not private.
         requests: question -> its request.
         models: side -> its model, of both sides or of one.
     """
-    sides = {side: read_scoring(run.evaluation / side, task) for side in (BASELINE, CANDIDATE)}
+    sides = {side: read_scoring(folder / side, task) for side in (BASELINE, CANDIDATE)}
     chosen = choose(*sides.values())
     answers = [[row.doc_id, row.repeat] for row in chosen]
     for side, model in models.items():
-        path = run.evaluation / side / f"{task}.canvases.json"
-        of = {"answers": answers, "scores": _digest(run, side, task)}
+        path = folder / side / f"{task}.canvases.json"
+        of = {"answers": answers, "scores": _digest(folder, side, task)}
         if path.exists() and read_json(path).get("of") == of:
             continue
         recorded = model.record([replace(requests[r.doc_id], seed=r.seed) for r in chosen])
@@ -75,5 +74,5 @@ def choose(base: Scoring, other: Scoring) -> Sequence[Row]:
     return found or base.rows[:1]
 
 
-def _digest(run: RunDir, side: str, task: str) -> str:
-    return hashlib.sha256((run.evaluation / side / f"{task}.jsonl").read_bytes()).hexdigest()[:16]
+def _digest(folder: Path, side: str, task: str) -> str:
+    return hashlib.sha256((folder / side / f"{task}.jsonl").read_bytes()).hexdigest()[:16]
