@@ -13,16 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from recovery.pairing import in_common
-from recovery.scoring import Scoring
-from recovery.sequential import nominal_levels
 from rich.markup import escape
 from rich.table import Table
 
 from quantize.errors import InputError
 from quantize.host.files import read_json
 from quantize.reports.questions import differing, question_counts, question_row
-from quantize.reports.scores import pair, read_scoring
+from quantize.reports.scores import at_any_look, pair, read_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.models import CANDIDATE
 
@@ -62,19 +59,11 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
         ours, theirs = (read_scoring(run.evaluation / CANDIDATE, task) for run in (a, b))
         entries[task], _ = pair(
             ours, theirs, estimand="such_questions", margin_pp=100,
-            confidence=at_any_look(ours, theirs),
+            confidence=at_any_look(ours, theirs, CONFIDENCE),
         )  # fmt: skip
         questions[task] = [] if entries[task]["not_comparable"] else differing(ours, theirs)
     reasons = (f"{t}: {e['not_comparable']}" for t, e in entries.items() if e["not_comparable"])
     return RunComparison(entries, questions, _facts(a, b), next(reasons, None))
-
-
-def at_any_look(a: Scoring, b: Scoring) -> float:
-    """Return the confidence of one interval so that those of all looks together have CONFIDENCE."""
-    fractions = tuple(look.fraction for look in in_common(a, b)[2])
-    if fractions in ((), (1.0,)):
-        return CONFIDENCE
-    return 1 - 2 * nominal_levels(fractions, (1 - CONFIDENCE) / 2)[-1]
 
 
 def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:

@@ -13,6 +13,7 @@ from recovery.estimands import Estimand
 from recovery.gate import Verdict
 from recovery.pairing import in_common, paired
 from recovery.scoring import Row, Scoring
+from recovery.sequential import nominal_levels
 from recovery.statistics import Comparison
 
 from quantize.errors import InputError
@@ -44,6 +45,14 @@ def pair(
         "quantized_counts": counts(other.rows),
     }
     return entry, comparison
+
+
+def at_any_look(a: Scoring, b: Scoring, confidence: float) -> float:
+    """Return the confidence of one look's interval, so that those of all looks together have theirs."""
+    fractions = tuple(look.fraction for look in in_common(a, b)[2])
+    if fractions in ((), (1.0,)):
+        return confidence
+    return 1 - 2 * nominal_levels(fractions, (1 - confidence) / 2)[-1]
 
 
 def write_scoring(folder: Path, scoring: Scoring) -> None:
