@@ -15,7 +15,12 @@ import triton
 import triton.language as tl
 
 TILE = 128
-TOKENS = 64  # a step of the loop: two tiles of x in two stages are 64 KB, which every target has
+# TOKENS is a step of the loop: two tiles of x in two stages are 64 KB, which every target has.
+TOKENS, LAUNCH = 64, {"num_warps": 8, "num_stages": 2}
+CHOICES = (
+    {"num_warps": 8, "num_stages": 3}, {"num_warps": 8, "num_stages": 4},
+    {"num_warps": 4, "num_stages": 2}, {"num_warps": 4, "num_stages": 3},
+)  # fmt: skip
 
 
 @triton.jit
@@ -59,6 +64,6 @@ def add(
     K = x.shape[1]
     blocks = triton.cdiv(K, TILE)
     gram_kernel[(blocks, blocks, len(tiles))](
-        x, order, starts, tiles, K, tiles.shape[1], TOPK=topk, BM=TILE, BK=TOKENS, num_warps=8,
-        num_stages=2,
+        x, order, starts, tiles, K, tiles.shape[1], TOPK=topk, BM=TILE, BK=TOKENS,
+        **LAUNCH,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from quantize.host.processes import Processes
+from quantize.runtime.engine import launches_alone
 
 
 class Ranges:
@@ -18,6 +19,7 @@ class Ranges:
         self._rows: Tensor | None = None
         self._largest = torch.empty(0)
 
+    @launches_alone
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
         """Observe the rows that enter the Linear `name`, and the experts of each, if any."""
         if experts is None:
@@ -33,10 +35,8 @@ class Ranges:
         self._keep(name, found)
 
     def _keep(self, name: str, found: Tensor) -> None:
-        before = self._amax.get(name)
-        self._amax[name] = (
-            found if before is None else torch.maximum(before, found.to(before.device))
-        )
+        before = self._amax.setdefault(name, found.clone())
+        torch.maximum(before, found.to(before.device), out=before)
 
     def pool(self, processes: Processes) -> None:
         """Add what the other processes have seen: maxima of maxima, so nothing is rounded."""

@@ -3,6 +3,8 @@
 Inputs are cut into blocks of 128. Tile t = j (j + 1) / 2 + i holds the products of inputs of the
 blocks i <= j; the other tiles are these, transposed. So the Hessians of a layer of the 26B model take
 2.4 GB, and bf16 rows on a GPU are added by a kernel that computes no more (`fused_dequant/gram.py`).
+It takes several passes at once: to read and write 2.4 GB takes as long as the sums of a pass of 2,048
+rows.
 """
 
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from torch.nn.functional import pad
 from quantize.schemes.gptq import shrunk
 
 TILE = 128
+PASSES, PASSES_BYTES = 8, 256 << 20  # whose rows a kernel adds at once, as many as both allow
 
 
 def tiles_of(inputs: int) -> int:
@@ -29,55 +32,73 @@ class Hessians:
 
     Attributes:
         names: the inputs that are summed, as `watch_inputs` names them.
-        sums: name -> [E, tiles, 128, 128] float32; E is 1 for a dense Linear.
-        tokens: name -> [E] int64.
     """
 
     def __init__(self, names: Sequence[str], experts: int) -> None:
         self.names, self._experts = frozenset(names), experts
-        self.sums: dict[str, Tensor] = {}
-        self.tokens: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._tokens: dict[str, Tensor] = {}
         self._inputs: dict[str, int] = {}
-        self._choices: tuple[Tensor, ...] | None = None
+        self._waiting: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
+        self._choices: tuple[Sequence[Tensor], Tensor, Tensor] | None = None
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
         """Add the rows of one input to its sums."""
         if name not in self.names:
             return
         x = rows.flatten(0, -2).contiguous()
-        count = 1 if experts is None else self._experts
-        if name not in self.sums:
-            shape = (count, tiles_of(x.shape[1]), TILE, TILE)
-            self.sums[name] = torch.zeros(shape, dtype=torch.float32, device=x.device)
-            self.tokens[name] = torch.zeros(count, dtype=torch.int64, device=x.device)
-            self._inputs[name] = x.shape[1]
-        order, starts = _alone(len(x), x.device) if experts is None else self._sorted(experts)
-        self.tokens[name] += starts.diff()
-        _add(self.sums[name], x, order, starts, 1 if experts is None else experts.shape[1])
+        waiting = self._waiting.setdefault(name, [])
+        waiting.append((x, experts))
+        many = len(waiting) == PASSES or sum(own.nbytes for own, _ in waiting) >= PASSES_BYTES
+        if many or not _in_kernels(x):
+            self._settle(name)
 
-    def _sorted(self, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the choices sorted by experts, and where each expert's begin.
+    def sums(self, name: str) -> Tensor:
+        """Return an input's sums by tile: [E, tiles, 128, 128] float32; E is 1 for a dense Linear."""
+        self._settle(name)
+        return self._sums[name]
+
+    def tokens(self, name: str) -> Tensor:
+        """Return how many tokens each expert saw: [E] int64."""
+        self._settle(name)
+        return self._tokens[name]
+
+    def _settle(self, name: str) -> None:
+        """Add what waits."""
+        if not (waiting := self._waiting.pop(name, None)):
+            return
+        x = torch.cat([own for own, _ in waiting])
+        chosen = [ids for _, ids in waiting if ids is not None]
+        count = self._experts if chosen else 1
+        if name not in self._sums:
+            shape = (count, tiles_of(x.shape[1]), TILE, TILE)
+            self._sums[name] = torch.zeros(shape, dtype=torch.float32, device=x.device)
+            self._tokens[name] = torch.zeros(count, dtype=torch.int64, device=x.device)
+            self._inputs[name] = x.shape[1]
+        order, starts = self._sorted(chosen) if chosen else _alone(len(x), x.device)
+        self._tokens[name] += starts.diff()
+        _add(self._sums[name], x, order, starts, chosen[0].shape[1] if chosen else 1)
+
+    def _sorted(self, chosen: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the choices of some passes sorted by experts, and where each expert's begin.
 
         The experts' two inputs have the same choices, which are sorted once: a tensor that is held
         shares its memory with none but its views.
         """
-        known, *found = self._choices or (None,)
-        if known is None or (known.data_ptr(), known.numel()) != (
-            experts.data_ptr(),
-            experts.numel(),
-        ):
+        if self._choices is None or _places_of(self._choices[0]) != _places_of(chosen):
             narrow = (
                 torch.uint8 if self._experts <= 256 else torch.int64
             )  # a pass of sorting a byte
-            ids, order = experts.flatten().to(narrow).sort(stable=True)
-            each = torch.arange(self._experts + 1, device=experts.device)
-            found = [order, torch.searchsorted(ids.long(), each)]
-            self._choices = (experts, *found)
-        return found[0], found[1]
+            flat = torch.cat([ids.flatten() for ids in chosen]).to(narrow)
+            ids, order = flat.sort(stable=True)
+            each = torch.arange(self._experts + 1, device=ids.device)
+            self._choices = chosen, order, torch.searchsorted(ids.long(), each)
+        return self._choices[1], self._choices[2]
 
     def sum(self, name: str) -> Tensor:
         """Return an input's whole sums [E, in, in]."""
-        return whole(self.sums[name], self._inputs[name])
+        sums = self.sums(name)
+        return whole(sums, self._inputs[name])
 
     def mean(self, name: str, at: slice = slice(None)) -> Tensor:
         """Return the shrunk mean Hessians [E', in, in] of an input, of all experts or those `at`.
@@ -85,8 +106,13 @@ class Hessians:
         Raises:
             QuantizeError: the input saw no token, or one that was not finite.
         """
+        sums, tokens = self.sums(name), self.tokens(name)
         inputs = self._inputs[name]
-        return whole(shrunk(self.sums[name], self.tokens[name], at, inputs), inputs)
+        return whole(shrunk(sums, tokens, at, inputs), inputs)
+
+
+def _places_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(own.data_ptr(), own.numel()) for own in tensors]
 
 
 @lru_cache(4)
@@ -95,9 +121,13 @@ def _alone(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.arange(rows, device=device), torch.tensor([0, rows], device=device)
 
 
+def _in_kernels(x: Tensor) -> bool:
+    return launches(x.device) and x.dtype == torch.bfloat16
+
+
 def _add(tiles: Tensor, x: Tensor, order: Tensor, starts: Tensor, topk: int) -> None:
     """Add x x^T of each expert's rows; see `fused_dequant.gram.add`."""
-    if launches(x.device) and x.dtype == torch.bfloat16:
+    if _in_kernels(x):
         from fused_dequant import gram
 
         gram.add(tiles, x, order, starts, topk)

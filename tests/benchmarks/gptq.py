@@ -1,13 +1,15 @@
 """What GPTQ of one layer of the 26B model takes on this GPU, part by part.
 
-    python tests/benchmarks/gptq.py [--experts 128] [--torch-experts 2]
+    python tests/benchmarks/gptq.py [--torch-experts 2]
 
-Random weights, Hessians of random correlated activations, NVFP4. For both expert matrices it prints the
-seconds of a layer: Hessians' sums from a pass of 1,024 tokens, then factors, GPTQ, coordinate descent
-and losses of as many experts as `experts_at_once` says, projected to the layer; microseconds of each
+Random weights, Hessians of random correlated activations, NVFP4. For every unit of a layer it prints
+the time of a layer, and in brackets what the host took to launch it: Hessians of eight passes of 2,048
+tokens under some launch configurations of `gram`; the mean, factors, GPTQ, coordinate descent and
+losses of as many experts as `experts_at_once` says, projected to the layer; microseconds of each
 kernel; and the same parts in torch for a few experts. The first call of a kernel compiles it.
 """
 
+import time
 from collections.abc import Callable
 
 import click
@@ -15,54 +17,89 @@ import torch
 from torch import Tensor
 from transfer import seconds
 
-from quantize.schemes import gptq
+from quantize.schemes import gptq, hessians
 from quantize.schemes.hessians import Hessians
 from quantize.schemes.records import SCHEMES
 from quantize.schemes.rounding import E2M1_GROUPS, block_scale, global_scale
 from quantize.stages.round_weights.round_weights import experts_at_once
 
-SHAPES = {"gate_up": (1408, 2816), "down": (2816, 704)}
-TOKENS, TOPK = 1024, 8
+# experts, rows, inputs, choices of a token that are rows of the input, and those that are not
+UNITS = {
+    "experts gate_up": (128, 1408, 2816, 1, 8), "experts down": (128, 2816, 704, 8, 1),
+    "q, k, v": (1, 8192, 2816, 1, 0), "o": (1, 2816, 4096, 1, 0),
+    "o of a full layer": (1, 2816, 8192, 1, 0), "gate, up": (1, 4224, 2816, 1, 0),
+    "down": (1, 2816, 2112, 1, 0),
+}  # fmt: skip
+TOKENS = 2048
 GRID = E2M1_GROUPS
+Times = tuple[float, float]
 
 
-def accumulated(name: str, experts: int, inputs: int) -> tuple[Hessians, float]:
-    """Return Hessians of two passes, and the seconds of the second."""
-    hessians = Hessians([name], experts)
+def timed(work: Callable[[], object]) -> Times:
+    """Return the seconds of work on the device, and those until the host had launched it."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    launched = time.perf_counter() - started
+    torch.cuda.synchronize()
+    return time.perf_counter() - started, launched
+
+
+def show(title: str, figures: dict[str, Times], factor: float = 1.0) -> None:
+    """Print one line of milliseconds."""
+    each = (f"{k} {v * factor * 1e3:.4g} ({h * factor * 1e3:.3g})" for k, (v, h) in figures.items())
+    print(f"{title}: " + ", ".join(each), flush=True)
+
+
+def accumulated(name: str) -> tuple[Hessians, dict[str, Times]]:
+    """Return Hessians of three groups of passes, and milliseconds of the last by configuration."""
+    from fused_dequant import gram
+
+    experts, _, inputs, rows_each, topk = UNITS[name]
+    found, times = Hessians([name], experts), dict[str, Times]()
     mix = torch.eye(inputs, device="cuda")
     mix += torch.randn(inputs, inputs, device="cuda") / inputs**0.5
-    took = 0.0
-    for _ in range(2):
-        rows = (torch.randn(TOKENS, inputs, device="cuda") @ mix).bfloat16()
-        ids = torch.rand(TOKENS, experts, device="cuda").topk(min(TOPK, experts)).indices
-        if name == "down":  # a row for each choice
-            rows, ids = rows.repeat_interleave(ids.shape[1], 0), ids.flatten()[:, None]
-        took = seconds(lambda rows=rows, ids=ids: hessians.see(name, rows, ids))
-    return hessians, took
+    passes: list[tuple[Tensor, Tensor | None]] = []
+    for _ in range(hessians.PASSES):
+        rows = (torch.randn(TOKENS * rows_each, inputs, device="cuda") @ mix).bfloat16()
+        ids = torch.rand(len(rows), experts, device="cuda").topk(max(1, topk)).indices
+        passes.append((rows, ids if topk else None))
+    usual = gram.LAUNCH
+    for launch in ({}, *gram.CHOICES):
+        gram.LAUNCH = launch or usual
+        try:
+            for _ in range(2):
+                own = timed(lambda: [found.see(name, *each) for each in passes])
+            times[str(launch)] = own
+        except Exception as error:
+            print(f"{launch}: {error!s:.200}")
+    gram.LAUNCH = usual
+    return found, times
 
 
-def parts(weight: Tensor, hessian: Tensor) -> dict[str, float]:
-    """Return seconds of the parts of `gptq.gptq`, and of the whole."""
+def parts(weight: Tensor, hessian: Tensor) -> dict[str, Times]:
+    """Return the times of the parts of `gptq.gptq`, and of the whole."""
     scheme = SCHEMES["NVFP4"]
     ranges = scheme.observe(weight, "memoryless_minmax")
     shared = global_scale([ranges])
-    whole = seconds(lambda: gptq.gptq(scheme, weight, hessian, shared))
-    found = {"whole": whole}
+    gptq.gptq(scheme, weight, hessian, shared)
+    found = {"whole": timed(lambda: gptq.gptq(scheme, weight, hessian, shared))}
     wide, one = weight.float(), shared[:, 0]
     scales, codes = block_scale(ranges, shared[..., None]), torch.empty_like(wide)
     kept: list[Tensor] = []
-    found["factor"] = seconds(lambda: kept.append(gptq._factored(hessian)[0]))
-    found["spread"] = seconds(lambda: gptq._spread_errors(wide, kept[0], one, codes, scales, GRID))
+    found["factor"] = timed(lambda: kept.append(gptq._factored(hessian)[0]))
+    found["spread"] = timed(lambda: gptq._spread_errors(wide, kept[0], one, codes, scales, GRID))
     kept.clear()
-    found["descend"] = seconds(lambda: gptq._descend(wide, codes, scales, hessian, one, GRID))
-    found["losses"] = seconds(lambda: gptq._losses(wide, (wide, wide), hessian))
+    found["descend"] = timed(lambda: gptq._descend(wide, codes, scales, hessian, one, GRID))
+    found["losses"] = timed(lambda: gptq._losses(wide, (wide, wide), hessian))
     return found
 
 
-def block_microseconds(experts: int, out: int) -> dict[str, float]:
-    """Return microseconds of both kernels, and of the product within a span of inputs."""
+def block_times(experts: int, out: int) -> dict[str, Times]:
+    """Return the times of 1,000 of both kernels, and of the products beside them."""
     rows = torch.randn(experts, out, gptq.SPAN, device="cuda") * 0.05
     eye = torch.eye(gptq.SPAN, device="cuda").expand(experts, -1, -1).contiguous()
+    wide = torch.zeros(experts, out, 2816, device="cuda")
     codes, moved = torch.empty_like(rows), torch.empty_like(rows)
     shared, scales = torch.full((experts,), 7e3, device="cuda"), torch.ones_like(rows[..., 0])
     one, rest = slice(16), slice(16, None)
@@ -73,50 +110,46 @@ def block_microseconds(experts: int, out: int) -> dict[str, float]:
         "product of a block": lambda: gptq._subtract(
             rows[..., rest], moved[..., one], eye[:, one, rest]
         ),
+        "product of a span": lambda: gptq._subtract(wide, moved, wide[:, :128]),
     }
-    found: dict[str, float] = {}
+    found: dict[str, Times] = {}
     for name, work in works.items():
         work()
-        found[name] = seconds(lambda work=work: [work() for _ in range(50)]) / 50 * 1e6
+        found[name] = timed(lambda work=work: [work() for _ in range(20)])
     return found
 
 
-def show(title: str, figures: dict[str, float], unit: str) -> None:
-    """Print one line of figures."""
-    print(f"{title}: " + ", ".join(f"{k} {v:.3g} {unit}" for k, v in figures.items()), flush=True)
-
-
-def measure(name: str, experts: int, few: int) -> None:
-    """Measure one matrix of the experts."""
-    out, inputs = SHAPES[name]
-    hessians, took = accumulated(name, experts, inputs)
-    print(f"{name} [{experts}, {out}, {inputs}]: {took * 1e3:.1f} ms a pass of {TOKENS} tokens")
+def measure(name: str, few: int) -> None:
+    """Measure one unit."""
+    experts, out, inputs, *_ = UNITS[name]
+    found, grams = accumulated(name)
+    print(f"{name} [{experts}, {out}, {inputs}]", flush=True)
+    show(f"  Hessians of {hessians.PASSES} passes of {TOKENS} tokens, ms", grams)
     at_once = experts_at_once(experts, out, inputs)
     weight = (torch.randn(at_once, out, inputs, device="cuda") * 0.02).bfloat16()
-    first = seconds(lambda: block_microseconds(1, out))
-    show(f"  {at_once} experts, first calls {first:.1f} s", block_microseconds(at_once, out), "us")
+    seconds(lambda: block_times(1, 64))
+    show(f"  {at_once} experts, us", block_times(at_once, out), 1e3 / 20)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    mean = hessians.mean(name, slice(at_once))
-    found = parts(weight, mean)
-    found["mean"] = seconds(lambda: hessians.mean(name, slice(at_once)))
+    mean = found.mean(name, slice(at_once))
+    times = parts(weight, mean)
+    times["mean"] = timed(lambda: found.mean(name, slice(at_once)))
     peak = (torch.cuda.max_memory_allocated() - before) / 1e9
-    show(f"  {at_once} experts ({peak:.1f} GB)", found, "s")
-    show("  a layer", {k: v * experts / at_once for k, v in found.items()}, "s")
-    if few:
+    show(f"  a layer, ms ({peak:.1f} GB)", times, experts / at_once)
+    if few and experts > 1:
         kernels, gptq.launches = gptq.launches, lambda _: False
-        show(f"  {few} experts in torch", parts(weight[:few], mean[:few].clone()), "s")
+        show(f"  {few} experts in torch, ms", parts(weight[:few], mean[:few].clone()))
         gptq.launches = kernels
 
 
 @click.command()
-@click.option("--experts", default=128, show_default=True, help="Experts of the layer.")
-@click.option("--torch-experts", default=2, show_default=True, help="Experts in torch; 0 for none.")
-def main(experts: int, torch_experts: int) -> None:
-    """Measure both expert matrices of a layer."""
+@click.option("--torch-experts", default=0, show_default=True, help="Experts in torch; 0 for none.")
+@click.option("--unit", "units", multiple=True, default=tuple(UNITS), type=click.Choice([*UNITS]))
+def main(torch_experts: int, units: tuple[str, ...]) -> None:
+    """Measure the units of a layer."""
     print(torch.cuda.get_device_name(), torch.__version__)
-    for name in SHAPES:
-        measure(name, experts, torch_experts)
+    for name in units:
+        measure(name, torch_experts)
 
 
 if __name__ == "__main__":

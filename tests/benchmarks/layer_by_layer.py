@@ -10,7 +10,8 @@ where it was stopped, and leaves out what FOLDER/layers.jsonl says is done. Code
 are hashed: three budgets' would not fit. The recording and what the stages write lie in --scratch.
 
 A line has the seconds of the stage and of its parts, GPU and host peaks, bytes over the link and on
-scratch, and a sha256 of every artifact. `run` ends with what is equal between budgets.
+scratch, and a sha256 of every artifact. `run` ends with what is equal between budgets. With --profile
+it also prints which kernels and functions of torch took how long; take few --layers and steps then.
 """
 
 import hashlib
@@ -19,8 +20,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class Clock:
 
 
 class Events:
-    """GPU seconds of many short calls, which need not be waited for."""
+    """GPU seconds of many short calls that need not be waited for, from first launch to last."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[Any, Any]] = []
@@ -91,12 +92,12 @@ class Events:
     def timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """Return `work`, timed on the device."""
 
-        def wrapped(*args: Any) -> Any:
-            if not torch.cuda.is_available():
-                return work(*args)
+        def wrapped(*args: Any, **options: Any) -> Any:
+            if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+                return work(*args, **options)
             begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begun.record()
-            found = work(*args)
+            found = work(*args, **options)
             ended.record()
             self.pairs.append((begun, ended))
             return found
@@ -113,10 +114,13 @@ class Events:
         return taken
 
 
-def instrumented(clock: Clock, events: Events) -> None:
-    """Wrap what the stages are made of."""
-    from quantize.runtime.fused import recording, shuttle, streaming, transfer
+def instrumented(clock: Clock, parts: dict[str, Events]) -> None:
+    """Wrap what the stages are made of; `parts` gets what is timed on the device."""
+    from quantize.runtime import batch
+    from quantize.runtime.fused import layer_by_layer, recording, shuttle, streaming, transfer
+    from quantize.runtime.fused.batch import FusedPasses
     from quantize.runtime.fused.text_stack import FusedModel
+    from quantize.schemes import gptq
     from quantize.schemes.hessians import Hessians
     from quantize.stages import denoising
     from quantize.stages.round_weights import round_weights
@@ -124,12 +128,26 @@ def instrumented(clock: Clock, events: Events) -> None:
     fetch, carry, wait = (
         transfer.Transfer.fetch, shuttle.Shuttle.run, streaming.StreamedLayers._take,
     )  # fmt: skip
-    grams = Events()
+
+    def timed(name: str, owner: Any, *works: str) -> None:
+        for work in works:
+            setattr(owner, work, parts.setdefault(name, Events()).timed(getattr(owner, work)))
+
     if torch.cuda.is_available():
         from fused_dequant import gram
 
-        gram.add = grams.timed(gram.add)
-    see, take, write = Hessians.see, FusedModel.run, recording._Batch._write
+        timed("products of Hessians", gram, "add")
+    timed("Hessians", Hessians, "see", "mean")
+    timed("passes of the decoder", FusedPasses, "decode")
+    timed("passes of the encoder", FusedPasses, "_encode")
+    timed("sampler and conditioning", batch, "look", "denoise_step")
+    timed("sampler and conditioning", FusedPasses, "condition")
+    timed("factors", gptq, "_factored")
+    timed("GPTQ from left to right", gptq, "_spread_errors")
+    timed("coordinate descent", gptq, "_descend")
+    timed("losses", gptq, "_losses")
+    timed("layer passes", layer_by_layer.LayerByLayer, "_take")
+    take, write = FusedModel.run, recording._Batch._write
     add = recording._Batch.add
     passes, began = [0], time.perf_counter()
 
@@ -142,14 +160,13 @@ def instrumented(clock: Clock, events: Events) -> None:
         clock.add("rows", rows * (1 if targets is None else 2))
         started = time.perf_counter()
         clock.timed("layer passes", carry)(self, pieces, sources, targets, work)
-        taken, hessians, products = time.perf_counter() - started, events.settle(), grams.settle()
-        print(
-            f"  a layer: {taken:.2f} s, {hessians:.2f} s of it Hessians, {products:.2f} s products",
-            flush=True,
-        )
+        taken = time.perf_counter() - started
+        on_gpu = {name: own.settle() for name, own in parts.items()}
+        on_gpu = ", ".join(f"{name} {value:.2f}" for name, value in on_gpu.items() if value)
+        print(f"  passes of a layer {taken:.2f} s; since the last one's: {on_gpu}", flush=True)
 
     def run(self: Any, own: Any) -> Any:
-        found = clock.timed("layers, waited for", take)(self, own)
+        found = take(self, own)
         passes[0] += 1
         if passes[0] % 48 == 0:
             print(
@@ -161,14 +178,14 @@ def instrumented(clock: Clock, events: Events) -> None:
     def noted(self: Any, own: Any) -> None:
         clock.timed("taking rows to the host", add, waits=False)(self, own)
 
-    def written(self: Any, rows: Any) -> None:
+    def written(self: Any, rows: Any, copied: Any) -> None:
         clock.add("scratch", rows.numel() * rows.element_size())
-        write(self, rows)
+        write(self, rows, copied)
 
     recording._Batch.add = noted
     transfer.Transfer.fetch, shuttle.Shuttle.run = fetched, carried
     streaming.StreamedLayers._take = clock.timed("waiting for a layer", wait, waits=False)
-    Hessians.see, FusedModel.run, recording._Batch._write = events.timed(see), run, written
+    FusedModel.run, recording._Batch._write = run, written
     round_weights._read = clock.timed("reading weights", round_weights._read, waits=False)
     round_weights.write_layer = clock.timed("writing", round_weights.write_layer, waits=False)
     round_weights.round_unit = clock.timed("rounding", round_weights.round_unit)
@@ -216,25 +233,39 @@ def lines(folder: Path) -> list[Facts]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@contextmanager
+def profiled(profiles: bool) -> Iterator[None]:
+    """Print what took longest on the device, and what the host did most, of the block."""
+    if not profiles:
+        yield
+        return
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as found:
+        yield
+    for key in ("self_device_time_total", "self_cpu_time_total"):
+        print(found.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=60))
+
+
 def one_stage(
-    stage: str, folder: Path, recipe: Any, scratch: Path, gb: float, conditions: Facts
-) -> None:
+    stage: str, folder: Path, recipe: Any, scratch: Path, gb: float, conditions: Facts,
+    profiles: bool,
+) -> None:  # fmt: skip
     """Run one stage here, and add its line."""
-    clock, events, peak = Clock(), Events(), Peak()
+    clock, parts, peak = Clock(), dict[str, Events](), Peak()
     on_gpu = torch.cuda.is_available()
     link = link_rate() if on_gpu else None
-    instrumented(clock, events)
+    instrumented(clock, parts)
     run, started = scratch.with_name(f"run-{gb:g}"), time.perf_counter()
-    with peak.watching():
+    with peak.watching(), profiled(profiles):
         work_of(stage, folder / "model", recipe, run, scratch, gb)
     seconds = time.perf_counter() - started
     result = run / {"calibrate": "calibration", "round": "rounding"}[stage]
-    events.settle()
+    for own in parts.values():
+        own.settle()
     facts: Facts = conditions | {
         "stage": stage,
         "gb": gb,
         "seconds": round(seconds, 1),
-        "hessians_gpu_s": round(events.seconds, 1),
+        "gpu_s": {name: round(own.seconds, 2) for name, own in parts.items() if own.seconds},
         "own_memory_gb": round(peak.most / 1e9, 2),
         "mapped_gb": round(peak.mapped / 1e9, 2),
         "sha256": digests(result),
@@ -256,7 +287,8 @@ def summary(folder: Path) -> None:
     for stage in ("calibrate", "round"):
         own = [line for line in found if line["stage"] == stage]
         for line in own:
-            print(f"{stage} at {line['gb']:g} GB: {line['seconds']} s, {line['parts_s']}")
+            took = f"{line['seconds']} s, {line['parts_s']}, on the GPU {line['gpu_s']}"
+            print(f"{stage} at {line['gb']:g} GB: {took}")
         for name in sorted({name for line in own for name in line["sha256"]}):
             kinds = {line["sha256"].get(name) for line in own}
             print(f"  {name}: {'equal' if len(kinds) == 1 else 'DIFFERENT'} at {len(own)} budgets")
@@ -281,6 +313,7 @@ def run_options(command: click.decorators.FC) -> click.decorators.FC:
             show_default=True, help="Budgets in GB, in the order in which they are run.",
         ),
         click.option("--seconds", default=570, show_default=True, help="When this command stops."),
+        click.option("--profile", is_flag=True, help="Print the longest kernels of each stage."),
         click.option("--only", default="", hidden=True),
     ):  # fmt: skip
         command = option(command)
@@ -292,14 +325,15 @@ def run_options(command: click.decorators.FC) -> click.decorators.FC:
 @run_options
 def run_command(
     folder: Path, count: int, denoising_steps: int, canvases: int, batch: int, scratch: Path,
-    budgets: tuple[float, ...], seconds: float, only: str, **shape: int,
+    budgets: tuple[float, ...], seconds: float, profile: bool, only: str, **shape: int,
 ) -> None:  # fmt: skip
     """Calibrate and round at every budget."""
     conditions = {"prompts": count, "canvases": canvases, "steps": denoising_steps, "batch": batch}
     conditions |= {"layers": shape["layers"]}
     recipe = recipe_of(folder, count, canvases, batch)
     if only:
-        one_stage(only, folder, recipe, scratch / f"{budgets[0]:g}", budgets[0], conditions)
+        own = scratch / f"{budgets[0]:g}"
+        one_stage(only, folder, recipe, own, budgets[0], conditions, profile)
         return
     end = time.monotonic() + seconds
     prepare(folder, shape, count, denoising_steps)
@@ -366,8 +400,9 @@ def exact_command(
     )
     print(f"the loop: {time.perf_counter() - started:.1f} s", flush=True)
     free_unused(device)
-    sums = {name: tiles.cpu() for name, tiles in loop.sums.items()}
-    loop.sums.clear()
+    sums = {name: loop.sums(name).cpu() for name in names}
+    counts = {name: loop.tokens(name) for name in names}
+    loop = Hessians([], 0)
     started = time.perf_counter()
     recording = denoising.recording(scratch / "exact")
     layers = LayerByLayer(model, recording, device, scratch)
@@ -380,13 +415,13 @@ def exact_command(
     unequal = 0
     for index in layers.run(observers, last):
         mine = found.pop(index)
-        for name, tiles in mine.sums.items():
-            same = torch.equal(tiles.cpu(), sums[name]) and torch.equal(
-                mine.tokens[name], loop.tokens[name]
-            )
-            if not same:
+        for name in names[index * len(kinds) : (index + 1) * len(kinds)]:
+            tiles = mine.sums(name).cpu()
+            if not (
+                torch.equal(tiles, sums[name]) and torch.equal(mine.tokens(name), counts[name])
+            ):
                 unequal += 1
-                worst = (tiles.cpu() - sums[name]).abs().max() / sums[name].abs().max()
+                worst = (tiles - sums[name]).abs().max() / sums[name].abs().max()
                 print(f"{name}: DIFFERENT by {worst:.3g} of the largest", flush=True)
         print(f"layer {index}: {time.perf_counter() - started:.1f} s", flush=True)
     print(f"{unequal} of {len(names)} Hessians differ", flush=True)

@@ -140,7 +140,7 @@ class TestOnTheKernels:
                 hessians.see("a", x.to(device), own.to(device) if topk else None)
             sums.append(hessians.sum("a").cpu())
             counts = ids.flatten().bincount(minlength=7).tolist() if topk else [300]
-            assert hessians.tokens["a"].tolist() == counts
+            assert hessians.tokens("a").tolist() == counts
             monkeypatch.setattr(dispatch, "interpreted", False)
         torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-4)
         assert torch.equal(sums[0], sums[0].mT)

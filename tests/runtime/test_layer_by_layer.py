@@ -73,8 +73,8 @@ def test_layers_see_what_they_saw_in_the_loop(
     layers = LayerByLayer(source, recording, "cpu", tmp_path)
     assert list(layers.run(lambda _: [found.see], LAYERS - 1)) == list(range(LAYERS))
     for name in NAMES:
-        assert torch.equal(found.tokens[name], loop.tokens[name]), name
-        assert torch.equal(found.sums[name], loop.sums[name]), name
+        assert torch.equal(found.tokens(name), loop.tokens(name)), name
+        assert torch.equal(found.sums(name), loop.sums(name)), name
 
 
 def test_layers_that_nobody_watches_hand_on_the_same_rows(source: Path, tmp_path: Path) -> None:
@@ -89,5 +89,5 @@ def test_layers_that_nobody_watches_hand_on_the_same_rows(source: Path, tmp_path
         layers = LayerByLayer(source, recording, "cpu", tmp_path)
         for _ in layers.run(lambda i, own=watched, s=seen: [s.see] if i in own else [], LAYERS - 1):
             pass
-        last.append(seen.sums[NAMES[-1]])
+        last.append(seen.sums(NAMES[-1]))
     assert torch.equal(*last)

@@ -77,8 +77,8 @@ def test_layers_show_what_the_loop_showed(
     layers = LayerByLayer(source, denoising.recording(tmp_path), "cuda:0", tmp_path)
     assert list(layers.run(lambda _: [found.see], LAYERS - 1)) == list(range(LAYERS))
     for name in NAMES:
-        assert torch.equal(found.tokens[name], loop.tokens[name]), name
-        assert torch.equal(found.sums[name], loop.sums[name]), name
+        assert torch.equal(found.tokens(name), loop.tokens(name)), name
+        assert torch.equal(found.sums(name), loop.sums(name)), name
 
 
 def test_batches_in_lockstep_are_what_they_are_alone(source: Path, tmp_path: Path) -> None:

@@ -93,10 +93,10 @@ def test_hessians_are_sums_over_what_enters_the_linears() -> None:
         handle.remove()
     x = torch.cat(dense)
     torch.testing.assert_close(hessians.sum(names[0])[0].double(), x.T @ x, rtol=1e-4, atol=1e-4)
-    assert hessians.tokens[names[0]].tolist() == [len(x)]
+    assert hessians.tokens(names[0]).tolist() == [len(x)]
     for expert in range(EXPERTS):
         own = torch.cat([x[(ids == expert).any(-1)] for x, ids in routed])
-        assert hessians.tokens[names[1]][expert] == len(own)
+        assert hessians.tokens(names[1])[expert] == len(own)
         found = hessians.sum(names[1])[expert].double()
         torch.testing.assert_close(found, own.T @ own, rtol=1e-4, atol=1e-4)
 

@@ -1,4 +1,7 @@
-"""`Passes` over the kernels: a batch in the engine's slots, every pass kernel by kernel.
+"""`Passes` over the kernels: a batch in the engine's slots.
+
+Where observers only launch work, a step of a shape seen before is a replay of a CUDA graph, observers
+and all; other passes go kernel by kernel.
 
 Ragged rows are padded and go through one pass, so that streamed weights are read once for all of them.
 The padding's keys and values lie behind a row's tokens, where nothing sees them before they are
@@ -7,6 +10,7 @@ of each canvas by itself.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,6 +19,7 @@ from torch import Tensor
 
 from quantize.runtime.engine import Decoded, joined
 from quantize.runtime.fused.cores import Cores
+from quantize.runtime.fused.graphs import Pool, Replayed
 from quantize.runtime.fused.text_stack import FusedModel, Pass
 
 
@@ -28,6 +33,7 @@ class FusedPasses:
         encoded: positions that each slot holds already, or 0; a prompt with any (pictures) is skipped.
         first: the first of its slots, which follow one another.
         run: takes a pass through the layers, alone or beside those of other batches.
+        pool: memory of graphs; None captures none.
     """
 
     def __init__(
@@ -38,8 +44,10 @@ class FusedPasses:
         encoded: Sequence[int],
         first: int,
         run: Callable[[Pass], Tensor],
+        pool: Pool = None,
     ) -> None:
         self._model, self._first, self._run = model, first, run
+        self._pool, self._steps = pool, dict[int, Replayed]()
         config = model.weights.config
         self.device = model.weights.device
         self.canvas_length: int = config.canvas_length
@@ -70,15 +78,28 @@ class FusedPasses:
         """Decode `canvas` [B, L] behind `rows`; `condition` made `conditioning`, bf16 [B, L, H]."""
         model, (B, L) = self._model, canvas.shape
         context = self._integers([self._context[row] for row in rows])
-        placement = model.behind(self._slots(rows), context, L)
-        signal = None if conditioning is None else conditioning.flatten(0, 1)
-        routed: list[Tensor] = []
-        own = model.decoding(canvas, placement, signal)
-        own.routed = routed
-        h = self._run(own).view(B, L, -1)
-        experts = torch.stack([ids.view(B, L, -1) for ids in routed], 1)
+        given = canvas, self._slots(rows), context
+        if conditioning is None:
+            _, h, experts = self._decoded(*given, None)
+        elif self._pool is None or model.inputs is None or not model.inputs.replayable:
+            _, h, experts = self._decoded(*given, conditioning.flatten(0, 1))
+        else:
+            step = self._steps.setdefault(B, Replayed(self._decoded, self._pool))
+            entered, *found = step(*given, conditioning.flatten(0, 1))
+            h, experts = (own.clone() for own in found)  # or the next step would overwrite them
+            model.on_pass(entered)
         head = partial(_logits, model.cores, model.weights.embedding, model.softcap)
         return Decoded((B, L, self.vocabulary), experts, h, head)
+
+    def _decoded(
+        self, canvas: Tensor, slots: Tensor, context: Tensor, signal: Tensor | None
+    ) -> tuple[Pass, Tensor, Tensor]:
+        """Return a pass as it enters the first layer, and what `decode` makes of its end."""
+        (B, L), model = canvas.shape, self._model
+        own = model.decoding(canvas, model.behind(slots, context, L), signal)
+        own.routed = []
+        entered, h = replace(own), self._run(own).view(B, L, -1)
+        return entered, h, torch.stack([ids.view(B, L, -1) for ids in own.routed], 1)
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """Return the soft embedding of logits [b, L, V] over the temperature: bf16 [b, L, H]."""

@@ -288,7 +288,7 @@ class FusedEngine:
                 sequence = _Sequence(0, Sampler(), unencoded=list(prompt))
                 self._encode_long(first + row, sequence, own)
                 encoded[row] = sequence.context
-        return FusedPasses(self.model, prompts, self._chunk, encoded, first, run)
+        return FusedPasses(self.model, prompts, self._chunk, encoded, first, run, self.pool)
 
     def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
         """Do works, each with a batch of its own, as many side by side as there are lanes."""

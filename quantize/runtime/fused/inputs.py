@@ -56,6 +56,7 @@ class Inputs:
         self.bf16 = bf16
         self._kinds: list[str] = config.layer_types
         self._observers: tuple[Observer, ...] = ()
+        self.replayable = False  # whether a graph may hold what observers do
         self.real: Tensor | None = None  # int64, rows of this pass that are not padding
 
     @property
@@ -67,10 +68,11 @@ class Inputs:
     def shown_to(self, observers: Sequence[Observer]) -> Generator[None]:
         """Show rows, before they are rounded, to `observers` while the block runs."""
         self._observers = tuple(observers)
+        self.replayable = all(getattr(see, "launches_alone", False) for see in observers)
         try:
             yield
         finally:
-            self._observers = ()
+            self._observers, self.replayable = (), False
 
     def dense(
         self, index: int, kind: str, x: Tensor, rows: Sequence[Weight]

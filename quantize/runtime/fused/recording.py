@@ -151,18 +151,24 @@ class _Batch:
         places = torch.stack(
             [own.rows.positions, *own.rows.visible[True], *own.rows.visible[False]]
         )
-        self._slots.append(own.rows.slots.cpu() % self._capacity)
-        self._places.append(places.cpu())
+        self._slots.append(own.rows.slots % self._capacity)
+        self._places.append(places)
         real = -1 if own.real is None else len(own.real)
         if own.real is not None:
-            self._real.append(own.real.cpu())
+            self._real.append(own.real)
         self._table.append((len(own.h), len(own.rows.slots), own.decoded, real))
         self.count += len(own.h)
-        rows = own.h.cpu().contiguous()
+        rows, copied = own.h, None
+        if own.h.is_cuda:  # the device goes on meanwhile
+            rows = torch.empty_like(own.h, device="cpu", pin_memory=True)
+            rows.copy_(own.h, non_blocking=True)
+            copied = torch.cuda.current_stream(own.h.device).record_event()
         self._wait()
-        self._writing = self._beside.submit(self._write, rows)
+        self._writing = self._beside.submit(self._write, rows, copied)
 
-    def _write(self, rows: Tensor) -> None:
+    def _write(self, rows: Tensor, copied: Any) -> None:
+        if copied is not None:
+            copied.synchronize()
         left = bytes_of(rows.view(torch.uint8).view(-1))
         self._crc = zlib.crc32(left, self._crc)
         while left:
@@ -182,9 +188,11 @@ class _Batch:
         """Return what `_passes` reads."""
         return {
             "passes": torch.tensor(self._table, dtype=torch.int64).view(-1, 4),
-            "slots": torch.cat(self._slots),
-            "places": torch.cat(self._places, 1).contiguous(),
-            "real": torch.cat(self._real) if self._real else torch.empty(0, dtype=torch.int64),
+            "slots": torch.cat(self._slots).cpu(),
+            "places": torch.cat(self._places, 1).cpu().contiguous(),
+            "real": torch.cat(self._real).cpu()
+            if self._real
+            else torch.empty(0, dtype=torch.int64),
         }
 
 

@@ -407,7 +407,8 @@ class FusedModel:
     ) -> Pass:
         real = None if self.inputs is None else self.inputs.real
         made = Pass(h, x, rows, decoded, self.inputs, whole, real, self.routed)
-        self.on_pass(made)
+        if not (h.is_cuda and torch.cuda.is_current_stream_capturing()):  # nothing is in it yet
+            self.on_pass(made)
         return made
 
     def run(self, passes: Sequence[Pass]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch.linalg import vector_norm
 
 from quantize.host.processes import Processes
 from quantize.recipe.sections import Calibration
+from quantize.runtime.engine import launches_alone
 from quantize.runtime.sampler import StepRecord
 
 # One Linear of each group that reads the same input: end of its name -> name of the input.
@@ -24,6 +25,7 @@ INPUTS = {
     "experts.gate_up_proj": "experts.gate_up",
     "experts.down_proj": "experts.down",
 }
+KINDS = tuple(INPUTS.values())
 
 
 class Coverage:
@@ -38,6 +40,7 @@ class Coverage:
         """Tokens of each expert, by layer (`model.decoder.layers.N.experts`)."""
         return {name: counts.tolist() for name, counts in self._counts.items()}
 
+    @launches_alone
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
         """Count the tokens of one input."""
         layer, _, projection = name.rpartition(".")
@@ -47,8 +50,8 @@ class Coverage:
             self._add(layer, (experts[..., None] == each).sum((0, 1)))
 
     def _add(self, layer: str, found: Tensor) -> None:
-        before = self._counts.get(layer)
-        self._counts[layer] = found if before is None else before + found.to(before.device)
+        before = self._counts.setdefault(layer, torch.zeros_like(found))
+        before += found.to(before.device)
 
     def pool(self, processes: Processes) -> None:
         """Add the counts of the other processes."""
@@ -105,17 +108,22 @@ class StepStatistics:
     """Magnitude of activations, acceptance and entropy by denoising step."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[str, Tensor, int]] = []  # with largest |x| and sum, float64 [2]
+        self._pending: Tensor | None = None  # of each kind: largest |x|, sum, count; float64 [6, 3]
         self._steps: dict[int, _Step] = {}
 
+    @launches_alone
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
         """Observe one input; an experts' row counts once for every expert that reads it."""
         kind = INPUTS.get(".".join(name.rsplit(".", 2)[1:]))
-        if kind is not None:
-            times = 1 if experts is None else experts.shape[1]
-            total = vector_norm(rows, 1, dtype=torch.float64) * times
-            seen = torch.stack((vector_norm(rows, float("inf")).double(), total))
-            self._pending.append((kind, seen, rows.numel() * times))
+        if kind is None:
+            return
+        if self._pending is None:
+            self._pending = torch.zeros(len(KINDS), 3, dtype=torch.float64, device=rows.device)
+        amax, total, count = self._pending[KINDS.index(kind)]
+        times = 1 if experts is None else experts.shape[1]
+        torch.maximum(amax, vector_norm(rows, float("inf")).double(), out=amax)
+        total += vector_norm(rows, 1, dtype=torch.float64) * times
+        count += rows.numel() * times
 
     def on_encoded(self) -> None:
         """Add what a pass of the encoder has shown."""
@@ -124,14 +132,12 @@ class StepStatistics:
     def _flush(self, step: int) -> _Step:
         """Add everything measured since the last call to `step`."""
         entry = self._steps.setdefault(step, _Step())
-        if not self._pending:
+        if self._pending is None:
             return entry
-        kinds, seen, counts = zip(*self._pending, strict=True)
-        self._pending.clear()
-        for kind, (amax, total), count in zip(
-            kinds, torch.stack(seen).tolist(), counts, strict=True
-        ):
-            entry.inputs.setdefault(kind, _Magnitude()).add(amax, total, count)
+        for kind, (amax, total, count) in zip(KINDS, self._pending.tolist(), strict=True):
+            if count:
+                entry.inputs.setdefault(kind, _Magnitude()).add(amax, total, int(count))
+        self._pending.zero_()
         return entry
 
     def on_step(self, record: StepRecord) -> None:

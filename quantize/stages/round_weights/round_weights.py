@@ -170,7 +170,7 @@ def _facts(unit: Unit, done: Sequence[Rounded], hessians: Hessians) -> dict[str,
     loss, nearest = (torch.cat([getattr(d, k) for d in done]) for k in ("loss", "nearest"))
     return {
         "scheme": unit.scheme.name,
-        "tokens": hessians.tokens[unit.reads].tolist(),
+        "tokens": hessians.tokens(unit.reads).tolist(),
         "layer_loss": _digits(loss.mean()),
         "layer_loss_of_nearest": _digits(nearest.mean()),
         "fell_back": torch.cat([d.fell_back for d in done]).nonzero().flatten().tolist(),
