@@ -32,10 +32,10 @@ OnCanvas = Callable[[int, Sample], object]
 
 # see `watching`: (name of a Linear as on disk, rows that enter it, experts of the rows or None)
 Observer = Callable[[str, Tensor, Tensor | None], None]
-T_see = TypeVar("T_see", bound=Callable[..., None])
+See = TypeVar("See", bound=Callable[..., None])
 
 
-def launches_alone(see: T_see) -> T_see:
+def launches_alone(see: See) -> See:
     """Mark an observer that asks nothing of the device and keeps its tensors where they are.
 
     A CUDA graph may hold what it does to the rows of a shape that it has seen before.

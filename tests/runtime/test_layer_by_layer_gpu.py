@@ -17,8 +17,10 @@ from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.layer_by_layer import LayerByLayer
 from quantize.runtime.fused.recording import Recorder
 from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import Trajectory
 from quantize.schemes.hessians import Hessians
+from quantize.stages.calibrate.coverage import Coverage, StepStatistics
 from quantize.stages.denoising import Denoising
 
 pytestmark = pytest.mark.gpu
@@ -79,6 +81,30 @@ def test_layers_show_what_the_loop_showed(
     for name in NAMES:
         assert torch.equal(found.tokens(name), loop.tokens(name)), name
         assert torch.equal(found.sums(name), loop.sums(name)), name
+
+
+def test_replayed_steps_are_those_of_kernel_by_kernel(source: Path, tmp_path: Path) -> None:
+    """Samples, what is recorded, and what observers that the graphs hold saw."""
+    found: list[tuple[dict[str, list[float]], object, object, list[Trajectory]]] = []
+    for graphs in (False, True):
+        denoising, weights = denoising_of(source), load_packed(source, "cuda:0")
+        engine = FusedEngine(weights, capacity=2, max_context=CONTEXT, graphs=graphs)
+        denoising._opened = lambda records, own=engine: own
+        ranges, coverage, statistics = Ranges(EXPERTS), Coverage(EXPERTS), StepStatistics()
+        made = denoising.run(
+            title="", recorder=Recorder(tmp_path / str(graphs)),
+            watchers=lambda _, r=ranges, c=coverage, s=statistics: (
+                (r.see, c.see, s.see), s.on_encoded, s.on_step
+            ),
+        )  # fmt: skip
+        amax = {name: own.tolist() for name, own in ranges._amax.items()}
+        found.append((amax, coverage.tokens, statistics.summary(), made))
+    assert found[0][:3] == found[1][:3]
+    for one, other in zip(found[0][3], found[1][3], strict=True):
+        assert torch.equal(one.committed, other.committed)
+        assert all(map(torch.equal, one.steps, other.steps))
+    for path in sorted((tmp_path / "True").glob("batch-*")):
+        assert path.read_bytes() == (tmp_path / "False" / path.name).read_bytes(), path.name
 
 
 def test_batches_in_lockstep_are_what_they_are_alone(source: Path, tmp_path: Path) -> None:

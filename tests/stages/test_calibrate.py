@@ -31,6 +31,7 @@ from quantize.stages.calibrate.calibrate import (
     fall_back,
     input_scales,
 )
+from quantize.stages.calibrate.coverage import Coverage, StepStatistics
 from quantize.stages.prompts import load_prompts
 
 NVFP4_MODULES = LAYERS * EXPERTS * 3 + LAYERS * 7 - 1  # the full-attention layer has no v_proj
@@ -286,6 +287,30 @@ def test_scales_are_those_of_llm_compressors_oneshot(source: Path) -> None:
     # that is missed, the encoder's say, moves scales by percents.
     for module, scale in ours.items():
         torch.testing.assert_close(scale, theirs[module], rtol=1e-4, atol=0)
+
+
+def test_observers_keep_their_tensors_where_they_are() -> None:
+    """Or a replayed graph would write to memory that is no longer theirs."""
+    ranges, coverage, statistics = observers = Ranges(4), Coverage(4), StepStatistics()
+    rows, ids = torch.randn(6, 8), torch.randint(4, (6, 2))
+    found: list[list[int]] = []
+    for factor in (1, 3):
+        for end, experts in (("self_attn.q_proj", None), ("experts.gate_up_proj", ids)):
+            for own in observers:
+                assert own.see.launches_alone
+                own.see(f"model.decoder.layers.0.{end}", factor * rows, experts)
+        assert statistics._pending is not None
+        kept = (*ranges._amax.values(), *coverage._counts.values(), statistics._pending)
+        found.append([tensor.data_ptr() for tensor in kept])
+        statistics.on_encoded()
+    assert found[0] == found[1]
+    assert ranges.amax("model.decoder.layers.0.self_attn.q_proj") == 3 * rows.abs().max()
+    assert coverage.tokens == {
+        "model.decoder.layers.0.experts": (2 * ids.flatten().bincount(minlength=4)).tolist()
+    }
+    seen = statistics._steps[0].inputs["experts.gate_up"]
+    assert seen.count == 2 * 2 * rows.numel()
+    assert seen.total == pytest.approx(4 * 2 * rows.abs().sum().item(), rel=1e-6)
 
 
 def test_watching_changes_no_logit_and_leaves_no_trace(source: Path) -> None:

@@ -211,6 +211,48 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
 
 
 @pytest.fixture(scope="module")
+def loop(source: Checkpoint) -> tuple[Hessians, Path]:
+    """Hessians of the last layer's inputs, summed while the loop ran, and what it recorded."""
+    prefix = f"model.decoder.layers.{LAYERS - 1}."
+    ends = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
+    ends += ["experts.gate_up_proj", "experts.down_proj"]
+    found = Hessians([prefix + end for end in ends], EXPERTS)
+
+    def nothing(*_: object) -> None: ...
+
+    recorded, settings = source.folder.parent / "loop", recipe_of(source).calibration
+    assert settings is not None
+    Denoising(source.folder, settings, "cpu").run(
+        title="", watchers=lambda _: ((found.see,), nothing, nothing), recorder=Recorder(recorded)
+    )
+    return found, recorded
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nvfp4_fp8", *(pytest.param(own, marks=pytest.mark.slow) for own in (
+        "nvfp4", "nvfp4a16", "nvfp4_w4a4", "fp8_dynamic", "int8_dynamic"
+    ))],
+)  # fmt: skip
+def test_codes_are_those_of_the_loop(
+    name: str, source: Checkpoint, loop: tuple[Hessians, Path], tmp_path: Path
+) -> None:
+    """The last layer of every recipe, whose rows went through all others."""
+    shipped, (hessians, recorded) = load_recipe(name), loop
+    quantization = shipped.quantization.model_copy(update={"rounding": "gptq"})
+    recipe = recipe_of(source).model_copy(update={"quantization": quantization})
+    targets = [t for t in plan_of(source, recipe) if f"layers.{LAYERS - 1}." in t.name]
+    shutil.copytree(recorded, tmp_path / SCRATCH)
+    round_weights(source, targets, recipe, tmp_path / "rounded")
+    units = units_of(targets)
+    done = [stage.round_unit(u, [source.read(t.name) for t in u.targets], hessians) for u in units]
+    (tmp_path / "expected").mkdir()
+    stage.write_layer(tmp_path / "expected", units, done)
+    file = f"layer-{LAYERS - 1:02}.safetensors"
+    assert (tmp_path / "rounded" / file).read_bytes() == (tmp_path / "expected" / file).read_bytes()
+
+
+@pytest.fixture(scope="module")
 def few(source: Checkpoint) -> tuple[Recipe, Path]:
     """A recipe of one small Linear a layer and three prompts in two batches, and what it leads to."""
     scheme = {"NVFP4A16": [r"re:.*self_attn\.o_proj"]}
