@@ -212,6 +212,7 @@ def search(
     schemes: Sequence[str] = ("NVFP4", "NVFP4A16", "FP8_DYNAMIC"),
     revision: str | None = None,
     gpu: str | None = None,
+    gpu_memory: float | None = None,
 ) -> dict[str, Any]:
     """Choose a scheme for every layer's attention, MLP and experts, as `quantize search` does.
 
@@ -225,8 +226,9 @@ def search(
     from quantize.pipeline.search import search as search_schemes
 
     path = search_schemes(
-        recipe, model, Path(out), nbytes=nbytes, kl=kl, schemes=schemes, revision=revision, gpu=gpu
-    )
+        recipe, model, Path(out), nbytes=nbytes, kl=kl, schemes=schemes, revision=revision, gpu=gpu,
+        gpu_memory=gpu_memory,
+    )  # fmt: skip
     return read_json(path.with_suffix(".json"), "frontier") | {"recipe": path}
 
 

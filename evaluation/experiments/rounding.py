@@ -30,7 +30,7 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.host.files import read_json, write_json
 from quantize.host.progress import say
 from quantize.recipe.sections import Quantization, Recipe, load_recipe
-from quantize.runtime import open
+from quantize.runtime import Placement, open
 from quantize.runtime.engine import Engine
 from quantize.runtime.opening import Kind
 from quantize.runtime.sampler import Sampler
@@ -118,10 +118,10 @@ def make(out: Path, variant: Variant, prompts: int, device: str) -> None:
     source = Checkpoint.open(CHECKPOINT)
     targets = plan_targets(source.tensors, recipe.quantization)
     if not (out / "calibration").exists():
-        calibrate(CHECKPOINT, recipe, out / "calibration", device=device)
+        calibrate(CHECKPOINT, recipe, out / "calibration", Placement(device))
     rounded = out / "rounded" if variant.rounding == "gptq" else None
     if rounded is not None and not rounded.exists():
-        round_weights(source, targets, recipe, rounded, device=device)
+        round_weights(source, targets, recipe, rounded, Placement(device))
     if not (out / "checkpoint").exists():
         scales = out / "calibration" / SCALES
         convert(
@@ -184,9 +184,9 @@ def answer(
     }
     kind: Kind = "modules" if device == "cpu" else "fused"
     folder = CHECKPOINT if name == "bf16" else out / name / "checkpoint"
-    model = Answerer(
-        folder, "", mode, Sampler.from_checkpoint(CHECKPOINT), device, capacity=BATCH, kind=kind
-    )
+    place = Placement(device, activations=mode)
+    sampler = Sampler.from_checkpoint(CHECKPOINT)
+    model = Answerer(folder, "", sampler, place, capacity=BATCH, kind=kind)
     order = list(requests)
     batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
     right = [[False] * len(rows) for _ in range(repeats)]

@@ -36,13 +36,12 @@ from quantize.bench.steps import PARTS, profile_step, time_step
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.host.progress import say
-from quantize.runtime import Sampler, open
+from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.fused.cost import decoder_floor, one_token_floor
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.rates import Rates, measure_rates
 from quantize.runtime.fused.weights import TextWeights, model_config
 from quantize.runtime.opening import RandomModel
-from quantize.schemes.modes import ActivationMode
 
 ADAPTIVE = "adaptive"  # in place of a number of steps
 SECONDS = 2.0  # of work between two readings of the energy counter
@@ -115,7 +114,7 @@ def bench(
     batches: Sequence[int],
     context: int,
     canvases: int,
-    activations: ActivationMode | None = None,
+    place: Placement,
     experts_hit: int | None = None,
     autoregressive: bool = False,
     hourly_price: float | None = None,
@@ -131,7 +130,7 @@ def bench(
         batches: canvases denoised together.
         context: tokens of the prompt.
         canvases: canvases measured for each row, at least 1.
-        activations: how activations are rounded; None as the kernels do.
+        place: the GPU, what of its memory may be used, and how activations are rounded.
         experts_hit: number of experts that random weights route to; None for all.
         autoregressive: measure the same weights one token a forward too.
         hourly_price: price of an hour of the machine, for the cost of a million tokens.
@@ -147,7 +146,7 @@ def bench(
     rates = measure_rates(torch.device("cuda"))
     length = context + 2 * _canvas_length(checkpoint, config)  # an adaptive request's, too
     model = checkpoint or _random(random, config, experts_hit)
-    engine, loaded = _loaded(model, activations, max(batches), length)
+    engine, loaded = _loaded(model, replace(place, capacity=max(batches), max_context=length))
     weights = engine.model.weights
     prompts = _prompts(weights, context, max(batches))
     hit = _experts_hit(engine, prompts[0])
@@ -156,7 +155,7 @@ def bench(
         torch.cuda.reset_peak_memory_stats()
     result = Bench(
         model=(str(checkpoint) if checkpoint else f"random weights, {random}")
-        + (f", activations {activations}" if activations else ""),
+        + (f", activations {place.activations}" if place.activations else ""),
         device=torch.cuda.get_device_name(),
         torch=torch.__version__,
         context=context,
@@ -200,20 +199,12 @@ def _rows(
             yield _row(times, batch, name, engine.canvas_length, floor, hit)
 
 
-def _loaded(
-    model: Path | RandomModel,
-    activations: ActivationMode | None,
-    capacity: int,
-    max_context: int,
-) -> tuple[FusedEngine, float]:
+def _loaded(model: Path | RandomModel, place: Placement) -> tuple[FusedEngine, float]:
     """Return the kernels' engine, and the seconds that loading took."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     started = time.monotonic()
-    engine = open(
-        model, device="cuda", activations=activations, capacity=capacity, max_context=max_context,
-        kind="fused",
-    )  # fmt: skip
+    engine = open(model, place, kind="fused")
     assert isinstance(engine, FusedEngine)  # as asked
     torch.cuda.synchronize()
     seconds = time.monotonic() - started

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from quantize.cli.options import ACTIVATIONS, REAL_MODEL
+from quantize.cli.options import ACTIVATIONS, GPU_MEMORY, REAL_MODEL
 
 if TYPE_CHECKING:
     from quantize.schemes.modes import ActivationMode
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     help="JSON list of steps that canvases take in adaptive rows, in turns, in place of their own.",
 )  # fmt: skip
 @ACTIVATIONS
+@GPU_MEMORY
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
     checkpoint: str | None,
@@ -67,6 +68,7 @@ def bench(
     hourly_price: float | None,
     stops: Path | None,
     activations: "ActivationMode | None",
+    gpu_memory: float | None,
     as_json: bool,
 ) -> None:
     """Measure how fast a checkpoint denoises on this GPU, and how far from the floor.
@@ -85,6 +87,7 @@ def bench(
     from quantize.bench.speed import bench as measure
     from quantize.bench.speed import tables, to_json
     from quantize.checkpoints.reader import known_config, resolve
+    from quantize.runtime import Placement
 
     if (checkpoint is None) == (random_weights is None):
         raise click.UsageError("name a CHECKPOINT, or a mix of --random-weights")
@@ -96,7 +99,7 @@ def bench(
         batches=sorted(set(batches)),
         context=context,
         canvases=canvases,
-        activations=activations,
+        place=Placement("cuda", gpu_memory, activations),
         experts_hit=experts_hit,
         autoregressive=autoregressive,
         hourly_price=hourly_price,

@@ -8,7 +8,7 @@ everything else to stderr.
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,12 @@ from rich.text import Text
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.host.progress import console, say
-from quantize.runtime import Sample, Sampler, open
+from quantize.runtime import Placement, Sample, Sampler, open
 from quantize.runtime.chat import HALF_CHARACTER, encode_chat, load_tokenizer, split_thoughts
 from quantize.runtime.engine import complete
 from quantize.runtime.fused.weights import model_config
 from quantize.runtime.images import open_picture, place, prepare
 from quantize.runtime.sample import canvas_budgets
-from quantize.schemes.modes import ActivationMode
 
 Write = Callable[[str], object]
 END = "\N{MIDDLE DOT}"  # drawn for an EOS before the canvas' last word
@@ -37,9 +36,8 @@ def watch(
     thinking: bool,
     seed: int,
     max_new_tokens: int | None,
-    activations: ActivationMode | None,
+    where: Placement,
     plain: bool,
-    device: str,
     pictures: Sequence[Path],
     soft_tokens: int,
     write: Write,
@@ -52,9 +50,8 @@ def watch(
         thinking: whether the model gets a thinking channel.
         seed: seed of the sampling noise; the same seed gives the same answer.
         max_new_tokens: budget, rounded up to whole canvases; None for the checkpoint's own.
-        activations: how a quantized model's activations are rounded.
+        where: where the model runs, and how its activations are rounded.
         plain: draw nothing while it denoises, write what is finished instead.
-        device: where the model runs.
         pictures: files that the prompt shows before its text.
         soft_tokens: most tokens a picture takes.
         write: takes the answer, without thoughts and special tokens: in pieces, or whole if drawn.
@@ -69,7 +66,7 @@ def watch(
     (canvases,) = canvas_budgets([ids], budget, sampler, limit, config.canvas_length)
     say(f"loading {checkpoint}")
     room = min(len(ids) + canvases * config.canvas_length, limit)
-    engine = open(checkpoint, device=device, activations=activations, capacity=1, max_context=room)
+    engine = open(checkpoint, replace(where, capacity=1, max_context=room))
     output = _Output(tokenizer, write, _aside)
 
     def answer(drawing: "_Drawing | None") -> Sample:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from quantize.cli.options import ACTIVATIONS
+from quantize.cli.options import ACTIVATIONS, GPU_MEMORY
 
 if TYPE_CHECKING:
     from quantize.schemes.modes import ActivationMode
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     help="Most tokens of the answer, rounded up to whole canvases.",
 )
 @ACTIVATIONS
+@GPU_MEMORY
 @click.option(
     "--plain",
     is_flag=True,
@@ -46,6 +47,7 @@ def generate(
     seed: int,
     max_new_tokens: int | None,
     activations: "ActivationMode | None",
+    gpu_memory: float | None,
     plain: bool,
 ) -> None:
     """Answer one prompt and show the canvas denoise: quantize generate CHECKPOINT "prompt".
@@ -56,6 +58,7 @@ def generate(
     from quantize.checkpoints.reader import resolve
     from quantize.cli.canvas_view import watch
     from quantize.host.processes import best_device
+    from quantize.runtime import Placement
 
     watch(
         resolve(checkpoint),
@@ -63,9 +66,8 @@ def generate(
         thinking=thinking,
         seed=seed,
         max_new_tokens=max_new_tokens,
-        activations=activations,
+        where=Placement(best_device(), gpu_memory, activations),
         plain=plain or not sys.stderr.isatty(),
-        device=best_device(),
         pictures=pictures,
         soft_tokens=soft_tokens,
         write=partial(click.echo, nl=False),

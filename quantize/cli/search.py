@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from quantize.cli.options import GPU_MEMORY
+
 
 @click.command()
 @click.argument("recipe")
@@ -21,6 +23,7 @@ import click
     "--out", type=click.Path(path_type=Path), default=Path("outputs"), show_default=True,
     help="Folder that holds runs and searches.",
 )  # fmt: skip
+@GPU_MEMORY
 @click.option("--gpu", metavar="NAME", help="GPU whose milliseconds are estimated, as in `plan`.")
 def search(
     recipe: str,
@@ -31,6 +34,7 @@ def search(
     revision: str | None,
     out: Path,
     gpu: str | None,
+    gpu_memory: float | None,
 ) -> None:
     """Search a scheme for every layer's attention, MLP and experts; write the recipe of the best.
 
@@ -42,5 +46,5 @@ def search(
 
     search_schemes(
         recipe, None if model == "bundled" else model, out, nbytes=nbytes, kl=kl, schemes=schemes,
-        revision=revision, gpu=gpu,
+        revision=revision, gpu=gpu, gpu_memory=gpu_memory,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantize.cli.options import ACTIVATIONS, served_name
+from quantize.cli.options import ACTIVATIONS, GPU_MEMORY, served_name
 
 if TYPE_CHECKING:
     from quantize.schemes.modes import ActivationMode
@@ -89,6 +89,7 @@ SIGTERM lets running requests finish and refuses those that wait.
     help="Seconds that running requests get after SIGTERM.",
 )  # fmt: skip
 @ACTIVATIONS
+@GPU_MEMORY
 @click.option(
     "--strict", is_flag=True,
     help="Refuse temperature, top_p, penalties and the like; else they are ignored and named.",
@@ -101,6 +102,7 @@ def serve(
     checkpoint: str,
     model_name: str | None,
     activations: "ActivationMode | None",
+    gpu_memory: float | None,
     prefix_mib: int,
     **settings: Any,
 ) -> None:
@@ -109,6 +111,7 @@ def serve(
     from quantize.errors import ResourceError
     from quantize.host.processes import best_device
     from quantize.runs.manifest import fingerprint
+    from quantize.runtime import Placement
 
     try:
         from quantize.serve.options import KEY_VARIABLE, Options
@@ -129,4 +132,4 @@ def serve(
         prefix_bytes=prefix_mib << 20,
         **settings,
     )
-    serve_checkpoint(folder, options, activations=activations, device=best_device())
+    serve_checkpoint(folder, options, Placement(best_device(), gpu_memory, activations))

@@ -23,7 +23,6 @@ from quantize.checkpoints.inspect import inspect
 from quantize.checkpoints.targets import sum_bytes
 from quantize.errors import OUT_OF_MEMORY, GateError, QuantizeError, ResourceError, unexpected_in
 from quantize.host.files import read_json, write_json
-from quantize.host.processes import best_device
 from quantize.host.progress import say
 from quantize.host.units import duration, size
 from quantize.pipeline.run import started, work
@@ -31,8 +30,8 @@ from quantize.pipeline.stages import STAGES, Run, Stage
 from quantize.pipeline.staleness import check_fresh, upstream, why_stale
 from quantize.recipe.sections import Recipe, load_recipe
 from quantize.runs.models import BASELINE, CANDIDATE
-from quantize.runtime.memory import budget_of
 from quantize.runtime.memory import plan as fit
+from quantize.runtime.placement import budget_of, is_hopper
 from quantize.stages.memory_needs import needs
 from quantize.stages.plan.estimate import cannot_pass
 
@@ -131,7 +130,7 @@ def _checks(run: Run, whole: Recipe, data_dir: Path | None) -> Mapping[str, Chec
         return f"{size(free)} free, a checkpoint takes {size(after)}"
 
     def memory() -> str:
-        budget = budget_of(best_device(), run.gpu_memory)
+        budget = budget_of(run.place)
         if budget is None:
             return "no GPU: nothing is planned"
         plans = _plans(run, whole, budget)
@@ -159,7 +158,8 @@ def _checks(run: Run, whole: Recipe, data_dir: Path | None) -> Mapping[str, Chec
 def _plans(run: Run, whole: Recipe, budget: float) -> dict[str, Any]:
     """Return how each stage of the whole run fits a budget of GPU memory."""
     config = run.source.config
-    wanted = needs(whole, config, run.source.tensors, run.targets)
+    hopper = is_hopper(run.place.device)
+    wanted = needs(whole, config, run.source.tensors, run.targets, hopper=hopper)
     return {need.stage: fit(need, config, budget) for need in wanted}
 
 

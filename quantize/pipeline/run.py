@@ -20,7 +20,7 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.errors import GateError, InputError, ResourceError, unexpected_in
 from quantize.host.files import REDO, read_json, write_json
 from quantize.host.locks import locked, refuse_several
-from quantize.host.processes import best_device, is_first
+from quantize.host.processes import is_first
 from quantize.host.progress import Meter, console, noted, say, within
 from quantize.host.resources import measured
 from quantize.pipeline.stages import STAGES, Run, Stage
@@ -35,8 +35,8 @@ from quantize.pipeline.staleness import (
 from quantize.recipe.sections import Recipe, beside_a_model, load_recipe, read_recipe
 from quantize.runs.folder import RunDir, existing_run
 from quantize.runs.manifest import fingerprint, new_manifest
-from quantize.runtime.memory import budget_of
 from quantize.runtime.memory import plan as fit
+from quantize.runtime.placement import budget_of, is_hopper
 from quantize.stages.memory_needs import BUDGETS_GB, memory_table, needs
 from quantize.stages.plan.estimate import (
     H200_BYTES,
@@ -179,7 +179,8 @@ def show_plan(
         screen.print(gpu_table(targets, config, chosen))
     for sentence in cannot_pass(recipe):
         say(sentence)
-    needed = needs(recipe, config, tensors, targets)
+    hopper = chosen.capability == (9, 0) if chosen else gpu_memory is None
+    needed = needs(recipe, config, tensors, targets, hopper=hopper)
     if model is not None:  # the rates hold for the real layer shapes
         budget = gpu_memory or (chosen.memory or H200_BYTES if chosen else None)
         screen.print(estimate_table(targets, recipe, needed, config, budget), sizes_table(tensors))
@@ -241,11 +242,12 @@ def _check_memory(run: Run) -> None:
     Raises:
         ResourceError: a stage needs more memory than there is.
     """
-    budget = budget_of(best_device(), run.gpu_memory)
+    budget = budget_of(run.place)
     if budget is None:
         return
     config = run.source.config
-    for need in needs(run.recipe, config, run.source.tensors, run.targets):
+    hopper = is_hopper(run.place.device)
+    for need in needs(run.recipe, config, run.source.tensors, run.targets, hopper=hopper):
         fit(need, config, budget)
 
 

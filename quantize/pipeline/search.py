@@ -39,7 +39,6 @@ from quantize.checkpoints.targets import (
 )
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json, write_text
-from quantize.host.processes import best_device
 from quantize.host.progress import console, say, track
 from quantize.host.units import size
 from quantize.pipeline.knapsack import Knapsack
@@ -49,6 +48,7 @@ from quantize.reports.charts import frontier
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
 from quantize.runtime.modules.engine import ModelEngine
+from quantize.runtime.placement import Placement, budget_of
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Trajectory, load_trajectories
 from quantize.schemes.records import SCHEMES, Scheme
@@ -57,6 +57,7 @@ from quantize.schemes.simulated import simulated
 from quantize.stages.calibrate.calibrate import INPUT_SCALE, SCALES, calibrate
 from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
 from quantize.stages.fidelity.replay import Compared, replay
+from quantize.stages.memory_needs import REPLAYED
 from quantize.stages.plan.gpu_support import gpu_of
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
 BF16 = "BF16"
 # class -> the part of its modules' names
 PATHS = {"attention": "self_attn", "mlp": "mlp", "experts": "experts"}
-BATCH = 16  # trajectories at once
 POINTS = 40  # of the frontier's plot
 Group = tuple[int, str]  # index of the layer, module class
 
@@ -95,6 +95,7 @@ def search(
     schemes: Sequence[str],
     revision: str | None = None,
     gpu: str | None = None,
+    gpu_memory: float | None = None,
 ) -> Path:
     """Search, measure the choice, write its recipe and the frontier; return the recipe's path.
 
@@ -108,6 +109,7 @@ def search(
         schemes: schemes that a group may have beside BF16.
         revision: of a Hub model.
         gpu: the GPU whose milliseconds are estimated, None for the one that is here.
+        gpu_memory: bytes of a GPU that may be used, None for what is free.
 
     Raises:
         InputError: not one of `nbytes` and `kl` is given, a scheme is unknown, no choice reaches the
@@ -122,7 +124,7 @@ def search(
     folder = RunDir(out / f"search-{recipe.name}-{recipe.digest(fingerprint(source))}")
     make_folder(folder.path)
     with working_in(folder):
-        searched = _Search(source, recipe, folder.path, schemes)
+        searched = _Search(source, recipe, folder.path, schemes, Placement.here(gpu_memory))
         sack = Knapsack([[(o.nbytes, o.kl) for o in each] for each in searched.options.values()])
         fixed = searched.fixed_bytes
         picked = sack.cheapest(kl) if nbytes is None else sack.best(int(nbytes) - fixed)
@@ -150,9 +152,14 @@ class _Search:
     """
 
     def __init__(
-        self, source: Checkpoint, recipe: Recipe, folder: Path, schemes: Sequence[str]
+        self,
+        source: Checkpoint,
+        recipe: Recipe,
+        folder: Path,
+        schemes: Sequence[str],
+        place: Placement,
     ) -> None:
-        self.source, self.recipe, self.folder = source, recipe, folder
+        self.source, self.recipe, self.folder, self._place = source, recipe, folder, place
         self._plans = {name: self._plan(name) for name in schemes}
         self._scales, self._trajectories, self._sampler = self._calibrated()
         groups = self._plans[schemes[0]]
@@ -186,7 +193,7 @@ class _Search:
         folder = self.folder / "calibration"
         if not folder.exists():
             every = self.recipe.model_copy(update={"quantization": _only(self.recipe, "NVFP4")})
-            calibrate(self.source.folder, every, folder, device=best_device())
+            calibrate(self.source.folder, every, folder, self._place)
         scales = {
             name.removesuffix(f".{INPUT_SCALE}"): value.item()
             for name, value in load_file(folder / SCALES).items()
@@ -227,17 +234,18 @@ class _Search:
         reference, model = self._engines()
         with quantized(model.model, self.source, targets, self._scales, self.recipe):
             (found,) = replay(
-                reference, [Compared(model)], self._trajectories, self._sampler, batch_size=BATCH
+                reference, [Compared(model)], self._trajectories, self._sampler, batch_size=REPLAYED
             )
         return list(by_trajectory(found, lambda step: step.kl.mean().item()).values())
 
     def _engines(self) -> tuple[ModelEngine, ModelEngine]:
         if not hasattr(self, "_loaded"):
-            device, name = best_device(), self.recipe.evaluation.dtype
+            budget_of(self._place)
+            device, name = self._place.device, self.recipe.evaluation.dtype
             own = torch.float32 if device == "cpu" else torch.bfloat16
             dtype: torch.dtype = getattr(torch, name) if name else own
             opened = partial(load, self.source.folder, dtype=dtype, device=device)
-            self._loaded = ModelEngine(opened(), BATCH), ModelEngine(opened(), BATCH)
+            self._loaded = ModelEngine(opened(), REPLAYED), ModelEngine(opened(), REPLAYED)
         return self._loaded
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quantize.checkpoints.reader import Checkpoint
     from quantize.checkpoints.targets import Target
     from quantize.recipe.sections import Recipe
+    from quantize.runtime.placement import Placement
     from quantize.schemes.modes import ActivationMode
 
 
@@ -52,6 +53,13 @@ class Run:
         if self.scratch is None:
             return self.folder.path / "recording"
         return self.scratch / f"{self.folder.path.name}-recording"
+
+    @property
+    def place(self) -> "Placement":
+        """Where its models run."""
+        from quantize.runtime.placement import Placement
+
+        return Placement(best_device(), self.gpu_memory)
 
     def __post_init__(self) -> None:
         """Refuse a limit that could not be judged before anything is done."""
@@ -123,8 +131,7 @@ def _calibrate(run: Run) -> None:
         run.source.folder,
         run.recipe,
         run.folder.calibration,
-        device=best_device(),
-        gpu_memory=run.gpu_memory,
+        run.place,
         scratch=run.recording,
     )
 
@@ -137,8 +144,7 @@ def _round(run: Run) -> None:
         run.targets,
         run.recipe,
         run.folder.rounding,
-        device=best_device(),
-        gpu_memory=run.gpu_memory,
+        run.place,
         scratch=run.recording,
     )
 
@@ -199,8 +205,7 @@ def fidelity_more(run: Run, modes: "Sequence[ActivationMode]" = ()) -> None:
         activations=run.recipe.evaluation.activations,
         limits=run.recipe.gate.max_kl_nats,
         more=modes,
-        device=best_device(),
-        gpu_memory=run.gpu_memory,
+        place=run.place,
     )
 
 
@@ -264,8 +269,7 @@ def evaluate_more(
         gate=run.recipe.gate,
         options=ModelOptions(
             modes=[mode for mode in ACTIVATION_MODES if mode in modes],
-            device=best_device(),
-            gpu_memory=run.gpu_memory,
+            place=run.place,
             **models,
         ),
         data_dir=data_dir,

@@ -5,8 +5,9 @@ decisions on logits) -> an engine's passes -> canvases, batches, stopping.
 """
 
 from quantize.runtime.batch import generate
-from quantize.runtime.opening import open, placed
+from quantize.runtime.opening import open
+from quantize.runtime.placement import Placement, sized
 from quantize.runtime.sample import Sample
 from quantize.runtime.sampler import Sampler, StepRecord
 
-__all__ = ["Sample", "Sampler", "StepRecord", "generate", "open", "placed"]
+__all__ = ["Placement", "Sample", "Sampler", "StepRecord", "generate", "open", "sized"]

@@ -20,18 +20,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from quantize.checkpoints.layout import stated_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import layout_bytes
 from quantize.errors import ResourceError
-from quantize.schemes.records import CODES
+from quantize.schemes.modes import ActivationMode
+from quantize.schemes.records import CODES, OnDisk, Scheme
 
 # The CUDA context, graphs and compiled kernels: a process that ran every stage still had 2.6 GB when it
 # ended, its models gone (H200, torch 2.11), and 0.55 GB when it began.
 CONTEXT_BYTES, BEGUN_BYTES = 2.6e9, 0.5e9
-CHUNK, SHORT, CELLS = 1152, 256, 128  # rows of a long and a short pass, cells of a cache's block
+CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 tokens must fit
+SHORT = 256  # prompts up to here, or to a canvas, are encoded together in a pass of this length
+DEFAULT_CONTEXT = 8192  # positions of a sample where nobody says how many
 CANVASES_A_PIECE = 8  # whose logits are there at once
 SPLITS = 16  # partial sums of the soft embedding, at most
 EMBEDDING = "model.decoder.embed_tokens.weight"
@@ -123,28 +124,36 @@ class Plan:
         return sum(layers) * (1 - self.resident / len(layers))
 
 
-def packed_sizes(checkpoint: Checkpoint, *, in_fp8: bool, four_bit_experts: bool) -> dict[str, int]:
-    """Return the bytes that a checkpoint's tensors take once packed, by name.
+def packed_sizes(
+    checkpoint: Checkpoint, mode: ActivationMode | None, *, hopper: bool
+) -> dict[str, int]:
+    """Return the bytes that a checkpoint's tensors take once packed for an activation mode, by name.
 
     Args:
         checkpoint: BF16 or quantized.
-        in_fp8: whether weights are packed for the activation mode `fp8`.
-        four_bit_experts: whether those of experts stay as they are then.
+        mode: the activation mode; only `fp8` packs weights in its own way.
+        hopper: whether the GPU is a Hopper, whose kernels keep the experts' weights in 4 bits.
     """
     tensors, schemes = checkpoint.tensors, stated_schemes(checkpoint.config)
     sizes = {name: info.nbytes for name, info in tensors.items()}
-    scaled = [n.removesuffix(SCALE) for n in tensors if in_fp8 and n.endswith(SCALE)]
-    for module in scaled:
+    for module in (name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)):
         scheme = schemes.of(module) if schemes else None
-        if scheme is None or (four_bit_experts and ".experts." in module):
-            continue
-        packed = scheme.as_multiplied("fp8").packed
-        if packed is not scheme.packed:
+        if scheme and (layout := repacked(scheme, module, mode, hopper=hopper)):
             codes = next(name for name in (f"{module}.{c}" for c in CODES) if name in tensors)
             out, width = tensors[codes].shape
-            nbytes = layout_bytes(packed, out, width * 8 // scheme.config_weights[1])
+            nbytes = layout_bytes(layout, out, width * 8 // scheme.config_weights[1])
             sizes |= {codes: nbytes, f"{module}{SCALE}": 0}
     return sizes
+
+
+def repacked(
+    scheme: Scheme, module: str, mode: ActivationMode | None, *, hopper: bool
+) -> OnDisk | None:
+    """Return the layout that a mode packs a Linear's weights in, None where it is that of the disk."""
+    multiplied = scheme if mode is None else scheme.as_multiplied(mode)
+    if multiplied.packed is scheme.packed or (hopper and ".experts." in module):
+        return None
+    return multiplied.packed
 
 
 def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
@@ -194,38 +203,6 @@ def in_lockstep(
     choices = [(lanes, found) for lanes in range(1, batches + 1) if (found := streamed(lanes))]
     lanes, (_, plan) = min(choices, key=lambda choice: choice[1][0])
     return plan, lanes
-
-
-def budget_of(device: str, asked: float | None) -> float | None:
-    """Return the bytes of a GPU that may be used: those asked for, or all that are free.
-
-    The allocator is held to bytes that are asked for. On a CPU nothing is planned unless they are.
-
-    Raises:
-        ResourceError: less is free than asked for.
-    """
-    if device == "cpu":
-        return asked
-    free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device)  # ours to use again
-    if asked is None:
-        return free + BEGUN_BYTES  # this process' own context, which has been taken already
-    if asked > free + BEGUN_BYTES:
-        raise ResourceError(
-            f"--gpu-memory {asked / 1e9:g}: {device} has {total / 1e9:.1f} GB, of which "
-            f"{free / 1e9:.1f} GB are free; end what else runs there, or ask for less"
-        )
-    hold_to(device, asked)
-    return asked
-
-
-def hold_to(device: str, nbytes: float) -> None:
-    """Let torch's allocator have so many bytes of a GPU, the process' own context included."""
-    _, total = torch.cuda.mem_get_info(device)
-    share = max(0.0, nbytes - CONTEXT_BYTES) / total
-    # The allocator does not take "cuda" alone.
-    index = torch.device(device).index if ":" in device else torch.cuda.current_device()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, share), index)
 
 
 def least_bytes(need: Need, config: Mapping[str, Any]) -> float:
@@ -293,4 +270,8 @@ def layer_cache_bytes(config: Mapping[str, Any], context: int) -> list[int]:
 
 
 def _rounded_up(cells: int) -> int:
+    from fused_dequant import (
+        CELLS,  # when it is used: who only reads this module does not want triton
+    )
+
     return -(-cells // CELLS) * CELLS

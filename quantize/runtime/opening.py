@@ -7,7 +7,6 @@ An engine is imported when it is opened: who only plans memory waits neither for
 triton.
 """
 
-import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +17,9 @@ import torch
 from quantize.checkpoints.layout import check_mode
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.host.progress import say, track
+from quantize.host.progress import track
 from quantize.runtime.engine import Engine
-from quantize.runtime.memory import Need, Stack, budget_of, in_lockstep, packed_sizes, plan
-from quantize.schemes.modes import ActivationMode
+from quantize.runtime.placement import Placement, budget_of, sized
 
 if TYPE_CHECKING:
     from quantize.runtime.fused.weights import TextWeights
@@ -46,78 +44,60 @@ class RandomModel:
 
 def open(
     checkpoint: Path | RandomModel,
+    place: Placement | None = None,
     *,
-    device: str,
-    activations: ActivationMode | None = None,
-    capacity: int = 4,
-    max_context: int | None = None,
     batch_invariant: bool = False,
     dtype: torch.dtype | None = None,
-    resident: int | None = None,
-    gpu_memory: float | None = None,
     kind: Kind | None = None,
     beside: Engine | None = None,
     prefix_bytes: int = 0,
-    batches: int | None = None,
+    **room: Any,
 ) -> Engine:
     """Load a checkpoint and return the engine that runs it.
 
     Args:
         checkpoint: folder of a BF16 or quantized checkpoint, or random weights (fused engine only).
-        device: "cpu", "cuda" or "cuda:1".
-        activations: how a quantized model's activations are rounded. None leaves it to the engine:
-            BF16 in modules; in the kernels 8 bits beside FP8 and INT8 weights, BF16 beside NVFP4.
-            Random weights know no other mode than `fp8`.
-        capacity: number of slots, that is, of samples denoised together.
-        max_context: positions that a sample may take; None for the engine's own limit.
+        place: where it runs, for what, and how it fits there; what is not `sized` yet is sized here.
         batch_invariant: whether a sample's tokens must not depend on its batch (fused engine only).
         dtype: the modules compute in it; None for float32 on a CPU and BF16 on a GPU. The kernels
             compute in BF16.
-        resident: how many layers stay on the device, while the others are streamed from the files in
-            every pass (fused engine only); None for as many as fit.
-        gpu_memory: bytes of the GPU that may be used, the process' own context included; None for what
-            is free. Where even streamed layers leave too little, the engine has fewer slots.
         kind: which engine; None for the device's default.
         beside: an engine of the same checkpoint, whose weights are shared where they can be: the mode
             `fp8` has weights of its own.
         prefix_bytes: memory of the device, beside what is planned, for beginnings of prompts that are
             kept encoded.
-        batches: how many batches of `capacity` prompts `Engine.each` will be given: where weights are
-            streamed, as many denoise in lockstep as save the most. The batch is never made smaller.
+        room: fields of `Placement`, where no `place` is given: device, capacity, max_context, ...
 
     Raises:
         InputError: the checkpoint cannot be loaded, the engine does not have a setting, or the mode
             means nothing to the weights.
         ResourceError: the model does not fit, or the device lacks what the kernels need.
     """
-    if (kind or default_kind(device, dtype)) == "modules":
-        checkpoint = _for_modules(checkpoint, batch_invariant)
-        return _modules(
-            checkpoint, device, activations or "none", capacity, max_context, dtype, prefix_bytes
-        )
+    place = place or Placement(**room)
+    if (kind or default_kind(place.device, dtype)) == "modules":
+        return _modules(_for_modules(checkpoint, batch_invariant), place, dtype, prefix_bytes)
     from quantize.runtime.fused.engine import FusedEngine
     from quantize.runtime.fused.inputs import inputs_of
 
-    in_fp8 = activations == "fp8"
-    shared, lanes = _weights_of(beside, in_fp8), 1
-    if isinstance(checkpoint, Path):
-        if in_fp8:  # no other mode is refused, and thousands of headers would be read once more
-            check_mode(Checkpoint.open(checkpoint), activations)
-    elif activations not in (None, "fp8"):
-        raise InputError(f"random weights have no activation mode {activations}, only fp8")
-    if resident is None and isinstance(checkpoint, Path) and shared is None:
-        place = placed(
-            checkpoint, device, capacity=capacity, max_context=max_context, gpu_memory=gpu_memory,
-            activations=activations, batches=batches,
-        )  # fmt: skip
-        capacity, resident, lanes = place.capacity, place.resident, place.lanes
-    weights = shared or _made(checkpoint, device, resident, in_fp8)
+    shared, activations = _weights_of(beside, place.in_fp8), place.activations
+    if isinstance(checkpoint, RandomModel):
+        if activations not in (None, "fp8"):
+            raise InputError(f"random weights have no activation mode {activations}, only fp8")
+        budget_of(place)
+    else:
+        if (
+            place.in_fp8
+        ):  # no other mode is refused, and thousands of headers would be read once more
+            check_mode(Checkpoint.open(checkpoint), "fp8")
+        if place.resident is None and shared is None:
+            place = sized(checkpoint, replace(place, beside=place.beside + prefix_bytes))
+    weights = shared or _made(checkpoint, place)
     inputs = None
     if activations is not None and isinstance(checkpoint, Path):
         inputs = inputs_of(Checkpoint.open(checkpoint), weights, activations)
     return FusedEngine(
-        weights, capacity=capacity, max_context=max_context, batch_invariant=batch_invariant,
-        inputs=inputs, prefix_bytes=prefix_bytes, lanes=lanes,
+        weights, capacity=place.capacity, max_context=place.max_context, lanes=place.lanes,
+        batch_invariant=batch_invariant, inputs=inputs, prefix_bytes=prefix_bytes,
     )  # fmt: skip
 
 
@@ -129,20 +109,18 @@ def _weights_of(beside: Engine | None, in_fp8: bool) -> "TextWeights | None":
     return found if found is not None and found.in_fp8 == in_fp8 else None
 
 
-def _made(
-    checkpoint: Path | RandomModel, device: str, resident: int | None, in_fp8: bool
-) -> "TextWeights":
+def _made(checkpoint: Path | RandomModel, place: Placement) -> "TextWeights":
     """Make or load the weights of the kernels."""
     from quantize.runtime.fused.random_weights import random_weights
     from quantize.runtime.fused.weights import load_packed
 
     if isinstance(checkpoint, RandomModel):
         return random_weights(
-            checkpoint.config, dict(checkpoint.schemes), device, in_fp8=in_fp8,
+            checkpoint.config, dict(checkpoint.schemes), place.device, in_fp8=place.in_fp8,
             experts_hit=checkpoint.experts_hit,
         )  # fmt: skip
     return load_packed(
-        checkpoint, device, resident=resident, in_fp8=in_fp8,
+        checkpoint, place.device, resident=place.resident, in_fp8=place.in_fp8,
         on_layer=lambda layers: track(layers, "loading", unit="layers"),
     )  # fmt: skip
 
@@ -150,84 +128,6 @@ def _made(
 def default_kind(device: str, dtype: torch.dtype | None = None) -> Kind:
     """Return the engine of a device: the kernels on a GPU, unless float32 is asked for."""
     return "modules" if device == "cpu" or dtype == torch.float32 else "fused"
-
-
-@dataclass(frozen=True)
-class Place:
-    """How a checkpoint fits a device.
-
-    Attributes:
-        capacity: slots.
-        resident: layers that stay there, as `open` takes it; None for all.
-        lanes: batches in lockstep.
-    """
-
-    capacity: int
-    resident: int | None
-    lanes: int = 1
-
-
-def placed(
-    checkpoint: Path,
-    device: str,
-    *,
-    capacity: int,
-    max_context: int | None = None,
-    gpu_memory: float | None = None,
-    caches: int = 1,
-    compares: bool = False,
-    beside: float = 0.0,
-    activations: ActivationMode | None = None,
-    batches: int | None = None,
-) -> Place:
-    """Plan how a checkpoint fits a GPU, without reading any weights.
-
-    Args:
-        checkpoint: its folder.
-        device: as in `open`; on a CPU everything fits unless `gpu_memory` is given.
-        capacity: the most slots.
-        max_context: as in `open`.
-        gpu_memory: as in `open`.
-        caches: number of engines that share it.
-        compares: whether its logits are compared with another model's.
-        beside: bytes that the caller holds beside the model.
-        activations: as in `open`; the mode `fp8` packs weights in its own way.
-        batches: as in `open`.
-
-    Raises:
-        ResourceError: not even one slot over streamed layers fits, or with `batches` not `capacity`.
-    """
-    free_unused(device)
-    budget = budget_of(device, gpu_memory)
-    if budget is None:
-        return Place(capacity, None)
-    from fused_dequant.weights import is_hopper
-
-    from quantize.runtime.fused.engine import DEFAULT_CONTEXT
-
-    opened, in_fp8 = Checkpoint.open(checkpoint), activations == "fp8"
-    four_bit_experts = in_fp8 and is_hopper(torch.device(device))
-    sizes = packed_sizes(opened, in_fp8=in_fp8, four_bit_experts=four_bit_experts)
-    stack = Stack.of(checkpoint.name, sizes, quantized=opened.is_quantized)
-    context = max_context or DEFAULT_CONTEXT
-    need = Need(str(checkpoint), stack, capacity, context, compares, caches, beside)
-    need = replace(need, fixed_batch=batches is not None)
-    found, lanes = plan(need, opened.config, budget), 1
-    if batches is not None and found.streamed:
-        found, lanes = in_lockstep(need, opened.config, budget, batches)
-    if found.streamed or found.batch < capacity:
-        say(
-            f"{checkpoint}: {found.resident} layers stay in {budget / 1e9:.1f} GB of GPU memory, "
-            f"{found.streamed / 1e9:.1f} GB are streamed a pass, {found.batch * lanes} canvases at once"
-        )
-    return Place(found.batch, found.resident, lanes)
-
-
-def free_unused(device: str) -> None:
-    """Give back the memory that nobody holds any more, such as the model of the stage before."""
-    gc.collect()
-    if device != "cpu":
-        torch.cuda.empty_cache()
 
 
 def _for_modules(checkpoint: Path | RandomModel, batch_invariant: bool) -> Path:
@@ -242,17 +142,12 @@ def _for_modules(checkpoint: Path | RandomModel, batch_invariant: bool) -> Path:
 
 
 def _modules(
-    checkpoint: Path,
-    device: str,
-    activations: ActivationMode,
-    capacity: int,
-    max_context: int | None,
-    dtype: torch.dtype | None,
-    prefix_bytes: int,
+    checkpoint: Path, place: Placement, dtype: torch.dtype | None, prefix_bytes: int
 ) -> Engine:
     from quantize.checkpoints.load import load
     from quantize.runtime.modules.engine import ModelEngine
 
+    device, activations = place.device, place.activations or "none"
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     model = load(checkpoint, activations=activations, dtype=dtype, device=device)
-    return ModelEngine(model, capacity, max_context, prefix_bytes)
+    return ModelEngine(model, place.capacity, place.max_context, prefix_bytes)

@@ -12,14 +12,13 @@ from functools import lru_cache
 
 import torch
 from fused_dequant.dispatch import launches
+from fused_dequant.gram import TILE
 from torch import Tensor
 from torch.nn.functional import pad
 
 from quantize.schemes.gptq import shrunk
 
-TILE = 128
 PASSES, PASSES_BYTES = 8, 256 << 20  # whose rows a kernel adds at once, as many as both allow
-
 
 def tiles_of(inputs: int) -> int:
     """Return the tiles that a Hessian of so many inputs has."""

@@ -4,6 +4,7 @@ import logging
 import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from socket import SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
 from types import FrameType
@@ -13,11 +14,10 @@ import uvicorn
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import ResourceError
 from quantize.host.progress import say
-from quantize.runtime import Sampler, open
+from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine
 from quantize.runtime.fused.weights import model_config
-from quantize.schemes.modes import ActivationMode
 from quantize.serve.app import Service, create_app
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import KEY_VARIABLE, Options
@@ -79,16 +79,11 @@ def make_server(
     return Server(config, service)
 
 
-def open_engine(
-    checkpoint: Path, options: Options, activations: ActivationMode | None, device: str
-) -> Engine:
+def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
     """Load a checkpoint, warm its engine up, and return the engine."""
     engine = open(
         checkpoint,
-        device=device,
-        activations=activations,
-        capacity=options.max_num_seqs,
-        max_context=options.max_context,
+        replace(place, capacity=options.max_num_seqs, max_context=options.max_context),
         prefix_bytes=options.prefix_bytes,
         batch_invariant=options.batch_invariant,
     )
@@ -115,9 +110,7 @@ def listening_socket(host: str, port: int) -> socket:
     return found
 
 
-def serve(
-    checkpoint: Path, options: Options, *, activations: ActivationMode | None, device: str
-) -> None:
+def serve(checkpoint: Path, options: Options, place: Placement) -> None:
     """Serve a checkpoint until SIGINT or SIGTERM.
 
     Raises:
@@ -132,7 +125,7 @@ def serve(
     pictures = Pictures(model_config(Checkpoint.open(checkpoint).config))
     sampler = Sampler.from_checkpoint(checkpoint)
     say(f"loading {checkpoint}")
-    engine = open_engine(checkpoint, options, activations, device)
+    engine = open_engine(checkpoint, options, place)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # uvicorn raises the signal again at its end
     make_server(engine, text, pictures, sampler, options).run([sock])

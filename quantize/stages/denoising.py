@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.host.processes import ALONE, Processes
 from quantize.recipe.sections import Calibration
 from quantize.runs.manifest import fingerprint, package_versions
-from quantize.runtime import open
+from quantize.runtime import Placement, open
 from quantize.runtime.batch import OnStep
 from quantize.runtime.engine import BatchEngine, Engine, Observer
 from quantize.runtime.fused.gpus import launches_of
@@ -41,8 +42,7 @@ class Denoising:
     Args:
         source: folder of the checkpoint.
         settings: the recipe's section.
-        device: where the model runs.
-        gpu_memory: bytes of a GPU that may be used, None for what is free.
+        place: where the model runs.
         held_out: whether the prompts that are not observed come along.
 
     Raises:
@@ -53,13 +53,12 @@ class Denoising:
         self,
         source: Path,
         settings: Calibration,
-        device: str,
-        gpu_memory: float | None = None,
+        place: Placement,
         *,
         held_out: bool = False,
     ) -> None:
         self._source, self._settings = source, settings
-        self._device, self._memory = device, gpu_memory
+        self._place = place
         self._held_out = HELD_OUT_PROMPTS if held_out else 0
         self._prompts = load_prompts(source, settings, settings.prompts + self._held_out)
         self.sampler = Sampler.from_checkpoint(source)
@@ -72,7 +71,8 @@ class Denoising:
         facts = [
             fingerprint(Checkpoint.open(self._source)), self._settings.model_dump(),
             [[prompt.ids, prompt.thinking] for prompt in observed],
-            {name: versions.get(name) for name in NEEDED}, launches_of(torch.device(self._device)),
+            {name: versions.get(name) for name in NEEDED},
+            launches_of(torch.device(self._place.device)),
         ]  # fmt: skip
         digest = hashlib.sha256(json.dumps(facts).encode())
         for prompt in observed:
@@ -124,10 +124,8 @@ class Denoising:
         ids = [prompt.ids for prompt in self._prompts]
         context = context_of(self._source, ids, self._settings.canvases)
         batches = sum(-(-n // size) for n in (self._settings.prompts, self._held_out))
-        return open(
-            self._source, device=self._device, capacity=size, max_context=context,
-            gpu_memory=self._memory, batches=batches, kind="fused" if records else None,
-        )  # fmt: skip
+        place = replace(self._place, capacity=size, max_context=context, batches=batches)
+        return open(self._source, place, kind="fused" if records else None)
 
     def recording(self, folder: Path) -> Recording:
         """Return what a folder holds of these prompts; where it is missing or damaged, record again.

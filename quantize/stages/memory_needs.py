@@ -16,18 +16,18 @@ from quantize.checkpoints.targets import Target, layout_bytes, linear_shape
 from quantize.errors import ResourceError
 from quantize.host.units import size
 from quantize.recipe.sections import AT_ONCE, Recipe
-from quantize.runtime.memory import EMBEDDING, Need, Plan, Stack, least_bytes, plan
+from quantize.runtime.memory import EMBEDDING, Need, Plan, Stack, least_bytes, plan, repacked
 from quantize.schemes.modes import ActivationMode
 
 BUDGETS_GB = (24, 32, 48, 80, 96, 141)
-REPLAYED = 16  # trajectories at once
+REPLAYED = 16  # trajectories that are replayed at once
 HESSIAN_BYTES = 4 << 30  # GPTQ's Hessians of a layer, 2.4 GB at 26B
 SHUTTLE_BYTES = 0.4e9  # rows of recorded passes on their way (`fused.shuttle`)
 # GPU bytes of GPTQ beside them, by arithmetic: of 32 experts of 2,816 inputs and 1,408 rows at a time
 # 2 float32 Hessians and 6.5 copies of a weight (5.3 GB), and 7 matrices in float64 (0.4 GB). A dense
 # Linear of 8,192 inputs takes 4.9 GB.
 ROUNDING_BYTES = 6e9
-QUESTION_TOKENS = 1024
+QUESTION_TOKENS = 1024  # room for a question; a longer one gets room when it comes
 FRESH_TOKENS = 2048  # of a prompt that is recorded for the replay where nothing was calibrated
 
 
@@ -36,14 +36,19 @@ def needs(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     targets: Sequence[Target],
+    *,
+    hopper: bool,
 ) -> list[Need]:
-    """Return the needs of those of calibrate, round, fidelity and evaluate that the recipe has."""
+    """Return the needs of those of calibrate, round, fidelity and evaluate that the recipe has.
+
+    On a Hopper GPU the experts of the mode `fp8` stay in 4 bits, elsewhere they take 8.
+    """
     bf16 = Stack.of("BF16", {name: info.nbytes for name, info in tensors.items()}, quantized=False)
 
     def quantized(*modes: ActivationMode) -> Stack:
         """Return the largest stack of those that the modes multiply with."""
         mode = "fp8" if "fp8" in modes else "none"
-        sizes = {target.name: _packed(target, mode) for target in targets}
+        sizes = {target.name: _packed(target, mode, hopper) for target in targets}
         return Stack.of(recipe.name, sizes, quantized=True)
 
     canvas = config["canvas_length"]
@@ -67,8 +72,15 @@ def needs(
     for stack in (bf16, quantized(scored)):
         name = f"evaluate {stack.name}"
         batch = recipe.evaluation.batch_size or AT_ONCE["fused"]
-        found.append(Need(name, stack, batch, QUESTION_TOKENS + longest))
+        found.append(Need(name, stack, batch, scored_positions(config, longest)))
     return found
+
+
+def scored_positions(config: Mapping[str, Any], longest: int) -> int:
+    """Return the positions of a question and an answer of at most `longest` tokens, whole canvases."""
+    canvas = config["canvas_length"]
+    room = QUESTION_TOKENS + -(-longest // canvas) * canvas
+    return min(room, config["text_config"]["max_position_embeddings"])
 
 
 def _rounding(bf16: Stack, batch: int, length: int) -> Need:
@@ -78,11 +90,13 @@ def _rounding(bf16: Stack, batch: int, length: int) -> Need:
     return Need("round", in_turns, batch, length, beside=beside, fixed_batch=True, one_layer=True)
 
 
-def _packed(target: Target, mode: ActivationMode) -> int:
-    """Return a tensor's bytes once packed, as `memory.packed_sizes`; Hopper keeps experts in 4 bits."""
-    if target.scheme is None or target.module_class == "experts":
+def _packed(target: Target, mode: ActivationMode, hopper: bool) -> int:
+    """Return a tensor's bytes once packed, as `memory.packed_sizes` of a checkpoint that is there."""
+    if target.scheme is None:
         return target.bytes_after
-    layout = target.scheme.as_multiplied(mode).packed
+    layout = repacked(target.scheme, target.modules[0], mode, hopper=hopper)
+    if layout is None:
+        return target.bytes_after
     return len(target.modules) * layout_bytes(layout, *linear_shape(target.shape, target.modules))
 
 

@@ -34,7 +34,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.host.files import read_json
 from quantize.recipe.sections import load_recipe
-from quantize.runtime import Sampler, open
+from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.opening import Kind
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.calibrate import calibrate as calibration
@@ -71,7 +71,8 @@ def accuracy(folder: Path, kind: Kind, mode: ActivationMode, device: str, count:
     rows = [json.loads(line) for line in HELDOUT.read_text("utf-8").splitlines()[:count]]
     dtype = "float32" if kind == "modules" else None
     sampler = Sampler.from_checkpoint(CHECKPOINT)
-    model = Answerer(folder, "", mode, sampler, device, dtype, capacity=64, kind=kind)
+    place = Placement(device, activations=mode)
+    model = Answerer(folder, "", sampler, place, dtype, capacity=64, kind=kind)
     requests = [Request(row["question"], index, 128) for index, row in enumerate(rows)]
     batches = [requests[start : start + 64] for start in range(0, len(requests), 64)]
     texts = {r: done.text for batch, all_ in model(batches) for r, done in zip(batch, all_)}  # noqa: B905
@@ -116,7 +117,7 @@ def main(device: str, problems: int, prompts: int, out: Path | None) -> None:
         for kind, settings in SETTINGS.items():
             started = time.monotonic()
             calibration.open = partial(open, **settings)  # type: ignore[attr-defined]
-            calibration.calibrate(CHECKPOINT, recipe, folder / kind, device=device)
+            calibration.calibrate(CHECKPOINT, recipe, folder / kind, Placement(device))
             result["seconds"][f"calibrate {kind}"] = time.monotonic() - started
         result["scales"], result["tokens"] = scales(folder)
         source = Checkpoint.open(CHECKPOINT)
@@ -129,7 +130,7 @@ def main(device: str, problems: int, prompts: int, out: Path | None) -> None:
             comparison.open = partial(open, **settings)  # type: ignore[attr-defined]
             comparison.fidelity(
                 CHECKPOINT, folder / "checkpoint", folder / "modules", folder / f"{kind}.json",
-                activations=MODE, limits={}, device=device,
+                activations=MODE, limits={}, place=Placement(device),
             )  # fmt: skip
             result["seconds"][f"fidelity {kind}"] = time.monotonic() - started
             modes = read_json(folder / f"{kind}.json")["activations"]

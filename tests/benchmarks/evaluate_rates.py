@@ -74,7 +74,7 @@ def evaluated(folder: Path, activations: ActivationMode, capacity: int, steps: i
     from quantize.bench.speed import NEVER
     from quantize.checkpoints.reader import Checkpoint
     from quantize.host.processes import best_device
-    from quantize.runtime import Sampler
+    from quantize.runtime import Placement, Sampler
     from quantize.stages.evaluate.local_model import Answerer
 
     sampler = replace(
@@ -83,8 +83,9 @@ def evaluated(folder: Path, activations: ActivationMode, capacity: int, steps: i
     )  # fmt: skip
     canvas: int = Checkpoint.open(folder).config["canvas_length"]
     answerer = Answerer(
-        folder, "measured", activations, sampler, best_device(), None, capacity, "fused",
-        context=CONTEXT + CANVASES * canvas,
+        folder, "measured", sampler,
+        Placement(best_device(), None, activations, CONTEXT + CANVASES * canvas),
+        capacity=capacity, kind="fused",
     )  # fmt: skip
     for _ in answerer([[request] for request in chats(answerer.capacity, 2 * canvas)]):
         pass  # loads, compiles and captures

@@ -33,7 +33,7 @@ from quantize.bench.speed import NEVER, _measure
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.host.processes import best_device
-from quantize.runtime import Sampler
+from quantize.runtime import Placement, Sampler
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine
 from quantize.runtime.fused.engine import FusedEngine
@@ -53,7 +53,9 @@ FIXED = {"num_inference_steps": STEPS, "confidence_threshold": NEVER}
 def serving(checkpoint: Path, engine: Engine | None = None, **settings: Any) -> Iterator[Engine]:
     """Serve as `quantize serve` does, from a thread; yield the engine once it answers."""
     options = Options("served", port=PORT, **settings)
-    engine = engine or open_engine(checkpoint, options, "none", best_device())
+    engine = engine or open_engine(
+        checkpoint, options, Placement(best_device(), activations="none")
+    )
     pictures = Pictures(model_config(Checkpoint.open(checkpoint).config))
     sampler = Sampler.from_checkpoint(checkpoint)
     server = make_server(engine, Text(load_tokenizer(checkpoint)), pictures, sampler, options)

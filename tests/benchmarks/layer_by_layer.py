@@ -198,18 +198,17 @@ def work_of(stage: str, model: Path, recipe: Any, run: Path, scratch: Path, gb: 
     """Do one stage."""
     from quantize.checkpoints.reader import Checkpoint
     from quantize.checkpoints.targets import plan_targets
-    from quantize.host.processes import best_device
+    from quantize.runtime import Placement
     from quantize.stages.calibrate.calibrate import calibrate
     from quantize.stages.round_weights.round_weights import round_weights
 
-    place: Any = {"device": best_device(), "gpu_memory": gb * 1e9, "scratch": scratch}
-    place = place if torch.cuda.is_available() else place | {"gpu_memory": None}
+    place = Placement.here(gb * 1e9 if torch.cuda.is_available() else None)
     if stage == "calibrate":
-        calibrate(model, recipe, run / "calibration", **place)
+        calibrate(model, recipe, run / "calibration", place, scratch=scratch)
         return
     source = Checkpoint.open(model)
     targets = plan_targets(source.tensors, recipe.quantization)
-    round_weights(source, targets, recipe, run / "rounding", **place)
+    round_weights(source, targets, recipe, run / "rounding", place, scratch=scratch)
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -377,7 +376,7 @@ def exact_command(
     from quantize.host.processes import best_device
     from quantize.runtime.fused.layer_by_layer import LayerByLayer
     from quantize.runtime.fused.recording import Recorder
-    from quantize.runtime.opening import free_unused
+    from quantize.runtime.placement import Placement, free_unused
     from quantize.schemes.hessians import Hessians
     from quantize.stages.denoising import Denoising
 
@@ -391,7 +390,7 @@ def exact_command(
         "experts.gate_up_proj", "experts.down_proj",
     )  # fmt: skip
     names = [f"model.decoder.layers.{i}.{kind}" for i in range(compared) for kind in kinds]
-    denoising, loop = Denoising(model, settings, device), Hessians(names, experts)
+    denoising, loop = Denoising(model, settings, Placement(device)), Hessians(names, experts)
     started = time.perf_counter()
     denoising.run(
         title="the loop",

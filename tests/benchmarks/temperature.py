@@ -26,7 +26,7 @@ import torch
 from recovery.samples import Completion, Request
 
 from quantize.bundled import CHECKPOINT, HELDOUT
-from quantize.runtime import Sampler
+from quantize.runtime import Placement, Sampler
 from quantize.runtime.opening import default_kind
 from quantize.stages.evaluate.local_model import Answerer
 
@@ -54,7 +54,8 @@ def measured(
     own = Sampler.from_checkpoint(CHECKPOINT)
     sampler = replace(own, t_min=own.t_min * factor, t_max=own.t_max * factor)
     dtype = "float32" if default_kind(device) == "modules" else None
-    model = Answerer(CHECKPOINT, "", "none", sampler, device, dtype, capacity=64)
+    place = Placement(device, activations="none")
+    model = Answerer(CHECKPOINT, "", sampler, place, dtype, capacity=64)
     requests = [
         Request(row["question"], index * samples + again, 128)
         for index, row in enumerate(rows)

@@ -23,9 +23,10 @@ from quantize.runtime import Sample, Sampler, generate, open
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.images import open_picture, place, prepare
 from quantize.runtime.modules.engine import ModelEngine
+from quantize.runtime.placement import CPU
 
 SETTINGS: dict[str, Any] = {
-    "thinking": False, "seed": 3, "max_new_tokens": None, "activations": "none", "pictures": (),
+    "thinking": False, "seed": 3, "max_new_tokens": None, "pictures": (),
     "soft_tokens": 70,
 }  # fmt: skip
 QUESTION = "Tom has 5 apples and buys 3 more. How many apples does Tom have?"
@@ -81,7 +82,7 @@ def test_the_fused_kernels_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on a GPU, here on the kernels' references: the same question, the right answer."""
     monkeypatch.setattr(watching, "open", partial(open, kind="fused"))
     written: list[str] = []
-    watch(CHECKPOINT, QUESTION, device="cpu", plain=True, write=written.append, **SETTINGS)
+    watch(CHECKPOINT, QUESTION, where=CPU, plain=True, write=written.append, **SETTINGS)
     assert "#### 8" in "".join(written)
 
 
@@ -96,7 +97,7 @@ def test_pictures_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(watching, "open", fused)
     shown = {**SETTINGS, "pictures": [tmp_path / "picture.png"], "max_new_tokens": 64}
     written: list[str] = []
-    watch(CHECKPOINT, "What is this?", device="cpu", plain=True, write=written.append, **shown)
+    watch(CHECKPOINT, "What is this?", where=CPU, plain=True, write=written.append, **shown)
     assert "_modules" in vars(opened[0].model.weights.tower)  # the tower was read
     assert written[-1] == "\n"
 
@@ -131,7 +132,7 @@ def test_finished_canvases_are_written_and_never_change() -> None:
 def test_plain_writes_canvas_by_canvas_and_thoughts_to_stderr() -> None:
     pieces: list[str] = []
     settings = {**SETTINGS, "thinking": True}
-    watch(CHECKPOINT, QUESTION, device="cpu", plain=True, write=pieces.append, **settings)
+    watch(CHECKPOINT, QUESTION, where=CPU, plain=True, write=pieces.append, **settings)
     done = CliRunner().invoke(cli, ["generate", "bundled", QUESTION, "--seed", "3", "--thinking"])
     assert done.stdout == "".join(pieces)
     assert len(pieces) > 1

@@ -16,7 +16,6 @@ from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.layout import bf16_layout
 from quantize.checkpoints.reader import known_config
 from quantize.errors import InputError, ResourceError
-from quantize.runtime.fused import weights as packed
 from quantize.runtime.fused.random_weights import random_weights
 from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.opening import RandomModel
@@ -65,13 +64,13 @@ class Memory:
 def test_the_real_model_on_a_machine_without_a_gpu(
     full_size: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(packed.psutil, "virtual_memory", Memory)
+    monkeypatch.setattr("psutil.virtual_memory", Memory)
     for command in (["generate", full_size, QUESTION], ["serve", full_size, "--port", "0"]):
         code, line = complaint(monkeypatch, capsys, *command)
         assert code == 3
         assert re.search(r"error: .*103\.3 GB of weights as float32, and cpu has 32\.0 GB", line)
     with pytest.raises(ResourceError, match=r"51\.6 GB of weights, and cpu has 32\.0 GB free"):
-        load_packed(full_size, "cpu")
+        runtime.open(full_size, device="cpu", kind="fused")
 
 
 def test_a_context_over_the_limit(

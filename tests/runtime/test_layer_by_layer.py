@@ -16,6 +16,7 @@ from quantize.runtime.fused.layer_by_layer import LayerByLayer
 from quantize.runtime.fused.recording import Recorder
 from quantize.runtime.fused.weights import model_config
 from quantize.runtime.images import place, prepare
+from quantize.runtime.placement import CPU
 from quantize.runtime.trajectory import Prompt
 from quantize.schemes.hessians import Hessians
 from quantize.stages.denoising import Denoising
@@ -55,7 +56,7 @@ def test_layers_see_what_they_saw_in_the_loop(
     settings = Calibration(
         datasets=[str(source / "chats.jsonl")], prompts=5, canvases=2, thinking=0, batch_size=2
     )
-    denoising = Denoising(source, settings, "cpu")
+    denoising = Denoising(source, settings, CPU)
     denoising._prompts = prompts_of(source)
     loop, found = (Hessians(NAMES, EXPERTS) for _ in range(2))
 
@@ -82,7 +83,7 @@ def test_layers_that_nobody_watches_hand_on_the_same_rows(source: Path, tmp_path
     settings = Calibration(
         datasets=[str(source / "chats.jsonl")], prompts=2, canvases=1, thinking=0, batch_size=2
     )
-    recording = Denoising(source, settings, "cpu").recording(tmp_path)
+    recording = Denoising(source, settings, CPU).recording(tmp_path)
     last: list[torch.Tensor] = []
     for watched in (range(LAYERS), [LAYERS - 1]):
         seen = Hessians(NAMES, EXPERTS)

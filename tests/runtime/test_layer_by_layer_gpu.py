@@ -17,6 +17,7 @@ from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.layer_by_layer import LayerByLayer
 from quantize.runtime.fused.recording import Recorder
 from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.placement import Placement
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import Trajectory
 from quantize.schemes.hessians import Hessians
@@ -49,7 +50,7 @@ def denoising_of(source: Path) -> Denoising:
     settings = Calibration(
         datasets=[str(source / "chats.jsonl")], prompts=5, canvases=2, thinking=0, batch_size=2,
     )  # fmt: skip
-    return Denoising(source, settings, "cuda:0")
+    return Denoising(source, settings, Placement("cuda:0"))
 
 
 def run(

@@ -21,7 +21,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError
 from quantize.recipe.sections import load_recipe
-from quantize.runtime import Sampler, generate, open
+from quantize.runtime import Placement, Sampler, generate, open
 from quantize.runtime import engine as protocol
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Engine, complete
@@ -187,10 +187,10 @@ def test_fidelity_without_bf16_beside_the_quantized_model(
     made: list[weakref.ref[TextWeights]] = []
     there: list[int] = []  # weights, when a model is opened
 
-    def opening(folder: Path, **settings: Any) -> Engine:
+    def opening(folder: Path, place: Placement, **settings: Any) -> Engine:
         gc.collect()
         there.append(sum(weights() is not None for weights in made))
-        engine = open(folder, **settings)
+        engine = open(folder, place, **settings)
         assert isinstance(engine, FusedEngine)
         made.append(weakref.ref(engine.model.weights))
         return engine

@@ -30,7 +30,7 @@ def nvfp4() -> tuple[list[Target], Recipe]:
 
 def needs_text(recipe: Recipe, targets: list[Target], budget: float | None = None) -> str:
     config = config_of_known(REAL) or {}
-    needed = needs(recipe, config, tensors_from_config(config), targets)
+    needed = needs(recipe, config, tensors_from_config(config), targets, hopper=True)
     return text_of(estimate_table(targets, recipe, needed, config, budget))
 
 

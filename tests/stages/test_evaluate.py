@@ -23,7 +23,7 @@ from quantize.pipeline.stages import Run, evaluate_more
 from quantize.recipe.sections import Evaluation, load_recipe, shipped_recipes
 from quantize.runs.folder import RunDir
 from quantize.runs.models import FURTHER
-from quantize.runtime import Sampler
+from quantize.runtime import Placement, Sampler
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.opening import Kind
 from quantize.schemes.modes import ACTIVATION_MODES
@@ -38,6 +38,7 @@ from quantize.stages.evaluate.compared_models import (
 from quantize.stages.evaluate.evaluate import evaluate
 from quantize.stages.evaluate.local_model import Answerer
 
+PLACE = Placement(activations="none")
 PROBLEMS, BATCH = 28, 4  # looked at after 20 problems, and after all
 
 
@@ -89,7 +90,7 @@ def test_a_server_that_may_encode_canvases_wrongly_is_warned_of(
 @pytest.mark.parametrize(("asked", "got"), [(None, "float32"), ("bfloat16", "bfloat16")])
 def test_dtype_is_the_recipes_else_the_devices_and_a_condition(asked: str | None, got: str) -> None:
     sampler = Sampler.from_checkpoint(CHECKPOINT)
-    model = Answerer(CHECKPOINT, "", "none", sampler, "cpu", asked)
+    model = Answerer(CHECKPOINT, "", sampler, PLACE, asked)
     assert model.sampler_settings["dtype"] == f"torch.{got}"
     engine = model.engine(64)
     assert isinstance(engine, ModelEngine)
@@ -103,7 +104,7 @@ def test_a_sample_of_the_kernels_depends_on_its_request_alone() -> None:
     sampler = Sampler.from_checkpoint(CHECKPOINT)
 
     def answers(asked: Sequence[Request]) -> dict[Request, Completion]:
-        model = Answerer(CHECKPOINT, "", "none", sampler, "cpu", capacity=2, kind="fused")
+        model = Answerer(CHECKPOINT, "", sampler, PLACE, capacity=2, kind="fused")
         assert model.one_by_one
         assert model.sampler_settings["batch_invariant"]
         found = {r: c for batch, done in model([asked]) for r, c in zip(batch, done, strict=True)}
@@ -122,7 +123,7 @@ def test_samples_are_told_of_before_their_batch_is_finished(kind: Kind) -> None:
     rows = [json.loads(line) for line in HELDOUT.read_text().splitlines()[:4]]
     requests = [Request(row["question"], 7 + i, 128) for i, row in enumerate(rows)]
     sampler = Sampler.from_checkpoint(CHECKPOINT)
-    model = Answerer(CHECKPOINT, "", "none", sampler, "cpu", kind=kind)
+    model = Answerer(CHECKPOINT, "", sampler, PLACE, kind=kind)
     told: list[tuple[int, int]] = []
     model.announce = lambda samples, tokens: told.append((samples, tokens))
     completions = [c for _, done in model([requests]) for c in done]

@@ -161,7 +161,7 @@ def test_two_processes_write_the_file_of_one(
     calibration.mkdir()
     save_trajectories(calibration, trajectories, SAMPLER)
     given = (tiny_checkpoint, artifact, calibration)
-    monkeypatch.setattr("quantize.stages.fidelity.fidelity.BATCH", 2)  # three batches
+    monkeypatch.setattr("quantize.stages.fidelity.fidelity.REPLAYED", 2)  # three batches
     in_two(lambda _: fidelity(*given, tmp_path / "two.json", activations="none", limits={}))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

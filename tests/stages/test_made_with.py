@@ -22,6 +22,7 @@ from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import tokenizer_digest
 from quantize.runtime import Sampler
+from quantize.runtime.placement import Placement
 from quantize.stages.evaluate import compared_models, evaluate
 from quantize.stages.evaluate import local_model as answerer
 from quantize.stages.evaluate.local_model import Answerer
@@ -32,8 +33,9 @@ SETTINGS = Evaluation(tasks=[TASK], limit={TASK: 3}, batch_size=2)
 
 
 def made(folder: Path = CHECKPOINT, **changes: Any) -> dict[str, Any]:
-    arguments = {"digest": "a", "activations": "none", "sampler": SAMPLER, "device": "cpu"}
-    return Answerer(folder, **arguments | {"dtype": None} | changes).made_with
+    place = Placement(activations=changes.pop("activations", "none"))
+    arguments = {"digest": "a", "sampler": SAMPLER, "place": place, "dtype": None}
+    return Answerer(folder, **arguments | changes).made_with
 
 
 def test_everything_that_can_change_an_answer_is_in_the_key(

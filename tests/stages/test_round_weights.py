@@ -27,6 +27,7 @@ from quantize.runtime.fused import recording, shuttle
 from quantize.runtime.fused.recording import Recorder, Recording
 from quantize.runtime.fused.shuttle import Shuttle
 from quantize.runtime.modules.engine import ModelEngine
+from quantize.runtime.placement import CPU
 from quantize.schemes.gptq import layer_loss
 from quantize.schemes.hessians import Hessians
 from quantize.schemes.records import SCHEMES
@@ -322,7 +323,7 @@ def hessians_in_the_loop(source: Checkpoint, recorder: Recorder) -> tuple[Denois
     """Denoise as `calibrate` does, and sum what enters all Linears."""
     settings = recipe_of(source).calibration
     assert settings is not None
-    denoising = Denoising(source.folder, settings, "cpu")
+    denoising = Denoising(source.folder, settings, CPU)
     loop = Hessians([unit.reads for unit in units_of(targets_of(source))], EXPERTS)
 
     def nothing(*_: object) -> None: ...
@@ -373,7 +374,7 @@ def test_a_damaged_recording_is_made_again(
     shutil.copytree(recorded, folder)
     settings = recipe_of(source).calibration
     assert settings is not None
-    denoising = Denoising(source.folder, settings, "cpu")
+    denoising = Denoising(source.folder, settings, CPU)
     damage(folder / name)
     denoising.recording(folder)
     shown = " ".join(capsys.readouterr().err.split())
@@ -394,7 +395,7 @@ def test_a_sound_recording_is_not_made_again(
 ) -> None:
     settings = recipe_of(source).calibration
     assert settings is not None
-    denoising = Denoising(source.folder, settings, "cpu")
+    denoising = Denoising(source.folder, settings, CPU)
     monkeypatch.setattr(denoising, "run", None)
     assert len(denoising.recording(recorded).batches) == 2
 
@@ -438,9 +439,9 @@ def test_recordings_of_other_settings_are_others(
 ) -> None:
     settings = recipe_of(source).calibration
     assert settings is not None
-    own = Denoising(source.folder, settings, "cpu").identity
-    assert Denoising(source.folder, settings, "cpu").identity == own
-    assert Denoising(source.folder, settings.model_copy(update=change), "cpu").identity != own
+    own = Denoising(source.folder, settings, CPU).identity
+    assert Denoising(source.folder, settings, CPU).identity == own
+    assert Denoising(source.folder, settings.model_copy(update=change), CPU).identity != own
 
 
 @pytest.mark.parametrize("name", ["chats.jsonl", "config.json", "model.safetensors"])
@@ -451,14 +452,14 @@ def test_recordings_of_other_prompts_and_models_are_others(
     assert settings is not None
     monkeypatch.chdir(source.folder)
     settings = settings.model_copy(update={"datasets": ["chats.jsonl"]})
-    own = Denoising(source.folder, settings, "cpu").identity
+    own = Denoising(source.folder, settings, CPU).identity
     shutil.copytree(source.folder, tmp_path / "other")
     monkeypatch.chdir(tmp_path / "other")
     changed = tmp_path / "other" / name
     data = changed.read_bytes()
     changes = {"chats.jsonl": data.replace(b'"w1', b'"w2'), "config.json": data + b" "}
     changed.write_bytes(changes.get(name, data[:-1] + b"\n"))
-    other = Denoising(tmp_path / "other", settings, "cpu")
+    other = Denoising(tmp_path / "other", settings, CPU)
     assert other.identity != own
 
 

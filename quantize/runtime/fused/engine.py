@@ -39,13 +39,10 @@ from quantize.runtime.fused.text_stack import Cache, FusedModel, Pass
 from quantize.runtime.fused.weights import TextWeights
 from quantize.runtime.images import Images
 from quantize.runtime.known_tokens import Given, Verdict, initial, lead, pinned
-from quantize.runtime.memory import CANVASES_A_PIECE
+from quantize.runtime.memory import CANVASES_A_PIECE, CHUNK, DEFAULT_CONTEXT, SHORT
 from quantize.runtime.prefixes import PrefixCache
 from quantize.runtime.sampler import Sampler
 
-CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 tokens must fit
-SHORT = 256  # prompts up to here, or to a canvas, are encoded together in a pass of this length
-DEFAULT_CONTEXT = 8192  # positions of a sample where `max_context` is not given
 T = TypeVar("T")
 
 

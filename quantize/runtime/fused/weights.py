@@ -13,22 +13,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from fused_dequant import Weight, weights
-from fused_dequant.weights import is_hopper
 from torch import Tensor
 
 from quantize.checkpoints.layout import check_layout
 from quantize.checkpoints.reader import Checkpoint
-from quantize.checkpoints.targets import DROPPED
-from quantize.errors import ResourceError
 from quantize.runtime.fused.gpus import check_gpu
 from quantize.runtime.fused.packing import Entrance, LayerWeights, Packer
 from quantize.runtime.fused.streaming import StreamedLayers, kept_bytes, spread
 from quantize.runtime.fused.tower import Tower
 from quantize.runtime.fused.transfer import ALIGNED, Transfer
-from quantize.runtime.memory import Stack, packed_sizes
+from quantize.runtime.memory import Stack
 
 OnLayer = Callable[[Sequence[int]], Iterator[int]]  # wraps an iteration over layers, for progress
 
@@ -108,7 +104,7 @@ def load_packed(
 
     Raises:
         InputError: a tensor is missing, unexpected, misshapen or not finite.
-        ResourceError: there is no GPU, or it is too old for a scheme or has too little memory.
+        ResourceError: there is no GPU, or it is too old for a scheme.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
@@ -118,7 +114,6 @@ def load_packed(
     check_gpu(used | {"fp8"} if in_fp8 else used, place)
     layers = config.text_config.num_hidden_layers
     streamed = spread(layers, layers - min(layers, layers if resident is None else resident))
-    _check_memory(checkpoint, place, layers, len(streamed), in_fp8)
     decoder = "model.decoder."
     embedding = packer.plain(f"{decoder}embed_tokens.weight")
     conditioning = f"{decoder}self_conditioning."
@@ -216,23 +211,3 @@ def in_memory_of_its_own(weight: Weight) -> Weight:
         torch.cuda.empty_cache()
         return weight.clone()
     return weight
-
-
-def _check_memory(
-    checkpoint: Checkpoint, device: torch.device, layers: int, streamed: int, in_fp8: bool
-) -> None:
-    """Refuse a device with too little free memory, before a byte is read."""
-    found = packed_sizes(checkpoint, in_fp8=in_fp8, four_bit_experts=is_hopper(device))
-    sizes = {name: size for name, size in found.items() if not DROPPED.fullmatch(name)}
-    in_layers = sum(size for name, size in sizes.items() if ".layers." in name)
-    needed = sum(sizes.values())
-    if streamed:  # two slots, and the experts once as on disk and once as packed
-        needed -= in_layers * (streamed - min(streamed, 3)) // layers
-    free = psutil.virtual_memory().available
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    if needed > free:
-        raise ResourceError(
-            f"{checkpoint.folder}: {needed / 1e9:.1f} GB of weights, and {device} has "
-            f"{free / 1e9:.1f} GB free; use a device with more memory"
-        )

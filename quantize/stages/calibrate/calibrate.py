@@ -36,6 +36,7 @@ from quantize.host.files import folder_when_complete, write_json
 from quantize.host.processes import Processes, joined
 from quantize.recipe.sections import Quantization, Recipe
 from quantize.runtime.fused.recording import Recorder
+from quantize.runtime.placement import CPU, Placement
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Trajectory, save_trajectories
@@ -51,9 +52,8 @@ def calibrate(
     source: Path,
     recipe: Recipe,
     out: Path,
+    place: Placement = CPU,
     *,
-    device: str = "cpu",
-    gpu_memory: float | None = None,
     scratch: Path | None = None,
 ) -> None:
     """Run the denoising loop on the recipe's prompts; write scales, coverage and trajectories.
@@ -64,8 +64,7 @@ def calibrate(
         out: folder to create, whole or not at all: input_scales.safetensors, coverage.json,
             statistics.json, trajectories.safetensors, trajectories.json. The same inputs give the
             same bytes.
-        device: where the model runs.
-        gpu_memory: bytes of a GPU that may be used, None for what is free.
+        place: where the model runs.
         scratch: folder for what GPTQ goes through again, if the recipe rounds with it; None for one
             beside `out`.
 
@@ -78,7 +77,7 @@ def calibrate(
     if settings is None:
         raise InputError(f"recipe {recipe.name}: NVFP4 needs a `calibration` section")
     modules = calibrated_modules(source, recipe.quantization)
-    denoising = Denoising(source, settings, device, gpu_memory, held_out=True)
+    denoising = Denoising(source, settings, place, held_out=True)
     with joined() as processes:
         recorder = None
         if recipe.quantization.rounding == "gptq":

@@ -5,7 +5,7 @@ Baseline or candidate may sit behind OpenAI-compatible servers instead of in thi
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,8 @@ from quantize.host.progress import say
 from quantize.recipe.sections import Evaluation
 from quantize.runs.manifest import fingerprint, package_versions
 from quantize.runs.models import BASELINE, BASELINE_AGAIN, CANDIDATE, EXPORTED, in_mode
-from quantize.runtime import Sampler
+from quantize.runtime import Placement, Sampler
+from quantize.runtime.placement import CPU
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.evaluate.local_model import Answerer, ExportedAnswerer
 
@@ -136,8 +137,7 @@ class ModelOptions:
         in_flight: requests to a server at once.
         gguf: a GGUF file of the quantized checkpoint, to be scored too.
         llama_cpp: the program that computes its logits; both are given, or neither.
-        device: where models that are not served run.
-        gpu_memory: bytes of a GPU that may be used, None for what is free.
+        place: where models that are not served run.
     """
 
     modes: Sequence[ActivationMode] = ()
@@ -149,8 +149,7 @@ class ModelOptions:
     in_flight: int = 8
     gguf: Path | None = None
     llama_cpp: Path | None = None
-    device: str = "cpu"
-    gpu_memory: float | None = None
+    place: Placement = CPU
 
     def check(self) -> None:
         """Check what can be checked before anything is read.
@@ -192,10 +191,8 @@ def open_models(
     sampler, quantized = Sampler.from_checkpoint(source), fingerprint(Checkpoint.open(checkpoint))
 
     def local(folder: Path, identity: str, mode: ActivationMode) -> Answerer:
-        return Answerer(
-            folder, identity, mode, sampler, options.device, settings.dtype, settings.batch_size,
-            gpu_memory=options.gpu_memory, context=context,
-        )  # fmt: skip
+        place = replace(options.place, activations=mode, max_context=context)
+        return Answerer(folder, identity, sampler, place, settings.dtype, settings.batch_size)
 
     def served(urls: Sequence[str], identity: str, revision: str | None) -> ServedModel:
         return ServedModel(urls, options.in_flight, identity, revision)

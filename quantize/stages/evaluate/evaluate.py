@@ -57,10 +57,10 @@ from quantize.stages.evaluate.compared_models import (
 )
 from quantize.stages.evaluate.local_model import Answerer
 from quantize.stages.evaluate.recording import leave_questions, record_differing
+from quantize.stages.memory_needs import scored_positions
 
 BUNDLED_TASKS = ("word_problems", "word_problems_thinking")
 DONE = "done.json"
-QUESTION_TOKENS = 1024  # room for a prompt; a longer one gets room when it comes
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +127,7 @@ def evaluate(
     canvas = int(config["canvas_length"])
     with joined() as processes:
         try:
-            context = QUESTION_TOKENS + -(-longest // canvas) * canvas
-            context = min(context, int(config["text_config"]["max_position_embeddings"]))
+            context = scored_positions(config, longest)
             models = open_models(source, digest, run.checkpoint, settings, options, context)
             warn_of_servers(models, longest, canvas)
             rates = Rates()

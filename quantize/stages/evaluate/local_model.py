@@ -12,7 +12,7 @@ without one in float32 on a CPU (the BF16 model too: its weights are BF16 values
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,14 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.recipe.sections import AT_ONCE
 from quantize.runs.manifest import package_versions, tokenizer_digest
-from quantize.runtime import Sample, Sampler, StepRecord, generate, open, placed
+from quantize.runtime import Placement, Sample, Sampler, StepRecord, generate, open, sized
 from quantize.runtime.batch import ended
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Engine, each_completed
 from quantize.runtime.fused.gpus import launches_digest
 from quantize.runtime.llama_cpp import LlamaCpp, made_from
-from quantize.runtime.opening import Kind, default_kind, free_unused
-from quantize.schemes.modes import ActivationMode
+from quantize.runtime.opening import Kind, default_kind
+from quantize.runtime.placement import free_unused
 
 RECORDED_CANVASES = 2
 
@@ -41,19 +41,16 @@ class Answerer:
     Args:
         folder: the checkpoint.
         digest: its fingerprint.
-        activations: how activations are rounded.
         sampler: settings of both models that are compared.
-        device: where the model runs.
+        place: where the model runs and how activations are rounded; `max_context` is what the longest
+            prompt and answer may take, where that is known.
         dtype: name of the dtype it computes in, None for the device's own.
         capacity: samples that are denoised together, at most; None for `recipe.AT_ONCE` of the engine.
         kind: kind of its engine, None for the device's default.
-        gpu_memory: bytes of a GPU that may be used, None for what is free.
-        context: positions that the longest prompt and answer may take, where that is known.
 
     Attributes:
         one_by_one: whether samples depend on their requests alone, so that any may be asked for.
         batch_size: requests that are answered as one batch: 1 where samples depend on nothing else.
-        capacity: samples that are denoised together: fewer than asked for where they do not fit.
         made_with: everything else that samples depend on.
         announce: called with samples and tokens that are made before their batch is finished.
         loading_seconds: seconds that loading the model has taken so far.
@@ -66,27 +63,22 @@ class Answerer:
         self,
         folder: Path,
         digest: str,
-        activations: ActivationMode,
         sampler: Sampler,
-        device: str,
+        place: Placement,
         dtype: str | None = None,
         capacity: int | None = None,
         kind: Kind | None = None,
-        gpu_memory: float | None = None,
-        context: int | None = None,
     ) -> None:
         asked: torch.dtype | None = getattr(torch, dtype) if dtype else None
+        device, self.folder = place.device, folder
         self.kind: Kind = kind or default_kind(device, asked)
         self.one_by_one = self.kind == "fused"
         own = torch.float32 if device == "cpu" and not self.one_by_one else torch.bfloat16
         self.dtype = asked or own
-        self.folder, self.device, self.gpu_memory = folder, device, gpu_memory
-        self.activations: ActivationMode = activations
-        self.capacity, self._context = capacity or AT_ONCE[self.kind], context
-        self._resident: int | None = None
-        model: dict[str, Any] = {"weights": digest, "activations": activations}
+        self._asked = replace(place, capacity=capacity or AT_ONCE[self.kind])
+        self._place = sized(folder, self._asked) if self.one_by_one else self._asked
+        model: dict[str, Any] = {"weights": digest, "activations": place.activations}
         if self.one_by_one:
-            self._place()
             model["capacity"] = self.capacity  # passes have the shape of a full engine
         self.batch_size = 1 if self.one_by_one else self.capacity
         self.sampler = sampler
@@ -114,13 +106,10 @@ class Answerer:
         self.loading_seconds = 0.0
         self._engine: Engine | None = None
 
-    def _place(self) -> None:
-        """Plan how many samples and layers stay in GPU memory, without reading any weights."""
-        place = placed(
-            self.folder, self.device, capacity=self.capacity, max_context=self._context,
-            gpu_memory=self.gpu_memory,
-        )  # fmt: skip
-        self.capacity, self._resident = place.capacity, place.resident
+    @property
+    def capacity(self) -> int:
+        """Samples that are denoised together: fewer than asked for where they do not fit."""
+        return self._place.capacity
 
     def engine(self, context: int) -> Engine:
         """Return the engine, loaded when it is first needed, with room for `context` positions.
@@ -131,14 +120,15 @@ class Answerer:
         if self._engine is None or self._engine.max_length < context:
             self.release()
             began = time.monotonic()
-            self._engine = self._open(max(context, self._context or 0))
+            self._engine = self._open(max(context, self._place.max_context or 0))
             self.loading_seconds += time.monotonic() - began
         return self._engine
 
     def _open(self, context: int) -> Engine:
-        if self.one_by_one and context != self._context:
-            planned, self._context = self.capacity, context
-            self._place()
+        planned = self.capacity
+        if self.one_by_one and context != self._place.max_context:
+            asked = replace(self._asked, capacity=planned, max_context=context)
+            self._place = sized(self.folder, asked)
             if self.capacity < planned:
                 raise ResourceError(
                     f"{self.folder}: {context:,} positions leave room for {self.capacity} samples at "
@@ -146,15 +136,10 @@ class Answerer:
                 )
         return open(
             self.folder,
-            device=self.device,
-            activations=self.activations,
-            capacity=self.capacity,
-            max_context=context if self.one_by_one else None,
+            self._place if self.one_by_one else replace(self._place, max_context=None),
             batch_invariant=self.one_by_one,
             dtype=self.dtype,
             kind=self.kind,
-            resident=self._resident,
-            gpu_memory=self.gpu_memory,
         )
 
     def release(self) -> None:
@@ -163,7 +148,7 @@ class Answerer:
             return
         self._engine.close()
         self._engine = None
-        free_unused(self.device)
+        free_unused(self._place.device)
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
         """Answer batches in order; if `one_by_one`, answer all requests, each as it is finished."""

@@ -30,7 +30,7 @@ Linear that is not what BF16's rounded would be, is a fault, and ends a run befo
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,11 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.host.files import write_json
 from quantize.host.processes import Processes, joined
 from quantize.recipe.sections import Calibration
-from quantize.runtime import open, placed
+from quantize.runtime import Placement, open, sized
 from quantize.runtime.engine import Engine
 from quantize.runtime.memory import EMBEDDING
-from quantize.runtime.opening import default_kind, free_unused
+from quantize.runtime.opening import default_kind
+from quantize.runtime.placement import CPU, free_unused
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import (
     Trajectory,
@@ -59,13 +60,13 @@ from quantize.schemes.modes import ActivationMode
 from quantize.stages.fidelity.linear_checks import check_linears
 from quantize.stages.fidelity.reference_cache import Remembered
 from quantize.stages.fidelity.replay import Compared, StepDistance, remember, replay
+from quantize.stages.memory_needs import REPLAYED
 from quantize.stages.prompts import BUNDLED, load_prompts
 
 # Bounds on BF16's entropy of a position in nats: certain, nearly so, undecided, noise.
 ENTROPY_BINS = (0.0, 0.01, 0.1, 1.0, float("inf"))
 RESAMPLES = 2000
 # Without a calibration (FP8 needs none) these prompts are recorded: word problems fit any model.
-BATCH = 16  # trajectories replayed together
 FRESH = Calibration(datasets=[BUNDLED], prompts=16, canvases=2, thinking=0.5)
 
 
@@ -78,8 +79,7 @@ def fidelity(
     activations: ActivationMode,
     limits: Mapping[ActivationMode, float],
     more: Sequence[ActivationMode] = (),
-    device: str = "cpu",
-    gpu_memory: float | None = None,
+    place: Placement = CPU,
 ) -> None:
     """Replay held-out trajectories through BF16 and the quantized model; write fidelity.json.
 
@@ -93,8 +93,7 @@ def fidelity(
         activations: how activations are rounded while serving.
         limits: largest mean KL in nats by activation mode; a mode that has one is replayed and judged.
         more: modes to replay besides.
-        device: where the models run.
-        gpu_memory: bytes of a GPU that may be used, None for what is free; a batch may be smaller.
+        place: where the models run; a batch may be smaller than REPLAYED there.
 
     Raises:
         InputError: a mode means nothing to the checkpoint.
@@ -104,33 +103,32 @@ def fidelity(
         check_mode(Checkpoint.open(checkpoint), mode)
     linears, linear_faults = None, []
     with joined() as processes:
-        trajectories, sampler = held_out_trajectories(
-            source, calibration, device, processes, gpu_memory
-        )
-        places = _placed(source, checkpoint, modes, longest(trajectories), device, gpu_memory)
-        engine = open(source, resident=places.source, **places.room)
-        batch = min(BATCH, engine.capacity)
+        trajectories, sampler = held_out_trajectories(source, calibration, place, processes)
+        place = replace(place, capacity=REPLAYED, max_context=longest(trajectories), compares=True)
+        baseline, places = _placed(source, checkpoint, modes, place)
+        engine = open(source, baseline)
+        batch = min(REPLAYED, engine.capacity)
         if processes.rank == 0:
             linears, linear_faults = check_linears(engine, source, checkpoint, trajectories[:batch])
         reference: Engine | Remembered = engine
-        if default_kind(device) == "fused":
+        if default_kind(place.device) == "fused":
             reference = remember(
                 engine, trajectories, sampler, batch_size=batch, processes=processes
             )
             engine.close()
             del engine  # or its weights would stay on the GPU
-            free_unused(device)
+            free_unused(place.device)
         replayed: dict[ActivationMode, list[StepDistance]] = {}
         own: list[StepDistance] = []
-        for group in places.groups:
-            compared = _compared(checkpoint, group, places, activations)
+        for group, candidate in places.items():
+            compared = _compared(checkpoint, group, candidate, activations)
             found = replay(
                 reference, compared, trajectories, sampler, batch_size=batch, processes=processes
             )
             replayed |= zip(group, found, strict=False)
             own = found[-1] if activations in group else own
             del compared  # or its weights would stay on the GPU
-            free_unused(device)
+            free_unused(place.device)
     if processes.rank > 0:
         return
     window: int = Checkpoint.open(source).config["text_config"]["sliding_window"]
@@ -161,39 +159,20 @@ def find_faults(
 Group = tuple[ActivationMode, ...]  # modes that are replayed side by side
 
 
-@dataclass(frozen=True)
-class _Places:
-    """What both models are opened with, and how many layers of each stay on the device."""
-
-    room: dict[str, Any]
-    source: int | None
-    groups: dict[Group, int | None]
-
-
 def _placed(
-    source: Path,
-    checkpoint: Path,
-    modes: Sequence[ActivationMode],
-    context: int,
-    device: str,
-    gpu_memory: float | None,
-) -> _Places:
-    """Plan all models, which are on a GPU one after the other; there BF16's vocabulary stays."""
-    room: dict[str, Any] = {"device": device, "max_context": context}
-    asked: dict[str, Any] = room | {"gpu_memory": gpu_memory}
-    # The check of its Linears takes less than comparing logits does.
-    own = placed(source, capacity=BATCH, compares=True, **asked)
-    vocabulary = Checkpoint.open(source).tensors[EMBEDDING].nbytes
+    source: Path, checkpoint: Path, modes: Sequence[ActivationMode], place: Placement
+) -> tuple[Placement, dict[Group, Placement]]:
+    """Place all models, which are on a GPU one after the other; there BF16's vocabulary stays."""
+    own = sized(source, place)  # the check of its Linears takes less than comparing logits does
+    beside = Checkpoint.open(source).tensors[EMBEDDING].nbytes
+    asked = replace(place, capacity=own.capacity, beside=beside)
     found = {
-        group: placed(
-            checkpoint, capacity=own.capacity, caches=len(group), compares=True, beside=vocabulary,
-            activations=group[0], **asked,
-        )
-        for group in _groups(modes, device)
-    }  # fmt: skip
-    capacity = min(place.capacity for place in found.values())
-    resident = {group: place.resident for group, place in found.items()}
-    return _Places(room | {"capacity": capacity}, own.resident, resident)
+        group: sized(checkpoint, replace(asked, caches=len(group), activations=group[0]))
+        for group in _groups(modes, place.device)
+    }
+    least = min(each.capacity for each in found.values())
+    groups = {group: replace(each, capacity=least) for group, each in found.items()}
+    return replace(own, capacity=least), groups
 
 
 def _groups(modes: Sequence[ActivationMode], device: str) -> list[Group]:
@@ -206,7 +185,7 @@ def _groups(modes: Sequence[ActivationMode], device: str) -> list[Group]:
 
 
 def _compared(
-    checkpoint: Path, group: Group, places: _Places, activations: ActivationMode
+    checkpoint: Path, group: Group, place: Placement, activations: ActivationMode
 ) -> list[Compared]:
     """Open the quantized model in each mode of a group; these share weights where they can.
 
@@ -215,10 +194,7 @@ def _compared(
     engines: dict[ActivationMode, Engine] = {}
     beside: Engine | None = None
     for mode in group:
-        engines[mode] = beside = open(
-            checkpoint, activations=mode, beside=beside, resident=places.groups[group],
-            **places.room,
-        )  # fmt: skip
+        engines[mode] = beside = open(checkpoint, replace(place, activations=mode), beside=beside)
     own = [Compared(engines[activations], own_conditioning=True)] if activations in group else []
     return [*(Compared(engine) for engine in engines.values()), *own]
 
@@ -226,9 +202,8 @@ def _compared(
 def held_out_trajectories(
     source: Path,
     calibration: Path,
-    device: str,
+    place: Placement,
     processes: Processes,
-    gpu_memory: float | None = None,
 ) -> tuple[list[Trajectory], Sampler]:
     """Load the recorded trajectories that calibration did not observe, or record fresh ones."""
     if calibration.is_dir():
@@ -237,9 +212,7 @@ def held_out_trajectories(
     sampler = Sampler.from_checkpoint(source)
     prompts = load_prompts(source, FRESH, FRESH.prompts)
     context = context_of(source, [prompt.ids for prompt in prompts], FRESH.canvases)
-    reference = open(
-        source, device=device, capacity=FRESH.batch_size, max_context=context, gpu_memory=gpu_memory
-    )
+    reference = open(source, replace(place, capacity=FRESH.batch_size, max_context=context))
     settings = FRESH.model_copy(update={"batch_size": reference.capacity})
     title = "recording BF16"
     return record_all(

@@ -39,8 +39,7 @@ from quantize.host.progress import say, track
 from quantize.recipe.sections import Recipe
 from quantize.runtime.engine import Observer
 from quantize.runtime.fused.layer_by_layer import LayerByLayer
-from quantize.runtime.memory import budget_of
-from quantize.runtime.opening import free_unused
+from quantize.runtime.placement import CPU, Placement, budget_of, free_unused
 from quantize.schemes.gptq import DAMPING, SWEEPS, Rounded, gptq
 from quantize.schemes.hessians import TILE, Hessians, tiles_of
 from quantize.schemes.records import Scheme
@@ -186,9 +185,8 @@ def round_weights(
     targets: Sequence[Target],
     recipe: Recipe,
     out: Path,
+    place: Placement = CPU,
     *,
-    device: str = "cpu",
-    gpu_memory: float | None = None,
     scratch: Path | None = None,
 ) -> None:
     """Write the codes and scales of every quantized Linear, one file a layer, to the folder `out`.
@@ -198,8 +196,7 @@ def round_weights(
         targets: its plan.
         recipe: recipe whose `calibration` section names the prompts.
         out: folder for layer-NN.safetensors and rounding.json; it appears when it is complete.
-        device: where the layers, the Hessians and the rounding run.
-        gpu_memory: bytes of a GPU that may be used, None for what is free.
+        place: where the layers, the Hessians and the rounding run.
         scratch: folder of the recording that calibrate left; None for one beside `out`.
 
     Raises:
@@ -210,15 +207,15 @@ def round_weights(
     if recipe.calibration is None:
         raise InputError(f"recipe {recipe.name}: gptq needs a `calibration` section")
     units, scratch = units_of(targets), scratch or out.with_name(SCRATCH)
-    denoising = Denoising(source.folder, recipe.calibration, device, gpu_memory)
+    denoising = Denoising(source.folder, recipe.calibration, place)
     with folder_when_complete(out, keep_partial=True) as folder:
         _start(folder, _identity(units, denoising))
         left = [unit for unit in units if not (folder / _file(unit.layer)).exists()]
         if left:
             recording = denoising.recording(scratch)
-            free_unused(device)  # the model that recorded
-            budget_of(device, gpu_memory)
-            layers = LayerByLayer(source.folder, recording, device, scratch)
+            free_unused(place.device)  # the model that recorded
+            budget_of(place)
+            layers = LayerByLayer(source.folder, recording, place.device, scratch)
             round_layers(folder, left, source, _hessians(layers, left))
         _summarize(folder)
     shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,159 @@
+"""Places a model on a device: which device, how much of its memory, and what stays there.
+
+Placement(device, gpu_memory, activations, ...) --sized--> the same, with what fits --> open
+"""
+
+import gc
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import DROPPED
+from quantize.errors import ResourceError
+from quantize.host.processes import best_device
+from quantize.host.progress import say
+from quantize.runtime.memory import (
+    BEGUN_BYTES,
+    CONTEXT_BYTES,
+    DEFAULT_CONTEXT,
+    Need,
+    Stack,
+    in_lockstep,
+    packed_sizes,
+    plan,
+)
+from quantize.schemes.modes import ActivationMode
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model runs, what it is opened for, and how it fits: `sized` sets the last three.
+
+    Attributes:
+        device: "cpu", "cuda" or "cuda:1".
+        gpu_memory: bytes of the GPU that may be used, the process' own context included; None for all
+            that are free. On a CPU nothing is planned without it.
+        activations: how a quantized model's activations are rounded, None for as its engine does; the
+            mode `fp8` packs weights in its own way.
+        max_context: positions that a sample may take; None for the engine's own limit.
+        batches: how many batches of `capacity` samples are denoised whose results depend on the batch,
+            so that it is never made smaller; None where samples come and go.
+        caches: engines that share the weights.
+        compares: whether logits are compared with another model's.
+        beside: bytes that its user holds on the device beside the model.
+        capacity: slots, that is, samples denoised together; where `batches` is None, fewer if they do
+            not fit.
+        resident: layers that stay, while the others are streamed from the files in every pass; None for
+            all.
+        lanes: batches that denoise in lockstep.
+    """
+
+    device: str = "cpu"
+    gpu_memory: float | None = None
+    activations: ActivationMode | None = None
+    max_context: int | None = None
+    batches: int | None = None
+    caches: int = 1
+    compares: bool = False
+    beside: float = 0.0
+    capacity: int = 4
+    resident: int | None = None
+    lanes: int = 1
+
+    @classmethod
+    def here(cls, gpu_memory: float | None = None) -> "Placement":
+        """Return a place on the GPU of this process, or on the CPU without one."""
+        return cls(best_device(), gpu_memory)
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether weights are packed for FP8 products."""
+        return self.activations == "fp8"
+
+
+CPU = Placement()
+
+
+def sized(checkpoint: Path, place: Placement) -> Placement:
+    """Return a place with what of a checkpoint fits there; no weights are read.
+
+    Raises:
+        ResourceError: not even one slot over streamed layers fits, or with `batches` not `capacity`.
+    """
+    free_unused(place.device)
+    opened = Checkpoint.open(checkpoint)
+    sizes = packed_sizes(opened, place.activations, hopper=is_hopper(place.device))
+    if (budget := budget_of(place)) is None:
+        _check_host(checkpoint, sum(n for name, n in sizes.items() if not DROPPED.fullmatch(name)))
+        return place
+    context = place.max_context or DEFAULT_CONTEXT
+    stack = Stack.of(checkpoint.name, sizes, quantized=opened.is_quantized)
+    need = Need(
+        str(checkpoint), stack, place.capacity, context, place.compares, place.caches, place.beside,
+        fixed_batch=place.batches is not None,
+    )  # fmt: skip
+    found, lanes = plan(need, opened.config, budget), 1
+    if place.batches is not None and found.streamed:
+        found, lanes = in_lockstep(need, opened.config, budget, place.batches)
+    if found.streamed or found.batch < place.capacity:
+        say(
+            f"{checkpoint}: {found.resident} layers stay in {budget / 1e9:.1f} GB of GPU memory, "
+            f"{found.streamed / 1e9:.1f} GB are streamed a pass, {found.batch * lanes} canvases at once"
+        )
+    return replace(place, capacity=found.batch, resident=found.resident, lanes=lanes)
+
+
+def is_hopper(device: str) -> bool:
+    """Return whether a device has Hopper's kernels, which keep experts in 4 bits in the mode `fp8`."""
+    if device == "cpu":
+        return False
+    from fused_dequant.weights import is_hopper
+
+    return is_hopper(torch.device(device))
+
+
+def budget_of(place: Placement) -> float | None:
+    """Return the bytes of a GPU that may be used: those asked for, or all that are free.
+
+    The allocator is held to bytes that are asked for.
+
+    Raises:
+        ResourceError: less is free than asked for.
+    """
+    device, asked = place.device, place.gpu_memory
+    if device == "cpu":
+        return asked
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device)  # ours to use again
+    if asked is None:
+        return free + BEGUN_BYTES  # this process' own context, which has been taken already
+    if asked > free + BEGUN_BYTES:
+        raise ResourceError(
+            f"--gpu-memory {asked / 1e9:g}: {device} has {total / 1e9:.1f} GB, of which "
+            f"{free / 1e9:.1f} GB are free; end what else runs there, or ask for less"
+        )
+    share = max(0.0, asked - CONTEXT_BYTES) / total
+    # The allocator does not take "cuda" alone.
+    index = torch.device(device).index if ":" in device else torch.cuda.current_device()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), index)
+    return asked
+
+
+def free_unused(device: str) -> None:
+    """Give back the memory that nobody holds any more, such as the model of the stage before."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+
+def _check_host(checkpoint: Path, needed: int) -> None:
+    """Refuse a CPU with too little free memory, before a byte is read."""
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise ResourceError(
+            f"{checkpoint}: {needed / 1e9:.1f} GB of weights, and cpu has {free / 1e9:.1f} GB free; "
+            f"use a machine with more memory"
+        )
