@@ -20,6 +20,7 @@ from quantize.schemes.gptq import shrunk
 
 PASSES, PASSES_BYTES = 8, 256 << 20  # whose rows a kernel adds at once, as many as both allow
 
+
 def tiles_of(inputs: int) -> int:
     """Return the tiles that a Hessian of so many inputs has."""
     blocks = -(-inputs // TILE)
