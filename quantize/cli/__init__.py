@@ -28,6 +28,7 @@ COMMANDS = (
     "rehearse",
     *(stage.name for stage in STAGES),
     "judge",
+    "baseline",
     "compare",
     "card",
     "bundle",

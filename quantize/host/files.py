@@ -19,10 +19,15 @@ TEMPORARY_SUFFIX = ".partial"
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` so that the final name never holds a part of it."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write `content` to `path` so that the final name never holds a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with temporary.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

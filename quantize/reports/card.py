@@ -26,6 +26,7 @@ from quantize.checkpoints.reader import read_header
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_text
 from quantize.recipe.sections import Recipe
+from quantize.reports.provenance import baseline_lines
 from quantize.reports.render import JUDGED, looks_lines
 from quantize.reports.table import score_table
 from quantize.runs.folder import README, RESULTS, RunDir
@@ -105,7 +106,7 @@ def card(
         repo=repo,
         base=base,
         report=report,
-        looks=looks_lines(report),
+        looks=[*looks_lines(report), *baseline_lines(report)],
         recipe=recipe,
         calibrated=_calibrated(recipe),
         pictures=_pictures(run, recipe),

@@ -45,6 +45,19 @@ def made_lines(content: Mapping[str, Any]) -> list[str]:
         f"Begun {found['began'] or 'at an unknown time'}, judged {found['judged']}, by {code}.",
         f"sha256 of the resolved recipe: {recipe}.",
         f"{cost}.",
+        *baseline_lines(content),
+    ]
+
+
+def baseline_lines(content: Mapping[str, Any]) -> list[str]:
+    """Return a sentence on the machine that made BF16's answers, where that was another."""
+    if (found := content.get("baseline")) is None:
+        return []
+    made, tool = found["made_with"], found["tool"]
+    return [
+        f"BF16's answers were made elsewhere and imported: on {made['device']} with torch "
+        f"{made['versions.torch']}, by diffusiongemma-quantize {tool['version']} (commit "
+        f"{tool['commit'] or 'unknown'}); sha256 of the pack: {found['pack']}."
     ]
 
 

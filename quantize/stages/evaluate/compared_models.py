@@ -4,7 +4,7 @@ Baseline or candidate may sit behind OpenAI-compatible servers instead of in thi
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -170,6 +170,7 @@ def open_models(
     settings: Evaluation,
     options: ModelOptions,
     context: int,
+    imported: Callable[[Backend], Backend | None] = lambda _: None,
 ) -> list[ComparedModel]:
     """Return the models, baseline and candidate first; no weights are loaded.
 
@@ -180,6 +181,7 @@ def open_models(
         settings: the recipe's `evaluation` section.
         options: the models that are asked for.
         context: positions that the longest prompt and answer may take.
+        imported: returns what stands for a local baseline beside this candidate, if anything does.
 
     Raises:
         InputError: a server or a GGUF file has another model, or a mode means nothing to it.
@@ -197,12 +199,7 @@ def open_models(
     def served(urls: Sequence[str], identity: str, revision: str | None) -> ServedModel:
         return ServedModel(urls, options.in_flight, identity, revision)
 
-    baseline: Backend = (
-        served(options.base_servers, digest, options.base_server_revision)
-        if options.base_servers
-        else local(source, digest, "none")
-    )
-    models = [ComparedModel(BASELINE, baseline, settings.seed)]
+    models: list[ComparedModel] = []
     for name, mode in named:
         candidate: Backend = (
             served(options.servers, quantized, options.server_revision)
@@ -210,12 +207,19 @@ def open_models(
             else local(checkpoint, quantized, mode)
         )
         models.append(ComparedModel(name, candidate, settings.seed))
-    if options.noise_floor:
-        models.append(ComparedModel(BASELINE_AGAIN, baseline, settings.seed + 1))
-    if options.gguf and options.llama_cpp and isinstance(baseline, Answerer):
-        exported = ExportedAnswerer(
-            checkpoint, quantized, options.gguf, options.llama_cpp, baseline
-        )
+    pack = None if options.base_servers else imported(models[0].backend)
+    bf16: Backend | None = None
+    if options.base_servers:
+        bf16 = served(options.base_servers, digest, options.base_server_revision)
+    elif pack is None or options.noise_floor or options.gguf:
+        bf16 = local(source, digest, "none")
+    baseline = pack or bf16
+    assert baseline is not None
+    models.insert(0, ComparedModel(BASELINE, baseline, settings.seed))
+    if options.noise_floor and bf16:
+        models.append(ComparedModel(BASELINE_AGAIN, bf16, settings.seed + 1))
+    if options.gguf and options.llama_cpp and isinstance(bf16, Answerer):
+        exported = ExportedAnswerer(checkpoint, quantized, options.gguf, options.llama_cpp, bf16)
         models.append(ComparedModel(EXPORTED, exported, settings.seed))
     return models
 

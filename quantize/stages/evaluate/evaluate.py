@@ -25,6 +25,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ from recovery.statistics import Comparison
 from quantize.bundled import HELDOUT
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import TEMPORARY_SUFFIX, read_json, write_json
-from quantize.host.locks import locked
 from quantize.host.processes import Processes, joined
 from quantize.host.progress import metered, say
 from quantize.host.units import duration
@@ -48,6 +48,15 @@ from quantize.recipe.sections import LEAST, Evaluation, Gate
 from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.folder import EARLIER, RunDir
 from quantize.runs.models import BASELINE
+from quantize.stages.evaluate.baseline_pack import (
+    ImportedBaseline,
+    find_pack,
+    flat,
+    held,
+    imports,
+    key_of,
+    store_path,
+)
 from quantize.stages.evaluate.compared_models import (
     Backend,
     ComparedModel,
@@ -128,7 +137,10 @@ def evaluate(
     with joined() as processes:
         try:
             context = scored_positions(config, longest)
-            models = open_models(source, digest, run.checkpoint, settings, options, context)
+            imported = partial(_imported, imports(run.path.parent), digest, settings.seed, tasks)
+            models = open_models(
+                source, digest, run.checkpoint, settings, options, context, imported
+            )
             warn_of_servers(models, longest, canvas)
             rates = Rates()
             answers = Answers(run, processes, rates)
@@ -189,6 +201,18 @@ def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | 
     if found is None and own is None:
         raise ResourceError(f"{data_dir}: no .jsonl or .csv of task {task!r}; put it there")
     return found
+
+
+def _imported(
+    folder: Path, weights: str, seed: int, tasks: Sequence[Task], candidate: Backend
+) -> ImportedBaseline | None:
+    """Return the baseline whose answers came in a pack, where one of this model was imported."""
+    made = candidate.made_with | {"model": {"weights": weights, "activations": "none"}}
+    here = {task.name: conditions(made, seed, task) for task in tasks}
+    if (pack := find_pack(folder, weights, here)) is None:
+        return None
+    say(f"{BASELINE}: {pack} ({pack.path})")
+    return ImportedBaseline(pack, made, candidate.sampler_settings)
 
 
 def _announce(tasks: Sequence[Task], models: Sequence[ComparedModel], gate: Gate | None) -> None:
@@ -309,13 +333,14 @@ class Answers:
         for model in models if self._processes.rank == 0 else ():
             for task in tasks:
                 standing = self._standing(model, task)
-                differs = standing and first_difference(standing.made_with, made_with(model, task))
-                if differs:
-                    key, before, now = differs
+                now = flat(made_with(model, task))
+                before = flat(standing.made_with) if standing else now
+                differ = (key for key in sorted(now | before) if before.get(key) != now.get(key))
+                if key := next(differ, None):
                     say(
-                        f"{task.name}, {model.name}: scored with {key} {before}, now {now}, so it is "
-                        f"asked again; what stands stays until the new scores are whole, and then in "
-                        f"{self._run.path / EARLIER}"
+                        f"{task.name}, {model.name}: scored with {key} {before.get(key)}, now "
+                        f"{now.get(key)}, so it is asked again; what stands stays until the new scores "
+                        f"are whole, and then in {self._run.path / EARLIER}"
                     )
 
     def there_first(self, models: Sequence[ComparedModel]) -> list[ComparedModel]:
@@ -399,7 +424,7 @@ class Answers:
             whole = more if scored is None else scored.and_more(more)
             if scored is None and (before := self._standing(model, task)):
                 write_scoring(
-                    self._run.path / EARLIER / _key(before.made_with) / model.name, before
+                    self._run.path / EARLIER / key_of(before.made_with) / model.name, before
                 )
             write_scoring(self.folder / model.name, whole)
             if model.name != BASELINE and len(whole.rows) == task.samples:
@@ -445,48 +470,33 @@ class Answers:
     @contextmanager
     def _store(self, model: ComparedModel, task: Task) -> Generator[SampleStore]:
         """Hold the store of a task's finished samples: in the run, or shared for a local BF16."""
-        made = made_with(model, task)
-        key = _key(made)
-        path = self._run.evaluation / model.name / f"{task.name}-{key}.partial.jsonl"
-        if model.name == BASELINE and isinstance(model.backend, Answerer):
-            path = self._run.path.parent / ".bf16" / f"{task.name}-{key}.jsonl"
+        made, backend = made_with(model, task), model.backend
+        path = self._run.evaluation / model.name / f"{task.name}-{key_of(made)}.partial.jsonl"
+        if model.name == BASELINE and isinstance(backend, Answerer):
+            path = store_path(self._run, task.name, made)
         share = Share(self._processes.rank, self._processes.count, self._processes.wait)
-        with locked(path.with_name(f".{path.stem}.lock"), str(path)):
-            try:
-                yield SampleStore(path, made, share)
-            except ValueError as error:
-                raise InputError(str(error)) from error
+        with held(path, made, share) as store:
+            if isinstance(backend, ImportedBaseline):
+                store.done |= backend.pack.answers[task.name]
+            yield store
 
 
 def made_with(model: ComparedModel, task: Task) -> dict[str, Any]:
     """Return everything that a model's samples of a task depend on besides their requests."""
-    found = model.backend.made_with | {
+    return conditions(model.backend.made_with, model.seed, task)
+
+
+def conditions(backend: Mapping[str, Any], seed: int, task: Task) -> dict[str, Any]:
+    """Return what samples of a task depend on, given what those of all tasks do."""
+    found = dict(backend) | {
         "task": task.name,
         "data": hashlib.sha256(task.data.read_bytes()).hexdigest()[:16] if task.data else None,
         "planned": asdict(task.plan),
-        "seed": model.seed,
+        "seed": seed,
     }
     if task.digest is not None:
         found["definition"] = task.digest
     return json.loads(json.dumps(found))  # equal to what is read back
-
-
-def _key(made: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def first_difference(
-    one: Mapping[str, Any], other: Mapping[str, Any]
-) -> tuple[str, Any, Any] | None:
-    """Return the first key ("versions.torch") that differs and both values, None if all are equal."""
-    for key in sorted(one.keys() | other.keys()):
-        a, b = one.get(key), other.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            if inside := first_difference(a, b):
-                return f"{key}.{inside[0]}", *inside[1:]
-        elif a != b:
-            return key, a, b
-    return None
 
 
 class Rates:

@@ -125,6 +125,7 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
         "not_asked": [task for task in recipe.evaluation.tasks if task not in done["tasks"]],
         "looks": done.get("looks", {}),
         "noise_floor": _noise_floor(run, recipe),
+        "baseline": _imported(run, done["tasks"]),
         "fidelity": fidelity,
         "evidence": _evidence(run),
     }
@@ -184,6 +185,13 @@ def _noise_floor(run: RunDir, recipe: Recipe) -> list[dict[str, Any]]:
         for task in recipe.evaluation.tasks
         if (run.evaluation / BASELINE_AGAIN / f"{task}.jsonl").exists()
     ]
+
+
+def _imported(run: RunDir, tasks: Sequence[str]) -> dict[str, Any] | None:
+    """Return where BF16's answers were made, None where they were made here."""
+    found = (run.evaluation / BASELINE / f"{task}.conditions.json" for task in tasks)
+    models = [read_json(path, "made_with")["made_with"].get("model", {}) for path in found]
+    return next((model["imported"] for model in models if "imported" in model), None)
 
 
 def _verdict(

@@ -1,0 +1,277 @@
+"""A baseline that travels: BF16's answers in one file, made on one machine and used on others.
+
+BF16's answers do not depend on the recipe, and cost most where its weights are streamed. A pack holds
+those of a run's tasks, as its store `.bf16/` has them: gzip of JSON lines, the first of them the
+origin, what each task's answers were made with, and a sha256 over everything. An answer is known by the
+hash of its request; of private tasks the extracted answer alone is kept, and no question of any task
+is in it.
+
+Answers are used where everything that they depend on is equal but for MAY_DIFFER: what changes the
+order of sums and so the last bits, what only reads files, and how much was planned, since an answer is
+one of its request. Weights, tokenizer, sampler, dtype, engine, our and transformers' version, task,
+data and seed must be equal. A pack is trusted as its giver is: the sha256 finds damage, not forgery.
+"""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from recovery.samples import Batch, Completion, Finished, SampleStore, Share
+
+from quantize.errors import InputError
+from quantize.host.files import read_json, write_bytes
+from quantize.host.locks import locked
+from quantize.reports.scores import read_scoring
+from quantize.runs.folder import RunDir
+from quantize.runs.models import BASELINE
+
+FORMAT = "diffusiongemma-quantize baseline 1"
+SUMS = ("device", "launches", "threads", "batch_size", "model.capacity")
+READERS = (
+    "versions.torch",
+    "versions.triton",
+    "versions.safetensors",
+    "versions.compressed-tensors",
+)
+MAY_DIFFER = (*SUMS, *READERS, "planned")
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+class _Task(BaseModel):
+    model_config = STRICT
+    made_with: dict[str, Any]
+    samples: PositiveInt
+
+
+class _Header(BaseModel):
+    model_config = STRICT
+    format: Literal["diffusiongemma-quantize baseline 1"]
+    origin: dict[str, Any]
+    tasks: dict[str, _Task]
+    sha256: str
+
+
+class _Answer(BaseModel):
+    model_config = STRICT
+    task: str
+    key: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+    text: str
+    tokens: NonNegativeInt
+    denoising_steps: list[PositiveInt]
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class Pack:
+    """What a file holds: by task what its answers were made with, and the answers by request."""
+
+    path: Path
+    sha256: str
+    origin: dict[str, Any]
+    made_with: dict[str, dict[str, Any]]
+    answers: dict[str, dict[str, Completion]]
+
+    def __str__(self) -> str:
+        counts = ", ".join(
+            f"{len(found):,} answers to {task}" for task, found in self.answers.items()
+        )
+        return f"{counts}, made on {', '.join(self.devices)}"
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices that the answers were made on."""
+        return sorted({str(made["device"]) for made in self.made_with.values()})
+
+
+class ImportedBaseline:
+    """The baseline where its answers came in a pack: it is never asked.
+
+    Args:
+        pack: the answers.
+        made_with: everything else that an answer asked here would depend on.
+        sampler_settings: settings of the candidate's sampler, which are equal.
+    """
+
+    batch_size = 1
+    loading_seconds = 0.0
+
+    def __init__(
+        self, pack: Pack, made_with: Mapping[str, Any], sampler_settings: dict[str, Any]
+    ) -> None:
+        first = flat(next(iter(pack.made_with.values())))
+        differing = {key: first.get(key) for key in (*SUMS, *READERS)}
+        origin = {"pack": pack.sha256, **pack.origin, "made_with": differing}
+        self.pack, self.sampler_settings = pack, sampler_settings
+        self.made_with = dict(made_with) | {"model": made_with["model"] | {"imported": origin}}
+
+    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+        """Refuse: BF16 is not here.
+
+        Raises:
+            InputError: always; the pack lacks answers.
+        """
+        raise InputError(
+            f"{self.pack.path}: lacks {sum(map(len, batches)):,} answers, to other questions or behind "
+            f"the end of the run that made it; import one of `quantize evaluate RUN --all`, or remove "
+            f"this file to ask BF16 here"
+        )
+
+    def release(self) -> None:
+        """Do nothing: no model is loaded."""
+
+
+def key_of(made_with: Mapping[str, Any]) -> str:
+    """Return a short hash of everything that samples depend on."""
+    return hashlib.sha256(json.dumps(made_with, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def store_path(run: RunDir, task: str, made_with: Mapping[str, Any]) -> Path:
+    """Return where runs share a local BF16's samples of a task."""
+    return run.path.parent / ".bf16" / f"{task}-{key_of(made_with)}.jsonl"
+
+
+@contextmanager
+def held(
+    path: Path, made_with: Mapping[str, Any], share: Share | None = None
+) -> Generator[SampleStore]:
+    """Hold a store of samples while the block runs.
+
+    Raises:
+        InputError: it was changed. ResourceError: another process holds it.
+    """
+    with locked(path.with_name(f".{path.stem}.lock"), str(path)):
+        try:
+            yield SampleStore(path, made_with, share)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+
+
+def imports(runs: Path) -> Path:
+    """Return the folder of the packs that a folder of runs may use."""
+    return runs / ".bf16" / "imported"
+
+
+def export_pack(run: RunDir, out: Path) -> Pack:
+    """Write BF16's answers of a run's tasks, and what they were made with, to `out`.
+
+    Raises:
+        InputError: the run has no scores, or BF16's answers are not this machine's.
+    """
+    tasks: dict[str, Any] = {}
+    lines: list[str] = []
+    for task in read_json(run.evaluation / "done.json", "tasks")["tasks"]:
+        made = read_scoring(run.evaluation / BASELINE, task).made_with
+        path = store_path(run, task, made)
+        if not path.exists():
+            raise InputError(
+                f"{path}: missing; BF16's answers to {task} were served, imported or removed, and only "
+                f"those that were made here can be exported"
+            )
+        with held(path, made) as store:
+            found = sorted(store.done.items())
+        tasks[task] = {"made_with": made, "samples": len(found)}
+        lines += [json.dumps({"task": task, "key": key, **asdict(each)}) for key, each in found]
+    about = read_json(run.manifest_json, "source.fingerprint", "tool")
+    origin = {"tool": about["tool"], "commit": about["source"].get("commit")}
+    header = {"format": FORMAT, "origin": origin, "tasks": tasks}
+    text = "\n".join([json.dumps(header | {"sha256": _digest(header, lines)}), *lines])
+    write_bytes(out, gzip.compress(text.encode(), mtime=0))
+    return read_pack(out)
+
+
+def _digest(header: Mapping[str, Any], lines: Sequence[str]) -> str:
+    text = "\n".join([json.dumps(header, sort_keys=True), *lines])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_pack(path: Path) -> Pack:
+    """Read a pack and check it against its own sha256.
+
+    Raises:
+        InputError: it is no pack, or not what was exported.
+    """
+
+    def refuse(why: object) -> NoReturn:
+        raise InputError(f"{path}: no baseline pack as it was exported: {why}") from None
+
+    try:
+        head, *lines = gzip.decompress(path.read_bytes()).decode().split("\n")
+        header = _Header.model_validate_json(head)
+        found = [_Answer.model_validate_json(line) for line in lines]
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        refuse(" ".join(str(error).split())[:200])
+    if header.sha256 != _digest(header.model_dump(exclude={"sha256"}), lines):
+        refuse("its sha256 is of other content")
+    if Counter(each.task for each in found) != {n: t.samples for n, t in header.tasks.items()}:
+        refuse("a task has more or fewer answers than it says")
+    answers: dict[str, dict[str, Completion]] = {task: {} for task in header.tasks}
+    for each in found:
+        if each.key in answers[each.task]:
+            refuse(f"two answers to one request of {each.task}, {each.key}")
+        answers[each.task][each.key] = Completion(**each.model_dump(exclude={"task", "key"}))
+    made_with = {task: about.made_with for task, about in header.tasks.items()}
+    return Pack(path, header.sha256, header.origin, made_with, answers)
+
+
+def import_pack(path: Path, runs: Path) -> Pack:
+    """Check a pack and copy it to where the runs in a folder find it."""
+    pack = read_pack(path)
+    place = imports(runs) / f"{pack.sha256[:12]}.jsonl.gz"
+    write_bytes(place, path.read_bytes())
+    return replace(pack, path=place)
+
+
+def find_pack(folder: Path, weights: str, here: Mapping[str, Mapping[str, Any]]) -> Pack | None:
+    """Return the imported pack that answers these tasks, None where none is of this BF16 model.
+
+    Args:
+        folder: the imported packs.
+        weights: fingerprint of the BF16 model.
+        here: task -> what its answers would be made with here.
+
+    Raises:
+        InputError: one is of this model, and none may be used; the condition is named.
+    """
+    refused: list[str] = []
+    for path in sorted(folder.glob("*.jsonl.gz")):
+        pack = read_pack(path)
+        if all(made["model"]["weights"] != weights for made in pack.made_with.values()):
+            continue
+        found = (_unfit(pack.made_with.get(task), made, task) for task, made in here.items())
+        if (why := next(filter(None, found), None)) is None:
+            return pack
+        refused.append(f"{path}: NOT COMPARABLE: {why}; remove this file to ask BF16 here")
+    if refused:
+        raise InputError(refused[0])
+    return None
+
+
+def _unfit(pack: Mapping[str, Any] | None, here: Mapping[str, Any], task: str) -> str | None:
+    """Return why a pack's answers to a task cannot stand for those made here."""
+    if pack is None:
+        return f"it has no answers to {task}"
+    theirs, ours = flat(pack), flat(here)
+    for key in sorted(theirs.keys() | ours.keys()):
+        may = any(key == name or key.startswith(f"{name}.") for name in MAY_DIFFER)
+        if not may and theirs.get(key) != ours.get(key):
+            return (
+                f"{task} was answered with {key} {theirs.get(key)}, and here it is {ours.get(key)}"
+            )
+    return None
+
+
+def flat(made_with: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return conditions with the keys of nested ones joined: "versions.torch"."""
+    found: dict[str, Any] = {}
+    for key, value in made_with.items():
+        inner = isinstance(value, Mapping)
+        found |= flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return found

@@ -1,0 +1,199 @@
+"""BF16's answers travel in a file, are used where they fit, and refused by name where they do not."""
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from quick_run import TASK
+from recovery.samples import Batch, Completion, Finished
+
+from quantize.bundled import CHECKPOINT, HELDOUT
+from quantize.errors import InputError
+from quantize.host.files import read_json, write_json
+from quantize.recipe.sections import Evaluation, Gate
+from quantize.reports.provenance import baseline_lines
+from quantize.reports.scores import read_scoring
+from quantize.runs.folder import RunDir
+from quantize.stages.evaluate import compared_models, evaluate
+from quantize.stages.evaluate import local_model as answerer
+from quantize.stages.evaluate.baseline_pack import _digest, export_pack, import_pack
+from quantize.stages.evaluate.compared_models import ModelOptions
+from quantize.stages.evaluate.local_model import Answerer
+from quantize.stages.report.report import _imported
+
+SETTINGS = Evaluation(tasks=[TASK], limit={TASK: 24}, batch_size=2)
+GATE = Gate(estimand="such_questions", margin_pp={TASK: 30}, max_step_inflation=None)
+
+
+class Scripted(Answerer):
+    """Answers at once: BF16 knows every other answer; what was asked of whom is counted."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self, folder: Path, digest: str, *more: Any, **settings: Any) -> None:
+        super().__init__(folder, digest, *more, **settings)
+        self.digest = digest
+
+    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+        for batch in batches:
+            self.asked += [self.digest] * len(batch)
+            right = self.digest == "source"
+            yield batch, [Completion(f"#### {right + r.seed % 2}", 3, [2], False) for r in batch]
+
+    def record(self, requests: object) -> dict[str, Any]:
+        return {"vocabulary": {}, "samples": []}
+
+
+def score(folder: Path, **more: Any) -> RunDir:
+    """Evaluate in a folder of runs."""
+    run = RunDir(folder / "run")
+    run.path.mkdir(parents=True, exist_ok=True)
+    if not run.checkpoint.exists():
+        run.checkpoint.symlink_to(CHECKPOINT)
+        tool = {"version": "1.0", "commit": None, "modified": None}
+        source = {"fingerprint": "source", "commit": None, "folder": "/home/somebody/bf16"}
+        write_json(run.manifest_json, {"source": source, "tool": tool})
+    Scripted.asked.clear()
+    settings = SETTINGS.model_copy(update=more.pop("settings", {}))
+    evaluate.evaluate(run, CHECKPOINT, "source", settings, **{"gate": GATE, "go_on": True} | more)
+    return run
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of another machine: its threads, batch and torch are other ones."""
+    versions = answerer.package_versions()
+    with pytest.MonkeyPatch.context() as elsewhere:
+        elsewhere.setattr(compared_models, "Answerer", Scripted)
+        elsewhere.setattr(evaluate, "Answerer", Scripted)
+        elsewhere.setattr(answerer, "package_versions", lambda: versions | {"torch": "1.0"})
+        elsewhere.setattr(answerer.torch, "get_num_threads", lambda: 99)
+        return score(tmp_path_factory.mktemp("there"), settings={"batch_size": 3})
+
+
+@pytest.fixture
+def pack(there: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Its pack, on a machine whose models are scripted too."""
+    for module in (compared_models, evaluate):
+        monkeypatch.setattr(module, "Answerer", Scripted)
+    export_pack(there, tmp_path / "bf16.jsonl.gz")
+    return tmp_path / "bf16.jsonl.gz"
+
+
+def test_an_imported_baseline_gives_the_scores_of_the_run_that_made_it(
+    pack: Path, there: RunDir, tmp_path: Path
+) -> None:
+    text = gzip.decompress(pack.read_bytes()).decode()
+    questions = [json.loads(line)["question"] for line in HELDOUT.read_text().splitlines()[:24]]
+    assert not [each for each in [*questions, "somebody"] if each in text]
+    import_pack(pack, tmp_path / "here")
+    here = score(tmp_path / "here")
+    assert set(Scripted.asked) != {"source"}
+    assert "source" not in Scripted.asked
+    for side in ("bf16", "quantized"):
+        ours, theirs = (read_scoring(run.evaluation / side, TASK) for run in (here, there))
+        assert ours.rows == theirs.rows
+        assert ours.conditions == theirs.conditions
+    score(tmp_path / "here")
+    assert Scripted.asked == []  # nor is it made again
+    origin = _imported(here, [TASK])
+    (said,) = baseline_lines({"baseline": origin})
+    assert "on cpu with torch 1.0, by diffusiongemma-quantize 1.0 (commit unknown)" in said
+    assert _imported(there, [TASK]) is None
+    with pytest.raises(InputError, match=r"missing; BF16's answers .* imported or removed"):
+        export_pack(here, tmp_path / "again.gz")
+    score(tmp_path / "here", options=ModelOptions(noise_floor=True))
+    assert Scripted.asked == ["source"] * 24
+
+
+def test_more_than_a_pack_holds_is_not_asked_of_another_bf16(pack: Path, tmp_path: Path) -> None:
+    import_pack(pack, tmp_path / "here")
+    with pytest.raises(InputError, match=r"lacks 6 answers.*remove this file to ask BF16 here"):
+        score(tmp_path / "here", settings={"limit": {TASK: 30}})
+    assert score(tmp_path / "here", settings={"limit": {TASK: 20}}).evaluation.exists()
+
+
+Edit = Callable[[Any, list[Any]], object]  # of the first line and of the answers
+ABOUT = "NOT COMPARABLE: word_problems was answered with "
+
+
+def made(header: Any) -> Any:
+    return header["tasks"][TASK]["made_with"]
+
+
+# what is edited: (how, whether the sha256 is mended, what the one line says)
+EDITS: dict[str, tuple[Edit, bool, str]] = {
+    "an answer": (lambda _, a: a[0].update(text="#### 7"), False, "sha256 is of other content"),
+    "the device": (lambda h, _: made(h).update(device="gpu"), False, "sha256 is of other content"),
+    "answers less": (lambda _, a: a.pop(), True, "more or fewer answers than it says"),
+    "an answer twice": (lambda _, a: a.__setitem__(1, a[0]), True, "two answers to one request"),
+    "another task's": (lambda _, a: a[0].update(task="gsm8k"), True, "more or fewer answers"),
+    "its format": (lambda h, _: h.update(format="2"), True, "format"),
+    "a key more": (lambda h, _: h.update(note=""), True, "note"),
+    "tokens": (lambda _, a: a[0].update(tokens=-1), True, "tokens"),
+    "a request": (lambda _, a: a[0].update(key="What is 1 + 1?"), True, "key"),
+    "the sampler": (
+        lambda h, _: made(h)["sampler"].update(max_denoising_steps=7), True,
+        f"{ABOUT}sampler.max_denoising_steps 7, and here it is 48",
+    ),
+    "the data": (lambda h, _: made(h).update(data="ab"), True, f"{ABOUT}data ab, and here"),
+    "the seed": (lambda h, _: made(h).update(seed=3), True, f"{ABOUT}seed 3, and here it is 0"),
+    "the dtype": (lambda h, _: made(h).update(dtype="torch.half"), True, f"{ABOUT}dtype torch.half"),
+    "the code": (
+        lambda h, _: made(h)["versions"].update(transformers="4"), True,
+        f"{ABOUT}versions.transformers 4",
+    ),
+    "activations": (
+        lambda h, _: made(h)["model"].update(activations="fp8"), True, f"{ABOUT}model.activations"
+    ),
+    "its task": (
+        lambda h, a: (h["tasks"].update(x=h["tasks"].pop(TASK)), [r.update(task="x") for r in a]),
+        True, "it has no answers to word_problems",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("edit", "mended", "said"), EDITS.values(), ids=EDITS)
+def test_an_edited_pack_is_refused_by_name(
+    edit: Edit, mended: bool, said: str, pack: Path, tmp_path: Path
+) -> None:
+    head, *answers = map(json.loads, gzip.decompress(pack.read_bytes()).decode().split("\n"))
+    edit(head, answers)
+    lines = [json.dumps(each) for each in answers]
+    if mended:
+        head["sha256"] = _digest({k: v for k, v in head.items() if k != "sha256"}, lines)
+    pack.write_bytes(gzip.compress("\n".join([json.dumps(head), *lines]).encode()))
+
+    def use() -> None:
+        import_pack(pack, tmp_path / "here")
+        score(tmp_path / "here")
+
+    with pytest.raises(InputError) as error:
+        use()
+    assert said in str(error.value)
+    assert ".gz" in str(error.value)
+
+
+def test_what_is_no_pack_is_refused(pack: Path, tmp_path: Path) -> None:
+    whole = pack.read_bytes()
+    for content in (whole[:-20], gzip.decompress(whole), b"", gzip.compress(b"\xff")):
+        pack.write_bytes(content)
+        with pytest.raises(InputError, match="no baseline pack as it was exported"):
+            import_pack(pack, tmp_path)
+    with pytest.raises(InputError, match="No such file"):
+        import_pack(tmp_path / "nowhere", tmp_path)
+    assert not list(tmp_path.rglob("imported"))
+
+
+def test_a_pack_of_another_model_is_left_alone(pack: Path, tmp_path: Path) -> None:
+    import_pack(pack, tmp_path / "here")
+    run = RunDir(tmp_path / "here" / "run")
+    run.path.mkdir()
+    run.checkpoint.symlink_to(CHECKPOINT)
+    Scripted.asked.clear()
+    evaluate.evaluate(run, CHECKPOINT, "another", SETTINGS, gate=GATE)
+    assert "another" in Scripted.asked
+    assert read_json(run.evaluation / "done.json")["tasks"] == [TASK]
