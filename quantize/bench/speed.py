@@ -30,11 +30,11 @@ import torch
 from rich.table import Table
 
 from quantize.bench.adaptive import NEVER, AdaptiveRow, adaptive_rows
-from quantize.bench.gauge import Clock, Gauge
 from quantize.bench.one_token import Continuation, continuation
 from quantize.bench.steps import PARTS, profile_step, time_step
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
+from quantize.host.gauge import Clock, Gauge
 from quantize.host.progress import say
 from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.fused.cost import decoder_floor, one_token_floor

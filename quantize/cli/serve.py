@@ -42,6 +42,7 @@ A stream sends finished canvases; stream_options.include_drafts shows them denoi
 Clients must send the key in the environment variable QUANTIZE_API_KEY, when there is one.
 Choice j of a request with a seed has the noise of seed + j, whatever else is served meanwhile;
 on a GPU roundings depend on the batch, unless --batch-invariant.
+--data-parallel N serves with N GPUs, a copy of the weights each; header X-Worker says which.
 SIGTERM lets running requests finish and refuses those that wait.
 """
 
@@ -54,6 +55,10 @@ SIGTERM lets running requests finish and refuses those that wait.
 @click.option(
     "--max-num-seqs", type=click.IntRange(1, 64), default=4, show_default=True,
     help="Samples that are denoised together.",
+)  # fmt: skip
+@click.option(
+    "--data-parallel", "workers", type=click.IntRange(1, 64), default=1, show_default=True,
+    help="GPUs that serve, each a whole copy in a process of its own, all behind the one port.",
 )  # fmt: skip
 @click.option(
     "--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
@@ -104,6 +109,7 @@ def serve(
     activations: "ActivationMode | None",
     gpu_memory: float | None,
     prefix_mib: int,
+    workers: int,
     **settings: Any,
 ) -> None:
     """Serve a checkpoint until SIGINT or SIGTERM."""
@@ -114,8 +120,9 @@ def serve(
     from quantize.runtime import Placement
 
     try:
+        from quantize.serve.fleet import serve as serve_together
         from quantize.serve.options import KEY_VARIABLE, Options
-        from quantize.serve.server import serve as serve_checkpoint
+        from quantize.serve.server import serve as serve_alone
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "uvicorn", "prometheus_client", "starlette"):
             raise
@@ -132,4 +139,8 @@ def serve(
         prefix_bytes=prefix_mib << 20,
         **settings,
     )
-    serve_checkpoint(folder, options, Placement(best_device(), gpu_memory, activations))
+    place = Placement(best_device(), gpu_memory, activations)
+    if workers == 1:
+        serve_alone(folder, options, place)
+    else:
+        serve_together(folder, options, place, workers)

@@ -1,10 +1,13 @@
 """Counts what the server does, for Prometheus (GET /metrics)."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from quantize.host.gauge import Gauge as Driver
 from quantize.runtime.prefixes import PrefixCache
 from quantize.serve.text import Answer
 
@@ -56,6 +59,24 @@ class Metrics:
             gauge = Gauge(f"quantize_prefix_{name}", says, registry=self.registry)
             gauge.set_function(value)
 
+    def watch_gpu(self, device: torch.device) -> None:
+        """Show what the driver says of a GPU, as it stands when it is asked; nothing for a CPU."""
+        if (driver := Driver.of(device)) is None:
+            return
+
+        def held() -> float:
+            free, total = torch.cuda.mem_get_info(device)
+            return total - free
+
+        for name, says, value in (
+            ("utilization", "Share of the last moment in which kernels ran.", driver.busy),
+            ("memory_bytes", "Memory in use, by any process.", held),
+            ("clock_mhz", "Clock of the processors.", lambda: getattr(driver.clock(), "mhz", None)),
+            ("energy_joules", "Energy since the driver was loaded.", driver.joules),
+        ):
+            gauge = Gauge(f"quantize_gpu_{name}", says, registry=self.registry)
+            gauge.set_function(lambda value=value: _or_nan(value()))
+
     def canvas(self, seconds: float, batch: int, steps: Sequence[int]) -> None:
         """Count a batch of samples, and the steps of the canvases that it finished."""
         self.canvas_seconds.observe(seconds)
@@ -75,3 +96,7 @@ class Metrics:
     def page(self) -> bytes:
         """Return all counters in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

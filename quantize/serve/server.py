@@ -6,13 +6,14 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from socket import SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
+from socket import AF_UNIX, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from quantize.checkpoints.reader import Checkpoint
-from quantize.errors import ResourceError
+from quantize.errors import QuantizeError, ResourceError
 from quantize.host.progress import say
 from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.chat import load_tokenizer
@@ -40,13 +41,7 @@ class Server(uvicorn.Server):
         """Listen, and print the address."""
         await super().startup(sockets)
         for server in self.servers:
-            host, port = server.sockets[0].getsockname()[:2]
-            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            key = f"with the key of {KEY_VARIABLE}" if self.options.api_key else "without a key"
-            say(f"serving {self.options.model_name} at {url} {key}")
-        names = ", ".join(IGNORABLE)
-        how = "refused (--strict)" if self.options.strict else "ignored; --strict refuses them"
-        say(f"of a request's fields, these have no meaning here and are {how}: {names}")
+            announce(self.options, server.sockets[0])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse waiting jobs; give running ones their time, then end them with an answer too."""
@@ -59,12 +54,31 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+def announce(options: Options, listening: Any) -> None:
+    """Print the address of a server, and how it takes fields that have no meaning here.
+
+    Args:
+        options: the server's.
+        listening: its socket; behind one without a host, a worker's, its front prints the address.
+    """
+    if listening.family == AF_UNIX:
+        return
+    host, port = listening.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    key = f"with the key of {KEY_VARIABLE}" if options.api_key else "without a key"
+    say(f"serving {options.model_name} at {url} {key}")
+    how = "refused (--strict)" if options.strict else "ignored; --strict refuses them"
+    names = ", ".join(IGNORABLE)
+    say(f"of a request's fields, these have no meaning here and are {how}: {names}")
+
+
 def make_server(
     engine: Engine, text: Text, pictures: Pictures, sampler: Sampler, options: Options
 ) -> Server:
     """Return a server of an engine, its text, pictures, sampler and options."""
     metrics = Metrics()
     metrics.watch(engine.prefixes)
+    metrics.watch_gpu(engine.device)
     scheduler = Scheduler(engine, max_queue=options.max_queue, metrics=metrics)
     service = Service(scheduler, text, pictures, sampler, options)
     config = uvicorn.Config(
@@ -117,10 +131,25 @@ def serve(checkpoint: Path, options: Options, place: Placement) -> None:
         InputError: the checkpoint cannot be loaded.
         ResourceError: it does not fit; or the port is taken, which is noticed before weights are read.
     """
+    run(checkpoint, options, place, listening_socket(options.host, options.port))
+
+
+def serve_at(checkpoint: Path, options: Options, place: Placement, path: Path) -> None:
+    """Serve at a Unix socket, in a process of its own; an error of a user's is one line there too."""
+    found = socket(AF_UNIX)
+    found.bind(str(path))
+    try:
+        run(checkpoint, options, place, found)
+    except QuantizeError as error:
+        say(f"error: {error}")
+        sys.exit(error.exit_code)
+
+
+def run(checkpoint: Path, options: Options, place: Placement, sock: socket) -> None:
+    """Load a checkpoint and serve it at a socket."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
-    sock = listening_socket(options.host, options.port)
     text = Text(load_tokenizer(checkpoint))
     pictures = Pictures(model_config(Checkpoint.open(checkpoint).config))
     sampler = Sampler.from_checkpoint(checkpoint)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from quantize.bench import speed as bench
-from quantize.bench.gauge import Clock, Gauge
 from quantize.bench.one_token import Continuation
 from quantize.bundled import CHECKPOINT
+from quantize.host.gauge import Clock, Gauge
 from quantize.runtime import Sampler
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.rates import Rates

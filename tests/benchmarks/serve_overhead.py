@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
 from full_size_serve import CANVASES, CONTEXT, FIXED, STEPS, asked, serving
 from streams import rate
 
@@ -33,6 +34,7 @@ class SleepingEngine:
     """Takes its time and says anything."""
 
     capacity, canvas_length, max_length = 4, 256, 8192
+    prefixes, device = None, torch.device("cpu")
 
     def __init__(self) -> None:
         self.between: list[float] = []  # seconds between two canvases without an admission

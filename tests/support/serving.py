@@ -80,6 +80,7 @@ class ScriptedEngine:
     canvas_length = 8
     max_length = 4096
     prefixes = None
+    device = torch.device("cpu")
 
     def __init__(self, capacity: int = 2) -> None:
         self.capacity = capacity

@@ -53,6 +53,12 @@ class Gauge:
         )
         return None if failed else millijoules.value / 1e3
 
+    def busy(self) -> float | None:
+        """Return the share of the last moment in which kernels ran; None if the driver does not say."""
+        percent = (ctypes.c_uint * 2)()  # of the processors and of the memory
+        failed = self._library.nvmlDeviceGetUtilizationRates(self._handle, percent)
+        return None if failed else percent[0] / 100
+
     def clock(self) -> Clock | None:
         """Return the clock of this moment; None if the driver does not say."""
         now, reasons = ctypes.c_uint(), ctypes.c_ulonglong()

@@ -1,0 +1,202 @@
+"""Several workers behind one port: who gets a request, what a dead worker's clients hear."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import scripted_server
+from server_process import KEY, process
+from starlette.types import Message
+
+from quantize.errors import ResourceError
+from quantize.runtime import Placement
+from quantize.serve import fleet
+from quantize.serve.failures import RequestError
+from quantize.serve.fleet import Fleet, Work, Worker, beginning
+from quantize.serve.options import Options
+
+QUESTION = "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"
+
+
+def fake(**state: Any) -> Worker:
+    found = object.__new__(Worker)
+    found.open = found.taken = 0
+    found.ready = True
+    found.__dict__.update(state)
+    return found
+
+
+def chat(*texts: str) -> bytes:
+    roles = ("system", "user", "assistant", "user")
+    turns = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
+    return json.dumps({"messages": turns}).encode()
+
+
+def test_the_freest_worker_that_is_ready_is_chosen() -> None:
+    busy, dead, free = fake(open=3), fake(ready=False), fake(open=1)
+    assert Fleet([busy, dead, free], Options("m")).choose(chat("a", "b")) is free
+    with pytest.raises(RequestError, match="no worker is ready"):
+        Fleet([dead], Options("m")).choose(b"")
+
+
+def test_equally_free_workers_take_turns() -> None:
+    pair = [fake(), fake()]
+    found = Fleet(pair, Options("m"))
+    assert [found.choose(b"") for _ in range(4)] == pair * 2
+
+
+def test_a_chat_stays_where_its_beginning_is_kept_until_others_have_a_batch_less_to_do() -> None:
+    home, other = fake(), fake(open=1)
+    found = Fleet([home, other], Options("m", prefix_bytes=1, max_num_seqs=2))
+    assert found.choose(chat("be brief", "hello")) is home
+    home.open, other.open = 2, 0
+    assert found.choose(chat("be brief", "hello", "hi", "go on")) is home
+    assert found.choose(chat("be brief", "who are you?")) is other  # another chat
+    home.open = 3
+    assert found.choose(chat("be brief", "hello", "hi", "go on")) is other
+    home.open = 0
+    assert found.choose(chat("be brief", "hello", "hi", "go on")) is other  # it moved
+
+
+def test_the_oldest_chats_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "CHATS", 2)
+    found = Fleet([fake()], Options("m", prefix_bytes=1))
+    for text in "abc":
+        found.choose(chat("", text))
+    assert list(found.homes) == [beginning(chat("", text)) for text in "bc"]
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"prompt": "x"}', b'{"messages": 3}'])
+def test_other_bodies_have_no_beginning(body: bytes) -> None:
+    assert beginning(body) is None
+
+
+def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert fleet.visible_gpus(2) == ["3", "5"]
+    with pytest.raises(
+        ResourceError, match="--data-parallel 3 needs as many GPUs; this machine shows 2"
+    ):
+        fleet.visible_gpus(3)
+
+
+# ------------------------------------------------------------------ processes, with a scripted server
+
+
+@asynccontextmanager
+async def front(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[httpx.AsyncClient]:
+    """A front of two scripted workers, which answer with their process' id."""
+    monkeypatch.setattr(fleet, "serve_at", scripted_server.serve_at)
+    options = Options("m", api_key=KEY)
+    workers = [Worker(i, Work(folder, options, Placement(), ()), folder) for i in range(2)]
+    fleet.wait_for(workers)
+    guard = fleet.application(Fleet(workers, options))
+    transport = httpx.ASGITransport(guard)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    try:
+        async with (
+            guard.app.router.lifespan_context(guard.app),  # pyright: ignore
+            httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as client,
+        ):
+            yield client
+    finally:
+        for worker in workers:
+            worker.process.kill()
+
+
+def test_a_dead_workers_clients_hear_of_it_and_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        async with front(tmp_path, monkeypatch) as client:
+            both = [(await client.post("/v1/x", json={})).json()["pid"] for _ in range(2)]
+            assert len(set(both)) == 2
+            assert (await client.get("/health")).json()["workers"] == 2
+            page = (await client.get("/metrics")).text
+            assert re.findall(r'asked_total\{worker="(\d)"\} ([\d.]+)', page) == [
+                ("0", "1.0"),
+                ("1", "1.0"),
+            ]
+            asked = [client.post(path, json={}) for path in ("/dies", "/streams")]
+            whole, streamed = await asyncio.gather(*asked)
+            assert (whole.status_code, whole.json()["error"]["code"]) == (503, "worker_ended")
+            assert whole.headers["retry-after"] == "1"
+            first, last = (line for line in streamed.text.splitlines() if line)
+            assert first == "data: begun"
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "worker_ended"
+            assert (await client.post("/v1/x", json={})).status_code == 503
+            while (state := await client.get("/health")).status_code != 200 or (
+                state.json()["workers"] < 2
+            ):
+                await asyncio.sleep(0.1)
+            again = [(await client.post("/v1/x", json={})).json()["pid"] for _ in range(2)]
+            assert not {*both} & {*again}
+
+    asyncio.run(asyncio.wait_for(story(), 120))
+
+
+def test_a_client_that_hangs_up_ends_its_request_at_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        async with front(tmp_path, monkeypatch) as client:
+            gone = asyncio.Event()
+
+            async def receive() -> Message:
+                if not heard:
+                    heard.append(True)
+                    return {"type": "http.request", "body": b"{}"}
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Message) -> None:
+                if message["type"] == "http.response.body":
+                    gone.set()
+
+            heard: list[bool] = []
+            scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/waits"}
+            scope |= {"headers": [(b"authorization", f"Bearer {KEY}".encode())]}
+            await client._transport.app(
+                scope | {"query_string": b"", "root_path": ""}, receive, send
+            )  # pyright: ignore
+            while "left_total" not in (page := (await client.get("/metrics")).text) or (
+                not re.search(r"left_total\S* 1.0", page)
+            ):
+                await asyncio.sleep(0.05)
+
+    asyncio.run(asyncio.wait_for(story(), 120))
+
+
+@pytest.mark.slow
+def test_two_workers_as_a_user_starts_them() -> None:
+    body = {"model": "bundled", "messages": [{"role": "user", "content": QUESTION}], "seed": 3}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with (
+        process("--data-parallel", "2", "--max-num-seqs", "1") as (url, _),
+        httpx.Client(base_url=url, headers=headers, timeout=300) as client,
+    ):
+        with ThreadPoolExecutor(2) as pool:
+            found = list(
+                pool.map(lambda _: client.post("/v1/chat/completions", json=body), range(2))
+            )
+        assert {reply.headers["x-worker"] for reply in found} == {"0", "1"}
+        texts = {reply.json()["choices"][0]["message"]["content"] for reply in found}
+        (text,) = texts
+        assert "226" in text
+        streamed = client.post("/v1/chat/completions", json=body | {"stream": True})
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        refused = client.post("/v1/chat/completions", json=body | {"temperature": "hot"})
+        assert refused.status_code == 400
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        tokens = re.findall(
+            r'quantize_tokens_total\{worker="(\d)"\} ([\d.]+)', client.get("/metrics").text
+        )
+        assert [index for index, _ in tokens] == ["0", "1"]
+        assert all(float(count) > 0 for _, count in tokens)
