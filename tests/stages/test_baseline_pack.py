@@ -121,16 +121,16 @@ ABOUT = "NOT COMPARABLE: word_problems was answered with "
 
 
 def made(header: Any) -> Any:
-    return header["tasks"][TASK]["made_with"]
+    return header["tasks"][TASK]
 
 
 # what is edited: (how, whether the sha256 is mended, what the one line says)
 EDITS: dict[str, tuple[Edit, bool, str]] = {
     "an answer": (lambda _, a: a[0].update(text="#### 7"), False, "sha256 is of other content"),
     "the device": (lambda h, _: made(h).update(device="gpu"), False, "sha256 is of other content"),
-    "answers less": (lambda _, a: a.pop(), True, "more or fewer answers than it says"),
-    "an answer twice": (lambda _, a: a.__setitem__(1, a[0]), True, "two answers to one request"),
-    "another task's": (lambda _, a: a[0].update(task="gsm8k"), True, "more or fewer answers"),
+    "an answer less": (lambda _, a: a.pop(), True, "lacks 1 answers"),
+    "an answer twice": (lambda _, a: a.__setitem__(1, a[0]), True, "a second answer to a request"),
+    "another task's": (lambda _, a: a[0].update(task="gsm8k"), True, "or one of no task"),
     "its format": (lambda h, _: h.update(format="2"), True, "format"),
     "a key more": (lambda h, _: h.update(note=""), True, "note"),
     "tokens": (lambda _, a: a[0].update(tokens=-1), True, "tokens"),

@@ -212,6 +212,12 @@ def _imported(
     if (pack := find_pack(folder, weights, here)) is None:
         return None
     say(f"{BASELINE}: {pack} ({pack.path})")
+    for task in tasks:
+        if (found := len(pack.answers[task.name])) < task.samples:
+            say(
+                f"warning: {task.name}: it has {found} of {task.samples} answers; evaluate ends where "
+                f"the verdict needs more"
+            )
     return ImportedBaseline(pack, made, candidate.sampler_settings)
 
 
