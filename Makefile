@@ -19,7 +19,7 @@ test: style
 	@echo "$(BIN)/pyright & $(BIN)/python -m pytest ..."; \
 	$(BIN)/pyright > $(VENV)/pyright.log & types=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 4 \
-		--dist worksteal; tests=$$?; \
+		--dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$types || { cat $(VENV)/pyright.log; exit 1; }; exit $$tests
 
 lint: style

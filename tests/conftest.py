@@ -3,10 +3,8 @@
 import functools
 import gc
 import os
-import re
 import sys
 from pathlib import Path
-from types import FunctionType, ModuleType
 
 import pytest
 
@@ -14,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 import torch
+from numeric import computes
 from safetensors.torch import save_file
 from tiny import tiny_model
 
@@ -70,10 +69,14 @@ def _planned(checkpoint: Path, name: str) -> tuple[Recipe, list[Target]]:
     return recipe, plan_targets(Checkpoint.open(checkpoint).tensors, recipe.quantization)
 
 
-# Begun first: what takes long would else end last, and the tests of a file share its runs where one
-# process does them all.
-LONGEST = ("test_pipeline", "test_docs", "test_products", "test_gptq_kernels", "test_compile")
-COMPUTING = {"checkpoints", "fused_dequant", "pipeline", "runtime", "schemes", "stages"}
+# Begun first: a process takes a whole file, so that its tests share their fixtures, and what takes long
+# would else end last.
+LONGEST = (
+    "test_products", "test_pipeline", "test_docs", "test_passes", "test_serve", "test_generate",
+    "test_convert", "test_every_recipe", "test_llama_cpp", "test_compile", "test_bf16",
+    "test_gptq_kernels", "test_forms", "test_scores", "test_bundled_parity", "test_evaluate",
+    "test_linears",
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
@@ -81,19 +84,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest; mark what computes; skip what is marked gpu without a GPU."""
     items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
     for item in items:
-        if item.path.parent.name in COMPUTING and _computes(getattr(item, "module", None)):
+        if computes(item.path, item.name):
             item.add_marker(pytest.mark.numeric)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-
-
-@functools.cache
-def _computes(module: ModuleType | None) -> bool:
-    """Return whether a test module imports torch, or anything of the runtime."""
-    held = vars(module).values() if module else ()
-    found = [v for v in held if isinstance(v, ModuleType | type | FunctionType)]
-    names = (v.__name__ if isinstance(v, ModuleType) else v.__module__ for v in found)
-    return any(re.match(r"(torch|quantize\.runtime)\b", name) for name in names)
 
 
 def pytest_collection_finish() -> None:

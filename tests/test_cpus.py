@@ -1,7 +1,12 @@
 """The matrix of CPUs: what a processor can run, what a commit draws, and what is said in the end."""
 
 import cpus
+import numeric
 import pytest
+
+
+def test_what_is_chosen_for_the_matrix_is_there() -> None:
+    assert numeric.stale() == []
 
 
 def test_a_processor_skips_what_it_lacks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,11 +52,12 @@ def test_commands_and_python_run(
 ) -> None:
     """One test, because all of it shares the run that docs/python.md makes, of few prompts."""
     monkeypatch.setattr(denoising, "HELD_OUT_PROMPTS", 2)
-    monkeypatch.setattr(rehearse, "PROMPTS", 4)
-    monkeypatch.setattr(rehearse, "HELD_OUT", 2)
+    monkeypatch.setattr(rehearse, "PROMPTS", 2)
+    monkeypatch.setattr(rehearse, "HELD_OUT", 1)
     monkeypatch.setattr(rehearse, "QUESTIONS", 2)
     monkeypatch.setattr(gptq, "SWEEPS", 1)
-    monkeypatch.setattr(fidelity, "FRESH", fidelity.FRESH.model_copy(update={"prompts": 2}))
+    few = fidelity.FRESH.model_copy(update={"prompts": 2, "canvases": 1})
+    monkeypatch.setattr(fidelity, "FRESH", few)
     for page in PYTHON_PAGES:
         folder = tmp_path / page.replace("/", "-")
         folder.mkdir()

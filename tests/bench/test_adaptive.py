@@ -12,8 +12,9 @@ from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
 
 
-def test_both_ways_take_the_recorded_steps(tmp_path: Path) -> None:
+def test_both_ways_take_the_recorded_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same requests stop after the same numbers of steps, in turns; by step slots wait less."""
+    monkeypatch.setattr(adaptive, "REQUESTS", 2)
     engine = FusedEngine(load_packed(CHECKPOINT, "cpu"), capacity=4, max_context=200)
     file = tmp_path / "stops.json"
     file.write_text("[1, 3, 2]")

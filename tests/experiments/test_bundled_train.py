@@ -113,13 +113,13 @@ def test_steps_learn_and_state_resumes(bank: Bank, tmp_path: Path) -> None:
     trainer.rate.fill_(2e-3)
     trainer.step()
     before = trainer.losses.clone()
-    trainer.train(0, 8, 0, lambda entry: logged.append(dict(entry)))
-    assert logged[-1]["step"] == 8
+    trainer.train(0, 3, 0, lambda entry: logged.append(dict(entry)))
+    assert logged[-1]["step"] == 3
     assert trainer.losses[0] < before[0]
     assert trainer.losses[1] < before[1]
-    save_state(model, tmp_path, 8)
+    save_state(model, tmp_path, 3)
     resumed = new_model(1)
-    assert load_state(resumed, tmp_path) == 8
+    assert load_state(resumed, tmp_path) == 3
     ours = dict(model.model.decoder.named_parameters())
     for name, parameter in resumed.model.decoder.named_parameters():
         assert torch.equal(parameter, ours[name])

@@ -173,13 +173,14 @@ def test_a_sequence_past_its_last_step_is_left() -> None:
     assert not torch.equal(state.canvas[1], before["canvas"][1])
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the tests of noise and of draws hold each number and draw")
 def test_frequencies_on_fixed_logits() -> None:
     """Chi-square of draws over steps and positions; 8 tokens, some in the last range."""
-    V = 300 if INTERPRETED else 262144
+    V = 262144
     tokens = torch.linspace(0, V - 1, 8, device=DEVICE).long()
     row = torch.full((V,), -float("inf"), device=DEVICE)
     row[tokens] = torch.linspace(-0.7, 0.7, 8, device=DEVICE)
-    B, L, steps = 4, 10 if INTERPRETED else 256, 6 if INTERPRETED else 12
+    B, L, steps = 4, 256, 12
     temperatures, state = schedule(SETTINGS), begin(B, L, V)
     temperatures.fill_(0.7)
     expected = (row[tokens].double() / 0.7).softmax(-1).cpu() * B * L * steps

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fused_dequant import cases, dispatch, reference, simulated, weights
-from kernels_support.device import DEVICE, INTERPRETED, MARKS, passed_in_the_interpreter
+from kernels_support.device import DEVICE, INTERPRETED, MARKS
 
 from quantize.schemes.records import SCHEMES
 
@@ -119,8 +119,3 @@ class TestOnTheKernels:
         monkeypatch.setattr(dispatch, "interpreted", False)
         expected = simulated.experts(x, ids, routing, up.to("cpu"), down.to("cpu"), scales)
         assert reference.relative_error(found.cpu(), expected) < 1e-2
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
-def test_the_kernel_in_the_interpreter() -> None:
-    assert passed_in_the_interpreter(__file__, "-k", "TestOnTheKernels") == 6

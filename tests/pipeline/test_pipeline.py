@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from quick_run import Quick, made_up_scores
+from quick_run import Quick, command, made_up_scores
 from safetensors.torch import load_file, save_file
 
 from quantize.host.files import read_json, write_json
@@ -23,6 +23,7 @@ from quantize.pipeline.stages import STAGES
 from quantize.pipeline.staleness import input_digests, remember
 from quantize.recipe.sections import shipped_recipes
 from quantize.runs.folder import RunDir
+from quantize.stages import denoising
 from quantize.stages.evaluate.evaluate import open_tasks
 
 NAMES = ("calibrate", "convert", "verify", "fidelity", "evaluate", "report")
@@ -42,25 +43,38 @@ def small_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def command(recipe: Path, out: Path, *more: str) -> list[str]:
-    start = [sys.executable, "-m", "quantize", "run", "--recipe", str(recipe), "--out", str(out)]
-    return [*start, *more]
+def arguments(recipe: Path, out: Path, *more: str) -> list[str]:
+    return ["run", "--recipe", str(recipe), "--out", str(out), *more]
 
 
 def run(recipe: Path, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(recipe, out, *more), capture_output=True, text=True, check=False, timeout=500
-    )
+    command = [sys.executable, "-m", "quantize", *arguments(recipe, out, *more)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+
+
+def only_run(out: Path) -> Path:
+    (folder,) = out.glob("small-*")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def finished(small_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small run that was never interrupted."""
+    """The folder of a small run that was never interrupted, with few trajectories to replay."""
     out = tmp_path_factory.mktemp("outputs")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(denoising, "HELD_OUT_PROMPTS", 10)
+        done = command(monkeypatch, *arguments(small_recipe, out))
+    assert done.code == 0, done.err
+    return only_run(out)
+
+
+@pytest.fixture(scope="module")
+def finished_alone(small_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run in a process of its own, at full size."""
+    out = tmp_path_factory.mktemp("alone")
     done = run(small_recipe, out)
     assert done.returncode == 0, done.stderr
-    (folder,) = out.glob("small-*")
-    return folder
+    return only_run(out)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -93,6 +107,7 @@ def test_planned_bytes_are_the_bytes_written(finished: Path) -> None:
 
 
 def test_a_finished_run_is_shown_again_not_made_again(finished: Path, small_recipe: Path) -> None:
+    """By another process, as a user starts it."""
     before = contents(finished)
     done = run(small_recipe, finished.parent, "--resume")
     assert done.returncode == 0, done.stderr
@@ -102,7 +117,7 @@ def test_a_finished_run_is_shown_again_not_made_again(finished: Path, small_reci
 
 
 def test_exchanged_experts_fail_the_gate(
-    finished: Path, small_recipe: Path, tmp_path: Path
+    finished: Path, small_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All experts of one layer move one place on, whole: every name, dtype and scale still fits."""
     folder = Path(shutil.copytree(finished, tmp_path / finished.name))
@@ -120,10 +135,10 @@ def test_exchanged_experts_fail_the_gate(
     recorded["files"][shard.name] = hashlib.sha256(shard.read_bytes()).hexdigest()
     write_json(run_folder.conversion_json, recorded)
     remember(run_folder, convert, input_digests(run_folder, convert))  # as if convert had done it
-    done = run(small_recipe, tmp_path, "--resume")
-    assert done.returncode == 1, done.stderr
-    assert "convert: done before" in done.stderr
-    assert "layers.3.experts" in done.stderr.splitlines()[-1]
+    done = command(monkeypatch, *arguments(small_recipe, tmp_path, "--resume"))
+    assert done.code == 1, done.err
+    assert "convert: done before" in done.err
+    assert "layers.3.experts" in done.last
 
 
 def _next_expert(name: str, layer: str, experts: int = 16) -> str:
@@ -222,9 +237,10 @@ def test_a_place_that_cannot_be_written(
 @pytest.mark.parametrize("stage", NAMES)
 @pytest.mark.parametrize("delay", [0.0, 1.5])
 def test_sigkill_in_a_stage_then_resume_gives_the_same_bytes(
-    stage: str, delay: float, finished: Path, small_recipe: Path, tmp_path: Path
+    stage: str, delay: float, finished_alone: Path, small_recipe: Path, tmp_path: Path
 ) -> None:
-    process = subprocess.Popen(command(small_recipe, tmp_path), stderr=subprocess.PIPE, text=True)
+    words = [sys.executable, "-m", "quantize", *arguments(small_recipe, tmp_path)]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith(f"{stage}: started"):
@@ -235,5 +251,4 @@ def test_sigkill_in_a_stage_then_resume_gives_the_same_bytes(
     assert process.returncode in (-signal.SIGKILL, 0)
     done = run(small_recipe, tmp_path, "--resume")
     assert done.returncode == 0, done.stderr
-    (folder,) = tmp_path.glob("small-*")
-    assert contents(folder) == contents(finished)
+    assert contents(only_run(tmp_path)) == contents(finished_alone)

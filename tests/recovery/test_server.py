@@ -4,43 +4,37 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recovery.samples import Request
+from recovery.samples import Request, SampleStore
+from recovery.scoring import score, size
+from recovery.sequential import Part
 from recovery.served import Server, ServerError, Servers
+from two_processes import forked
 
 SAMPLE = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
 FULL = os.environ.get("GSM8K_TEST")  # path of the whole test set, for the slow test
 
-SCORING = """
-import json, sys
-from dataclasses import asdict
-from pathlib import Path
-from recovery.samples import SampleStore
-from recovery.scoring import score, size
-from recovery.sequential import Part
-from recovery.served import Servers
 
-url, data, out, repeats = sys.argv[1:]
-servers = Servers([url], first_wait=0.01)
-part = Part(range(size("gsm8k", Path(data))[0]), range(int(repeats)))
-scoring = score(
-    "gsm8k", SampleStore(Path(out) / "samples.jsonl", {"model": "scripted"}), servers, part,
-    data_file=Path(data), seed=0, batch_size=1, sampler={},
-    progress=lambda finished, total: finished,
-)
-Path(out, "rows.json").write_text(json.dumps([asdict(row) for row in scoring.rows]))
-"""
+def scored(url: str, data: Path, out: Path, repeats: int) -> None:
+    """Ask a server everything, and write the rows; in a process that may be killed."""
+    os.environ |= {"no_proxy": "*", "TQDM_DISABLE": "1"}
+    part = Part(range(size("gsm8k", data)[0]), range(repeats))
+    scoring = score(
+        "gsm8k", SampleStore(out / "samples.jsonl", {"model": "scripted"}),
+        Servers([url], first_wait=0.01), part, data_file=data, seed=0, batch_size=1, sampler={},
+        progress=lambda finished, total: finished,
+    )  # fmt: skip
+    (out / "rows.json").write_text(json.dumps([asdict(row) for row in scoring.rows]))
 
 
 class ScriptedServer(ThreadingHTTPServer):
@@ -124,10 +118,14 @@ def scripted(request: pytest.FixtureRequest) -> Generator[ScriptedServer]:
     server.server_close()
 
 
-def start(server: ScriptedServer, data: Path, out: Path, repeats: int) -> subprocess.Popen[bytes]:
+def start(server: ScriptedServer, data: Path, out: Path, repeats: int) -> BaseProcess:
     out.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", SCORING, server.url, str(data), str(out), str(repeats)]
-    return subprocess.Popen(command, env=os.environ | {"no_proxy": "*", "TQDM_DISABLE": "1"})
+    return forked(scored, server.url, data, out, repeats)
+
+
+def ended(process: BaseProcess) -> int | None:
+    process.join(500)
+    return process.exitcode
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
@@ -142,7 +140,7 @@ def stored(out: Path) -> int:
 def check_two_kills(server: ScriptedServer, data: Path, folder: Path, repeats: int) -> None:
     """Score in one go; then again with a SIGKILL after a third and after two thirds."""
     whole, broken = folder / "whole", folder / "broken"
-    assert start(server, data, whole, repeats).wait(timeout=500) == 0
+    assert ended(start(server, data, whole, repeats)) == 0
     samples = len(server.truth) * repeats
     assert len(rows(whole)) == samples
     assert sorted(server.answered) == sorted(set(server.answered))
@@ -151,11 +149,11 @@ def check_two_kills(server: ScriptedServer, data: Path, folder: Path, repeats: i
     for share in (1 / 3, 2 / 3):
         process = start(server, data, broken, repeats)
         while stored(broken) < samples * share:
-            assert process.poll() is None, "it ended before it could be killed"
+            assert process.is_alive(), "it ended before it could be killed"
             time.sleep(0.005)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=60)
-    assert start(server, data, broken, repeats).wait(timeout=500) == 0
+        process.kill()
+        assert ended(process) == -signal.SIGKILL
+    assert ended(start(server, data, broken, repeats)) == 0
     assert rows(broken) == rows(whole)
     assert stored(broken) == samples
     # What was answered twice had been in flight at a kill: eight requests at most, each time. An

@@ -1,9 +1,11 @@
 """GPTQ on made-up layers: the loss it promises, the bytes it leaves, and llm-compressor's beside it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
-from fused_dequant.formats import unpack_e2m1
+from fused_dequant.formats import block_scale, unpack_e2m1
 from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight as oracle_gptq
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from quantize.schemes import gptq as module
 from quantize.schemes.gptq import Rounded, gptq, layer_loss, shrunk
 from quantize.schemes.hessians import TILE, tiles_of, whole
 from quantize.schemes.records import SCHEMES
-from quantize.schemes.rounding import global_scale
+from quantize.schemes.rounding import E2M1_GROUPS, Codes, global_scale
 
 EXPERTS, OUT, IN = 3, 32, 96
 
@@ -110,6 +112,49 @@ def test_how_many_inputs_are_spread_together_changes_no_code(
     expected = rounded_nvfp4(weight, hessian.clone()).tensors["weight_packed"]
     monkeypatch.setattr(module, "SPAN", span)
     assert torch.equal(rounded_nvfp4(weight, hessian).tensors["weight_packed"], expected)
+
+
+def blocks(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights [1, rows, 16], the Hessian of their inputs [1, 16, 16], and a global scale [1]."""
+    g = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(1, rows, 16, generator=g), torch.randn(1, 64, 16, generator=g)
+    return weight, x.mT @ x / 64, torch.tensor([300.7])
+
+
+def test_a_block_takes_the_scale_of_least_squared_error() -> None:
+    """Of the neighbours of its usual scale, each tried alone: the sum of (error / U_ii)^2 decides."""
+    weight, hessian, shared = blocks(rows=200)
+    factor = torch.linalg.cholesky(hessian.inverse(), upper=True)
+
+    def losses(grid: Codes, scales: Tensor) -> Tensor:
+        codes, errors = torch.empty_like(weight), torch.empty_like(weight)
+        module.round_block(weight, factor, shared, scales, codes, errors, grid)
+        return errors.square().sum(-1)
+
+    chosen = torch.empty(1, 200)
+    found = losses(E2M1_GROUPS, chosen)
+    usual = block_scale(weight.abs().amax(-1, keepdim=True).bfloat16(), shared[:, None, None])
+    tried = module._near(usual[..., 0], E2M1_GROUPS.neighbours)
+    alone = replace(E2M1_GROUPS, neighbours=0)
+    each = torch.stack([losses(alone, scales) for scales in tried.unbind(-1)])
+    torch.testing.assert_close(found, each.amin(0))
+    assert len(chosen.div(usual[..., 0]).unique()) > 3
+
+
+def test_descent_moves_a_scale_to_its_optimum() -> None:
+    """Weights that are codes times an e4m3 number, which is the next one above their block's scale."""
+    codes, hessian, shared = blocks(rows=50)
+    codes = E2M1_GROUPS.nearest(3 * codes)
+    right = torch.tensor([1.0, 2.0, 9.0, 120.0, 256.0]).repeat(1, 10)
+    scales = module._near(right, 1)[..., 0]
+    values = [codes * (each / shared[:, None])[..., None] for each in (right, scales)]
+    difference = values[0] - values[1]
+    kept, moved = codes.clone(), torch.empty_like(codes)
+    slope = difference @ hessian
+    module.descend_block(slope, hessian, shared, scales, codes, moved, E2M1_GROUPS)
+    assert torch.equal(scales, right)
+    assert torch.equal(codes, kept)
+    torch.testing.assert_close(moved, difference)
 
 
 def test_a_diagonal_hessian_leaves_codes_at_the_nearest() -> None:

@@ -20,6 +20,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from numeric import CHOSEN
+
 ROOT = Path(__file__).parents[2]
 CORES = os.cpu_count() or 1
 FACTS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -83,6 +85,12 @@ def run(cell: str) -> tuple[bool, str]:
     variables = environment(cell)
     workers = max(1, min(4, CORES // int(variables["OMP_NUM_THREADS"])))
     command = [sys.executable, "-m", "pytest", "-q", "-m", TESTS, "-n", str(workers)]
+    command += [
+        "--dist",
+        "loadfile",
+        "--no-loadscope-reorder",
+        *(f"tests/{file}" for file in CHOSEN),
+    ]
     done = subprocess.run(
         command,
         cwd=ROOT,

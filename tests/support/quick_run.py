@@ -119,6 +119,16 @@ class Done:
         return [line.partition(":")[0] for line in lines if line.endswith(": started")]
 
 
+def command(monkeypatch: pytest.MonkeyPatch, *words: object) -> Done:
+    """Run a command line in this process."""
+    monkeypatch.setattr("sys.argv", ["quantize", *map(str, words)])
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = cli._exit_code()
+    assert "Traceback" not in err.getvalue()
+    return Done(code, out.getvalue(), err.getvalue())
+
+
 class Quick:
     """The command line in this process, on a folder of runs of its own.
 
@@ -141,12 +151,7 @@ class Quick:
 
     def __call__(self, *words: object) -> Done:
         """Run one command."""
-        self.monkeypatch.setattr("sys.argv", ["quantize", *map(str, words)])
-        out, err = io.StringIO(), io.StringIO()
-        with redirect_stdout(out), redirect_stderr(err):
-            code = cli._exit_code()
-        assert "Traceback" not in err.getvalue()
-        return Done(code, out.getvalue(), err.getvalue())
+        return command(self.monkeypatch, *words)
 
     def run(self, *more: object) -> Done:
         """Run the pipeline."""

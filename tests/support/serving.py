@@ -44,6 +44,7 @@ def tokenizer() -> Any:
     return load_tokenizer(CHECKPOINT)
 
 
+@cache
 def in_process(
     question: str, seed: int, *, thinking: bool = False, max_tokens: int = 128,
     sampler: Sampler = SAMPLER,

@@ -26,7 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("QUANTIZE_TEST_VERSIONS", ROOT / "build" / "versions"))
 UV = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv") or "uv"
-TESTS = ("-m", "numeric and not slow and not gpu")
+COMPUTING = ("checkpoints", "fused_dequant", "pipeline", "runtime", "schemes", "stages")
+TESTS = ("-m", "not slow and not gpu", *(f"tests/{folder}" for folder in COMPUTING))
 CELLS = {  # name -> Python, and what uv is told
     "oldest": ("3.12", ("--resolution", "lowest-direct")),
     "measured": ("3.12", ("torch==2.11.*", "triton==3.6.*")),
@@ -82,7 +83,8 @@ def run(cell: str, arguments: tuple[str, ...]) -> bool:
     subprocess.run([python, "-c", SHOWN], check=True)
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(arguments or TESTS)]
     if not arguments:
-        command += ["-n", "auto", "--maxprocesses", "4"]
+        command += ["-n", "auto", "--maxprocesses", "4", "--dist", "loadfile"]
+        command += ["--no-loadscope-reorder"]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
 
 

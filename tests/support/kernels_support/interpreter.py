@@ -10,10 +10,16 @@ Triton 3.6 to 3.9 interpret these wrongly, without an error (triton-lang/triton 
 And 3.6 takes `int` of an array of one element where a loop ends at a number read from memory, which
 numpy 2.4 refuses.
 
+Two habits only cost time, a third of it and a seventh: each call of a device function patches the
+language anew, and each integer operation is done again in 64 bits to see that 32 hold it, which the
+small shapes of tests cannot exceed.
+
 `install` replaces the conversion and wraps the arithmetic of `InterpreterBuilder`: bf16 operands are
 widened to float32, the result is rounded back. The names are private to Triton, so the tests that use
 them pin their expectations: `test_interpreter_repairs` fails first when a release moves one.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -84,6 +90,24 @@ def _patch_lang_tensor(tensor, scope, *, stock=interpreter._patch_lang_tensor) -
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
+_patched: set[int] = (
+    set()
+)  # modules of device functions, by the id of their names, since the launch
+
+
+def _patch_lang(fn, *, stock=interpreter._patch_lang):
+    _patched.clear()  # a launch: what it patches is taken back at its end
+    return stock(fn)
+
+
+def _call(self, *args, _stock=interpreter._patch_lang, **kwargs):
+    """Call a device function, whose module's language is patched once a launch."""
+    if id(self.fn.__globals__) not in _patched:
+        _stock(self.fn)
+        _patched.add(id(self.fn.__globals__))
+    return self.rewrite()(*args, **kwargs)
+
+
 def install() -> None:
     """Repair the interpreter of this process. Raises RuntimeError when it is not interpreting."""
     if not knobs.runtime.interpret:
@@ -91,6 +115,10 @@ def install() -> None:
     dispatch.interpreted = True
     interpreter._convert_float = _convert_float
     interpreter._patch_lang_tensor = _patch_lang_tensor
+    interpreter._patch_lang = _patch_lang
+    interpreter.InterpretedFunction.__call__ = _call
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
     builder = interpreter.InterpreterBuilder
     builder.create_dot = _dot
     for name in ("binary_op", "unary_op", "ternary_op"):
