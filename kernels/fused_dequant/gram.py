@@ -14,13 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_dequant.weights import is_hopper
+
 TILE = 128
-# TOKENS is a step of the loop: two tiles of x in two stages are 64 KB, which every target has.
-TOKENS, LAUNCH = 64, {"num_warps": 8, "num_stages": 2}
-CHOICES = (
-    {"num_warps": 8, "num_stages": 3}, {"num_warps": 8, "num_stages": 4},
-    {"num_warps": 4, "num_stages": 2}, {"num_warps": 4, "num_stages": 3},
-)  # fmt: skip
+TOKENS = 64  # a step of the loop: two tiles of x are 32 KB, of which every target holds two stages
+# An H200 takes 6.2 ms for eight passes of 2,048 tokens with the usual ones, and 3.9 with Hopper's.
+USUAL, HOPPER = {"num_warps": 8, "num_stages": 2}, {"num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
@@ -65,5 +64,5 @@ def add(
     blocks = triton.cdiv(K, TILE)
     gram_kernel[(blocks, blocks, len(tiles))](
         x, order, starts, tiles, K, tiles.shape[1], TOPK=topk, BM=TILE, BK=TOKENS,
-        **LAUNCH,
+        **(HOPPER if is_hopper(x.device) else USUAL),
     )  # fmt: skip

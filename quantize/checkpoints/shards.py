@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from quantize.checkpoints.layout import TensorSpec
-from quantize.checkpoints.reader import INDEX, SINGLE, bytes_of
+from quantize.checkpoints.reader import DTYPES, INDEX, SINGLE, bytes_of
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import read_json, sync_file, sync_folder, write_json
 from quantize.host.progress import Meter, metered, say
@@ -372,6 +372,22 @@ def _write(
         if file.tell() != shard.begin + shard.nbytes:
             raise RuntimeError(f"{path}: wrote {file.tell()} bytes, planned {shard.nbytes}")
     return digest.hexdigest()
+
+
+def write_pieces(path: Path, pieces: Sequence[Piece]) -> None:
+    """Write one file at once, largest numbers first, so that all are aligned.
+
+    Other threads run meanwhile: safetensors' `save_file` holds Python's lock until all is written.
+    """
+    ordered = sorted(pieces, key=lambda piece: -_item_bytes(piece))
+    with path.open("wb", buffering=0) as file:
+        _write_fully(file, memoryview(_header(ordered)))
+        for block in (task() for piece in ordered for task in piece.tasks):
+            _write_fully(file, bytes_of(block))
+
+
+def _item_bytes(piece: Piece) -> int:
+    return DTYPES[next(iter(piece.layout.values())).dtype].itemsize
 
 
 def _write_fully(file: io.FileIO, data: memoryview) -> None:

@@ -181,7 +181,7 @@ def killing(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, calls: in
         (Shuttle, "run", 0),
         (Shuttle, "run", 3),  # layers 0 and 1 are rounded, and the fourth has the rows of the third
         (stage, "round_unit", 2),
-        (stage, "save_file", 3),
+        (stage, "write_pieces", 3),
         (stage, "sync_file", 4),  # a layer's file is not renamed yet
         (Path, "unlink", 3),  # of the layers' facts, which the summary has already
         (shutil, "rmtree", 1),  # of the recording; the first call is that of `Recorder`
@@ -213,20 +213,9 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
 
 @pytest.fixture(scope="module")
 def loop(source: Checkpoint) -> tuple[Hessians, Path]:
-    """Hessians of the last layer's inputs, summed while the loop ran, and what it recorded."""
-    prefix = f"model.decoder.layers.{LAYERS - 1}."
-    ends = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
-    ends += ["experts.gate_up_proj", "experts.down_proj"]
-    found = Hessians([prefix + end for end in ends], EXPERTS)
-
-    def nothing(*_: object) -> None: ...
-
-    recorded, settings = source.folder.parent / "loop", recipe_of(source).calibration
-    assert settings is not None
-    Denoising(source.folder, settings, "cpu").run(
-        title="", watchers=lambda _: ((found.see,), nothing, nothing), recorder=Recorder(recorded)
-    )
-    return found, recorded
+    """Hessians that were summed while the loop ran, and what it recorded."""
+    recorded = source.folder.parent / "loop"
+    return hessians_in_the_loop(source, Recorder(recorded))[1], recorded
 
 
 @pytest.mark.parametrize(
@@ -306,7 +295,7 @@ def test_a_file_that_cannot_be_written_ends_the_stage(
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(stage, "save_file", full)
+    monkeypatch.setattr(stage, "write_pieces", full)
     with pytest.raises(OSError, match="no space left"):
         round_weights(source, targets_of(source), recipe_of(source), tmp_path / "rounded")
     assert not (tmp_path / "rounded").exists()

@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.layout import TensorSpec
+from quantize.checkpoints.reader import DTYPES, Checkpoint
+from quantize.checkpoints.shards import Piece, write_pieces
 from quantize.checkpoints.targets import Target, fused_units, linear_shape
 from quantize.errors import InputError
 from quantize.host.files import folder_when_complete, read_json, sync_file, write_json, write_text
@@ -48,6 +49,7 @@ from quantize.stages.denoising import SCRATCH, Denoising
 from quantize.stages.memory_needs import ROUNDING_BYTES
 
 IDENTITY, SUMMARY = "identity.json", "rounding.json"
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,14 @@ def round_unit(unit: Unit, weights: Sequence[Tensor], hessians: Hessians) -> Don
         shared = global_scale([ranges]) if unit.scheme.shares_global_scale else None
         done.append(gptq(unit.scheme, weight, hessian, shared))
         del hessian
-    tensors = {
-        key: torch.cat([each.tensors[key] for each in done]).cpu() for key in done[0].tensors
-    }
-    return Done(unit, tensors, _facts(unit, done, hessians))
+    tensors = {k: _sent(torch.cat([each.tensors[k] for each in done])) for k in done[0].tensors}
+    return Done(unit, tensors, _facts(unit, done, hessians))  # facts wait for what was sent
+
+
+def _sent(tensor: Tensor) -> Tensor:
+    """Return a tensor in host memory that is complete when the device has done what was launched."""
+    room = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return room.copy_(tensor, non_blocking=True)
 
 
 def experts_at_once(experts: int, out: int, inputs: int) -> int:
@@ -148,21 +154,24 @@ def _stack(weight: Tensor) -> Tensor:
     return weight if weight.dim() == 3 else weight[None]
 
 
-def _by_module(unit: Unit, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split a unit's rows among its modules, each with a copy of shared tensors."""
-    found: dict[str, Tensor] = {}
+def _pieces(unit: Unit, tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """Return a piece of a file for each suffix: a unit's rows among its modules, as they lie in memory.
+
+    Each module has a copy of what they share.
+    """
     modules = [module for target in unit.targets for module in target.modules]
     rows = [linear_shape(t.shape, t.modules)[0] for t in unit.targets for _ in t.modules]
-    experts = len(tensors["weight_scale"])
-    each = len(modules) // experts
+    pieces: list[Piece] = []
     for suffix, stacked in tensors.items():
-        for expert, tensor in enumerate(stacked):
-            own = slice(expert * each, (expert + 1) * each)
-            is_shared = suffix == "weight_global_scale"
-            parts = [tensor] * each if is_shared else tensor.split(rows[own])
-            for module, part in zip(modules[own], parts, strict=True):
-                found[f"{module}.{suffix}"] = part.clone()
-    return found
+        heights = rows
+        if suffix == "weight_global_scale":
+            stacked = stacked.repeat_interleave(len(modules) // len(stacked), 0)
+            heights = [1] * len(modules)
+        specs = [TensorSpec(NAMES[stacked.dtype], (n, *stacked.shape[2:])) for n in heights]
+        layout = {f"{m}.{suffix}": spec for m, spec in zip(modules, specs, strict=True)}
+        data = stacked.contiguous().view(torch.uint8).view(-1)
+        pieces.append(Piece(layout, (lambda own=data: own,)))
+    return pieces
 
 
 def _facts(unit: Unit, done: Sequence[Rounded], hessians: Hessians) -> dict[str, Any]:
@@ -282,14 +291,12 @@ def _read(units: Sequence[Unit], source: Checkpoint) -> list[list[Tensor]]:
 
 def write_layer(folder: Path, units: Sequence[Unit], done: Sequence[Done]) -> None:
     """Write the file of one layer, whose units are `done`, with facts beside it."""
-    tensors: dict[str, Tensor] = {}
-    for each in done:
-        tensors |= _by_module(each.unit, each.tensors)
+    pieces = [piece for each in done for piece in _pieces(each.unit, each.tensors)]
     name = _file(units[0].layer)
     facts = {each.unit.reads: each.facts for each in done}
     write_json(folder / name.replace(".safetensors", ".json"), facts)
     temporary = folder / "layer.partial"
-    save_file(tensors, temporary)
+    write_pieces(temporary, pieces)
     sync_file(temporary)
     temporary.replace(folder / name)
 
