@@ -43,9 +43,13 @@ def gram_kernel(
         a = tl.load(row + left, mask=inside[:, None] & (left < K), other=0.0)
         b = tl.load(row + right, mask=inside[:, None] & (right < K), other=0.0)
         tile = tl.dot(tl.trans(a), b, tile)
-    m, n = tl.arange(0, BM)[:, None], tl.arange(0, BM)[None, :]
-    place = tiles + (e * COUNT + j * (j + 1) // 2 + i) * BM * BM + m * BM + n
-    tl.store(place, tl.load(place) + tile)
+    # In halves: a thread of four warps has no registers for a tile and what stands there.
+    tiles += (e * COUNT + j * (j + 1) // 2 + i) * BM * BM
+    m, n = tl.arange(0, BM)[:, None], tl.arange(0, BM // 2)[None, :]
+    place = tiles + (m * BM + n)
+    low, high = tl.split(tl.permute(tl.reshape(tile, (BM, 2, BM // 2)), (0, 2, 1)))
+    tl.store(place, tl.load(place) + low)
+    tl.store(place + BM // 2, tl.load(place + BM // 2) + high)
 
 
 def add(

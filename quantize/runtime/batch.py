@@ -19,7 +19,7 @@ from fused_dequant import Draw
 from torch import Tensor
 
 from quantize.errors import InputError
-from quantize.runtime.engine import BatchEngine, Passes, joined
+from quantize.runtime.engine import BatchEngine, DrawingPasses, Passes, joined
 from quantize.runtime.images import Images
 from quantize.runtime.noise import CounterNoise, Noise, ReferenceNoise
 from quantize.runtime.sample import Sample, canvas_budgets
@@ -148,6 +148,9 @@ def _see(
 ) -> tuple[Draw, Tensor]:
     """Decode, and draw piece by piece; return what was drawn, and the next conditioning."""
     decoded = passes.decode(state.rows.tolist(), state.canvas, state.self_conditioning)
+    if isinstance(passes, DrawingPasses) and isinstance(noise, CounterNoise):
+        seeds, behind = noise.seeds[state.rows], noise.first[state.rows] + canvas
+        return passes.draw(decoded, seeds, behind, step, sampler)
     temperature = sampler.temperature(step).to(passes.device)
     looks: list[Draw] = []
     conditioning: list[Tensor] = []

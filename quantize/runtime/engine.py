@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
+from fused_dequant import Draw
 from torch import Tensor
 
 from quantize.runtime.images import Images
@@ -112,6 +113,25 @@ class Passes(Protocol):
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """Return what the next step is conditioned on, [b, ...], from this one's logits [b, L, V]."""
+        ...
+
+
+@runtime_checkable
+class DrawingPasses(Passes, Protocol):
+    """Passes that draw as the engine does when it denoises alone."""
+
+    def draw(
+        self, decoded: Decoded, seeds: Tensor, canvas: Tensor, step: int, sampler: Sampler
+    ) -> tuple[Draw, Tensor]:
+        """Return what denoising step `step` draws, and what the next is conditioned on.
+
+        Args:
+            decoded: from `decode`.
+            seeds: int64 [B].
+            canvas: int64 [B], the index of each canvas.
+            step: from 1.
+            sampler: its temperatures are read.
+        """
         ...
 
 

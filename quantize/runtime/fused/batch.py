@@ -14,13 +14,15 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from fused_dequant import lm_head
+from fused_dequant import CanvasState, Draw, lm_head, sample
 from torch import Tensor
 
 from quantize.runtime.engine import Decoded, joined
 from quantize.runtime.fused.cores import Cores
 from quantize.runtime.fused.graphs import Pool, Replayed
 from quantize.runtime.fused.text_stack import FusedModel, Pass
+from quantize.runtime.memory import CANVASES_A_PIECE
+from quantize.runtime.sampler import Sampler
 
 
 class FusedPasses:
@@ -100,6 +102,30 @@ class FusedPasses:
         own.routed = []
         entered, h = replace(own), self._run(own).view(B, L, -1)
         return entered, h, torch.stack([ids.view(B, L, -1) for ids in own.routed], 1)
+
+    def draw(
+        self, decoded: Decoded, seeds: Tensor, canvas: Tensor, step: int, sampler: Sampler
+    ) -> tuple[Draw, Tensor]:
+        """Draw from bf16 logits, of as many canvases at once as an engine does: see `DrawingPasses`."""
+        model, (B, L, _) = self._model, decoded.shape
+        steps = range(1, sampler.max_denoising_steps + 1)
+        schedule = torch.stack([sampler.temperature(each) for each in steps]).to(self.device)
+        inverse = 1 / schedule[step - 1]
+
+        def of(piece: slice) -> tuple[Draw, Tensor]:
+            logits = model.logits(decoded.rows[piece].flatten(0, 1))
+            state = CanvasState.begin(seeds.new_zeros(len(seeds[piece]), L), seeds[piece], 0)
+            state.canvas_index.copy_(canvas[piece])
+            state.step.fill_(step)
+            drawn = sample(logits.view(*state.canvas.shape, -1), state, schedule)
+            signal = model.soft_embedding(logits, inverse.expand(len(logits)).contiguous())
+            return drawn, signal.view(*state.canvas.shape, -1)
+
+        each = 1 if model.cores else CANVASES_A_PIECE
+        pieces = [slice(start, start + each) for start in range(0, B, each)]
+        found = list(map(of, pieces)) if model.cores is None else model.cores.each(of, pieces)
+        drawn, signals = zip(*found, strict=True)
+        return Draw.join(drawn), joined(signals)
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """Return the soft embedding of logits [b, L, V] over the temperature: bf16 [b, L, H]."""
