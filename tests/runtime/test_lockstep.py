@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from quantize.runtime import Sampler
+from quantize.runtime import Sampler, batch
 from quantize.runtime.engine import BatchEngine
+from quantize.runtime.fused.batch import FusedPasses
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.recording import Recorder
 from quantize.runtime.fused.weights import load_packed
@@ -63,6 +64,22 @@ def test_a_batch_is_what_it_is_alone(lanes: int, tiny_checkpoint: Path, tmp_path
     alone = made(1, tiny_checkpoint, tmp_path / "alone")
     assert made(lanes, tiny_checkpoint, tmp_path / "together") == alone
     assert len(alone[2]) == 6  # rows and places of three watched batches
+
+
+def test_canvases_drawn_together_are_those_of_torch_one_by_one(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    draw = FusedPasses.draw
+    monkeypatch.setattr(
+        FusedPasses,
+        "draw",
+        lambda own, decoded, *rest: drawn.append(1) or draw(own, decoded, *rest),
+    )
+    together = made(1, tiny_checkpoint, tmp_path / "together")
+    assert drawn
+    monkeypatch.setattr(batch, "DrawingPasses", type(None))
+    assert made(1, tiny_checkpoint, tmp_path / "one by one") == together
 
 
 def test_layers_are_streamed_once_for_all_lanes(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -67,7 +67,9 @@ class Replayed:
             own.copy_(new)
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=self._pool):
+            with torch.cuda.graph(
+                self._graph, pool=self._pool, capture_error_mode="thread_local"
+            ):  # rows leave on another thread meanwhile
                 self._found = self._work(*self._given)
         self._graph.replay()
         return self._found
