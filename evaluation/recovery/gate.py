@@ -23,9 +23,12 @@ fails too: its p-values come from the same looks, and stand in Holm's correction
 accuracy. A limit that cannot be judged, because answers do not tell their steps, leaves the run
 INCONCLUSIVE.
 
+Signs of ill health (`health`) are judged beside accuracy: a task passes when each sign's limit is
+excluded too, and the run fails when one is shown to be exceeded.
+
 Over tasks: PASS when every task passes (an intersection-union test, which needs no correction), FAIL
-when some task fails after Holm's correction, so that neither many tasks nor two ways to fail make a
-false alarm likely.
+when some task fails after Holm's correction, so that neither many tasks nor several ways to
+fail make a false alarm likely.
 NOT COMPARABLE when the two sides were not asked the same under the same conditions.
 """
 
@@ -35,6 +38,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from recovery.estimands import ROUNDING, Estimand, unseen_loss_p
+from recovery.health import SIGNS
 from recovery.statistics import Comparison, holm
 
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT COMPARABLE"]
@@ -60,8 +64,17 @@ class Verdict:
 
 
 def passes(comparison: Comparison) -> bool:
-    """Whether one task on its own passes."""
-    return _within(comparison.p_at_least_margin, comparison)
+    """Whether one task on its own passes: its accuracy, and every sign of ill health with a limit."""
+    return _within(comparison.p_at_least_margin, comparison) and not _unhealthy(comparison)
+
+
+def _unhealthy(comparison: Comparison) -> list[str]:
+    """Return the signs of ill health that may exceed their limit."""
+    return [
+        name
+        for name, sign in comparison.health.items()
+        if sign.p_at_least_limit is not None and not _within(sign.p_at_least_limit, comparison)
+    ]
 
 
 def steps_p(comparison: Comparison | None) -> float:
@@ -77,6 +90,13 @@ def judge_task(task: str, comparison: Comparison) -> Verdict:
         return Verdict("PASS", _seen(task, comparison, "p_at_least_margin"), estimand)
     if _within(comparison.p_at_most_margin, comparison):
         return Verdict("FAIL", _seen(task, comparison, "p_at_most_margin"), estimand)
+    signs = [name for name in comparison.health if _within(_sign_p(comparison, name), comparison)]
+    if signs:
+        return Verdict("FAIL", _sign_seen(task, comparison, signs[0]), estimand)
+    if _within(comparison.p_at_least_margin, comparison):
+        told = [_sign_seen(task, comparison, name) for name in _unhealthy(comparison)]
+        seen = _seen(task, comparison, "p_at_least_margin")
+        return Verdict("INCONCLUSIVE", "; ".join([seen, *told]), estimand)
     return Verdict("INCONCLUSIVE", f"{_seen(task, comparison)}; {_needed(comparison)}", estimand)
 
 
@@ -106,6 +126,11 @@ def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
         for task, c in comparisons.items()
         if c.max_step_inflation is not None and c.step_inflation is None
     ]
+    missing += [
+        f"{task}: answers do not tell which are {SIGNS[sign]}, so that is not judged"
+        for task, c in comparisons.items()
+        for sign in c.unjudged
+    ]
     if not missing and all(verdict.outcome == "PASS" for verdict in verdicts.values()):
         return Verdict("PASS", "; ".join(verdict.reason for verdict in verdicts.values()), estimand)
     still_open = [_open(verdict) for verdict in verdicts.values() if verdict.outcome != "PASS"]
@@ -113,16 +138,41 @@ def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
 
 
 def _failures(seen: Mapping[str, Comparison | None], verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return a sentence for each loss, and each excess of steps, that Holm's correction leaves."""
+    """Return a sentence for each loss, excess of steps and sign of ill health that is shown.
+
+    Holm's correction is over all of them; the signs of a task share the weight of one.
+    """
     comparisons = [each for each in seen.values() if each is not None]
-    p_values = {(task, False): c.p_at_most_margin if c else 1.0 for task, c in seen.items()}
-    if any(c.max_step_inflation is not None for c in comparisons):
-        p_values |= {(task, True): steps_p(c) for task, c in seen.items()}
+    of_steps = any(c.max_step_inflation is not None for c in comparisons)
+    signs = {name for c in comparisons for name, s in c.health.items() if s.limit_pp is not None}
+    p_values: dict[tuple[str, str], float] = {}
+    for task, c in seen.items():
+        p_values[task, ""] = c.p_at_most_margin if c else 1.0
+        p_values |= {(task, "steps"): steps_p(c)} if of_steps else {}
+        p_values |= {(task, sign): _sign_p(c, sign) for sign in signs}
+    weights = {key: 1 / len(signs) if key[1] in signs else 1.0 for key in p_values}
     return [
-        _steps_seen(task, c) if of_steps else verdicts[task].reason
-        for (task, of_steps), adjusted in holm(p_values).items()
+        verdicts[task].reason if not what
+        else _steps_seen(task, c) if what == "steps"
+        else _sign_seen(task, c, what)
+        for (task, what), adjusted in holm(p_values, weights).items()
         if (c := seen[task]) and _within(adjusted, c)
-    ]
+    ]  # fmt: skip
+
+
+def _sign_p(comparison: Comparison | None, name: str) -> float:
+    """Return the p-value of "a sign exceeds its limit by nothing", 1 where it is not judged."""
+    sign = comparison.health.get(name) if comparison else None
+    return 1.0 if sign is None or sign.p_at_most_limit is None else sign.p_at_most_limit
+
+
+def _sign_seen(task: str, comparison: Comparison, name: str) -> str:
+    sign = comparison.health[name]
+    return (
+        f"{task}: {100 * sign.quantized:.1f} % of answers are {SIGNS[name]}, {100 * sign.base:.1f} % "
+        f"of BF16's; {sign.difference_pp:+.1f} points [{sign.low:+.1f}, {sign.high:+.1f}], "
+        f"{sign.limit_pp:+g} are allowed"
+    )
 
 
 def out_of_reach(

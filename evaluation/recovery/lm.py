@@ -13,6 +13,7 @@ from typing import Any, cast
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
+from recovery.health import without_thinking
 from recovery.samples import (
     Completion,
     Generate,
@@ -22,8 +23,6 @@ from recovery.samples import (
     sample_seed,
 )
 from recovery.sequential import Part
-
-THINKING, END_OF_THINKING = "<|channel>", "<channel|>"
 
 
 class BlockDiffusionLM(LM):
@@ -104,8 +103,3 @@ def cut(text: str, stops: Iterable[str]) -> str:
     for stop in stops:
         answer = answer.partition(stop)[0] if stop else answer
     return answer
-
-
-def without_thinking(text: str) -> str:
-    """Return what follows the thinking channel, and nothing if that was never closed."""
-    return text.rpartition(END_OF_THINKING)[2].partition(THINKING)[0]

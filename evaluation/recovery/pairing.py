@@ -5,13 +5,15 @@ estimand for which they were planned the p-values are sequential.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from recovery.estimands import Estimand
 from recovery.gate import Verdict, not_comparable
+from recovery.health import OF_TEXT, SIGNS, Sign, compare_sign, limit_of
 from recovery.scoring import Scoring
 from recovery.sequential import Look, Plan, at_looks
-from recovery.statistics import Comparison, compare
+from recovery.statistics import Comparison, compare, tables
 from recovery.steps import StepInflation, share_at, step_inflation
 
 
@@ -33,6 +35,7 @@ def paired(
     margin_pp: float,
     confidence: float,
     max_step_inflation: float | None = None,
+    health_pp: Mapping[str, float | None] | None = None,
     other_seed: bool = False,
 ) -> Comparison | Verdict:
     """Compare two scorings of a task, or return why they are not comparable.
@@ -44,6 +47,8 @@ def paired(
         margin_pp: allowed loss in percentage points.
         confidence: confidence of the intervals.
         max_step_inflation: share of more denoising steps that is allowed, None for no limit.
+        health_pp: sign of ill health -> points by which it may be more frequent, in place of
+            `health.limit_of`'s; None judges no sign.
         other_seed: whether the two must have different seeds (the noise floor).
     """
     base, other, looks = in_common(base, other)
@@ -59,7 +64,18 @@ def paired(
             confidence=confidence,
         )  # fmt: skip
         steps = _steps(base, other, confidence, max_step_inflation)
-        return replace(found, step_inflation=steps, max_step_inflation=max_step_inflation)
+        limits = {
+            s: None if health_pp is None else limit_of(s, health_pp, margin_pp) for s in SIGNS
+        }
+        signs = _health(base, other, estimand, confidence, limits)
+        return replace(
+            found,
+            step_inflation=steps,
+            max_step_inflation=max_step_inflation,
+            health=signs,
+            unjudged=[sign for sign, limit in limits.items() if limit and sign not in signs],
+            length=_length(base, other, confidence),
+        )
 
     if plan is None or plan.estimand != estimand or len(plan.looks) == 1:
         return compared(base, other)
@@ -76,19 +92,65 @@ def _steps(
     base: Scoring, other: Scoring, confidence: float, limit: float | None
 ) -> StepInflation | None:
     """Return how many more steps `other` takes, None where an answer does not tell its steps."""
-    sides = (base, other)
-    if any(not row.denoising_steps for side in sides for row in side.rows):
+    both = (base, other)
+    if any(not row.denoising_steps for each in both for row in each.rows):
         return None
-    most = base.conditions.get("sampler", {}).get("max_denoising_steps", math.inf)
     never_stopped = [
-        share_at([step for row in side.rows for step in row.denoising_steps], most)
-        for side in sides
+        share_at([step for row in each.rows for step in row.denoising_steps], most_steps(each))
+        for each in both
     ]
     costs = _costs(base), _costs(other)
     try:
         return step_inflation(*costs, never_stopped, confidence=confidence, limit=limit)
     except ValueError:  # one question alone has steps or tokens
         return None
+
+
+def most_steps(scoring: Scoring) -> float:
+    """Return the most denoising steps that a canvas may take, where the scoring knows them."""
+    return scoring.conditions.get("sampler", {}).get("max_denoising_steps", math.inf)
+
+
+def _health(
+    base: Scoring,
+    other: Scoring,
+    estimand: Estimand,
+    confidence: float,
+    limits_pp: Mapping[str, float | None],
+) -> dict[str, Sign]:
+    """Compare every sign that all answers of both models tell."""
+    rows, unknown = [*base.rows, *other.rows], set[str]()
+    if base.private and any(row.signs is None for row in rows):
+        unknown |= OF_TEXT
+    if math.isinf(most_steps(base)) or not all(row.denoising_steps for row in rows):
+        unknown.add("never_stopped")
+    shown = [_shown(each, most_steps(base)) for each in (base, other)]
+    found: dict[str, Sign] = {}
+    for sign in (sign for sign in SIGNS if sign not in unknown):
+        both = [
+            {q: [float(sign in signs) for signs in answers] for q, answers in each.items()}
+            for each in shown
+        ]
+        found[sign] = compare_sign(*tables(*both), estimand, confidence, limits_pp[sign])
+    return found
+
+
+def _shown(scoring: Scoring, most: float) -> dict[str, list[set[str]]]:
+    """Return question -> the signs of ill health of each of its answers."""
+    found: dict[str, list[set[str]]] = {}
+    for row in scoring.rows:
+        found.setdefault(scoring.names[row.doc_id], []).append(row.health(most))
+    return found
+
+
+def _length(base: Scoring, other: Scoring, confidence: float) -> list[float] | None:
+    """Return mean tokens of an answer over the base's, and the ends of its interval."""
+    ours, theirs = ({q: (t, 1) for q, (_, t) in _costs(s).items()} for s in (base, other))
+    try:
+        found = step_inflation(ours, theirs, (), confidence=confidence)
+    except ValueError:  # one question alone has tokens
+        return None
+    return [found.ratio, found.low, found.high]
 
 
 def _costs(side: Scoring) -> dict[str, tuple[int, int]]:

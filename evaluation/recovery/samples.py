@@ -2,7 +2,7 @@
 
 There is one file a task and model. Its first line says what made the samples (model, sampler,
 precision); a store that is opened for anything else refuses. Every further line is one batch:
-`{"batch": [{"key", "text", "tokens", "denoising_steps", "truncated"}, ...], "sha256": of the batch}`,
+`{"batch": [{"key", "text", "tokens", "denoising_steps", "truncated", "signs"}, ...], "sha256"}`,
 handed to the system with one write as it finishes: a kill loses what was in flight, nothing else. A
 thread syncs the file, so that no model waits for a disk: one sync starts when the one before has ended,
 and `complete` returns after the last, so a machine that goes down loses at most what finished during
@@ -25,6 +25,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TextIO
+
+from recovery.health import text_signs
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,14 @@ class Completion:
         tokens: new tokens, padding excluded.
         denoising_steps: decoder forwards of each canvas; empty when a server does not say.
         truncated: whether the token limit ended it.
+        signs: what its whole text shows of ill health (`recovery.health`); the store fills it in.
     """
 
     text: str
     tokens: int
     denoising_steps: list[int]
     truncated: bool
+    signs: list[str] | None = None
 
 
 Batch = Sequence[Request]
@@ -145,7 +149,10 @@ class SampleStore:
                         raise ValueError(
                             f"{len(batch)} requests and {len(completions)} completions"
                         )
-                    kept = [replace(each, text=keep(each.text)) for each in completions]
+                    kept = [
+                        replace(each, text=keep(each.text), signs=text_signs(each.text))
+                        for each in completions
+                    ]
                     self._append(file, batch, kept)
                     syncing.go_on()
         self.share.wait()

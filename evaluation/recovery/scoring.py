@@ -29,7 +29,8 @@ from tqdm import tqdm
 
 from recovery.catalog import TASKS, THINKING, is_private, known_tasks
 from recovery.filters import final_choice
-from recovery.lm import BlockDiffusionLM, cut, without_thinking
+from recovery.health import text_signs, without_thinking
+from recovery.lm import BlockDiffusionLM, cut
 from recovery.own import Definition, finding
 from recovery.samples import (
     Batch,
@@ -63,6 +64,17 @@ class Row:
     tokens: int
     denoising_steps: list[int]
     truncated: bool
+    signs: list[str] | None = None
+
+    def health(self, most_steps: float) -> set[str]:
+        """Return all signs of ill health (`recovery.health`) of the answer."""
+        in_row = {
+            "no_value": not self.answered,
+            "cut": self.truncated,
+            "never_stopped": any(steps >= most_steps for steps in self.denoising_steps),
+        }
+        of_text = text_signs(self.text) if self.signs is None else self.signs
+        return {*of_text, *(sign for sign, shown in in_row.items() if shown)}
 
     @property
     def score(self) -> float:

@@ -36,6 +36,7 @@ from scipy.special import ndtr, ndtri
 
 from recovery.estimands import Estimand, Floats
 from recovery.gate import judge, passes, steps_p
+from recovery.health import Sign
 from recovery.statistics import Comparison
 
 # Fractions of the units. Nothing is decided before 0.3; an undamaged run is mostly at 0.4 or 0.5.
@@ -225,8 +226,10 @@ def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
     if steps and steps.p_at_most_limit is not None:
         p_values = [steps_p(each) for each in found]
         steps = replace(steps, p_at_most_limit=sequential_p(fractions, p_values))
+    health = {name: _sign_at_looks(name, found, fractions) for name in last.health}
     return replace(
         last,
+        health=health,
         p_at_least_margin=sequential_p(fractions, [each.p_at_least_margin for each in found]),
         p_at_most_margin=sequential_p(fractions, [each.p_at_most_margin for each in found]),
         step_inflation=steps,
@@ -244,6 +247,21 @@ def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
             }
             for look, each, level in zip(looks, found, levels, strict=True)
         ),
+    )
+
+
+def _sign_at_looks(name: str, found: Sequence[Comparison], fractions: tuple[float, ...]) -> Sign:
+    """Return a sign as the last look shows it, with sequential p-values."""
+    signs = [each.health[name] for each in found]
+
+    def p_of(key: str) -> float | None:
+        p_values = [getattr(sign, key) for sign in signs]
+        return None if None in p_values else sequential_p(fractions, p_values)
+
+    return replace(
+        signs[-1],
+        p_at_least_limit=p_of("p_at_least_limit"),
+        p_at_most_limit=p_of("p_at_most_limit"),
     )
 
 

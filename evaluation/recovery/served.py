@@ -22,7 +22,7 @@ from http.client import HTTPException
 from itertools import islice
 from typing import Any
 
-from recovery.lm import END_OF_THINKING, THINKING
+from recovery.health import END_OF_THINKING, THINKING
 from recovery.samples import Batch, Completion, Finished, Request
 
 MEANING = {401: "set OPENAI_API_KEY", 404: "is the URL right, and the model's name?"}
@@ -92,7 +92,8 @@ class Server:
             choice = reply["choices"][0]
             message = choice["message"]
             thoughts = message.get("reasoning_content") or message.get("reasoning")
-            opened = f"{THINKING}thought\n{thoughts}{END_OF_THINKING}" if thoughts else ""
+            closed = END_OF_THINKING if message["content"] else ""  # a server does not say
+            opened = f"{THINKING}thought\n{thoughts}{closed}" if thoughts else ""
             return Completion(
                 text=opened + (message["content"] or ""),
                 tokens=int(reply["usage"]["completion_tokens"]),

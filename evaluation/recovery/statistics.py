@@ -15,7 +15,7 @@ questions for the same power.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,6 +32,7 @@ from recovery.estimands import (
     ratio_limits,
     total,
 )
+from recovery.health import Sign
 from recovery.steps import StepInflation
 
 Name = TypeVar("Name")
@@ -80,6 +81,9 @@ class Comparison:
         step_inflation: how many more denoising steps the quantized model takes; None where an answer
             does not tell its steps.
         max_step_inflation: share of more steps that the gate allows, None where it judges none.
+        health: sign of ill health -> how often answers have it (`recovery.health`).
+        unjudged: signs that have a limit and that answers do not tell.
+        length: mean tokens of an answer over the base's, and the ends of its interval.
     """
 
     estimand: Estimand
@@ -107,6 +111,9 @@ class Comparison:
     looks: tuple[Mapping[str, Any], ...] = ()
     step_inflation: StepInflation | None = None
     max_step_inflation: float | None = None
+    health: Mapping[str, Sign] = field(default_factory=dict[str, Sign])
+    unjudged: Sequence[str] = ()
+    length: Sequence[float] | None = None
 
 
 def compare(
@@ -122,7 +129,7 @@ def compare(
     Raises:
         ValueError: the questions or the number of repeats differ, or there are fewer than two.
     """
-    x, y = _paired(base, quantized)
+    x, y = tables(base, quantized)
     other: Estimand = "such_questions" if estimand == "these_questions" else "these_questions"
     difference, level = total(y - x, estimand), (1 + confidence) / 2
     at_least, at_most = margin_p_values(difference, margin_pp)
@@ -159,18 +166,29 @@ def mcnemar(lost: int, won: int) -> float:
     return min(1.0, 2 * float(bdtr(min(lost, won), lost + won, 0.5)))
 
 
-def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
-    """Return Holm's step-down adjusted p-values, which bound the family-wise error over all of them."""
+def holm(
+    p_values: Mapping[Name, float], weights: Mapping[Name, float] | None = None
+) -> dict[Name, float]:
+    """Return Holm's step-down adjusted p-values, which bound the family-wise error over all of them.
+
+    Of weighted ones (Holm 1979) each has a share of the error in the ratio of the `weights`.
+    """
+    each = weights or dict.fromkeys(p_values, 1.0)
     adjusted: dict[Name, float] = {}
-    largest = 0.0
-    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
+    largest, rest = 0.0, math.fsum(each[name] for name in p_values)
+    for name, p in sorted(p_values.items(), key=lambda item: item[1] / each[item[0]]):
+        largest = max(largest, min(1.0, rest / each[name] * p))
         adjusted[name] = largest
+        rest -= each[name]
     return adjusted
 
 
-def _paired(base: Scores, quantized: Scores) -> tuple[Floats, Floats]:
-    """Return both sides' scores [n, k], questions in one order."""
+def tables(base: Scores, quantized: Scores) -> tuple[Floats, Floats]:
+    """Return both models' scores [n, k], questions in one order.
+
+    Raises:
+        ValueError: as in `compare`.
+    """
     if base.keys() != quantized.keys():
         odd = sorted(base.keys() ^ quantized.keys())
         raise ValueError(f"{len(odd)} questions are scored on one side only, {odd[0]!r} among them")

@@ -279,12 +279,16 @@ def evaluate_more(
 
 
 def _check_steps(recipe: "Recipe", servers: Sequence[str] | None) -> None:
-    most = recipe.gate.max_step_inflation
-    if servers and most is not None:
-        raise InputError(
-            f"recipe {recipe.name}: gate.max_step_inflation, {most:g}, cannot be judged, since servers "
-            f"report no denoising steps; run a recipe that says `max_step_inflation: null`"
-        )
+    limits = {
+        "max_step_inflation": recipe.gate.max_step_inflation,
+        "health_pp.never_stopped": recipe.gate.health_pp.get("never_stopped"),
+    }
+    for name, most in limits.items():
+        if servers and most is not None:
+            raise InputError(
+                f"recipe {recipe.name}: gate.{name}, {most:g}, cannot be judged, since servers report "
+                f"no denoising steps; run a recipe that says `{name.split('.')[-1]}: null`"
+            )
 
 
 def _report(run: Run) -> None:

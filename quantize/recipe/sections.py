@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 from recovery.catalog import default_margin_pp, known_tasks, questions, shipped, token_limit
+from recovery.health import SIGNS
 from recovery.own import Definition, from_lm_eval, from_questions
 
 from quantize.errors import InputError
@@ -35,9 +36,9 @@ from quantize.schemes.records import SCHEMES, refusal
 from quantize.schemes.rounding import Observer
 
 if TYPE_CHECKING:
-    SchemeName = str
+    SchemeName = SignName = str
 else:
-    SchemeName = Literal[*SCHEMES]
+    SchemeName, SignName = Literal[*SCHEMES], Literal[*SIGNS]
 Rounding = Literal["nearest", "gptq"]
 # Samples that evaluation denoises together where nobody says: on the kernels, fewer where they do not
 # fit the GPU; in the modules, whose batches are a condition of what they answer.
@@ -244,13 +245,18 @@ class Gate(Section):
     `max_kl_nats` is the largest mean KL from BF16 on replayed trajectories, by activation mode; a mode
     that has one is replayed, one without is not judged. `max_step_inflation` fails the run when
     denoising steps a token are shown to exceed BF16's by more than this share (0.1 is 10 %); None does
-    not judge. Servers report no steps: a served run needs None, and its report says so.
+    not judge. Servers report no steps: a served run needs None, and its report says so. `health_pp` is
+    by how many points a sign of ill health (`recovery.health`) may be more frequent than in BF16's
+    answers: empty ones, without a final value, thoughts not closed, cut, stutter, a canvas that never
+    stopped. A sign that is not named may be by half the task's margin, the last one by anything; null
+    does not judge one.
     """
 
     estimand: Estimand
     margin_pp: dict[str, Limit] = {}
     max_kl_nats: dict[ActivationMode, Limit] = {}
     max_step_inflation: Limit | None = None
+    health_pp: dict[SignName, Limit | None] = {}
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
 
 

@@ -15,7 +15,7 @@ from quantize.reports.render import (
     looks_lines,
     scored_with,
 )
-from quantize.reports.table import score_table
+from quantize.reports.table import HEALTH_COLUMNS, health_rows, score_table
 
 SHOWN = 20  # questions of a task that report.md lists
 
@@ -32,6 +32,8 @@ def markdown(content: dict[str, Any]) -> str:
         "## Recovery",
         _recovery_table(content["tasks"]),
         *looks_lines(content),
+        "## Health of answers",
+        _table(HEALTH_COLUMNS, health_rows(content["tasks"])),
         *_published_section(content),
         *_noise_floor_section(content["noise_floor"]),
         *_questions_section(content["questions"]),

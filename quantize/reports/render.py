@@ -21,7 +21,7 @@ from quantize.reports import charts
 from quantize.reports.headline import PUBLISHED_COLUMNS, facts, not_tested, published
 from quantize.reports.provenance import made_lines, stage_rows
 from quantize.reports.questions import question_counts, question_row, watched
-from quantize.reports.table import interval_text, score_table
+from quantize.reports.table import HEALTH_COLUMNS, health_rows, interval_text, score_table
 
 BUNDLED_NOTE = (
     "This is the small model that ships with quantize, trained on word problems. It is not Google's "
@@ -58,6 +58,8 @@ def html(content: dict[str, Any]) -> str:
         judged=JUDGED[content["verdict"]["estimand"]],
         facts=facts(content),
         not_tested=not_tested(content),
+        health_columns=HEALTH_COLUMNS,
+        health_rows=health_rows(content["tasks"]),
         published=published(content),
         published_columns=PUBLISHED_COLUMNS,
         score_columns=columns,

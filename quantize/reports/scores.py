@@ -36,6 +36,7 @@ def pair(
     base, other, _ = in_common(base, other)
     comparison = found if isinstance(found, Comparison) else None
     empty = {"estimand": estimand, "margin_pp": margin_pp, "step_inflation": None}
+    empty |= {"health": {}, "unjudged": [], "length": None}
     empty |= {"max_step_inflation": terms.get("max_step_inflation")}
     entry = {
         "not_comparable": found.reason if isinstance(found, Verdict) else None,

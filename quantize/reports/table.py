@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from recovery.health import SIGNS
+
 Task = Mapping[str, Any]  # an entry of report.json's `tasks` or `noise_floor`
 OTHER_INTERVAL = {  # estimand -> name of the other estimand's interval
     "these_questions": "on such questions, pp",
@@ -41,9 +43,35 @@ def _columns(other_interval: str) -> dict[str, Callable[[Task], str]]:
         "steps a token": lambda t: steps_text(t["step_inflation"]),
         "lost / won": lambda t: "-" if t["lost"] is None else f"{t['lost']} / {t['won']}",
         "tokens per forward": lambda t: _both(t, "tokens_per_forward", ".2f"),
-        "no answer": lambda t: _both(t, "no_answer", "d"),
-        "cut short": lambda t: _both(t, "truncated", "d"),
     }
+
+
+HEALTH_COLUMNS = ("task", "answers", "BF16", "quantized", "difference", "allowed", "")
+
+
+def health_rows(tasks: Sequence[Task]) -> list[list[str]]:
+    """Return the rows of `HEALTH_COLUMNS` of each gated task: signs of ill health, and length."""
+    rows: list[list[str]] = []
+    for task in (task for task in tasks if task["gated"]):
+        for name, sign in task["health"].items():
+            limit = sign["limit_pp"]
+            passed = limit is not None and sign["p_at_least_limit"] <= 1 - task["confidence"]
+            rows.append([
+                task["task"],
+                SIGNS[name],
+                *(f"{100 * sign[model]:.1f} %" for model in ("base", "quantized")),
+                f"{sign['difference_pp']:+.1f} pp {interval_text(sign, '+.1f')}",
+                "-" if limit is None else f"{limit:+g} pp",
+                "not judged" if limit is None else "within" if passed else "not excluded",
+            ])  # fmt: skip
+        if task["length"]:
+            counts = (task[key]["tokens_per_sample"] for key in ("bf16_counts", "quantized_counts"))
+            ratio: dict[str, float] = dict(
+                zip(("ratio", "low", "high"), task["length"], strict=True)
+            )
+            length = [*(f"{count:.1f}" for count in counts), steps_text(ratio), "-", "not judged"]
+            rows.append([task["task"], "tokens an answer", *length])
+    return rows
 
 
 def _name(task: Task) -> list[str]:

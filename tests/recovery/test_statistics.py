@@ -242,7 +242,7 @@ def test_verdicts() -> None:
     unclear = judge_task("t", flips(100, 60, 12, 8))
     assert unclear.outcome == "INCONCLUSIVE"
     assert "questions would decide" in unclear.reason
-    assert "pp on questions like these" in unclear.reason
+    assert "x 1, on questions like these)" in unclear.reason
     assert (unclear.exit_code, judge_task("t", flips(800, 600, 120, 20)).exit_code) == (4, 1)
 
 

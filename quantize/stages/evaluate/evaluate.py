@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from recovery.gate import judge, judge_task, out_of_reach
+from recovery.health import least_limit
 from recovery.own import Definition
 from recovery.pairing import in_common, paired
 from recovery.samples import Finished, SampleStore, Share
@@ -234,7 +235,7 @@ def _announce(tasks: Sequence[Task], models: Sequence[ComparedModel], gate: Gate
             gate.estimand,
             questions=task.plan.questions,
             repeats=task.plan.repeats,
-            margin_pp=gate.margin_pp[task.name],
+            margin_pp=least_limit(gate.health_pp, gate.margin_pp[task.name]),
             confidence=gate.confidence,
         )
         if sentence:
@@ -381,6 +382,7 @@ class Answers:
             found = paired(
                 ours, theirs, estimand=gate.estimand, margin_pp=gate.margin_pp[task.name],
                 confidence=gate.confidence, max_step_inflation=gate.max_step_inflation,
+                health_pp=gate.health_pp,
             )  # fmt: skip
         comparison = found if isinstance(found, Comparison) else None
         return self._processes.of_first((looks, comparison))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recovery.gate import out_of_reach
+from recovery.health import least_limit
 from rich.table import Table
 
 from quantize.checkpoints.reader import TensorInfo
@@ -166,7 +167,7 @@ def cannot_pass(recipe: Recipe) -> list[str]:
             recipe.gate.estimand,
             questions=questions,
             repeats=recipe.evaluation.repeats.get(task, 1),
-            margin_pp=recipe.gate.margin_pp[task],
+            margin_pp=least_limit(recipe.gate.health_pp, recipe.gate.margin_pp[task]),
             confidence=recipe.gate.confidence,
         )
         for task, questions in known_sizes(recipe).items()

@@ -174,6 +174,7 @@ def _entry(
         margin_pp=recipe.gate.margin_pp[task],
         confidence=recipe.gate.confidence,
         max_step_inflation=recipe.gate.max_step_inflation,
+        health_pp=recipe.gate.health_pp,
         other_seed=other_seed,
     )
 

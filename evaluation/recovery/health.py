@@ -1,0 +1,112 @@
+"""Health of answers: signs that users of damaged models complain of, counted beside the baseline's.
+
+  empty          nothing stands behind the thoughts
+  no_value       no final value is found
+  open_thought   thoughts begin and are not closed
+  cut            the token limit ended it
+  never_stopped  a canvas took all the steps there are
+  stutter        a tenth of its 8-grams or more (of words) stand earlier in it; 16 words at least
+
+Text is read once, when an answer is made, since of a private task none is kept; the other signs are in
+the row. A sign is judged as accuracy is, by the same estimands and looks: with x_ij and y_ij 1 where an
+answer has it, "it is more frequent by the limit or more" must be excluded to pass, "by at most the
+limit" to fail. Unless the recipe says otherwise the limit is half the task's margin: an answer that is
+empty is lost as a wrong one is, and one fault of a model that is as accurate may not take all that may
+be lost. Where BF16 has the sign so often that half its share is more, that is the limit, and the sum
+judged is y - 1.5 x: else what is frequent anyway would leave healthy models open. So a model that is
+twice as often empty does not pass where BF16 is so in half the margin of its answers or more.
+`never_stopped` has no limit by default: `max_step_inflation` judges what it costs. Simulated error
+rates: docs/evaluation.md.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from recovery.estimands import Estimand, Floats, limits, margin_p_values, total
+
+SIGNS = {
+    "empty": "empty",
+    "no_value": "without a final value",
+    "open_thought": "with thoughts not closed",
+    "cut": "cut at the token limit",
+    "stutter": "that repeat themselves",
+    "never_stopped": "with a canvas that never stopped",
+}
+OF_TEXT = {"empty", "open_thought", "stutter"}
+UNJUDGED = {"never_stopped"}  # unless a recipe names a limit
+MORE = 0.5  # share of BF16's own by which a sign may be more frequent, where that exceeds its limit
+THINKING, END_OF_THINKING = "<|channel>", "<channel|>"
+_CONTROL = re.compile(r"<\|?[a-z_]+\|?>")
+_GRAM, _LEAST_WORDS, _REPEATED = 8, 16, 0.1
+
+
+@dataclass(frozen=True)
+class Sign:
+    """How often answers have one sign, as shares; `difference_pp` and its interval in points.
+
+    `p_at_least_limit` is the p-value of "at least `limit_pp` more frequent": small lets it pass.
+    `p_at_most_limit` is that of "at most": small makes the run fail. Both are None without a limit.
+    """
+
+    base: float
+    quantized: float
+    difference_pp: float
+    low: float
+    high: float
+    limit_pp: float | None
+    p_at_least_limit: float | None
+    p_at_most_limit: float | None
+
+
+def without_thinking(text: str) -> str:
+    """Return what follows the thinking channel, and nothing if that was never closed."""
+    return text.rpartition(END_OF_THINKING)[2].partition(THINKING)[0]
+
+
+def text_signs(text: str) -> list[str]:
+    """Return the signs that an answer's whole text shows, thoughts included."""
+    found = {
+        "empty": not _CONTROL.sub("", without_thinking(text)).strip(),
+        "open_thought": THINKING in text.rpartition(END_OF_THINKING)[2],
+        "stutter": _repeated(text) >= _REPEATED,
+    }
+    return [sign for sign, shown in found.items() if shown]
+
+
+def _repeated(text: str) -> float:
+    """Return the share of 8-grams that stand earlier in the text."""
+    words = text.split()
+    grams = [tuple(words[i : i + _GRAM]) for i in range(len(words) - _GRAM + 1)]
+    return 1 - len(set(grams)) / len(grams) if len(words) >= _LEAST_WORDS else 0.0
+
+
+def limit_of(sign: str, limits_pp: Mapping[str, float | None], margin_pp: float) -> float | None:
+    """Return by how many points a sign may be more frequent than BF16's; None: it is not judged."""
+    return limits_pp.get(sign, None if sign in UNJUDGED else margin_pp / 2)
+
+
+def least_limit(limits_pp: Mapping[str, float | None], margin_pp: float) -> float:
+    """Return the least loss that must be excluded to pass: the margin's, or a sign's limit."""
+    each = (limit_of(sign, limits_pp, margin_pp) for sign in SIGNS)
+    return min([margin_pp, *(limit for limit in each if limit is not None)])
+
+
+def compare_sign(
+    base: Floats, quantized: Floats, estimand: Estimand, confidence: float, limit_pp: float | None
+) -> Sign:
+    """Compare one sign of paired answers: tables [n, k] with 1 where an answer has it."""
+    less = total(base - quantized, estimand)  # a sign that is more frequent is a loss
+    low, high = (100 * float(end) for end in limits(less, (1 + confidence) / 2))
+    p_values = (None, None)
+    if limit_pp is not None and 100 * MORE * base.mean() > limit_pp:
+        limit_pp, ratio = (
+            100 * MORE * float(base.mean()),
+            total((1 + MORE) * base - quantized, estimand),
+        )
+        p_values = float(ratio.p(ratio.value)), float(ratio.p(-ratio.value))
+    elif limit_pp is not None:
+        p_values = tuple(map(float, margin_p_values(less, limit_pp)))
+    shares = float(base.mean()), float(quantized.mean())
+    difference = 100 * (shares[1] - shares[0])
+    return Sign(*shares, difference, max(-high, -100.0), min(-low, 100.0), limit_pp, *p_values)
