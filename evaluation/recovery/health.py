@@ -30,7 +30,7 @@ SIGNS = {
     "no_value": "without a final value",
     "open_thought": "with thoughts not closed",
     "cut": "cut at the token limit",
-    "stutter": "that repeat themselves",
+    "stutter": "repeating themselves",
     "never_stopped": "with a canvas that never stopped",
 }
 OF_TEXT = {"empty", "open_thought", "stutter"}

@@ -12,7 +12,7 @@ from recovery.pairing import paired
 from recovery.scoring import Row, Scoring
 from recovery.sequential import nominal_levels, plan_looks
 from recovery.statistics import Comparison, holm
-from worlds import RECIPES, Bench, World, many_answers, three_sigma
+from worlds import RECIPES, Bench, World, many_answers, questions, three_sigma
 
 LOOP = "Then Ruth gives away 19 coins and sells 6. " * 3
 
@@ -69,7 +69,7 @@ NEVER: dict[str, Any] = {"denoising_steps": [48]}
         ({}, {}, {}, "PASS", "answers as many correctly"),
         ({}, {"text": ""}, {}, "FAIL", "20.0 % of answers are empty, 0.0 % of BF16's; +20.0 points"),
         ({}, {"text": "<|channel>thought\nso"}, {}, "FAIL", "are with thoughts not closed"),
-        ({}, {"text": LOOP}, {}, "FAIL", "are that repeat themselves"),
+        ({}, {"text": LOOP}, {}, "FAIL", "are repeating themselves"),
         ({}, {"truncated": True}, {}, "FAIL", "are cut at the token limit"),
         ({}, {"answer": "[invalid]"}, {}, "FAIL", "are without a final value"),
         ({}, {"text": ""}, dict.fromkeys(SIGNS), "PASS", ""),
@@ -178,8 +178,10 @@ def p_of(right: list[Floats], estimand: Estimand, bench: Bench, number: int) -> 
     return np.array([[sign.p_at_least_limit, sign.p_at_most_limit] for sign in found]).T
 
 
-@pytest.mark.parametrize("rounds", [200, pytest.param(5000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("share", [0.25, 1, 3])  # of the margin: BF16's own share of the last sign
+@pytest.mark.parametrize(  # share of the margin: BF16's own share of the last sign
+    ("rounds", "share"),
+    [(100, 1), *(pytest.param(1000, share, marks=pytest.mark.slow) for share in (0.25, 1, 3))],
+)
 @pytest.mark.parametrize(
     ("bench", "estimand"),
     [(RECIPES[0], "these_questions"), (RECIPES[2], "these_questions"),
@@ -187,16 +189,21 @@ def p_of(right: list[Floats], estimand: Estimand, bench: Bench, number: int) -> 
 )  # fmt: skip
 def test_error_rates(bench: Bench, estimand: Estimand, share: float, rounds: int) -> None:
     rate = share * bench.margin_pp / 100
-    limit, stated = 50 * max(rate, bench.margin_pp / 100), 0.05 + three_sigma(0.05, rounds)
+    if estimand == "these_questions":  # they have a share of their own
+        world = World(replace(bench, accuracy=1 - rate), estimand, "single", 0)
+        shown = 1 - float(questions(world, np.random.default_rng(0))[0].mean())
+    else:
+        shown = rate
+    limit, stated = 50 * max(shown, bench.margin_pp / 100), 0.05 + three_sigma(0.05, rounds)
     alone, healthy, false_alarm = verdicts(bench, estimand, rounds, rate)
     _, at_the_limit, wrong = verdicts(bench, estimand, rounds, rate, limit)
-    _, twice, shown = verdicts(bench, estimand, rounds, rate, 2 * limit)
+    _, twice, failed = verdicts(bench, estimand, rounds, rate, 2 * limit)
     print(
         f"{bench}, {estimand}, BF16 {100 * rate:g} %, {rounds} rounds: accuracy alone passes "
-        f"{alone.mean():.1%}, with signs {healthy.mean():.1%}, fails {false_alarm.mean():.1%}; one sign "
-        f"at its limit passes {at_the_limit.mean():.1%}, fails {wrong.mean():.1%}; at twice it passes "
-        f"{twice.mean():.1%} and fails {shown.mean():.1%}"
+        f"{alone.mean():.1%}, with signs {healthy.mean():.1%}, fails {false_alarm.mean():.1%}; one "
+        f"sign at its limit passes {at_the_limit.mean():.1%}, fails {wrong.mean():.1%}; twice it "
+        f"passes {twice.mean():.1%} and fails {failed.mean():.1%}"
     )
     assert at_the_limit.mean() <= stated
     assert max(false_alarm.mean(), wrong.mean()) <= stated
-    assert healthy.mean() >= alone.mean() - 0.15
+    assert healthy.mean() >= alone.mean() - 0.25

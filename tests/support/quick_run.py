@@ -44,7 +44,7 @@ def quick_recipe(folder: Path) -> Path:
 def rows(scores: list[float]) -> list[Row]:
     """Return one row a problem with these scores."""
     return [
-        Row(i, 0, f"d{i}", f"p{i}", "1", "1", {"exact": score}, i, "text", 3, [2], False)
+        Row(i, 0, f"d{i}", f"p{i}", "1", "1", {"exact": score}, i, "text", 3, [2], False, [])
         for i, score in enumerate(scores)
     ]
 
