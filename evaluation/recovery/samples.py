@@ -149,10 +149,7 @@ class SampleStore:
                         raise ValueError(
                             f"{len(batch)} requests and {len(completions)} completions"
                         )
-                    kept = [
-                        replace(each, text=keep(each.text), signs=text_signs(each.text))
-                        for each in completions
-                    ]
+                    kept = [_kept(each, keep) for each in completions]
                     self._append(file, batch, kept)
                     syncing.go_on()
         self.share.wait()
@@ -207,6 +204,12 @@ class SampleStore:
             self.done |= {row.pop("key"): Completion(**row) for row in found["batch"]}
             whole += len(line)
         return whole
+
+
+def _kept(made: Completion, keep: Callable[[str], str]) -> Completion:
+    """Return what is stored of a completion; one from a baseline pack has its signs already."""
+    signs = text_signs(made.text) if made.signs is None else made.signs
+    return replace(made, text=keep(made.text), signs=signs)
 
 
 def _sha256(batch: Any) -> str:

@@ -60,6 +60,7 @@ class _Answer(BaseModel):
     tokens: NonNegativeInt
     denoising_steps: list[PositiveInt]
     truncated: bool
+    signs: list[str] | None = None
 
 
 @dataclass(frozen=True)
