@@ -80,7 +80,7 @@ def made_up_scores(
     return {}
 
 
-def made_up_ranges(source: Path, recipe: Recipe, out: Path, **_: Any) -> None:
+def made_up_ranges(source: Path, recipe: Recipe, out: Path, *_: Any, **__: Any) -> None:
     """Stand in for calibrate: every input has a range of its own, all experts saw tokens."""
     with folder_when_complete(out) as folder:
         targets = plan_targets(Checkpoint.open(source).tensors, recipe.quantization)
@@ -89,7 +89,9 @@ def made_up_ranges(source: Path, recipe: Recipe, out: Path, **_: Any) -> None:
         write_json(folder / "coverage.json", coverage)
 
 
-def made_up_replay(source: Path, checkpoint: Path, calibration: Path, out: Path, **_: Any) -> None:
+def made_up_replay(
+    source: Path, checkpoint: Path, calibration: Path, out: Path, *_: Any, **__: Any
+) -> None:
     """Stand in for fidelity: no distance."""
     value = {"mean": 0.0, "interval": [0.0, 0.0]}
     names = ("kl_nats", "top1_agreement", "acceptance_jaccard", "commit_agreement")
