@@ -27,6 +27,8 @@ from quantize.serve.scheduler import Scheduler
 from quantize.serve.text import Text
 from quantize.serve.unsupported import IGNORABLE
 
+EVEN = 16  # requests at once; docs/serve.md has the measurement
+
 
 class Server(uvicorn.Server):
     """uvicorn's server, with a shutdown that drains the scheduler first."""
@@ -103,7 +105,17 @@ def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
     )
     say("warming up")
     engine.warm_up(Sampler.from_checkpoint(checkpoint))
+    say(held(engine))
     return engine
+
+
+def held(engine: Engine) -> str:
+    """Say what an engine serves at once, and on a GPU from where on canvases do not pay."""
+    limits = f"prompt and answer at most {engine.max_length} tokens"
+    text = f"serving {engine.capacity} samples at once, {limits}"
+    if engine.device.type != "cuda":
+        return text
+    return f"{text}; from about {EVEN} at once, writing one token at a time would be as fast"
 
 
 def listening_socket(host: str, port: int) -> socket:

@@ -12,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 import scripted_server
+import torch
 from server_process import KEY, process
+from serving import ScriptedEngine
 from starlette.types import Message
 
 from quantize.errors import ResourceError
@@ -21,6 +23,7 @@ from quantize.serve import fleet
 from quantize.serve.failures import RequestError
 from quantize.serve.fleet import Fleet, Work, Worker, beginning
 from quantize.serve.options import Options
+from quantize.serve.server import held
 
 QUESTION = "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"
 
@@ -85,6 +88,15 @@ def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ResourceError, match="--data-parallel 3 needs as many GPUs; this machine shows 2"
     ):
         fleet.visible_gpus(3)
+
+
+def test_a_server_says_what_it_holds_and_on_a_gpu_where_canvases_stop_to_pay() -> None:
+    engine = ScriptedEngine(3)
+    assert held(engine) == "serving 3 samples at once, prompt and answer at most 4096 tokens"
+    engine.device = torch.device("cuda")
+    assert held(engine).endswith(
+        "tokens; from about 16 at once, writing one token at a time would be as fast"
+    )
 
 
 # ------------------------------------------------------------------ processes, with a scripted server
