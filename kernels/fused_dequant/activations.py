@@ -1,43 +1,54 @@
 """An activation is what a product reads: a pair of rows and scales.
 
-The pair is bf16 [M, K] and None, or e4m3 or int8 [M, K] and f32 [M], one scale a row.
+The pair is bf16 [M, K] and None; e4m3 or int8 [M, K] and f32 [M], one scale a row; or NVFP4's codes
+uint8 [M, K/2] and block scales e4m3 [M, K/16], under a global scale that the product's weight knows.
 """
 
 import torch
 
 from fused_dequant import formats, reference
 from fused_dequant.dispatch import launches
-from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.formats import EIGHT_BIT, FOUR_BIT
 
 Activation = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def quantize_rows(x: torch.Tensor, scheme: str, *, gelu_mul: bool = False) -> Activation:
-    """Quantize rows bf16 [M, K] to 8 bits: values of the scheme's dtype [M, K], and scales f32 [M].
+def quantize_rows(
+    x: torch.Tensor, scheme: str, shared: torch.Tensor | None = None, *, gelu_mul: bool = False
+) -> Activation:
+    """Quantize rows bf16 [M, K] as products of `scheme` read them, 8 bits or NVFP4.
 
-    With `gelu_mul` x is [M, 2K], gate first, and gelu_tanh(gate) * up is quantized.
+    `shared` f32 [1] is the global scale of NVFP4 rows. With `gelu_mul` x is [M, 2K], gate first, and
+    gelu_tanh(gate) * up is quantized.
 
     Raises:
         ValueError: the scheme's activations are not quantized.
     """
-    if scheme not in EIGHT_BIT:
-        raise ValueError(f"activations are quantized to fp8 or int8, not {scheme}")
+    if scheme not in EIGHT_BIT and shared is None:
+        raise ValueError(f"activations are quantized to fp8, int8 or NVFP4, not {scheme}")
     if launches(x.device):
         from fused_dequant import quantize
 
-        return quantize.quantize_rows(x.contiguous(), scheme, gelu_mul=gelu_mul)
-    rows = x.float()
+        return quantize.quantize_rows(x.contiguous(), scheme, shared, gelu_mul=gelu_mul)
+    # NVFP4's are bf16 before they get codes, as where kernels run: another rounding, another code
+    rows = x.to(torch.bfloat16) if scheme == FOUR_BIT else x.float()
     if gelu_mul:
         rows = reference.gelu_mul(*rows.chunk(2, -1))
-    return formats.quantize_rows(rows, EIGHT_BIT[scheme])
+    return in_torch(rows, scheme, shared)
 
 
-def in_torch(x: torch.Tensor, scheme: str) -> Activation:
+def in_torch(x: torch.Tensor, scheme: str, shared: torch.Tensor | None = None) -> Activation:
     """Return bf16 rows as a product of `scheme` reads them, computed in torch."""
+    if scheme == FOUR_BIT and shared is not None:
+        return formats.quantize_nvfp4(x, shared)
     return formats.quantize_rows(x, EIGHT_BIT[scheme]) if scheme in EIGHT_BIT else (x, None)
 
 
 def values(x: Activation) -> torch.Tensor:
     """Return the float32 values of an activation."""
     rows, scale = x
-    return rows.float() if scale is None else rows.float() * scale[:, None]
+    if scale is None:
+        return rows.float()
+    if rows.dtype == torch.uint8:
+        return formats.dequantize_nvfp4(rows, scale, torch.ones(1, device=rows.device))
+    return rows.float() * scale[:, None]

@@ -43,8 +43,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fused_dequant import attention_hopper, attention_wide
 from fused_dequant.activations import Activation
 from fused_dequant.chain import chained, follow
-from fused_dequant.formats import EIGHT_BIT, LARGEST
-from fused_dequant.quantize import codes, magnitude, quantize_rows, scale_of
+from fused_dequant.formats import E2M1_MAX, EIGHT_BIT, LARGEST
+from fused_dequant.quantize import codes, magnitude, quantize_rows, room, scale_of, store_blocks
 from fused_dequant.targets import has_boxes
 from fused_dequant.tiles import FAR, LOG2_E
 from fused_dequant.tuning import processors
@@ -263,20 +263,26 @@ def combine_kernel(
 
 @triton.jit
 def combine_quantized_kernel(
-    parts, largest, total, out, scale, lines,
+    parts, largest, total, out, scale, shared, lines,
     CHAINED: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """A program joins all heads of a row to 8 bits."""
+    """A program joins all heads of a row to 8 bits, or to NVFP4 (LARGEST 6)."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     line = m * HEADS + tl.arange(0, HEADS)
     h = combined(parts, largest, total, line, lines, SPLITS, D, HEADS)
     h = h.to(tl.bfloat16).to(tl.float32)
-    s = scale_of(tl.max(tl.max(magnitude(h), 1), 0), LARGEST)
-    to = out + line[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(to, codes(h, s, out.dtype.element_ty, LARGEST))
-    tl.store(scale + m, s)
+    if LARGEST == 6.0:
+        COUNT: tl.constexpr = HEADS * D // 16
+        block = tl.arange(0, COUNT)
+        row = h.reshape(HEADS * D)
+        store_blocks(row, tl.load(shared), out, scale, m * COUNT + block, block >= 0, COUNT)
+    else:
+        s = scale_of(tl.max(tl.max(magnitude(h), 1), 0), LARGEST)
+        to = out + line[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(to, codes(h, s, out.dtype.element_ty, LARGEST))
+        tl.store(scale + m, s)
 
 
 def attention_heads(
@@ -313,6 +319,7 @@ def attend(
     first: torch.Tensor,
     last: torch.Tensor,
     scheme: str,
+    shared: torch.Tensor | None,
 ) -> Activation:
     """See `operations.attend`."""
     rows, q_heads, D = q.shape
@@ -321,8 +328,8 @@ def attend(
         hopper=is_hopper(q.device),
     )  # fmt: skip
     parts = attend_parts(q, keys, values, slots, first, last, config)
-    if scheme in EIGHT_BIT:
-        return combine_quantized(parts, scheme)
+    if scheme in EIGHT_BIT or shared is not None:
+        return combine_quantized(parts, scheme, shared)
     return combine(parts).flatten(1), None
 
 
@@ -400,18 +407,17 @@ def combine(parts: Parts) -> torch.Tensor:
     return out
 
 
-def combine_quantized(parts: Parts, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join and quantize the parts: 8-bit values [M, q_heads * D] and scales f32 [M]."""
+def combine_quantized(parts: Parts, scheme: str, shared: torch.Tensor | None = None) -> Activation:
+    """Join and quantize the parts: rows [M, q_heads * D] in 8 bits or NVFP4."""
     if parts.splits == 1:
-        return quantize_rows(parts.results.flatten(1), scheme)
-    dtype = EIGHT_BIT[scheme]
+        return quantize_rows(parts.results.flatten(1), scheme, shared)
     rows, q_heads, D = parts.results.shape[1:]
     device = parts.results.device
-    out = torch.empty(rows, q_heads * D, dtype=dtype, device=device)
-    scale = torch.empty(rows, dtype=torch.float32, device=device)
+    out, scale = room(rows, q_heads * D, scheme, device)
     combine_quantized_kernel[(rows,)](
-        parts.results, parts.largest, parts.total, out, scale, rows * q_heads,
-        SPLITS=parts.splits, HEADS=q_heads, D=D, LARGEST=LARGEST[dtype], num_warps=8,
+        parts.results, parts.largest, parts.total, out, scale, scale if shared is None else shared,
+        rows * q_heads, SPLITS=parts.splits, HEADS=q_heads, D=D,
+        LARGEST=LARGEST.get(out.dtype, E2M1_MAX), num_warps=8,
         **chained(device),
     )  # fmt: skip
     return out, scale

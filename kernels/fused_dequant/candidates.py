@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fused_dequant import cases, tuning
-from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.formats import EIGHT_BIT, FOUR_BIT
 from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import TARGETS, Capability
 from fused_dequant.tuning import Config
@@ -49,7 +49,7 @@ class Product:
 def products(target: Capability) -> Iterator[Product]:
     """Yield every product that a table of this compute capability holds."""
     nvfp4 = "nvfp4_fragments" if target == HOPPER else "nvfp4"
-    known = [s for s in ("bf16", "fp8", "int8", nvfp4) if KERNELS[s].runs_on(target)]
+    known = [s for s in ("bf16", "fp8", "int8", nvfp4, FOUR_BIT) if KERNELS[s].runs_on(target)]
     for scheme, M in itertools.product(known, TOKENS):
         yield Product("experts_up", scheme, M, 2 * cases.INNER, cases.HIDDEN)
         yield Product("experts_down", scheme, M, cases.HIDDEN, cases.INNER)
@@ -106,12 +106,15 @@ def _sweep(product: Product, shared: int) -> Iterator[Config]:
             fits = parts * stages * stage < shared and (parts == 1 or stages * BK >= 2 * BN)
             if product.N % BN == 0 and fits:
                 yield rows | _config("BN BK PARTS STAGES num_warps", BN, BK, parts, stages, warps)
-    elif KERNELS[product.scheme].module == "nvfp4":
+    elif KERNELS[product.scheme].module in ("nvfp4", "nvfp4_blackwell"):
         rows = [{"BM": c["BM"]} for c in _expert_rows(product.M) if not c["MORE"]]
         if product.verb == "linear":
             rows = [{"BM": BM} for BM in (32, 64, 128)]
+        tiles = ((32, 4), (64, 4), (128, 4), (128, 8))
+        if product.scheme == FOUR_BIT:  # a tile of scales has 128 rows
+            tiles = tiles[2:]
         for own, (BN, warps), BK, stages in itertools.product(
-            rows, ((32, 4), (64, 4), (128, 4), (128, 8)), (64, 128, 256), (2, 3, 4)
+            rows, tiles, (64, 128, 256), (2, 3, 4)
         ):
             yield own | _config("BN BK num_warps num_stages", BN, BK, warps, stages)
     elif product.verb.startswith("experts"):

@@ -8,9 +8,11 @@ CPU or the GPU.
 import torch
 
 from fused_dequant import formats, weights
-from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.formats import E2M1_MAX, EIGHT_BIT, FOUR_BIT, FP8_MAX
 from fused_dequant.layouts import KERNELS
 from fused_dequant.weights import Weight
+
+SHARED = FP8_MAX * E2M1_MAX / 6  # of rows that reach 6, as standard normal ones do
 
 
 def random_weight(
@@ -18,13 +20,15 @@ def random_weight(
 ) -> Weight:
     """Make a weight [experts, rows, columns], blank on "meta".
 
-    `scheme` is bf16, fp8, int8, nvfp4, or nvfp4_e4m3: NVFP4 to be multiplied in FP8.
+    `scheme` is bf16, fp8, int8, nvfp4, or NVFP4 to be multiplied in FP8, nvfp4_e4m3, or by FP4 units,
+    nvfp4_e2m1, with rows under the global scale SHARED.
     """
     if device == "meta":
         return blank_weight(scheme, experts, rows, columns, device)
     generator = torch.Generator(device).manual_seed(seed)
+    shared = torch.full((1,), SHARED, device=device) if scheme == FOUR_BIT else None
     in_fp8 = scheme == "nvfp4_e4m3"
-    scheme = "nvfp4" if in_fp8 else scheme
+    scheme = "nvfp4" if in_fp8 or shared is not None else scheme
     rounded = KERNELS[scheme].rounded
     assert rounded is not None, scheme
     parts: list[tuple[torch.Tensor, ...]] = []
@@ -32,9 +36,9 @@ def random_weight(
         w = torch.randn(rows, columns, generator=generator, device=device) * columns**-0.5
         parts.append(rounded(w))
     if experts == 1:
-        return weights.build(scheme, *parts[0], in_fp8=in_fp8)
+        return weights.build(scheme, *parts[0], in_fp8=in_fp8, shared=shared)
     stacked = [torch.stack(tensor) for tensor in zip(*parts, strict=True)]
-    return weights.build(scheme, *stacked, in_fp8=in_fp8)
+    return weights.build(scheme, *stacked, in_fp8=in_fp8, shared=shared)
 
 
 def random_tokens(tokens: int, columns: int, device: str, seed: int = 1) -> torch.Tensor:
@@ -45,6 +49,9 @@ def random_tokens(tokens: int, columns: int, device: str, seed: int = 1) -> torc
 
 def rounded(x: torch.Tensor, scheme: str) -> torch.Tensor:
     """Return the activations that a scheme multiplies with, in float64."""
+    if scheme == FOUR_BIT:
+        shared = torch.full((1,), SHARED, device=x.device)
+        return formats.dequantize_nvfp4(*formats.quantize_nvfp4(x, shared), shared, torch.float64)
     if scheme not in EIGHT_BIT:
         return x.double()
     q, scale = formats.quantize_rows(x, EIGHT_BIT[scheme])

@@ -12,6 +12,10 @@ import torch
 # Tests set it: Triton's interpreter computes bf16 wrongly without their repairs.
 interpreted = False
 
+# Schemes of weights (`layouts`) whose kernels computed wrong numbers on this machine (`selftest`):
+# weights are laid out for a plainer kernel.
+distrusted: set[str] = set()
+
 
 def launches(device: torch.device) -> bool:
     """Whether operations on tensors of `device` launch kernels; elsewhere torch computes."""

@@ -42,6 +42,8 @@ SMALLEST_BLOCK_SCALE = 0.125  # in place of 0, as compressed-tensors does
 E4M3_LEAST_SCALE = 2.0**-2
 # Activations of the schemes that multiply in 8 bits.
 EIGHT_BIT = {"fp8": FP8, "int8": torch.int8, "nvfp4_e4m3": FP8}
+# The scheme whose rows are NVFP4 too.
+FOUR_BIT = "nvfp4_e2m1"
 # Schemes whose kernel wants a row's columns in another order: `quantize.place`.
 MOVED = ("nvfp4_e4m3",)
 LARGEST = {FP8: FP8_MAX, torch.int8: INT8_MAX}

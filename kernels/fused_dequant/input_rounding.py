@@ -36,6 +36,15 @@ def round_e2m1(v):
 
 
 @triton.jit
+def scaled_blocks(h, g):
+    """Return block scales s [n] of blocks h f32 [n, 16] under g, and h / (s / g) within -6 .. 6."""
+    s = round_e4m3(tl.minimum(g * tl.div_rn(tl.max(tl.abs(h), 1), 6.0), 448.0))
+    s = tl.where(s == 0.0, 0.125, s)
+    v = tl.div_rn(h, tl.div_rn(s, g)[:, None])
+    return s, tl.minimum(tl.maximum(v, -6.0), 6.0)
+
+
+@triton.jit
 def round_nvfp4_kernel(
     x, experts, global_scale, y, K, TOPK: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr
 ):
@@ -45,10 +54,8 @@ def round_nvfp4_kernel(
     k = group[:, None] * 16 + tl.arange(0, 16)[None, :]
     h = tl.load(x + m // TOPK * K + k, mask=k < K, other=0.0).to(tl.float32)
     g = tl.load(global_scale + (tl.load(experts + m) if EACH else 0))
-    s = round_e4m3(tl.minimum(g * tl.div_rn(tl.max(tl.abs(h), 1), 6.0), 448.0))
-    s = tl.where(s == 0.0, 0.125, s)[:, None]
-    v = tl.div_rn(h, tl.div_rn(s, g))
-    rounded = round_e2m1(tl.minimum(tl.maximum(v, -6.0), 6.0)) * s
+    s, v = scaled_blocks(h, g)
+    rounded = round_e2m1(v) * s[:, None]
     rounded = tl.where(h == h, rounded, h)
     tl.store(y + m * K + k, rounded.to(tl.bfloat16), mask=k < K)
 

@@ -7,11 +7,14 @@
     mxfp4             uint8 [E, N, K/2]           e8m0 uint8 [E, N, K/32]    f32 [E, 2], 1
     nvfp4_fragments   int32 [E, N/64, K/64, 512]  int32 [E, N/64, K/64, 64]  f32 [E, 2]
     nvfp4_e4m3        int32 [E, N/64, K/64, 512]  int32 [E, N/64, K/64, 64]  f32 [E, 2]
+    nvfp4_e2m1        uint8 [E, N, K/2]           e4m3 [E, N/128, K/64, 512] f32 [E, 3]
 
 A dense weight has E = 1. `factor` is 128 / global_scale for gate rows and for up rows (equal if the
 weight has no such split); 128 undoes the powers of two of the exact decode. `nvfp4_fragments` is the
 same weight for Hopper (`w4a16`). `nvfp4_e4m3` is NVFP4 that Hopper multiplies in 8 bits (`w4a8`), its
-factor 8 / global_scale; elsewhere, and in dense products, such a weight is an fp8 one.
+factor 8 / global_scale; elsewhere, and in dense products, such a weight is an fp8 one. `nvfp4_e2m1` is
+NVFP4 that Blackwell multiplies with rows in NVFP4 (`w4a4`), its factors 1 / (global_scale * that of the
+rows), and behind them the global scale of the rows.
 
 gate_up weights of experts are interleaved (`formats.interleave_gate_up`).
 """
@@ -23,7 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fused_dequant import formats, w4a8, w4a16
+from fused_dequant import formats, w4a4, w4a8, w4a16
 from fused_dequant.formats import E2M1_MAX, FP8, FP8_MAX, GROUP
 from fused_dequant.targets import Capability
 
@@ -71,6 +74,11 @@ def _groups(N: int, K: int) -> tuple[Spec, ...]:
     return (torch.uint8, (N, K // 2)), (FP8, (N, K // GROUP)), (torch.float32, (2,))
 
 
+def _tiles(N: int, K: int) -> tuple[Spec, ...]:
+    scale = FP8, (*w4a4.tiles(N, K), w4a4.TILE)
+    return (torch.uint8, (N, K // 2)), scale, (torch.float32, (3,))
+
+
 def _fragments(N: int, K: int) -> tuple[Spec, ...]:
     tiles = N // w4a16.FRAGMENT, K // w4a16.FRAGMENT
     return (torch.int32, (*tiles, 512)), (torch.int32, (*tiles, 64)), (torch.float32, (2,))
@@ -80,9 +88,13 @@ def _decode_rows(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return data.to(dtype) * scale.to(dtype)[..., None]
 
 
-def _decode_groups(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    unit = torch.full((1,), 128.0, device=data.device)
-    return formats.dequantize_nvfp4(data, scale, unit, dtype)
+def _decode_groups(data: Tensor, scale: Tensor, dtype: torch.dtype, unit: float = 128.0) -> Tensor:
+    return formats.dequantize_nvfp4(data, scale, torch.full((1,), unit, device=data.device), dtype)
+
+
+def _decode_tiles(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    own = w4a4.from_tiles(scale, data.shape[1], 2 * data.shape[2])
+    return _decode_groups(data, own, dtype, 1.0)
 
 
 def _rounded_groups(weight: Tensor) -> tuple[Tensor, ...]:
@@ -115,5 +127,6 @@ KERNELS = {
         formats.quantize_mxfp4, spans=(1, 2),
     ),
     "nvfp4_fragments": _FRAGMENTS(lambda *parts: w4a16.decode_fragments(*parts[:2]).to(parts[2])),
+    "nvfp4_e2m1": Kernel("nvfp4_blackwell", (10, 0), _tiles, _decode_tiles, spans=(1, 2)),
     "nvfp4_e4m3": _FRAGMENTS(lambda *parts: w4a8.decode_fragments(*parts[:2]).to(parts[2])),
 }  # fmt: skip

@@ -30,6 +30,7 @@ import triton.language as tl
 from fused_dequant import tuning
 from fused_dequant.chain import chained, follow
 from fused_dequant.routing import Routing, place_results
+from fused_dequant.targets import lowering
 from fused_dequant.tiles import KEPT, block_rows, split_gate_up
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 from fused_dequant.tuning import Config
@@ -246,6 +247,6 @@ def launch(
         x=x, x_scale=y if x_scale is None else x_scale, w=weight.data,
         w_scale=y if weight.scale is None else weight.scale, y=y, N=N, K=K,
         SCALED=x_scale is not None, EVEN_K=K % config["BK"] == 0,
-        **mode, **chained(x.device), **own,
+        **mode, **chained(x.device), **lowering(x.device), **own,
     )  # fmt: skip
     return y

@@ -113,7 +113,7 @@ def nvfp4_kernel(
         per_value = tl.broadcast_to(s[:, :, None], (BN, BK // GROUP, GROUP)).reshape(BN, BK)
         acc = tl.dot(a, (values * per_value).T, acc)
     store_nvfp4(
-        acc.T, y, factor, row_weight, expert, slot, real, tile, N, BM, BN, GELU_MUL, WEIGHTED
+        acc.T, y, factor + expert * 2, row_weight, slot, real, tile, N, BM, BN, GELU_MUL, WEIGHTED
     )
 
 

@@ -181,19 +181,22 @@ def begin(
     decoded: int,
     scheme: str,
     eps: float = 1e-6,
+    shared: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Activation]:
     """Embed tokens [M] and normalise for the first product; return h bf16 [M, H] and its input.
 
     h is embedding[token] * factor. The first `decoded` rows are the decoder's: to them `update` bf16
     [decoded, H] is added, if given, and they are divided by their root mean square. `scheme` is the
-    first product's, w_next [H] its norm.
+    first product's, w_next [H] its norm, `shared` f32 [1] the global scale of rows in NVFP4.
     """
     if launches(embedding.device):
         from fused_dequant import residual
 
-        return residual.begin(tokens, embedding, factor, update, w_next, decoded, scheme, eps)
+        return residual.begin(
+            tokens, embedding, factor, update, w_next, decoded, scheme, eps, shared
+        )
     h, x = reference.begin(tokens, embedding, factor, update, w_next, decoded, eps)
-    return h, in_torch(x, scheme)
+    return h, in_torch(x, scheme, shared)
 
 
 def attention_heads(
@@ -240,20 +243,22 @@ def attend(
     first: torch.Tensor,
     last: torch.Tensor,
     scheme: str,
+    shared: torch.Tensor | None = None,
 ) -> Activation:
     """Return softmax(q @ K.T) @ V over positions first[m] .. last[m], for a product of `scheme`.
 
     q bf16 [M, q_heads, D]; first, last int32 [M], inclusive; the rest as in `attention_heads`. The
     result has all heads of a row, [M, q_heads * D]; it is rounded to bf16 before it is quantized. A row
-    with first > last gets zeros. Values are below 65,504 (parts of a split are float16).
+    with first > last gets zeros. Values are below 65,504 (parts of a split are float16). `shared` is as
+    in `begin`.
     """
     _check_cells(q, keys, slots)
     if launches(q.device):
         from fused_dequant import attention
 
-        return attention.attend(q.contiguous(), keys, values, slots, first, last, scheme)
+        return attention.attend(q.contiguous(), keys, values, slots, first, last, scheme, shared)
     rows = reference.attend(q.float(), keys, values, slots, first, last).to(q.dtype)
-    return in_torch(rows.flatten(1), scheme)
+    return in_torch(rows.flatten(1), scheme, shared)
 
 
 def _check_cells(rows: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
@@ -264,20 +269,28 @@ def _check_cells(rows: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) ->
 
 
 def after_attention(
-    h: torch.Tensor, o: torch.Tensor, norms: Norms, schemes: tuple[str, str], eps: float = 1e-6
+    h: torch.Tensor,
+    o: torch.Tensor,
+    norms: Norms,
+    schemes: tuple[str, str],
+    eps: float = 1e-6,
+    shared: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> tuple[torch.Tensor, Activation, Activation, torch.Tensor]:
     """Add the attention's output and normalise for what follows.
 
     h, o bf16 [M, H]; norms [H]: after attention, before the dense MLP, before the experts, the router's
-    scale; `schemes` of the dense MLP and of the experts. Returns h, the MLP's input, the experts' and
-    the router's.
+    scale; `schemes` of the dense MLP and of the experts, `shared` of each as in `begin`. Returns h, the
+    MLP's input, the experts' and the router's.
     """
     if launches(h.device):
         from fused_dequant import residual
 
-        return residual.after_attention(h, o, norms, schemes, eps)
+        return residual.after_attention(h, o, norms, schemes, eps, shared)
     h, dense, experts, router = reference.after_attention(h, o, norms, eps)
-    return h, in_torch(dense, schemes[0]), in_torch(experts, schemes[1]), router
+    x_dense, x_experts = (
+        in_torch(*own) for own in zip((dense, experts), schemes, shared, strict=True)
+    )
+    return h, x_dense, x_experts, router
 
 
 def choose_experts(
@@ -303,20 +316,22 @@ def after_experts(
     decoded: int,
     scheme: str,
     eps: float = 1e-6,
+    shared: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Activation]:
     """Join the two branches, end the layer, and normalise for the next product.
 
     h, dense bf16 [M, H]; routed [M, topk, H] of `routed_experts`; norms [H]: of the dense branch,
     of the experts, of their sum, and the next input norm, whose product has `scheme`. A layer ends with
     one of `scalars` [1]: the first for the first `decoded` rows, the decoder's, the second for the
-    encoder's behind them. Returns h and the next input.
+    encoder's behind them. `shared` is as in `begin`. Returns h and the next input.
     """
     if launches(h.device):
         from fused_dequant import residual
 
-        return residual.after_experts(h, dense, routed, norms, scalars, decoded, scheme, eps)
+        own = norms, scalars, decoded, scheme, eps, shared
+        return residual.after_experts(h, dense, routed, *own)
     h, x = reference.after_experts(h, dense, routed, norms, scalars, decoded, eps)
-    return h, in_torch(x, scheme)
+    return h, in_torch(x, scheme, shared)
 
 
 def scaled_norm(

@@ -4,8 +4,12 @@ Per token (FP8, INT8): scale[m] = amax(|h[m]|) / 448 or / 127, q = h * (1 / scal
 
     GELU_MUL   gelu_tanh(x[m, :K]) * x[m, K:]       (x [M, 2K]: gate first)
 
+NVFP4 (W4A4), in blocks of 16 with e4m3 scales under a global scale: the numbers of `input_rounding`, as
+codes; h is rounded to bf16 first, as a tensor would hold it. A block that holds NaN gets scale NaN.
+
 The row is held in registers between the reduction and the division, so x is read once and a byte a
-value is written. `residual` and `attention` quantize the rows they make with the same functions.
+value, or half of one, is written. `residual` and `attention` quantize the rows they make with the same
+functions.
 
 The product of `nvfp4_e4m3` wants its columns in another order (`w4a8`): they are stored so.
 
@@ -19,8 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_dequant.activations import Activation
 from fused_dequant.chain import chained, follow
-from fused_dequant.formats import EIGHT_BIT, LARGEST, MOVED
+from fused_dequant.formats import EIGHT_BIT, FOUR_BIT, FP8, GROUP, LARGEST, MOVED
+from fused_dequant.input_rounding import scaled_blocks
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 
@@ -46,6 +52,25 @@ def codes(h, scale, dtype: tl.constexpr, LARGEST: tl.constexpr):
         # Round half to even: adding 1.5 * 2^23 leaves no fraction bits.
         v = (v + 12582912.0) - 12582912.0
     return v.to(dtype)
+
+
+@triton.jit
+def store_blocks(h, g, x, scale, block, there, COUNT: tl.constexpr):
+    """Quantize h f32 [COUNT * 16] to NVFP4 and store it as blocks `block` [COUNT] of x and scale.
+
+    g is the global scale; blocks that are not `there` are left out.
+    """
+    h = h.reshape(COUNT, 16)
+    s, v = scaled_blocks(h, g)
+    s = tl.where(tl.max(magnitude(h), 1) > 0x7F800000, float("nan"), s)
+    a = tl.abs(v)
+    code = (a > 0.25).to(tl.int32) + (a >= 0.75) + (a > 1.25) + (a >= 1.75)
+    code += (a > 2.5).to(tl.int32) + (a >= 3.5) + (a > 5.0)
+    code |= (h.to(tl.int32, bitcast=True) >> 28) & 8  # -0 keeps its sign
+    low, high = tl.split(code.reshape(COUNT, 8, 2))
+    to = x + block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(to, (low | high << 4).to(tl.uint8), mask=there[:, None])
+    tl.store(scale + block, s.to(tl.float8e4nv), mask=there)
 
 
 @triton.jit
@@ -81,22 +106,66 @@ def quantize_rows_kernel(
     tl.store(scale + m, s, mask=m < M)
 
 
+@triton.jit
+def quantize_blocks_kernel(
+    x,
+    shared,
+    q,
+    scale,
+    blocks,
+    K,
+    CHAINED: tl.constexpr,
+    GELU_MUL: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """A program quantizes COUNT blocks, which may be of several rows."""
+    follow(CHAINED)
+    block = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    there = block < blocks
+    at = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    if GELU_MUL:
+        gate = at + (block // (K // 16))[:, None] * K
+        up = tl.load(x + gate + K, mask=there[:, None], other=0.0).to(tl.float32)
+        gate = tl.load(x + gate, mask=there[:, None], other=0.0).to(tl.float32)
+        h = gelu_mul_tile(gate, 1.0).to(tl.bfloat16).to(tl.float32) * up
+        h = h.to(tl.bfloat16).to(tl.float32)
+    else:
+        h = tl.load(x + at, mask=there[:, None], other=0.0).to(tl.float32)
+    store_blocks(h.reshape(COUNT * 16), tl.load(shared), q, scale, block, there, COUNT)
+
+
+def room(
+    M: int, K: int, scheme: str, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Make room for an activation [M, K] as products of `scheme` read it."""
+    if scheme == FOUR_BIT:
+        scale = torch.empty(M, K // GROUP, dtype=FP8, device=device)
+        return torch.empty(M, K // 2, dtype=torch.uint8, device=device), scale
+    dtype = EIGHT_BIT.get(scheme, torch.bfloat16)
+    scale = torch.empty(M, device=device) if scheme in EIGHT_BIT else None
+    return torch.empty(M, K, dtype=dtype, device=device), scale
+
+
 def quantize_rows(
-    x: torch.Tensor, scheme: str, *, gelu_mul: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, scheme: str, shared: torch.Tensor | None = None, *, gelu_mul: bool = False
+) -> Activation:
     """See `activations.quantize_rows`."""
     M, width = x.shape
     K = width // 2 if gelu_mul else width
-    dtype = EIGHT_BIT[scheme]
-    q = torch.empty(M, K, dtype=dtype, device=x.device)
-    scale = torch.empty(M, dtype=torch.float32, device=x.device)
+    q, scale = room(M, K, scheme, x.device)
+    if scheme == FOUR_BIT:
+        blocks = M * K // GROUP
+        quantize_blocks_kernel[(triton.cdiv(blocks, 128),)](
+            x, shared, q, scale, blocks, K, GELU_MUL=gelu_mul, COUNT=128, **chained(x.device)
+        )
+        return q, scale
     block = triton.next_power_of_2(K)
     # Thousands of short rows (the experts' hidden ones) would be as many tiny programs: 8,192 rows of
     # 704 take 5.1 us, with one row a program 10.3.
     rows = max(1, 4096 // block) if M >= 1024 else 1
     loaded = rows * block * (width // K)
     quantize_rows_kernel[(triton.cdiv(M, rows),)](
-        x, q, scale, M, K, GELU_MUL=gelu_mul, MOVED=scheme in MOVED, LARGEST=LARGEST[dtype],
+        x, q, scale, M, K, GELU_MUL=gelu_mul, MOVED=scheme in MOVED, LARGEST=LARGEST[q.dtype],
         ROWS=rows, BLOCK=block,
         num_warps=max(1, min(8, loaded // 1024)), **chained(x.device),
     )  # fmt: skip

@@ -1,14 +1,14 @@
 """Norms and residual sums between the products of a layer, one program a row.
 
     begin             h = embedding[token] * factor (+ update, normed: rows of the decoder)
-                      x = norm(h) * w_next             (the first layer's input; bf16 or 8 bits)
+                      x = norm(h) * w_next             (the first layer's input; bf16, 8 bits or NVFP4)
     after_attention   h += norm(o) * w_post
-                      x_dense = norm(h) * w_dense      (bf16, or 8 bits a token with a scale)
+                      x_dense = norm(h) * w_dense      (bf16, 8 bits a token with a scale, or NVFP4)
                       x_experts = norm(h) * w_experts
                       x_router = norm(h) * w_router * H^-0.5
     after_experts     routed = sum over a token's choices of experts
                       h = (h + norm(norm(dense) * w_1 + norm(routed) * w_2) * w) * scalar
-                      x = norm(h) * w_next             (the next layer's input; bf16 or 8 bits)
+                      x = norm(h) * w_next             (the next layer's input; bf16, 8 bits or NVFP4)
     scaled_norm       norm(x * factor) * weight
     gelu_mul          gelu_tanh(gate) * up
 
@@ -32,8 +32,8 @@ import triton.language as tl
 
 from fused_dequant.activations import Activation
 from fused_dequant.chain import chained, follow
-from fused_dequant.formats import EIGHT_BIT, LARGEST, MOVED
-from fused_dequant.quantize import codes, magnitude, place, scale_of
+from fused_dequant.formats import E2M1_MAX, EIGHT_BIT, FOUR_BIT, LARGEST, MOVED
+from fused_dequant.quantize import codes, magnitude, place, room, scale_of, store_blocks
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 
@@ -56,10 +56,18 @@ def weighted(x, weight):
 
 
 @triton.jit
-def store_row(x, y, scale, m, place, inside, LARGEST: tl.constexpr):
-    """Store a row as bf16 (LARGEST 0) or with 8 bits a value and one scale; NaN makes the scale NaN."""
+def store_row(x, y, scale, shared, m, place, inside, H, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a row as bf16 (LARGEST 0), NVFP4 (6), or with 8 bits a value and one scale.
+
+    NaN makes the scale NaN.
+    """
     if LARGEST == 0.0:
         tl.store(y + place, x.to(y.dtype.element_ty), mask=inside)
+    elif LARGEST == 6.0:
+        block = tl.arange(0, BLOCK // 16)
+        first = m.to(tl.int64) * (H // 16)
+        there = block < H // 16
+        store_blocks(x, tl.load(shared), y, scale, first + block, there, BLOCK // 16)
     else:
         s = scale_of(tl.max(magnitude(x), 0), LARGEST)
         tl.store(y + place, codes(x, s, y.dtype.element_ty, LARGEST), mask=inside)
@@ -89,12 +97,18 @@ def norm_halves(low, high, H, eps, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def store_scaled(
-    x, scale, m, low, high, values_low, values_high, H,
+    x, scale, shared, m, low, high, values_low, values_high, H,
     LARGEST: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
-    """Store row m in halves as `store_row` does: bf16 (LARGEST 0), or 8 bits a value and one scale."""
+    """Store row m in halves as `store_row` does."""
     if LARGEST == 0.0:
         store_halves(x + m * H, x, low, high, values_low, values_high, H)
+    elif LARGEST == 6.0:
+        g = tl.load(shared)
+        block, last = tl.arange(0, LOW // 16), LOW // 16 + tl.arange(0, HIGH // 16)
+        first, there = m * (H // 16), block >= 0
+        store_blocks(values_low, g, x, scale, first + block, there, LOW // 16)
+        store_blocks(values_high, g, x, scale, first + last, last < H // 16, HIGH // 16)
     else:
         most = tl.max(magnitude(values_low).reshape(HIGH, LOW // HIGH), 1)
         s = scale_of(tl.max(tl.maximum(most, magnitude(values_high))), LARGEST)
@@ -115,8 +129,10 @@ def after_attention_kernel(
     h_out,
     x_dense,
     dense_scale,
+    dense_shared,
     x_experts,
     experts_scale,
+    experts_shared,
     x_router,
     H,
     eps,
@@ -151,11 +167,15 @@ def after_attention_kernel(
     y_high = weighted(rounded(h_high), router_high) * root
     store_halves(x_router + m * H, x_router, low, high, y_low, y_high, H)
     y_low, y_high = weighted(h_low, dense_low), weighted(h_high, dense_high)
-    store_scaled(x_dense, dense_scale, m, low, high, y_low, y_high, H, DENSE, LOW, HIGH)
+    store_scaled(
+        x_dense, dense_scale, dense_shared, m, low, high, y_low, y_high, H, DENSE, LOW, HIGH
+    )
     y_low, y_high = weighted(h_low, experts_low), weighted(h_high, experts_high)
     if MOVED:
         low, high = place(low), place(high)
-    store_scaled(x_experts, experts_scale, m, low, high, y_low, y_high, H, EXPERTS, LOW, HIGH)
+    store_scaled(
+        x_experts, experts_scale, experts_shared, m, low, high, y_low, y_high, H, EXPERTS, LOW, HIGH
+    )
 
 
 @triton.jit
@@ -172,6 +192,7 @@ def after_experts_kernel(
     h_out,
     x,
     x_scale,
+    shared,
     decoded,
     H,
     eps,
@@ -212,7 +233,7 @@ def after_experts_kernel(
     store_halves(h_out + m * H, h_out, low, high, h_low, h_high, H)
     y_low, y_high = norm_halves(h_low, h_high, H, eps, LOW, HIGH)
     y_low, y_high = weighted(y_low, next_low), weighted(y_high, next_high)
-    store_scaled(x, x_scale, m, low, high, y_low, y_high, H, LARGEST, LOW, HIGH)
+    store_scaled(x, x_scale, shared, m, low, high, y_low, y_high, H, LARGEST, LOW, HIGH)
 
 
 @triton.jit
@@ -224,6 +245,7 @@ def begin_kernel(
     h_out,
     x,
     x_scale,
+    shared,
     decoded,
     H,
     eps,
@@ -248,7 +270,8 @@ def begin_kernel(
         row = rounded(row + tl.load(update + place, mask=updated, other=0.0).to(tl.float32))
     row = tl.where(m < decoded, rounded(norm(row, H, eps)), row)
     tl.store(h_out + place, row.to(h_out.dtype.element_ty), mask=inside)
-    store_row(weighted(norm(row, H, eps), weight), x, x_scale, m, place, inside, LARGEST)
+    row = weighted(norm(row, H, eps), weight)
+    store_row(row, x, x_scale, shared, m, place, inside, H, LARGEST, BLOCK)
 
 
 @triton.jit
@@ -276,20 +299,15 @@ def gelu_mul_kernel(gate_up, y, K, CHAINED: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y + m * K + k, (active * up).to(y.dtype.element_ty), mask=k < K)
 
 
-def _room(M: int, H: int, scheme: str, like: torch.Tensor) -> Activation:
-    """Make room for an activation of `scheme`."""
-    values = torch.empty(M, H, dtype=EIGHT_BIT.get(scheme, like.dtype), device=like.device)
-    if scheme not in EIGHT_BIT:
-        return values, None
-    return values, torch.empty(M, dtype=torch.float32, device=like.device)
-
-
-def _stored(x: Activation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tensors a kernel stores to; bf16 rows have no scales, and it writes none."""
-    return x[0], x[0] if x[1] is None else x[1]
+def _stored(x: Activation, shared: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return rows and scales that a kernel stores, and the global scale; bf16 rows have neither."""
+    rows, scale = x
+    return rows, rows if scale is None else scale, rows if shared is None else shared
 
 
 def _largest(scheme: str) -> float:
+    if scheme == FOUR_BIT:
+        return E2M1_MAX
     return LARGEST[EIGHT_BIT[scheme]] if scheme in EIGHT_BIT else 0.0
 
 
@@ -305,13 +323,15 @@ def after_attention(
     norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     schemes: tuple[str, str],
     eps: float,
+    shared: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> tuple[torch.Tensor, Activation, Activation, torch.Tensor]:
     """See `operations.after_attention`."""
     M, H = h.shape
     h_out, x_router = torch.empty_like(h), torch.empty_like(h)
-    dense, experts = (_room(M, H, scheme, h) for scheme in schemes)
+    dense, experts = (room(M, H, scheme, h.device) for scheme in schemes)
+    stored = *_stored(dense, shared[0]), *_stored(experts, shared[1])
     after_attention_kernel[(M,)](
-        h, o, *norms, h_out, *_stored(dense), *_stored(experts), x_router, H, eps, H**-0.5,
+        h, o, *norms, h_out, *stored, x_router, H, eps, H**-0.5,
         DENSE=_largest(schemes[0]), EXPERTS=_largest(schemes[1]), MOVED=schemes[1] in MOVED,
         **_halves(H), num_warps=8, **chained(h.device),
     )  # fmt: skip
@@ -327,13 +347,14 @@ def after_experts(
     decoded: int,
     scheme: str,
     eps: float,
+    shared: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Activation]:
     """See `operations.after_experts`."""
     M, H = h.shape
-    h_out, x = torch.empty_like(h), _room(M, H, scheme, h)
+    h_out, x = torch.empty_like(h), room(M, H, scheme, h.device)
     w_1, w_2, w, w_next = norms
     after_experts_kernel[(M,)](
-        h, dense, experts, w_1, w_2, w, *scalars, w_next, h_out, *_stored(x), decoded, H, eps,
+        h, dense, experts, w_1, w_2, w, *scalars, w_next, h_out, *_stored(x, shared), decoded, H, eps,
         CHOICES=experts.shape[1], LARGEST=_largest(scheme), **_halves(H),
         num_warps=16 if M <= 512 else 8,  # many rows wait for instructions, few for memory
         **chained(h.device),
@@ -350,14 +371,15 @@ def begin(
     decoded: int,
     scheme: str,
     eps: float,
+    shared: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Activation]:
     """See `operations.begin`."""
     M, H = len(tokens), embedding.shape[1]
     h_out = torch.empty(M, H, dtype=embedding.dtype, device=embedding.device)
-    x = _room(M, H, scheme, embedding)
+    x = room(M, H, scheme, embedding.device)
     begin_kernel[(M,)](
-        tokens, embedding, h_out if update is None else update, w_next, h_out, *_stored(x), decoded,
-        H, eps, factor, UPDATED=update is not None, LARGEST=_largest(scheme),
+        tokens, embedding, h_out if update is None else update, w_next, h_out, *_stored(x, shared),
+        decoded, H, eps, factor, UPDATED=update is not None, LARGEST=_largest(scheme),
         BLOCK=triton.next_power_of_2(H), num_warps=8,
         **chained(embedding.device),
     )  # fmt: skip

@@ -23,14 +23,12 @@ class Target:
         shared: KiB of shared memory that a block may have.
         processors: streaming multiprocessors of the example.
         fp4: whether its tensor cores multiply NVFP4.
-        fp8_as_half: whether Triton 3.7 converts FP8 to half precision before it multiplies.
     """
 
     example: str
     shared: int
     processors: int
     fp4: bool = False
-    fp8_as_half: bool = False
 
 
 TARGETS: dict[Capability, Target] = {
@@ -42,7 +40,7 @@ TARGETS: dict[Capability, Target] = {
     (10, 3): Target("B300", 227, 148, fp4=True),
     (11, 0): Target("Jetson Thor", 227, 20, fp4=True),
     (12, 0): Target("RTX 5090", 99, 170, fp4=True),
-    (12, 1): Target("DGX Spark", 99, 48, fp4=True, fp8_as_half=True),
+    (12, 1): Target("DGX Spark", 99, 48, fp4=True),
 }
 
 
@@ -72,6 +70,24 @@ def capability(device: torch.device) -> Capability:
     """Return the compute capability that launches are chosen for: of "meta" that of the GPU at hand."""
     own = device if device.type == "cuda" else None
     return forced() or torch.cuda.get_device_capability(own)
+
+
+def fp4_units(device: torch.device) -> bool:
+    """Return whether tensor cores multiply NVFP4 there; the tests' interpreter can, too."""
+    if device.type == "cpu":
+        return True
+    own = capability(device)
+    return own in TARGETS and TARGETS[own].fp4
+
+
+def lowering(device: torch.device) -> dict[str, str]:
+    """Return the launch argument that gives a target its own products, where Triton's default does not.
+
+    Triton 3.7 gives sm_121 the products of Ampere in place of those of sm_120, which it has: FP8 would
+    be multiplied in half precision, NVFP4 not at all. Code is generated as for sm_120 and assembled for
+    sm_121.
+    """
+    return {"arch": "sm120"} if device.type != "cpu" and capability(device) == (12, 1) else {}
 
 
 def has_boxes(device: torch.device) -> bool:

@@ -60,19 +60,22 @@ def split_gate_up(acc, ROWS: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def store_nvfp4(
-    result, y, factor, row_weight, expert, slot, real, tile, N,
+    result, y, factor, row_weight, slot, real, tile, N,
     BM: tl.constexpr, BN: tl.constexpr, GELU_MUL: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Scale, activate, weight and store result f32 [BN, BM] of NVFP4 weights as rows of y."""
+    """Scale, activate, weight and store result f32 [BN, BM] of NVFP4 weights as rows of y.
+
+    `factor` points at the expert's own, of gate and of up rows.
+    """
     width = N
     rows: tl.constexpr = BN // 2 if GELU_MUL else BN
     if GELU_MUL:
         gate, up = split_gate_up(result, BN, BM)
-        gate *= tl.load(factor + expert * 2)
-        result = gelu_mul(gate, up * tl.load(factor + expert * 2 + 1))
+        gate *= tl.load(factor)
+        result = gelu_mul(gate, up * tl.load(factor + 1))
         width = N // 2
     else:
-        result *= tl.load(factor + expert * 2)
+        result *= tl.load(factor)
     if WEIGHTED:
         result *= tl.load(row_weight + slot, mask=real, other=0.0)[None, :]
     column = tile * rows + tl.arange(0, rows)

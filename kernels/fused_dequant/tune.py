@@ -26,9 +26,8 @@ from typing import Any
 import torch
 import triton
 
-from fused_dequant import cases, quantize_rows, routing, tuning, vocabulary
+from fused_dequant import cases, quantize, routing, tuning, vocabulary
 from fused_dequant.candidates import Product, candidates, distinct
-from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.reference import relative_error
 from fused_dequant.targets import Capability, capability, name_of
 from fused_dequant.timing import measure
@@ -59,17 +58,15 @@ def operands(product: Product, device: str) -> Operands:
     N, K = (product.K, product.N) if soft else (product.N, product.K)
     experts = cases.EXPERTS if grouped else 1
     scheme = product.scheme
-    dtype = EIGHT_BIT.get(scheme, torch.bfloat16)
     row_weight = torch.ones(rows, device=device) if down else None
     if device == "meta":
-        x = torch.empty(rows, product.K, dtype=dtype, device=device)
-        x_scale = torch.empty(rows, device=device) if scheme in EIGHT_BIT else None
+        x, x_scale = quantize.room(rows, product.K, scheme, torch.device(device))
         weight = cases.blank_weight(product.scheme, experts, N, K, device)
         return Operands(x, x_scale, weight, row_weight, _blocks(product, device) if grouped else {})
     x, x_scale = cases.random_tokens(rows, product.K, device), None
-    if scheme in EIGHT_BIT:
-        x, x_scale = quantize_rows(x, scheme)
     weight = cases.random_weight(product.scheme.removesuffix("_fragments"), experts, N, K, device)
+    if not soft:
+        x, x_scale = weight.reads(x)
     return Operands(x, x_scale, weight, row_weight, _blocks(product, device) if grouped else {})
 
 

@@ -132,6 +132,9 @@ def default(verb: str, scheme: str, M: int, N: int, K: int) -> Config:
         BN = 128 if N % 128 == 0 else 64
         sizes = {"BM": max(rows, 32), "MORE": 0, "BN": BN, "BK": BK}
         return sizes | narrower | {"PARTS": 1, "STAGES": 3, "num_warps": BN // 16}
+    if module == "nvfp4_blackwell":  # experts' rows: about their mean number, M * 8 / 128
+        rows = (16 if M <= 256 else 32 if M <= 512 else 64) if verb == "experts" else rows
+        return {"BM": rows, "BN": 128, "BK": 128, "num_warps": 4, "num_stages": 4}
     if module == "nvfp4":
         return {"BM": rows, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3}
     config = {"BM": rows, "MORE": 0, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}

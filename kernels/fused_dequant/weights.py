@@ -11,10 +11,10 @@ from importlib import import_module
 
 import torch
 
-from fused_dequant import formats, reference, tuning, w4a8, w4a16
+from fused_dequant import dispatch, formats, reference, tuning, w4a4, w4a8, w4a16
 from fused_dequant.activations import Activation, quantize_rows, values
 from fused_dequant.dispatch import launches, sequence_rows
-from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.formats import EIGHT_BIT, FOUR_BIT
 from fused_dequant.kept import kept
 from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import capability
@@ -49,6 +49,11 @@ class Weight:
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     @property
+    def shared(self) -> torch.Tensor | None:
+        """Return the global scale f32 [1] under which rows are quantized to NVFP4, if they are."""
+        return self.factor[0, 2:] if self.scheme == FOUR_BIT and self.factor is not None else None
+
+    @property
     def multiply(self) -> Callable[..., torch.Tensor]:
         """Return the product with this weight: a kernel's launch on a GPU, elsewhere torch.
 
@@ -69,15 +74,16 @@ class Weight:
         return tuning.choose(verb, self.scheme, tokens, *self.shape[1:], self.data.device)
 
     def reads(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Activation:
-        """Return rows [M, K] as the scheme multiplies them: in 8 bits with scales f32 [M], or bf16.
+        """Return rows [M, K] as the scheme multiplies them: bf16, in 8 bits with scales, or NVFP4.
 
         `scale` belongs to rows that are quantized already.
 
         Raises:
             ValueError: the rows do not fit the weight.
         """
-        own = EIGHT_BIT.get(self.scheme)
-        if x.shape[-1] != self.shape[2]:
+        own = torch.uint8 if self.scheme == FOUR_BIT else EIGHT_BIT.get(self.scheme)
+        packed = 2 if x.dtype == torch.uint8 else 1
+        if packed * x.shape[-1] != self.shape[2]:
             raise ValueError(f"x {tuple(x.shape)} does not fit a weight of K = {self.shape[2]}")
         if scale is not None and x.dtype != own:
             raise ValueError(
@@ -85,7 +91,9 @@ class Weight:
             )
         if own is None:
             return x.to(torch.bfloat16).contiguous(), None
-        return quantize_rows(x, self.scheme) if scale is None else (x.contiguous(), scale)
+        if scale is None:
+            return quantize_rows(x, self.scheme, self.shared)
+        return x.contiguous(), scale
 
     def clone(self) -> "Weight":
         """Return a copy in memory of its own."""
@@ -121,6 +129,7 @@ def build(
     factor: torch.Tensor | None = None,
     *,
     in_fp8: bool = False,
+    shared: torch.Tensor | None = None,
 ) -> Weight:
     """Return a weight of tensors as they are on disk, laid out for the device that holds them.
 
@@ -133,6 +142,7 @@ def build(
         in_fp8: whether NVFP4 becomes what FP8 products read (W4A8): its values are rounded to e4m3
             (`formats.nvfp4_as_e4m3`), its rows are FP8. On Hopper experts stay as small as they are;
             everything else becomes a weight of scheme fp8.
+        shared: f32 [1], makes NVFP4 what FP4 units read (W4A4): the global scale of its rows.
     """
     dense, data = codes.dim() == 2, _with_experts(codes)
     if scale is None:
@@ -143,7 +153,10 @@ def build(
     blocks, factor = _with_experts(scale), factor.float().reshape(len(data), -1).expand(-1, 2)
     if in_fp8:
         return _in_fp8(data, blocks, factor / 16, dense)
-    if scheme == "nvfp4" and _in_whole_fragments(data):
+    if shared is not None:
+        factors = torch.cat([factor / 128 / shared, shared.expand(len(data), 1)], 1)
+        return Weight(FOUR_BIT, data, w4a4.to_tiles(blocks), factors)
+    if scheme == "nvfp4" and _in_whole_fragments(data, "nvfp4_fragments"):
         from fused_dequant.fragments import to_fragments
 
         return Weight("nvfp4_fragments", *to_fragments(data, blocks), factor.contiguous())
@@ -151,7 +164,7 @@ def build(
 
 
 def _in_fp8(data: torch.Tensor, blocks: torch.Tensor, factor: torch.Tensor, dense: bool) -> Weight:
-    if not dense and _in_whole_fragments(data):
+    if not dense and _in_whole_fragments(data, "nvfp4_e4m3"):
         return Weight("nvfp4_e4m3", *w4a8.to_fragments(data, blocks), factor.contiguous())
     runs = factor.repeat_interleave(formats.GATE_UP_RUN, 1)  # gate and up rows alternate
     rows = runs.repeat(1, -(-data.shape[1] // runs.shape[1]))[:, : data.shape[1]]
@@ -172,26 +185,41 @@ def eight_bit(weight: torch.Tensor, scale: torch.Tensor) -> Weight:
 
 
 def nvfp4(
-    packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, *, in_fp8: bool = False
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    *,
+    in_fp8: bool = False,
+    shared: torch.Tensor | None = None,
 ) -> Weight:
     """Return a weight of canonical NVFP4 (see `formats`), laid out for the device that holds it.
 
     packed uint8 [N, K/2] or [E, N, K/2]; global_scale f32 [1], [E] or, for gate and up, [E, 2]. On
     Hopper the weight is repacked into fragments when N and K are multiples of 64; no block scale may be
-    negative or NaN there. `in_fp8` is as for `build`.
+    negative or NaN there. `in_fp8` and `shared` are as for `build`.
     """
-    return build("nvfp4", packed, scale, 128.0 / global_scale.float(), in_fp8=in_fp8)
+    factor = 128.0 / global_scale.float()
+    return build("nvfp4", packed, scale, factor, in_fp8=in_fp8, shared=shared)
 
 
-def _in_whole_fragments(data: torch.Tensor) -> bool:
+def _in_whole_fragments(data: torch.Tensor, scheme: str) -> bool:
     whole = data.shape[1] % w4a16.FRAGMENT == 0 and data.shape[2] % (w4a16.FRAGMENT // 2) == 0
-    return whole and is_hopper(data.device)
+    return whole and in_fragments(data.device, scheme)
+
+
+def in_fragments(device: torch.device, scheme: str) -> bool:
+    """Return whether NVFP4 becomes a scheme of fragments on a device, where its shape allows it."""
+    return is_hopper(device) and scheme not in dispatch.distrusted
 
 
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return values [E, N, K] in `dtype`; where gate and up differ in scale, rows are interleaved."""
     data, columns = _decoded(weight, dtype), _columns(weight)
-    return data if columns is None else data * columns.to(dtype)[..., None]
+    if columns is None:
+        return data
+    if weight.shared is not None:  # in its factor, but no part of the weight
+        columns = columns * weight.shared
+    return data * columns.to(dtype)[..., None]
 
 
 def _decoded(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -273,7 +301,7 @@ def _columns(weight: Weight) -> torch.Tensor | None:
     runs = weight.shape[1] // formats.GATE_UP_RUN
     if not bool((weight.factor[:, 0] != weight.factor[:, 1]).any()):
         return weight.factor[:, :1].expand(-1, weight.shape[1])
-    return weight.factor.repeat(1, runs // 2).repeat_interleave(formats.GATE_UP_RUN, 1)
+    return weight.factor[:, :2].repeat(1, runs // 2).repeat_interleave(formats.GATE_UP_RUN, 1)
 
 
 def is_hopper(device: torch.device) -> bool:

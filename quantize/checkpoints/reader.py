@@ -183,7 +183,7 @@ class Checkpoint:
             InputError: the folder is not a complete DiffusionGemma checkpoint.
         """
         folder = Path(folder)
-        config = _read_config(folder)
+        config = read_config(folder)
         return cls(folder, config, _read_tensors(folder))
 
     @property
@@ -278,7 +278,12 @@ def _read_fully(file: io.FileIO, buffer: memoryview) -> int:
     return position
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json of a DiffusionGemma checkpoint, with what ModelOpt said apart from it.
+
+    Raises:
+        InputError: there is none, or it is another model's.
+    """
     path = folder / CONFIG
     if not path.is_file():
         raise InputError(
@@ -442,7 +447,7 @@ def _checkpoint_in(folder: Path) -> Path:
     """
     if not (folder / CONFIG).is_file() and (folder / "checkpoint" / CONFIG).is_file():
         return folder / "checkpoint"
-    _read_config(folder)
+    read_config(folder)
     return folder
 
 

@@ -7,7 +7,7 @@ An engine is imported when it is opened: who only plans memory waits neither for
 triton.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ from quantize.runtime.engine import Engine
 from quantize.runtime.placement import Placement, budget_of, sized
 
 if TYPE_CHECKING:
+    from quantize.runtime.fused.packing import Scales
     from quantize.runtime.fused.weights import TextWeights
 
 Kind = Literal["modules", "fused"]
@@ -63,7 +64,7 @@ def open(
             compute in BF16.
         kind: which engine; None for the device's default.
         beside: an engine of the same checkpoint, whose weights are shared where they can be: the mode
-            `fp8` has weights of its own.
+            `fp8` has weights of its own, and `per_layer` on FP4 units.
         prefix_bytes: memory of the device, beside what is planned, for beginnings of prompts that are
             kept encoded.
         room: fields of `Placement`, where no `place` is given: device, capacity, max_context, ...
@@ -78,11 +79,19 @@ def open(
         return _modules(_for_modules(checkpoint, batch_invariant), place, dtype, prefix_bytes)
     from quantize.runtime.fused.engine import FusedEngine
     from quantize.runtime.fused.inputs import inputs_of
+    from quantize.runtime.fused.trust import schemes_of, trust
 
-    shared, activations = _weights_of(beside, place.in_fp8), place.activations
+    activations = place.activations
     if isinstance(checkpoint, RandomModel):
-        if activations not in (None, "fp8"):
-            raise InputError(f"random weights have no activation mode {activations}, only fp8")
+        schemes = set(checkpoint.schemes.values())
+    else:
+        schemes = schemes_of(checkpoint)
+    in_fp4 = trust(schemes, activations, torch.device(place.device))
+    shared = _weights_of(beside, place.in_fp8, in_fp4)
+    if isinstance(checkpoint, RandomModel):
+        if activations not in (None, "fp8") and not in_fp4:
+            units = "only fp8 and, on FP4 units, per_layer"
+            raise InputError(f"random weights have no activation mode {activations}, {units}")
         budget_of(place)
     else:
         if (
@@ -91,7 +100,7 @@ def open(
             check_mode(Checkpoint.open(checkpoint), "fp8")
         if place.resident is None and shared is None:
             place = sized(checkpoint, replace(place, beside=place.beside + prefix_bytes))
-    weights = shared or _made(checkpoint, place)
+    weights = shared or _made(checkpoint, place, in_fp4)
     inputs = None
     if activations is not None and isinstance(checkpoint, Path):
         inputs = inputs_of(Checkpoint.open(checkpoint), weights, activations)
@@ -101,26 +110,33 @@ def open(
     )  # fmt: skip
 
 
-def _weights_of(beside: Engine | None, in_fp8: bool) -> "TextWeights | None":
+def _weights_of(beside: Engine | None, in_fp8: bool, in_fp4: bool) -> "TextWeights | None":
     """Return the kernels' weights of another engine, if they are packed alike."""
     from quantize.runtime.fused.engine import FusedEngine
 
     found = beside.model.weights if isinstance(beside, FusedEngine) else None
-    return found if found is not None and found.in_fp8 == in_fp8 else None
+    alike = found is not None and (found.in_fp8, found.in_fp4) == (in_fp8, in_fp4)
+    return found if alike else None
 
 
-def _made(checkpoint: Path | RandomModel, place: Placement) -> "TextWeights":
+def _made(checkpoint: Path | RandomModel, place: Placement, in_fp4: bool) -> "TextWeights":
     """Make or load the weights of the kernels."""
+    from quantize.runtime.fused.inputs import read_scales
     from quantize.runtime.fused.random_weights import random_weights
-    from quantize.runtime.fused.weights import load_packed
+    from quantize.runtime.fused.weights import load_packed, model_config
 
     if isinstance(checkpoint, RandomModel):
         return random_weights(
             checkpoint.config, dict(checkpoint.schemes), place.device, in_fp8=place.in_fp8,
-            experts_hit=checkpoint.experts_hit,
+            in_fp4=in_fp4, experts_hit=checkpoint.experts_hit,
         )  # fmt: skip
+    scales: Sequence[Scales] = ()
+    if in_fp4:
+        opened = Checkpoint.open(checkpoint)
+        config, device = model_config(opened.config), torch.device(place.device)
+        scales = read_scales(opened, config, "per_layer", device)
     return load_packed(
-        checkpoint, place.device, resident=place.resident, in_fp8=place.in_fp8,
+        checkpoint, place.device, resident=place.resident, in_fp8=place.in_fp8, scales=scales,
         on_layer=lambda layers: track(layers, "loading", unit="layers"),
     )  # fmt: skip
 

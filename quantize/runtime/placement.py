@@ -110,9 +110,9 @@ def is_hopper(device: str) -> bool:
     """Return whether a device has Hopper's kernels, which keep experts in 4 bits in the mode `fp8`."""
     if device == "cpu":
         return False
-    from fused_dequant.weights import is_hopper
+    from fused_dequant.weights import in_fragments
 
-    return is_hopper(torch.device(device))
+    return in_fragments(torch.device(device), "nvfp4_e4m3")
 
 
 def budget_of(place: Placement) -> float | None:

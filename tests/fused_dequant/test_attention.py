@@ -7,10 +7,12 @@ import fused_dequant as fd
 import pytest
 import torch
 from fused_dequant import reference
+from fused_dequant.formats import FOUR_BIT
 from fused_dequant.reference import relative_error
 from kernels_support.device import DEVICE, HOPPER, INTERPRETED, MARKS, random
 
 pytestmark = MARKS
+QUANTIZED = ("fp8", "int8", FOUR_BIT)
 TOLERANCE = 5e-3  # probabilities and results rounded to bf16
 
 # q heads, key heads, head dim, capacity, prefix lengths of the batch, new tokens a sequence. Of the
@@ -57,19 +59,20 @@ def test_attend(q_heads, kv_heads, D, capacity, prefix, n, splits, kind, monkeyp
     first, last = visible(prefix, n, kind, window=min(1024, capacity - n))
     expected = reference.attend(q.double(), keys, values, slots, first, last)
     where = (keys, values, slots, first, last)
+    shared = dict.fromkeys(("bf16", *QUANTIZED)) | {FOUR_BIT: torch.full((1,), 3e3, device=DEVICE)}
     if splits is None:
-        found = {scheme: fd.attend(q, *where, scheme) for scheme in ("bf16", "fp8", "int8")}
+        found = {own: fd.attend(q, *where, own, shared[own]) for own in ("bf16", *QUANTIZED)}
     else:
         config = attention.configure(len(q), batch, q_heads, kv_heads, D, 1, hopper=HOPPER)
         parts = attention.attend_parts(q, *where, config | {"SPLITS": splits})
         assert parts.splits == splits
-        found = {s: attention.combine_quantized(parts, s) for s in ("fp8", "int8")}
+        found = {own: attention.combine_quantized(parts, own, shared[own]) for own in QUANTIZED}
         found["bf16"] = attention.combine(parts).flatten(1), None
     out, _ = found.pop("bf16")
     assert relative_error(out.cpu(), expected.flatten(1).cpu()) <= TOLERANCE
     for scheme, (codes, scale) in found.items():
-        wanted, wanted_scale = fd.quantize_rows(out, scheme)
-        assert torch.equal(scale, wanted_scale)
+        wanted, wanted_scale = fd.quantize_rows(out, scheme, shared[scheme])
+        assert torch.equal(scale.view(torch.uint8), wanted_scale.view(torch.uint8))
         assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
 
 

@@ -34,12 +34,13 @@ ELDER: dict[bool, dict[Capability, Capability]] = {
     False: {(12, 0): (9, 0)},
 }
 FORMATS = {"bf16": ("bf16.bf16", "kind::f16"), "fp8e4nv": ("e4m3.e4m3", "kind::f8f6f4")}
-FORMATS |= {"i8": ("s8.s8",)}
+# NVFP4 on both sides: a scale of e4m3 for 16 of the 64 columns that an instruction takes.
+FORMATS |= {"i8": ("s8.s8",), "u8": ("kind::mxf4nvf4.block_scale.scale_vec::4X",)}
 OPERAND = {  # of each kernel that multiplies, the parameter whose type its products have
     "matmul_kernel": "x", "nvfp4_kernel": "x", "nvfp4_hopper_kernel": "x", "attend_kernel": "q",
     "attend_hopper_kernel": "q", "attend_wide_kernel": "q", "logits_kernel": "x",
     "lm_head_kernel": "x", "lm_head_hopper_kernel": "x", "split_k_kernel": "p",
-    "gram_kernel": "x",
+    "gram_kernel": "x", "nvfp4_blackwell_kernel": "x",
 }  # fmt: skip
 
 
@@ -50,7 +51,9 @@ def operand(launch: Launch) -> str:
 
 def rows(launch: Launch) -> int:
     """Return the rows of one product, on the side of a warpgroup's 64."""
-    if launch.kernel == "matmul_kernel" and launch.constant("SWAP"):
+    if launch.kernel == "nvfp4_blackwell_kernel" or (
+        launch.kernel == "matmul_kernel" and launch.constant("SWAP")
+    ):
         return launch.constant("BN")
     if launch.kernel == "attend_kernel":
         return launch.constant("BQ") * launch.constant("Q_HEADS") // launch.constant("KV_HEADS")
@@ -80,8 +83,6 @@ def faults(
     if launch.kernel in OPERAND:
         kind = next(k for k in FORMATS if k in launch.type(OPERAND[launch.kernel]))
         formats, wanted = FORMATS[kind], instruction(launch, target)
-        if kind == "fp8e4nv" and TARGETS[target].fp8_as_half:
-            formats = ("f16.f16",)
         if not found.products:
             wrong.append("no tensor-core instruction")
         for product in found.products:
@@ -102,13 +103,10 @@ def of_its_own(target: Capability, multiplies: bool) -> list[Launch]:
     """Return what the elder does not launch, or not alike, and one launch of each kernel and format."""
     chosen, elder = compiled(target, multiplies), ELDER[multiplies][target]
     kinds = {(each.kernel, operand(each)): code for code, each in chosen.items()}
-    unlike = TARGETS[target].fp8_as_half != TARGETS[elder].fp8_as_half
     return [
         each
         for code, each in chosen.items()
-        if code not in compiled(elder, multiplies)
-        or code in kinds.values()
-        or (unlike and operand(each) == "*fp8e4nv")
+        if code not in compiled(elder, multiplies) or code in kinds.values()
     ]
 
 

@@ -341,7 +341,8 @@ def test_every_target_tunes_what_it_runs(target: targets.Capability) -> None:
     found = list(candidates.products(target))
     nvfp4 = "nvfp4_fragments" if target == HOPPER else "nvfp4"
     schemes = {"bf16", "int8", nvfp4} | ({"fp8"} if target >= (8, 9) else set())
-    assert {p.scheme for p in found} == schemes | ({"nvfp4_e4m3"} if target == HOPPER else set())
+    schemes |= {"nvfp4_e4m3"} if target == HOPPER else set()
+    assert {p.scheme for p in found} == schemes | ({"nvfp4_e2m1"} if target >= (10, 0) else set())
     for product in found:
         own = list(candidates.candidates(product, target))
         default = tuning.default(

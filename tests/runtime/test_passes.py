@@ -25,7 +25,7 @@ from quantize.runtime import Placement, Sampler, generate, open
 from quantize.runtime import engine as protocol
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Engine, complete
-from quantize.runtime.fused import graphs
+from quantize.runtime.fused import graphs, trust
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import TextWeights, load_packed
 from quantize.runtime.opening import Kind, RandomModel
@@ -271,7 +271,7 @@ def test_experts_as_hopper_keeps_them_give_the_same_logits(
     """In 4 bits, in fragments: on a CPU the products are torch's, so nothing else may differ."""
     found: list[torch.Tensor] = []
     for hopper in (False, True):
-        monkeypatch.setattr(weights, "_in_whole_fragments", lambda _, whole=hopper: whole)
+        monkeypatch.setattr(weights, "_in_whole_fragments", lambda *_, whole=hopper: whole)
         engine = opened(quantized["nvfp4_w4a4"], "fused", activations="fp8")
         assert isinstance(engine, FusedEngine)
         products = [weight for layer in engine.model.weights.layers for weight in layer.products]
@@ -282,6 +282,27 @@ def test_experts_as_hopper_keeps_them_give_the_same_logits(
         decoded = passes.decode([0, 2], torch.arange(2 * 64).view(2, 64) + 200, None)
         found.append(torch.cat([decoded.logits(piece) for piece in decoded.pieces()]))
     assert torch.equal(*found)
+
+
+def test_weights_for_fp4_units_give_the_logits_of_the_simulation(
+    quantized: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU both are products in torch of the same numbers: the same bits, streamed or not."""
+    found: list[torch.Tensor] = []
+    for units, resident in ((False, None), (True, None), (True, 1)):
+        monkeypatch.setattr(trust, "trust", lambda *_, units=units: units)
+        engine = opened(
+            quantized["nvfp4_w4a4"], "fused", activations="per_layer", resident=resident
+        )
+        assert isinstance(engine, FusedEngine)
+        products = [weight for layer in engine.model.weights.layers for weight in layer.products]
+        assert {weight.scheme for weight in products} == {"nvfp4_e2m1" if units else "nvfp4"}
+        assert (engine.model.inputs is None) == units
+        passes = engine.passes(prompts())
+        decoded = passes.decode([0, 2], torch.arange(2 * 64).view(2, 64) + 200, None)
+        found.append(torch.cat([decoded.logits(piece) for piece in decoded.pieces()]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[1], found[2])
 
 
 def test_streamed_layers_are_packed_for_fp8_too(quantized: dict[str, Path]) -> None:

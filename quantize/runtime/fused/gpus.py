@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from fused_dequant import tuning
+from fused_dequant.formats import FOUR_BIT
 from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import TARGETS, Capability, capability, name_of
 from platformdirs import user_cache_dir
@@ -123,10 +124,10 @@ def verdict(scheme: str, gpu: Gpu) -> Verdict:
         note = "compiled and checked, never run"
     else:
         note = f"{target} is not among the targets that were compiled for: compiled at first use"
-    if scheme == "fp8" and own in TARGETS and TARGETS[own].fp8_as_half:
-        note += "; Triton 3.7 multiplies FP8 in half precision there"
     if scheme == "nvfp4" and own in TARGETS and TARGETS[own].fp4:
-        note += "; activations stay bf16 (W4A16), vLLM multiplies W4A4"
+        note += "; activations stay bf16 (W4A16); FP4 units multiply W4A4, the mode per_layer"
+    if scheme == FOUR_BIT:
+        note += "; W4A4 on FP4 units"
     return Verdict(scheme, kernels, note)
 
 

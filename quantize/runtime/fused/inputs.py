@@ -4,7 +4,8 @@ The kernels multiply 8-bit weights with 8-bit rows and NVFP4 weights with bf16 r
 checkpoint otherwise:
 
     per_expert, per_layer   NVFP4: rows are rounded under the calibrated global scales, each expert's
-                            own or the widest of the layer (`fused_dequant.simulated`)
+                            own or the widest of the layer (`fused_dequant.simulated`); per_layer on
+                            FP4 units nothing: weights are packed so that the kernels do it
     none                    FP8 and INT8: weights are dequantized to bf16 layer by layer, in every pass
     fp8                     nothing: NVFP4 weights are packed so that the kernels quantize their rows
 
@@ -12,7 +13,7 @@ Linears that share an input have one scale; where a checkpoint gives them severa
 counts, as it does where a server fuses them.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +27,7 @@ from quantize.checkpoints.load import read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.runtime.engine import Observer
+from quantize.runtime.fused.packing import Scales
 from quantize.runtime.fused.weights import TextWeights
 from quantize.schemes.modes import ActivationMode
 
@@ -37,9 +39,6 @@ DENSE = {
     "down": ("mlp.down_proj",),
 }
 EXPERTS = {"experts_gate_up": ("gate_proj", "up_proj"), "experts_down": ("down_proj",)}
-Scales = Mapping[
-    str, Tensor
-]  # kind -> f32 [1], or [E] for experts; kinds without one are not rounded
 
 
 class Inputs:
@@ -135,7 +134,7 @@ def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode
     """Return what `mode` does to a checkpoint's inputs, or None where the kernels do just that."""
     schemes = stated_schemes(checkpoint.config)
     text = weights.config.text_config
-    if schemes is None or mode == "fp8":
+    if schemes is None or mode == "fp8" or weights.in_fp4:
         return None
     if mode == "none":
         eight = any(scheme.kernel in EIGHT_BIT for scheme in schemes.used)

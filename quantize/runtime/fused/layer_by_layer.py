@@ -112,7 +112,7 @@ class LayerByLayer:
         """Return the normed rows that enter a layer, with the bits that the loop gives them."""
         if index == 0:
             return self._model.entered(h)[1]
-        norm, scheme = self._weights.entrances[index]
+        norm, (scheme, _) = self._weights.entrances[index]
         none, one = (self._dense[: len(h)], self._routed[: len(h)]), self._ones[:1]
         norms = (self._ones, self._ones, self._ones, norm)
         return after_experts(h, *none, norms, (one, one), len(h), scheme, self._model.eps)[1]

@@ -3,15 +3,15 @@
 Bytes travel as they are on disk (`transfer`) and are laid out anew where they arrive: q/k/v and gate/up
 as one matrix each, gate and up rows of experts interleaved, NVFP4 in the fragments of Hopper's tensor
 cores (`fused_dequant.weights`). ModelOpt's names and scales lead to the same weights. What is BF16 on
-disk stays BF16; in the activation mode `fp8` NVFP4 becomes what FP8 products read. Resident and
-streamed layers are packed by the same code.
+disk stays BF16; in the activation mode `fp8` NVFP4 becomes what FP8 products read, in `per_layer` what
+FP4 units read, where there are such. Resident and streamed layers are packed by the same code.
 
 Every value is checked to be finite, scales of whole tensors to be above 0 and those of blocks not to be
 below, when it is first read.
-Input scales of NVFP4 are left out: below Blackwell activations are bf16.
+Input scales of NVFP4 are left out where rows stay bf16.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,13 @@ NORMS = {
     "post": "post_feedforward_layernorm",
 }
 Rows = tuple[Weight, ...]  # one matrix, or several where their scales cannot be joined
-Entrance = tuple[
-    Tensor, str
-]  # of a layer: its input norm, and the scheme that its input is quantized with
+# Of an input: the scheme that it is quantized with, and the global scale f32 [1] of rows in NVFP4.
+Read = tuple[str, Tensor | None]
+Entrance = tuple[Tensor, Read]  # of a layer: its input norm, and how its input is read
+Scales = Mapping[
+    str, Tensor
+]  # kind of product -> f32 [1], or [E] for experts; kinds without one are not rounded
+BF16: Read = ("bf16", None)
 Keep = Callable[[Weight], Weight]  # called with each product as it is made; returns it in place
 
 
@@ -70,16 +74,20 @@ class LayerWeights:
 
     @property
     def entrance(self) -> Entrance:
-        """The norm and scheme that the layer before this one, or the embedding, ends with."""
-        return self.norms["input"], input_scheme(self.qkv)
+        """The norm and reading that the layer before this one, or the embedding, ends with.
+
+        They are no part of a streamed layer's memory.
+        """
+        scheme, shared = how_read(self.qkv)
+        return self.norms["input"], (scheme, None if shared is None else shared.clone())
 
 
-def input_scheme(rows: Rows) -> str:
-    """Return the scheme that an input shared by several weights is quantized with, or bf16."""
+def how_read(rows: Rows) -> Read:
+    """Return how an input shared by several weights is quantized, in bf16 if they differ."""
     schemes = {weight.scheme for weight in rows}
-    return (
-        next(iter(schemes)) if len(schemes) == 1 and schemes <= set(formats.EIGHT_BIT) else "bf16"
-    )
+    if len(schemes) > 1 or not schemes <= {*formats.EIGHT_BIT, formats.FOUR_BIT}:
+        return BF16
+    return rows[0].scheme, rows[0].shared
 
 
 class Packer:
@@ -90,11 +98,20 @@ class Packer:
         transfer: the way to the device.
         text: transformers' configuration of the text stack.
         in_fp8: whether NVFP4 weights are packed for FP8 products (activation mode `fp8`).
+        scales: global scales of every layer's inputs, a number each, for which NVFP4 weights are packed
+            for FP4 units.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, transfer: Transfer, text: Any, *, in_fp8: bool = False
+        self,
+        checkpoint: Checkpoint,
+        transfer: Transfer,
+        text: Any,
+        *,
+        in_fp8: bool = False,
+        scales: Sequence[Scales] = (),
     ) -> None:
+        self.scales = scales
         self.checkpoint, self.transfer, self.text, self.in_fp8 = checkpoint, transfer, text, in_fp8
         self.schemes = stated_schemes(checkpoint.config)
         self._checked: set[str] = set()
@@ -110,8 +127,11 @@ class Packer:
         """Return the scheme of a Linear, or None for BF16."""
         return self.schemes.of(module) if self.schemes else None
 
-    def rows(self, modules: Sequence[str]) -> Rows:
-        """Read Linears that share an input, as one matrix if their scales allow it."""
+    def rows(self, modules: Sequence[str], shared: Tensor | None = None) -> Rows:
+        """Read Linears that share an input, as one matrix if their scales allow it.
+
+        `shared` is the global scale of the input.
+        """
         fetched = self._fetch([name for module in modules for name in self._names(module)])
         parts = [self._linear(fetched, module) for module in modules]
         key = modules[0]
@@ -120,7 +140,7 @@ class Packer:
             self._joinable[key] = len(schemes) == 1 and _joinable(parts)
         groups = [parts] if self._joinable[key] else [[part] for part in parts]
         return tuple(
-            _weight(group, self.scheme(m), self.in_fp8)
+            _weight(group, self.scheme(m), self.in_fp8, shared)
             for group, m in zip(groups, modules, strict=False)
         )
 
@@ -147,16 +167,17 @@ class Packer:
         layer = f"model.decoder.layers.{index}."
         attention = f"{layer}self_attn."
         heads = ["q_proj", "k_proj", "v_proj"][: 3 if self._is_sliding(index) else 2]
-        gate_up, down = self._experts(f"{layer}experts", keep)
+        scales = self.scales[index] if self.scales else {}
+        gate_up, down = self._experts(f"{layer}experts", keep, scales)
 
-        def rows(*modules: str) -> Rows:
-            return tuple(keep(weight) for weight in self.rows(modules))
+        def rows(kind: str, *modules: str) -> Rows:
+            return tuple(keep(weight) for weight in self.rows(modules, scales.get(kind)))
 
         return {
-            "qkv": rows(*(attention + head for head in heads)),
-            "o": rows(f"{attention}o_proj")[0],
-            "gate_up": rows(f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj"),
-            "down": rows(f"{layer}mlp.down_proj")[0],
+            "qkv": rows("qkv", *(attention + head for head in heads)),
+            "o": rows("o", f"{attention}o_proj")[0],
+            "gate_up": rows("gate_up", f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj"),
+            "down": rows("down", f"{layer}mlp.down_proj")[0],
             "experts_gate_up": gate_up,
             "experts_down": down,
         }
@@ -164,7 +185,7 @@ class Packer:
     def _is_sliding(self, index: int) -> bool:
         return self.text.layer_types[index] == "sliding_attention"
 
-    def _experts(self, prefix: str, keep: Keep) -> tuple[Weight, Weight]:
+    def _experts(self, prefix: str, keep: Keep, scales: Scales) -> tuple[Weight, Weight]:
         """Read the experts of one layer: gate_up interleaved, and down."""
         scheme = self.scheme(f"{prefix}.0.gate_proj")
         if scheme is None:
@@ -186,8 +207,11 @@ class Packer:
             for suffix in gate
         }
         del gate, up
-        both, down = (keep(_weight([part], scheme, self.in_fp8)) for part in (both, down))
-        return both, down
+        found = (
+            keep(_weight([part], scheme, self.in_fp8, scales.get(kind)))
+            for part, kind in ((both, "experts_gate_up"), (down, "experts_down"))
+        )
+        return next(found), next(found)
 
     def _fetch(self, names: Sequence[str]) -> Fetched:
         """Fetch tensors; calls with the same first name must name the same tensors."""
@@ -261,7 +285,9 @@ def _joinable(parts: Sequence[dict[str, Tensor]]) -> bool:
     return all(torch.equal(scale, scales[0]) for scale in scales)
 
 
-def _weight(parts: Sequence[dict[str, Tensor]], scheme: Scheme | None, in_fp8: bool) -> Weight:
+def _weight(
+    parts: Sequence[dict[str, Tensor]], scheme: Scheme | None, in_fp8: bool, shared: Tensor | None
+) -> Weight:
     """Build the kernels' weight from the rows of one or several Linears, or of stacked experts."""
 
     def rows(suffix: str) -> Tensor:
@@ -276,7 +302,9 @@ def _weight(parts: Sequence[dict[str, Tensor]], scheme: Scheme | None, in_fp8: b
         return weights.build("bf16", rows("weight"))
     codes = rows("weight_packed" if "weight_packed" in parts[0] else "weight")
     factor = _factor(parts[0])
-    return weights.build(scheme.kernel, codes, rows("weight_scale"), factor, in_fp8=in_fp8)
+    own = shared if scheme.calibrated else None
+    scale = rows("weight_scale")
+    return weights.build(scheme.kernel, codes, scale, factor, in_fp8=in_fp8, shared=own)
 
 
 def _factor(part: dict[str, Tensor]) -> Tensor | None:

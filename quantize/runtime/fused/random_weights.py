@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from fused_dequant import Weight, weights
 from fused_dequant.cases import random_weight
+from fused_dequant.formats import FOUR_BIT
 from torch import Tensor
 
 from quantize.errors import InputError
@@ -31,6 +32,7 @@ def random_weights(
     device: str,
     *,
     in_fp8: bool = False,
+    in_fp4: bool = False,
     experts_hit: int | None = None,
 ) -> TextWeights:
     """Make the text stack.
@@ -40,6 +42,7 @@ def random_weights(
         schemes: kernel scheme ("bf16", "fp8", "int8", "nvfp4") of "experts", "attention" and "mlp".
         device: where they are made; on "meta" they have shapes and no values.
         in_fp8: whether NVFP4 weights are packed for FP8 products.
+        in_fp4: whether they are packed for FP4 units.
         experts_hit: number of experts, from the first on, that tokens are routed to; None for all.
 
     Raises:
@@ -47,7 +50,8 @@ def random_weights(
         ResourceError: as in `check_gpu`.
     """
     check_gpu({*schemes.values(), *(["fp8"] if in_fp8 else [])}, torch.device(device))
-    schemes = _in_fp8(schemes) if in_fp8 else schemes
+    if in_fp8 or in_fp4:
+        schemes = _packed(schemes, "nvfp4_e4m3" if in_fp8 else FOUR_BIT)
     whole = model_config(config)
     text = whole.text_config
     made = _Maker(text, schemes, device)
@@ -59,14 +63,14 @@ def random_weights(
     )
     layers = tuple(made.layer(i, experts_hit) for i in range(text.num_hidden_layers))
     norm = made.ones(text.hidden_size)
-    return TextWeights(whole, embedding, norm, conditioning, layers, in_fp8=in_fp8)
+    return TextWeights(whole, embedding, norm, conditioning, layers, in_fp8=in_fp8, in_fp4=in_fp4)
 
 
-def _in_fp8(schemes: dict[str, str]) -> dict[str, str]:
-    """Return schemes in which NVFP4 is packed for FP8 products."""
+def _packed(schemes: dict[str, str], as_: str) -> dict[str, str]:
+    """Return schemes in which NVFP4 is packed as another of the kernels' schemes."""
     if why := refusal("fp8", schemes.values()):
         raise InputError(f"random weights: {why}")
-    return {kind: "nvfp4_e4m3" if own == "nvfp4" else own for kind, own in schemes.items()}
+    return {kind: as_ if own == "nvfp4" else own for kind, own in schemes.items()}
 
 
 class _Maker:

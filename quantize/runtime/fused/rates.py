@@ -4,20 +4,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.formats import EIGHT_BIT, FOUR_BIT
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates that a device reaches: bytes/s of a copy, FLOP/s of bf16 and FP8 products."""
+    """Rates that a device reaches: bytes/s of a copy, FLOP/s of products in bf16, FP8 and NVFP4 (W4A4).
+
+    `fp4` is 0 where a device has no such units, or its maker states nothing of them.
+    """
 
     copy: float
     bf16: float
     fp8: float
+    fp4: float = 0
 
     def seconds(self, nbytes: float, flop: float, scheme: str) -> float:
         """Return the least seconds of one product."""
-        return max(nbytes / self.copy, flop / (self.fp8 if scheme in EIGHT_BIT else self.bf16))
+        rate = self.fp8 if scheme in EIGHT_BIT else self.bf16
+        if scheme == FOUR_BIT and self.fp4:
+            rate = self.fp4
+        return max(nbytes / self.copy, flop / rate)
 
 
 def measure_rates(device: torch.device) -> Rates:

@@ -38,8 +38,8 @@ class StreamedLayers:
 
     Args:
         resident: layers that stay, by index.
-        entrances: each layer's input norm, and the scheme that the normed input is quantized with;
-            the layer before applies them.
+        entrances: each layer's input norm, and how the normed input is read; the layer before
+            applies them.
         pack: reads and packs a layer; called on a thread of its own.
         slot_bytes: bytes of the largest streamed layer, as `kept_bytes` counts.
         device: where layers go.

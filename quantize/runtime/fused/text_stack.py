@@ -58,7 +58,7 @@ from torch.profiler import record_function as part
 
 from quantize.runtime.fused.cores import cores_of
 from quantize.runtime.fused.inputs import Inputs
-from quantize.runtime.fused.packing import LayerWeights, Rows, input_scheme
+from quantize.runtime.fused.packing import BF16, Entrance, LayerWeights, Read, Rows, how_read
 from quantize.runtime.fused.weights import TextWeights
 
 BESIDE = True  # whether the dense branch has a stream of its own
@@ -351,8 +351,8 @@ class FusedModel:
     def entered(self, h: Tensor) -> tuple[Tensor, Activation]:
         """Return rows bf16 [M, H] and the first layer's input as `begin` makes it of such rows."""
         each = torch.arange(len(h), device=h.device)
-        norm, scheme = self._entrance(0)
-        return begin(each, h, 1.0, None, norm, 0, scheme, self.eps)
+        norm, (scheme, shared) = self._entrance(0)
+        return begin(each, h, 1.0, None, norm, 0, scheme, self.eps, shared)
 
     def decode(
         self,
@@ -507,9 +507,9 @@ class FusedModel:
         self, tokens: Tensor, update: Tensor | None, decoded: int
     ) -> tuple[Tensor, Activation]:
         """Embed the tokens; to the decoder's, add the update, if any, and normalise."""
-        norm, scheme = self._entrance(0)
+        norm, (scheme, shared) = self._entrance(0)
         embedding, factor = self.weights.embedding, self.embed_scale
-        return begin(tokens, embedding, factor, update, norm, decoded, scheme, self.eps)
+        return begin(tokens, embedding, factor, update, norm, decoded, scheme, self.eps, shared)
 
     def _heads(self, index: int, layer: LayerWeights, x: Activation, rows: Placement) -> Tensor:
         with part("dense"), sequences_of(rows.rows_each):
@@ -546,13 +546,16 @@ class FusedModel:
         visible = rows.visible[layer.sliding]
         keys, values = self.cache.keys[index], self.cache.values[index]
         with part("attention"):
-            o = attend(q, keys, values, rows.slots, *visible, self._scheme((layer.o,)))
+            o = attend(q, keys, values, rows.slots, *visible, *self._read((layer.o,)))
         with part("dense"):
             o = self._product(index, "o", o, (layer.o,))
         n = layer.norms
         before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
-        schemes = self._scheme(layer.gate_up), self._scheme((layer.experts_gate_up,))
-        h, x, x_experts, x_router = after_attention(h, o, before, schemes, self.eps)
+        scheme, shared = self._read(layer.gate_up)
+        own_scheme, own_shared = self._read((layer.experts_gate_up,))
+        h, x, x_experts, x_router = after_attention(
+            h, o, before, (scheme, own_scheme), self.eps, (shared, own_shared)
+        )
         with self._beside(), part("dense"):
             dense = self._down(index, self._product(index, "gate_up", x, layer.gate_up), layer.down)
         ids, routing = choose_experts(x_router, layer.router, layer.per_expert_scale, self.topk)
@@ -565,14 +568,14 @@ class FusedModel:
             else:
                 routed = self.inputs.experts(index, x_experts[0], ids, routing, *both)
         self._join()
-        norm, scheme = self._next(index)
+        norm, (scheme, shared) = self._next(index)
         after = (n["post_dense"], n["post_experts"], n["post"], norm)
         scalars = layer.decoder_scalar, layer.encoder_scalar
-        return after_experts(h, dense, routed, after, scalars, decoded, scheme, self.eps)
+        return after_experts(h, dense, routed, after, scalars, decoded, scheme, self.eps, shared)
 
-    def _scheme(self, rows: Rows) -> str:
-        """Return the scheme that an input shared by several weights is quantized with, or bf16."""
-        return "bf16" if self.inputs is not None and self.inputs.bf16 else input_scheme(rows)
+    def _read(self, rows: Rows) -> Read:
+        """Return how an input shared by several weights is quantized."""
+        return BF16 if self.inputs is not None and self.inputs.bf16 else how_read(rows)
 
     def _product(self, index: int, kind: str, x: Activation, rows: Rows) -> Tensor:
         """Multiply by one matrix, or by several side by side: bf16 [M, sum of N]."""
@@ -582,11 +585,11 @@ class FusedModel:
         return _beside_each_other([linear(codes, weight, scale) for weight in rows])
 
     def _down(self, index: int, gate_up: Tensor, down: Weight) -> Tensor:
-        scheme = self._scheme((down,))
+        read = self._read((down,))
         x = (
             (gelu_mul(gate_up), None)
-            if scheme == "bf16"
-            else quantize_rows(gate_up, scheme, gelu_mul=True)
+            if read == BF16
+            else quantize_rows(gate_up, *read, gelu_mul=True)
         )
         return self._product(index, "down", x, (down,))
 
@@ -610,15 +613,15 @@ class FusedModel:
         """The branch's stream; None while inputs are shown, to observers that add on one stream."""
         return None if self.inputs is not None and self.inputs.shown else self._side
 
-    def _next(self, index: int) -> tuple[Tensor, str]:
-        """Return the norm and the scheme of what follows a layer: the next, or the final norm."""
+    def _next(self, index: int) -> Entrance:
+        """Return the norm and the reading of what follows a layer: the next, or the final norm."""
         last = index + 1 == len(self.weights.entrances)
-        return (self.weights.norm, "bf16") if last else self._entrance(index + 1)
+        return (self.weights.norm, BF16) if last else self._entrance(index + 1)
 
-    def _entrance(self, index: int) -> tuple[Tensor, str]:
-        """Return the norm and the scheme of a layer's input, without touching its weights."""
-        norm, scheme = self.weights.entrances[index]
-        return norm, "bf16" if self.inputs is not None and self.inputs.bf16 else scheme
+    def _entrance(self, index: int) -> Entrance:
+        """Return the norm and the reading of a layer's input, without touching its weights."""
+        norm, read = self.weights.entrances[index]
+        return norm, BF16 if self.inputs is not None and self.inputs.bf16 else read
 
     def behind(self, slots: Tensor, context: Tensor, length: int) -> Placement:
         """Return where canvases of `length` tokens stand behind `context` int32 [B] positions."""

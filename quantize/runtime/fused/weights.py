@@ -20,7 +20,7 @@ from torch import Tensor
 from quantize.checkpoints.layout import check_layout
 from quantize.checkpoints.reader import Checkpoint
 from quantize.runtime.fused.gpus import check_gpu
-from quantize.runtime.fused.packing import Entrance, LayerWeights, Packer
+from quantize.runtime.fused.packing import BF16, Entrance, LayerWeights, Packer, Scales
 from quantize.runtime.fused.streaming import StreamedLayers, kept_bytes, spread
 from quantize.runtime.fused.tower import Tower
 from quantize.runtime.fused.transfer import ALIGNED, Transfer
@@ -43,7 +43,7 @@ class TextWeights:
     """The text stack, on one device. `embedding`, bf16 [V, H], is lm_head as well.
 
     `config` is transformers' configuration of the whole model. `in_fp8` says that NVFP4 weights are
-    packed for FP8 products, as the activation mode `fp8` wants them.
+    packed for FP8 products, as the activation mode `fp8` wants them, `in_fp4` for FP4 units.
     """
 
     config: Any
@@ -53,6 +53,7 @@ class TextWeights:
     layers: tuple[LayerWeights, ...] | StreamedLayers
     tower: Tower | None = None  # None for random weights, which take no pictures
     in_fp8: bool = False
+    in_fp4: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -66,7 +67,7 @@ class TextWeights:
 
     @cached_property
     def entrances(self) -> tuple[Entrance, ...]:
-        """Each layer's input norm, and the scheme that its input is quantized with."""
+        """Each layer's input norm, and how its input is read."""
         if isinstance(self.layers, StreamedLayers):
             return self.layers.entrances
         return tuple(layer.entrance for layer in self.layers)
@@ -91,6 +92,7 @@ def load_packed(
     *,
     resident: int | None = None,
     in_fp8: bool = False,
+    scales: Sequence[Scales] = (),
     on_layer: OnLayer = iter,
 ) -> TextWeights:
     """Load the text stack of a BF16 or quantized checkpoint for the fused kernels.
@@ -100,6 +102,7 @@ def load_packed(
         device: "cuda", "cuda:1", or "cpu" (the kernels' torch references).
         resident: how many layers stay on the device, the others being streamed; None for all.
         in_fp8: whether NVFP4 weights are packed for FP8 products.
+        scales: as in `Packer`.
         on_layer: wraps the iteration over layers, to show progress.
 
     Raises:
@@ -109,7 +112,7 @@ def load_packed(
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
     place, config = torch.device(device), model_config(checkpoint.config)
-    packer = Packer(checkpoint, Transfer(place), config.text_config, in_fp8=in_fp8)
+    packer = Packer(checkpoint, Transfer(place), config.text_config, in_fp8=in_fp8, scales=scales)
     used = {scheme.kernel for scheme in (packer.schemes.used if packer.schemes else ())}
     check_gpu(used | {"fp8"} if in_fp8 else used, place)
     layers = config.text_config.num_hidden_layers
@@ -129,6 +132,7 @@ def load_packed(
         _layers(packer, layers, streamed, on_layer),
         Tower(checkpoint, config, place),
         in_fp8,
+        any(scales),
     )
 
 
@@ -153,7 +157,7 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
     )
     layers = StreamedLayers(
         {},
-        tuple((each["norms"]["input"], "bf16") for each in small),
+        tuple((each["norms"]["input"], BF16) for each in small),
         lambda index, keep: LayerWeights(**small[index], **packer.products(index, keep)),
         int(max(sizes.layers)),
         place,

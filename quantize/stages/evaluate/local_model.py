@@ -28,6 +28,7 @@ from quantize.runtime.batch import ended
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Engine, each_completed
 from quantize.runtime.fused.gpus import launches_digest
+from quantize.runtime.fused.trust import condition
 from quantize.runtime.llama_cpp import LlamaCpp, made_from
 from quantize.runtime.opening import Kind, default_kind
 from quantize.runtime.placement import free_unused
@@ -79,6 +80,7 @@ class Answerer:
         self._place = sized(folder, self._asked) if self.one_by_one else self._asked
         model: dict[str, Any] = {"weights": digest, "activations": place.activations}
         if self.one_by_one:
+            model |= condition(folder, place.activations, torch.device(device))
             model["capacity"] = self.capacity  # passes have the shape of a full engine
         self.batch_size = 1 if self.one_by_one else self.capacity
         self.sampler = sampler

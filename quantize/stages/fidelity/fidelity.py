@@ -45,6 +45,7 @@ from quantize.host.processes import Processes, joined
 from quantize.recipe.sections import Calibration
 from quantize.runtime import Placement, open, sized
 from quantize.runtime.engine import Engine
+from quantize.runtime.fused.trust import has_own_weights
 from quantize.runtime.memory import EMBEDDING
 from quantize.runtime.opening import default_kind
 from quantize.runtime.placement import CPU, free_unused
@@ -179,9 +180,9 @@ def _groups(modes: Sequence[ActivationMode], device: str) -> list[Group]:
     """Return all modes, whose models in modules are apart, or on the kernels those of equal weights."""
     if default_kind(device) == "modules":
         return [tuple(modes)]
-    apart: Group = ("fp8",)
-    together: Group = tuple(mode for mode in modes if mode not in apart)
-    return [together, apart] if "fp8" in modes else [together]
+    own = {mode for mode in modes if has_own_weights(mode, torch.device(device))}
+    together: Group = tuple(mode for mode in modes if mode not in own)
+    return [together, *((mode,) for mode in modes if mode in own)]
 
 
 def _compared(

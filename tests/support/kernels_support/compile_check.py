@@ -41,37 +41,40 @@ def assembles(capability: Capability) -> bool:
 
 @dataclass(frozen=True)
 class Size:
-    """What a launch takes of its target: bytes of shared memory, of stack a thread, PTX products."""
+    """What a launch takes of its target: bytes of shared memory, of a thread stack in bytes and
+    registers, PTX products.
+    """
 
     shared: int
     stack: int
+    registers: int
     products: frozenset[str]
 
 
 def size(launch: Launch) -> Size:
     """Compile a launch, unless that has been done before."""
-    key = hashlib.sha256(f"size 1 {triton.__version__} {launch.key}".encode()).hexdigest()
+    key = hashlib.sha256(f"size 2 {triton.__version__} {launch.key}".encode()).hexdigest()
     cache = get_cache_manager(key)
     if (known := cache.get_file("size.json")) is not None:
-        shared, stack, products = json.loads(Path(known).read_text())
-        return Size(shared, stack, frozenset(products))
+        *numbers, products = json.loads(Path(known).read_text())
+        return Size(*numbers, frozenset(products))
     options = launch.options.__dict__
     compiled = triton.compile(launch.source, target=launch.target, options=options)
     products = sorted(set(PTX.findall(compiled.asm["ptx"])))
-    found = (compiled.metadata.shared, _stack(compiled.asm["cubin"]), products)
-    cache.put(json.dumps(found), "size.json", binary=False)
-    return Size(*found[:2], frozenset(products))
+    numbers = (compiled.metadata.shared, *_usage(compiled.asm["cubin"]))
+    cache.put(json.dumps([*numbers, products]), "size.json", binary=False)
+    return Size(*numbers, frozenset(products))
 
 
-def _stack(cubin: bytes) -> int:
-    """Return the bytes of stack of a thread, where what is spilled lies."""
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Return a thread's bytes of stack, where what is spilled lies, and its registers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = _run("cuobjdump", "--dump-resource-usage", file.name)
-    found = re.search(r"STACK:(\d+)", usage)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
-    return int(found[1])
+    return int(found[2]), int(found[1])
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def compile_for(
         file.flush()
         machine_code = _run("nvdisasm", "-c", file.name)
     spills = len(re.findall(r"\bSTL\b", machine_code))
-    return Report(_stack(compiled.asm["cubin"]), spills, _main_loop(machine_code))
+    return Report(_usage(compiled.asm["cubin"])[0], spills, _main_loop(machine_code))
 
 
 def _run(tool: str, *arguments: str) -> str:

@@ -7,6 +7,8 @@ Triton 3.6 to 3.9 interpret these wrongly, without an error (triton-lang/triton 
     float -> e4m3                       loses the mantissa carry, cuts subnormals; hardware saturates
     e4m3 NaN                            decodes to 480
 
+`tl.dot_scaled` of NVFP4 is missing; `install` gives it one, as PTX defines the instruction.
+
 And 3.6 takes `int` of an array of one element where a loop ends at a number read from memory, which
 numpy 2.4 refuses.
 
@@ -67,6 +69,30 @@ def _dot(self, a, b, acc, input_precision, max_num_imprecise_acc):
     return interpreter.TensorHandle(product + acc.data, acc.dtype.scalar)
 
 
+def _scaled(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Values f64 [rows, K] of codes [rows, K/2] under scale_vec::4X: a ue4m3 scale for 16 columns.
+
+    The even column is in the low half of a byte. e2m1 has exponent bias 1, e4m3 bias 7; ue4m3 has no
+    sign, and its NaN is 0x7f.
+    """
+    code = np.stack((codes & 15, codes >> 4), -1).reshape(len(codes), -1).astype(np.int64)
+    exponent, odd = code >> 1 & 3, code & 1
+    magnitude = np.where(exponent == 0, odd / 2, (1 + odd / 2) * 2.0 ** (exponent - 1))
+    byte = scales.view(np.uint8).astype(np.int64) & 0x7F
+    power, fraction = byte >> 3, (byte & 7) / 8
+    scale = np.where(power == 0, fraction * 2.0**-6, (1 + fraction) * 2.0 ** (power - 7))
+    scale = np.where(byte == 0x7F, np.nan, scale)
+    assert code.shape[1] == 16 * scale.shape[1]
+    return np.where(code > 7, -magnitude, magnitude) * scale.repeat(16, 1)
+
+
+def _dot_scaled(self, a, a_scale, a_type, b, b_scale, b_type, fast, a_packed, b_packed, acc):
+    assert a_packed, "an even column is in the low half of a byte"
+    assert b_packed
+    product = _scaled(a.data, a_scale.data) @ _scaled(b.data.T, b_scale.data).T
+    return interpreter.TensorHandle(product.astype(np.float32) + acc.data, acc.dtype.scalar)
+
+
 def _is_bf16(value) -> bool:
     return isinstance(value, interpreter.TensorHandle) and value.dtype.scalar == tl.bfloat16
 
@@ -121,5 +147,6 @@ def install() -> None:
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
     builder = interpreter.InterpreterBuilder
     builder.create_dot = _dot
+    builder.create_dot_scaled = _dot_scaled
     for name in ("binary_op", "unary_op", "ternary_op"):
         setattr(builder, name, _in_float32(getattr(builder, name)))

@@ -15,7 +15,7 @@ import fused_dequant as fd
 import torch
 from fused_dequant import cases, fragments, gptq, gram, simulated, targets
 from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, TOPK, VOCABULARY
-from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.formats import EIGHT_BIT, FOUR_BIT
 from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import Capability
 from fused_dequant.weights import Weight
@@ -160,14 +160,15 @@ def _weight(scheme: str, experts: int, N: int, K: int) -> Weight:
 
 def _experts(scheme: str, M: int) -> None:
     dense = "fp8" if scheme == "nvfp4_e4m3" else scheme
-    fd.after_attention(blank(M, HIDDEN), blank(M, HIDDEN), (blank(HIDDEN),) * 4, (dense, scheme))
+    h, both = blank(M, HIDDEN), (_shared(dense), _shared(scheme))
+    fd.after_attention(h, h, (blank(HIDDEN),) * 4, (dense, scheme), shared=both)
     up, down = _weight(scheme, EXPERTS, 2 * INNER, HIDDEN), _weight(scheme, EXPERTS, HIDDEN, INNER)
     ids, share = integers(M, TOPK), blank(M, TOPK, dtype=torch.float32)
-    fd.routed_experts(blank(M, HIDDEN), None, ids, share, up, down)
+    fd.routed_experts(h, None, ids, share, up, down)
     if scheme in ("nvfp4", "nvfp4_fragments"):
         for own in (1, EXPERTS):
             scales = (blank(own, dtype=torch.float32), blank(own, dtype=torch.float32))
-            simulated.experts(blank(M, HIDDEN), ids, share, up, down, scales)
+            simulated.experts(h, ids, share, up, down, scales)
 
 
 def _products(scheme: str, M: int) -> None:
@@ -176,17 +177,23 @@ def _products(scheme: str, M: int) -> None:
     if scheme == "nvfp4_fragments":
         packed, scale = (blank(1, 64, 64 // each, dtype=torch.uint8) for each in (2, 16))
         fragments.to_fragments(packed, scale)
-    if scheme in EIGHT_BIT:
-        fd.quantize_rows(blank(M, 2 * 2112), scheme, gelu_mul=True)
+    if scheme in EIGHT_BIT or scheme == FOUR_BIT:
+        fd.quantize_rows(blank(M, 2 * 2112), scheme, _shared(scheme), gelu_mul=True)
+
+
+def _shared(scheme: str) -> Tensor | None:
+    """The global scale of a scheme's rows."""
+    return blank(1, dtype=torch.float32) if scheme == FOUR_BIT else None
 
 
 def _layer(scheme: str, M: int) -> None:
     """What stands between the products, of activations in the scheme's type."""
+    shared = _shared(scheme)
     h, norm, numbers = blank(M, HIDDEN), blank(HIDDEN), integers(M)
     norms = (norm, norm, norm, norm)
     tokens, embedding = blank(M, dtype=torch.int64), blank(VOCABULARY, HIDDEN)
     for update in (None, h):
-        fd.begin(tokens, embedding, 53.0, update, norm, M, scheme)
+        fd.begin(tokens, embedding, 53.0, update, norm, M, scheme, shared=shared)
     for D, kv, capacity in HEADS:
         slots = integers(max(1, M // 256))
         keys, values = (blank(8, capacity, kv, D) for _ in range(2))
@@ -195,10 +202,11 @@ def _layer(scheme: str, M: int) -> None:
         q = fd.attention_heads(
             blank(M, width), blank(D), blank(D), *angles, slots, numbers, keys, values, 16
         )
-        fd.attend(q, keys, values, slots, numbers, numbers, scheme)
-    for schemes in (("bf16", scheme), (scheme, "bf16")):
-        fd.after_attention(h, h, norms, schemes)
-    fd.after_experts(h, h, blank(M, TOPK, HIDDEN), norms, (blank(1), blank(1)), M, scheme)
+        fd.attend(q, keys, values, slots, numbers, numbers, scheme, shared)
+    for schemes, own in ((("bf16", scheme), (None, shared)), ((scheme, "bf16"), (shared, None))):
+        fd.after_attention(h, h, norms, schemes, shared=own)
+    scalars = blank(1), blank(1)
+    fd.after_experts(h, h, blank(M, TOPK, HIDDEN), norms, scalars, M, scheme, shared=shared)
     fd.choose_experts(h, blank(EXPERTS, HIDDEN), blank(EXPERTS), TOPK)
     fd.scaled_norm(h, 53.0, norm)
     fd.gelu_mul(blank(M, 2 * 2112))

@@ -1,0 +1,149 @@
+"""NVFP4 W4A4 on Blackwell's FP4 units: e2m1 codes and e4m3 block scales on both sides of a product.
+
+    y[m, n] = factor * sum over blocks of 16:  x_scale * w_scale * sum of x code * w code
+
+y.T = w @ x.T: `tcgen05.mma` multiplies 128 rows, which are the weight's, by 16 to 256 columns, which
+are tokens, so that an expert's 16 tokens need no padding to 128; `mma.sync` of sm_120 takes either.
+`factor` holds both global scales. Scales of weights lie in tiles (`w4a4`), those of tokens row by row,
+since an expert's tokens are gathered.
+
+No GPU with such units has run this. With NATIVE false only the instruction is another: codes and scales
+are decoded to bf16, where their product is exact, and multiplied there. An H200 has run that build, and
+Triton's interpreter this one. What a target's instruction is, tests/fused_dequant/test_compile.py says.
+"""
+
+# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
+# numbers for `constexpr`.
+
+import torch
+import triton
+import triton.language as tl
+
+from fused_dequant.chain import chained, follow
+from fused_dequant.nvfp4 import decode_e2m1, decode_scale
+from fused_dequant.routing import Routing, place_results
+from fused_dequant.targets import fp4_units, lowering
+from fused_dequant.tiles import block_rows, store_nvfp4
+from fused_dequant.tuning import Config
+from fused_dequant.weights import Weight
+
+E2M1 = tl.constexpr("e2m1")
+
+
+@triton.jit
+def decode(codes, scales, ROWS: tl.constexpr, BK: tl.constexpr):
+    """Decode codes uint8 [ROWS, BK/2] with e4m3 scales [ROWS, BK/16] to bf16 [ROWS, BK], times 2^-7."""
+    byte = scales.to(tl.uint8, bitcast=True)
+    scales = tl.where(byte == 0x7F, float("nan"), decode_scale(byte).to(tl.float32)).to(tl.bfloat16)
+    each = tl.broadcast_to(scales[:, :, None], (ROWS, BK // 16, 16)).reshape(ROWS, BK)
+    return decode_e2m1(codes, ROWS, BK) * each
+
+
+@triton.jit
+def multiply(
+    w, w_scale, x, x_scale, acc,
+    NATIVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Add w @ x.T to acc f32 [BN, BM]; without FP4 units 2^-14 of it."""
+    if NATIVE:
+        acc = tl.dot_scaled(w, w_scale, E2M1, x.T, x_scale, E2M1, acc)
+    else:
+        acc = tl.dot(decode(w, w_scale, BN, BK), decode(x, x_scale, BM, BK).T, acc)
+    return acc
+
+
+@triton.jit
+def nvfp4_blackwell_kernel(
+    x,
+    x_scale,
+    packed,
+    scale,
+    factor,
+    y,
+    slots,
+    block_expert,
+    block_count,
+    row_weight,
+    total,
+    N,
+    K,
+    CHAINED: tl.constexpr,
+    TOPK: tl.constexpr,
+    GROUPED: tl.constexpr,
+    GELU_MUL: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Multiply x [rows, K/2], x_scale [rows, K/16] by packed [E, N, K/2] into y [slots, N or N/2].
+
+    Scales of weights are tiles [E, N/128, K/64, 512], rounded up; BN is 128. Factors are f32 [E, 3].
+    """
+    follow(CHAINED)
+    tile = tl.program_id(0)
+    block = tl.program_id(1)
+    expert = tl.zeros((), tl.int64)
+    if GROUPED:
+        if block >= tl.load(block_count):
+            return
+        expert = tl.load(block_expert + block).to(tl.int64)
+    slot, real = block_rows(slots, block * BM, total, BM, GROUPED)
+    row = (slot // TOPK).to(tl.int64)
+    half = tl.arange(0, BK // 2)
+    group = tl.arange(0, BK // 16)
+    # Channels past N repeat the first ones: they are computed and not stored, and need no mask.
+    channel = expert * N + (tile * BN + tl.arange(0, BN)) % N
+    columns = tl.cdiv(K, 64)
+    piece = tl.arange(0, BN * BK // 16)
+    weights = packed + channel[:, None] * (K // 2) + half[None, :]
+    scales = scale + (expert * tl.cdiv(N, BN) + tile) * columns * (BN * 4) + piece
+    tokens = x + row[:, None] * (K // 2) + half[None, :]
+    token_scales = x_scale + row[:, None] * (K // 16) + group[None, :]
+    acc = tl.zeros((BN, BM), tl.float32)
+    for k0 in range(0, K, BK):
+        if EVEN_K:
+            w = tl.load(weights + k0 // 2)
+            s = tl.load(scales + k0 // 64 * (BN * 4))
+            a = tl.load(tokens + k0 // 2, mask=real[:, None], other=0)
+            t = tl.load(token_scales + k0 // 16, mask=real[:, None], other=0.0)
+        else:
+            left = K - k0
+            w = tl.load(weights + k0 // 2, mask=half[None, :] < left // 2, other=0)
+            inside = piece < (columns - k0 // 64) * (BN * 4)
+            s = tl.load(scales + k0 // 64 * (BN * 4), mask=inside, other=0.0)
+            mask = real[:, None] & (half[None, :] < left // 2)
+            a = tl.load(tokens + k0 // 2, mask=mask, other=0)
+            mask = real[:, None] & (group[None, :] < left // 16)
+            t = tl.load(token_scales + k0 // 16, mask=mask, other=0.0)
+        # row % 32, row // 32 and column of each tile, back in rows
+        s = s.reshape(BK // 64, 32, 4, 4).permute(2, 1, 0, 3).reshape(BN, BK // 16)
+        acc = multiply(w, s, a, t, acc, NATIVE, BM, BN, BK)
+    if not NATIVE:
+        acc *= 16384.0
+    store_nvfp4(
+        acc, y, factor + expert * 3, row_weight, slot, real, tile, N, BM, BN, GELU_MUL, WEIGHTED
+    )
+
+
+def launch(
+    weight: Weight,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    config: Config,
+    routing: Routing | None = None,
+    share: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply as `matmul.launch` does, with rows uint8 [rows, K/2] and scales e4m3 [rows, K/16]."""
+    _, N, K = weight.shape
+    y, mode = place_results(len(x), N, x.device, routing, share)
+    del mode["block_rows"]  # this kernel computes whole blocks only
+    blocks = routing.max_blocks if routing else triton.cdiv(len(x), config["BM"])
+    nvfp4_blackwell_kernel[(triton.cdiv(N, config["BN"]), blocks)](
+        x=x, x_scale=x_scale, packed=weight.data, scale=weight.scale, factor=weight.factor,
+        y=y, N=N, K=K, NATIVE=fp4_units(x.device), EVEN_K=K % config["BK"] == 0,
+        **mode, **config, **chained(x.device), **lowering(x.device),
+    )  # fmt: skip
+    return y

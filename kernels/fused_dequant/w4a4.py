@@ -1,0 +1,39 @@
+"""NVFP4 weights that Blackwell multiplies with rows in NVFP4 (W4A4): how their block scales lie.
+
+The tensor cores read codes as they are on disk, and the scales of 128 rows x 64 columns together: 512
+bytes, in which byte 16 (r % 32) + 4 (r // 32) + c is the scale of row r and of columns 16 c .. 16 c +
+15. A *tile* is 128 x 4 scales in that order (PTX, tcgen05.mma, scale_vec::4X), so a block of the kernel
+reads what lies together. What is missing of a last tile is filled with scales of 0.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from fused_dequant.formats import GROUP
+
+ROWS = 128  # of a tile
+COLUMNS = 64  # of the weight
+TILE = ROWS * COLUMNS // GROUP  # scales
+
+
+def tiles(N: int, K: int) -> tuple[int, int]:
+    """Return how many tiles hold the scales of a weight [N, K]."""
+    return -(-N // ROWS), -(-K // COLUMNS)
+
+
+def to_tiles(scale: torch.Tensor) -> torch.Tensor:
+    """Lay scales e4m3 [E, N, K/16] out in tiles, e4m3 [E, tiles of N, tiles of K, 512]."""
+    experts, rows, groups = scale.shape
+    down, along = tiles(rows, groups * GROUP)
+    missing = (0, along * 4 - groups, 0, down * ROWS - rows)
+    padded = F.pad(scale.view(torch.uint8), missing)
+    placed = padded.view(experts, down, 4, 32, along, 4).permute(0, 1, 4, 3, 2, 5)
+    return placed.reshape(experts, down, along, TILE).view(scale.dtype)
+
+
+def from_tiles(scale: torch.Tensor, N: int, K: int) -> torch.Tensor:
+    """Return scales e4m3 [E, N, K/16] of tiles."""
+    experts, down, along, _ = scale.shape
+    placed = scale.view(torch.uint8).view(experts, down, along, 32, 4, 4)
+    rows = placed.permute(0, 1, 4, 3, 2, 5).reshape(experts, down * ROWS, along * 4)
+    return rows[:, :N, : K // GROUP].contiguous().view(scale.dtype)

@@ -1,0 +1,161 @@
+"""Tests the kernels of a GPU before a model is opened there, once a GPU and version.
+
+    a kernel that computes wrong   instead
+    of FP4 units (W4A4)            rows are rounded as it rounds them, and multiplied in bf16 (`inputs`)
+    Hopper's of NVFP4, of W4A8     the plain one, FP8's
+    a plain one                    the GPU is refused
+
+What was found is remembered in the user's cache folder; a line asks for a report each time a plainer
+kernel is taken.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import fused_dequant
+import torch
+from fused_dequant import dispatch, selftest
+from fused_dequant.formats import FOUR_BIT
+from fused_dequant.targets import capability, fp4_units, name_of
+from fused_dequant.weights import in_fragments
+from platformdirs import user_cache_dir
+
+from quantize.checkpoints.layout import stated_schemes
+from quantize.checkpoints.reader import read_config
+from quantize.errors import ResourceError
+from quantize.host.files import write_json
+from quantize.host.progress import say
+from quantize.runtime.fused.gpus import check_gpu
+from quantize.schemes.modes import ActivationMode
+
+REMEMBERED = Path(user_cache_dir("diffusiongemma-quantize", appauthor=False)) / "selftest"
+REPORT = "please report this, with what `quantize doctor` says"
+INSTEAD = "a plainer kernel is taken"
+# What NVFP4 becomes on Hopper, and what its mode `fp8` becomes elsewhere.
+FRAGMENTS = {"nvfp4": "nvfp4_fragments", "nvfp4_e4m3": "nvfp4_e4m3"}
+ELSEWHERE = {"nvfp4_e4m3": "fp8"}
+
+
+def trust(schemes: Iterable[str], activations: ActivationMode | None, device: torch.device) -> bool:
+    """Test the kernels that multiply weights of some schemes, unless that has been done before.
+
+    Args:
+        schemes: the kernels' names of a checkpoint's schemes.
+        activations: the mode that it is opened in.
+        device: where; a CPU has no kernels.
+
+    Returns:
+        Whether its NVFP4 products with calibrated inputs run on FP4 units.
+
+    Raises:
+        ResourceError: the GPU cannot run a scheme, or computes wrong numbers with its plain kernel.
+    """
+    if device.type != "cuda":
+        return False
+    wanted = {"bf16", *schemes}
+    check_gpu(wanted | {"fp8"} if activations == "fp8" else wanted, device)
+    four_bit = activations == "per_layer" and "nvfp4" in wanted and fp4_units(device)
+    if activations == "fp8" and "nvfp4" in wanted:
+        wanted = wanted - {"nvfp4"} | {"nvfp4_e4m3"}
+    found = _Found(device)
+    for scheme in sorted(wanted | ({FOUR_BIT} if four_bit else set())):
+        _settle(scheme, found)
+    return four_bit and FOUR_BIT not in dispatch.distrusted
+
+
+def has_own_weights(mode: ActivationMode | None, device: torch.device) -> bool:
+    """Return whether other modes cannot multiply with the weights of a mode on a device."""
+    return mode == "fp8" or (mode == "per_layer" and device.type == "cuda" and fp4_units(device))
+
+
+def schemes_of(folder: Path) -> set[str]:
+    """Return the kernels' names of the schemes of a checkpoint's weights, by its config alone."""
+    stated = stated_schemes(read_config(folder))
+    return {scheme.kernel for scheme in (stated.used if stated else ())}
+
+
+def condition(
+    folder: Path, activations: ActivationMode | None, device: torch.device
+) -> dict[str, Any]:
+    """Return what scores depend on beyond the mode and the GPU: FP4 units, and kernels that failed.
+
+    Raises:
+        ResourceError: as `trust`.
+    """
+    on_units = trust(schemes_of(folder), activations, device)
+    units = {"products": "fp4 units"} if on_units else {}
+    failed = {"distrusted": sorted(dispatch.distrusted)} if dispatch.distrusted else {}
+    return units | failed
+
+
+def _settle(scheme: str, found: "_Found") -> None:
+    """Distrust the kernel of a scheme that computes wrong; refuse the GPU if the plain one does too."""
+    own = FRAGMENTS.get(scheme, scheme)
+    if scheme in FRAGMENTS and not in_fragments(found.device, own):
+        own = ELSEWHERE.get(scheme, scheme)
+    why = found.fault(own, scheme)
+    if why is not None and own in selftest.PLAINER:
+        if own not in dispatch.distrusted:
+            say(f"{found.name}: products of {own} are wrong ({why}): {INSTEAD}; {REPORT}")
+        dispatch.distrusted.add(own)
+        plainer = selftest.PLAINER[own]
+        why = None if plainer is None else found.fault(plainer, scheme)
+    if why is not None:
+        raise ResourceError(
+            f"{found.name}: products of {scheme} are wrong ({why}), and no other kernel has them; "
+            f"{REPORT}; CUDA_VISIBLE_DEVICES= hides this GPU"
+        )
+
+
+class _Found:
+    """What was found on a GPU, by name of a layout of weights: the fault, or None."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.name = torch.cuda.get_device_name(device)
+        self.path = REMEMBERED / f"{self.name.replace(' ', '_')}.json"
+        self.about = {
+            "gpu": self.name,
+            "target": name_of(capability(device)),
+            "torch": torch.__version__,
+            "kernels": _sources(),
+        }
+        try:
+            read = json.loads(self.path.read_text())
+            known = read["faults"] if read["about"] == self.about else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            known = {}
+        self.faults: dict[str, str | None] = known
+
+    def fault(self, layout: str, scheme: str) -> str | None:
+        """Return what is wrong with the products of a layout, which `scheme` is laid out in now."""
+        if layout not in self.faults:
+            say(f"testing products of {layout} on {self.name}, once")
+            self.faults[layout] = selftest.fault(scheme, self.device)
+            write_json(self.path, {"about": self.about, "faults": self.faults})
+            self._end_if_broken(self.faults[layout])
+        return self.faults[layout]
+
+    def _end_if_broken(self, why: str | None) -> None:
+        """Refuse to go on in a process whose GPU answers nothing any more.
+
+        Raises:
+            ResourceError: the next process finds what this one has written.
+        """
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            raise ResourceError(f"{self.name}: {why}; {REPORT}, and run this again") from None
+
+
+def _sources() -> str:
+    """Return a digest of triton's version and of all kernels' files."""
+    import triton
+
+    digest = hashlib.sha256(triton.__version__.encode())
+    for path in sorted(Path(str(fused_dequant.__file__)).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

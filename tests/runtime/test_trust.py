@@ -1,0 +1,192 @@
+"""The self-test at the door of a GPU that is not here, and what happens where a kernel is broken."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fused_dequant import cases, dispatch, selftest, tuning, weights
+
+from quantize.errors import ResourceError
+from quantize.runtime.fused import gpus, trust
+from quantize.schemes.modes import ActivationMode
+
+CUDA = torch.device("cuda")
+B200, H200 = ("NVIDIA B200", (10, 0)), ("NVIDIA H200", (9, 0))
+Gpu = tuple[str, tuple[int, int]]
+Pretend = Callable[..., list[str]]
+
+
+@pytest.fixture
+def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """Let torch see a GPU on which the kernels of some layouts are broken; return what is tested."""
+    monkeypatch.setattr(trust, "REMEMBERED", tmp_path / "selftest")
+    monkeypatch.setattr(gpus, "TUNED", tmp_path / "tuned")
+    monkeypatch.setattr(tuning, "_folders", [tuning.SHIPPED])
+    monkeypatch.setattr(dispatch, "distrusted", set())
+    monkeypatch.delenv("QUANTIZE_TARGET", raising=False)
+
+    def there(gpu: Gpu, *broken: str) -> list[str]:
+        name, capability = gpu
+        memory = type("Properties", (), {"total_memory": 24e9})
+        for attribute, answer in {
+            "is_available": True, "get_device_name": name, "get_device_capability": capability,
+            "get_device_properties": memory, "synchronize": None,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, attribute, lambda *_, answer=answer: answer)
+        tested: list[str] = []
+
+        def fault(scheme: str, device: torch.device) -> str | None:
+            own = scheme
+            for kind in ("nvfp4_fragments", "nvfp4_e4m3"):
+                if trust.FRAGMENTS.get(scheme) == kind:
+                    own = kind if weights.in_fragments(device, kind) else scheme[:5]
+            tested.append(own)
+            return "a relative error of 1.4e+00" if own in broken else None
+
+        monkeypatch.setattr(selftest, "fault", fault)
+        return tested
+
+    return there
+
+
+@pytest.mark.parametrize(
+    ("gpu", "schemes", "mode", "tested", "units"),
+    [
+        (B200, {"nvfp4"}, "per_layer", ["bf16", "nvfp4", "nvfp4_e2m1"], True),
+        (B200, {"nvfp4"}, None, ["bf16", "nvfp4"], False),
+        (B200, {"nvfp4"}, "per_expert", ["bf16", "nvfp4"], False),
+        (B200, {"fp8"}, "per_layer", ["bf16", "fp8"], False),
+        (H200, {"nvfp4"}, "per_layer", ["bf16", "nvfp4_fragments"], False),
+        (H200, {"nvfp4", "fp8"}, "fp8", ["bf16", "fp8", "nvfp4_e4m3"], False),
+    ],
+)
+def test_what_a_mode_multiplies_with_is_tested_once(
+    gpu: Gpu, schemes: set[str], mode: ActivationMode | None, tested: list[str], units: bool,
+    pretend: Pretend, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    found = pretend(gpu)
+    for _ in range(2):
+        assert trust.trust(schemes, mode, CUDA) == units
+        assert found == tested
+    assert capsys.readouterr().err.count("testing products of") == len(tested)
+    assert not dispatch.distrusted
+
+
+def test_a_cpu_has_no_kernels(pretend: Pretend) -> None:
+    tested = pretend(B200)
+    assert not trust.trust({"nvfp4"}, "per_layer", torch.device("cpu"))
+    assert tested == []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "broken", "mode"),
+    [
+        (B200, "nvfp4_e2m1", "per_layer"),
+        (H200, "nvfp4_fragments", None),
+        (H200, "nvfp4_e4m3", "fp8"),
+    ],
+)
+def test_a_broken_kernel_gives_way_to_the_plain_one(
+    gpu: Gpu, broken: str, mode: ActivationMode | None, pretend: Pretend,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """With a line that asks for a report, in this process and the next, which tests nothing again."""
+    tested = pretend(gpu, broken)
+    assert not trust.trust({"nvfp4"}, mode, CUDA)
+    assert broken in tested
+    assert dispatch.distrusted == {broken}
+    assert not weights.in_fragments(CUDA, broken)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{gpu[0]}: products of {broken} are wrong (a relative error of 1.4e+00)" in said
+    assert "please report this" in said
+    before = list(tested)
+    dispatch.distrusted.clear()
+    assert not trust.trust({"nvfp4"}, mode, CUDA)
+    assert tested == before
+    assert "please report this" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "broken"), [(B200, ("fp8",)), (H200, ("nvfp4_fragments", "nvfp4"))]
+)
+def test_a_gpu_whose_plain_kernel_is_broken_is_refused(
+    gpu: Gpu, broken: tuple[str, ...], pretend: Pretend
+) -> None:
+    pretend(gpu, *broken)
+    with pytest.raises(ResourceError, match=r"are wrong \(a relative error.*hides this GPU"):
+        trust.trust({broken[-1]}, None, CUDA)
+
+
+def test_other_versions_and_damaged_files_are_tested_again(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested = pretend(H200)
+    trust.trust({"fp8"}, None, CUDA)
+    (path,) = trust.REMEMBERED.glob("*.json")
+    assert json.loads(path.read_text())["faults"] == {"bf16": None, "fp8": None}
+    path.write_text("{")
+    trust.trust({"fp8"}, None, CUDA)
+    monkeypatch.setattr(trust, "_sources", lambda: "others")
+    trust.trust({"fp8"}, None, CUDA)
+    assert tested == ["bf16", "fp8"] * 3
+
+
+def test_a_process_whose_gpu_is_gone_ends_and_the_next_one_knows(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(B200, "nvfp4_e2m1")
+
+    def gone(*_: object) -> None:
+        if dispatch.distrusted or "nvfp4_e2m1" in next(trust.REMEMBERED.glob("*")).read_text():
+            raise RuntimeError("CUDA error: an illegal instruction was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", gone)
+    with pytest.raises(ResourceError, match="run this again"):
+        trust.trust({"nvfp4"}, "per_layer", CUDA)
+    assert not trust.trust({"nvfp4"}, "per_layer", CUDA)
+    assert dispatch.distrusted == {"nvfp4_e2m1"}
+
+
+def test_scores_depend_on_what_multiplied(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(trust, "schemes_of", lambda _: {"nvfp4"})
+    pretend(B200)
+    assert trust.condition(tmp_path, "per_layer", CUDA) == {"products": "fp4 units"}
+    assert trust.condition(tmp_path, "per_expert", CUDA) == {}
+    pretend(("NVIDIA B300", (10, 3)), "nvfp4_e2m1")
+    assert trust.condition(tmp_path, "per_layer", CUDA) == {"distrusted": ["nvfp4_e2m1"]}
+
+
+@pytest.mark.gpu
+class TestOnTheGpu:
+    @pytest.fixture(autouse=True)
+    def _apart(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(trust, "REMEMBERED", tmp_path / "selftest")
+        monkeypatch.setattr(dispatch, "distrusted", set())
+
+    def test_all_kernels_are_right_in_seconds(self) -> None:
+        schemes = {"bf16", "fp8", "int8", "nvfp4", "mxfp4"}
+        for mode in (None, "fp8", "per_layer"):
+            began = time.monotonic()
+            trust.trust(schemes, mode, CUDA)
+            print(f"self-test of mode {mode}: {time.monotonic() - began:.1f} s")
+        assert not dispatch.distrusted
+
+    def test_broken_on_purpose_the_plain_kernel_multiplies(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        if not weights.is_hopper(CUDA):
+            pytest.skip("only Hopper has two kernels of NVFP4")
+        from fused_dequant import nvfp4_hopper
+
+        right = nvfp4_hopper.launch
+        monkeypatch.setattr(nvfp4_hopper, "launch", lambda *parts: right(*parts).roll(1, 0))
+        trust.trust({"nvfp4"}, None, CUDA)
+        assert dispatch.distrusted == {"nvfp4_fragments"}
+        assert "a plainer kernel is taken" in " ".join(capsys.readouterr().err.split())
+        assert cases.random_weight("nvfp4", 1, 64, 64, "cuda").scheme == "nvfp4"
+        assert selftest.relative_error("nvfp4", CUDA) < selftest.LARGEST_ERROR
