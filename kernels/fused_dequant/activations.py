@@ -25,7 +25,7 @@ def quantize_rows(
         ValueError: the scheme's activations are not quantized.
     """
     if scheme not in EIGHT_BIT and shared is None:
-        raise ValueError(f"activations are quantized to fp8, int8 or NVFP4, not {scheme}")
+        raise ValueError(f"activations are quantized to fp8 or int8, not {scheme}")
     if launches(x.device):
         from fused_dequant import quantize
 
