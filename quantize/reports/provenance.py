@@ -45,8 +45,19 @@ def made_lines(content: Mapping[str, Any]) -> list[str]:
         f"Begun {found['began'] or 'at an unknown time'}, judged {found['judged']}, by {code}.",
         f"sha256 of the resolved recipe: {recipe}.",
         f"{cost}.",
+        _built_again(content),
         *baseline_lines(content),
     ]
+
+
+def _built_again(content: Mapping[str, Any]) -> str:
+    gpus = {each.get("gpu"): each.get("launches") for each in content["stages"].values()}
+    where = [f"{gpu} (launch table {table})" for gpu, table in sorted(gpus.items(), key=str) if gpu]
+    return (
+        f"Built again with the same versions on {' and '.join(where) or content['hardware']['cpu']}, the "
+        f"checkpoint has the same bytes, whatever the number of threads or the GPU memory that is used; "
+        f"another processor rounds sums otherwise, so that single codes and answers differ."
+    )
 
 
 def baseline_lines(content: Mapping[str, Any]) -> list[str]:

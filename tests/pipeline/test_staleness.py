@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quick_run import Quick, made_up_replay
 
 from quantize.host.files import read_json, write_json
@@ -33,6 +34,9 @@ def test_a_finished_run_is_shown_and_not_made_again(quick: Quick) -> None:
     assert done.redone() == []
     assert done.err.count("done before") == len(NAMES)
     manifest = read_json(quick.folder.manifest_json)
+    assert {each["threads"] for each in manifest["stages"].values()} == {torch.get_num_threads()}
+    again = f"Built again with the same versions on {manifest['hardware']['cpu']}, the checkpoint has"
+    assert again in quick.folder.report_md.read_text()
     source = manifest["source"] | {"fingerprint": "another model"}
     write_json(quick.folder.manifest_json, manifest | {"source": source})
     stages = [stage for stage in STAGES if stage.name in NAMES]
