@@ -54,9 +54,9 @@ def _built_again(content: Mapping[str, Any]) -> str:
     gpus = {each.get("gpu"): each.get("launches") for each in content["stages"].values()}
     where = [f"{gpu} (launch table {table})" for gpu, table in sorted(gpus.items(), key=str) if gpu]
     return (
-        f"Built again with the same versions on {' and '.join(where) or content['hardware']['cpu']}, the "
-        f"checkpoint has the same bytes, whatever the number of threads or the GPU memory that is used; "
-        f"another processor rounds sums otherwise, so that single codes and answers differ."
+        f"Built again with the same versions on {' and '.join(where) or content['hardware']['cpu']}, "
+        f"the checkpoint has the same bytes, whatever the number of threads or the GPU memory that is "
+        f"used; another processor rounds sums otherwise, so that single codes and answers differ."
     )
 
 

@@ -35,7 +35,9 @@ def test_a_finished_run_is_shown_and_not_made_again(quick: Quick) -> None:
     assert done.err.count("done before") == len(NAMES)
     manifest = read_json(quick.folder.manifest_json)
     assert {each["threads"] for each in manifest["stages"].values()} == {torch.get_num_threads()}
-    again = f"Built again with the same versions on {manifest['hardware']['cpu']}, the checkpoint has"
+    again = (
+        f"Built again with the same versions on {manifest['hardware']['cpu']}, the checkpoint has"
+    )
     assert again in quick.folder.report_md.read_text()
     source = manifest["source"] | {"fingerprint": "another model"}
     write_json(quick.folder.manifest_json, manifest | {"source": source})
