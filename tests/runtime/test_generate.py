@@ -68,15 +68,15 @@ def flat(sample: Sample) -> list[int]:
 
 # Prompts shorter and longer than the sliding window of 32; one and several canvases; batches.
 @pytest.mark.parametrize(
-    ("length", "batch", "canvases"), [(5, 1, 3), (31, 1, 2), (50, 1, 3), (20, 4, 4), (40, 3, 4)]
+    ("length", "batch", "canvases"), [(5, 1, 3), (31, 1, 2), (50, 1, 3), (20, 4, 2), (40, 3, 2)]
 )
 def test_reference_noise_gives_the_tokens_of_transformers(
     model: DiffusionGemmaForBlockDiffusion, length: int, batch: int, canvases: int
 ) -> None:
-    """With three seeds, and more until one stops early: on which one it does depends on the CPU."""
+    """With two seeds, and more until one stops early: on which one it does depends on the CPU."""
     stopped_early = 0
     for seed in range(20):
-        if seed >= 3 and stopped_early:
+        if seed >= 2 and stopped_early:
             break
         prompts = random_prompts([length] * batch, seed)
         torch.manual_seed(seed)
@@ -103,6 +103,8 @@ def test_finished_rows_go_on_drawing_as_in_transformers(
     often = replace(STOPPING, eos_token_ids=tuple(range(1, 8)), confidence_threshold=4.6)
     finished_before_others = 0
     for seed in range(6):
+        if seed >= 2 and finished_before_others:
+            break
         prompts = random_prompts([20] * 3, seed)
         torch.manual_seed(seed)
         expected, _ = transformers_generate(model, prompts, 6, often)
