@@ -21,9 +21,9 @@ from quantize.host.files import read_json
 from quantize.recipe.sections import Calibration, Quantization, Recipe, load_recipe
 from quantize.runtime import Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.modules.inputs import watch_inputs
-from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import load_trajectories
 from quantize.schemes.hessians import Hessians
