@@ -424,7 +424,7 @@ def exact_command(
                 print(f"{name}: DIFFERENT by {worst:.3g} of the largest", flush=True)
         print(f"layer {index}: {time.perf_counter() - started:.1f} s", flush=True)
     print(f"{unequal} of {len(names)} Hessians differ", flush=True)
-    recording.remove()
+    shutil.rmtree(scratch / "exact")
     sys.exit(unequal > 0)
 
 
