@@ -51,7 +51,7 @@ def test_commands_and_python_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One test, because all of it shares the run that docs/python.md makes, of few prompts."""
-    monkeypatch.setattr(denoising, "HELD_OUT_PROMPTS", 2)
+    monkeypatch.setattr(denoising, "HELD_OUT", 2)
     monkeypatch.setattr(rehearse, "PROMPTS", 2)
     monkeypatch.setattr(rehearse, "HELD_OUT", 1)
     monkeypatch.setattr(rehearse, "QUESTIONS", 2)

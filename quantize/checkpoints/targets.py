@@ -248,7 +248,7 @@ def layout_bytes(layout: OnDisk, out_features: int, in_features: int) -> int:
     )
 
 
-def sum_bytes(targets: list[Target]) -> tuple[int, int]:
+def sum_bytes(targets: Sequence[Target]) -> tuple[int, int]:
     """Return total bytes (before, after) of a plan."""
     return sum(t.bytes_before for t in targets), sum(t.bytes_after for t in targets)
 

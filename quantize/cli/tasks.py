@@ -15,8 +15,8 @@ ROW = "{:22}{:>10}{:>16}{:>16}{:>16}  {}"
 @click.option("--recipe", help="A recipe whose own tasks are listed too: a name or a YAML file.")
 @click.option(
     "--rate", type=click.FloatRange(min=0, min_open=True), metavar="TOKENS/S",
-    help="Tokens a second of the model that answers, for the hours.  [default: 1450, the 26B model "
-    "in BF16 on an H200, vLLM 0.26, batch 4, 16 steps a canvas]",
+    help="Tokens a second of the model that answers, for the hours.  [default: 1562, the 26B model "
+    "in BF16 on an H200, 16 slots, 26 steps a canvas]",
 )  # fmt: skip
 def tasks(recipe: str | None, rate: float | None) -> None:
     """List the tasks that a recipe can be scored on, and what each of them costs.
@@ -28,12 +28,12 @@ def tasks(recipe: str | None, rate: float | None) -> None:
     from recovery.catalog import known_tasks, shipped
 
     from quantize.recipe.sections import load_recipe
-    from quantize.stages.plan.estimate import SERVED_TOKENS_A_SECOND
+    from quantize.stages.plan.estimate import EVALUATED_TOKENS_A_SECOND
 
     parts = _evaluations(load_recipe(recipe)) if recipe else []
     own = {name: task for part in parts for name, task in part.own_tasks.items()}
     repeats = {name: count for part in parts for name, count in part.repeats.items()}
-    rate = rate or SERVED_TOKENS_A_SECOND
+    rate = rate or EVALUATED_TOKENS_A_SECOND
     heads = ("questions", "tokens/answer", "tokens at most", "hours at most")
     click.echo(ROW.format("task", *heads, "data"))
     for name, task in own.items():

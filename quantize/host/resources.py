@@ -5,6 +5,7 @@ so that each stage has a figure of its own. Where that is not allowed the figure
 peak of what ran before.
 """
 
+import os
 import sys
 import time
 from collections.abc import Generator
@@ -19,6 +20,21 @@ FORGET, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 def now() -> str:
     """Return the time as "2026-01-31T12:00:00+00:00"."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def disk_rate(folder: Path) -> float:
+    """Return the bytes/s that are written and synced to a folder's disk: 256 MB, removed again."""
+    path, block = folder / "rate.partial", bytes(1 << 24)
+    began = time.monotonic()
+    try:
+        with path.open("wb") as file:
+            for _ in range(16):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return 16 * len(block) / (time.monotonic() - began)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -24,21 +24,24 @@ from quantize.checkpoints.targets import sum_bytes
 from quantize.errors import OUT_OF_MEMORY, GateError, QuantizeError, ResourceError, unexpected_in
 from quantize.host.files import read_json, write_json
 from quantize.host.progress import say
+from quantize.host.resources import disk_rate
 from quantize.host.units import duration, size
 from quantize.pipeline.run import started, work
 from quantize.pipeline.stages import STAGES, Run, Stage
 from quantize.pipeline.staleness import check_fresh, upstream, why_stale
 from quantize.recipe.sections import Recipe, load_recipe
 from quantize.runs.models import BASELINE, CANDIDATE
+from quantize.runtime.fused.rates import link_rate
 from quantize.runtime.memory import plan as fit
 from quantize.runtime.placement import budget_of, is_hopper
-from quantize.stages.memory_needs import needs
-from quantize.stages.plan.estimate import cannot_pass
+from quantize.stages.memory_needs import HELD_OUT, needs
+from quantize.stages.plan.estimate import Machine, cannot_pass
+from quantize.stages.plan.gpu_support import gpu_of
+from quantize.stages.plan.show import planned
 
 RESULT = "rehearsal.json"
 PROMPTS, CANVASES = 32, 1
 QUESTIONS = 4  # a task, one answer each
-HELD_OUT = 16  # prompts that are recorded for replay, whatever the recipe says
 Check = Callable[[], str]  # returns what it saw; raises what would end a run
 
 
@@ -84,7 +87,7 @@ def rehearse(
         checks = _checks(run, whole, data_dir)
         tried = [_checked(run, name, check) for name, check in checks.items()]
         tried += [_staged(run, stage) for stage in STAGES if stage.is_needed(run.recipe)]
-        found = projection(run, whole, data_dir)
+        found = projection(run, whole, data_dir) | by_rates(run, whole)
         content = {
             **_about(run, whole),
             "tried": [asdict(each) for each in tried],
@@ -250,6 +253,23 @@ def projection(run: Run, whole: Recipe, data_dir: Path | None) -> dict[str, Any]
     }
 
 
+def by_rates(run: Run, whole: Recipe) -> dict[str, Any]:
+    """Return rates measured now, and what `quantize plan` estimates with them in place of stated ones.
+
+    On a GPU: seconds of every stage of the whole run at most, where the GPU's other rates are known.
+    """
+    rates: dict[str, float | None] = {"disk": disk_rate(run.folder.path), "link": None}
+    gpu, budget = gpu_of(None), budget_of(run.place)
+    seconds: dict[str, float] = {}
+    if gpu is not None and budget is not None:
+        rates["link"] = link_rate(run.place.device)
+        machine = Machine(gpu, budget, rates["link"], rates["disk"])
+        source = run.source
+        rows = planned(whole, source.config, source.tensors, run.targets, machine)
+        seconds = {row.stage: row.seconds[1] for row in rows if row.seconds}
+    return {"bytes_a_second": rates, "by_rates": seconds}
+
+
 def _growth(here: Recipe, whole: Recipe) -> dict[str, float]:
     """Return how much more the stages that run BF16 on prompts do in the whole run."""
     if here.calibration is None or whole.calibration is None:
@@ -318,17 +338,22 @@ def _tried_table(tried: Sequence[Tried]) -> Table:
 
 def _projection_table(found: Mapping[str, Any]) -> Table:
     table = Table(title="the whole run, at most", title_justify="left")
-    for name in ("stage", "time"):
+    for name in ("stage", "time", "by this machine's rates"):
         table.add_column(name)
     for row in _rows(found):
         table.add_row(*row)
     return table
 
 
-def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     known = {stage: seconds for stage, seconds in found["seconds"].items() if seconds is not None}
     for stage in found["seconds"]:
-        yield stage, duration(known[stage]) if stage in known else "not measured"
+        rated = found["by_rates"].get(stage)
+        measured = duration(known[stage]) if stage in known else "not measured"
+        yield stage, measured, duration(rated) if rated else ""
     if len(known) == len(found["seconds"]):
         yield "all", duration(sum(known.values()))
     yield "disk, with the BF16 model", size(found["disk_bytes"])
+    for what, rate in found["bytes_a_second"].items():
+        if rate is not None:
+            yield f"{what}, measured", f"{size(rate)}/s"

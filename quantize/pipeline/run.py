@@ -13,8 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import GateError, InputError, ResourceError, unexpected_in
@@ -37,16 +35,9 @@ from quantize.runs.folder import RunDir, existing_run
 from quantize.runs.manifest import fingerprint, new_manifest
 from quantize.runtime.memory import plan as fit
 from quantize.runtime.placement import budget_of, is_hopper
-from quantize.stages.memory_needs import BUDGETS_GB, memory_table, needs
-from quantize.stages.plan.estimate import (
-    H200_BYTES,
-    cannot_pass,
-    estimate_table,
-    evaluation_seconds,
-    sizes_table,
-)
-from quantize.stages.plan.gpu_support import gpu_of, gpu_table
-from quantize.stages.plan.plan import described, plan_table
+from quantize.stages.memory_needs import needs
+from quantize.stages.plan.estimate import cannot_pass, evaluation_seconds
+from quantize.stages.plan.plan import plan_table
 
 if TYPE_CHECKING:
     from quantize.hub.release import Request
@@ -149,49 +140,6 @@ def working_in(folder: RunDir) -> Generator[None]:
         unexpected_in(folder.log),
     ):
         yield
-
-
-def show_plan(
-    recipe_name: str,
-    model: str | None,
-    revision: str | None,
-    gpu_memory: float | None = None,
-    gpu: str | None = None,
-) -> None:
-    """Print what a recipe would do to a model, from the config alone where that is enough.
-
-    It also prints how the stages fit GPUs of several sizes, or one of `gpu_memory` bytes, or `gpu`, and
-    which kernels would run on `gpu`, or on the GPU that is here.
-
-    Raises:
-        ResourceError: a stage does not fit `gpu_memory`.
-    """
-    recipe = load_recipe(recipe_name)
-    config, tensors = described(model, revision)
-    if model is None:
-        recipe = recipe.for_bundled_model()
-    with beside_a_model(recipe_name):
-        targets = plan_targets(tensors, recipe.quantization)
-    screen = Console()
-    screen.print(plan_table(targets, f"{recipe.name}: {model or 'the bundled model'}"))
-    chosen = gpu_of(gpu)
-    if chosen is not None:
-        screen.print(gpu_table(targets, config, chosen))
-    for sentence in cannot_pass(recipe):
-        say(sentence)
-    hopper = chosen.capability == (9, 0) if chosen else gpu_memory is None
-    needed = needs(recipe, config, tensors, targets, hopper=hopper)
-    if model is not None:  # the rates hold for the real layer shapes
-        budget = gpu_memory or (chosen.memory or H200_BYTES if chosen else None)
-        screen.print(estimate_table(targets, recipe, needed, config, budget), sizes_table(tensors))
-    if model is not None or gpu_memory is not None or gpu is not None:
-        budgets = [gb * 1e9 for gb in BUDGETS_GB] if gpu_memory is None else [gpu_memory]
-        if chosen and chosen.memory and gpu_memory is None:
-            budgets = [chosen.memory]
-        for need in needed:
-            screen.print(memory_table(need, config, budgets))
-            if gpu_memory is not None:
-                fit(need, config, gpu_memory)
 
 
 @contextmanager

@@ -186,23 +186,28 @@ def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
     )
 
 
-def in_lockstep(
-    need: Need, config: Mapping[str, Any], budget: float, batches: int
+def fitted(
+    need: Need, config: Mapping[str, Any], budget: float, batches: int | None = None
 ) -> tuple[Plan, int]:
-    """Return how many of so many batches denoise side by side, and the plan of that.
+    """Fit a stage as `plan` does; return also how many of `batches` denoise in lockstep.
 
-    Each has keys and values of its own, which leave less room for layers that stay. What counts is what
-    all steps stream together: a pass for each round of batches. Of equal ones the fewest lanes are
-    taken.
+    That is one unless weights are streamed. Each has keys and values of its own, which leave less room
+    for layers that stay. What counts is what all steps stream together: a pass for each round of
+    batches. Of equal ones the fewest lanes are taken.
+
+    Raises:
+        ResourceError: as in `plan`.
     """
-
-    def streamed(lanes: int) -> tuple[float, Plan] | None:
-        found = _fit(replace(need, caches=need.caches * lanes), config, budget)
-        return None if found is None else (found.streamed * math.ceil(batches / lanes), found)
-
-    choices = [(lanes, found) for lanes in range(1, batches + 1) if (found := streamed(lanes))]
-    lanes, (_, plan) = min(choices, key=lambda choice: choice[1][0])
-    return plan, lanes
+    found = plan(need, config, budget)
+    if batches is None or not found.streamed:
+        return found, 1
+    choices = [
+        (each.streamed * math.ceil(batches / lanes), lanes, each)
+        for lanes in range(1, batches + 1)
+        if (each := _fit(replace(need, caches=need.caches * lanes), config, budget))
+    ]
+    _, lanes, found = min(choices, key=lambda choice: choice[:2])
+    return found, lanes
 
 
 def least_bytes(need: Need, config: Mapping[str, Any]) -> float:

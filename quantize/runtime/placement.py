@@ -21,9 +21,8 @@ from quantize.runtime.memory import (
     DEFAULT_CONTEXT,
     Need,
     Stack,
-    in_lockstep,
+    fitted,
     packed_sizes,
-    plan,
 )
 from quantize.schemes.modes import ActivationMode
 
@@ -95,9 +94,7 @@ def sized(checkpoint: Path, place: Placement) -> Placement:
         str(checkpoint), stack, place.capacity, context, place.compares, place.caches, place.beside,
         fixed_batch=place.batches is not None,
     )  # fmt: skip
-    found, lanes = plan(need, opened.config, budget), 1
-    if place.batches is not None and found.streamed:
-        found, lanes = in_lockstep(need, opened.config, budget, place.batches)
+    found, lanes = fitted(need, opened.config, budget, place.batches)
     if found.streamed or found.batch < place.capacity:
         say(
             f"{checkpoint}: {found.resident} layers stay in {budget / 1e9:.1f} GB of GPU memory, "

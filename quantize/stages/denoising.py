@@ -27,9 +27,9 @@ from quantize.runtime.fused.gpus import launches_of
 from quantize.runtime.fused.recording import Recorder, Recording, Shape
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Trajectory, context_of, record_all
+from quantize.stages.memory_needs import HELD_OUT
 from quantize.stages.prompts import load_prompts
 
-HELD_OUT_PROMPTS = 16  # recorded for replay, not observed
 NEEDED = ("torch", "triton", "transformers")  # packages that results depend on
 SCRATCH = "scratch"  # folder beside a stage's result
 # Who is shown the inputs of a batch, and what is called after its encoder's passes and its steps.
@@ -59,7 +59,7 @@ class Denoising:
     ) -> None:
         self._source, self._settings = source, settings
         self._place = place
-        self._held_out = HELD_OUT_PROMPTS if held_out else 0
+        self._held_out = HELD_OUT if held_out else 0
         self._prompts = load_prompts(source, settings, settings.prompts + self._held_out)
         self.sampler = Sampler.from_checkpoint(source)
 

@@ -1,25 +1,21 @@
-"""Computes the memory that every stage asks of a GPU, and tables of how it fits budgets.
+"""Computes the memory that every stage asks of a GPU.
 
-They are known before anything is loaded: from the headers, or the config, of the BF16 model and the
-plan of the quantized one. Prompts and answers count at their longest; a run that has read its prompts
-asks for less. `convert` and `verify` hold a few pieces of weights, by arithmetic less than 1 GB beside
-the CUDA context; fidelity, which every run has, needs more, so they are not listed.
+It is known before anything is loaded: from the headers, or the config, of the BF16 model and the plan
+of the quantized one. Prompts and answers count at their longest; a run that has read its prompts asks
+for less. `convert` and `verify` hold a few pieces of weights, by arithmetic less than 1 GB beside the
+CUDA context; fidelity, which every run has, needs more, so they are not listed.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
 from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target, layout_bytes, linear_shape
-from quantize.errors import ResourceError
-from quantize.host.units import size
 from quantize.recipe.sections import AT_ONCE, Recipe
-from quantize.runtime.memory import EMBEDDING, Need, Plan, Stack, least_bytes, plan, repacked
+from quantize.runtime.memory import EMBEDDING, Need, Stack, repacked
 from quantize.schemes.modes import ActivationMode
 
-BUDGETS_GB = (24, 32, 48, 80, 96, 141)
+HELD_OUT = 16  # prompts that are recorded for the replay, and not observed
 REPLAYED = 16  # trajectories that are replayed at once
 HESSIAN_BYTES = 4 << 30  # GPTQ's Hessians of a layer, 2.4 GB at 26B
 SHUTTLE_BYTES = 0.4e9  # rows of recorded passes on their way (`fused.shuttle`)
@@ -43,13 +39,12 @@ def needs(
 
     On a Hopper GPU the experts of the mode `fp8` stay in 4 bits, elsewhere they take 8.
     """
-    bf16 = Stack.of("BF16", {name: info.nbytes for name, info in tensors.items()}, quantized=False)
+    bf16 = bf16_stack(tensors)
 
     def quantized(*modes: ActivationMode) -> Stack:
         """Return the largest stack of those that the modes multiply with."""
         mode = "fp8" if "fp8" in modes else "none"
-        sizes = {target.name: _packed(target, mode, hopper) for target in targets}
-        return Stack.of(recipe.name, sizes, quantized=True)
+        return quantized_stack(recipe.name, targets, mode, hopper=hopper)
 
     canvas = config["canvas_length"]
     found: list[Need] = []
@@ -76,6 +71,19 @@ def needs(
     return found
 
 
+def bf16_stack(tensors: Mapping[str, TensorInfo]) -> Stack:
+    """Return the bytes of the BF16 model on a GPU."""
+    return Stack.of("BF16", {name: info.nbytes for name, info in tensors.items()}, quantized=False)
+
+
+def quantized_stack(
+    name: str, targets: Sequence[Target], mode: ActivationMode = "none", *, hopper: bool
+) -> Stack:
+    """Return the bytes of a planned model on a GPU, as an activation mode packs it."""
+    sizes = {target.name: _packed(target, mode, hopper) for target in targets}
+    return Stack.of(name, sizes, quantized=True)
+
+
 def scored_positions(config: Mapping[str, Any], longest: int) -> int:
     """Return the positions of a question and an answer of at most `longest` tokens, whole canvases."""
     canvas = config["canvas_length"]
@@ -98,43 +106,3 @@ def _packed(target: Target, mode: ActivationMode, hopper: bool) -> int:
     if layout is None:
         return target.bytes_after
     return len(target.modules) * layout_bytes(layout, *linear_shape(target.shape, target.modules))
-
-
-def memory_table(need: Need, config: Mapping[str, Any], budgets: Sequence[float]) -> Table:
-    """Return how a stage fits `budgets`, each in bytes, in GB by part."""
-    table = Table(
-        title=f"{need.stage}: {need.stack.name}, {need.context:,} positions a sample",
-        title_justify="left",
-    )
-    columns = (
-        "GPU",
-        "batch",
-        "resident layers",
-        "streamed a pass",
-        "weights",
-        "cache",
-        "vocabulary",
-        "rest",
-        "all",
-    )
-    for name in columns:
-        table.add_column(name, justify="right")
-    for budget in budgets:
-        try:
-            table.add_row(f"{budget / 1e9:.0f} GB", *_cells(plan(need, config, budget)))
-        except ResourceError:
-            table.add_row(f"{budget / 1e9:.0f} GB", "-", _missing(need, config))
-    return table
-
-
-def _missing(need: Need, config: Mapping[str, Any]) -> str:
-    return f"needs {size(least_bytes(need, config))}"
-
-
-def _cells(found: Plan) -> list[str]:
-    kept = f"{found.resident} of {len(found.need.stack.layers)}"
-    parts = found.parts
-    weights = parts["fixed"] + parts["layers"] + parts["streaming"]
-    rest = found.total - weights - parts["cache"] - parts["vocabulary"]
-    numbers = (found.streamed, weights, parts["cache"], parts["vocabulary"], rest, found.total)
-    return [str(found.batch), kept, *map(size, numbers)]

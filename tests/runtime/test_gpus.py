@@ -21,9 +21,8 @@ from quantize.cli.options import REAL_MODEL
 from quantize.errors import InputError, ResourceError
 from quantize.recipe.sections import load_recipe
 from quantize.runtime.fused import gpus
-from quantize.runtime.fused.cost import floor
 from quantize.runtime.fused.gpus import GPUS, check_gpu, named, verdict
-from quantize.stages.plan.gpu_support import kernel_schemes
+from quantize.stages.plan.gpu_support import floor, kernel_schemes
 from quantize.stages.plan.plan import tensors_from_config
 
 CUDA = torch.device("cuda")
@@ -74,8 +73,12 @@ def test_nvfp4_has_a_kernel_of_its_own_on_hopper_alone() -> None:
 def test_gpus_are_among_the_targets_and_found_by_any_spelling() -> None:
     assert {gpu.capability for gpu in GPUS.values()} <= set(TARGETS)
     assert named("RTX 5090") is named("rtx-5090") is GPUS["rtx5090"]
-    with pytest.raises(InputError, match="--gpu rtx6000: one of a100, "):
-        named("rtx6000")
+    assert named("NVIDIA L40S") is GPUS["l40s"]
+    assert named("RTX PRO 6000") is GPUS["rtxpro6000"]
+    assert named("sm_103", 270e9) == gpus.Gpu("sm_103", (10, 3), 270e9)
+    for name in ("rtx6000", "sm_89"):
+        with pytest.raises(InputError, match=f"--gpu {name}: (one of a100, |name its memory)"):
+            named(name)
 
 
 @pytest.mark.parametrize(
@@ -106,12 +109,15 @@ def test_the_floor_is_that_of_bytes_and_flop() -> None:
     """FP8's experts in one step of one canvas: 128 experts of 30 layers, read once."""
     config = known_config(REAL_MODEL)
     assert config is not None
-    schemes = dict.fromkeys(("experts", "attention", "mlp"), "fp8")
-    found = {name: floor(config, schemes, GPUS[name], 1, 1024) for name in ("spark", "rtx5090")}
-    nbytes = 30 * 128 * (3 * 704 * 2816 + 4 * (2 * 704 + 2816))
-    for name, seconds in ((name, nbytes / GPUS[name].rates.copy) for name in found):
-        assert found[name]["experts"] == pytest.approx(seconds)
-    assert floor(config, schemes, gpus.Gpu("x", (9, 0)), 1, 1024) is None
+    targets = plan_targets(tensors_from_config(config), load_recipe("fp8_dynamic").quantization)
+    nbytes = 30 * 128 * (3 * 704 * 2816 + 2 * (2 * 704 + 2816))
+    for rates in (GPUS["spark"].rates, GPUS["rtx5090"].rates):
+        assert rates is not None
+        found = floor(config, targets, rates, 1, 1024)
+        assert found["experts"] == pytest.approx(nbytes / rates.copy)
+        whole = floor(config, targets, rates, 1, 1024, bf16=True)
+        assert whole["experts"] == pytest.approx(30 * 128 * 2 * 3 * 704 * 2816 / rates.copy)
+        assert whole["vocabulary"] == found["vocabulary"]
 
 
 @pytest.mark.parametrize(

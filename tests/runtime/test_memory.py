@@ -14,7 +14,6 @@ from quantize import cli, runtime
 from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import ResourceError
-from quantize.host.units import size
 from quantize.recipe.sections import load_recipe
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.text_stack import Cache
@@ -25,7 +24,7 @@ from quantize.runtime.memory import (
     Need,
     Stack,
     cache_bytes,
-    in_lockstep,
+    fitted,
     layer_cache_bytes,
     least_bytes,
     packed_sizes,
@@ -35,11 +34,9 @@ from quantize.runtime.placement import Placement, budget_of, sized
 from quantize.runtime.sampler import Sampler
 from quantize.stages.evaluate import local_model
 from quantize.stages.memory_needs import (
-    BUDGETS_GB,
     HESSIAN_BYTES,
     ROUNDING_BYTES,
     SHUTTLE_BYTES,
-    memory_table,
     needs,
 )
 from quantize.stages.plan.plan import tensors_from_config
@@ -90,7 +87,7 @@ def test_lockstep_streams_least_over_all_batches() -> None:
     costs: list[float] = []
     for gb in (22, 32, 48):
         budget, batches = gb * 1e9, 10
-        found, lanes = in_lockstep(need, REAL, budget, batches)
+        found, lanes = fitted(need, REAL, budget, batches)
         assert found.total <= budget
         rounds = math.ceil(batches / lanes)
         assert lanes == 1 or math.ceil(batches / (lanes - 1)) > rounds
@@ -202,18 +199,6 @@ def test_stacks_are_what_is_loaded(
         for reckoned, found in zip(stack.layers, products, strict=True):
             assert reckoned <= found <= reckoned * (1.07 if quantized else 1)
         assert loaded.embedding.numel() * 2 <= stack.fixed <= loaded.embedding.numel() * 2 * 2
-
-
-def test_table() -> None:
-    need = real_needs("nvfp4")["fidelity BF16"]
-    table = memory_table(need, REAL, [gb * 1e9 for gb in (10, *BUDGETS_GB)])
-    columns = [list(column.cells) for column in table.columns]
-    assert columns[0] == ["10 GB", *(f"{gb} GB" for gb in BUDGETS_GB)]
-    assert columns[1][0] == "-"
-    assert columns[2][0] == f"needs {size(least_bytes(need, REAL))}"
-    assert columns[2][-1] == "30 of 30"
-    for gb, whole in zip(BUDGETS_GB, columns[-1][1:], strict=True):
-        assert float(str(whole).removesuffix(" GB")) <= gb
 
 
 def test_a_card_that_others_fill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,11 @@ import pytest
 import quantize
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.pipeline.run import show_plan, started
+from quantize.pipeline.run import started
 from quantize.recipe.sections import load_recipe, shipped_recipes
 from quantize.runs.folder import RunDir
 from quantize.stages.plan.plan import plan
+from quantize.stages.plan.show import show_plan
 
 
 @pytest.mark.parametrize(

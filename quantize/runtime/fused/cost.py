@@ -7,13 +7,8 @@ NVFP4 products run on bf16 tensor cores (W4A16), FP8 ones on FP8's, and so do NV
 mode `fp8`. Norms, routing and the sampler's read of the logits are left out: the floor is lower.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from fused_dequant import Weight
 
-from quantize.runtime.fused.gpus import EXPERTS_HIT, Gpu
-from quantize.runtime.fused.random_weights import random_weights
 from quantize.runtime.fused.rates import Rates
 from quantize.runtime.fused.weights import TextWeights
 
@@ -67,22 +62,3 @@ def _floor(
         parts["attention"] += rates.seconds(cells, flop, "bf16")
     V, H = weights.embedding.shape
     return parts | {"vocabulary": rates.seconds(2 * V * H, 2 * rows * V * H, "bf16")}
-
-
-def floor(
-    config: dict[str, Any], schemes: Mapping[str, str], gpu: Gpu, batch: int, context: int
-) -> dict[str, float] | None:
-    """Return the least seconds of one denoising step by part, from what the GPU's maker states.
-
-    Args:
-        config: config.json of a BF16 model.
-        schemes: as in `random_weights`.
-        gpu: the GPU; without known rates the result is None.
-        batch: number of canvases.
-        context: positions before each canvas.
-    """
-    if gpu.rates is None:
-        return None
-    blank = random_weights(config, dict(schemes), "meta")
-    hit = min(EXPERTS_HIT, blank.config.text_config.num_experts)
-    return decoder_floor(blank, gpu.rates, batch, context, hit)

@@ -7,6 +7,7 @@ them. On a newer GPU than those they are compiled when they are first launched.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,6 @@ from quantize.runtime.fused.rates import Rates
 TUNED = Path(user_cache_dir("diffusiongemma-quantize", appauthor=False)) / "tuning"
 HOPPER: Capability = (9, 0)  # the capability on which the kernels have run
 OLDEST: Capability = (8, 0)  # bf16 tensor cores, which every scheme needs
-EXPERTS_HIT = 128.0  # at a canvas of 256 tokens, with 8 of 128 experts each
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,14 @@ class Gpu:
         memory: bytes; 0 where it is not known.
         rates: bytes/s of its memory, FLOP/s of dense products summed in float32; FP8's rate stands for
             INT8 too, or INT8's where there is no FP8; None where the maker states none.
+        link: bytes/s that reach it from the host, one way.
     """
 
     name: str
     capability: Capability
     memory: float = 0
     rates: Rates | None = None
+    link: float = 0
 
     @property
     def target(self) -> str:
@@ -51,22 +53,36 @@ class Gpu:
         return name_of(self.capability)
 
 
-def _gpu(name: str, capability: Capability, gb: float, tb: float, bf16: float, eight: float) -> Gpu:
-    """Make a GPU from GB of memory, TB/s, and TFLOP/s in bf16 and in 8 bits."""
-    return Gpu(name, capability, gb * 1e9, Rates(tb * 1e12, bf16 * 1e12, eight * 1e12))
+def _gpu(
+    name: str, capability: Capability, gb: float, tb: float, bf16: float, eight: float, link: float
+) -> Gpu:
+    """Make a GPU from GB of memory, TB/s, TFLOP/s in bf16 and in 8 bits, and GB/s of its link."""
+    rates = Rates(tb * 1e12, bf16 * 1e12, eight * 1e12)
+    return Gpu(name, capability, gb * 1e9, rates, link * 1e9)
 
 
+PCIE4, PCIE5, C2C = 31.5, 63.0, 450.0  # GB/s one way, of 16 lanes; NVLink between Grace and its GPU
 # Where each figure was looked up: docs/runtime.md, What makers state.
 GPUS = {
-    "a100": _gpu("A100", (8, 0), 80, 2.039, 312, 624),
-    "rtx3090": _gpu("RTX 3090", (8, 6), 24, 0.936, 71, 284),
-    "rtx4090": _gpu("RTX 4090", (8, 9), 24, 1.008, 165, 330),
-    "h100": _gpu("H100", (9, 0), 80, 3.35, 989, 1979),
-    "h200": _gpu("H200", (9, 0), 141, 4.8, 989, 1979),
-    "b200": _gpu("B200", (10, 0), 180, 8.0, 2250, 4500),
-    "rtx5090": _gpu("RTX 5090", (12, 0), 32, 1.792, 209, 419),
+    "a100": _gpu("A100", (8, 0), 80, 2.039, 312, 624, PCIE4),
+    "a6000": _gpu("RTX A6000", (8, 6), 48, 0.768, 154.8, 309.7, PCIE4),
+    "rtx3090": _gpu("RTX 3090", (8, 6), 24, 0.936, 71, 284, PCIE4),
+    "l40s": _gpu("L40S", (8, 9), 48, 0.864, 362, 733, PCIE4),
+    "rtx4090": _gpu("RTX 4090", (8, 9), 24, 1.008, 165, 330, PCIE4),
+    "rtx4080": _gpu("RTX 4080", (8, 9), 16, 0.717, 97, 195, PCIE4),
+    "h100": _gpu("H100", (9, 0), 80, 3.35, 989, 1979, PCIE5),
+    "h200": _gpu("H200", (9, 0), 141, 4.8, 989, 1979, PCIE5),
+    "gh200": _gpu("GH200", (9, 0), 96, 4.0, 989, 1979, C2C),
+    "b200": _gpu("B200", (10, 0), 180, 8.0, 2250, 4500, PCIE5),
+    "b300": _gpu("B300", (10, 3), 288, 8.0, 2250, 4500, PCIE5),
+    "gb300": _gpu("GB300", (10, 3), 288, 8.0, 2250, 4500, C2C),
+    "dgxstation": _gpu("DGX Station", (10, 3), 252, 7.1, 2250, 4500, C2C),
+    "rtxpro6000": _gpu("RTX PRO 6000", (12, 0), 96, 1.792, 504, 1007, PCIE5),
+    "rtx5090": _gpu("RTX 5090", (12, 0), 32, 1.792, 209, 419, PCIE5),
+    "rtx5080": _gpu("RTX 5080", (12, 0), 16, 0.96, 112, 225, PCIE5),
     # Its maker states 31 TFLOP/s in float32: products at the RTX 5090's ratio to that, FP8 as half.
-    "spark": _gpu("DGX Spark", (12, 1), 128, 0.273, 62, 62),
+    # Host and GPU share their memory: what is streamed is read and written in it.
+    "spark": _gpu("DGX Spark", (12, 1), 128, 0.273, 62, 62, 136),
 }
 
 
@@ -79,15 +95,19 @@ class Verdict:
     note: str
 
 
-def named(name: str) -> Gpu:
-    """Return a GPU by the name of `--gpu`.
+def named(name: str, memory: float | None = None) -> Gpu:
+    """Return a GPU by the name of `--gpu`, or of a target, as in sm_89, where its memory is given.
 
     Raises:
-        InputError: no GPU has this name.
+        InputError: no GPU has this name, or a target is named without its memory.
     """
-    key = name.lower().replace(" ", "").replace("-", "").replace("_", "")
+    key = re.sub(r"[\s_-]|nvidia|geforce", "", name.lower())
+    if target := re.fullmatch(r"sm(\d+)(\d)", key):
+        if memory is None:
+            raise InputError(f"--gpu {name}: name its memory too, with --gpu-memory")
+        return Gpu(name, (int(target[1]), int(target[2])), memory)
     if key not in GPUS:
-        raise InputError(f"--gpu {name}: one of {', '.join(GPUS)}")
+        raise InputError(f"--gpu {name}: one of {', '.join(GPUS)}, or sm_NN with --gpu-memory")
     return GPUS[key]
 
 
@@ -98,7 +118,7 @@ def at_hand(device: torch.device) -> Gpu:
     words = name.replace(" ", "").lower()
     known = next((g for key, g in GPUS.items() if key in words and g.capability == own), None)
     memory = torch.cuda.get_device_properties(device).total_memory
-    return Gpu(name, own, memory, known.rates if known else None)
+    return Gpu(name, own, memory, known.rates if known else None, known.link if known else 0)
 
 
 def verdict(scheme: str, gpu: Gpu) -> Verdict:

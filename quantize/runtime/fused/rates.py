@@ -46,6 +46,13 @@ def measure_rates(device: torch.device) -> Rates:
     return Rates(copy, bf16, fp8)
 
 
+def link_rate(device: str) -> float:
+    """Return the bytes/s that reach a GPU from pinned host memory."""
+    source = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    return len(source) / _seconds(lambda: target.copy_(source, non_blocking=True))
+
+
 def _copy_rate(device: torch.device) -> float:
     source = torch.zeros(2**30, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)

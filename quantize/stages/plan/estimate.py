@@ -1,140 +1,312 @@
-"""Estimates what a run will cost: memory, disk and time, from a plan and measured rates alone.
+"""Estimates what every stage of a run takes on a GPU: seconds, memory, bytes that are streamed, disk.
 
-On a CPU conversion is computed from CPU seconds a GB on this machine's cores, and cannot be faster than
-one thread hashes what is written. GPU times are those of the 26B shape on one H200, whichever GPU is
-planned for. Calibration stops a canvas that is stable, so its time, and that of GPTQ's Hessians, is an
-upper bound; evaluation depends on how long answers are, and its row says what it assumes.
+    seconds = passes x floor x factor,  or  STREAMED x bytes over the link / its rate, if that is more
+
+The floor of a pass follows from the rates that a GPU's maker states (`gpu_support.floor`); the factors,
+seconds over the floor, were measured on one H200 at the 26B shape, and are taken to hold elsewhere.
+Canvases are taken to need all their steps while calibrating, so that time is an upper bound. How long
+answers are nobody knows before they are given: evaluation is a range, from answers of typical length
+that end when the verdict is certain to all answers at their limits.
 """
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from recovery.gate import out_of_reach
 from recovery.health import least_limit
-from rich.table import Table
 
-from quantize.checkpoints.reader import TensorInfo
-from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
+from quantize.checkpoints.targets import Target, sum_bytes
 from quantize.errors import ResourceError
-from quantize.host.units import duration, size
-from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
-from quantize.runtime.memory import Need, plan
+from quantize.recipe.sections import Recipe
+from quantize.runtime.memory import Need, fitted
+from quantize.stages.memory_needs import HELD_OUT, REPLAYED
+from quantize.stages.plan.gpu_support import CONTEXT, floor
 
+if TYPE_CHECKING:
+    from quantize.runtime.fused.gpus import Gpu
+
+STEPS = 48  # of a canvas, at most
 HASH_BYTES_A_SECOND = 0.85e9  # sha256 on one core of the same machine
 # The converter's own memory on the same files: 0.66 GB with 2 threads, 1.44 GB with 16.
 CONVERT_BYTES, CONVERT_BYTES_A_THREAD = 0.55e9, 0.056e9
-# One H200 with 16 cores, 51.6 GB of BF16 in memory, four runs at a time on one host: the slowest of 18
-# to 32 s (convert) and of 33 to 38 s (verify), and the most that a process held, which had rounded too.
-GPU_CONVERT_SECONDS, GPU_VERIFY_SECONDS = 32.2 / 51.65, 37.8 / 51.65  # a GB
-GPU_CONVERT_BYTES = {"nearest": 1.6e9, "gptq": 3.6e9}
-# GPTQ there, with all 30 layers' Hessians held at once: 64 prompts x 16 steps of one canvas in batches
-# of 16 took 18.6 s, rounding 89.0 s. Streamed layers came at 52 to 55 GB/s.
-HESSIAN_STEP_SECONDS, ROUNDING_LAYER_SECONDS = 18.6 / (64 * 16), 89.0 / 30
-H200_BYTES = 141e9
-# 64 prompts x 16 steps of one canvas in batches of 16 took 25.2 s: the 26B shape on one H200, BF16.
-CALIBRATION_STEP_SECONDS = 25.2 / (64 * 16)
-CALIBRATION_GPU_BYTES = 81.9e9  # largest allocation of that run, 52 GB of it weights
-SERVED_TOKENS_A_SECOND = 1450  # vLLM 0.26, BF16, batch 4, 16 steps a canvas, one H200
-ASSUMED_ANSWER_TOKENS = 1024
-# Bytes of published checkpoints, which a plan can be compared with.
-PUBLISHED = {
-    "fp8_dynamic": "27.2 GB, RedHatAI FP8-dynamic",
-    "nvfp4": "18.9 GB, NVIDIA NVFP4 (experts only)",
-}
+
+# What follows was measured on one H200 with 16 cores, files in memory; docs/first-26b-run.md.
+# Seconds over the floor: 64 prompts x 2 canvases x 48 steps calibrated in 155.7 s, 16 prompts in 64.6;
+# evaluation in BF16, 16 slots, 2,481 tokens/s at 16 steps.
+CALIBRATING, DENOISING = 6.4, 2.4
+# Link: 53 GB/s of 63 from pinned memory. 16 prompts calibrated at 22 GB in 126.5 s streamed 4.53 TB.
+LINK_REACHED, STREAMED = 53 / 63, 1.4
+# GPTQ of 16 prompts, 131.0 s: rounding 86.2 (of 30 layers), passes 33.1, the rest reads and writes.
+ROUNDING_LAYER_SECONDS, HESSIAN_STEP_SECONDS, ROUNDING_FILES_SECONDS = 86.2 / 30, 33.1 / 1536, 11.7
+# Of a GB of BF16: the slowest of 18 to 32 s (convert) and 33 to 38 s (verify), and loading. Fidelity
+# opens both models and checks every Linear: 40 of the 49 s that 16 steps of 16 canvases took.
+CONVERT_SECONDS, VERIFY_SECONDS, LOADING_SECONDS = 32.2 / 51.65, 37.8 / 51.65, 0.12
+CHECKING_SECONDS = 0.6
+BF16_FLOP = 989e12  # a second, of that GPU: GPTQ's time is taken to go with it
+# The most host memory that the stages held for themselves there, and that GPTQ's leave for rows.
+HOST_BYTES = {"convert": 1.6e9, "verify": 1.8e9, "round": 3.6e9}
+OWN_BYTES = 3.0e9
+# Of GPU memory, by arithmetic: the CUDA context and a few pieces of weights.
+PIECES_BYTES = 3.6e9
+# Evaluation, docs/evaluation.md: steps of a canvas in a public report; 58 M of the 168 M tokens that
+# AIME and GPQA allow; and the simulated share of answers that a run without loss asks for.
+STEPS_A_CANVAS, TYPICAL, SEQUENTIAL = 26, 0.35, 0.45
+EVALUATED_TOKENS_A_SECOND = 2481 * 17 / (STEPS_A_CANVAS + 1)  # BF16 on that GPU, at so many steps
 
 
-def estimate_table(
-    targets: list[Target],
+@dataclass(frozen=True)
+class Machine:
+    """What a run is planned for.
+
+    Attributes:
+        gpu: the GPU; without known rates no times are estimated.
+        budget: bytes of its memory that may be used.
+        link: bytes/s from the host; None for what the GPU's maker states, as far as it is reached.
+        disk: bytes/s of the disk, where they are known: weights are taken to be in memory otherwise.
+    """
+
+    gpu: "Gpu"
+    budget: float
+    link: float | None = None
+    disk: float | None = None
+
+    @classmethod
+    def of(cls, gpu: "Gpu | None", gpu_memory: float | None) -> "Machine":
+        """Return a GPU, or an H200 where there is none, with as much memory as may be used."""
+        from quantize.runtime.fused.gpus import GPUS
+
+        gpu = gpu or GPUS["h200"]
+        return cls(gpu, gpu_memory or gpu.memory)
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes/s that weights are streamed at."""
+        return self.link or self.gpu.link * LINK_REACHED
+
+    @property
+    def hopper(self) -> bool:
+        """Whether its kernels keep experts in 4 bits in the activation mode `fp8`."""
+        return self.gpu.capability == (9, 0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a stage takes.
+
+    Attributes:
+        stage: its name.
+        seconds: typically and at most; None where the GPU's rates are not known.
+        bound: what its time follows from.
+        gpu: bytes of the GPU's memory.
+        streamed: bytes that a pass streams.
+        host: bytes of host memory that it holds for itself.
+        disk: bytes that it writes, `scratch` those that are removed again.
+        scratch: see `disk`.
+        lacks: what the GPU lacks; then nothing else is known.
+    """
+
+    stage: str
+    seconds: tuple[float, float] | None = None
+    bound: str = ""
+    gpu: float = 0.0
+    streamed: float = 0.0
+    host: float = OWN_BYTES
+    disk: float = 0.0
+    scratch: float = 0.0
+    lacks: ResourceError | None = None
+
+
+def rows(
     recipe: Recipe,
-    needed: Sequence[Need],
     config: Mapping[str, Any],
-    budget: float | None = None,
-) -> Table:
-    """Return what running `recipe` on a model with these targets needs, row by row.
+    targets: Sequence[Target],
+    needed: Sequence[Need],
+    machine: Machine,
+) -> list[Row]:
+    """Return what each stage of a recipe takes on a machine with a GPU.
 
     Args:
-        targets: the plan of the model.
         recipe: the recipe.
-        needed: what its stages ask of a GPU (`needs`).
         config: config.json of the model.
-        budget: bytes of the GPU that is there or planned for, None without one: then weights are
-            converted on the CPU, and the stages that denoise run on an H200.
+        targets: its plan.
+        needed: what the stages ask of a GPU (`memory_needs.needs`).
+        machine: the GPU, and how much of it.
     """
-    before, after = sum_bytes(targets)
-    table = Table(title="needs", title_justify="left")
-    for name in ("what", "how much", "from"):
-        table.add_column(name)
-    table.add_row("disk", f"{size(before)} + {size(after)}", "source and artifact")
-    for row in _on_gpu(before, recipe.quantization.rounding) if budget else _on_cpu(targets):
-        table.add_row(*row)
-    device = (
-        f"BF16 weights and the sampler's logits; {size(CALIBRATION_GPU_BYTES)} at batch 16, 26B"
-    )
-    table.add_row("GPU memory, calibrate and evaluate", f"over {size(before)}", device)
-    steps = calibration_steps(recipe)
-    if recipe.calibration and recipe.needs_calibration:
-        source = f"at most {steps:,} steps; 24.6 ms each measured on an H200, 26B, batches of 16"
-        table.add_row("time, calibrate", duration(steps * CALIBRATION_STEP_SECONDS), source)
-    for need in (each for each in needed if each.stage == "round"):
-        table.add_row("time, round", *_rounding(need, config, budget or H200_BYTES, steps))
-    answers = evaluation_answers(recipe)
-    if answers:
-        source = (
-            f"2 x {answers:,} answers of {ASSUMED_ANSWER_TOKENS:,} tokens (assumed); 1,450 tokens/s "
-            f"measured: vLLM 0.26, batch 4, H200"
+    return _Stages(recipe, config, targets, needed, machine).all()
+
+
+class _Stages:
+    """The rows of one recipe on one machine."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: Mapping[str, Any],
+        targets: Sequence[Target],
+        needed: Sequence[Need],
+        machine: Machine,
+    ) -> None:
+        self._recipe, self._config, self._targets = recipe, config, targets
+        self._needed, self._machine = needed, machine
+        self._before, self._after = sum_bytes(targets)
+
+    def all(self) -> list[Row]:
+        """Return a row for each stage that the recipe has."""
+        recipe, found = self._recipe, list[Row]()
+        if recipe.needs_calibration:
+            found.append(self._made("calibrate", self._calibrate))
+        if recipe.quantization.rounding == "gptq":
+            found.append(self._made("round", self._round))
+        found += [self._files("convert", CONVERT_SECONDS), self._files("verify", VERIFY_SECONDS)]
+        return [
+            *found,
+            self._made("fidelity", self._fidelity),
+            self._made("evaluate", self._evaluate),
+        ]
+
+    def _made(self, stage: str, make: Any) -> Row:
+        try:
+            return make(*(need for need in self._needed if need.stage.split()[0] == stage))
+        except ResourceError as error:
+            return Row(stage, lacks=error)
+
+    def _passes(
+        self, need: Need, count: float, factor: float, batches: int | None = None
+    ) -> tuple[Row, float, float]:
+        """Return a row without seconds, and the seconds that `count` passes compute and stream."""
+        plan, lanes = fitted(need, self._config, self._machine.budget, batches)
+        count *= need.batch / plan.batch
+        row = Row(need.stage.split()[0], gpu=plan.total, streamed=plan.streamed)
+        if (rates := self._machine.gpu.rates) is None:
+            return row, 0.0, 0.0
+        is_bf16 = need.stack.name == "BF16"
+        least = floor(self._config, self._targets, rates, plan.batch, CONTEXT, bf16=is_bf16)
+        streamed = STREAMED * count / lanes * plan.streamed / self._machine.link_rate
+        return row, count * factor * sum(least.values()), streamed
+
+    def _timed(self, row: Row, fixed: float, *parts: tuple[str, float], least: float = 1.0) -> Row:
+        """Return a row with its seconds: the longest part counts, and what is fixed comes on top."""
+        bound, longest = max(parts, key=lambda part: part[1])
+        if self._machine.gpu.rates is None:
+            return row
+        return replace(row, seconds=(fixed + longest * least, fixed + longest), bound=bound)
+
+    def _read(self, nbytes: float, fast: float) -> float:
+        """Return the seconds that files take: `fast` from memory, or what the disk takes."""
+        return max(fast, nbytes / self._machine.disk if self._machine.disk else 0.0)
+
+    def _calibrate(self, need: Need) -> Row:
+        settings = self._recipe.calibration
+        assert settings is not None
+        batches = sum(-(-n // settings.batch_size) for n in (settings.prompts, HELD_OUT))
+        row, compute, link = self._passes(
+            need, batches * settings.canvases * STEPS, CALIBRATING, batches
         )
-        table.add_row("time, evaluate", duration(evaluation_seconds(recipe)), source)
-    return table
+        loading = self._read(self._before, LOADING_SECONDS * self._before / 1e9)
+        row = replace(row, scratch=self._rows_bytes())
+        return self._timed(row, loading, ("compute", compute), ("link", link))
+
+    def _rows_bytes(self) -> float:
+        """Return the bytes of what enters the first layer, recorded at every step and prompt."""
+        settings = self._recipe.calibration
+        if settings is None or self._recipe.quantization.rounding != "gptq":
+            return 0.0
+        canvas = self._config["canvas_length"]
+        tokens = canvas * calibration_steps(self._recipe) + settings.prompts * (
+            settings.max_prompt_tokens + (settings.canvases - 1) * canvas
+        )
+        return 2.0 * self._config["text_config"]["hidden_size"] * tokens
+
+    def _round(self, need: Need) -> Row:
+        plan, _ = fitted(need, self._config, self._machine.budget)
+        rates, layers = self._machine.gpu.rates, self._config["text_config"]["num_hidden_layers"]
+        slower = BF16_FLOP / rates.bf16 if rates else 0.0
+        rounding = slower * layers * ROUNDING_LAYER_SECONDS
+        passes = slower * calibration_steps(self._recipe) * HESSIAN_STEP_SECONDS
+        moved = 2 * layers * self._rows_bytes() if rates else 0.0  # to the GPU and back, by layer
+        row = Row(
+            "round", gpu=plan.total, streamed=self._before, host=HOST_BYTES["round"],
+            disk=self._after, scratch=3 * self._rows_bytes(),
+        )  # fmt: skip
+        parts = [("compute", rounding + passes), ("link", moved / (self._machine.link_rate or 1))]
+        if self._machine.disk:
+            parts.append(("disk", moved / self._machine.disk))
+        return self._timed(row, self._read(self._before, ROUNDING_FILES_SECONDS), *parts)
+
+    def _files(self, stage: str, seconds: float) -> Row:
+        """Return the row of a stage that reads and writes files, a piece at a time."""
+        fast = seconds * self._before / 1e9
+        link = 2 * self._before / self._machine.link_rate if self._machine.link_rate else 0.0
+        disk = (self._before + self._after) / self._machine.disk if self._machine.disk else 0.0
+        written = self._after if stage == "convert" else 0.0
+        row = Row(stage, gpu=PIECES_BYTES, host=HOST_BYTES[stage], disk=written)
+        return self._timed(row, 0.0, ("host", fast), ("link", link), ("disk", disk))
+
+    def _fidelity(self, bf16: Need, quantized: Need) -> Row:
+        settings = self._recipe.calibration if self._recipe.needs_calibration else None
+        canvases = settings.canvases if settings else 2
+        passes = canvases * STEPS * -(-HELD_OUT // REPLAYED)
+        modes = {"none", self._recipe.evaluation.activations, *self._recipe.gate.max_kl_nats}
+        first, *one = self._passes(
+            bf16, passes * (1 if settings else 3), DENOISING
+        )  # or records first
+        second, *other = self._passes(quantized, passes * (len(modes) + 1), DENOISING)
+        return self._both(first, second, one, other, CHECKING_SECONDS)
+
+    def _evaluate(self, bf16: Need, quantized: Need) -> Row:
+        tokens = most_tokens(self._recipe)
+        canvas, batch = self._config["canvas_length"], bf16.batch
+        count = tokens / canvas / batch * (STEPS_A_CANVAS + 1)
+        first, *one = self._passes(bf16, count, DENOISING)
+        second, *other = self._passes(quantized, count, DENOISING)
+        return self._both(first, second, one, other, LOADING_SECONDS, TYPICAL * SEQUENTIAL)
+
+    def _both(
+        self,
+        bf16: Row,
+        quantized: Row,
+        one: Sequence[float],
+        other: Sequence[float],
+        opening: float,
+        least: float = 1.0,
+    ) -> Row:
+        """Return the row of a stage that runs both models, one after the other."""
+        larger = max(bf16, quantized, key=lambda row: row.gpu)
+        row = Row(larger.stage, gpu=larger.gpu, streamed=bf16.streamed)
+        seconds = sum(max(each) for each in (one, other))
+        bound = "link" if one[1] + other[1] > one[0] + other[0] else "compute"
+        nbytes = self._before + self._after
+        opened = self._read(nbytes, opening * nbytes / 1e9)
+        return self._timed(row, opened, (bound, seconds), least=least)
 
 
-def _on_cpu(targets: list[Target]) -> list[tuple[str, str, str]]:
-    cores = len(os.sched_getaffinity(0))
-    own = CONVERT_BYTES + CONVERT_BYTES_A_THREAD * cores
-    seconds = duration(convert_seconds(targets, cores))
-    return [
-        ("memory, convert", size(own), f"{cores} threads; measured with 2 and 16"),
-        ("time, convert", seconds, f"{cores} cores; CPU seconds a GB measured"),
-    ]
+def least_of(error: ResourceError) -> str:
+    """Return the least memory that a stage needs, from the message that says so."""
+    return str(error).partition(" needs ")[2].partition(";")[0]
 
 
-def _on_gpu(before: float, rounding: str) -> list[tuple[str, str, str]]:
-    source = "measured on an H200, 16 cores, 26B, files in memory, 4 runs at once"
-    convert, verify = (before / 1e9 * each for each in (GPU_CONVERT_SECONDS, GPU_VERIFY_SECONDS))
-    return [
-        ("memory, convert", size(GPU_CONVERT_BYTES[rounding]), f"the most {source}"),
-        ("time, convert", duration(convert), f"the slowest of 18 to 32 s {source}"),
-        ("time, verify", duration(verify), f"the slowest of 33 to 38 s {source}"),
-    ]
-
-
-def _rounding(need: Need, config: Mapping[str, Any], budget: float, steps: int) -> tuple[str, str]:
-    try:
-        plan(need, config, budget)
-    except ResourceError:
-        return "-", f"does not fit {size(budget)}"
-    source = f"estimate: at most {steps:,} steps, 18.2 ms each, 3.0 s a layer; measured: H200, 26B"
-    return duration(round_seconds(steps, config["text_config"]["num_hidden_layers"])), source
-
-
-def round_seconds(steps: int, layers: int) -> float:
-    """Return the estimated seconds of GPTQ: recorded steps go once through each layer."""
-    return steps * HESSIAN_STEP_SECONDS + layers * ROUNDING_LAYER_SECONDS
-
-
-def evaluation_seconds(recipe: Recipe) -> float:
-    """Return the estimated seconds of both sides' planned answers, of tasks whose size is known."""
-    return 2 * evaluation_answers(recipe) * ASSUMED_ANSWER_TOKENS / SERVED_TOKENS_A_SECOND
-
-
-def convert_seconds(targets: list[Target], cores: int) -> float:
+def convert_seconds(targets: Sequence[Target], cores: int) -> float:
     """Return the estimated seconds of a conversion on CPU cores."""
     before, after = sum_bytes(targets)
     rate = max(t.scheme.convert_seconds for t in targets if t.scheme)
     return max(rate * before / 1e9 / cores, after / HASH_BYTES_A_SECOND)
 
 
-def calibration_steps(recipe: Recipe, steps: int = 48) -> int:
+def on_cpu(targets: Sequence[Target]) -> str:
+    """Return what a conversion takes without a GPU."""
+    from quantize.host.units import duration, size
+
+    cores = len(os.sched_getaffinity(0))
+    own = CONVERT_BYTES + CONVERT_BYTES_A_THREAD * cores
+    return (
+        f"without a GPU, convert takes {duration(convert_seconds(targets, cores))} and {size(own)} of "
+        f"memory on the {cores} cores here"
+    )
+
+
+def calibration_steps(recipe: Recipe, steps: int = STEPS) -> int:
     """Return the most denoising steps a calibration makes: prompts x canvases x steps."""
     settings = recipe.calibration
     if settings is None:
@@ -142,10 +314,11 @@ def calibration_steps(recipe: Recipe, steps: int = 48) -> int:
     return settings.prompts * settings.canvases * steps
 
 
-def evaluation_answers(recipe: Recipe) -> int:
-    """Return how many answers each model gives, over the tasks whose size is known."""
+def most_tokens(recipe: Recipe) -> int:
+    """Return the most tokens of a model's planned answers, over the tasks whose size is known."""
+    settings = recipe.evaluation
     return sum(
-        questions * recipe.evaluation.repeats.get(task, 1)
+        questions * settings.repeats.get(task, 1) * settings.answer_tokens(task)
         for task, questions in known_sizes(recipe).items()
     )
 
@@ -157,6 +330,11 @@ def known_sizes(recipe: Recipe) -> dict[str, int]:
         if (size := recipe.evaluation.questions(task)) is not None:
             found[task] = min(size, recipe.evaluation.limit.get(task, size))
     return found
+
+
+def evaluation_seconds(recipe: Recipe) -> float:
+    """Return the seconds of both models' answers on one H200: of typical length, to a verdict."""
+    return 2 * TYPICAL * SEQUENTIAL * most_tokens(recipe) / EVALUATED_TOKENS_A_SECOND
 
 
 def cannot_pass(recipe: Recipe) -> list[str]:
@@ -173,14 +351,3 @@ def cannot_pass(recipe: Recipe) -> list[str]:
         for task, questions in known_sizes(recipe).items()
     )
     return [sentence for sentence in found if sentence]
-
-
-def sizes_table(tensors: Mapping[str, TensorInfo]) -> Table:
-    """Return the size that every shipped recipe would give these tensors, beside published ones."""
-    table = Table(title="all recipes", title_justify="left")
-    for name in ("recipe", "size", "of BF16", "published"):
-        table.add_column(name, justify="right" if name in ("size", "of BF16") else "left")
-    for name in shipped_recipes():
-        before, after = sum_bytes(plan_targets(tensors, load_recipe(name).quantization))
-        table.add_row(name, size(after), f"{after / before:.1%}", PUBLISHED.get(name, ""))
-    return table

@@ -1,19 +1,21 @@
 """Tells which kernels run a recipe on a GPU, and computes the least time of a forward there."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from quantize.checkpoints.targets import QUANTIZABLE, Target
+from quantize.schemes.records import Scheme
 
 if TYPE_CHECKING:
     from quantize.runtime.fused.gpus import Gpu
+    from quantize.runtime.fused.rates import Rates
 
 CONTEXT = 1024  # positions before the canvas of the estimate
 
 
-def gpu_of(name: str | None) -> "Gpu | None":
+def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
     """Return the named GPU, else the one of this machine, None without one.
 
     Raises:
@@ -24,7 +26,7 @@ def gpu_of(name: str | None) -> "Gpu | None":
     from quantize.runtime.fused.gpus import at_hand, named
 
     if name is not None:
-        return named(name)
+        return named(name, memory)
     return at_hand(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
@@ -37,26 +39,77 @@ def kernel_schemes(targets: Sequence[Target]) -> dict[str, str]:
     return schemes
 
 
-def gpu_table(targets: Sequence[Target], config: dict[str, Any], gpu: "Gpu") -> Table:
-    """Return a table of the kernels that run each part of a recipe, with an estimate of their time."""
-    from quantize.runtime.fused.cost import floor
+def floor(
+    config: Mapping[str, Any],
+    targets: Sequence[Target],
+    rates: "Rates",
+    batch: int,
+    context: int,
+    *,
+    bf16: bool = False,
+) -> dict[str, float]:
+    """Return the least seconds of one denoising step by part, every expert hit, from stated rates.
+
+    Args:
+        config: config.json of the model.
+        targets: its plan; with `bf16` as if it quantized nothing.
+        rates: the GPU's rates.
+        batch: number of canvases.
+        context: positions before each canvas.
+        bf16: whether the BF16 model takes the step.
+    """
+    text, L = config["text_config"], config["canvas_length"]
+    V, H, experts = text["vocab_size"], text["hidden_size"], text["num_experts"]
+    rows, parts = batch * L, {"experts": 0.0, "dense": 0.0, "attention": 0.0}
+
+    def product(target: Target, tokens: float) -> float:
+        scheme: Scheme | None = None if bf16 else target.scheme
+        nbytes = target.bytes_after if scheme else target.bytes_before
+        flop = tokens * target.bytes_before  # two for each BF16 weight
+        return rates.seconds(nbytes, flop, scheme.kernel if scheme else "bf16")
+
+    for target in targets:
+        if target.module_class == "experts":
+            parts["experts"] += product(target, rows * text["top_k_experts"] / experts)
+        elif target.module_class in QUANTIZABLE:
+            parts["dense"] += product(target, rows)
+    for kind in text["layer_types"]:
+        sliding = kind == "sliding_attention"
+        seen = (min(context, text["sliding_window"] - 1) if sliding else context) + L
+        dim = text["head_dim"] if sliding else text.get("global_head_dim") or text["head_dim"]
+        narrow = "num_key_value_heads" if sliding else "num_global_key_value_heads"
+        cells = 4 * batch * seen * (text.get(narrow) or text["num_key_value_heads"]) * dim
+        flop = 4 * rows * seen * text["num_attention_heads"] * dim
+        parts["attention"] += rates.seconds(cells, flop, "bf16")
+    # lm_head, then the soft embedding
+    vocabulary = 2 * rates.seconds(2 * V * H, 2 * rows * V * H, "bf16")
+    return parts | {"vocabulary": vocabulary}
+
+
+def runs(targets: Sequence[Target], gpu: "Gpu") -> bool:
+    """Return whether a GPU has kernels for every scheme of a plan."""
     from quantize.runtime.fused.gpus import verdict
 
-    schemes = kernel_schemes(targets)
-    verdicts = {kind: verdict(scheme, gpu) for kind, scheme in schemes.items()}
+    return all(verdict(scheme, gpu).kernels for scheme in kernel_schemes(targets).values())
+
+
+def gpu_table(targets: Sequence[Target], config: dict[str, Any], gpu: "Gpu") -> Table:
+    """Return a table of the kernels that run each part of a recipe, with an estimate of their time."""
+    from quantize.runtime.fused.gpus import verdict
+
     memory = f", {gpu.memory / 1e9:.0f} GB" if gpu.memory else ""
     table = Table(title=f"{gpu.name} ({gpu.target}{memory})", title_justify="left")
     for column in ("part", "scheme", "kernels", ""):
         table.add_column(column)
-    for kind, found in verdicts.items():
+    for kind, scheme in kernel_schemes(targets).items():
+        found = verdict(scheme, gpu)
         table.add_row(kind, found.scheme, found.kernels or "cannot run", found.note)
-    if all(found.kernels for found in verdicts.values()):
-        parts = floor(config, schemes, gpu, 1, CONTEXT)
-        if parts is not None:
-            each = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in parts.items())
-            table.caption = (
-                f"estimate by arithmetic, not measured: one canvas behind {CONTEXT:,} positions takes "
-                f"at least {sum(parts.values()) * 1e3:.1f} ms a forward ({each}), from the memory "
-                f"bandwidth and FLOP/s that the GPU's maker states"
-            )
+    if gpu.rates is not None and runs(targets, gpu):
+        parts = floor(config, targets, gpu.rates, 1, CONTEXT)
+        each = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in parts.items())
+        table.caption = (
+            f"estimate by arithmetic, not measured: one canvas behind {CONTEXT:,} positions takes at "
+            f"least {sum(parts.values()) * 1e3:.1f} ms a forward ({each}), from the memory bandwidth "
+            f"and FLOP/s that the GPU's maker states"
+        )
     return table

@@ -7,7 +7,7 @@ missing: the class that transformers builds from the config gives every name and
 import csv
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from quantize.checkpoints.reader import (
 from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
 from quantize.host.files import write_text
 from quantize.host.units import size
-from quantize.recipe.sections import Recipe
+from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
 from quantize.runs.folder import RunDir
 
 BF16_BYTES = 2
@@ -91,6 +91,13 @@ def tensors_from_config(config: dict[str, Any]) -> dict[str, TensorInfo]:
         count = BF16_BYTES * math.prod(spec.shape)
         tensors[name] = TensorInfo(name, spec.dtype, spec.shape, Path("config.json"), 0, count)
     return tensors
+
+
+def plans_of(tensors: Mapping[str, TensorInfo]) -> dict[str, list[Target]]:
+    """Return what every shipped recipe would do to these tensors, by its name."""
+    return {
+        name: plan_targets(tensors, load_recipe(name).quantization) for name in shipped_recipes()
+    }
 
 
 def targets_as_csv(targets: list[Target]) -> str:

@@ -1,0 +1,120 @@
+"""Shows how each format of a model would be served on a GPU: `quantize plan --serve`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from quantize.checkpoints.reader import TensorInfo
+from quantize.checkpoints.targets import Target
+from quantize.errors import ResourceError
+from quantize.host.units import size
+from quantize.runtime.memory import DEFAULT_CONTEXT, Need, Plan, plan
+from quantize.stages.memory_needs import bf16_stack, quantized_stack
+from quantize.stages.plan.estimate import Machine, least_of
+from quantize.stages.plan.gpu_support import floor, gpu_of, runs
+from quantize.stages.plan.plan import described, plans_of
+
+STEPS = 16  # of a canvas; it is encoded in one more forward
+CLIENTS = 4  # requests at once
+
+
+def show_serving(
+    model: str | None,
+    revision: str | None,
+    gpu: str | None,
+    gpu_memory: float | None,
+    context: int | None,
+    clients: int,
+) -> None:
+    """Print how each format of a model would be served: what fits, and how fast at best.
+
+    Raises:
+        InputError: no GPU has that name.
+    """
+    machine = Machine.of(gpu_of(gpu, gpu_memory), gpu_memory)
+    config, tensors = described(model, revision)
+    limit = config["text_config"]["max_position_embeddings"]
+    length = min(context or DEFAULT_CONTEXT, limit)
+    plans = plans_of(tensors)
+    Console().print(serving_table(config, tensors, plans, machine, length, clients))
+
+
+def serving_table(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    plans: Mapping[str, Sequence[Target]],
+    machine: Machine,
+    context: int,
+    clients: int,
+) -> Table:
+    """Return a row for BF16 and each shipped recipe's checkpoint, 80 columns wide at most.
+
+    What fits is what `quantize serve --max-num-seqs CLIENTS --max-context CONTEXT` will hold.
+    """
+    table = Table(
+        title=f"serving on {machine.gpu.name}, {machine.budget / 1e9:.0f} GB: {clients} clients, "
+        f"{context:,} positions each",
+        caption=f"by arithmetic: ms of a forward at least, tokens/s at most ({STEPS} steps a canvas)",
+        title_justify="left", caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for name in ("format", "weights", "slots", "GPU", "streamed", "ms", "tokens/s"):
+        left = name in ("format", "weights")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for name, targets in {"BF16": next(iter(plans.values())), **plans}.items():
+        quantized = quantized_stack(name, targets, hopper=machine.hopper)
+        stack = bf16_stack(tensors) if name == "BF16" else quantized
+        table.add_row(name, *_cells(Need(name, stack, clients, context), config, targets, machine))
+    return table
+
+
+def serving_line(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    targets: Sequence[Target],
+    machine: Machine,
+) -> str:
+    """Return how `quantize serve` would hold a recipe's checkpoint at its defaults."""
+    context = min(DEFAULT_CONTEXT, config["text_config"]["max_position_embeddings"])
+    stack = quantized_stack("", targets, hopper=machine.hopper)
+    cells = _cells(Need("", stack, CLIENTS, context), config, targets, machine)
+    if len(cells) == 1:
+        return f"serve: {cells[0]}"
+    weights, slots, total, streamed, _, tokens = cells
+    what = f"{weights} ({streamed} a pass)" if streamed else weights
+    return (
+        f"serve: {slots} slots of {context:,} positions, weights {what}, {total}; at most {tokens} "
+        f"tokens/s"
+    )
+
+
+def _cells(
+    need: Need, config: Mapping[str, Any], targets: Sequence[Target], machine: Machine
+) -> list[str]:
+    if need.stage != "BF16" and not runs(targets, machine.gpu):
+        return ["no kernels for it"]
+    try:
+        found = plan(need, config, machine.budget)
+    except ResourceError as error:
+        return [f"needs {least_of(error)}"]
+    streamed = size(found.streamed) if found.streamed else ""
+    cells = ["streamed" if streamed else "resident", str(found.batch), size(found.total), streamed]
+    seconds = least_seconds(found, config, targets, machine)
+    if seconds is None:
+        return [*cells, "?", "?"]
+    tokens = found.batch * config["canvas_length"] / ((STEPS + 1) * seconds)
+    return [*cells, f"{1e3 * seconds:.1f}", f"{tokens:,.0f}"]
+
+
+def least_seconds(
+    found: Plan, config: Mapping[str, Any], targets: Sequence[Target], machine: Machine
+) -> float | None:
+    """Return the least seconds of a forward, None where the GPU's rates are not known."""
+    if (rates := machine.gpu.rates) is None:
+        return None
+    bf16, need = found.need.stage == "BF16", found.need
+    least = floor(config, targets, rates, found.batch, need.context, bf16=bf16)
+    streaming = found.streamed / machine.link_rate if found.streamed else 0.0
+    return max(sum(least.values()), streaming)

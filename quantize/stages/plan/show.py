@@ -1,0 +1,167 @@
+"""Shows a plan: what becomes of the weights, a row a stage, and what a GPU could do else."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from quantize.checkpoints.reader import TensorInfo
+from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
+from quantize.host.progress import say
+from quantize.host.units import size
+from quantize.recipe.sections import Recipe, beside_a_model, load_recipe
+from quantize.stages.memory_needs import needs
+from quantize.stages.plan.estimate import Machine, Row, cannot_pass, least_of, on_cpu, rows
+from quantize.stages.plan.gpu_support import gpu_of, gpu_table, runs
+from quantize.stages.plan.plan import described, plan_table, plans_of
+from quantize.stages.plan.serving import serving_line
+
+if TYPE_CHECKING:
+    pass
+
+MADE_BY = ("calibrate", "round", "convert", "verify")  # stages that make a checkpoint
+# Bytes of published checkpoints, which a plan can be compared with.
+PUBLISHED = {"fp8_dynamic": "27.2 GB, RedHatAI", "nvfp4": "18.9 GB, NVIDIA"}
+# The recipes in the order in which one would take them, as far as a GPU can make and run them.
+PREFERRED = ("nvfp4", "nvfp4_w4a4", "nvfp4a16", "fp8_dynamic", "int8_dynamic")
+
+
+def show_plan(
+    recipe_name: str,
+    model: str | None,
+    revision: str | None,
+    gpu_memory: float | None = None,
+    gpu: str | None = None,
+) -> None:
+    """Print what a recipe would do to a model, from the config alone where that is enough.
+
+    What its stages take is shown for `gpu`, else the GPU that is here, else an H200; of its memory
+    `gpu_memory` bytes may be used.
+
+    Raises:
+        InputError: no GPU has that name.
+        ResourceError: a stage does not fit `gpu_memory`.
+    """
+    recipe = load_recipe(recipe_name)
+    chosen = gpu_of(gpu, gpu_memory)  # a wrong name is refused before any table
+    config, tensors = described(model, revision)
+    if model is None:
+        recipe = recipe.for_bundled_model()
+    with beside_a_model(recipe_name):
+        targets = plan_targets(tensors, recipe.quantization)
+    screen = Console()
+    screen.print(plan_table(targets, f"{recipe.name}: {model or 'the bundled model'}"))
+    if chosen is not None:
+        screen.print(gpu_table(targets, config, chosen))
+    for sentence in cannot_pass(recipe):
+        say(sentence)
+    if model is None and gpu_memory is None and gpu is None:
+        return
+    machine = Machine.of(chosen, gpu_memory)
+    found = planned(recipe, config, tensors, targets, machine)
+    screen.print(stage_table(recipe.name, found, machine))
+    lines = [*ending(found), serving_line(config, tensors, targets, machine), on_cpu(targets)]
+    screen.print("\n".join(lines), soft_wrap=False)
+    if model is not None:  # the estimates hold for the real layer shapes
+        screen.print(recipes_table(config, tensors, machine))
+    if gpu_memory is not None and (lacks := next((r.lacks for r in found if r.lacks), None)):
+        raise lacks
+
+
+def planned(
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    targets: Sequence[Target],
+    machine: Machine,
+) -> list[Row]:
+    """Return a row for each stage of a recipe."""
+    needed = needs(recipe, config, tensors, targets, hopper=machine.hopper)
+    return rows(recipe, config, targets, needed, machine)
+
+
+def stage_table(name: str, found: Sequence[Row], machine: Machine) -> Table:
+    """Return a table of what each stage takes, a row a stage, 80 columns wide at most."""
+    link = f", {machine.link_rate / 1e9:.0f} GB/s from the host" if machine.link_rate else ""
+    title = f"{name} on {machine.gpu.name}, {machine.budget / 1e9:.0f} GB{link}: estimates"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("stage", "time", "bound", "GPU", "streamed", "host", "disk"):
+        right = column not in ("stage", "time", "bound")
+        table.add_column(column, justify="right" if right else "left", no_wrap=True)
+    for row in found:
+        if row.lacks is not None:
+            table.add_row(row.stage, f"needs {least_of(row.lacks)}")
+            continue
+        disk = size(row.disk + row.scratch) if row.disk + row.scratch else ""
+        streamed = size(row.streamed) if row.streamed else ""
+        cells = (size(row.gpu), streamed, size(row.host), disk + ("*" if row.scratch else ""))
+        table.add_row(row.stage, between(row.seconds), row.bound, *cells)
+    table.caption = "streamed: of each pass; *: scratch that is removed again is in it"
+    table.caption_justify = "left"
+    return table
+
+
+def between(seconds: tuple[float, float] | None) -> str:
+    """Return a range of times."""
+    if seconds is None:
+        return "?"
+    low, high = map(rounded, seconds)
+    return low if low == high else f"{low} to {high}"
+
+
+def rounded(seconds: float) -> str:
+    """Return a time with two digits, in the unit that fits it: "32 s", "9 min", "3.1 h", "12 days"."""
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            value = seconds / unit
+            return f"{value:.1f} {name}" if value < 9.95 else f"{value:,.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def ending(found: Sequence[Row]) -> list[str]:
+    """Return what a run takes altogether, and what bounds it."""
+    known = [row for row in found if row.seconds is not None]
+    if len(known) < len(found):
+        return []
+    low, high = (sum(row.seconds[at] for row in known if row.seconds) for at in range(2))
+    longest = max(known, key=lambda row: row.seconds[1] if row.seconds else 0)
+    return [
+        f"all: {between((low, high))}; {longest.stage} is the longest, bound by {longest.bound}",
+        "evaluate: from answers of typical length until the verdict is certain, to all at their limits",
+    ]
+
+
+def recipes_table(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], machine: Machine
+) -> Table:
+    """Return what every shipped recipe would make of these tensors, and which to take."""
+    table = Table(title="all recipes", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("recipe", "size", "of BF16", "made in", "published"):
+        table.add_column(name, justify="right" if name in ("size", "of BF16") else "left")
+    able: dict[str, str] = {}
+    for name, targets in plans_of(tensors).items():
+        made = _made(planned(load_recipe(name), config, tensors, targets, machine))
+        if not runs(targets, machine.gpu):
+            made = "no kernels for it"
+        elif "needs" not in made:
+            able[name] = made
+        before, after = sum_bytes(targets)
+        table.add_row(name, size(after), f"{after / before:.1%}", made, PUBLISHED.get(name, ""))
+    ways = [f"{name} ({able[name]})" for name in PREFERRED if name in able]
+    if ways:
+        table.caption = f"take {ways[0]}; else {', '.join(ways[1:3])}"
+    table.caption_justify = "left"
+    return table
+
+
+def _made(found: Sequence[Row]) -> str:
+    """Return how long the stages that make a checkpoint take, or why they cannot."""
+    making = [row for row in found if row.stage in MADE_BY]
+    if lacking := next((row for row in making if row.lacks), None):
+        assert lacking.lacks is not None
+        return f"{lacking.stage} needs {least_of(lacking.lacks)}"
+    if any(row.seconds is None for row in making):
+        return "?"
+    return rounded(sum(row.seconds[1] for row in making if row.seconds))
