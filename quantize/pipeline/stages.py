@@ -131,7 +131,7 @@ def _calibrate(run: Run) -> None:
         run.source.folder,
         run.recipe,
         run.folder.calibration,
-        run.place,
+        place=run.place,
         scratch=run.recording,
     )
 
@@ -144,7 +144,7 @@ def _round(run: Run) -> None:
         run.targets,
         run.recipe,
         run.folder.rounding,
-        run.place,
+        place=run.place,
         scratch=run.recording,
     )
 
