@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from fused_dequant.formats import EIGHT_BIT, FOUR_BIT
@@ -11,7 +12,7 @@ from fused_dequant.formats import EIGHT_BIT, FOUR_BIT
 class Rates:
     """Rates that a device reaches: bytes/s of a copy, FLOP/s of products in bf16, FP8 and NVFP4 (W4A4).
 
-    `fp4` is 0 where a device has no such units, or its maker states nothing of them.
+    `fp4` is 0 where nothing is known of it: then bytes alone bound such a product.
     """
 
     copy: float
@@ -22,8 +23,8 @@ class Rates:
     def seconds(self, nbytes: float, flop: float, scheme: str) -> float:
         """Return the least seconds of one product."""
         rate = self.fp8 if scheme in EIGHT_BIT else self.bf16
-        if scheme == FOUR_BIT and self.fp4:
-            rate = self.fp4
+        if scheme == FOUR_BIT:
+            rate = self.fp4 or inf
         return max(nbytes / self.copy, flop / rate)
 
 
