@@ -143,6 +143,27 @@ def test_plan_says_what_runs_on_a_named_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert "estimate by arithmetic" not in " ".join(shown.output.split())
 
 
+@pytest.mark.parametrize(
+    ("gpu", "recipe", "least"),
+    [
+        ("b200", "nvfp4_w4a4", "2.2 ms"), ("rtx5090", "nvfp4_w4a4", "12.2 ms"),
+        ("spark", "nvfp4_w4a4", "65.7 ms"), ("b200", "nvfp4a16", None), ("h200", "nvfp4_w4a4", None),
+    ],
+)  # fmt: skip
+def test_plan_names_fp4_units_and_what_they_may_gain(
+    gpu: str, recipe: str, least: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the recipe is served with calibrated inputs, a scale a layer, on a GPU that has them."""
+    monkeypatch.setenv("COLUMNS", "300")
+    arguments = ["plan", "--model", REAL_MODEL, "--recipe", recipe, "--gpu", gpu]
+    shown = CliRunner().invoke(cli, arguments)
+    assert shown.exit_code == 0, shown.output
+    said = " ".join(shown.output.split())
+    assert ("nvfp4_blackwell" in said) == (least is not None)
+    assert ("without FP4 units" in said) == (least is not None)
+    assert least is None or f"at least {least} a forward" in said
+
+
 def made_up(product: Product, excluded: list[Config]) -> list[tuple[float, Config]]:
     """Find the last candidate the fastest, each a microsecond faster than the one before."""
     own = list(candidates(product, (8, 9)))

@@ -52,15 +52,22 @@ class Gpu:
         """The target that kernels are compiled for, as in sm_90."""
         return name_of(self.capability)
 
+    @property
+    def fp4(self) -> bool:
+        """Whether its tensor cores multiply NVFP4."""
+        return self.capability in TARGETS and TARGETS[self.capability].fp4
+
 
 def _gpu(
     name: str, capability: Capability, gb: float, tb: float, bf16: float, eight: float, link: float
 ) -> Gpu:
     """Make a GPU from GB of memory, TB/s, TFLOP/s in bf16 and in 8 bits, and GB/s of its link."""
-    rates = Rates(tb * 1e12, bf16 * 1e12, eight * 1e12)
+    rates = Rates(tb * 1e12, bf16 * 1e12, eight * 1e12, FP4.get(name, 0) * 1e12)
     return Gpu(name, capability, gb * 1e9, rates, link * 1e9)
 
 
+# TFLOP/s of dense products in NVFP4 (W4A4); of the others nothing was looked up.
+FP4 = {"B200": 9000, "RTX PRO 6000": 2015, "RTX 5090": 1676, "DGX Spark": 500}
 PCIE4, PCIE5, C2C = 31.5, 63.0, 450.0  # GB/s one way, of 16 lanes; NVLink between Grace and its GPU
 # Where each figure was looked up: docs/runtime.md, What makers state.
 GPUS = {
@@ -80,9 +87,9 @@ GPUS = {
     "rtxpro6000": _gpu("RTX PRO 6000", (12, 0), 96, 1.792, 504, 1007, PCIE5),
     "rtx5090": _gpu("RTX 5090", (12, 0), 32, 1.792, 209, 419, PCIE5),
     "rtx5080": _gpu("RTX 5080", (12, 0), 16, 0.96, 112, 225, PCIE5),
-    # Its maker states 31 TFLOP/s in float32: products at the RTX 5090's ratio to that, FP8 as half.
+    # Its maker states 31 TFLOP/s in float32: products at the RTX 5090's ratio to that.
     # Host and GPU share their memory: what is streamed is read and written in it.
-    "spark": _gpu("DGX Spark", (12, 1), 128, 0.273, 62, 62, 136),
+    "spark": _gpu("DGX Spark", (12, 1), 128, 0.273, 62, 124, 136),
 }
 
 
@@ -144,7 +151,7 @@ def verdict(scheme: str, gpu: Gpu) -> Verdict:
         note = "compiled and checked, never run"
     else:
         note = f"{target} is not among the targets that were compiled for: compiled at first use"
-    if scheme == "nvfp4" and own in TARGETS and TARGETS[own].fp4:
+    if scheme == "nvfp4" and gpu.fp4:
         note += "; activations stay bf16 (W4A16); FP4 units multiply W4A4, the mode per_layer"
     if scheme == FOUR_BIT:
         note += "; W4A4 on FP4 units"

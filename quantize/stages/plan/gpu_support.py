@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from quantize.checkpoints.targets import QUANTIZABLE, Target
+from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import Scheme
 
 if TYPE_CHECKING:
@@ -30,13 +31,17 @@ def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
     return at_hand(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
-def kernel_schemes(targets: Sequence[Target]) -> dict[str, str]:
-    """Return the kernels' names of the schemes of experts, attention and MLPs."""
+def kernel_schemes(targets: Sequence[Target], *, units: bool = False) -> dict[str, str]:
+    """Return the kernels' names of the schemes of experts, attention and MLPs; `units`: see `floor`."""
     schemes: dict[str, str] = dict.fromkeys(QUANTIZABLE, "bf16")
     for target in targets:
         if target.scheme is not None and target.module_class in schemes:
-            schemes[target.module_class] = target.scheme.kernel
+            schemes[target.module_class] = _kernel(target.scheme, units)
     return schemes
+
+
+def _kernel(scheme: Scheme, units: bool) -> str:
+    return "nvfp4_e2m1" if units and scheme.calibrated else scheme.kernel
 
 
 def floor(
@@ -47,6 +52,7 @@ def floor(
     context: int,
     *,
     bf16: bool = False,
+    units: bool = False,
 ) -> dict[str, float]:
     """Return the least seconds of one denoising step by part, every expert hit, from stated rates.
 
@@ -57,6 +63,7 @@ def floor(
         batch: number of canvases.
         context: positions before each canvas.
         bf16: whether the BF16 model takes the step.
+        units: whether FP4 units multiply NVFP4 whose inputs are calibrated.
     """
     text, L = config["text_config"], config["canvas_length"]
     V, H, experts = text["vocab_size"], text["hidden_size"], text["num_experts"]
@@ -66,7 +73,7 @@ def floor(
         scheme: Scheme | None = None if bf16 else target.scheme
         nbytes = target.bytes_after if scheme else target.bytes_before
         flop = tokens * target.bytes_before  # two for each BF16 weight
-        return rates.seconds(nbytes, flop, scheme.kernel if scheme else "bf16")
+        return rates.seconds(nbytes, flop, _kernel(scheme, units) if scheme else "bf16")
 
     for target in targets:
         if target.module_class == "experts":
@@ -93,23 +100,32 @@ def runs(targets: Sequence[Target], gpu: "Gpu") -> bool:
     return all(verdict(scheme, gpu).kernels for scheme in kernel_schemes(targets).values())
 
 
-def gpu_table(targets: Sequence[Target], config: dict[str, Any], gpu: "Gpu") -> Table:
-    """Return a table of the kernels that run each part of a recipe, with an estimate of their time."""
+def gpu_table(
+    targets: Sequence[Target], config: dict[str, Any], gpu: "Gpu", mode: ActivationMode
+) -> Table:
+    """Return a table of the kernels that run each part of a recipe, with an estimate of their time.
+
+    `mode` is the recipe's.
+    """
     from quantize.runtime.fused.gpus import verdict
 
+    units = gpu.fp4 and mode == "per_layer"
     memory = f", {gpu.memory / 1e9:.0f} GB" if gpu.memory else ""
     table = Table(title=f"{gpu.name} ({gpu.target}{memory})", title_justify="left")
     for column in ("part", "scheme", "kernels", ""):
         table.add_column(column)
-    for kind, scheme in kernel_schemes(targets).items():
+    for kind, scheme in kernel_schemes(targets, units=units).items():
         found = verdict(scheme, gpu)
         table.add_row(kind, found.scheme, found.kernels or "cannot run", found.note)
     if gpu.rates is not None and runs(targets, gpu):
-        parts = floor(config, targets, gpu.rates, 1, CONTEXT)
+        parts = floor(config, targets, gpu.rates, 1, CONTEXT, units=units)
         each = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in parts.items())
         table.caption = (
             f"estimate by arithmetic, not measured: one canvas behind {CONTEXT:,} positions takes at "
             f"least {sum(parts.values()) * 1e3:.1f} ms a forward ({each}), from the memory bandwidth "
             f"and FLOP/s that the GPU's maker states"
         )
+        without = sum(floor(config, targets, gpu.rates, 1, CONTEXT).values())
+        if units and without != sum(parts.values()):
+            table.caption += f"; {without * 1e3:.1f} without FP4 units"
     return table

@@ -54,7 +54,7 @@ def show_plan(
     screen = Console()
     screen.print(plan_table(targets, f"{recipe.name}: {model or 'the bundled model'}"))
     if chosen is not None:
-        screen.print(gpu_table(targets, config, chosen))
+        screen.print(gpu_table(targets, config, chosen, recipe.evaluation.activations))
     for sentence in cannot_pass(recipe):
         say(sentence)
     if model is None and gpu_memory is None and gpu is None:
