@@ -56,7 +56,7 @@ def test_the_walk_of_a_canvas() -> None:
     names = told("The walk of a canvas through one denoising step")
 
     def walk() -> None:
-        engine = open(CHECKPOINT, device="cpu", kind="fused", capacity=1, max_context=128)
+        engine = open(CHECKPOINT, device="cpu", capacity=1, max_context=128)
         engine.admit(0, [5, 6, 7], 1, Sampler(max_denoising_steps=2))
         engine.denoise([0])
 

@@ -1,6 +1,6 @@
 """What the number of denoising steps buys: accuracy and speed of the bundled model.
 
-    PYTHONPATH=evaluation python -m experiments.denoising_steps [--row adaptive] [--answers FILE]
+    PYTHONPATH=evaluation:tests/support python -m experiments.denoising_steps [--row NAME]
 
 Fixed numbers of steps never stop early; "adaptive" is the model's own stopping rule, at most 48 steps.
 The same held-out problems, prompts and noise for every row; the answer counts when the number behind
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import click
 import torch
+from modules_oracle.engine import ModelEngine
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.load import load
@@ -27,7 +28,6 @@ from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import complete
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
-from quantize.runtime.modules.engine import ModelEngine
 
 NEVER = 1e-30
 ROWS = ("10", "20", "48", "adaptive", "reference")

@@ -26,6 +26,7 @@ from unittest.mock import patch
 
 import click
 import torch
+from modules_oracle.simulated import rounding
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -41,7 +42,6 @@ from quantize.runtime.trajectory import record_all
 from quantize.schemes import gptq
 from quantize.schemes.gptq import shrunk
 from quantize.schemes.modes import ActivationMode
-from quantize.schemes.simulated import rounding
 from quantize.stages.calibrate.calibrate import INPUT_SCALE, SCALES, calibrate
 from quantize.stages.convert.convert import convert
 from quantize.stages.fidelity.fidelity import by_trajectory
@@ -217,10 +217,7 @@ def replay_all(out: Path, pairs: Sequence[Pair], count: int, skip: int) -> None:
         return
 
     def engine(folder: Path, mode: Any) -> Any:
-        return open(
-            folder, device="cpu", kind="modules", dtype=torch.float32, activations=mode,
-            capacity=BATCH,
-        )  # fmt: skip
+        return open(folder, device="cpu", activations=mode, capacity=BATCH)
 
     reference, sampler = engine(CHECKPOINT, "none"), Sampler.from_checkpoint(CHECKPOINT)
     own = recorded(reference, skip + count)[skip:]

@@ -86,8 +86,6 @@ def main(
         return open(
             path,
             device=device,
-            kind="modules",
-            dtype=torch.float32,
             activations=own,
             capacity=BATCH,
         )

@@ -32,7 +32,6 @@ from quantize.host.progress import say
 from quantize.recipe.sections import Quantization, Recipe, load_recipe
 from quantize.runtime import Placement, open
 from quantize.runtime.engine import Engine
-from quantize.runtime.opening import Kind
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Trajectory, record
 from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
@@ -154,10 +153,7 @@ def replay_all(
         return
 
     def engine(folder: Path, mode: ActivationMode) -> Engine:
-        return open(
-            folder, device=device, kind="modules", dtype=torch.float32, activations=mode,
-            capacity=BATCH,
-        )  # fmt: skip
+        return open(folder, device=device, activations=mode, capacity=BATCH)
 
     reference = engine(CHECKPOINT, "none")
     compared = [Compared(engine(out / name / "checkpoint", mode)) for name, mode in left]
@@ -182,11 +178,10 @@ def answer(
         for repeat in range(repeats)
         for at, row in enumerate(rows)
     }
-    kind: Kind = "modules" if device == "cpu" else "fused"
     folder = CHECKPOINT if name == "bf16" else out / name / "checkpoint"
     place = Placement(device, activations=mode)
     sampler = Sampler.from_checkpoint(CHECKPOINT)
-    model = Answerer(folder, "", sampler, place, capacity=BATCH, kind=kind)
+    model = Answerer(folder, "", sampler, place, capacity=BATCH)
     order = list(requests)
     batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
     right = [[False] * len(rows) for _ in range(repeats)]

@@ -1,6 +1,6 @@
 """Do a few trajectories carry the damage because a router's choice flips? Replay with BF16's choices.
 
-    PYTHONPATH=evaluation python -m experiments.routing CHECKPOINT [CHECKPOINT ...] [--trajectories 128]
+    PYTHONPATH=evaluation:tests/support python -m experiments.routing CHECKPOINT ...
 
 Every checkpoint is replayed three times on the same held-out trajectories, beside BF16:
 
@@ -23,12 +23,13 @@ from typing import Any
 
 import click
 import torch
+from modules_oracle.engine import ModelEngine
+from modules_oracle.simulated import load_rounding
 from torch import Tensor, nn
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.load import load
 from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Prompt, Trajectory, record
 from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
@@ -109,7 +110,7 @@ def damage(
     trajectories: Sequence[Trajectory],
 ) -> list[float]:
     """Return the mean KL from BF16 of every trajectory, nats."""
-    model = load(folder, activations=mode, dtype=torch.float32)
+    model = load_rounding(folder, mode, dtype=torch.float32)
     engine = ModelEngine(model, BATCH)
     sampler = Sampler.from_checkpoint(CHECKPOINT)
     with routers_held(reference.model, model, held):

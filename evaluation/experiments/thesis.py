@@ -15,7 +15,7 @@ All Linears are NVFP4, activations have one scale a layer. The token count of a 
 trajectories of the same seed. Models are compared by their KL from BF16 on the replayed steps of 128
 held-out trajectories, averaged over seeds.
 
-    PYTHONPATH=evaluation python -m experiments.thesis outputs/thesis   prints docs/thesis.md's tables
+    PYTHONPATH=evaluation:tests/support python -m experiments.thesis OUT   (docs/thesis.md's tables)
 
 One file a measurement: a killed run continues.
 """
@@ -30,6 +30,15 @@ from typing import Any
 
 import click
 import torch
+from modules_oracle.engine import ModelEngine
+from modules_oracle.inputs import watch_inputs
+from modules_oracle.passes import (
+    canvas_length,
+    decode_canvas,
+    encode_prompts,
+    text_config,
+)
+from modules_oracle.simulated import load_rounding
 from safetensors.torch import save_file
 from transformers import DiffusionGemmaForBlockDiffusion
 
@@ -46,14 +55,6 @@ from quantize.host.progress import say
 from quantize.recipe.sections import Calibration
 from quantize.runtime import Sampler
 from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.modules.engine import ModelEngine
-from quantize.runtime.modules.inputs import watch_inputs
-from quantize.runtime.modules.passes import (
-    canvas_length,
-    decode_canvas,
-    encode_prompts,
-    text_config,
-)
 from quantize.runtime.noise import CounterNoise
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import Prompt, record_all
@@ -143,9 +144,8 @@ def trajectories(model: Model, seed: int, _: int, prompts: int) -> None:
         datasets=["bundled"], prompts=prompts, canvases=CANVASES, thinking=0.5, seed=seed,
         batch_size=min(BATCH, prompts),
     )  # fmt: skip
-    record_all(
-        ModelEngine(model, BATCH), chosen, settings, SAMPLER, title=f"trajectories, seed {seed}"
-    )
+    engine: Any = ModelEngine(model, BATCH)
+    record_all(engine, chosen, settings, SAMPLER, title=f"trajectories, seed {seed}")
 
 
 SHOW: dict[str, Callable[[Model, int, int, int], None]] = {
@@ -215,11 +215,11 @@ def replay_all(out: Path, count: int, device: str) -> dict[str, list[float]]:
     path = out / "kl.json"
     if path.exists():
         return read_json(path)
-    reference = ModelEngine(load(CHECKPOINT, device=device), BATCH)
+    reference: Any = ModelEngine(load(CHECKPOINT, device=device), BATCH)
     compared = []
     for what, source, seed in arms():
         rounding, mode = MADE[what]
-        model = load(folder_of(out, source, seed) / rounding, activations=mode, device=device)
+        model = load_rounding(folder_of(out, source, seed) / rounding, mode, device=device)
         compared.append(Compared(ModelEngine(model, BATCH)))
     found = replay(reference, compared, recorded(reference, count), SAMPLER, batch_size=BATCH)
     result = {

@@ -8,6 +8,7 @@ does not name becomes the tensors of its scheme, experts one Linear each. Plan, 
 compare against this.
 """
 
+import math
 import textwrap
 from typing import Any
 
@@ -144,6 +145,11 @@ def scheme_tensors(
     """Return the tensors that a quantized Linear [out, in] becomes on disk, in writing order."""
     tensors = scheme.compressed.tensors(out_features, in_features)
     return {f"{module}.{suffix}": TensorSpec(*spec) for suffix, spec in tensors.items()}
+
+
+def parameters(config: dict[str, Any]) -> int:
+    """Return the number of parameters of the model that a config.json describes."""
+    return sum(math.prod(spec.shape) for spec in bf16_layout(config).values())
 
 
 def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes | None":

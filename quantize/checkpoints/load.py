@@ -4,14 +4,10 @@ transformers' own from_pretrained leaves per-expert weights aside, fills the exp
 numbers and only warns; NVFP4 it cannot load at all. Here the tensors on disk are first compared with
 what config.json calls for (names, dtypes, shapes), then dequantized to BF16, restacked to fused
 experts and handed to transformers, whose own account of missing and unexpected keys must be empty.
-
-With `activations` the model also rounds what flows into every quantized Linear, as a serving kernel
-would: see `quantize.schemes.simulated`. The mode `fp8` rounds NVFP4 weights too.
 """
 
 from collections.abc import Callable
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +20,20 @@ from quantize.checkpoints.experts import fuse_experts
 from quantize.checkpoints.layout import (
     bf16_layout,
     check_layout,
-    check_mode,
     module_tensors,
+    parameters,
     schemes_by_module,
 )
 from quantize.checkpoints.reader import FIX, Checkpoint
 from quantize.checkpoints.targets import linear_modules
 from quantize.errors import InputError, ResourceError
-from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import TENSOR_SCALES, Scheme
 from quantize.schemes.rounding import all_finite, sound_scales
-from quantize.schemes.simulated import simulate_activations
 
 
 def load(
     folder: Path,
     *,
-    activations: ActivationMode = "none",
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> DiffusionGemmaForBlockDiffusion:
@@ -48,17 +41,14 @@ def load(
 
     Args:
         folder: a checkpoint in Google's BF16 layout or in the layout `quantize convert` writes.
-        activations: `none` for dequantized weights alone, else how activations are simulated.
         dtype: dtype of the model; weights are dequantized to BF16 first, then cast.
         device: where the model ends up.
 
     Raises:
         InputError: a tensor is missing, unexpected, misshapen or not finite; file and key are named.
-            Or `activations` mean nothing to it.
         ResourceError: the model is larger than the free memory of `device`.
     """
     checkpoint = Checkpoint.open(folder)
-    check_mode(checkpoint, activations)
     check_layout(checkpoint)
     check_memory(checkpoint, dtype, device)
     plain = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
@@ -66,7 +56,7 @@ def load(
     loaded: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(
         None,
         config=DiffusionGemmaConfig(**plain),
-        state_dict=lazy_weights(checkpoint, activations),
+        state_dict=lazy_weights(checkpoint),
         output_loading_info=True,
         dtype=dtype,
         device_map={"": device},
@@ -78,10 +68,6 @@ def load(
                 f"{folder}: transformers reports {kind}: {sorted(map(str, names))[:3]}"
             )
     model.eval()
-    if activations != "none" and checkpoint.is_quantized:
-        inputs = read_input_schemes(checkpoint, activations)
-        if any(scheme.round_activations for scheme, _ in inputs.values()):  # NVFP4A16 is left alone
-            simulate_activations(model, inputs, activations)
     return model
 
 
@@ -91,8 +77,7 @@ def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Non
     Raises:
         ResourceError: they do not; the message says how much is needed and how much is free.
     """
-    parameters = sum(prod(spec.shape) for spec in bf16_layout(checkpoint.config).values())
-    needed = parameters * dtype.itemsize
+    needed = parameters(checkpoint.config) * dtype.itemsize
     free = psutil.virtual_memory().available
     if device != "cpu":
         free, _ = torch.cuda.mem_get_info(device)
@@ -116,9 +101,9 @@ class _Lazy:
         return self._read()
 
 
-def lazy_weights(checkpoint: Checkpoint, activations: ActivationMode = "none") -> dict[str, _Lazy]:
+def lazy_weights(checkpoint: Checkpoint) -> dict[str, _Lazy]:
     """Return all tensors under their BF16 names, quantized ones dequantized and experts fused."""
-    schemes = _schemes(checkpoint, activations)
+    schemes = schemes_by_module(checkpoint.config)
     return {
         name: _Lazy(partial(read_weight, checkpoint, name, spec.shape, schemes))
         for name, spec in bf16_layout(checkpoint.config).items()
@@ -163,18 +148,10 @@ def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     return tensor
 
 
-def _schemes(checkpoint: Checkpoint, activations: ActivationMode) -> dict[str, Scheme]:
-    """Return module -> scheme, as the mode multiplies it, of every quantized Linear."""
-    stated = schemes_by_module(checkpoint.config)
-    return {module: scheme.as_multiplied(activations) for module, scheme in stated.items()}
-
-
-def read_input_schemes(
-    checkpoint: Checkpoint, activations: ActivationMode = "none"
-) -> dict[str, tuple[Scheme, float | None]]:
+def read_input_schemes(checkpoint: Checkpoint) -> dict[str, tuple[Scheme, float | None]]:
     """Return module -> (scheme, input global scale or None) of every quantized Linear."""
     result: dict[str, tuple[Scheme, float | None]] = {}
-    for module, scheme in _schemes(checkpoint, activations).items():
+    for module, scheme in schemes_by_module(checkpoint.config).items():
         scale = _input_global_scale(checkpoint, module) if scheme.calibrated else None
         result[module] = (scheme, scale)
     return result

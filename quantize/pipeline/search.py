@@ -10,33 +10,28 @@ taken to add up:
 
 The choice is then measured whole, beside its prediction, and written as a recipe. Weights are rounded
 to nearest here, whatever the recipe's `rounding`. Milliseconds are arithmetic (`runtime.fused.cost`),
-and never decide. Two BF16 models are in memory at once; a search that was killed goes on.
+and never decide. One BF16 model is in memory, and beside it the layers that hold a quantized group. A
+search that was killed goes on.
 
 Bytes alone never choose NVFP4, whose activations have 4 bits, over NVFP4A16 of the same size: name the
 schemes (`--scheme`) where FP4 matrix units are wanted.
 """
 
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.table import Table
 from safetensors.torch import load_file
 
-from quantize.checkpoints.load import load
-from quantize.checkpoints.reader import Checkpoint, resolve
-from quantize.checkpoints.targets import (
-    QUANTIZABLE,
-    Target,
-    fused_units,
-    plan_targets,
-    sum_bytes,
-)
+from quantize.checkpoints.reader import Checkpoint, read_header, resolve
+from quantize.checkpoints.shards import plan_shards, write_shards
+from quantize.checkpoints.targets import QUANTIZABLE, Target, plan_targets, sum_bytes
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json, write_text
 from quantize.host.progress import console, say, track
@@ -47,16 +42,21 @@ from quantize.recipe.sections import Quantization, Recipe, load_recipe
 from quantize.reports.charts import frontier
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
-from quantize.runtime.modules.engine import ModelEngine
-from quantize.runtime.placement import Placement, budget_of
+from quantize.runtime import Placement
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.inputs import inputs_of
+from quantize.runtime.fused.trust import trust
+from quantize.runtime.fused.weights import TextWeights, load_packed, with_layers_of
+from quantize.runtime.placement import budget_of
 from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import Trajectory, load_trajectories
-from quantize.schemes.records import SCHEMES, Scheme
-from quantize.schemes.rounding import global_scale
-from quantize.schemes.simulated import simulated
+from quantize.runtime.trajectory import Trajectory, load_trajectories, longest
+from quantize.schemes.records import SCHEMES
 from quantize.stages.calibrate.calibrate import INPUT_SCALE, SCALES, calibrate
+from quantize.stages.convert.convert import MAX_SHARD_BYTES
+from quantize.stages.convert.shard_pieces import Quantizer
 from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
-from quantize.stages.fidelity.replay import Compared, replay
+from quantize.stages.fidelity.reference_cache import Remembered
+from quantize.stages.fidelity.replay import Compared, remember, replay
 from quantize.stages.memory_needs import REPLAYED
 from quantize.stages.plan.gpu_support import gpu_of
 
@@ -184,8 +184,7 @@ class _Search:
         groups: dict[Group, list[Target]] = {}
         for target in plan_targets(self.source.tensors, _only(self.recipe, scheme)):
             if target.scheme is not None and target.module_class in QUANTIZABLE:
-                layer = int(re.findall(r"layers\.(\d+)\.", target.name)[0])
-                groups.setdefault((layer, target.module_class), []).append(target)
+                groups.setdefault(_group(target), []).append(target)
         return groups
 
     def _calibrated(self) -> tuple[dict[str, float], list[Trajectory], Sampler]:
@@ -231,22 +230,43 @@ class _Search:
 
     def measure(self, targets: Sequence[Target]) -> list[float]:
         """Return the KL from BF16 by trajectory, in nats, of the model with these targets quantized."""
-        reference, model = self._engines()
-        with quantized(model.model, self.source, targets, self._scales, self.recipe):
-            (found,) = replay(
-                reference, [Compared(model)], self._trajectories, self._sampler, batch_size=REPLAYED
-            )
+        with tempfile.TemporaryDirectory(dir=self.folder) as name:
+            engine = self._quantized(targets, Path(name))
+        (found,) = replay(
+            self._reference, [Compared(engine)], self._trajectories, self._sampler,
+            batch_size=REPLAYED,
+        )  # fmt: skip
         return list(by_trajectory(found, lambda step: step.kl.mean().item()).values())
 
-    def _engines(self) -> tuple[ModelEngine, ModelEngine]:
-        if not hasattr(self, "_loaded"):
-            budget_of(self._place)
-            device, name = self._place.device, self.recipe.evaluation.dtype
-            own = torch.float32 if device == "cpu" else torch.bfloat16
-            dtype: torch.dtype = getattr(torch, name) if name else own
-            opened = partial(load, self.source.folder, dtype=dtype, device=device)
-            self._loaded = ModelEngine(opened(), REPLAYED), ModelEngine(opened(), REPLAYED)
-        return self._loaded
+    def _quantized(self, targets: Sequence[Target], folder: Path) -> FusedEngine:
+        """Return the engine of the model with these targets quantized; their files are then read."""
+        checkpoint = partly_quantized(self.source, targets, self._scales, self.recipe, folder)
+        mode = self.recipe.evaluation.activations
+        layers = {_group(target)[0] for target in targets}
+        weights = with_layers_of(self._weights, checkpoint, layers, in_fp8=mode == "fp8")
+        return self._engine(weights, checkpoint)
+
+    @cached_property
+    def _weights(self) -> TextWeights:
+        budget_of(self._place)
+        device, mode = torch.device(self._place.device), self.recipe.evaluation.activations
+        trust((SCHEMES[name].kernel for name in self._plans), mode, device)
+        return load_packed(self.source.folder, self._place.device)
+
+    @cached_property
+    def _reference(self) -> Remembered:
+        """What BF16 decodes along the trajectories."""
+        engine = self._engine(self._weights, self.source)
+        return remember(engine, self._trajectories, self._sampler, batch_size=REPLAYED)
+
+    def _engine(self, weights: TextWeights, checkpoint: Checkpoint) -> FusedEngine:
+        inputs = inputs_of(checkpoint, weights, self.recipe.evaluation.activations)
+        context = longest(self._trajectories)
+        return FusedEngine(weights, capacity=REPLAYED, max_context=context, inputs=inputs)
+
+
+def _group(target: Target) -> Group:
+    return int(re.findall(r"layers\.(\d+)\.", target.name)[0]), target.module_class
 
 
 def _only(recipe: Recipe, scheme: str) -> Quantization:
@@ -259,57 +279,42 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-@contextmanager
-def quantized(
-    model: Any,
+def partly_quantized(
     source: Checkpoint,
     targets: Sequence[Target],
     scales: Mapping[str, float],
     recipe: Recipe,
-) -> Generator[None]:
-    """Give a BF16 model rounded weights and activations of some targets while the block runs.
+    folder: Path,
+) -> Checkpoint:
+    """Return the checkpoint in which only some targets are quantized, by rounding to nearest.
 
     Args:
-        model: transformers' model; encoder and decoder share its weights.
-        source: its checkpoint.
-        targets: what is quantized; whole units that share a global scale.
+        source: the BF16 checkpoint, whose files hold everything else.
+        targets: what is quantized; whole groups.
         scales: module -> input global scale, of calibrated schemes' modules.
-        recipe: gives the observer and how activations are rounded.
+        recipe: gives the observer, and what is never quantized.
+        folder: where the quantized tensors are written.
     """
-    before: dict[str, torch.Tensor] = {}
-    inputs: dict[str, tuple[Scheme, float | None]] = {}
-    for unit in fused_units(targets):
-        for target, weight in _rounded(unit, source, recipe):
-            parameter = model.get_parameter(target.name)
-            before[target.name] = parameter.data
-            parameter.data = weight.to(parameter)
-            for module in target.modules:
-                assert target.scheme is not None
-                scheme = target.scheme.as_multiplied(recipe.evaluation.activations)
-                inputs[module] = scheme, scales[module] if scheme.calibrated else None
-    try:
-        with simulated(model, inputs, recipe.evaluation.activations):
-            yield
-    finally:
-        for name, weight in before.items():
-            model.get_parameter(name).data = weight
-
-
-def _rounded(
-    unit: Sequence[Target], source: Checkpoint, recipe: Recipe
-) -> Iterable[tuple[Target, torch.Tensor]]:
-    """Yield each target of a unit with its weight, rounded to nearest as `convert` does, BF16."""
-    scheme = unit[0].scheme
-    assert scheme is not None
-    stacks = [source.read(target.name) for target in unit]
-    weight = torch.cat([w if w.dim() == 3 else w[None] for w in stacks], 1)  # [E, out, in]
-    ranges = scheme.observe(weight, recipe.quantization.observer)
-    shared = global_scale([ranges]) if scheme.shares_global_scale else None
-    multiplied = scheme.as_multiplied(recipe.evaluation.activations)
-    values = multiplied.dequantize(scheme.quantize(weight, ranges, shared, None))
-    parts = values.split([stack.shape[-2] for stack in stacks], 1)
-    for target, part in zip(unit, parts, strict=True):
-        yield target, part.reshape(target.shape)
+    observer = recipe.quantization.observer
+    pieces = Quantizer(source, observer, scales).plan(targets)
+    write_shards(plan_shards(pieces, MAX_SHARD_BYTES), folder, "", what="rounding")
+    replaced = {target.name for target in targets}
+    tensors = {name: info for name, info in source.tensors.items() if name not in replaced}
+    for shard in folder.glob("*.safetensors"):
+        tensors |= read_header(shard)
+    patterns: dict[str, dict[str, None]] = {}
+    for target in targets:
+        assert target.scheme is not None
+        layer, kind = _group(target)
+        pattern = rf"re:model\.decoder\.layers\.{layer}\.{PATHS[kind]}\..*"
+        patterns.setdefault(target.scheme.name, {})[pattern] = None
+    groups = {name: SCHEMES[name].config_group([*own], observer) for name, own in patterns.items()}
+    stated = {
+        "quant_method": "compressed-tensors",
+        "config_groups": groups,
+        "ignore": list(recipe.quantization.ignore),
+    }
+    return Checkpoint(source.folder, source.config | {"quantization_config": stated}, tensors)
 
 
 def _write(

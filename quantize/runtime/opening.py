@@ -1,16 +1,13 @@
 """The one door to a model: a checkpoint on a device becomes an `Engine`.
 
-modules   transformers' modules: the reference on every device, and the default on a CPU
-fused     the kernels, over weights that stay quantized: the default on a GPU
-
-An engine is imported when it is opened: who only plans memory waits neither for transformers nor for
+The engine is imported when it is opened: who only plans memory waits neither for transformers nor for
 triton.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,10 +19,9 @@ from quantize.runtime.engine import Engine
 from quantize.runtime.placement import Placement, budget_of, sized
 
 if TYPE_CHECKING:
+    from quantize.runtime.fused.engine import FusedEngine
     from quantize.runtime.fused.packing import Scales
     from quantize.runtime.fused.weights import TextWeights
-
-Kind = Literal["modules", "fused"]
 
 
 @dataclass(frozen=True)
@@ -48,21 +44,16 @@ def open(
     place: Placement | None = None,
     *,
     batch_invariant: bool = False,
-    dtype: torch.dtype | None = None,
-    kind: Kind | None = None,
     beside: Engine | None = None,
     prefix_bytes: int = 0,
     **room: Any,
-) -> Engine:
+) -> "FusedEngine":
     """Load a checkpoint and return the engine that runs it.
 
     Args:
-        checkpoint: folder of a BF16 or quantized checkpoint, or random weights (fused engine only).
+        checkpoint: folder of a BF16 or quantized checkpoint, or random weights.
         place: where it runs, for what, and how it fits there; what is not `sized` yet is sized here.
-        batch_invariant: whether a sample's tokens must not depend on its batch (fused engine only).
-        dtype: the modules compute in it; None for float32 on a CPU and BF16 on a GPU. The kernels
-            compute in BF16.
-        kind: which engine; None for the device's default.
+        batch_invariant: whether a sample's tokens must not depend on its batch; on a CPU they never do.
         beside: an engine of the same checkpoint, whose weights are shared where they can be: the mode
             `fp8` has weights of its own, and `per_layer` on FP4 units.
         prefix_bytes: memory of the device, beside what is planned, for beginnings of prompts that are
@@ -70,13 +61,10 @@ def open(
         room: fields of `Placement`, where no `place` is given: device, capacity, max_context, ...
 
     Raises:
-        InputError: the checkpoint cannot be loaded, the engine does not have a setting, or the mode
-            means nothing to the weights.
+        InputError: the checkpoint cannot be loaded, or the mode means nothing to the weights.
         ResourceError: the model does not fit, or the device lacks what the kernels need.
     """
     place = place or Placement(**room)
-    if (kind or default_kind(place.device, dtype)) == "modules":
-        return _modules(_for_modules(checkpoint, batch_invariant), place, dtype, prefix_bytes)
     from quantize.runtime.fused.engine import FusedEngine
     from quantize.runtime.fused.inputs import inputs_of
     from quantize.runtime.fused.trust import schemes_of, trust
@@ -139,31 +127,3 @@ def _made(checkpoint: Path | RandomModel, place: Placement, in_fp4: bool) -> "Te
         checkpoint, place.device, resident=place.resident, in_fp8=place.in_fp8, scales=scales,
         on_layer=lambda layers: track(layers, "loading", unit="layers"),
     )  # fmt: skip
-
-
-def default_kind(device: str, dtype: torch.dtype | None = None) -> Kind:
-    """Return the engine of a device: the kernels on a GPU, unless float32 is asked for."""
-    return "modules" if device == "cpu" or dtype == torch.float32 else "fused"
-
-
-def _for_modules(checkpoint: Path | RandomModel, batch_invariant: bool) -> Path:
-    """Return the folder, or refuse settings that only the kernels have."""
-    if batch_invariant:
-        raise InputError(
-            "batch-invariant is a property of the kernels: it needs a GPU, or kind='fused'"
-        )
-    if isinstance(checkpoint, RandomModel):
-        raise InputError("random weights are made for the kernels: they need a GPU")
-    return checkpoint
-
-
-def _modules(
-    checkpoint: Path, place: Placement, dtype: torch.dtype | None, prefix_bytes: int
-) -> Engine:
-    from quantize.checkpoints.load import load
-    from quantize.runtime.modules.engine import ModelEngine
-
-    device, activations = place.device, place.activations or "none"
-    dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-    model = load(checkpoint, activations=activations, dtype=dtype, device=device)
-    return ModelEngine(model, place.capacity, place.max_context, prefix_bytes)

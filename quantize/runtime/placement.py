@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from quantize.checkpoints.layout import parameters
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import DROPPED
 from quantize.errors import ResourceError
@@ -74,6 +75,7 @@ class Placement:
 
 
 CPU = Placement()
+DECODED_BYTES = 4  # of a weight as torch multiplies it, which a CPU keeps: `fused_dequant.kept`
 
 
 def sized(checkpoint: Path, place: Placement) -> Placement:
@@ -86,7 +88,8 @@ def sized(checkpoint: Path, place: Placement) -> Placement:
     opened = Checkpoint.open(checkpoint)
     sizes = packed_sizes(opened, place.activations, hopper=is_hopper(place.device))
     if (budget := budget_of(place)) is None:
-        _check_host(checkpoint, sum(n for name, n in sizes.items() if not DROPPED.fullmatch(name)))
+        needed = sum(size for name, size in sizes.items() if not DROPPED.fullmatch(name))
+        _check_host(checkpoint, needed + DECODED_BYTES * parameters(opened.config))
         return place
     context = place.max_context or DEFAULT_CONTEXT
     stack = Stack.of(checkpoint.name, sizes, quantized=opened.is_quantized)

@@ -95,7 +95,7 @@ class Denoising:
         Raises:
             ResourceError: a batch does not fit the GPU, or scratch is full.
         """
-        engine = self._opened(recorder is not None)
+        engine = self._opened()
 
         @contextmanager
         def watching(own: BatchEngine, start: int) -> Generator[OnStep]:
@@ -119,13 +119,13 @@ class Denoising:
         engine.close()
         return found
 
-    def _opened(self, records: bool) -> Engine:
+    def _opened(self) -> Engine:
         size = self._settings.batch_size
         ids = [prompt.ids for prompt in self._prompts]
         context = context_of(self._source, ids, self._settings.canvases)
         batches = sum(-(-n // size) for n in (self._settings.prompts, self._held_out))
         place = replace(self._place, capacity=size, max_context=context, batches=batches)
-        return open(self._source, place, kind="fused" if records else None)
+        return open(self._source, place)
 
     def recording(self, folder: Path) -> Recording:
         """Return what a folder holds of these prompts; where it is missing or damaged, record again.

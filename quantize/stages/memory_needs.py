@@ -66,7 +66,7 @@ def needs(
     longest = max(map(recipe.evaluation.answer_tokens, recipe.evaluation.tasks))
     for stack in (bf16, quantized(scored)):
         name = f"evaluate {stack.name}"
-        batch = recipe.evaluation.batch_size or AT_ONCE["fused"]
+        batch = recipe.evaluation.batch_size or AT_ONCE
         found.append(Need(name, stack, batch, scored_positions(config, longest)))
     return found
 

@@ -85,7 +85,7 @@ def evaluated(folder: Path, activations: ActivationMode, capacity: int, steps: i
     answerer = Answerer(
         folder, "measured", sampler,
         Placement(best_device(), None, activations, CONTEXT + CANVASES * canvas),
-        capacity=capacity, kind="fused",
+        capacity=capacity,
     )  # fmt: skip
     for _ in answerer([[request] for request in chats(answerer.capacity, 2 * canvas)]):
         pass  # loads, compiles and captures

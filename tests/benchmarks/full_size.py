@@ -137,10 +137,10 @@ def verify(folder: Path, name: str) -> Facts:
 def load(folder: Path, name: str) -> Facts:
     """Load an artifact, run encoder and decoder once, and say how tokens spread over experts."""
     import torch
+    from modules_oracle.inputs import watch_inputs
+    from modules_oracle.passes import text_config
 
     from quantize.checkpoints.load import load as load_checkpoint
-    from quantize.runtime.modules.inputs import watch_inputs
-    from quantize.runtime.modules.passes import text_config
     from quantize.stages.calibrate.coverage import Coverage
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -214,7 +214,7 @@ def bundled(args: argparse.Namespace) -> None:
     sampler = Sampler.from_checkpoint(CHECKPOINT)
     for capacity, invariant in ((4, False), (32, True)):  # as served, as evaluated
         engine = open_engine(
-            CHECKPOINT, device=args.device, kind="fused", capacity=capacity, max_context=1024,
+            CHECKPOINT, device=args.device, capacity=capacity, max_context=1024,
             batch_invariant=invariant,
         )  # fmt: skip
         steps: list[list[int]] = []

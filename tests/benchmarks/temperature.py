@@ -27,7 +27,6 @@ from recovery.samples import Completion, Request
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.runtime import Placement, Sampler
-from quantize.runtime.opening import default_kind
 from quantize.stages.evaluate.local_model import Answerer
 
 FACTORS = (0.05, 0.25, 0.5, 1.0, 1.5, 2.0)
@@ -53,9 +52,8 @@ def measured(
     """Answer all problems `samples` times with t_min and t_max times `factor`."""
     own = Sampler.from_checkpoint(CHECKPOINT)
     sampler = replace(own, t_min=own.t_min * factor, t_max=own.t_max * factor)
-    dtype = "float32" if default_kind(device) == "modules" else None
     place = Placement(device, activations="none")
-    model = Answerer(CHECKPOINT, "", sampler, place, dtype, capacity=64)
+    model = Answerer(CHECKPOINT, "", sampler, place, capacity=64)
     requests = [
         Request(row["question"], index * samples + again, 128)
         for index, row in enumerate(rows)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from foreign import Foreign, Format, config_with, foreign
 from fused_dequant import Weight, formats, weights
+from modules_oracle.simulated import load_rounding
 from tiny import EXPERTS, LAYERS
 
 from quantize.checkpoints.inspect import inspect
-from quantize.checkpoints.layout import quantized_layout, schemes_by_module
-from quantize.checkpoints.load import lazy_weights, load, read_input_schemes
+from quantize.checkpoints.layout import bf16_layout, quantized_layout, schemes_by_module
+from quantize.checkpoints.load import lazy_weights, load, read_input_schemes, read_weight
 from quantize.checkpoints.modelopt import ModelOptSchemes
 from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.errors import InputError
@@ -121,7 +122,7 @@ def test_the_model_loads_and_answers(case: Case) -> None:
     inputs = read_input_schemes(Checkpoint.open(folder))
     assert inputs.keys() == made.single.keys()
     if name in ("mixed", "redhat-nvfp4"):
-        model: Any = load(folder, activations="per_expert", dtype=torch.bfloat16)
+        model: Any = load_rounding(folder, "per_expert", dtype=torch.bfloat16)
         out = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=16, max_denoising_steps=2)
         assert out.sequences.shape == (1, 19)
     for scheme, scale in inputs.values():
@@ -175,13 +176,15 @@ def test_kernels_weights_are_exact(case: Case) -> None:
 
 
 def test_both_loaders_round_nvfp4_alike_for_fp8_products(case: Case) -> None:
-    """`load` rounds to BF16 behind it, the kernels do not; other schemes stay as they were."""
+    """A scheme's own dequantization rounds to BF16 behind it, the kernels do not; others stay."""
     _, made, folder = case
     checkpoint = Checkpoint.open(folder)
     schemes = schemes_by_module(checkpoint.config)
     plain, found = (packed_rows(load_packed(folder, "cpu", in_fp8=fp8)) for fp8 in (False, True))
-    for name, lazy in lazy_weights(checkpoint, "fp8").items():
-        for module, weight in parts_of(name, lazy[...]).items():
+    multiplied = {module: scheme.as_multiplied("fp8") for module, scheme in schemes.items()}
+    for name, spec in bf16_layout(checkpoint.config).items():
+        read = read_weight(checkpoint, name, spec.shape, multiplied)
+        for module, weight in parts_of(name, read).items():
             if module in made.exact:
                 torch.testing.assert_close(weight.double(), found[module], rtol=2**-8, atol=0)
                 same = torch.equal(plain[module], found[module])

@@ -22,7 +22,6 @@ from quantize.errors import InputError, ResourceError
 from quantize.runtime import Sample, Sampler, generate, open
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.images import open_picture, place, prepare
-from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.placement import CPU
 
 SETTINGS: dict[str, Any] = {
@@ -35,12 +34,10 @@ QUESTION = "Tom has 5 apples and buys 3 more. How many apples does Tom have?"
 def test_the_answer_is_the_one_of_the_runtime() -> None:
     done = CliRunner().invoke(cli, ["generate", "bundled", QUESTION, "--seed", "3"])
     assert done.exit_code == 0, done.stderr
-    model, tokenizer = load(CHECKPOINT), load_tokenizer(CHECKPOINT)
+    engine, tokenizer = open(CHECKPOINT, device="cpu", capacity=1), load_tokenizer(CHECKPOINT)
     sampler = Sampler.from_checkpoint(CHECKPOINT)
     ids = encode_chat(tokenizer, [{"role": "user", "content": QUESTION}], thinking=False)
-    (sample,) = generate(
-        ModelEngine(model), [ids], [3], max_new_tokens=sampler.max_new_tokens, sampler=sampler
-    )
+    (sample,) = generate(engine, [ids], [3], max_new_tokens=sampler.max_new_tokens, sampler=sampler)
     assert done.stdout == tokenizer.decode(sample.tokens, skip_special_tokens=True) + "\n"
     assert "####" in done.stdout
     assert f"{sample.new_tokens} tokens in {sample.canvases} canvases" in done.stderr
@@ -80,7 +77,7 @@ def test_the_drawing_leaves_out_the_eos_that_fill_a_canvas() -> None:
 
 def test_the_fused_kernels_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on a GPU, here on the kernels' references: the same question, the right answer."""
-    monkeypatch.setattr(watching, "open", partial(open, kind="fused"))
+    monkeypatch.setattr(watching, "open", partial(open))
     written: list[str] = []
     watch(CHECKPOINT, QUESTION, where=CPU, plain=True, write=written.append, **SETTINGS)
     assert "#### 8" in "".join(written)
@@ -91,7 +88,7 @@ def test_pictures_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     opened: list[Any] = []
 
     def fused(*args: Any, **settings: Any) -> Any:
-        opened.append(open(*args, kind="fused", **settings))
+        opened.append(open(*args, **settings))
         return opened[0]
 
     monkeypatch.setattr(watching, "open", fused)

@@ -14,6 +14,7 @@ import torch
 from quantize import cli, runtime
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.layout import bf16_layout
+from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import known_config
 from quantize.errors import InputError, ResourceError
 from quantize.runtime.fused.gpus import check_gpu
@@ -69,9 +70,9 @@ def test_the_real_model_on_a_machine_without_a_gpu(
     for command in (["generate", full_size, QUESTION], ["serve", full_size, "--port", "0"]):
         code, line = complaint(monkeypatch, capsys, *command)
         assert code == 3
-        assert re.search(r"error: .*103\.3 GB of weights as float32, and cpu has 32\.0 GB", line)
-    with pytest.raises(ResourceError, match=r"51\.6 GB of weights, and cpu has 32\.0 GB free"):
-        runtime.open(full_size, device="cpu", kind="fused")
+        assert re.search(r"error: .*: 154\.9 GB of weights, and cpu has 32\.0 GB", line)
+    with pytest.raises(ResourceError, match=r"103\.3 GB of weights as float32, and cpu has 32\.0"):
+        load(full_size)
 
 
 def test_a_context_over_the_limit(
@@ -205,18 +206,17 @@ def test_fp8_activations_without_nvfp4_weights(
     """They would change nothing, so who asks for them expects something else."""
     words = "activations fp8 are for NVFP4 weights, of which there are none"
     for folder in (fp8_artifact, tiny_checkpoint):
-        for kind in ("modules", "fused"):
-            with pytest.raises(InputError, match=rf"{folder}: {words}") as error:
-                runtime.open(folder, device="cpu", kind=kind, activations="fp8")
-            assert error.value.exit_code == 2
+        with pytest.raises(InputError, match=rf"{folder}: {words}") as error:
+            runtime.open(folder, device="cpu", activations="fp8")
+        assert error.value.exit_code == 2
         with pytest.raises(InputError, match=words):
             fidelity(CHECKPOINT, folder, tmp_path, tmp_path / "out", activations="fp8", limits={})
     config = json.loads((tiny_checkpoint / "config.json").read_text())
     random = RandomModel(config, dict.fromkeys(("experts", "attention", "mlp"), "fp8"))
     with pytest.raises(InputError, match=f"random weights: {words}"):
-        runtime.open(random, device="cpu", kind="fused", activations="fp8")
+        runtime.open(random, device="cpu", activations="fp8")
     with pytest.raises(InputError, match="no activation mode per_layer, only fp8"):
-        runtime.open(random, device="cpu", kind="fused", activations="per_layer")
+        runtime.open(random, device="cpu", activations="per_layer")
     code, line = complaint(
         monkeypatch, capsys, "generate", "bundled", "hello", "--activations", "fp8"
     )

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from experiments.routing import held_choice, routers_held
+from modules_oracle.engine import ModelEngine
 from tiny import CANVAS, tiny_model
 
-from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Prompt, record
 from quantize.stages.fidelity.replay import Compared, StepDistance, replay

@@ -12,16 +12,20 @@ from safetensors.torch import save_file
 
 import quantize
 from quantize.bundled import CHECKPOINT
-from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets, sum_bytes
 from quantize.errors import InputError
 from quantize.host.files import read_json
 from quantize.pipeline import search as module
 from quantize.pipeline.knapsack import Knapsack
-from quantize.pipeline.search import BF16, Option, quantized, recipe_of, search
+from quantize.pipeline.search import BF16, Option, recipe_of, search
 from quantize.recipe.sections import load_recipe
+from quantize.runtime import open as open_engine
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.placement import CPU
+from quantize.runtime.trajectory import Prompt, Trajectory
 from quantize.schemes import records as schemes
+from quantize.schemes.modes import ActivationMode
 from quantize.stages.convert.convert import convert
 
 SCHEMES = ("NVFP4", "NVFP4A16", "FP8_DYNAMIC")
@@ -69,10 +73,10 @@ def test_large_bytes_never_exceed_the_budget() -> None:
 @pytest.mark.parametrize(
     ("scheme", "mode"), [*((scheme, "per_layer") for scheme in SCHEMES), ("NVFP4", "fp8")]
 )
-def test_in_place_is_what_a_conversion_loads_as(
-    scheme: str, mode: str, tiny_checkpoint: Path, tmp_path: Path
+def test_a_part_quantized_is_what_a_conversion_opens_as(
+    scheme: str, mode: ActivationMode, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """The same logits to the last bit, and BF16's again behind the block."""
+    """All groups, and some of them: the same logits to the last bit."""
     source, recipe = Checkpoint.open(tiny_checkpoint), recipe_for(scheme)
     recipe = recipe.model_copy(
         update={"evaluation": recipe.evaluation.model_copy(update={"activations": mode})}
@@ -81,16 +85,31 @@ def test_in_place_is_what_a_conversion_loads_as(
     path = tmp_path / "input_scales.safetensors"
     scales = write_input_scales(path, targets)
     convert(source, targets, tmp_path / "q", recipe=recipe, input_scales=path if scales else None)
-    expected = load(tmp_path / "q", activations=mode)
-    model, plain = load(tiny_checkpoint), load(tiny_checkpoint)
-    ids = {"input_ids": torch.tensor([[2, 5, 6, 7]]), "decoder_input_ids": torch.full((1, 16), 9)}
+    whole = open_engine(tmp_path / "q", device="cpu", activations=mode, max_context=256)
+    searched = object.__new__(module._Search)
+    searched.source, searched.recipe, searched._scales = source, recipe, scales
+    searched._place, searched._plans = CPU, {scheme: {}}
+    searched._trajectories = [
+        Trajectory(Prompt((2, 5, 6, 7), False), 0, True, (), torch.zeros(1, 16))
+    ]
     chosen = [target for target in targets if target.scheme]
-    with torch.no_grad():
-        with quantized(model, source, chosen, scales, recipe):
-            found = model(**ids).logits
-        assert torch.equal(found, expected(**ids).logits)
-        assert not torch.equal(found, plain(**ids).logits)
-        assert torch.equal(model(**ids).logits, plain(**ids).logits)
+
+    def logits(engine: FusedEngine) -> torch.Tensor:
+        decoded = engine.passes([[2, 5, 6, 7]]).decode([0], torch.full((1, 16), 9), None)
+        return torch.cat([decoded.logits(piece) for piece in decoded.pieces()])
+
+    (tmp_path / "all").mkdir()
+    assert torch.equal(logits(searched._quantized(chosen, tmp_path / "all")), logits(whole))
+    (tmp_path / "some").mkdir()
+    some = [target for target in chosen if ".layers.1." in target.name]
+    part = searched._quantized([t for t in some if "experts" in t.name], tmp_path / "some")
+    assert not torch.equal(logits(part), logits(whole))
+    ours = zip(part.model.weights.layers, whole.model.weights.layers, strict=True)
+    mixed = [
+        (mine.experts_down.scheme == theirs.experts_down.scheme, mine.down.scheme)
+        for mine, theirs in ours
+    ]
+    assert mixed == [(index == 1, "bf16") for index in range(len(mixed))]
 
 
 def test_damage_is_measured_on_held_out_trajectories_alone(

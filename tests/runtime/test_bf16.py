@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from modules_oracle.engine import ModelEngine
+from modules_oracle.passes import decode_canvas, encode_prompts
 from parity import assert_same, prompts
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     DiffusionGemmaGenerationConfig,
@@ -23,8 +25,6 @@ from quantize.checkpoints.load import load
 from quantize.runtime import Sampler, generate
 from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import load_packed
-from quantize.runtime.modules.engine import ModelEngine
-from quantize.runtime.modules.passes import decode_canvas, encode_prompts
 
 LENGTH = 64  # a canvas of the bundled model
 
@@ -80,7 +80,7 @@ def test_kernels_in_bf16_agree_with_transformers(
         taken.append((canvas.clone(), None if given is None else given.clone(), logits[0].clone()))
         return logits
 
-    monkeypatch.setattr(import_module("quantize.runtime.modules.batch"), "decode_canvas", recorded)
+    monkeypatch.setattr(import_module("modules_oracle.batch"), "decode_canvas", recorded)
     slot, sampler, found = torch.zeros(1, dtype=torch.int32), Sampler(), Agreement()
     for seed, ids in enumerate(prompts(thinking=False)[:count]):
         taken.clear()

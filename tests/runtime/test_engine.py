@@ -1,28 +1,31 @@
 """The engine: samples that join late, leave early and differ in settings are what they are alone."""
 
 import json
-import time
 from dataclasses import replace
+from functools import cache
 
 import pytest
-from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.bundled import CHECKPOINT, HELDOUT
-from quantize.checkpoints.load import load
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Canvas, complete, each_completed
-from quantize.runtime.modules import engine as model_engine
-from quantize.runtime.modules.engine import ModelEngine
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.text_stack import FusedModel
+from quantize.runtime.fused.weights import TextWeights, load_packed
 
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
 CAREFUL = replace(SAMPLER, max_denoising_steps=12, entropy_bound=0.02)
 
 
-@pytest.fixture(scope="module")
-def model() -> DiffusionGemmaForBlockDiffusion:
-    return load(CHECKPOINT)
+@cache
+def weights() -> TextWeights:
+    return load_packed(CHECKPOINT, "cpu")
+
+
+def engine_of(capacity: int) -> FusedEngine:
+    return FusedEngine(weights(), capacity=capacity, max_context=640)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -35,17 +38,15 @@ def prompts(count: int) -> list[list[int]]:
     ]
 
 
-def test_samples_that_join_late_are_those_of_generate(
-    model: DiffusionGemmaForBlockDiffusion,
-) -> None:
+def test_samples_that_join_late_are_those_of_generate() -> None:
     asked = prompts(6)
     samplers = [SAMPLER, SAMPLER, CAREFUL, SAMPLER, CAREFUL, SAMPLER]
     alone = [
-        generate(ModelEngine(model), [prompt], [seed], max_new_tokens=192, sampler=sampler)[0]
+        generate(engine_of(1), [prompt], [seed], max_new_tokens=192, sampler=sampler)[0]
         for seed, (prompt, sampler) in enumerate(zip(asked, samplers, strict=True))
     ]
     assert max(sample.canvases for sample in alone) > 1  # the cache grew
-    engine = ModelEngine(model, 3)
+    engine = engine_of(3)
     waiting, running, together = list(range(6)), dict[int, int](), [Sample() for _ in asked]
     mixed = False
     while waiting or running:
@@ -67,28 +68,8 @@ def test_samples_that_join_late_are_those_of_generate(
     assert together == alone
 
 
-def test_a_slot_joins_another_in_the_middle_of_its_canvas(
-    model: DiffusionGemmaForBlockDiffusion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_engine, "PARTS", 1)
-    slow = replace(SAMPLER, confidence_threshold=1e-30, max_denoising_steps=16)
-    first, short = prompts(2)
-    engine = ModelEngine(model, 3)
-    engine.admit(0, first, 1, slow)
-    alone = engine.denoise([0])
-    engine.release(0)
-    engine.admit(0, first, 1, slow)
-    engine.admit(1, short, 3, SAMPLER)
-    assert engine.denoise([0, 1])[0] is None  # it is between two steps now
-    engine.admit(2, first, 1, slow)  # has no logits of a step before, its neighbour has
-    assert engine.denoise([0, 2]) == [alone[0], None]
-    assert engine.denoise([2]) == alone
-
-
-def test_drafts_are_shown_for_every_step_and_change_nothing(
-    model: DiffusionGemmaForBlockDiffusion,
-) -> None:
-    engine = ModelEngine(model, 2)
+def test_drafts_are_shown_for_every_step_and_change_nothing() -> None:
+    engine = engine_of(2)
     seen: dict[int, list[tuple[int, list[int], list[bool]]]] = {0: [], 1: []}
     asked = prompts(2)
 
@@ -108,66 +89,51 @@ def test_drafts_are_shown_for_every_step_and_change_nothing(
         assert not all(seen[slot][0][2])
 
 
-def test_the_caller_is_free_while_the_engine_works(model: DiffusionGemmaForBlockDiffusion) -> None:
-    engine, order = ModelEngine(model, 2), list[str]()
+def test_the_caller_is_free_while_the_engine_works() -> None:
+    engine, order = engine_of(2), list[str]()
     for slot, prompt in enumerate(prompts(2)):
         engine.admit(slot, prompt, 1, SAMPLER)
 
     def meanwhile() -> None:
         order.append("meanwhile")
-        assert any(part.work for part in engine._parts)
 
     engine.denoise([0, 1], lambda *_: order.append("step"), meanwhile)
     assert order.count("meanwhile") == 1
     assert order[-1] == "step"
 
 
-@pytest.mark.parametrize("finished", [False, True])
-def test_a_canvas_that_takes_longer_goes_on_and_can_be_given_up(
-    model: DiffusionGemmaForBlockDiffusion, finished: bool
-) -> None:
-    steps: list[int] = []
-
-    def note(slot: int, step: int, *_: object) -> None:
-        if slot == 0:
-            steps.append(step)
-
-    slow = replace(SAMPLER, confidence_threshold=1e-30, max_denoising_steps=30)
+def test_a_canvas_in_the_middle_can_be_given_up() -> None:
+    """Nothing of it is left for who gets its slot."""
+    engine = engine_of(2)
     first, second = prompts(2)
-    engine = ModelEngine(model, 2)
-    if finished and len(engine._parts) == 1:
-        pytest.skip("on one core nothing goes on between two calls")
-    engine.admit(0, first, 1, slow)
-    engine.admit(1, second, 2, SAMPLER)
-    waiting, canvas = engine.denoise([0, 1], note)
-    assert waiting is None
-    assert canvas is not None
-    while finished and len(steps) < 30:
-        time.sleep(0.01)
-    engine.release(0)  # in the middle of a step, or with a canvas that no one has asked for yet
-    assert finished == (len(steps) == 30)
-    engine.admit(0, second, 2, SAMPLER)  # nothing of the first is left
-    engine.release(1)
-    assert engine.denoise([0]) == [canvas]
-    engine.release(0)
-    engine.admit(0, first, 1, slow)
-    assert [found.steps for found in engine.denoise([0]) if found] == [30]
+    for seed in range(20):  # until one canvas takes longer than the other
+        engine.admit(0, first, seed, SAMPLER)
+        engine.admit(1, second, seed, SAMPLER)
+        found = list(engine.denoise([0, 1]))
+        engine.release(0)
+        engine.release(1)
+        if None in found:
+            break
+    middle = found.index(None)
+    asked = (first, second)[1 - middle]
+    engine.admit(middle, asked, seed, SAMPLER)
+    assert engine.denoise([middle]) == [found[1 - middle]]
 
 
 def test_a_failure_is_raised_and_the_engine_can_be_used_again(
-    model: DiffusionGemmaForBlockDiffusion, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    engine = ModelEngine(model, 2)
+    engine = engine_of(2)
     first, second = prompts(2)
     for fault in (True, False):
         engine.admit(0, first, 1, SAMPLER)
         engine.admit(1, second, 2, SAMPLER)
         with monkeypatch.context() as patch:
             if fault:
-                patch.setattr(model_engine, "decode_canvas", fail)
+                patch.setattr(FusedModel, "decode", fail)
                 with pytest.raises(RuntimeError, match="out of memory"):
                     engine.denoise([0, 1])
                 engine.release(0)
@@ -175,13 +141,11 @@ def test_a_failure_is_raised_and_the_engine_can_be_used_again(
     assert any(engine.denoise([0, 1]))
 
 
-def test_slots_are_free_after_an_error_and_when_the_caller_has_enough(
-    model: DiffusionGemmaForBlockDiffusion,
-) -> None:
-    engine = ModelEngine(model, 2)
+def test_slots_are_free_after_an_error_and_when_the_caller_has_enough() -> None:
+    engine = engine_of(2)
     settings = {"max_new_tokens": 64, "sampler": replace(SAMPLER, max_denoising_steps=2)}
     (asked,) = prompts(1)
-    with pytest.raises(InputError, match="prompt 0"):
+    with pytest.raises(InputError, match="prompt"):
         complete(engine, [asked, [5, 100_000]], [0, 1], **settings)
     some = each_completed(engine, [asked] * 3, [0, 1, 2], **settings)
     index, sample = next(some)
@@ -189,8 +153,8 @@ def test_slots_are_free_after_an_error_and_when_the_caller_has_enough(
     assert complete(engine, [asked], [index], **settings) == [sample]
 
 
-def test_a_slot_is_used_again_once_it_is_released(model: DiffusionGemmaForBlockDiffusion) -> None:
-    engine = ModelEngine(model, 1)
+def test_a_slot_is_used_again_once_it_is_released() -> None:
+    engine = engine_of(1)
     (asked,) = prompts(1)
     engine.admit(0, asked, 1, SAMPLER)
     first = engine.denoise([0])
@@ -205,10 +169,8 @@ def test_a_slot_is_used_again_once_it_is_released(model: DiffusionGemmaForBlockD
 
 
 @pytest.mark.parametrize("prompt", [[], [5, 100_000], [2, 1023]])
-def test_a_prompt_that_the_model_cannot_take(
-    model: DiffusionGemmaForBlockDiffusion, prompt: list[int]
-) -> None:
-    engine = ModelEngine(model, 1)
-    with pytest.raises(InputError, match="prompt 0"):
+def test_a_prompt_that_the_model_cannot_take(prompt: list[int]) -> None:
+    engine = engine_of(1)
+    with pytest.raises(InputError, match="prompt"):
         engine.admit(0, prompt, 1, SAMPLER)
     engine.admit(0, [2, 105], 1, SAMPLER)  # the slot is still free

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from fused_dequant.targets import FORCE
+from modules_oracle.passes import decode_canvas, encode_prompts
+from modules_oracle.simulated import load_rounding
 from PIL import Image
 
 from quantize.bench.one_token import continuation
 from quantize.bench.steps import profile_step
-from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint, TensorInfo
 from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.checkpoints.targets import plan_targets
@@ -29,7 +30,6 @@ from quantize.runtime.fused.inputs import DENSE, EXPERTS, Inputs
 from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.images import place, prepare
-from quantize.runtime.modules.passes import decode_canvas, encode_prompts
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.convert.convert import convert
 
@@ -109,7 +109,7 @@ def test_logits_of_a_ragged_batch(artifact: tuple[str, Path], in_fp8: bool) -> N
     canvas = tokens(4, CANVAS, seed=5)
     wanted: dict[torch.dtype, torch.Tensor] = {}
     for dtype in (torch.float32, torch.bfloat16):
-        model = load(folder, activations=mode, dtype=dtype, device="cuda")
+        model = load_rounding(folder, mode, dtype=dtype, device="cuda")
         rows: list[torch.Tensor] = []
         for row, prompt in enumerate(prompts):
             prefix = encode_prompts(model, prompt.tolist())
@@ -343,7 +343,7 @@ def test_pictures(artifact: tuple[str, Path]) -> None:
     prompt, canvas = place(ids, counts, config), tokens(1, CANVAS, seed=5)
     wanted: dict[torch.dtype, torch.Tensor] = {}
     for dtype in (torch.float32, torch.bfloat16):
-        model = load(folder, activations=MODES[name], dtype=dtype, device="cuda")
+        model = load_rounding(folder, MODES[name], dtype=dtype, device="cuda")
         prefix = encode_prompts(model, [prompt], [images])
         wanted[dtype] = decode_canvas(model, prefix, canvas, None)[0].float()
         del model

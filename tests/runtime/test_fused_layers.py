@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from layers import Judge, Pass, joined, recorded, relative, telling_checkpoint
+from modules_oracle.passes import encode_prompts
+from modules_oracle.simulated import load_rounding
 from PIL import Image
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
@@ -29,7 +31,6 @@ from quantize.runtime.fused.prompt_pieces import pictures, pieces
 from quantize.runtime.fused.text_stack import Cache, FusedModel
 from quantize.runtime.fused.weights import TextWeights, load_packed
 from quantize.runtime.images import Images, place, prepare
-from quantize.runtime.modules.passes import encode_prompts
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.convert.convert import convert
 
@@ -65,7 +66,7 @@ def fused_model(weights: TextWeights) -> FusedModel:
 
 
 def judged(folder: Path, mode: ActivationMode = "none") -> Judge:
-    exact = load(folder, activations=mode, dtype=torch.float64)
+    exact = load_rounding(folder, mode, dtype=torch.float64)
     return Judge(exact, fused_model(load_packed(folder, "cpu")))
 
 

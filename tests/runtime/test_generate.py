@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from modules_oracle.engine import ModelEngine
+from modules_oracle.passes import decode_canvas, encode_prompts, encode_tokens
 from tiny import CANVAS, VOCAB, tiny_model
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler, StepRecord, generate
 from quantize.runtime.images import Images
-from quantize.runtime.modules.engine import ModelEngine
-from quantize.runtime.modules.passes import decode_canvas, encode_prompts, encode_tokens
 
 # A stop threshold that random weights reach now and then (their mean entropy is 3.8 to 5.5 nats), and
 # no demand for stability: rows stop at different steps.

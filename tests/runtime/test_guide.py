@@ -1,4 +1,4 @@
-"""A guide sees every finished canvas with its last logits, and decides it; on both engines."""
+"""A guide sees every finished canvas with its last logits, and decides it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import CANVAS, tiny_model
+from tiny import CANVAS
 from torch import Tensor
 
 from quantize.runtime import Sampler, generate
@@ -14,18 +14,15 @@ from quantize.runtime.engine import Canvas, Engine
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.known_tokens import Given, Verdict
-from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.sampler import StepRecord
 
 SAMPLER = Sampler(max_denoising_steps=3, stability_threshold=0)
 PROMPT = [5, 6, 7, 8, 9]
 
 
-@pytest.fixture(scope="module", params=["modules", "fused"])
-def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
-    if request.param == "fused":
-        return FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=2, max_context=64)
-    return ModelEngine(tiny_model(), 2)
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Engine:
+    return FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=2, max_context=64)
 
 
 class Watching:

@@ -37,7 +37,7 @@ def prompts() -> list[list[int]]:
 def answers(folder: Path, threads: int, capacity: int, order: list[int]) -> list[list[int]]:
     """Two canvases behind each prompt, in a batch of any size and order, on so many cores."""
     torch.set_num_threads(threads)
-    engine = open(folder, device="cpu", kind="fused", capacity=capacity, max_context=400)
+    engine = open(folder, device="cpu", capacity=capacity, max_context=400)
     found = complete(
         engine, [prompts()[i] for i in order], order,
         max_new_tokens=2 * engine.canvas_length, sampler=SAMPLER,
@@ -60,7 +60,7 @@ def test_watched_passes_and_cores(tiny_checkpoint: Path) -> None:
     found: list[tuple[list[list[int]], float, torch.Tensor]] = []
     for count in (1, 2, 4):
         torch.set_num_threads(count)
-        engine = open(tiny_checkpoint, device="cpu", kind="fused", capacity=5, max_context=400)
+        engine = open(tiny_checkpoint, device="cpu", capacity=5, max_context=400)
         sums = torch.zeros(2)
 
         def see(_: str, rows: torch.Tensor, __: object, sums: torch.Tensor = sums) -> None:

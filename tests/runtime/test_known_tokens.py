@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import CANVAS, VOCAB, tiny_model
+from tiny import CANVAS, VOCAB
 
 from quantize.errors import InputError
 from quantize.runtime import Sampler
@@ -13,7 +13,6 @@ from quantize.runtime.engine import Canvas, Engine
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.known_tokens import FREE, Given, initial, pinned
-from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.noise import CounterNoise
 from quantize.runtime.sampler import CanvasState, decide
 
@@ -22,11 +21,9 @@ PROMPT = [5, 6, 7, 8, 9]
 PINNED = Given({0: 100, 3: 101, 15: 102, 17: 103})  # of two canvases
 
 
-@pytest.fixture(scope="module", params=["modules", "fused"])
-def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
-    if request.param == "fused":
-        return FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=2, max_context=64)
-    return ModelEngine(tiny_model().float(), 2)
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Engine:
+    return FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=2, max_context=64)
 
 
 def answer(

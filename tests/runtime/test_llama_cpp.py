@@ -8,6 +8,7 @@ import pytest
 import torch
 from exported import copy_bundled
 from llama_cpp_program import install
+from modules_oracle.engine import ModelEngine
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.load import load
@@ -19,11 +20,9 @@ from quantize.reports.render import scored_with
 from quantize.reports.scores import pair, read_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
-from quantize.runtime import Sampler
+from quantize.runtime import Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.engine import complete
 from quantize.runtime.llama_cpp import LlamaCpp, made_from
-from quantize.runtime.modules.engine import ModelEngine
 from quantize.stages.evaluate.compared_models import ModelOptions
 from quantize.stages.evaluate.evaluate import evaluate
 
@@ -53,7 +52,10 @@ def test_equal_logits_give_equal_samples(program: Path, file: Path):
     theirs, ours = LlamaCpp(program, file, 64), ModelEngine(load(CHECKPOINT), 1)
     torch.set_num_threads(1)
     seeds = [5, 6, 7]
-    expected = complete(ours, prompts(3), seeds, max_new_tokens=128, sampler=SAMPLER)
+    expected = [
+        generate(ours, [prompt], [seed], max_new_tokens=128, sampler=SAMPLER)[0]
+        for prompt, seed in zip(prompts(3), seeds, strict=True)
+    ]
     found = [
         theirs.answer(prompt, seed, max_new_tokens=128, sampler=SAMPLER)
         for prompt, seed in zip(prompts(3), seeds, strict=True)

@@ -272,7 +272,7 @@ def test_an_engine_opens_streamed_where_memory_is_short(nvfp4_artifact: Path) ->
     seen: list[tuple[bool, int]] = []
     for budget in (whole, streamed, least_bytes(need, checkpoint.config)):
         engine = runtime.open(
-            nvfp4_artifact, device="cpu", kind="fused", capacity=4, max_context=256,
+            nvfp4_artifact, device="cpu", capacity=4, max_context=256,
             gpu_memory=budget + 1,
         )  # fmt: skip
         assert isinstance(engine, FusedEngine)
@@ -298,7 +298,7 @@ def test_answers_in_fp8_are_planned_with_the_weights_that_are_held(
     for name in ("load_tokenizer", "tokenizer_digest"):  # the small model has none
         monkeypatch.setattr(local_model, name, lambda _: None)
     sampler = Sampler.from_checkpoint(nvfp4_artifact)
-    answerer = local_model.Answerer(nvfp4_artifact, "", sampler, place, capacity=4, kind="fused")
+    answerer = local_model.Answerer(nvfp4_artifact, "", sampler, place, capacity=4)
     engine = answerer.engine(256)
     assert isinstance(engine, FusedEngine)
     assert engine.model.weights.streamed

@@ -1,6 +1,6 @@
-"""Passes of both engines: the same inputs seen, the same logits within BF16's rounding, in any pieces.
+"""Passes of the engine and of the oracle: the same inputs seen, logits within BF16's rounding.
 
-The modules in float32 are the truth and the modules in BF16 the yardstick: the kernels' references
+transformers' modules in float32 are the truth and those in BF16 the yardstick: the kernels' references
 round where those do, so their error may be a little more than the modules' own.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fused_dequant import weights
+from modules_oracle.opening import open_modules
 from safetensors.torch import save_file
 
 from quantize.bundled import CALIBRATION, CHECKPOINT
@@ -28,7 +29,7 @@ from quantize.runtime.engine import Engine, complete
 from quantize.runtime.fused import graphs, trust
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import TextWeights, load_packed
-from quantize.runtime.opening import Kind, RandomModel
+from quantize.runtime.opening import RandomModel
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import Prompt, Trajectory, record, save_trajectories
 from quantize.schemes.modes import ActivationMode
@@ -42,11 +43,11 @@ from quantize.stages.fidelity.replay import Compared, replay
 PROMPTS, STEPS, ROOM = 4, 3, 512
 TIPPED = 0.05  # nats
 SAMPLER = replace(Sampler.from_checkpoint(CHECKPOINT), max_denoising_steps=STEPS)
-KINDS: tuple[Kind, ...] = ("modules", "fused")
+Seen = tuple[Ranges, Coverage, int]
 
 
-def opened(folder: Path | RandomModel, kind: Kind, **settings: object) -> Engine:
-    return open(folder, device="cpu", kind=kind, capacity=PROMPTS, max_context=ROOM, **settings)  # type: ignore[arg-type]
+def opened(folder: Path | RandomModel, **settings: object) -> FusedEngine:
+    return open(folder, device="cpu", capacity=PROMPTS, max_context=ROOM, **settings)  # type: ignore[arg-type]
 
 
 def prompts() -> list[list[int]]:
@@ -58,31 +59,31 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def trajectories() -> list[Trajectory]:
-    """What the float32 modules read on their way to two canvases."""
+    """What the float32 oracle reads on their way to two canvases."""
     given = [Prompt(tuple(ids), False) for ids in prompts()]
-    engine = opened(CHECKPOINT, "modules")
+    engine = open_modules(CHECKPOINT, capacity=PROMPTS)
     return record(engine, given, range(PROMPTS), sampler=SAMPLER, canvases=2, held_out=True)
 
 
 @pytest.fixture(scope="module")
-def seen(trajectories: list[Trajectory]) -> dict[Kind, tuple[Ranges, Coverage, int]]:
-    """What each engine shows of the same passes: a teacher-forced walk along the trajectories."""
+def seen(trajectories: list[Trajectory]) -> tuple[Seen, Seen]:
+    """What the engine and the oracle show of the same passes, teacher-forced along the trajectories."""
     experts = Checkpoint.open(CHECKPOINT).config["text_config"]["num_experts"]
-    found: dict[Kind, tuple[Ranges, Coverage, int]] = {}
-    for kind in KINDS:
-        engine, ranges, coverage = opened(CHECKPOINT, kind), Ranges(experts), Coverage(experts)
+    found: list[Seen] = []
+    for engine in (opened(CHECKPOINT), open_modules(CHECKPOINT, capacity=PROMPTS)):
+        ranges, coverage = Ranges(experts), Coverage(experts)
         encoded: list[int] = []
         with engine.watching(ranges.see, coverage.see, on_encoded=lambda e=encoded: e.append(1)):
             replay(engine, [], trajectories, SAMPLER)
-        found[kind] = ranges, coverage, len(encoded)
-    return found
+        found.append((ranges, coverage, len(encoded)))
+    return found[0], found[1]
 
 
-def test_both_engines_see_the_same_inputs(
-    seen: dict[Kind, tuple[Ranges, Coverage, int]], trajectories: list[Trajectory]
+def test_the_engine_sees_the_oracles_inputs(
+    seen: tuple[Seen, Seen], trajectories: list[Trajectory]
 ) -> None:
     """The same Linears, the same tokens and no padding, magnitudes within BF16's rounding."""
-    (ours, counts, encoded), (theirs, their_counts, also) = seen["fused"], seen["modules"]
+    (ours, counts, encoded), (theirs, their_counts, also) = seen
     modules = calibrated_modules(CHECKPOINT, load_recipe("nvfp4_w4a4").quantization)
     a, b = (input_scales(each, modules) for each in (ours, theirs))
     ratios = torch.cat([a[m] / b[m] for m in modules if b[m].isfinite() and a[m].isfinite()])
@@ -103,9 +104,7 @@ def test_both_engines_see_the_same_inputs(
 
 
 @pytest.fixture(scope="module")
-def quantized(
-    seen: dict[Kind, tuple[Ranges, Coverage, int]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def quantized(seen: tuple[Seen, Seen], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The bundled model in NVFP4, with scales of these passes, and in FP8."""
     folder, source = tmp_path_factory.mktemp("passes"), Checkpoint.open(CHECKPOINT)
     made: dict[str, Path] = {}
@@ -114,7 +113,7 @@ def quantized(
         targets, scales = plan_targets(source.tensors, recipe.quantization), None
         if name == "nvfp4_w4a4":
             modules = calibrated_modules(CHECKPOINT, recipe.quantization)
-            found = input_scales(seen["modules"][0], modules)
+            found = input_scales(seen[1][0], modules)
             finite = {m: s if s.isfinite() else torch.full((1,), 100.0) for m, s in found.items()}
             scales = folder / "input_scales.safetensors"
             save_file({f"{m}.input_global_scale": s for m, s in finite.items()}, scales)
@@ -138,9 +137,11 @@ def test_the_kernels_are_as_far_from_float32_as_the_modules_in_bf16(
     A position counts at most TIPPED: where a rounding tips one over to other experts it may be 12 nats
     off, and which one that is depends on the CPU. A fault is no matter of one position.
     """
-    exact = opened(quantized[name], "modules", activations=mode)
-    bf16 = opened(quantized[name], "modules", activations=mode, dtype=torch.bfloat16)
-    fused = opened(quantized[name], "fused", activations=mode)
+    exact, bf16 = (
+        open_modules(quantized[name], mode, capacity=PROMPTS, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    fused = opened(quantized[name], activations=mode)
     yardstick, ours = (
         torch.cat([step.kl for step in each]).clamp(max=TIPPED).mean().item()
         for each in replay(exact, [Compared(bf16), Compared(fused)], trajectories, SAMPLER)
@@ -154,12 +155,12 @@ def test_modes_differ_as_they_should(
     quantized: dict[str, Path], trajectories: list[Trajectory]
 ) -> None:
     """Against BF16 on the same engine: rounded activations cost more than none, and differ."""
-    reference = opened(CHECKPOINT, "fused")
+    reference = opened(CHECKPOINT)
     modes: list[ActivationMode] = ["none", "per_expert", "per_layer"]
-    first = opened(quantized["nvfp4_w4a4"], "fused", activations="none")
+    first = opened(quantized["nvfp4_w4a4"], activations="none")
     compared = [Compared(reference), Compared(first)]
     for mode in modes[1:]:
-        beside = opened(quantized["nvfp4_w4a4"], "fused", activations=mode, beside=first)
+        beside = opened(quantized["nvfp4_w4a4"], activations=mode, beside=first)
         compared.append(Compared(beside))
     compared.append(Compared(compared[-1].engine, own_conditioning=True))
     same, none, per_expert, per_layer, own = (
@@ -180,10 +181,9 @@ def test_fidelity_without_bf16_beside_the_quantized_model(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """As on a GPU: BF16 runs first, its layers are gone when the other is opened; the same file."""
+    """BF16 runs first, and its layers are gone when the other is opened."""
     (tmp_path / "calibration").mkdir()
     save_trajectories(tmp_path / "calibration", trajectories[:2], SAMPLER)
-    monkeypatch.setattr("quantize.runtime.opening.default_kind", lambda *_: "fused")
     made: list[weakref.ref[TextWeights]] = []
     there: list[int] = []  # weights, when a model is opened
 
@@ -191,23 +191,18 @@ def test_fidelity_without_bf16_beside_the_quantized_model(
         gc.collect()
         there.append(sum(weights() is not None for weights in made))
         engine = open(folder, place, **settings)
-        assert isinstance(engine, FusedEngine)
         made.append(weakref.ref(engine.model.weights))
         return engine
 
     monkeypatch.setattr(fidelity, "open", opening)
-    found: list[str] = []
-    for kind in ("modules", "fused"):  # BF16 is beside the others, and is not
-        monkeypatch.setattr(fidelity, "default_kind", lambda _, kind=kind: kind)
-        fidelity.fidelity(
-            CHECKPOINT, quantized["nvfp4_w4a4"], tmp_path / "calibration", tmp_path / kind,
-            activations="per_layer", limits={"none": 1.0, "per_expert": 1.0}, more=("fp8",),
-        )  # fmt: skip
-        found.append((tmp_path / kind).read_text())
-    assert found[0] == found[1]
-    # Models at once: all five; or BF16, then those that share weights, then the one that does not.
-    assert there == [0, 1, 2, 3, 4, *(0, 0, 1, 2, 0)]
-    content = json.loads(found[0])
+    out = tmp_path / "fidelity.json"
+    fidelity.fidelity(
+        CHECKPOINT, quantized["nvfp4_w4a4"], tmp_path / "calibration", out,
+        activations="per_layer", limits={"none": 1.0, "per_expert": 1.0}, more=("fp8",),
+    )  # fmt: skip
+    # Weights at once: BF16's, then those that modes share, then those of the mode that does not.
+    assert there == [0, 0, 1, 2, 0]
+    content = json.loads(out.read_text())
     assert list(content["activations"]) == ["none", "per_layer", "per_expert", "fp8"]
     kl = {mode: each["kl_nats"]["mean"] for mode, each in content["activations"].items()}
     assert len(set(kl.values())) == 4
@@ -218,7 +213,7 @@ def test_pieces_change_nothing_and_both_ways_to_generate_agree(
     trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits looked at canvas by canvas, and all at once."""
-    engine = opened(CHECKPOINT, "fused")
+    engine = opened(CHECKPOINT)
     longer = replace(SAMPLER, max_denoising_steps=8, confidence_threshold=1e-9)
     asked = {"max_new_tokens": 64, "sampler": longer}
     whole = [complete(engine, prompts(), range(PROMPTS), **asked)]
@@ -226,7 +221,7 @@ def test_pieces_change_nothing_and_both_ways_to_generate_agree(
     assert whole[0] == whole[1]  # the kernels' sampler, and torch's over the passes: one arithmetic
     monkeypatch.setattr(graphs, "CANVASES_A_PIECE", 1)
     monkeypatch.setattr(protocol, "PIECE", 1)
-    engine = opened(CHECKPOINT, "fused")
+    engine = opened(CHECKPOINT)
     assert complete(engine, prompts(), range(PROMPTS), **asked) == whole[0]
     assert generate(engine, prompts(), range(PROMPTS), **asked) == whole[1]
 
@@ -236,10 +231,8 @@ def test_an_engine_beside_another_shares_its_weights() -> None:
     config = Checkpoint.open(CHECKPOINT).config
     random = RandomModel(config, dict.fromkeys(("experts", "attention", "mlp"), "bf16"))
     for model in (CHECKPOINT, random):
-        first = opened(model, "fused")
-        assert isinstance(first, FusedEngine)
-        second = opened(model, "fused", beside=first)
-        assert isinstance(second, FusedEngine)
+        first = opened(model)
+        second = opened(model, beside=first)
         assert second.model.weights is first.model.weights
 
 
@@ -248,12 +241,11 @@ def test_the_mode_fp8_has_weights_of_its_own(quantized: dict[str, Path]) -> None
     config = Checkpoint.open(CHECKPOINT).config
     random = RandomModel(config, {"experts": "nvfp4", "attention": "fp8", "mlp": "bf16"})
     for model in (quantized["nvfp4_w4a4"], random):
-        first, second = opened(model, "fused"), opened(model, "fused", activations="fp8")
-        third = opened(model, "fused", activations="fp8", beside=second)
-        fourth = opened(model, "fused", beside=second)
+        first, second = opened(model), opened(model, activations="fp8")
+        third = opened(model, activations="fp8", beside=second)
+        fourth = opened(model, beside=second)
         packed: list[TextWeights] = []
         for engine in (first, second, third, fourth):
-            assert isinstance(engine, FusedEngine)
             packed.append(engine.model.weights)
         assert packed[2] is packed[1]
         assert packed[3] is not packed[1]
@@ -272,8 +264,7 @@ def test_experts_as_hopper_keeps_them_give_the_same_logits(
     found: list[torch.Tensor] = []
     for hopper in (False, True):
         monkeypatch.setattr(weights, "_in_whole_fragments", lambda *_, whole=hopper: whole)
-        engine = opened(quantized["nvfp4_w4a4"], "fused", activations="fp8")
-        assert isinstance(engine, FusedEngine)
+        engine = opened(quantized["nvfp4_w4a4"], activations="fp8")
         products = [weight for layer in engine.model.weights.layers for weight in layer.products]
         schemes = {weight.scheme for weight in products if weight.shape[0] > 1}
         assert schemes == {"nvfp4_e4m3" if hopper else "fp8"}
@@ -291,9 +282,7 @@ def test_weights_for_fp4_units_give_the_logits_of_the_simulation(
     found: list[torch.Tensor] = []
     for units, resident in ((False, None), (True, None), (True, 1)):
         monkeypatch.setattr(trust, "trust", lambda *_, units=units: units)
-        engine = opened(
-            quantized["nvfp4_w4a4"], "fused", activations="per_layer", resident=resident
-        )
+        engine = opened(quantized["nvfp4_w4a4"], activations="per_layer", resident=resident)
         assert isinstance(engine, FusedEngine)
         products = [weight for layer in engine.model.weights.layers for weight in layer.products]
         assert {weight.scheme for weight in products} == {"nvfp4_e2m1" if units else "nvfp4"}
@@ -316,7 +305,7 @@ def test_streamed_layers_are_packed_for_fp8_too(quantized: dict[str, Path]) -> N
 
 
 def test_what_passes_refuse() -> None:
-    engine = opened(CHECKPOINT, "fused")
+    engine = opened(CHECKPOINT)
     with pytest.raises(InputError, match="5 prompts for 4 slots"):
         engine.passes([[5]] * 5)
     engine.admit(1, [5], 0, SAMPLER)
@@ -325,6 +314,6 @@ def test_what_passes_refuse() -> None:
 
 
 def test_quantized_weights_are_not_watched(quantized: dict[str, Path]) -> None:
-    engine = opened(quantized["fp8_dynamic"], "fused")
+    engine = opened(quantized["fp8_dynamic"])
     with pytest.raises(InputError, match="BF16 model"), engine.watching(lambda *_: None):
         engine.passes([[5, 6]])

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from pictures import picture
-from tiny import tiny_model
 
 from quantize.runtime import Sampler
 from quantize.runtime.engine import Canvas
@@ -12,33 +11,26 @@ from quantize.runtime.fused import engine as fused
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.images import place, prepare
-from quantize.runtime.modules import engine as modules
-from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.prefixes import PrefixCache
 
 SAMPLER = Sampler(max_denoising_steps=3)
 BLOCK = 32
 SHARED = [7 + n % 400 for n in range(2 * BLOCK + 6)]  # longer than the sliding window of 32
 PROMPTS = [[*SHARED, *range(20, 50)], [*SHARED, *range(60, 75)], [*SHARED[:BLOCK], *range(80, 130)]]
-Made = ModelEngine | FusedEngine
 
 
-@pytest.fixture(params=["modules", "fused"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(modules, "BLOCK", BLOCK)
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "CHUNK", BLOCK)
     monkeypatch.setattr(fused, "SHORT", BLOCK // 2)
-    return request.param
 
 
-def engine(kind: str, checkpoint: Path, prefix_bytes: int) -> Made:
-    if kind == "modules":
-        return ModelEngine(tiny_model().float(), 1, prefix_bytes=prefix_bytes)
+def engine(checkpoint: Path, prefix_bytes: int) -> FusedEngine:
     packed = load_packed(checkpoint, "cpu")
     return FusedEngine(packed, capacity=1, max_context=256, prefix_bytes=prefix_bytes)
 
 
-def answers(engine: Made) -> list[list[int]]:
+def answers(engine: FusedEngine) -> list[list[int]]:
     """Two canvases behind each prompt, one after the other in one slot."""
     found: list[list[int]] = []
     for seed, prompt in enumerate(PROMPTS):
@@ -53,9 +45,9 @@ def answers(engine: Made) -> list[list[int]]:
     return found
 
 
-def test_tokens_are_the_same_with_and_without(kind: str, tiny_checkpoint: Path) -> None:
-    without = answers(engine(kind, tiny_checkpoint, 0))
-    caching = engine(kind, tiny_checkpoint, 1 << 24)
+def test_tokens_are_the_same_with_and_without(tiny_checkpoint: Path) -> None:
+    without = answers(engine(tiny_checkpoint, 0))
+    caching = engine(tiny_checkpoint, 1 << 24)
     assert caching.prefixes is not None
     cold = answers(caching)
     assert caching.prefixes.reused == 2 * BLOCK + BLOCK  # of the second and third prompt
@@ -69,9 +61,7 @@ def test_a_prompt_with_a_picture_is_not_looked_for(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "CHUNK", 2 * BLOCK)  # holds the picture
-    monkeypatch.setattr(fused, "SHORT", BLOCK // 2)
-    caching = engine("fused", tiny_checkpoint, 1 << 24)
-    assert isinstance(caching, FusedEngine)
+    caching = engine(tiny_checkpoint, 1 << 24)
     assert caching.prefixes is not None
     images, counts = prepare([picture()], caching.model.weights.config, 70)
     config = caching.model.weights.config

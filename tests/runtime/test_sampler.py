@@ -24,7 +24,6 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 from quantize.bundled import CHECKPOINT, HELDOUT
-from quantize.checkpoints.load import load
 from quantize.checkpoints.synthetic import GENERATION
 from quantize.errors import InputError
 from quantize.runtime import Sample
@@ -32,7 +31,6 @@ from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import complete
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
-from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.noise import CounterNoise
 from quantize.runtime.sampler import WITHOUT_EFFECT, Sampler
 
@@ -188,22 +186,17 @@ def test_every_field_of_the_real_config_changes_the_settings_or_cannot_matter() 
         assert same == (field in WITHOUT_EFFECT), field
 
 
-@pytest.mark.parametrize("path", ["modules", "kernels"])
-def test_every_setting_reaches_the_canvases(path: str) -> None:
-    """Each setting alone changes what is generated, on both paths."""
+def test_every_setting_reaches_the_canvases() -> None:
+    """Each setting alone changes what is generated."""
     tokenizer = load_tokenizer(CHECKPOINT)
     problem = json.loads(HELDOUT.read_text("utf-8").split("\n")[0])
     chat = [{"role": "user", "content": problem["question"]}]
     ids = encode_chat(tokenizer, chat, thinking=False)
-    modules, weights = load(CHECKPOINT), load_packed(CHECKPOINT, "cpu")
+    engine = FusedEngine(load_packed(CHECKPOINT, "cpu"), capacity=1, max_context=512)
 
     def answer(sampler: Sampler) -> tuple[Sample, list[Any]]:
         """The sample, and every step's draft with what it accepts."""
         drafts: list[Any] = []
-        fused = path == "kernels"
-        engine = (
-            FusedEngine(weights, capacity=1, max_context=512) if fused else ModelEngine(modules, 1)
-        )
         budget = sampler.max_new_tokens
         (sample,) = complete(
             engine, [ids], [4], max_new_tokens=budget, sampler=sampler,

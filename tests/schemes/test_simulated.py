@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from modules_oracle.simulated import load_rounding, rounding, simulate_activations
 from tiny import EXPERTS, LAYERS
 from torch.nn.functional import linear
 
 from quantize.checkpoints.load import load, read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.schemes.records import SCHEMES
-from quantize.schemes.simulated import rounding, simulate_activations
 
 LAYER = 1
 QUERY = f"model.decoder.layers.{LAYER}.self_attn.q_proj"
@@ -30,7 +30,7 @@ def route(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", ["fp8_artifact", "nvfp4_artifact"])
 def test_a_dense_linear_rounds_its_input(request: pytest.FixtureRequest, name: str) -> None:
     folder = request.getfixturevalue(name)
-    plain, simulated = load(folder), load(folder, activations="per_expert")
+    plain, simulated = load(folder), load_rounding(folder, "per_expert")
     scheme, scale = read_input_schemes(Checkpoint.open(folder))[QUERY]
     round_input = rounding(scheme, scale)
     assert round_input is not None
@@ -45,7 +45,7 @@ def test_a_dense_linear_rounds_its_input(request: pytest.FixtureRequest, name: s
 @pytest.mark.parametrize("mode", ["per_expert", "per_layer"])
 def test_experts_round_with_their_own_or_the_widest_scale(nvfp4_artifact: Path, mode: str) -> None:
     inputs = read_input_schemes(Checkpoint.open(nvfp4_artifact))
-    plain, simulated = load(nvfp4_artifact), load(nvfp4_artifact, activations=mode)  # type: ignore[arg-type]
+    plain, simulated = load(nvfp4_artifact), load_rounding(nvfp4_artifact, mode)  # type: ignore[arg-type]
     layer = f"model.decoder.layers.{LAYER}.experts"
     experts = plain.get_submodule(layer)
     x = activations(40)

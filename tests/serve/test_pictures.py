@@ -10,13 +10,12 @@ import openai
 import pytest
 from pictures import bomb, data_url, encoded, part, picture
 from PIL import Image
-from serving import SAMPLER, Running, ScriptedEngine, model, running, text_of, tokenizer
+from serving import SAMPLER, Running, ScriptedEngine, engine_of, model, running, text_of, tokenizer
 
 from quantize.errors import InputError
 from quantize.runtime import Sample, generate
 from quantize.runtime.chat import encode_chat
 from quantize.runtime.images import place, prepare
-from quantize.runtime.modules.engine import ModelEngine
 from quantize.serve.pictures import MAX_BYTES, MAX_PICTURES, read
 
 QUESTION = {"type": "text", "text": "What is this?"}
@@ -45,7 +44,7 @@ def in_process(pictures: list[Image.Image], soft_tokens: int) -> Sample:
     ids = encode_chat(tokenizer(), [{"role": "user", "content": content}], thinking=False)
     images, counts = prepare(pictures, model().config, soft_tokens)
     (sample,) = generate(
-        ModelEngine(model()), [place(ids, counts, model().config)], [3], max_new_tokens=64,
+        engine_of(1), [place(ids, counts, model().config)], [3], max_new_tokens=64,
         sampler=replace(SAMPLER, max_denoising_steps=STEPS), images=[images],
     )  # fmt: skip
     return sample

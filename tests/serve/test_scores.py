@@ -9,12 +9,11 @@ import pytest
 from recovery.samples import Completion, Request
 from recovery.scoring import first_requests
 from recovery.served import Servers
-from serving import SAMPLER, Running, in_process, model, running, text_of, tokenizer
+from serving import SAMPLER, Running, engine_of, in_process, running, text_of, tokenizer
 
 from quantize.bundled import HELDOUT
 from quantize.runtime import generate
 from quantize.runtime.chat import encode_chat
-from quantize.runtime.modules.engine import ModelEngine
 
 IN_FLIGHT = 8
 COUNTS = [5, pytest.param(200, marks=pytest.mark.slow)]
@@ -46,7 +45,7 @@ def here(request: Request) -> Completion:
         tokenizer(), [{"role": "user", "content": request.prompt}], thinking=request.thinking
     )
     (sample,) = generate(
-        ModelEngine(model()), [ids], [request.seed % 2**63],
+        engine_of(1), [ids], [request.seed % 2**63],
         max_new_tokens=request.max_new_tokens, sampler=SAMPLER,
     )  # fmt: skip
     text = tokenizer().decode(sample.tokens, skip_special_tokens=False)

@@ -2,13 +2,15 @@
 
 import json
 import shutil
+import statistics
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from chats import add_chats
+from modules_oracle.engine import ModelEngine
+from modules_oracle.inputs import watch_inputs
 from oneshot import oneshot_scales
 from safetensors.torch import load_file
 from tiny import CANVAS, EXPERTS, LAYERS
@@ -19,14 +21,10 @@ from quantize.checkpoints.load import load
 from quantize.errors import InputError, QuantizeError, ResourceError
 from quantize.host.files import read_json
 from quantize.recipe.sections import Calibration, Quantization, Recipe, load_recipe
-from quantize.runtime import Sampler, generate
+from quantize.runtime import Sampler, generate, open
 from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.fused.inputs import Inputs
-from quantize.runtime.modules.engine import ModelEngine
-from quantize.runtime.modules.inputs import watch_inputs
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import load_trajectories
-from quantize.schemes.hessians import Hessians
 from quantize.stages.calibrate.calibrate import (
     calibrate,
     calibrated_modules,
@@ -35,6 +33,7 @@ from quantize.stages.calibrate.calibrate import (
     input_scales,
 )
 from quantize.stages.calibrate.coverage import Coverage, StepStatistics
+from quantize.stages.fidelity.replay import replay
 from quantize.stages.prompts import load_prompts
 
 NVFP4_MODULES = LAYERS * EXPERTS * 3 + LAYERS * 7 - 1  # the full-attention layer has no v_proj
@@ -123,19 +122,18 @@ def test_scales_equal_those_of_plain_hooks(source: Path, calibrated: Path) -> No
     model = load(source)
     hooks = PlainHooks(model)
     observed = [t for t in trajectories if not t.held_out]
-    for start in (0, 4):  # the recipe's batches
-        batch = observed[start : start + 4]
-        generate(
-            ModelEngine(model),
-            [t.prompt.ids for t in batch],
-            [t.seed for t in batch],
-            max_new_tokens=2 * CANVAS,
-            sampler=sampler,
-        )
+    replay(ModelEngine(model), [], observed, sampler, batch_size=4)
     scales = scales_of(calibrated)
     assert len(hooks.amax) == NVFP4_MODULES
-    for name, amax in hooks.amax.items():
-        assert scales[f"{name}.input_global_scale"].item() == pytest.approx(2688 / amax, rel=1e-4)
+    away = {
+        name: abs(scales[f"{name}.input_global_scale"].item() * amax / 2688 - 1)
+        for name, amax in hooks.amax.items()
+    }
+    # The engine rounds to BF16, the hooks' model does not, and a rounding may choose another expert:
+    # `test_passes` asks for more of a model that was trained. Here every module is there.
+    dense = [error for name, error in away.items() if "experts" not in name]
+    assert statistics.median(dense) < 2**-5
+    assert max(dense) < 2**-2
 
 
 def test_coverage_counts_every_routed_token(calibrated: Path) -> None:
@@ -183,7 +181,7 @@ def test_trajectories_replay_their_own_generation(source: Path, calibrated: Path
     assert sampler == Sampler(max_denoising_steps=3, eos_token_ids=(1,), pad_token_id=0)
     item = trajectories[-1]
     sample = generate(
-        ModelEngine(load(source)),
+        open(source, device="cpu", capacity=1, max_context=256),
         [item.prompt.ids],
         [item.seed],
         max_new_tokens=2 * CANVAS,
@@ -300,7 +298,7 @@ def test_observers_keep_their_tensors_where_they_are() -> None:
     for factor in (1, 3):
         for end, experts in (("self_attn.q_proj", None), ("experts.gate_up_proj", ids)):
             for own in observers:
-                assert own.launches_alone
+                assert own.see.launches_alone
                 own.see(f"model.decoder.layers.0.{end}", factor * rows, experts)
         assert statistics._pending is not None
         kept = (*ranges._amax.values(), *coverage._counts.values(), statistics._pending)
@@ -314,18 +312,6 @@ def test_observers_keep_their_tensors_where_they_are() -> None:
     seen = statistics._steps[0].inputs["experts.gate_up"]
     assert seen.count == 2 * 2 * rows.numel()
     assert seen.total == pytest.approx(4 * 2 * rows.abs().sum().item(), rel=1e-6)
-
-
-def test_a_graph_holds_only_observers_that_launch_alone() -> None:
-    inputs = Inputs(SimpleNamespace(num_hidden_layers=1, layer_types=[]), None, bf16=True)
-    ranges = Ranges(4)
-    for observers, expected in (
-        ([], True), ([ranges.see], True), ([ranges.see, Hessians(["a"], 4).see], False),
-        ([lambda *_: None], False),
-    ):  # fmt: skip
-        with inputs.shown_to(observers):
-            assert inputs.replayable == expected
-        assert not inputs.replayable
 
 
 def test_watching_changes_no_logit_and_leaves_no_trace(source: Path) -> None:

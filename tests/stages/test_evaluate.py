@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 import yaml
 from recovery.samples import Completion, Request
 
@@ -24,8 +23,6 @@ from quantize.recipe.sections import Evaluation, load_recipe, shipped_recipes
 from quantize.runs.folder import RunDir
 from quantize.runs.models import FURTHER
 from quantize.runtime import Placement, Sampler
-from quantize.runtime.modules.engine import ModelEngine
-from quantize.runtime.opening import Kind
 from quantize.schemes.modes import ACTIVATION_MODES
 from quantize.stages.evaluate.compared_models import (
     ComparedModel,
@@ -87,16 +84,6 @@ def test_a_server_that_may_encode_canvases_wrongly_is_warned_of(
     assert ("vllm_plugin" in said) == bool(warned)
 
 
-@pytest.mark.parametrize(("asked", "got"), [(None, "float32"), ("bfloat16", "bfloat16")])
-def test_dtype_is_the_recipes_else_the_devices_and_a_condition(asked: str | None, got: str) -> None:
-    sampler = Sampler.from_checkpoint(CHECKPOINT)
-    model = Answerer(CHECKPOINT, "", sampler, PLACE, asked)
-    assert model.sampler_settings["dtype"] == f"torch.{got}"
-    engine = model.engine(64)
-    assert isinstance(engine, ModelEngine)
-    assert engine.model.dtype == getattr(torch, got)
-
-
 def test_a_sample_of_the_kernels_depends_on_its_request_alone() -> None:
     """Not on what else is asked for, its order, or who shared its canvases; slots are refilled."""
     rows = [json.loads(line) for line in HELDOUT.read_text().splitlines()[:5]]
@@ -104,8 +91,7 @@ def test_a_sample_of_the_kernels_depends_on_its_request_alone() -> None:
     sampler = Sampler.from_checkpoint(CHECKPOINT)
 
     def answers(asked: Sequence[Request]) -> dict[Request, Completion]:
-        model = Answerer(CHECKPOINT, "", sampler, PLACE, capacity=2, kind="fused")
-        assert model.one_by_one
+        model = Answerer(CHECKPOINT, "", sampler, PLACE, capacity=2)
         assert model.sampler_settings["batch_invariant"]
         found = {r: c for batch, done in model([asked]) for r, c in zip(batch, done, strict=True)}
         model.release()
@@ -117,21 +103,19 @@ def test_a_sample_of_the_kernels_depends_on_its_request_alone() -> None:
     assert answers(requests[:0:-2]) == {r: together[r] for r in requests[:0:-2]}
 
 
-@pytest.mark.parametrize("kind", ["modules", "fused"])
-def test_samples_are_told_of_before_their_batch_is_finished(kind: Kind) -> None:
-    """So that minutes in which one batch is denoised show something; what is told is what comes."""
+def test_tokens_are_told_of_before_their_sample_is_finished() -> None:
+    """So that minutes in which one sample is denoised show something; what is told is what comes."""
     rows = [json.loads(line) for line in HELDOUT.read_text().splitlines()[:4]]
     requests = [Request(row["question"], 7 + i, 128) for i, row in enumerate(rows)]
     sampler = Sampler.from_checkpoint(CHECKPOINT)
-    model = Answerer(CHECKPOINT, "", sampler, PLACE, kind=kind)
+    model = Answerer(CHECKPOINT, "", sampler, PLACE)
     told: list[tuple[int, int]] = []
     model.announce = lambda samples, tokens: told.append((samples, tokens))
     completions = [c for _, done in model([requests]) for c in done]
     model.release()
     assert len(told) == sum(len(c.denoising_steps) for c in completions) >= len(requests)
     assert sum(tokens for _, tokens in told) == sum(c.tokens for c in completions)
-    # The kernels hand each sample over as it is finished: none has to be told of.
-    assert sum(n for n, _ in told) == (len(requests) if kind == "modules" else 0)
+    assert not any(n for n, _ in told)  # each sample is handed over as it is finished
 
 
 def test_a_batch_size_for_the_machine_overrules_the_recipes(

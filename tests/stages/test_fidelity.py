@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from modules_oracle.engine import ModelEngine
 from tiny import CANVAS, tiny_model
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.host.processes import ALONE, Processes
 from quantize.runtime import Sampler, StepRecord
-from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.trajectory import (
     Prompt,
     Trajectory,

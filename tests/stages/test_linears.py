@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conversions import recipe_for, run
+from modules_oracle.engine import ModelEngine
 from safetensors.torch import load_file, save_file
 from two_processes import in_two
 
@@ -20,7 +21,6 @@ from quantize.pipeline.stages import _close_enough
 from quantize.recipe.sections import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.runtime import Sampler
-from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import Prompt, Trajectory, record, save_trajectories
 from quantize.stages.calibrate.calibrate import input_scales

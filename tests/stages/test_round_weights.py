@@ -12,6 +12,7 @@ import torch
 import yaml
 from chats import add_chats
 from conversions import recipe_for
+from modules_oracle.engine import ModelEngine
 from safetensors.torch import load_file
 from tiny import EXPERTS, LAYERS, tiny_model
 from torch import Tensor, nn
@@ -26,7 +27,6 @@ from quantize.runtime import Sampler, generate
 from quantize.runtime.fused import recording, shuttle
 from quantize.runtime.fused.recording import Recorder, Recording
 from quantize.runtime.fused.shuttle import Shuttle
-from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.placement import CPU
 from quantize.schemes.gptq import layer_loss
 from quantize.schemes.hessians import Hessians

@@ -36,10 +36,10 @@ def fail(fault: str) -> None:
 def serve() -> None:
     import numpy as np
     import torch
+    from modules_oracle.passes import decode_canvas, encode_prompts
 
     from quantize.bundled import CHECKPOINT
     from quantize.checkpoints.load import load
-    from quantize.runtime.modules.passes import decode_canvas, encode_prompts
 
     torch.set_num_threads(1)
     model = load(CHECKPOINT)

@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
+from modules_oracle.engine import ModelEngine
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.runtime import Sample, Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.modules.engine import ModelEngine
 
 NEW_TOKENS = 128  # two canvases
 

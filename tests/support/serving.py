@@ -20,10 +20,10 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.runtime import Sample, Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Canvas, Engine, Meanwhile, OnDraft
-from quantize.runtime.fused.weights import model_config
+from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.weights import TextWeights, load_packed, model_config
 from quantize.runtime.images import Images
 from quantize.runtime.known_tokens import Given
-from quantize.runtime.modules.engine import ModelEngine
 from quantize.runtime.noise import CounterNoise
 from quantize.serve.options import Options
 from quantize.serve.pictures import Pictures
@@ -36,7 +36,18 @@ QUESTION = "Tom has 5 apples and buys 3 more. How many apples does Tom have?"
 
 @cache
 def model() -> DiffusionGemmaForBlockDiffusion:
+    """The oracle in float32."""
     return load(CHECKPOINT)
+
+
+def engine_of(capacity: int, **settings: Any) -> FusedEngine:
+    """An engine over weights that are loaded once."""
+    return FusedEngine(_weights(), capacity=capacity, **settings)
+
+
+@cache
+def _weights() -> TextWeights:
+    return load_packed(CHECKPOINT, "cpu")
 
 
 @cache
@@ -51,19 +62,17 @@ def in_process(
 ) -> Sample:  # fmt: skip
     """What the runtime answers without any server."""
     ids = encode_chat(tokenizer(), [{"role": "user", "content": question}], thinking=thinking)
-    (sample,) = generate(
-        ModelEngine(model()), [ids], [seed], max_new_tokens=max_tokens, sampler=sampler
-    )
+    (sample,) = generate(engine_of(1), [ids], [seed], max_new_tokens=max_tokens, sampler=sampler)
     return sample
 
 
 def chances_after_one_step(question: str, seed: int) -> Tensor:
-    """Log-probabilities [L, V] of the first canvas' first step, in float64 from the modules' logits.
+    """Log-probabilities [L, V] of the first canvas' first step, in float64 from the engine's logits.
 
     No sampler, guide or server has a part in them.
     """
     ids = encode_chat(tokenizer(), [{"role": "user", "content": question}], thinking=False)
-    passes, row = ModelEngine(model()).passes([ids]), torch.tensor([0])
+    passes, row = engine_of(1).passes([ids]), torch.tensor([0])
     noise = CounterNoise(torch.tensor([seed]))
     canvas = noise.initial_canvas(0, row, passes.canvas_length, passes.vocabulary)
     decoded = passes.decode([0], canvas, None)
@@ -195,7 +204,7 @@ def running(
 ) -> Generator[Running]:
     """A server on a free port until the block ends."""
     options = Options("bundled", port=0, **settings)
-    engine = engine or ModelEngine(model(), options.max_num_seqs)
+    engine = engine or engine_of(options.max_num_seqs)
     server = make_server(
         engine,
         text or Text(tokenizer()),

@@ -28,7 +28,6 @@ WINGS = (
     "quantize/exports",
     "quantize/serve",
     "quantize/runtime",
-    "quantize/runtime/modules",
     "quantize/runtime/fused",
     "quantize/runs",
     "quantize/checkpoints",

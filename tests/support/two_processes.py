@@ -8,12 +8,15 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
+from quantize.runtime.fused.cores import cores
+
 
 def forked(work: Callable[..., object], *arguments: object) -> BaseProcess:
     """Start a process that calls `work`, with one thread."""
 
     def begin() -> None:
         torch.set_num_threads(1)
+        cores.cache_clear()  # threads are not forked
         work(*arguments)
 
     process = get_context("fork").Process(target=begin)

@@ -7,8 +7,8 @@ Loading is as strict as `checkpoints.load`: names, dtypes and shapes must be wha
 and every value finite. For that, streamed layers are read once beforehand.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,25 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
     none = weights.bf16(norm.new_empty(1, 0, 0))
     conditioning = SelfConditioning(norm, none, none)
     return TextWeights(config, norm.new_empty(0, len(norm)), norm, conditioning, layers)
+
+
+def with_layers_of(
+    base: TextWeights, checkpoint: Checkpoint, layers: Collection[int], *, in_fp8: bool = False
+) -> TextWeights:
+    """Return the weights with some layers read anew, from another checkpoint of the same model.
+
+    Args:
+        base: the weights, all on the device.
+        checkpoint: holds the layers.
+        layers: their indices.
+        in_fp8: as in `load_packed`.
+    """
+    packer = Packer(checkpoint, Transfer(base.device), base.config.text_config, in_fp8=in_fp8)
+    found = list(base.layers)
+    for index in layers:
+        products = packer.products(index, in_memory_of_its_own)
+        found[index] = LayerWeights(**packer.small(index), **products)
+    return replace(base, layers=tuple(found), in_fp8=in_fp8)
 
 
 def _layers(

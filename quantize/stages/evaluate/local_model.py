@@ -1,10 +1,8 @@
 """Lets a checkpoint answer evaluation's requests in this process.
 
-On a GPU the kernels answer, batch-invariantly, so that a sample does not depend on who is denoised
-beside it: slots are refilled as samples end. On a CPU the modules answer fixed batches, one after the
-other: float32 sums of other shapes would be other numbers. Activations are rounded as asked, so the
-accuracy of W4A4 can be scored without a Blackwell GPU. Both models compute in the recipe's dtype, or
-without one in float32 on a CPU (the BF16 model too: its weights are BF16 values) and BF16 on a GPU.
+The engine is batch-invariant: a sample does not depend on who is denoised beside it, and slots are
+refilled as samples end. Activations are rounded as asked, so the accuracy of W4A4 can be scored without
+a Blackwell GPU. Both models compute in BF16.
 
 `ExportedAnswerer` answers with llama.cpp: a GGUF file of the checkpoint, our prompts and noise.
 """
@@ -24,13 +22,11 @@ from quantize.errors import InputError, ResourceError
 from quantize.recipe.sections import AT_ONCE
 from quantize.runs.manifest import package_versions, tokenizer_digest
 from quantize.runtime import Placement, Sample, Sampler, StepRecord, generate, open, sized
-from quantize.runtime.batch import ended
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Engine, each_completed
 from quantize.runtime.fused.gpus import launches_digest
 from quantize.runtime.fused.trust import condition
 from quantize.runtime.llama_cpp import LlamaCpp, made_from
-from quantize.runtime.opening import Kind, default_kind
 from quantize.runtime.placement import free_unused
 
 RECORDED_CANVASES = 2
@@ -45,13 +41,10 @@ class Answerer:
         sampler: settings of both models that are compared.
         place: where the model runs and how activations are rounded; `max_context` is what the longest
             prompt and answer may take, where that is known.
-        dtype: name of the dtype it computes in, None for the device's own.
-        capacity: samples that are denoised together, at most; None for `recipe.AT_ONCE` of the engine.
-        kind: kind of its engine, None for the device's default.
+        capacity: samples that are denoised together, at most; None for `recipe.AT_ONCE`.
 
     Attributes:
-        one_by_one: whether samples depend on their requests alone, so that any may be asked for.
-        batch_size: requests that are answered as one batch: 1 where samples depend on nothing else.
+        batch_size: requests that are answered as one batch: 1, for samples depend on nothing else.
         made_with: everything else that samples depend on.
         announce: called with samples and tokens that are made before their batch is finished.
         loading_seconds: seconds that loading the model has taken so far.
@@ -60,35 +53,29 @@ class Answerer:
         ResourceError: not one sample fits the GPU.
     """
 
+    batch_size = 1
+
     def __init__(
         self,
         folder: Path,
         digest: str,
         sampler: Sampler,
         place: Placement,
-        dtype: str | None = None,
         capacity: int | None = None,
-        kind: Kind | None = None,
     ) -> None:
-        asked: torch.dtype | None = getattr(torch, dtype) if dtype else None
         device, self.folder = place.device, folder
-        self.kind: Kind = kind or default_kind(device, asked)
-        self.one_by_one = self.kind == "fused"
-        own = torch.float32 if device == "cpu" and not self.one_by_one else torch.bfloat16
-        self.dtype = asked or own
-        self._asked = replace(place, capacity=capacity or AT_ONCE[self.kind])
-        self._place = sized(folder, self._asked) if self.one_by_one else self._asked
+        self._asked = replace(place, capacity=capacity or AT_ONCE)
+        self._place = sized(folder, self._asked)
         model: dict[str, Any] = {"weights": digest, "activations": place.activations}
-        if self.one_by_one:
-            model |= condition(folder, place.activations, torch.device(device))
+        model |= condition(folder, place.activations, torch.device(device))
+        if device != "cpu":
             model["capacity"] = self.capacity  # passes have the shape of a full engine
-        self.batch_size = 1 if self.one_by_one else self.capacity
         self.sampler = sampler
         self.tokenizer = load_tokenizer(folder)
         self.sampler_settings: dict[str, Any] = asdict(sampler) | {
-            "dtype": str(self.dtype),
-            "engine": self.kind,
-            "batch_invariant": self.one_by_one,
+            "dtype": "torch.bfloat16",
+            "engine": "fused",
+            "batch_invariant": True,
         }
         # Everything that can change an answer; only what concerns the model differs between sides.
         self.made_with: dict[str, Any] = {
@@ -96,11 +83,10 @@ class Answerer:
             "batch_size": self.batch_size,
             "tokenizer": tokenizer_digest(folder),
             "sampler": self.sampler_settings,
-            "dtype": str(self.dtype),
-            "engine": self.kind,
+            "dtype": "torch.bfloat16",
+            "engine": "fused",
             "device": device if device == "cpu" else torch.cuda.get_device_name(device),
-            # The CPU sets the order of float32 sums, and so their values; a GPU's do not depend on it.
-            "threads": torch.get_num_threads() if device == "cpu" else None,
+            "threads": None,  # no product is shared among cores
             "launches": launches_digest(torch.device(device)),
             "versions": package_versions(),
         }
@@ -128,7 +114,7 @@ class Answerer:
 
     def _open(self, context: int) -> Engine:
         planned = self.capacity
-        if self.one_by_one and context != self._place.max_context:
+        if context != self._place.max_context:
             asked = replace(self._asked, capacity=planned, max_context=context)
             self._place = sized(self.folder, asked)
             if self.capacity < planned:
@@ -138,10 +124,8 @@ class Answerer:
                 )
         return open(
             self.folder,
-            self._place if self.one_by_one else replace(self._place, max_context=None),
-            batch_invariant=self.one_by_one,
-            dtype=self.dtype,
-            kind=self.kind,
+            self._place,
+            batch_invariant=True,
         )
 
     def release(self) -> None:
@@ -153,11 +137,7 @@ class Answerer:
         free_unused(self._place.device)
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        """Answer batches in order; if `one_by_one`, answer all requests, each as it is finished."""
-        if not self.one_by_one:
-            for batch in batches:
-                yield batch, self._answer(batch)
-            return
+        """Answer all requests, each as it is finished."""
         requests = [request for batch in batches for request in batch]
         prompts, engine, budget = self._ready(requests)
         seeds = [request.seed for request in requests]
@@ -167,21 +147,6 @@ class Answerer:
         )  # fmt: skip
         for index, sample in done:
             yield [requests[index]], [_completion(self.tokenizer, sample)]
-
-    def _answer(self, batch: Batch) -> list[Completion]:
-        """Answer the requests of one task as one batch of the model."""
-        prompts, engine, budget = self._ready(batch)
-        seeds = [request.seed for request in batch]
-        last = -(-budget // engine.canvas_length) - 1
-
-        def announce(step: StepRecord) -> None:
-            for tokens, is_end in ended(step, self.sampler):
-                self.announce(int(is_end or step.canvas == last), tokens)
-
-        samples = generate(
-            engine, prompts, seeds, max_new_tokens=budget, sampler=self.sampler, on_step=announce
-        )
-        return [_completion(self.tokenizer, sample) for sample in samples]
 
     def _tokens_of_the_last(self, sample: Sample) -> int:
         """Return the new tokens of a sample's last canvas."""

@@ -19,8 +19,8 @@ where two experts swapped leave 0.92 and two rows of a router swapped 0.90.
 A second replay, of the gated mode alone, lets the quantized model condition itself on its own logits:
 errors then add up over the steps of a canvas, as they do while serving.
 
-On a GPU BF16 runs first and alone, and what it found stays on the host (`remembered`): the models need
-not fit together. Modes that share weights are replayed side by side; `fp8` has its own and is alone.
+BF16 runs first and alone, and what it found stays on the host (`reference_cache`): the models need not
+fit together. Modes that share weights are replayed side by side; `fp8` has its own and is alone.
 
 KL stands by kind of prompt too: text, past the sliding window, with pictures.
 
@@ -47,7 +47,6 @@ from quantize.runtime import Placement, open, sized
 from quantize.runtime.engine import Engine
 from quantize.runtime.fused.trust import has_own_weights
 from quantize.runtime.memory import EMBEDDING
-from quantize.runtime.opening import default_kind
 from quantize.runtime.placement import CPU, free_unused
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import (
@@ -59,7 +58,6 @@ from quantize.runtime.trajectory import (
 )
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.fidelity.linear_checks import check_linears
-from quantize.stages.fidelity.reference_cache import Remembered
 from quantize.stages.fidelity.replay import Compared, StepDistance, remember, replay
 from quantize.stages.memory_needs import REPLAYED
 from quantize.stages.prompts import BUNDLED, load_prompts
@@ -111,14 +109,10 @@ def fidelity(
         batch = min(REPLAYED, engine.capacity)
         if processes.rank == 0:
             linears, linear_faults = check_linears(engine, source, checkpoint, trajectories[:batch])
-        reference: Engine | Remembered = engine
-        if default_kind(place.device) == "fused":
-            reference = remember(
-                engine, trajectories, sampler, batch_size=batch, processes=processes
-            )
-            engine.close()
-            del engine  # or its weights would stay on the GPU
-            free_unused(place.device)
+        reference = remember(engine, trajectories, sampler, batch_size=batch, processes=processes)
+        engine.close()
+        del engine  # or its weights would stay on the GPU
+        free_unused(place.device)
         replayed: dict[ActivationMode, list[StepDistance]] = {}
         own: list[StepDistance] = []
         for group, candidate in places.items():
@@ -177,9 +171,7 @@ def _placed(
 
 
 def _groups(modes: Sequence[ActivationMode], device: str) -> list[Group]:
-    """Return all modes, whose models in modules are apart, or on the kernels those of equal weights."""
-    if default_kind(device) == "modules":
-        return [tuple(modes)]
+    """Return the modes in groups of equal weights."""
     own = {mode for mode in modes if has_own_weights(mode, torch.device(device))}
     together: Group = tuple(mode for mode in modes if mode not in own)
     return [together, *((mode,) for mode in modes if mode in own)]

@@ -34,7 +34,7 @@ from quantize.checkpoints.layout import schemes_by_module
 from quantize.checkpoints.load import read_input_schemes, read_module
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import module_class
-from quantize.runtime.engine import Engine
+from quantize.runtime.engine import BatchEngine
 from quantize.runtime.trajectory import Trajectory
 from quantize.schemes.rounding import E2M1_MAX, FP8_MAX
 
@@ -46,7 +46,7 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
 
 
 def check_linears(
-    reference: Engine,
+    reference: BatchEngine,
     source: Path,
     artifact: Path,
     trajectories: Sequence[Trajectory],

@@ -9,13 +9,24 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quantize.host.progress import Meter
-from quantize.runtime.engine import Decoded, Engine, Passes
+from quantize.runtime.engine import Decoded, Passes
 from quantize.runtime.images import Images
+
+
+class Replayed(Protocol):
+    """What a replay asks of a model: an engine, or `Remembered` in its place."""
+
+    def passes(
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
+    ) -> Passes:
+        """Encode `prompts` as a batch whose passes the caller orders."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ class Noting:
         batches: what was noted, batch by batch.
     """
 
-    def __init__(self, engine: Engine, meter: Meter) -> None:
+    def __init__(self, engine: Replayed, meter: Meter) -> None:
         self._engine, self._meter = engine, meter
         self.batches: list[_Steps] = []
 

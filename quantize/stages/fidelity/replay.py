@@ -10,18 +10,16 @@ others (`remember`), and models that do not fit a GPU together need not be strea
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quantize.host.processes import ALONE, Processes
 from quantize.host.progress import metered
-from quantize.runtime.engine import Decoded, Engine, Passes, joined
-from quantize.runtime.images import Images
+from quantize.runtime.engine import Decoded, joined
 from quantize.runtime.sampler import Sampler, accepted
 from quantize.runtime.trajectory import Trajectory
-from quantize.stages.fidelity.reference_cache import Noting, Remembered
+from quantize.stages.fidelity.reference_cache import Noting, Remembered, Replayed
 
 
 @dataclass(frozen=True)
@@ -55,18 +53,8 @@ class StepDistance:
 class Compared:
     """A model to compare; with `own_conditioning` it reads its own logits of the step before."""
 
-    engine: Engine
+    engine: Replayed
     own_conditioning: bool = False
-
-
-class Replayed(Protocol):
-    """What a replay asks of a model: an engine, or `Remembered` in its place."""
-
-    def passes(
-        self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
-    ) -> Passes:
-        """Encode `prompts` as a batch whose passes the caller orders."""
-        ...
 
 
 def replay(
@@ -106,7 +94,7 @@ def replay(
 
 
 def remember(
-    reference: Engine,
+    reference: Replayed,
     trajectories: Sequence[Trajectory],
     sampler: Sampler,
     *,

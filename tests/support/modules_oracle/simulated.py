@@ -12,9 +12,9 @@ which is what vLLM's Blackwell mixture-of-experts path does.
 """
 
 import re
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +22,10 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import DiffusionGemmaForBlockDiffusion
 
+from quantize.checkpoints.layout import bf16_layout, check_mode
+from quantize.checkpoints.load import load, read_input_schemes, read_weight
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import linear_modules
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import Scheme
 
@@ -33,7 +37,6 @@ def simulate_activations(
     model: DiffusionGemmaForBlockDiffusion,
     inputs: Mapping[str, tuple[Scheme, float | None]],
     mode: ActivationMode,
-    undo: ExitStack | None = None,
 ) -> int:
     """Make every quantized Linear round its input; return how many Linears now do.
 
@@ -41,12 +44,10 @@ def simulate_activations(
         model: the dequantized model; both of its trees, encoder and decoder, are changed.
         inputs: on-disk module name -> (scheme as `mode` multiplies it, input global scale for NVFP4).
         mode: any but `none`.
-        undo: gets a callback for every change, which takes it back.
 
     Raises:
         ValueError: no module was matched.
     """
-    undo = undo or ExitStack()
     roundings = {name: rounding(*entry) for name, entry in inputs.items()}
     experts: dict[str, dict[str, tuple[Scheme, float | None]]] = {}
     count = 0
@@ -55,32 +56,39 @@ def simulate_activations(
         if match:
             experts.setdefault(match[1], {})[match[2]] = inputs[name]
         elif round_input is not None:
-            count += len(_in_both_trees(model, name, partial(_round_linear, round_input, undo)))
+            count += len(_in_both_trees(model, name, partial(_round_linear, round_input)))
     for name, scales in experts.items():
         gate = [scales[f"{e}.gate_proj"] for e in range(len(scales) // 3)]
         down = [scales[f"{e}.down_proj"] for e in range(len(scales) // 3)]
         if mode == "per_layer":
             gate, down = _widest(gate), _widest(down)
         rounded = _Experts([rounding(*g) for g in gate], [rounding(*d) for d in down])
-        count += len(_in_both_trees(model, name, partial(_replace_experts, rounded, undo))) * len(
-            scales
-        )
+        count += len(_in_both_trees(model, name, partial(_replace_experts, rounded))) * len(scales)
     if not count:
         raise ValueError("no quantized Linear of this model has its activations quantized")
     return count
 
 
-@contextmanager
-def simulated(
-    model: DiffusionGemmaForBlockDiffusion,
-    inputs: Mapping[str, tuple[Scheme, float | None]],
-    mode: ActivationMode,
-) -> Generator[None]:
-    """Make quantized Linears round their inputs while the block runs; no input need be rounded."""
-    with ExitStack() as undo:
-        if mode != "none" and any(scheme.round_activations for scheme, _ in inputs.values()):
-            simulate_activations(model, inputs, mode, undo)
-        yield
+def load_rounding(
+    folder: Path, mode: ActivationMode, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> DiffusionGemmaForBlockDiffusion:
+    """Load a checkpoint as transformers' model that rounds its inputs as `mode` does."""
+    checkpoint = Checkpoint.open(folder)
+    check_mode(checkpoint, mode)
+    model = load(folder, dtype=dtype, device=device)
+    inputs = {
+        module: (scheme.as_multiplied(mode), scale)
+        for module, (scheme, scale) in read_input_schemes(checkpoint).items()
+    }
+    schemes = {module: scheme for module, (scheme, _) in inputs.items()}
+    if mode == "fp8":  # weights are rounded too
+        for name, spec in bf16_layout(checkpoint.config).items():
+            if any(module in schemes for module in linear_modules(name, spec.shape)):
+                parameter = model.get_parameter(name)
+                parameter.data = read_weight(checkpoint, name, spec.shape, schemes).to(parameter)
+    if mode != "none" and any(scheme.round_activations for scheme in schemes.values()):
+        simulate_activations(model, inputs, mode)
+    return model
 
 
 def rounding(scheme: Scheme, input_global_scale: float | None) -> Rounding | None:
@@ -109,14 +117,12 @@ def _in_both_trees(
     return modules
 
 
-def _round_linear(round_input: Rounding, undo: ExitStack, module: nn.Module) -> None:
-    hook = module.register_forward_pre_hook(lambda _, args: (round_input(args[0]), *args[1:]))
-    undo.callback(hook.remove)
+def _round_linear(round_input: Rounding, module: nn.Module) -> None:
+    module.register_forward_pre_hook(lambda _, args: (round_input(args[0]), *args[1:]))
 
 
-def _replace_experts(experts: "_Experts", undo: ExitStack, module: nn.Module) -> None:
+def _replace_experts(experts: "_Experts", module: nn.Module) -> None:
     module.forward = partial(experts.forward, module)
-    undo.callback(delattr, module, "forward")
 
 
 class _Experts:

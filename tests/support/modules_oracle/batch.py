@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from quantize.runtime.engine import Decoded
-from quantize.runtime.images import Images
-from quantize.runtime.modules.passes import (
+from modules_oracle.passes import (
     Prefix,
     canvas_length,
     decode_canvas,
@@ -18,6 +16,8 @@ from quantize.runtime.modules.passes import (
     encode_tokens,
     text_config,
 )
+from quantize.runtime.engine import Decoded
+from quantize.runtime.images import Images
 
 
 class ModulePasses:

@@ -48,23 +48,6 @@ class Prefix:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         return cls(cache, torch.zeros(rows, dtype=torch.long, device=model.device), 0)
 
-    def shared(self) -> "Prefix":
-        """Return one over the same keys and values; what is appended to either is its own."""
-        cache = copy.copy(self.cache)
-        cache.layers = [copy.copy(layer) for layer in self.cache.layers]
-        return Prefix(cache, self.lengths, self.columns)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all keys and values."""
-        cache: Any = self.cache
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for layer in cache.layers
-            for tensor in (layer.keys, layer.values)
-            if tensor is not None
-        )
-
     def select(self, rows: Tensor) -> "Prefix":
         """Return a copy that holds `rows` only."""
         cache = copy.copy(self.cache)

@@ -1,0 +1,1 @@
+"""The model as transformers computes it, driven by our sampler: what tests compare the engine with."""

@@ -1,0 +1,54 @@
+"""The oracle behind the face of a `BatchEngine`: batches, observers, no slots."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from modules_oracle.batch import ModulePasses
+from modules_oracle.inputs import watch_inputs
+from modules_oracle.passes import canvas_length, text_config
+from quantize.runtime.engine import BatchEngine, Observer
+from quantize.runtime.images import Images
+
+T = TypeVar("T")
+
+
+class ModelEngine:
+    """What `generate`, `record` and `replay` ask of an engine, over a transformers model."""
+
+    def __init__(self, model: DiffusionGemmaForBlockDiffusion, capacity: int = 1) -> None:
+        self.model, self.capacity = model, capacity
+        self.canvas_length = canvas_length(model)
+        self.max_length: int = text_config(model).max_position_embeddings
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def passes(
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
+    ) -> ModulePasses:
+        return ModulePasses(self.model, prompts, images)
+
+    @contextmanager
+    def watching(
+        self,
+        *observers: Observer,
+        on_encoded: Callable[[], object] = lambda: None,
+        on_pass: Callable[[Any], object] | None = None,
+    ) -> Generator[None]:
+        """Show the input rows of every Linear while the block runs."""
+        assert on_pass is None, "no pass of modules can be taken through one layer"
+        encoder = self.model.model.encoder
+        with encoder.register_forward_hook(lambda *_: on_encoded()):  # noqa: SIM117
+            with watch_inputs(self.model, *observers):
+                yield
+
+    def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
+        return [work(self) for work in works]
+
+    def close(self) -> None:
+        """Do nothing: nothing is on its way."""
