@@ -101,6 +101,8 @@ def test_a_gpu_that_runs_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None
     pretend(monkeypatch, "NVIDIA GeForce RTX 4090", (8, 9))
     check_gpu(["fp8", "nvfp4"], CUDA)
     assert gpus.at_hand(CUDA).rates == GPUS["rtx4090"].rates
+    pretend(monkeypatch, "NVIDIA GH200 480GB", (9, 0))
+    assert gpus.at_hand(CUDA).rates == GPUS["gh200"].rates
     pretend(monkeypatch, "NVIDIA RTX 4000 Ada Generation", (8, 9))
     assert gpus.at_hand(CUDA).rates is None
 

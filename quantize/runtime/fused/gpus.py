@@ -83,7 +83,7 @@ GPUS = {
     "b200": _gpu("B200", (10, 0), 180, 8.0, 2250, 4500, PCIE5),
     "b300": _gpu("B300", (10, 3), 288, 8.0, 2250, 4500, PCIE5),
     "gb300": _gpu("GB300", (10, 3), 288, 8.0, 2250, 4500, C2C),
-    "dgxstation": _gpu("DGX Station", (10, 3), 252, 7.1, 2250, 4500, C2C),
+    "dgxstation": _gpu("DGX Station", (10, 3), 288, 8.0, 2250, 4500, C2C),
     "rtxpro6000": _gpu("RTX PRO 6000", (12, 0), 96, 1.792, 504, 1007, PCIE5),
     "rtx5090": _gpu("RTX 5090", (12, 0), 32, 1.792, 209, 419, PCIE5),
     "rtx5080": _gpu("RTX 5080", (12, 0), 16, 0.96, 112, 225, PCIE5),
@@ -123,7 +123,8 @@ def at_hand(device: torch.device) -> Gpu:
     name = torch.cuda.get_device_name(device)
     own = torch.cuda.get_device_capability(device)
     words = name.replace(" ", "").lower()
-    known = next((g for key, g in GPUS.items() if key in words and g.capability == own), None)
+    names = sorted(GPUS, key=len, reverse=True)  # an "h200" is in "GH200" too
+    known = next((GPUS[n] for n in names if n in words and GPUS[n].capability == own), None)
     memory = torch.cuda.get_device_properties(device).total_memory
     return Gpu(name, own, memory, known.rates if known else None, known.link if known else 0)
 
