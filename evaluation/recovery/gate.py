@@ -33,7 +33,7 @@ NOT COMPARABLE when the two sides were not asked the same under the same conditi
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -135,6 +135,22 @@ def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
         return Verdict("PASS", "; ".join(verdict.reason for verdict in verdicts.values()), estimand)
     still_open = [_open(verdict) for verdict in verdicts.values() if verdict.outcome != "PASS"]
     return Verdict("INCONCLUSIVE", "; ".join([*still_open, *missing]), estimand)
+
+
+def passing(points: Mapping[str, Sequence[Comparison]]) -> dict[str, float]:
+    """Return of each operating point the p-value of "it does not fit", Holm's over the points.
+
+    A point fits when the whole loss of every task, format and settings together, is within the margin,
+    and every sign of ill health within its limit: its p-value is the largest of theirs.
+    """
+    return holm({
+        name: max(
+            p
+            for c in each
+            for p in (c.p_at_least_margin, *(s.p_at_least_limit or 0.0 for s in c.health.values()))
+        )
+        for name, each in points.items()
+    })  # fmt: skip
 
 
 def _failures(seen: Mapping[str, Comparison | None], verdicts: Mapping[str, Verdict]) -> list[str]:

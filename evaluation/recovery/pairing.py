@@ -7,6 +7,7 @@ estimand for which they were planned the p-values are sequential.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from recovery.estimands import Estimand
 from recovery.gate import Verdict, not_comparable
@@ -15,6 +16,11 @@ from recovery.scoring import Scoring
 from recovery.sequential import Look, Plan, at_looks
 from recovery.statistics import Comparison, compare, tables
 from recovery.steps import StepInflation, share_at, step_inflation
+
+# Settings of the sampler that an operating point may have of its own.
+SETTINGS = {
+    "max_denoising_steps", "entropy_bound", "confidence_threshold", "stability_threshold",
+}  # fmt: skip
 
 
 def in_common(base: Scoring, other: Scoring) -> tuple[Scoring, Scoring, list[Look]]:
@@ -37,6 +43,7 @@ def paired(
     max_step_inflation: float | None = None,
     health_pp: Mapping[str, float | None] | None = None,
     other_seed: bool = False,
+    other_settings: bool = False,
 ) -> Comparison | Verdict:
     """Compare two scorings of a task, or return why they are not comparable.
 
@@ -50,9 +57,10 @@ def paired(
         health_pp: sign of ill health -> points by which it may be more frequent, in place of
             `health.limit_of`'s; None judges no sign.
         other_seed: whether the two must have different seeds (the noise floor).
+        other_settings: whether the sampler's `SETTINGS` may differ, being judged (operating points).
     """
     base, other, looks = in_common(base, other)
-    if differs := _differs(base, other, other_seed=other_seed):
+    if differs := _differs(base, other, other_seed=other_seed, other_settings=other_settings):
         return differs
     plan = _plan(base)
     if plan and not looks:
@@ -124,7 +132,7 @@ def _health(
         unknown |= OF_TEXT
     if math.isinf(most_steps(base)) or not all(row.denoising_steps for row in rows):
         unknown.add("never_stopped")
-    shown = [_shown(each, most_steps(base)) for each in (base, other)]
+    shown = [_shown(each, most_steps(each)) for each in (base, other)]
     found: dict[str, Sign] = {}
     for sign in (sign for sign in SIGNS if sign not in unknown):
         both = [
@@ -162,19 +170,20 @@ def _costs(side: Scoring) -> dict[str, tuple[int, int]]:
     return sums
 
 
-def _differs(base: Scoring, other: Scoring, *, other_seed: bool) -> Verdict | None:
+def _differs(
+    base: Scoring, other: Scoring, *, other_seed: bool, other_settings: bool
+) -> Verdict | None:
     """Return why two scorings cannot be compared, None where they can."""
     ignored = {"seed", "seeds"} if other_seed else set[str]()
 
-    def conditions(side: Scoring) -> dict[str, object]:
-        return {key: value for key, value in side.conditions.items() if key not in ignored}
-
-    def made(side: Scoring) -> dict[str, object]:
-        unlike = ignored | {"model"}
-        return {key: value for key, value in side.made_with.items() if key not in unlike}
+    def kept(facts: Mapping[str, Any], *unlike: str) -> dict[str, Any]:
+        found = {key: value for key, value in facts.items() if key not in ignored.union(unlike)}
+        if other_settings and isinstance(sampler := found.get("sampler"), Mapping):
+            found["sampler"] = {k: v for k, v in sampler.items() if k not in SETTINGS}
+        return found
 
     if other_seed and any(a.seed == b.seed for a, b in zip(base.rows, other.rows, strict=False)):
         return Verdict("NOT COMPARABLE", "both sides have the same seed: no noise is between them")
-    return not_comparable(conditions(base), conditions(other)) or not_comparable(
-        made(base), made(other)
+    return not_comparable(kept(base.conditions), kept(other.conditions)) or not_comparable(
+        kept(base.made_with, "model"), kept(other.made_with, "model")
     )

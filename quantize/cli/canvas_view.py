@@ -34,6 +34,7 @@ def watch(
     prompt: str,
     *,
     thinking: bool,
+    steps: int | None = None,
     seed: int,
     max_new_tokens: int | None,
     where: Placement,
@@ -48,6 +49,7 @@ def watch(
         checkpoint: folder of a BF16 or quantized checkpoint.
         prompt: the user's message.
         thinking: whether the model gets a thinking channel.
+        steps: most denoising steps of a canvas, None for the checkpoint's own.
         seed: seed of the sampling noise; the same seed gives the same answer.
         max_new_tokens: budget, rounded up to whole canvases; None for the checkpoint's own.
         where: where the model runs, and how its activations are rounded.
@@ -60,6 +62,7 @@ def watch(
         InputError: a checkpoint or picture cannot be loaded, or the prompt is too long for the model.
     """
     tokenizer, sampler = load_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
+    sampler = sampler if steps is None else replace(sampler, max_denoising_steps=steps)
     config = model_config(Checkpoint.open(checkpoint).config)
     ids, images = _encode(tokenizer, config, prompt, pictures, soft_tokens, thinking=thinking)
     budget, limit = max_new_tokens or sampler.max_new_tokens, _limit(config)

@@ -22,6 +22,10 @@ from quantize.pipeline.stages import STAGES
     "--llama-cpp", type=click.Path(path_type=Path), metavar="PROGRAM",
     help="llama.cpp's llama-diffusion-gemma-server, which --gguf needs.",
 )  # fmt: skip
+@click.option(
+    "--steps", multiple=True, type=click.IntRange(1, 1000), metavar="T",
+    help="Judge the candidate with at most T steps of a canvas too; may be given several times.",
+)  # fmt: skip
 @GPU_MEMORY
 def evaluate(run: Path, modes: tuple[str, ...], gpu_memory: float | None, **options: Any) -> None:
     """Score BF16 and quantized with the same prompts and seeds, where they are not scored yet.

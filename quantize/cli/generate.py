@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     help="Most tokens a picture takes: 70, 140, 280, 560 or 1120.",
 )  # fmt: skip
 @click.option("--thinking", is_flag=True, help="Let the model think before it answers.")
+@click.option(
+    "--steps", type=click.IntRange(1, 1000), metavar="T", help="Most denoising steps of a canvas."
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of the sampling noise.")
 @click.option(
     "--max-new-tokens",
@@ -44,6 +47,7 @@ def generate(
     pictures: tuple[Path, ...],
     soft_tokens: int,
     thinking: bool,
+    steps: int | None,
     seed: int,
     max_new_tokens: int | None,
     activations: "ActivationMode | None",
@@ -64,6 +68,7 @@ def generate(
         resolve(checkpoint),
         prompt,
         thinking=thinking,
+        steps=steps,
         seed=seed,
         max_new_tokens=max_new_tokens,
         where=Placement(best_device(), gpu_memory, activations),

@@ -73,6 +73,10 @@ def scoring_options(command: click.decorators.FC) -> click.decorators.FC:
             help="Problems answered at once, in place of the recipe's number.",
         ),
         click.option(
+            "--operating-points", is_flag=True,
+            help="Judge the recipe's operating points too, and name the fastest that passes.",
+        ),
+        click.option(
             "--noise-floor", is_flag=True,
             help="Score BF16 once more with another seed: the difference that noise alone makes.",
         ),

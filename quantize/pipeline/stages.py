@@ -17,7 +17,7 @@ from quantize.errors import GateError, InputError
 from quantize.host.files import read_json, write_json
 from quantize.host.processes import best_device, is_first
 from quantize.runs.folder import RunDir
-from quantize.runs.models import BASELINE_AGAIN
+from quantize.runs.models import AT_POINT, BASELINE_AGAIN
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -229,6 +229,10 @@ def _lacks_samples(run: Run) -> str | None:
     """Return what a finished evaluation has not done of what is asked for this time."""
     if run.scoring.get("noise_floor") and not (run.folder.evaluation / BASELINE_AGAIN).exists():
         return "the noise floor is not scored"
+    if run.scoring.get("operating_points"):
+        for name in run.recipe.evaluation.operating_points:
+            if not (run.folder.evaluation / f"{AT_POINT}{name}").exists():
+                return f"operating point {name} is not scored"
     done = read_json(run.folder.evaluation / "done.json", "looks", "not_asked")
     ended = any(look["taken"] < look["of"] for look in done["looks"].values())
     if run.scoring.get("go_on") and (ended or done["not_asked"]):
@@ -243,9 +247,13 @@ def evaluate_more(
     batch_size: int | None = None,
     data_dir: "Path | None" = None,
     go_on: bool = False,
+    operating_points: bool = False,
+    steps: Sequence[int] = (),
     **models: Any,
 ) -> None:
     """Score what is not scored yet, with activation modes besides the recipe's.
+
+    `operating_points` scores those of the recipe, `steps` one for each limit of steps besides.
 
     `batch_size` overrules the recipe's. `models` are fields of `ModelOptions`.
 
@@ -253,11 +261,18 @@ def evaluate_more(
         InputError: a server is asked, and the recipe limits denoising steps, which no server reports.
     """
     _check_steps(run.recipe, models.get("servers"))
+    from quantize.recipe.sections import OperatingPoint
     from quantize.schemes.modes import ACTIVATION_MODES
     from quantize.stages.evaluate.compared_models import ModelOptions
     from quantize.stages.evaluate.evaluate import evaluate
 
     settings = run.recipe.evaluation
+    points = dict(settings.operating_points) if operating_points else {}
+    if operating_points and not points:
+        raise InputError(
+            f"recipe {run.recipe.name}: no evaluation.operating_points; write some, or use --steps"
+        )
+    points |= {f"t{count}": OperatingPoint(max_denoising_steps=count) for count in steps}
     if batch_size is not None:
         settings = settings.model_copy(update={"batch_size": batch_size})
     digest = read_json(run.folder.manifest_json, "source.fingerprint")["source"]["fingerprint"]
@@ -270,6 +285,7 @@ def evaluate_more(
         options=ModelOptions(
             modes=[mode for mode in ACTIVATION_MODES if mode in modes],
             place=run.place,
+            points=points,
             **models,
         ),
         data_dir=data_dir,

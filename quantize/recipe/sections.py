@@ -36,9 +36,11 @@ from quantize.schemes.records import SCHEMES, refusal
 from quantize.schemes.rounding import Observer
 
 if TYPE_CHECKING:
-    SchemeName = SignName = str
+    SchemeName = str
+    SignName = str
 else:
-    SchemeName, SignName = Literal[*SCHEMES], Literal[*SIGNS]
+    SchemeName = Literal[*SCHEMES]
+    SignName = Literal[*SIGNS]
 Rounding = Literal["nearest", "gptq"]
 AT_ONCE = (
     16  # samples that evaluation denoises together where nobody says, or as many as fit the GPU
@@ -59,6 +61,7 @@ def _valid_pattern(entry: str) -> str:
 
 
 TaskName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
+PointName = Annotated[str, Field(pattern=r"^[a-z0-9_.]+$", max_length=40)]
 FilePath = Annotated[str, AfterValidator(_absolute)]
 Pattern = Annotated[str, AfterValidator(_valid_pattern)]
 LEAST = 2  # questions of a task: two sides are compared by how their differences vary
@@ -185,6 +188,40 @@ class OwnTask(Section):
         return hashlib.sha256(text.encode() + data).hexdigest()[:16]
 
 
+class OperatingPoint(Section):
+    """Sampler settings under which the candidate is judged too; what is not named stays the model's.
+
+    `max_denoising_steps` is the most steps of a canvas (T); with `fixed` every canvas takes all of
+    them. `entropy_bound`, `confidence_threshold` and `stability_threshold` are the sampler's
+    (docs/runtime.md), `activations` an activation mode.
+    """
+
+    max_denoising_steps: int | None = Field(default=None, ge=1, le=1000)
+    fixed: bool = False
+    entropy_bound: Limit | None = None
+    confidence_threshold: Limit | None = None
+    stability_threshold: int | None = Field(default=None, ge=0)
+    activations: ActivationMode | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "OperatingPoint":
+        if not self.model_dump(exclude_defaults=True):
+            raise ValueError("names no setting, so it would be the model's own")
+        if self.fixed and (
+            self.max_denoising_steps is None or self.stability_threshold is not None
+        ):
+            raise ValueError("fixed needs max_denoising_steps, and no stability_threshold")
+        return self
+
+    def settings(self) -> dict[str, Any]:
+        """Return the sampler's fields that differ from the model's own.
+
+        A canvas never stops early where its argmax must be stable over more steps than there are.
+        """
+        fields = self.model_dump(exclude={"fixed", "activations"}, exclude_none=True)
+        return fields | ({"stability_threshold": self.max_denoising_steps} if self.fixed else {})
+
+
 class Evaluation(Section):
     """What is scored, how often, and from which seed.
 
@@ -194,6 +231,8 @@ class Evaluation(Section):
     says how a quantized model's activations are rounded while it is scored: `none`, NVFP4's with a
     scale an expert or a layer (`per_expert`, `per_layer`), or `fp8`: NVFP4's weights and activations
     are rounded to FP8 for the product (W4A8), which vLLM does not do. Both models compute in BF16.
+    `operating_points` are scored with --operating-points: the fastest is named whose loss by format and
+    settings fits the margin.
     """
 
     tasks: list[str] = Field(min_length=1)
@@ -203,6 +242,7 @@ class Evaluation(Section):
     seed: int = 0
     batch_size: PositiveInt | None = None
     activations: ActivationMode = "per_layer"
+    operating_points: dict[PointName, OperatingPoint] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -495,6 +535,8 @@ def _known_keys(path: list[str]) -> list[str]:
     """Return the field names of the section that `path` leads to."""
     section: Any = Recipe
     for part in path:
+        if part not in section.model_fields:
+            continue  # a key of a mapping: a task's or a point's name
         annotation = section.model_fields[part].annotation
         choices = get_args(annotation) or (annotation,)
         section = next(c for c in choices if isinstance(c, type) and issubclass(c, Section))

@@ -26,6 +26,7 @@ from quantize.checkpoints.reader import read_header
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_text
 from quantize.recipe.sections import Recipe
+from quantize.reports.headline import chosen_point
 from quantize.reports.provenance import baseline_lines
 from quantize.reports.render import JUDGED, looks_lines
 from quantize.reports.table import score_table
@@ -107,6 +108,7 @@ def card(
         base=base,
         report=report,
         looks=[*looks_lines(report), *baseline_lines(report)],
+        chosen_point=chosen_point({"operating_points": [], **report}),
         recipe=recipe,
         calibrated=_calibrated(recipe),
         pictures=_pictures(run, recipe),

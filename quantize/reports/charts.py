@@ -24,6 +24,8 @@ def all_charts(content: dict[str, Any]) -> dict[str, str]:
     """Return name -> SVG of every plot that report.json has data for."""
     again = [task | {"activations": None} for task in content["noise_floor"]]
     plots = {"difference": difference([*content["tasks"], *again])}
+    if content["operating_points"]:
+        plots["points"] = operating_points(content)
     if content["fidelity"]:
         plots["kl"] = kl_by_step(content["fidelity"])
         plots["routing"] = routing_by_layer(content["fidelity"])
@@ -62,6 +64,34 @@ def difference(tasks: Sequence[dict[str, Any]]) -> str:
     return _svg(
         height + 22, "Accuracy minus BF16's in points, with one-sided bounds and margin", body
     )
+
+
+def operating_points(content: dict[str, Any]) -> str:
+    """Plot each point's difference from BF16 with its one-sided bounds over its tokens a forward."""
+    points = [
+        (t["quantized_counts"]["tokens_per_forward"], t["difference_pp"], t["difference_bounds"], t)
+        for t in content["tasks"]
+        if not t["not_comparable"] and (t["gated"] or t["activations"].startswith("at "))
+    ]
+    ends = [end for _, _, bound, _ in points for end in bound.values()]
+    margins = [-float(t["margin_pp"]) for *_, t in points]
+    x = _Scale(0, 1.1 * max(speed for speed, *_ in points), 44)
+    y = _Scale(min(*ends, *margins) - 0.5, max(ends) + 0.5, 150, 8)
+    body = _y_axis(y, 44)
+    for tick in x.ticks():
+        body += _text(x(tick), 164, f"{tick:g}", "tick middle")
+    body += _text((44 + WIDTH - RIGHT) / 2, 178, "tokens a forward", "label middle")
+    for margin in set(margins):
+        body += f'<path class="margin" d="M44 {y(margin):.1f}H{WIDTH - RIGHT}"/>'
+    for speed, difference, bound, task in points:
+        at = x(speed)
+        body += (
+            f'<path class="interval" d="M{at:.1f} {y(bound["low"]):.1f}V{y(bound["high"]):.1f}"/>'
+        )
+        body += f'<circle class="a" cx="{at:.1f}" cy="{y(difference):.1f}" r="4"/>'
+        name = task["activations"].removeprefix("at ") if not task["gated"] else "own"
+        body += _text(at + 6, y(difference) + 4, name, "tick")
+    return _svg(186, "Accuracy minus BF16's in points, by tokens a forward, and the margin", body)
 
 
 def kl_by_step(fidelity: dict[str, Any]) -> str:

@@ -72,6 +72,40 @@ def not_tested(content: Mapping[str, Any]) -> str:
     return f"Not tested: {', '.join([*named, *content['not_asked']])}."
 
 
+POINT_COLUMNS = ("operating point", "activations", "settings", "tokens a forward", "p", "")
+
+
+def point_rows(content: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of `POINT_COLUMNS`, the fastest first."""
+    return [
+        [
+            point["name"],
+            point["activations"],
+            ", ".join(f"{key} {value:g}" for key, value in point["settings"].items()),
+            f"{point['tokens_per_forward']:.2f}",
+            "not asked" if point["p"] is None else f"{point['p']:.2g}",
+            "PASS" if point["passes"] else "not excluded",
+        ]
+        for point in content["operating_points"]
+    ]
+
+
+def chosen_point(content: Mapping[str, Any]) -> str:
+    """Return a sentence that names the fastest operating point that passes."""
+    points = content["operating_points"]
+    if not points:
+        return "Operating points were not judged: the model's own sampler settings hold."
+    best = next((point for point in points if point["passes"]), None)
+    if best is None:
+        return (
+            f"None of {len(points)} operating points passes: keep the model's own sampler settings."
+        )
+    return (
+        f"Fastest of {len(points)} operating points whose whole loss, format and settings, fits: "
+        f"{best['name']}, {best['tokens_per_forward']:.1f} tokens a forward."
+    )
+
+
 def published(content: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return published figures beside this run's: rows of `PUBLISHED_COLUMNS`, and a sentence on speed.
 

@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from quantize.reports.headline import PUBLISHED_COLUMNS, facts, not_tested, published
+from quantize.reports.headline import (
+    POINT_COLUMNS,
+    PUBLISHED_COLUMNS,
+    chosen_point,
+    facts,
+    not_tested,
+    point_rows,
+    published,
+)
 from quantize.reports.provenance import made_lines, stage_rows
 from quantize.reports.questions import QUESTION_COLUMNS, question_counts, question_row
 from quantize.reports.render import (
@@ -32,6 +40,9 @@ def markdown(content: dict[str, Any]) -> str:
         "## Recovery",
         _recovery_table(content["tasks"]),
         *looks_lines(content),
+        "## Operating points",
+        chosen_point(content),
+        *([_table(POINT_COLUMNS, point_rows(content))] if content["operating_points"] else []),
         "## Health of answers",
         _table(HEALTH_COLUMNS, health_rows(content["tasks"])),
         *_published_section(content),

@@ -18,7 +18,15 @@ from rich.text import Text
 
 from quantize.host.units import size
 from quantize.reports import charts
-from quantize.reports.headline import PUBLISHED_COLUMNS, facts, not_tested, published
+from quantize.reports.headline import (
+    POINT_COLUMNS,
+    PUBLISHED_COLUMNS,
+    chosen_point,
+    facts,
+    not_tested,
+    point_rows,
+    published,
+)
 from quantize.reports.provenance import made_lines, stage_rows
 from quantize.reports.questions import question_counts, question_row, watched
 from quantize.reports.table import HEALTH_COLUMNS, health_rows, interval_text, score_table
@@ -58,6 +66,9 @@ def html(content: dict[str, Any]) -> str:
         judged=JUDGED[content["verdict"]["estimand"]],
         facts=facts(content),
         not_tested=not_tested(content),
+        chosen_point=chosen_point(content),
+        point_columns=POINT_COLUMNS,
+        point_rows=point_rows(content),
         health_columns=HEALTH_COLUMNS,
         health_rows=health_rows(content["tasks"]),
         published=published(content),

@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faulty import scoring
 from recovery.estimands import Estimand, Floats, margin_p_values, total
 from recovery.gate import judge
 from recovery.health import SIGNS, compare_sign, least_limit, limit_of, text_signs
 from recovery.pairing import paired
-from recovery.scoring import Row, Scoring
+from recovery.scoring import Scoring
 from recovery.sequential import nominal_levels, plan_looks
 from recovery.statistics import Comparison, holm
 from worlds import RECIPES, Bench, World, many_answers, questions, three_sigma
@@ -34,17 +35,6 @@ LOOP = "Then Ruth gives away 19 coins and sells 6. " * 3
 )
 def test_what_a_text_shows(text: str, signs: list[str]) -> None:
     assert text_signs(text) == signs
-
-
-def scoring(**fault: Any) -> Scoring:
-    """400 answers of which 4 of 5 are right; `fault` changes every `every`-th row."""
-    every, from_ = fault.pop("every", 5), fault.pop("from_", 0)
-    rows = [
-        Row(i, 0, str(i), "p", "7", "7", {"exact": float(i % 5 > 0)}, 0, "#### 7", 60, [9], False)
-        for i in range(400)
-    ]
-    rows = [replace(row, **fault) if fault and row.doc_id % every == from_ else row for row in rows]
-    return Scoring("t", rows, {"sampler": {"max_denoising_steps": 48}}, {"model": "m"})
 
 
 def compared(base: Scoring, other: Scoring, margin_pp: float = 5, **limits: Any) -> Comparison:

@@ -22,6 +22,7 @@ from recovery.estimands import (
 )
 from recovery.gate import judge_task
 from recovery.statistics import Interval, compare
+from scipy.special import bdtr
 from worlds import (
     CERTAIN,
     DAMAGE,
@@ -210,3 +211,34 @@ def test_a_model_is_not_declared_different_by_a_few_questions(
         different += not covers(found.difference_interval, 0)
     print(f"{len(right)} vary: {different} of {rounds} declared different")
     assert different <= (0.05 + three_sigma(0.05, rounds)) * rounds
+
+
+def beside_another_gate(world: World, rounds: int) -> dict[str, float]:
+    """Return how often NeMo Evaluator's documented rules and ours say what, on the same answers.
+
+    `nel gate` says GO when the observed loss is at most the tolerance, here the margin. `nel compare`
+    reports a regression when McNemar's exact test on all (problem, repeat) pairs does (5 %, one side).
+    """
+    found: list[Floats] = []
+    for base, quantized in blocks(world, rounds):
+        difference = quantized - base
+        lost, won = ((sign * difference > 0).sum((-2, -1)) for sign in (-1, 1))
+        ours = outcomes(world, base, quantized)
+        go = 100 * difference.mean((-2, -1)) >= -world.bench.margin_pp - 1e-9
+        found.append(np.stack([go, bdtr(won, lost + won, 0.5) <= 0.05, ours["PASS"], ours["FAIL"]]))
+    shares = np.concatenate(found, 1).mean(1)
+    return dict(zip(("GO", "regression", "PASS", "FAIL"), map(float, shares), strict=True))
+
+
+@pytest.mark.parametrize("bench", RECIPES, ids=str)
+@pytest.mark.parametrize("rounds", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_beside_another_gate(bench: Bench, rounds: int) -> None:
+    """A rule on the observed loss lets a model that loses the margin go about every other time."""
+    for estimand, damage in (("these_questions", "single"), ("such_questions", "whole")):
+        for loss in (0.0, bench.margin_pp, 2 * bench.margin_pp):
+            share = beside_another_gate(World(bench, estimand, damage, loss), rounds)
+            told = ", ".join(f"{name} {value:.1%}" for name, value in share.items())
+            print(f"{bench}, {estimand}, {damage}, {loss:g} pp lost, {rounds} rounds: {told}")
+            if loss == bench.margin_pp:
+                assert share["GO"] > 0.35
+                assert share["PASS"] <= 0.05 + three_sigma(0.05, rounds)

@@ -11,8 +11,9 @@ from recovery.gate import Verdict
 from recovery.samples import Batch, Completion, Finished, Request
 
 from quantize.bundled import CHECKPOINT
+from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
-from quantize.recipe.sections import Evaluation, Gate, load_recipe
+from quantize.recipe.sections import Evaluation, Gate, OperatingPoint, load_recipe
 from quantize.runs.folder import RunDir
 from quantize.stages.evaluate import compared_models, evaluate, local_model
 from quantize.stages.evaluate.local_model import Answerer
@@ -274,3 +275,24 @@ def test_scores_stand_until_those_of_other_conditions_are_whole(
         (kept,) = (bench.run.path / "evaluation-earlier").glob(f"*/{side}/*.conditions.json")
         assert kept.read_bytes() == before[f"evaluation/{side}/{kept.name}"]
     assert not list(bench.run.path.glob("*.partial"))
+
+
+def test_points_are_judged_as_the_candidate_is_and_the_fastest_that_passes_comes_first(
+    bench: Bench,
+) -> None:
+    steps = {
+        "t10": OperatingPoint(max_denoising_steps=10),
+        "t20": OperatingPoint(max_denoising_steps=20),
+    }
+    options = compared_models.ModelOptions(points=steps)
+    assert bench.score(margin_pp=20, options=options).outcome == "PASS"
+    report = judge_run(bench.run, recipe_of(bench))[0]
+    found = report["operating_points"]
+    assert sorted(point["name"] for point in found) == ["t10", "t20"]
+    assert all(point["passes"] for point in found)
+    assert found[0]["settings"]["max_denoising_steps"] in (10, 20)
+    assert [task["activations"] for task in report["tasks"]] == ["per_layer", "at t10", "at t20"]
+    assert [task["gated"] for task in report["tasks"]] == [True, False, False]
+    slower = compared_models.ModelOptions(points={"t99": OperatingPoint(max_denoising_steps=99)})
+    with pytest.raises(InputError, match="99 steps of a canvas are more than the baseline's 48"):
+        bench.score(options=slower)

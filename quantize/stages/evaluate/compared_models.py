@@ -4,8 +4,8 @@ Baseline or candidate may sit behind OpenAI-compatible servers instead of in thi
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,9 +16,9 @@ from quantize.checkpoints.layout import check_mode
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.host.progress import say
-from quantize.recipe.sections import Evaluation
+from quantize.recipe.sections import Evaluation, OperatingPoint
 from quantize.runs.manifest import fingerprint, package_versions
-from quantize.runs.models import BASELINE, BASELINE_AGAIN, CANDIDATE, EXPORTED, in_mode
+from quantize.runs.models import AT_POINT, BASELINE, BASELINE_AGAIN, CANDIDATE, EXPORTED, in_mode
 from quantize.runtime import Placement, Sampler
 from quantize.runtime.placement import CPU
 from quantize.schemes.modes import ActivationMode
@@ -138,6 +138,7 @@ class ModelOptions:
         gguf: a GGUF file of the quantized checkpoint, to be scored too.
         llama_cpp: the program that computes its logits; both are given, or neither.
         place: where models that are not served run.
+        points: operating points of the candidate to score besides.
     """
 
     modes: Sequence[ActivationMode] = ()
@@ -150,6 +151,7 @@ class ModelOptions:
     gguf: Path | None = None
     llama_cpp: Path | None = None
     place: Placement = CPU
+    points: Mapping[str, OperatingPoint] = field(default_factory=dict[str, OperatingPoint])
 
     def check(self) -> None:
         """Check what can be checked before anything is read.
@@ -161,6 +163,8 @@ class ModelOptions:
             raise InputError("--server and --base-server go together: both models are served alike")
         if (self.gguf is None) != (self.llama_cpp is None) or (self.gguf and self.servers):
             raise InputError("--gguf and --llama-cpp go together, and without --server")
+        if self.points and self.servers:
+            raise InputError("operating points go without --server: a server has its own sampler")
 
 
 def open_models(
@@ -192,7 +196,9 @@ def open_models(
         check_mode(Checkpoint.open(checkpoint), mode)
     sampler, quantized = Sampler.from_checkpoint(source), fingerprint(Checkpoint.open(checkpoint))
 
-    def local(folder: Path, identity: str, mode: ActivationMode) -> Answerer:
+    def local(
+        folder: Path, identity: str, mode: ActivationMode, sampler: Sampler = sampler
+    ) -> Answerer:
         place = replace(options.place, activations=mode, max_context=context)
         return Answerer(folder, identity, sampler, place, settings.batch_size)
 
@@ -221,6 +227,16 @@ def open_models(
     if options.gguf and options.llama_cpp and isinstance(bf16, Answerer):
         exported = ExportedAnswerer(checkpoint, quantized, options.gguf, options.llama_cpp, bf16)
         models.append(ComparedModel(EXPORTED, exported, settings.seed))
+    for name, point in options.points.items():
+        if (point.max_denoising_steps or 0) > sampler.max_denoising_steps:
+            raise InputError(
+                f"operating point {name}: {point.max_denoising_steps} steps of a canvas are more than "
+                f"the baseline's {sampler.max_denoising_steps}, so it would be slower; name fewer"
+            )
+        mode = point.activations or settings.activations
+        check_mode(Checkpoint.open(checkpoint), mode)
+        backend = local(checkpoint, quantized, mode, replace(sampler, **point.settings()))
+        models.append(ComparedModel(AT_POINT + name, backend, settings.seed))
     return models
 
 

@@ -48,7 +48,7 @@ from quantize.host.units import duration
 from quantize.recipe.sections import LEAST, Evaluation, Gate
 from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.folder import EARLIER, RunDir
-from quantize.runs.models import BASELINE
+from quantize.runs.models import AT_POINT, BASELINE
 from quantize.stages.evaluate.baseline_pack import (
     ImportedBaseline,
     find_pack,
@@ -147,9 +147,11 @@ def evaluate(
             answers = Answers(run, processes, rates)
             _announce(tasks, models, gate)
             answers.tell_what_differs(models, tasks)
+            points = [model for model in models[2:] if model.name.startswith(AT_POINT)]
             taken = _ask_until_decided(answers, models[:2], tasks, gate, go_on=go_on)
             done = {task: taken[task.name] for task in tasks if task.name in taken}
-            answers.ask(models[2:], done)
+            answers.ask([model for model in models[2:] if model not in points], done)
+            _ask_points(answers, models[0], points, tasks, gate, go_on=go_on)
         except ServerError as error:
             raise ResourceError(str(error)) from error
         if processes.rank == 0:
@@ -274,6 +276,25 @@ def _ask_until_decided(
     return {name: looks for name, looks in taken.items() if looks}
 
 
+def _ask_points(
+    answers: "Answers",
+    baseline: ComparedModel,
+    points: Sequence[ComparedModel],
+    tasks: Sequence[Task],
+    gate: Gate | None,
+    *,
+    go_on: bool,
+) -> None:
+    """Ask baseline and each operating point, look by look, until it is certain what Holm will say."""
+    for point in points:
+        update = {"max_step_inflation": None, "confidence": 1.0}
+        if gate is not None:
+            update["confidence"] = 1 - (1 - gate.confidence) / len(points)
+        say(f"operating point {point.name.removeprefix(AT_POINT)}")
+        stricter = gate and gate.model_copy(update=update)
+        _ask_until_decided(answers, [baseline, point], tasks, stricter, go_on=go_on)
+
+
 def _leave_for_the_report(
     answers: "Answers", judged: Sequence[ComparedModel], tasks: Sequence[Task]
 ) -> None:
@@ -382,7 +403,7 @@ class Answers:
             found = paired(
                 ours, theirs, estimand=gate.estimand, margin_pp=gate.margin_pp[task.name],
                 confidence=gate.confidence, max_step_inflation=gate.max_step_inflation,
-                health_pp=gate.health_pp,
+                health_pp=gate.health_pp, other_settings=judged[1].name.startswith(AT_POINT),
             )  # fmt: skip
         comparison = found if isinstance(found, Comparison) else None
         return self._processes.of_first((looks, comparison))

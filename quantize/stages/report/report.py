@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from recovery.gate import Verdict, judge, judge_task
+from recovery.gate import Verdict, judge, judge_task, passing
+from recovery.pairing import SETTINGS
 from recovery.statistics import Comparison
 
 from quantize.checkpoints.targets import Target, module_class, sum_bytes
@@ -29,7 +30,7 @@ from quantize.reports.questions import questions_and_canvases
 from quantize.reports.render import html
 from quantize.reports.scores import pair, read_scoring
 from quantize.runs.folder import RunDir
-from quantize.runs.models import BASELINE, BASELINE_AGAIN, CANDIDATE, FURTHER
+from quantize.runs.models import AT_POINT, BASELINE, BASELINE_AGAIN, CANDIDATE, FURTHER
 
 DECODER_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
 FIDELITY = ("faults", "activations", "own_conditioning", "max_kl_nats")
@@ -100,9 +101,12 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
     # Comparisons of the candidate; None where the verdict was certain before a task was asked.
     comparisons: dict[str, Comparison | None] = dict.fromkeys(recipe.evaluation.tasks)
     tasks: list[dict[str, Any]] = []
+    points: dict[str, dict[str, Comparison]] = {}
     for task in (task for task in recipe.evaluation.tasks if task in done["tasks"]):
         for name, mode in _candidates(run, task, recipe).items():
             entry, comparison = _entry(run, task, name, recipe)
+            if name.startswith(AT_POINT) and comparison is not None:
+                points.setdefault(name.removeprefix(AT_POINT), {})[task] = comparison
             alone = judge_task(task, comparison).outcome if comparison else None
             about = {"task": task, "activations": mode, "gated": name == CANDIDATE}
             tasks.append(about | {"outcome": alone} | entry)
@@ -125,6 +129,7 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
         "not_asked": [task for task in recipe.evaluation.tasks if task not in done["tasks"]],
         "looks": done.get("looks", {}),
         "noise_floor": _noise_floor(run, recipe),
+        "operating_points": _points(points, tasks, recipe, verdict),
         "baseline": _imported(run, done["tasks"]),
         "fidelity": fidelity,
         "evidence": _evidence(run),
@@ -160,7 +165,46 @@ def _candidates(run: RunDir, task: str, recipe: Recipe) -> Mapping[str, str]:
         for name, mode in FURTHER.items()
         if (run.evaluation / name / f"{task}.jsonl").exists()
     }
-    return {CANDIDATE: str(recipe.evaluation.activations)} | further
+    at_points = {
+        folder.name: f"at {folder.name.removeprefix(AT_POINT)}"
+        for folder in sorted(run.evaluation.glob(f"{AT_POINT}*"))
+        if (folder / f"{task}.jsonl").exists()
+    }
+    return {CANDIDATE: str(recipe.evaluation.activations)} | further | at_points
+
+
+def _points(
+    points: Mapping[str, Mapping[str, Comparison]],
+    tasks: Sequence[Mapping[str, Any]],
+    recipe: Recipe,
+    verdict: Verdict,
+) -> list[dict[str, Any]]:
+    """Return the operating points, the fastest first, each with whether it may be used."""
+    asked = [task for task in recipe.evaluation.tasks if any(t["task"] == task for t in tasks)]
+    whole = {
+        name: [each[t] for t in asked] for name, each in points.items() if set(each) == set(asked)
+    }
+    adjusted = passing(whole) if whole else {}
+    found: list[dict[str, Any]] = []
+    for name in points:
+        entries = [t for t in tasks if t["activations"] == f"at {name}"]
+        made = entries[0]["made_with"]
+        steps = [
+            (c["tokens_per_sample"] * c["samples"], c["tokens_per_forward"])
+            for c in (entry["quantized_counts"] for entry in entries)
+        ]
+        forwards = sum(tokens / rate for tokens, rate in steps)
+        p = adjusted.get(name)
+        fits = p is not None and p <= 1 - recipe.gate.confidence and verdict.outcome != "FAIL"
+        found.append({
+            "name": name,
+            "activations": made["model"]["activations"],
+            "settings": {key: made["sampler"][key] for key in sorted(SETTINGS)},
+            "tokens_per_forward": sum(tokens for tokens, _ in steps) / forwards,
+            "p": p,
+            "passes": fits,
+        })  # fmt: skip
+    return sorted(found, key=lambda point: -point["tokens_per_forward"])
 
 
 def _entry(
@@ -173,9 +217,10 @@ def _entry(
         estimand=recipe.gate.estimand,
         margin_pp=recipe.gate.margin_pp[task],
         confidence=recipe.gate.confidence,
-        max_step_inflation=recipe.gate.max_step_inflation,
+        max_step_inflation=None if name.startswith(AT_POINT) else recipe.gate.max_step_inflation,
         health_pp=recipe.gate.health_pp,
         other_seed=other_seed,
+        other_settings=name.startswith(AT_POINT),
     )
 
 

@@ -1,0 +1,121 @@
+"""Operating points: sampler settings of the candidate that are judged, and the fastest that passes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from faulty import scoring
+from recovery.gate import Verdict, passing
+from recovery.pairing import paired
+from recovery.statistics import Comparison
+
+from quantize.errors import InputError
+from quantize.recipe.sections import OperatingPoint, load_recipe, parse_recipe
+from quantize.reports.headline import chosen_point
+from quantize.runtime import Sampler
+
+
+def at(steps: int, **fault: Any) -> Comparison | Verdict:
+    """A candidate whose sampler takes `steps` at most, beside the model's own 48."""
+    other = scoring(**fault)
+    sampler = {"max_denoising_steps": steps, "t_min": 0.4}
+    other = replace(other, conditions=other.conditions | {"sampler": sampler})
+    base = scoring()
+    own = {"max_denoising_steps": 48, "t_min": 0.4}
+    base = replace(base, conditions=base.conditions | {"sampler": own})
+    return paired(
+        base, other, estimand="such_questions", margin_pp=5, confidence=0.95, health_pp={},
+        other_settings=True,
+    )  # fmt: skip
+
+
+def test_settings_that_are_judged_may_differ_by_name_and_no_others() -> None:
+    assert isinstance(at(10), Comparison)
+    base, other = scoring(), scoring()
+    warmer = replace(other, conditions={"sampler": {"max_denoising_steps": 48, "t_min": 0.5}})
+    found = paired(
+        base, warmer, estimand="such_questions", margin_pp=5, confidence=0.95, other_settings=True
+    )
+    assert isinstance(found, Verdict)
+    assert found.outcome == "NOT COMPARABLE"
+
+
+def test_the_whole_loss_of_a_point_must_fit_and_holm_is_over_points() -> None:
+    points = {"t5": at(5, scores={"exact": 0.0}, from_=1), "t10": at(10), "t20": at(20, text="")}
+    comparisons = {name: [c] for name, c in points.items() if isinstance(c, Comparison)}
+    found = passing(comparisons)
+    assert found["t10"] <= 0.05 < min(found["t5"], found["t20"])  # 20 % wrong, 20 % empty
+    assert found["t10"] == pytest.approx(3 * passing({"t10": comparisons["t10"]})["t10"])
+
+
+def test_the_fastest_that_passes_is_named() -> None:
+    def point(name: str, speed: float, *, passes: bool) -> dict[str, Any]:
+        return {"name": name, "tokens_per_forward": speed, "passes": passes}
+
+    points = [
+        point("t5", 20, passes=False),
+        point("t10", 14, passes=True),
+        point("t20", 9, passes=True),
+    ]
+    assert ": t10, 14.0 tokens a forward." in chosen_point({"operating_points": points})
+    assert chosen_point({"operating_points": points[:1]}).startswith("None of 1 operating points")
+    assert "were not judged" in chosen_point({"operating_points": []})
+
+
+def test_a_fixed_point_never_stops_early() -> None:
+    """Its argmax would have to be stable over more steps than there are."""
+    fixed = OperatingPoint(max_denoising_steps=10, fixed=True).settings()
+    assert fixed == {"max_denoising_steps": 10, "stability_threshold": 10}
+    assert replace(Sampler(), **fixed).stability_threshold == 10
+    assert OperatingPoint(entropy_bound=0.2).settings() == {"entropy_bound": 0.2}
+
+
+POINT = "max_denoising_steps: 10"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{}", "names no setting"),
+        ("{max_denoising_steps: 0}", "greater than or equal to 1"),
+        ("{max_denoising_steps: 10000}", "less than or equal to 1000"),
+        ("{max_denoising_steps: 2.5}", "valid integer"),
+        ("{entropy_bound: 0}", "greater than 0"),
+        ("{entropy_bound: .nan}", "finite"),
+        ("{entropy_bound: .inf}", "finite"),
+        ("{confidence_threshold: -1}", "greater than 0"),
+        ("{stability_threshold: -1}", "greater than or equal to 0"),
+        ("{activations: int4}", "activations"),
+        ("{steps: 10}", "unknown key 'evaluation.operating_points.x.steps'"),
+        ("{fixed: true}", "fixed needs max_denoising_steps"),
+        ("{max_denoising_steps: 5, fixed: true, stability_threshold: 2}", "fixed needs"),
+        ("10", "operating_points"),
+    ],
+)
+def test_points_that_mean_nothing_are_one_line(text: str, says: str) -> None:
+    recipe = load_recipe("fp8_dynamic").to_yaml()
+    bad = recipe.replace("  operating_points: {}\n", f"  operating_points: {{x: {text}}}\n", 1)
+    assert bad != recipe
+    with pytest.raises(InputError) as error:
+        parse_recipe(bad, "mine.yaml")
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        ("{empty: .nan}", "finite"),
+        ("{empty: 0}", "greater than 0"),
+        ("{emty: 1}", "health_pp"),
+        ("{empty: many}", "number"),
+    ],
+)
+def test_limits_of_health_that_mean_nothing_are_one_line(limits: str, says: str) -> None:
+    recipe = load_recipe("fp8_dynamic").to_yaml()
+    bad = recipe.replace("  health_pp: {}\n", f"  health_pp: {limits}\n", 1)
+    assert bad != recipe
+    with pytest.raises(InputError) as error:
+        parse_recipe(bad, "mine.yaml")
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
