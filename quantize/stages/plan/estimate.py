@@ -33,13 +33,15 @@ HASH_BYTES_A_SECOND = 0.85e9  # sha256 on one core of the same machine
 CONVERT_BYTES, CONVERT_BYTES_A_THREAD = 0.55e9, 0.056e9
 
 # What follows was measured on one H200 with 16 cores, files in memory; docs/first-26b-run.md.
-# Seconds over the floor: 64 prompts x 2 canvases x 48 steps calibrated in 155.7 s, 16 prompts in 64.6;
-# evaluation in BF16, 16 slots, 2,481 tokens/s at 16 steps.
-CALIBRATING, DENOISING = 6.4, 2.4
+# Seconds over the floor: 64 prompts x 2 canvases x 48 steps calibrated in 81.3 s; evaluation in BF16,
+# 16 slots, 2,481 tokens/s at 16 steps.
+CALIBRATING, DENOISING = 3.3, 2.4
 # Link: 53 GB/s of 63 from pinned memory. 16 prompts calibrated at 22 GB in 126.5 s streamed 4.53 TB.
 LINK_REACHED, STREAMED = 53 / 63, 1.4
-# GPTQ of 16 prompts, 131.0 s: rounding 86.2 (of 30 layers), passes 33.1, the rest reads and writes.
-ROUNDING_LAYER_SECONDS, HESSIAN_STEP_SECONDS, ROUNDING_FILES_SECONDS = 86.2 / 30, 33.1 / 1536, 11.7
+# GPTQ: six layers were rounded in 12.0 s; the passes of 64 prompts took 2.6 s a layer; of 16 prompts'
+# 131.0 s 11.7 went to reads and writes.
+ROUNDING_LAYER_SECONDS, ROUNDING_FILES_SECONDS = 12.0 / 6, 11.7
+HESSIAN_STEP_SECONDS = 2.6 * 30 / 6144
 # Of a GB of BF16: the slowest of 18 to 32 s (convert) and 33 to 38 s (verify), and loading. Fidelity
 # opens both models and checks every Linear: 40 of the 49 s that 16 steps of 16 canvases took.
 CONVERT_SECONDS, VERIFY_SECONDS, LOADING_SECONDS = 32.2 / 51.65, 37.8 / 51.65, 0.12
