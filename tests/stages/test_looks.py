@@ -212,11 +212,10 @@ def test_evaluating_again_forgets_no_look(bench: Bench, tasks: Sequence[str]) ->
     assert len(bench.asked) == asked + COUNT * len(tasks)  # of the further side, as much
 
 
-@pytest.mark.parametrize(("batch_size", "calls"), [(8, 2 * 2 * 3), (1, 2 * 2)])
-def test_going_on_loads_each_model_once(bench: Bench, batch_size: int, calls: int) -> None:
-    """Samples that depend on no batch are asked at once, the others look by look; alike in the end."""
-    bench.score((GSM, WORDS), go_on=True, batch_size=batch_size)
-    assert bench.loaded == ["bf16"] * (calls // 2) + ["quantized"] * (calls // 2)
+def test_going_on_loads_each_model_once(bench: Bench) -> None:
+    """Samples depend on no batch, so that all looks of a task are asked at once."""
+    bench.score((GSM, WORDS), go_on=True)
+    assert bench.loaded == ["bf16"] * 2 + ["quantized"] * 2
     assert len(bench.asked) == 2 * 2 * COUNT * REPEATS
     assert bench.done["looks"] == {key: {"taken": 3, "of": 3} for key in (WORDS, GSM)}
 
