@@ -187,7 +187,7 @@ class BatchEngine(Protocol):
         """Show the input rows of every Linear to `observers` while the block runs, but no padding.
 
         `on_encoded` is called at the end of every pass of the encoder, `on_pass` with every
-        `text_stack.Pass` before it enters the first layer (fused engine only).
+        `passes.Pass` before it enters the first layer (fused engine only).
         """
         ...
 

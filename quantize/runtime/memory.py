@@ -257,7 +257,7 @@ def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def cache_bytes(config: Mapping[str, Any], context: int) -> int:
-    """Return the bytes of one slot's keys and values, as `fused.text_stack.Cache` allocates them."""
+    """Return the bytes of one slot's keys and values, as `fused.cells.Cache` allocates them."""
     return sum(layer_cache_bytes(config, context))
 
 

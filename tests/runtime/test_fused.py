@@ -17,10 +17,11 @@ from quantize.runtime import Sampler
 from quantize.runtime.engine import Canvas
 from quantize.runtime.fused import graphs as passes_of
 from quantize.runtime.fused import text_stack
+from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.graphs import CAPTURED, WORTH, Steps
 from quantize.runtime.fused.prompt_pieces import pictures, pieces, soft_tokens
-from quantize.runtime.fused.text_stack import Cache, FusedModel
+from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.images import Images, place, prepare
 

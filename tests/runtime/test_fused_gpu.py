@@ -25,9 +25,10 @@ from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.checkpoints.targets import plan_targets
 from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler
+from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.engine import FusedEngine, _denoising
 from quantize.runtime.fused.inputs import DENSE, EXPERTS, Inputs
-from quantize.runtime.fused.text_stack import Cache, FusedModel
+from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.images import place, prepare
 from quantize.schemes.modes import ActivationMode

@@ -26,9 +26,10 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler
 from quantize.runtime.chat import load_tokenizer
+from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.prompt_pieces import pictures, pieces
-from quantize.runtime.fused.text_stack import Cache, FusedModel
+from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.fused.weights import TextWeights, load_packed
 from quantize.runtime.images import Images, place, prepare
 from quantize.schemes.modes import ActivationMode

@@ -15,8 +15,8 @@ from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import ResourceError
 from quantize.recipe.sections import load_recipe
+from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.text_stack import Cache
 from quantize.runtime.fused.weights import load_packed, model_config
 from quantize.runtime.memory import (
     BEGUN_BYTES,

@@ -17,10 +17,11 @@ from quantize.checkpoints.reader import Checkpoint, TensorInfo
 from quantize.errors import InputError, ResourceError
 from quantize.runtime import Sampler
 from quantize.runtime.engine import complete
+from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.packing import Keep, LayerWeights, Packer
 from quantize.runtime.fused.streaming import StreamedLayers, kept_bytes, spread
-from quantize.runtime.fused.text_stack import Cache, FusedModel
+from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.fused.transfer import GAP, Layout, Transfer, _Run, _unregister
 from quantize.runtime.fused.weights import TextWeights, load_packed
 

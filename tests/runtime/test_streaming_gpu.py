@@ -19,10 +19,11 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler
 from quantize.runtime.engine import complete
+from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.packing import Keep
 from quantize.runtime.fused.streaming import StreamedLayers, _Slot, kept_bytes
-from quantize.runtime.fused.text_stack import Cache, FusedModel
+from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.fused.transfer import Layout, Transfer, in_memory
 from quantize.runtime.fused.weights import TextWeights, load_packed
 from quantize.stages.convert.convert import convert

@@ -20,7 +20,8 @@ from torch import Tensor
 from quantize.runtime.engine import Decoded, joined
 from quantize.runtime.fused.cores import Cores
 from quantize.runtime.fused.graphs import Pool, Replayed
-from quantize.runtime.fused.text_stack import FusedModel, Pass
+from quantize.runtime.fused.passes import Pass
+from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.memory import CANVASES_A_PIECE
 from quantize.runtime.sampler import Sampler
 

@@ -31,11 +31,13 @@ from torch import Tensor
 from quantize.errors import InputError, ResourceError
 from quantize.runtime.engine import BatchEngine, Canvas, Meanwhile, Observer, OnDraft, by_sampler
 from quantize.runtime.fused.batch import FusedPasses
+from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.graphs import Commit, Pool, Step, Steps
 from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.lockstep import in_lockstep
+from quantize.runtime.fused.passes import Pass
 from quantize.runtime.fused.prompt_pieces import Span, pictures, pieces, soft_tokens
-from quantize.runtime.fused.text_stack import Cache, FusedModel, Pass
+from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.fused.weights import TextWeights
 from quantize.runtime.images import Images
 from quantize.runtime.known_tokens import Given, Verdict, initial, lead, pinned

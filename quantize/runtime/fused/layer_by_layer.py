@@ -24,12 +24,14 @@ from fused_dequant import Activation, after_experts
 from torch import Tensor
 
 from quantize.runtime.engine import Observer
+from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.engine import chunk_of
 from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.packing import LayerWeights
+from quantize.runtime.fused.passes import Pass, Placement
 from quantize.runtime.fused.recording import RecordedPass, Recording
 from quantize.runtime.fused.shuttle import Piece, Shuttle, pieces_of, recorded_rows, room_for_rows
-from quantize.runtime.fused.text_stack import Cache, FusedModel, Pass, Placement
+from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.fused.weights import load_in_turns
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from quantize.runtime.engine import BatchEngine, Observer, Passes
-from quantize.runtime.fused.text_stack import FusedModel, Pass
+from quantize.runtime.fused.passes import Pass
+from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.images import Images
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantize.errors import InputError
-from quantize.runtime.fused.text_stack import SoftTokens
+from quantize.runtime.fused.passes import SoftTokens
 
 Span = tuple[int, int]  # first position, and the one behind the last
 

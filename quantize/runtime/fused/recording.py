@@ -28,7 +28,7 @@ from quantize.errors import InputError, ResourceError
 from quantize.host.files import read_json, write_json
 from quantize.host.processes import ALONE, Processes
 from quantize.host.progress import say
-from quantize.runtime.fused.text_stack import Pass
+from quantize.runtime.fused.passes import Pass
 
 INDEX = "recording.json"
 PIECE = 1 << 24  # bytes of a file that are read at once
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One pass: its rows of the batch's file, and what `text_stack.Pass` says of them, on the host."""
+    """One pass: its rows of the batch's file, and what `passes.Pass` says of them, on the host."""
 
     rows: slice
     decoded: int

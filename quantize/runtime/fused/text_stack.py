@@ -22,14 +22,12 @@ transformers' bf16 model rounds; logits are bf16 after their softcap, where tran
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from fused_dequant import (
-    CELLS,
     Activation,
     CanvasState,
     Draw,
@@ -56,213 +54,17 @@ from fused_dequant.dispatch import sequences_of
 from torch import Tensor
 from torch.profiler import record_function as part
 
+from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.cores import cores_of
 from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.packing import BF16, Entrance, LayerWeights, Read, Rows, how_read
+from quantize.runtime.fused.passes import Pass, Placement, SoftTokens
 from quantize.runtime.fused.weights import TextWeights
 
 BESIDE = True  # whether the dense branch has a stream of its own
 LOOKING = True  # whether lm_head leaves what the sampler and the soft embedding would read it for
 
 T = TypeVar("T")
-
-
-def _rounded_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class Cache:
-    """Keys and values of every layer: bf16 [slots, capacity, key heads, head dim].
-
-    Full layers hold `max_context` positions, sliding ones a ring of a window and a chunk.
-    """
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    window: int
-
-    @classmethod
-    def allocate(
-        cls,
-        config: Any,
-        slots: int,
-        max_context: int,
-        chunk: int,
-        device: torch.device,
-        *,
-        one_layer: bool = False,
-    ) -> "Cache":
-        """Allocate zeros for `slots` sequences, to which at most `chunk` tokens are added at once.
-
-        With `one_layer` layers of a kind share their cells: passes go through a layer at a time.
-        """
-        text = config.text_config
-        full = _rounded_up(max_context, CELLS)
-        ring = min(full, _rounded_up(text.sliding_window - 1 + chunk, CELLS))
-        layers: list[Tensor] = []
-        for i, kind in enumerate(text.layer_types):
-            own = text.per_layer_config[i]
-            cells = ring if kind == "sliding_attention" else full
-            shape = (2, slots, cells, own.num_key_value_heads, own.head_dim)
-            known = next((kv for kv in layers if one_layer and kv.shape == shape), None)
-            new = (
-                torch.zeros(shape, dtype=torch.bfloat16, device=device) if known is None else known
-            )
-            layers.append(new)
-        keys, values = (tuple(kv[n] for kv in layers) for n in range(2))
-        return cls(keys, values, text.sliding_window)
-
-    def block(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Copy what further tokens need of positions `start` to `end`: see `restore`.
-
-        Full layers give the positions themselves, sliding ones all that a ring holds behind them.
-        """
-        return [
-            tensor[slot, self._cells(tensor, start, end)].clone()
-            for tensor in (*self.keys, *self.values)
-        ]
-
-    def restore(self, slot: int, start: int, end: int, block: Sequence[Tensor]) -> None:
-        """Write a block back; of sliding layers the last block's alone is read."""
-        for tensor, kept in zip((*self.keys, *self.values), block, strict=True):
-            tensor[slot, self._cells(tensor, start, end)] = kept
-
-    def _cells(self, tensor: Tensor, start: int, end: int) -> Tensor:
-        ring = tensor.shape[1]
-        if ring < max(keys.shape[1] for keys in self.keys):
-            start = max(0, end - self.window + 1)
-        return torch.arange(start, end, device=tensor.device) % ring
-
-    def clear(self, slot: int) -> None:
-        """Forget a slot's values: no NaN of a broken sequence may meet a probability of 0."""
-        for values in self.values:
-            values[slot].zero_()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all cells."""
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where the rows of one pass stand: B sequences of n rows each, flattened.
-
-    slots int32 [B]; positions int32 [B * n]. By kind of layer (True: sliding): `visible`, the first and
-    last position a row sees, int32 [B * n]; `angles`, cos and sin of its position, bf16 [B * n, D / 2].
-    """
-
-    slots: Tensor
-    positions: Tensor
-    visible: dict[bool, tuple[Tensor, Tensor]]
-    angles: dict[bool, tuple[Tensor, Tensor]]
-
-    def copy_(self, other: "Placement") -> None:
-        """Copy the values of a placement of the same shape."""
-        for own, theirs in zip(self._tensors(), other._tensors(), strict=True):
-            own.copy_(theirs)
-
-    def followed_by(self, other: "Placement") -> "Placement":
-        """Return a placement of both passes' rows, of as many rows a sequence."""
-        joined = [torch.cat(pair) for pair in zip(self._tensors(), other._tensors(), strict=True)]
-        return self._with(joined)
-
-    def first_rows(self, count: int) -> "Placement":
-        """Return the placement of the first `count` rows, a whole number of sequences."""
-        sequences = len(self.slots) * count // len(self.positions)
-        return self._with([self.slots[:sequences], *(t[:count] for t in self._tensors()[1:])])
-
-    @property
-    def rows_each(self) -> int:
-        """Rows of a sequence."""
-        return len(self.positions) // len(self.slots)
-
-    def of(self, sequences: slice) -> "Placement":
-        """Return the placement of some sequences' rows, in the same memory."""
-        n = self.rows_each
-        rows = slice(sequences.start * n, sequences.stop * n)
-        return self._with([self.slots[sequences], *(t[rows] for t in self._tensors()[1:])])
-
-    def widened(self, soft: "SoftTokens") -> "Placement":
-        """Return a placement in which a picture's soft tokens also see what follows them of it."""
-        visible: dict[bool, tuple[Tensor, Tensor]] = {}
-        for kind, (first, last) in self.visible.items():
-            begin = torch.minimum(first[soft.rows], soft.first)
-            visible[kind] = (
-                first.index_copy(0, soft.rows, begin),
-                last.index_copy(0, soft.rows, soft.last),
-            )
-        return replace(self, visible=visible)
-
-    def _tensors(self) -> list[Tensor]:
-        pairs = [pair for kinds in (self.visible, self.angles) for pair in kinds.values()]
-        return [self.slots, self.positions, *(tensor for pair in pairs for tensor in pair)]
-
-    def _with(self, tensors: list[Tensor]) -> "Placement":
-        """Return a placement of other tensors, in the order of `_tensors`."""
-        slots, positions, *rest = tensors
-        pairs = iter(zip(rest[::2], rest[1::2], strict=True))
-        visible, angles = (
-            {kind: next(pairs) for kind in kinds} for kinds in (self.visible, self.angles)
-        )
-        return Placement(slots, positions, visible, angles)
-
-
-@dataclass(frozen=True)
-class SoftTokens:
-    """What the vision tower made of pictures, for one pass of the encoder over one sequence.
-
-    rows int64 [k] of the pass; embeddings bf16 [k, H]; first and last int32 [k], the positions of each
-    one's whole picture, which must lie within the pass.
-    """
-
-    rows: Tensor
-    embeddings: Tensor
-    first: Tensor
-    last: Tensor
-
-
-@dataclass(eq=False)
-class Pass:
-    """One pass on its way through the layers.
-
-    Attributes:
-        h: bf16 [M, H], the rows that a layer adds to.
-        x: what the next layer's first product reads: h, normed.
-        rows: where the rows stand.
-        decoded: how many are the decoder's, which come first.
-        inputs: what rounds or shows the rows that enter products.
-        whole: whether the encoder's rows are wanted behind the last layer.
-        real: int64, the rows that are no padding; None for all.
-        routed: None, or a list that gets the expert ids [M, topk] of each layer.
-    """
-
-    h: Tensor
-    x: Activation
-    rows: Placement
-    decoded: int
-    inputs: Inputs | None
-    whole: bool = False
-    real: Tensor | None = None
-    routed: list[Tensor] | None = None
-
-    @property
-    def watched(self) -> bool:
-        """Whether observers are shown its rows."""
-        return self.inputs is not None and self.inputs.shown
-
-    def of(self, sequences: slice) -> "Pass":
-        """Return the pass of some sequences alone, which nobody watches."""
-        n = self.rows.rows_each
-        rows = slice(sequences.start * n, sequences.stop * n)
-        x, scale = self.x
-        decoded = len(range(*rows.indices(self.decoded)))
-        return replace(
-            self, h=self.h[rows], x=(x[rows], None if scale is None else scale[rows]),
-            rows=self.rows.of(sequences), decoded=decoded, real=None,
-            routed=None if self.routed is None else [],
-        )  # fmt: skip
 
 
 class FusedModel:
@@ -532,46 +334,39 @@ class FusedModel:
     ) -> tuple[Tensor, Activation]:
         """Attend, run the dense and the routed branch; return h and the next layer's input."""
         with sequences_of(rows.rows_each):
-            return self._attend_and_route(index, layer, h, q, rows, decoded)
-
-    def _attend_and_route(
-        self,
-        index: int,
-        layer: LayerWeights,
-        h: Tensor,
-        q: Tensor,
-        rows: Placement,
-        decoded: int,
-    ) -> tuple[Tensor, Activation]:
-        visible = rows.visible[layer.sliding]
-        keys, values = self.cache.keys[index], self.cache.values[index]
-        with part("attention"):
-            o = attend(q, keys, values, rows.slots, *visible, *self._read((layer.o,)))
-        with part("dense"):
-            o = self._product(index, "o", o, (layer.o,))
-        n = layer.norms
-        before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
-        scheme, shared = self._read(layer.gate_up)
-        own_scheme, own_shared = self._read((layer.experts_gate_up,))
-        h, x, x_experts, x_router = after_attention(
-            h, o, before, (scheme, own_scheme), self.eps, (shared, own_shared)
-        )
-        with self._beside(), part("dense"):
-            dense = self._down(index, self._product(index, "gate_up", x, layer.gate_up), layer.down)
-        ids, routing = choose_experts(x_router, layer.router, layer.per_expert_scale, self.topk)
-        if self.routed is not None:
-            self.routed.append(ids)
-        with part("experts"):
-            both = layer.experts_gate_up, layer.experts_down
-            if self.inputs is None or x_experts[1] is not None:
-                routed = routed_experts(*x_experts, ids, routing, *both)
-            else:
-                routed = self.inputs.experts(index, x_experts[0], ids, routing, *both)
-        self._join()
-        norm, (scheme, shared) = self._next(index)
-        after = (n["post_dense"], n["post_experts"], n["post"], norm)
-        scalars = layer.decoder_scalar, layer.encoder_scalar
-        return after_experts(h, dense, routed, after, scalars, decoded, scheme, self.eps, shared)
+            visible = rows.visible[layer.sliding]
+            keys, values = self.cache.keys[index], self.cache.values[index]
+            with part("attention"):
+                o = attend(q, keys, values, rows.slots, *visible, *self._read((layer.o,)))
+            with part("dense"):
+                o = self._product(index, "o", o, (layer.o,))
+            n = layer.norms
+            before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
+            scheme, shared = self._read(layer.gate_up)
+            own_scheme, own_shared = self._read((layer.experts_gate_up,))
+            h, x, x_experts, x_router = after_attention(
+                h, o, before, (scheme, own_scheme), self.eps, (shared, own_shared)
+            )
+            with self._beside(), part("dense"):
+                dense = self._down(
+                    index, self._product(index, "gate_up", x, layer.gate_up), layer.down
+                )
+            ids, routing = choose_experts(x_router, layer.router, layer.per_expert_scale, self.topk)
+            if self.routed is not None:
+                self.routed.append(ids)
+            with part("experts"):
+                both = layer.experts_gate_up, layer.experts_down
+                if self.inputs is None or x_experts[1] is not None:
+                    routed = routed_experts(*x_experts, ids, routing, *both)
+                else:
+                    routed = self.inputs.experts(index, x_experts[0], ids, routing, *both)
+            self._join()
+            norm, (scheme, shared) = self._next(index)
+            after = (n["post_dense"], n["post_experts"], n["post"], norm)
+            scalars = layer.decoder_scalar, layer.encoder_scalar
+            return after_experts(
+                h, dense, routed, after, scalars, decoded, scheme, self.eps, shared
+            )
 
     def _read(self, rows: Rows) -> Read:
         """Return how an input shared by several weights is quantized."""

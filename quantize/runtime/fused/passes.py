@@ -1,0 +1,129 @@
+"""One pass through the layers: its rows, where they stand, and which positions they see."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from fused_dequant import Activation
+from torch import Tensor
+
+from quantize.runtime.fused.inputs import Inputs
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the rows of one pass stand: B sequences of n rows each, flattened.
+
+    slots int32 [B]; positions int32 [B * n]. By kind of layer (True: sliding): `visible`, the first and
+    last position a row sees, int32 [B * n]; `angles`, cos and sin of its position, bf16 [B * n, D / 2].
+    """
+
+    slots: Tensor
+    positions: Tensor
+    visible: dict[bool, tuple[Tensor, Tensor]]
+    angles: dict[bool, tuple[Tensor, Tensor]]
+
+    def copy_(self, other: "Placement") -> None:
+        """Copy the values of a placement of the same shape."""
+        for own, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            own.copy_(theirs)
+
+    def followed_by(self, other: "Placement") -> "Placement":
+        """Return a placement of both passes' rows, of as many rows a sequence."""
+        joined = [torch.cat(pair) for pair in zip(self._tensors(), other._tensors(), strict=True)]
+        return self._with(joined)
+
+    def first_rows(self, count: int) -> "Placement":
+        """Return the placement of the first `count` rows, a whole number of sequences."""
+        sequences = len(self.slots) * count // len(self.positions)
+        return self._with([self.slots[:sequences], *(t[:count] for t in self._tensors()[1:])])
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of a sequence."""
+        return len(self.positions) // len(self.slots)
+
+    def of(self, sequences: slice) -> "Placement":
+        """Return the placement of some sequences' rows, in the same memory."""
+        n = self.rows_each
+        rows = slice(sequences.start * n, sequences.stop * n)
+        return self._with([self.slots[sequences], *(t[rows] for t in self._tensors()[1:])])
+
+    def widened(self, soft: "SoftTokens") -> "Placement":
+        """Return a placement in which a picture's soft tokens also see what follows them of it."""
+        visible: dict[bool, tuple[Tensor, Tensor]] = {}
+        for kind, (first, last) in self.visible.items():
+            begin = torch.minimum(first[soft.rows], soft.first)
+            visible[kind] = (
+                first.index_copy(0, soft.rows, begin),
+                last.index_copy(0, soft.rows, soft.last),
+            )
+        return replace(self, visible=visible)
+
+    def _tensors(self) -> list[Tensor]:
+        pairs = [pair for kinds in (self.visible, self.angles) for pair in kinds.values()]
+        return [self.slots, self.positions, *(tensor for pair in pairs for tensor in pair)]
+
+    def _with(self, tensors: list[Tensor]) -> "Placement":
+        """Return a placement of other tensors, in the order of `_tensors`."""
+        slots, positions, *rest = tensors
+        pairs = iter(zip(rest[::2], rest[1::2], strict=True))
+        visible, angles = (
+            {kind: next(pairs) for kind in kinds} for kinds in (self.visible, self.angles)
+        )
+        return Placement(slots, positions, visible, angles)
+
+
+@dataclass(frozen=True)
+class SoftTokens:
+    """What the vision tower made of pictures, for one pass of the encoder over one sequence.
+
+    rows int64 [k] of the pass; embeddings bf16 [k, H]; first and last int32 [k], the positions of each
+    one's whole picture, which must lie within the pass.
+    """
+
+    rows: Tensor
+    embeddings: Tensor
+    first: Tensor
+    last: Tensor
+
+
+@dataclass(eq=False)
+class Pass:
+    """One pass on its way through the layers.
+
+    Attributes:
+        h: bf16 [M, H], the rows that a layer adds to.
+        x: what the next layer's first product reads: h, normed.
+        rows: where the rows stand.
+        decoded: how many are the decoder's, which come first.
+        inputs: what rounds or shows the rows that enter products.
+        whole: whether the encoder's rows are wanted behind the last layer.
+        real: int64, the rows that are no padding; None for all.
+        routed: None, or a list that gets the expert ids [M, topk] of each layer.
+    """
+
+    h: Tensor
+    x: Activation
+    rows: Placement
+    decoded: int
+    inputs: Inputs | None
+    whole: bool = False
+    real: Tensor | None = None
+    routed: list[Tensor] | None = None
+
+    @property
+    def watched(self) -> bool:
+        """Whether observers are shown its rows."""
+        return self.inputs is not None and self.inputs.shown
+
+    def of(self, sequences: slice) -> "Pass":
+        """Return the pass of some sequences alone, which nobody watches."""
+        n = self.rows.rows_each
+        rows = slice(sequences.start * n, sequences.stop * n)
+        x, scale = self.x
+        decoded = len(range(*rows.indices(self.decoded)))
+        return replace(
+            self, h=self.h[rows], x=(x[rows], None if scale is None else scale[rows]),
+            rows=self.rows.of(sequences), decoded=decoded, real=None,
+            routed=None if self.routed is None else [],
+        )  # fmt: skip
