@@ -2,7 +2,7 @@
 
 A command lies in the file of its name and is imported when it is called or listed; heavy imports
 (torch, transformers) stay inside its function, so that `quantize --help` answers at once. A new
-command is one file and one line of `COMMANDS`.
+command is one file and one word of `GROUPS`.
 """
 
 import difflib
@@ -22,29 +22,15 @@ from quantize.errors import LONGEST, QuantizeError, unexpected_in
 from quantize.host.locks import refuse_several
 from quantize.pipeline.stages import STAGES
 
-COMMANDS = (
-    "run",
-    "status",
-    "rehearse",
-    *(stage.name for stage in STAGES),
-    "judge",
-    "baseline",
-    "compare",
-    "card",
-    "bundle",
-    "push",
-    "verify-signature",
-    "recipes",
-    "search",
-    "tasks",
-    "inspect",
-    "generate",
-    "serve",
-    "bench",
-    "tune",
-    "export",
-    "doctor",
-)
+GROUPS = {
+    "Run": ("run", "rehearse", "status"),
+    "Stages of a run, one by one": tuple(stage.name for stage in STAGES),
+    "Look": ("recipes", "tasks", "inspect", "doctor"),
+    "Judge": ("judge", "compare", "baseline", "search"),
+    "Use": ("generate", "serve", "bench", "tune", "export"),
+    "Ship": ("card", "bundle", "push", "verify-signature"),
+}
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 EXIT_CODES = """\b
 Exit codes:
   0  done, and the gate passed
@@ -57,10 +43,20 @@ Exit codes:
 
 
 class _Commands(click.Group):
-    """Lists commands in the order of the pipeline and imports one when it is asked for."""
+    """Lists commands by what they are for and imports one when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each group with the whole first sentences of its commands."""
+        width = max(map(len, COMMANDS))
+        for title, names in GROUPS.items():
+            found = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(n.ljust(width), c.get_short_help_str(200)) for n, c in found if c]
+                )
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command in the file of its name, or the one made for a stage."""

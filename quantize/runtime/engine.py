@@ -33,18 +33,6 @@ OnCanvas = Callable[[int, Sample], object]
 
 # see `watching`: (name of a Linear as on disk, rows that enter it, experts of the rows or None)
 Observer = Callable[[str, Tensor, Tensor | None], None]
-See = TypeVar("See", bound=Callable[..., None])
-
-
-def launches_alone(see: See) -> See:
-    """Mark an observer that asks nothing of the device and keeps its tensors where they are.
-
-    A CUDA graph may hold what it does to the rows of a shape that it has seen before.
-    """
-    see.launches_alone = True  # pyright: ignore[reportFunctionMemberAccess]
-    return see
-
-
 PIECE = 1 << 26  # logits looked at together: 268 MB in float32, and a few times that in temporaries
 
 

@@ -7,11 +7,12 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from quantize.host.processes import Processes
-from quantize.runtime.engine import launches_alone
 
 
 class Ranges:
     """The largest |x| that entered each Linear, exact in any order of tokens and batches."""
+
+    launches_alone = True
 
     def __init__(self, experts: int) -> None:
         self._experts = experts
@@ -19,7 +20,6 @@ class Ranges:
         self._rows: Tensor | None = None
         self._largest = torch.empty(0)
 
-    @launches_alone
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
         """Observe the rows that enter the Linear `name`, and the experts of each, if any."""
         if experts is None:

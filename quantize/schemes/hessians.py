@@ -31,7 +31,7 @@ class Hessians:
     """Sums of x x^T and token counts of the inputs of chosen Linears, on the device of the inputs.
 
     Attributes:
-        names: the inputs that are summed, as `watch_inputs` names them.
+        names: the inputs that are summed, as observers are told them.
     """
 
     def __init__(self, names: Sequence[str], experts: int) -> None:

@@ -331,8 +331,8 @@ def run_command(
     conditions |= {"layers": shape["layers"]}
     recipe = recipe_of(folder, count, canvases, batch)
     if only:
-        own = scratch / f"{budgets[0]:g}"
-        one_stage(only, folder, recipe, own, budgets[0], conditions, profile)
+        own = scratch / f"{budgets[-1]:g}"  # the last is that of this process
+        one_stage(only, folder, recipe, own, budgets[-1], conditions, profile)
         return
     end = time.monotonic() + seconds
     prepare(folder, shape, count, denoising_steps)
@@ -424,7 +424,7 @@ def exact_command(
                 print(f"{name}: DIFFERENT by {worst:.3g} of the largest", flush=True)
         print(f"layer {index}: {time.perf_counter() - started:.1f} s", flush=True)
     print(f"{unequal} of {len(names)} Hessians differ", flush=True)
-    recording.remove()
+    shutil.rmtree(scratch / "exact")
     sys.exit(unequal > 0)
 
 

@@ -21,13 +21,14 @@ from safetensors.torch import load_file
 import quantize.checkpoints.reader
 import quantize.checkpoints.shards
 from quantize.checkpoints.layout import TensorSpec
-from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.reader import DTYPES, Checkpoint, read_header
 from quantize.checkpoints.shards import (
     WORKERS_A_FILE,
     Piece,
     Shard,
     plan_shards,
     state_path,
+    write_pieces,
     write_shards,
 )
 from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
@@ -426,3 +427,25 @@ def test_25_sigkills_on_real_layer_shapes(tmp_path: Path):
     folder = tmp_path / "kills"
     folder.mkdir()
     kill_and_resume(source, folder, kills=25, seed=1, least=5)
+
+
+def test_pieces_of_a_file_are_aligned(tmp_path: Path) -> None:
+    """Three bytes come first in memory, and last in the file."""
+    given = {
+        "a": torch.arange(3, dtype=torch.uint8),
+        "b": torch.rand(2, 1),
+        "c": torch.rand(3).half(),
+    }
+    names = {torch.uint8: "U8", torch.float32: "F32", torch.float16: "F16"}
+    pieces = [
+        Piece(
+            {name: TensorSpec(names[own.dtype], tuple(own.shape))},
+            (partial(torch.Tensor.view, own.flatten(), torch.uint8),),
+        )
+        for name, own in given.items()
+    ]  # fmt: skip
+    write_pieces(tmp_path / "one.safetensors", pieces)
+    found = load_file(tmp_path / "one.safetensors")
+    assert all(torch.equal(found[name], own) for name, own in given.items())
+    for info in read_header(tmp_path / "one.safetensors").values():
+        assert info.begin % DTYPES[info.dtype].itemsize == 0

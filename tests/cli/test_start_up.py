@@ -1,13 +1,16 @@
 """What a command imports, which is what it costs before its work begins; no clock is asked."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from quantize.bundled import CHECKPOINT
+from quantize.cli import COMMANDS, GROUPS, cli
 
 HELP = {"torch", "numpy", "pydantic", "yaml", "rich", "safetensors", "scipy", "recovery"}
 ENGINES = {
@@ -55,3 +58,12 @@ def of_planning_and_converting(tmp_path_factory: pytest.TempPathFactory) -> set[
 def test_plan_inspect_and_convert_import_no_engine(of_planning_and_converting: set[str]) -> None:
     assert "torch" in of_planning_and_converting
     assert not of_planning_and_converting & ENGINES
+
+
+def test_help_names_every_command_once_and_cuts_no_sentence() -> None:
+    text = CliRunner().invoke(cli, ["--help"]).stdout
+    heads = re.findall(r"^  ([a-z][a-z-]*) {2,}\S", text, re.M)
+    assert sorted(heads) == sorted(COMMANDS)
+    assert len(set(heads)) == len(heads) > 25
+    assert "..." not in text.partition("Run:")[2]
+    assert [name for name in GROUPS if f"\n{name}:\n" not in text] == []

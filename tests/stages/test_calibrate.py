@@ -4,6 +4,7 @@ import json
 import shutil
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from quantize.host.files import read_json
 from quantize.recipe.sections import Calibration, Quantization, Recipe, load_recipe
 from quantize.runtime import Sampler, generate, open
 from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import load_trajectories
+from quantize.schemes.hessians import Hessians
 from quantize.stages.calibrate.calibrate import (
     calibrate,
     calibrated_modules,
@@ -298,7 +301,7 @@ def test_observers_keep_their_tensors_where_they_are() -> None:
     for factor in (1, 3):
         for end, experts in (("self_attn.q_proj", None), ("experts.gate_up_proj", ids)):
             for own in observers:
-                assert own.see.launches_alone
+                assert own.launches_alone
                 own.see(f"model.decoder.layers.0.{end}", factor * rows, experts)
         assert statistics._pending is not None
         kept = (*ranges._amax.values(), *coverage._counts.values(), statistics._pending)
@@ -312,6 +315,18 @@ def test_observers_keep_their_tensors_where_they_are() -> None:
     seen = statistics._steps[0].inputs["experts.gate_up"]
     assert seen.count == 2 * 2 * rows.numel()
     assert seen.total == pytest.approx(4 * 2 * rows.abs().sum().item(), rel=1e-6)
+
+
+def test_a_graph_holds_only_observers_that_launch_alone() -> None:
+    inputs = Inputs(SimpleNamespace(num_hidden_layers=1, layer_types=[]), None, bf16=True)
+    ranges = Ranges(4)
+    for observers, expected in (
+        ([], True), ([ranges.see], True), ([ranges.see, Hessians(["a"], 4).see], False),
+        ([lambda *_: None], False),
+    ):  # fmt: skip
+        with inputs.shown_to(observers):
+            assert inputs.replayable == expected
+        assert not inputs.replayable
 
 
 def test_watching_changes_no_logit_and_leaves_no_trace(source: Path) -> None:

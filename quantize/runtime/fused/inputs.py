@@ -55,7 +55,7 @@ class Inputs:
         self.bf16 = bf16
         self._kinds: list[str] = config.layer_types
         self._observers: tuple[Observer, ...] = ()
-        self.replayable = False  # whether a graph may hold what observers do
+        self.replayable = False  # whether a graph may hold what observers do (`shown_to`)
         self.real: Tensor | None = None  # int64, rows of this pass that are not padding
 
     @property
@@ -65,9 +65,14 @@ class Inputs:
 
     @contextmanager
     def shown_to(self, observers: Sequence[Observer]) -> Generator[None]:
-        """Show rows, before they are rounded, to `observers` while the block runs."""
+        """Show rows, before they are rounded, to `observers` while the block runs.
+
+        Methods of an object with `launches_alone` ask nothing of the device, and keep their tensors
+        where they are.
+        """
         self._observers = tuple(observers)
-        self.replayable = all(getattr(see, "launches_alone", False) for see in observers)
+        owners = [getattr(see, "__self__", None) for see in observers]
+        self.replayable = all(getattr(owner, "launches_alone", False) for owner in owners)
         try:
             yield
         finally:

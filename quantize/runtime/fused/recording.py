@@ -234,10 +234,6 @@ class Recording:
             say(f"{folder}: this recording cannot be used ({error}); it is made again")
             return None
 
-    def remove(self) -> None:
-        """Remove its files."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 def _check(path: Path, entry: Mapping[str, Any], row_bytes: int) -> None:
     placed = path.with_suffix(".passes")

@@ -22,7 +22,6 @@ one process would have made of it and maxima are pooled exactly: the files are t
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,7 +37,6 @@ from quantize.recipe.sections import Quantization, Recipe
 from quantize.runtime.fused.recording import Recorder
 from quantize.runtime.placement import CPU, Placement
 from quantize.runtime.ranges import Ranges
-from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Trajectory, save_trajectories
 from quantize.schemes.rounding import E2M1_MAX, FP8_MAX
 from quantize.stages.calibrate.coverage import Coverage, StepStatistics
@@ -82,34 +80,25 @@ def calibrate(
         recorder = None
         if recipe.quantization.rounding == "gptq":
             recorder = Recorder(scratch or out.with_name(SCRATCH), processes)
-        seen = _denoise(source, denoising, recorder, processes)
-    scales = input_scales(seen.ranges, modules)
-    scales, fallbacks = fall_back(scales, seen.coverage.tokens, settings.min_tokens_per_expert)
+        ranges, coverage, statistics, trajectories = _denoise(
+            source, denoising, recorder, processes
+        )
+    scales = input_scales(ranges, modules)
+    scales, fallbacks = fall_back(scales, coverage.tokens, settings.min_tokens_per_expert)
     check_scales(scales)
     if processes.rank > 0:
         return
     with folder_when_complete(out) as folder:
         save_file({f"{m}.{INPUT_SCALE}": s for m, s in scales.items()}, folder / SCALES)
-        write_json(folder / "coverage.json", seen.coverage.summary(settings, fallbacks))
-        write_json(folder / "statistics.json", seen.statistics.summary())
-        save_trajectories(folder, seen.trajectories, seen.sampler)
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What all processes observed while the model denoised."""
-
-    ranges: Ranges
-    coverage: Coverage
-    statistics: StepStatistics
-    trajectories: list[Trajectory]
-    sampler: Sampler
+        write_json(folder / "coverage.json", coverage.summary(settings, fallbacks))
+        write_json(folder / "statistics.json", statistics.summary())
+        save_trajectories(folder, trajectories, denoising.sampler)
 
 
 def _denoise(
     source: Path, denoising: Denoising, recorder: Recorder | None, processes: Processes
-) -> _Seen:
-    """Run the loop; the held-out prompts are not observed."""
+) -> tuple[Ranges, Coverage, StepStatistics, list[Trajectory]]:
+    """Run the loop; return what all processes saw. The held-out prompts are not observed."""
     experts: int = Checkpoint.open(source).config["text_config"]["num_experts"]
     ranges, coverage = Ranges(experts), Coverage(experts)
     each: dict[int, StepStatistics] = {}  # by batch: several may denoise side by side
@@ -124,7 +113,7 @@ def _denoise(
     statistics = StepStatistics.joined(each[start] for start in sorted(each))
     for observer in (ranges, coverage, statistics):
         observer.pool(processes)
-    return _Seen(ranges, coverage, statistics, trajectories, denoising.sampler)
+    return ranges, coverage, statistics, trajectories
 
 
 def calibrated_modules(source: Path, quantization: Quantization) -> list[str]:

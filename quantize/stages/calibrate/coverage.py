@@ -13,7 +13,6 @@ from torch.linalg import vector_norm
 
 from quantize.host.processes import Processes
 from quantize.recipe.sections import Calibration
-from quantize.runtime.engine import launches_alone
 from quantize.runtime.sampler import StepRecord
 
 # One Linear of each group that reads the same input: end of its name -> name of the input.
@@ -31,6 +30,8 @@ KINDS = tuple(INPUTS.values())
 class Coverage:
     """Counts the tokens routed to every expert."""
 
+    launches_alone = True
+
     def __init__(self, experts: int) -> None:
         self._experts = experts
         self._counts: dict[str, Tensor] = {}
@@ -40,7 +41,6 @@ class Coverage:
         """Tokens of each expert, by layer (`model.decoder.layers.N.experts`)."""
         return {name: counts.tolist() for name, counts in self._counts.items()}
 
-    @launches_alone
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
         """Count the tokens of one input."""
         layer, _, projection = name.rpartition(".")
@@ -107,11 +107,12 @@ class _Step:
 class StepStatistics:
     """Magnitude of activations, acceptance and entropy by denoising step."""
 
+    launches_alone = True
+
     def __init__(self) -> None:
         self._pending: Tensor | None = None  # of each kind: largest |x|, sum, count; float64 [6, 3]
         self._steps: dict[int, _Step] = {}
 
-    @launches_alone
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
         """Observe one input; an experts' row counts once for every expert that reads it."""
         kind = INPUTS.get(".".join(name.rsplit(".", 2)[1:]))

@@ -42,7 +42,7 @@ from quantize.runtime.engine import Observer
 from quantize.runtime.fused.layer_by_layer import LayerByLayer
 from quantize.runtime.placement import CPU, Placement, budget_of, free_unused
 from quantize.schemes.gptq import DAMPING, SWEEPS, Rounded, gptq
-from quantize.schemes.hessians import TILE, Hessians, tiles_of
+from quantize.schemes.hessians import Hessians
 from quantize.schemes.records import Scheme
 from quantize.schemes.rounding import E2M1_GROUPS, global_scale
 from quantize.stages.denoising import SCRATCH, Denoising
@@ -70,12 +70,6 @@ class Unit:
     def layer(self) -> int:
         """Index of the decoder layer."""
         return int(re.findall(r"layers\.(\d+)\.", self.reads)[0])
-
-    @property
-    def hessian_bytes(self) -> int:
-        """Bytes of the Hessians of the unit's input."""
-        shape = self.targets[0].shape
-        return 4 * TILE**2 * tiles_of(shape[-1]) * (shape[0] if len(shape) == 3 else 1)
 
 
 def units_of(targets: Sequence[Target]) -> list[Unit]:
