@@ -23,7 +23,7 @@ from quantize.stages import denoising
 from quantize.stages.fidelity import fidelity
 
 ALL = blocks()
-PYTHON_PAGES = ("docs/python.md", "README.md")
+PYTHON_PAGES = ("docs/python.md", "docs/commands.md")
 
 
 def shell(needy: bool) -> list[Block]:
@@ -38,6 +38,11 @@ def test_pages_and_blocks_are_found() -> None:
     assert {"README.md", "CONTRIBUTING.md", "gate-a-release.md"} <= {page.name for page in PAGES}
     assert len(shell(needy=False)) > 15
     assert {need for block in ALL for need in block.needs} <= NEEDS
+
+
+def test_readme_is_one_page_and_its_picture_is_small() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
+    assert 10_000 < (ROOT / "docs" / "report.png").stat().st_size <= 200_000
 
 
 @by_place(shell(needy=True))

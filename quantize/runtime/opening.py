@@ -40,7 +40,7 @@ class RandomModel:
 
 
 def open(
-    checkpoint: Path | RandomModel,
+    checkpoint: Path | str | RandomModel,
     place: Placement | None = None,
     *,
     batch_invariant: bool = False,
@@ -65,6 +65,7 @@ def open(
         ResourceError: the model does not fit, or the device lacks what the kernels need.
     """
     place = place or Placement(**room)
+    checkpoint = Path(checkpoint) if isinstance(checkpoint, str) else checkpoint
     from quantize.runtime.fused.engine import FusedEngine
     from quantize.runtime.fused.inputs import inputs_of
     from quantize.runtime.fused.trust import schemes_of, trust

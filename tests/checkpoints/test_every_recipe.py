@@ -51,7 +51,7 @@ def values(*weights: Weight) -> torch.Tensor:
 def test_its_checkpoint_passes_verify_and_loads_alike_in_both_loaders(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantize.stages.denoising.HELD_OUT_PROMPTS", 1)
+    monkeypatch.setattr("quantize.stages.denoising.HELD_OUT", 1)
     monkeypatch.setattr("quantize.schemes.gptq.SWEEPS", 1)
     run = quantize.run(str(recipe_file(name, tmp_path)), out=tmp_path, until="verify").folder
     assert read_json(run.verification_json)["passed"] is True

@@ -16,7 +16,6 @@ from quantize.checkpoints.layout import scheme_tensors
 from quantize.checkpoints.load import lazy_weights, load, read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.schemes.modes import ActivationMode
 from quantize.stages.verify.verify_weights import Decompressor
 
 EXPERT = "model.decoder.layers.2.experts.3.up_proj"
@@ -175,8 +174,8 @@ def test_what_transformers_misses_is_an_error(
     """Its own report counts, should a key that the layout asks for not arrive at a module."""
     complete = load_module.lazy_weights
 
-    def one_short(checkpoint: Checkpoint, mode: ActivationMode) -> dict:
-        found = complete(checkpoint, mode)
+    def one_short(checkpoint: Checkpoint) -> dict:
+        found = complete(checkpoint)
         del found["model.decoder.layers.2.mlp.up_proj.weight"]
         return found
 

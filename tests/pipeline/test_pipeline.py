@@ -62,7 +62,7 @@ def finished(small_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """The folder of a small run that was never interrupted, with few trajectories to replay."""
     out = tmp_path_factory.mktemp("outputs")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(denoising, "HELD_OUT_PROMPTS", 10)
+        monkeypatch.setattr(denoising, "HELD_OUT", 10)
         done = command(monkeypatch, *arguments(small_recipe, out))
     assert done.code == 0, done.err
     return only_run(out)

@@ -28,7 +28,7 @@ from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.engine import chunk_of
 from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.packing import LayerWeights
-from quantize.runtime.fused.passes import Pass, Placement
+from quantize.runtime.fused.passes import Pass, PassRows
 from quantize.runtime.fused.recording import RecordedPass, Recording
 from quantize.runtime.fused.shuttle import Piece, Shuttle, pieces_of, recorded_rows, room_for_rows
 from quantize.runtime.fused.text_stack import FusedModel
@@ -66,7 +66,7 @@ class LayerByLayer:
         self._dense = torch.zeros(most, self._hidden, **like)
         self._routed = torch.zeros(most, text.top_k_experts, self._hidden, **like)
         self._ones = torch.ones(self._hidden, **like)
-        self._last: tuple[RecordedPass, Placement] | None = None
+        self._last: tuple[RecordedPass, PassRows] | None = None
 
     def run(self, observers: Callable[[int], Sequence[Observer]], until: int) -> Iterator[int]:
         """Yield each layer's index when all passes have gone through it, up to the layer `until`.
@@ -119,7 +119,7 @@ class LayerByLayer:
         norms = (self._ones, self._ones, self._ones, norm)
         return after_experts(h, *none, norms, (one, one), len(h), scheme, self._model.eps)[1]
 
-    def _placement(self, own: RecordedPass) -> Placement:
+    def _placement(self, own: RecordedPass) -> PassRows:
         """Return where a pass' rows stand; most steps of a canvas stand where the one before stood."""
         if self._last is None or not own.stands_as(self._last[0]):
             device = self._device

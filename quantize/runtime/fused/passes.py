@@ -10,7 +10,7 @@ from quantize.runtime.fused.inputs import Inputs
 
 
 @dataclass(frozen=True)
-class Placement:
+class PassRows:
     """Where the rows of one pass stand: B sequences of n rows each, flattened.
 
     slots int32 [B]; positions int32 [B * n]. By kind of layer (True: sliding): `visible`, the first and
@@ -22,17 +22,17 @@ class Placement:
     visible: dict[bool, tuple[Tensor, Tensor]]
     angles: dict[bool, tuple[Tensor, Tensor]]
 
-    def copy_(self, other: "Placement") -> None:
+    def copy_(self, other: "PassRows") -> None:
         """Copy the values of a placement of the same shape."""
         for own, theirs in zip(self._tensors(), other._tensors(), strict=True):
             own.copy_(theirs)
 
-    def followed_by(self, other: "Placement") -> "Placement":
+    def followed_by(self, other: "PassRows") -> "PassRows":
         """Return a placement of both passes' rows, of as many rows a sequence."""
         joined = [torch.cat(pair) for pair in zip(self._tensors(), other._tensors(), strict=True)]
         return self._with(joined)
 
-    def first_rows(self, count: int) -> "Placement":
+    def first_rows(self, count: int) -> "PassRows":
         """Return the placement of the first `count` rows, a whole number of sequences."""
         sequences = len(self.slots) * count // len(self.positions)
         return self._with([self.slots[:sequences], *(t[:count] for t in self._tensors()[1:])])
@@ -42,13 +42,13 @@ class Placement:
         """Rows of a sequence."""
         return len(self.positions) // len(self.slots)
 
-    def of(self, sequences: slice) -> "Placement":
+    def of(self, sequences: slice) -> "PassRows":
         """Return the placement of some sequences' rows, in the same memory."""
         n = self.rows_each
         rows = slice(sequences.start * n, sequences.stop * n)
         return self._with([self.slots[sequences], *(t[rows] for t in self._tensors()[1:])])
 
-    def widened(self, soft: "SoftTokens") -> "Placement":
+    def widened(self, soft: "SoftTokens") -> "PassRows":
         """Return a placement in which a picture's soft tokens also see what follows them of it."""
         visible: dict[bool, tuple[Tensor, Tensor]] = {}
         for kind, (first, last) in self.visible.items():
@@ -63,14 +63,14 @@ class Placement:
         pairs = [pair for kinds in (self.visible, self.angles) for pair in kinds.values()]
         return [self.slots, self.positions, *(tensor for pair in pairs for tensor in pair)]
 
-    def _with(self, tensors: list[Tensor]) -> "Placement":
+    def _with(self, tensors: list[Tensor]) -> "PassRows":
         """Return a placement of other tensors, in the order of `_tensors`."""
         slots, positions, *rest = tensors
         pairs = iter(zip(rest[::2], rest[1::2], strict=True))
         visible, angles = (
             {kind: next(pairs) for kind in kinds} for kinds in (self.visible, self.angles)
         )
-        return Placement(slots, positions, visible, angles)
+        return PassRows(slots, positions, visible, angles)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Pass:
 
     h: Tensor
     x: Activation
-    rows: Placement
+    rows: PassRows
     decoded: int
     inputs: Inputs | None
     whole: bool = False

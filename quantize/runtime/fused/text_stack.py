@@ -58,7 +58,7 @@ from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.cores import cores_of
 from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.packing import BF16, Entrance, LayerWeights, Read, Rows, how_read
-from quantize.runtime.fused.passes import Pass, Placement, SoftTokens
+from quantize.runtime.fused.passes import Pass, PassRows, SoftTokens
 from quantize.runtime.fused.weights import TextWeights
 
 BESIDE = True  # whether the dense branch has a stream of its own
@@ -159,7 +159,7 @@ class FusedModel:
     def decode(
         self,
         canvas: Tensor,
-        rows: Placement,
+        rows: PassRows,
         signal: Tensor | None,
         committed: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
@@ -177,7 +177,7 @@ class FusedModel:
     def decoding(
         self,
         canvas: Tensor,
-        rows: Placement,
+        rows: PassRows,
         signal: Tensor | None,
         committed: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Pass:
@@ -187,7 +187,7 @@ class FusedModel:
     def _decoding(
         self,
         canvas: Tensor,
-        rows: Placement,
+        rows: PassRows,
         signal: Tensor | None,
         committed: tuple[Tensor, Tensor, Tensor] | None,
     ) -> Pass:
@@ -205,7 +205,7 @@ class FusedModel:
         return self._pass(*self._begin(tokens, update, decoded), rows, decoded)
 
     def _pass(
-        self, h: Tensor, x: Activation, rows: Placement, decoded: int, *, whole: bool = False
+        self, h: Tensor, x: Activation, rows: PassRows, decoded: int, *, whole: bool = False
     ) -> Pass:
         real = None if self.inputs is None else self.inputs.real
         made = Pass(h, x, rows, decoded, self.inputs, whole, real, self.routed)
@@ -313,7 +313,7 @@ class FusedModel:
         embedding, factor = self.weights.embedding, self.embed_scale
         return begin(tokens, embedding, factor, update, norm, decoded, scheme, self.eps, shared)
 
-    def _heads(self, index: int, layer: LayerWeights, x: Activation, rows: Placement) -> Tensor:
+    def _heads(self, index: int, layer: LayerWeights, x: Activation, rows: PassRows) -> Tensor:
         with part("dense"), sequences_of(rows.rows_each):
             qkv = self._product(index, "qkv", x, layer.qkv)
         with part("attention"):
@@ -329,7 +329,7 @@ class FusedModel:
         layer: LayerWeights,
         h: Tensor,
         q: Tensor,
-        rows: Placement,
+        rows: PassRows,
         decoded: int,
     ) -> tuple[Tensor, Activation]:
         """Attend, run the dense and the routed branch; return h and the next layer's input."""
@@ -418,34 +418,32 @@ class FusedModel:
         norm, read = self.weights.entrances[index]
         return norm, BF16 if self.inputs is not None and self.inputs.bf16 else read
 
-    def behind(self, slots: Tensor, context: Tensor, length: int) -> Placement:
+    def behind(self, slots: Tensor, context: Tensor, length: int) -> PassRows:
         """Return where canvases of `length` tokens stand behind `context` int32 [B] positions."""
         positions = _run(context, length)
         first = (context - self.window + 1).clamp(min=0).repeat_interleave(length)
         last = (context + (length - 1)).repeat_interleave(length)
         return self._seen_from(slots, positions, first, last)
 
-    def _encoder_rows(self, slots: Tensor, start: Tensor, n: int) -> Placement:
+    def _encoder_rows(self, slots: Tensor, start: Tensor, n: int) -> PassRows:
         positions = _run(start, n)
         first = (positions - self.window + 1).clamp(min=0)
         return self._seen_from(slots, positions, first, positions)
 
-    def _seen_from(
-        self, slots: Tensor, positions: Tensor, first: Tensor, last: Tensor
-    ) -> Placement:
+    def _seen_from(self, slots: Tensor, positions: Tensor, first: Tensor, last: Tensor) -> PassRows:
         visible = {True: (first, last), False: (torch.zeros_like(last), last)}
         return self.placed(slots, positions, visible)
 
     def placed(
         self, slots: Tensor, positions: Tensor, visible: dict[bool, tuple[Tensor, Tensor]]
-    ) -> Placement:
-        """Return where rows stand; the arguments are those of `Placement`."""
+    ) -> PassRows:
+        """Return where rows stand; the arguments are those of `PassRows`."""
         angles = {
             kind: (self._each(torch.cos, angle), self._each(torch.sin, angle))
             for kind, f in self.frequencies.items()
             for angle in [(positions[:, None].float() * f).view(len(slots), -1, len(f))]
         }
-        return Placement(slots, positions, visible, angles)
+        return PassRows(slots, positions, visible, angles)
 
     def _each(self, function: Callable[[Tensor], Tensor], angles: Tensor) -> Tensor:
         """Return bf16 [B * n, D / 2] of f32 [B, n, D / 2], on a CPU one sequence after the other."""
