@@ -9,8 +9,9 @@
 """
 
 from fused_dequant import formats, reference, weights
-from fused_dequant.activations import Activation, quantize_rows
+from fused_dequant.activations import quantize_rows
 from fused_dequant.canvas import CanvasState, Draw, Probabilities
+from fused_dequant.formats import Activation
 from fused_dequant.operations import (
     CELLS,
     accept,

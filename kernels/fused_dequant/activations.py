@@ -1,16 +1,10 @@
-"""An activation is what a product reads: a pair of rows and scales.
-
-The pair is bf16 [M, K] and None; e4m3 or int8 [M, K] and f32 [M], one scale a row; or NVFP4's codes
-uint8 [M, K/2] and block scales e4m3 [M, K/16], under a global scale that the product's weight knows.
-"""
+"""Quantizes activations as products read them (`formats.Activation`), on a GPU or in torch."""
 
 import torch
 
 from fused_dequant import formats, reference
 from fused_dequant.dispatch import launches
-from fused_dequant.formats import EIGHT_BIT, FOUR_BIT
-
-Activation = tuple[torch.Tensor, torch.Tensor | None]
+from fused_dequant.formats import EIGHT_BIT, FOUR_BIT, Activation
 
 
 def quantize_rows(

@@ -41,9 +41,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_dequant import attention_hopper, attention_wide
-from fused_dequant.activations import Activation
 from fused_dequant.chain import chained, follow
-from fused_dequant.formats import E2M1_MAX, EIGHT_BIT, LARGEST
+from fused_dequant.formats import E2M1_MAX, EIGHT_BIT, LARGEST, Activation
 from fused_dequant.quantize import codes, magnitude, quantize_rows, room, scale_of, store_blocks
 from fused_dequant.targets import has_boxes
 from fused_dequant.tiles import FAR, LOG2_E

@@ -41,6 +41,10 @@ SMALLEST_BLOCK_SCALE = 0.125  # in place of 0, as compressed-tensors does
 # number.
 E4M3_LEAST_SCALE = 2.0**-2
 # Activations of the schemes that multiply in 8 bits.
+# What a product reads: bf16 rows [M, K] and None; e4m3 or int8 [M, K] and f32 [M], one scale a row; or
+# NVFP4's codes uint8 [M, K/2] and block scales e4m3 [M, K/16], under a global scale that the product's
+# weight knows.
+Activation = tuple[torch.Tensor, torch.Tensor | None]
 EIGHT_BIT = {"fp8": FP8, "int8": torch.int8, "nvfp4_e4m3": FP8}
 # The scheme whose rows are NVFP4 too.
 FOUR_BIT = "nvfp4_e2m1"

@@ -36,9 +36,10 @@ from collections.abc import Callable
 import torch
 
 from fused_dequant import canvas, reference, tuning
-from fused_dequant.activations import Activation, in_torch
+from fused_dequant.activations import in_torch
 from fused_dequant.canvas import CanvasState, Draw, Probabilities
 from fused_dequant.dispatch import launches
+from fused_dequant.formats import Activation
 from fused_dequant.kept import in_float32
 from fused_dequant.weights import Weight, is_hopper
 

@@ -23,9 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_dequant.activations import Activation
 from fused_dequant.chain import chained, follow
-from fused_dequant.formats import EIGHT_BIT, FOUR_BIT, FP8, GROUP, LARGEST, MOVED
+from fused_dequant.formats import EIGHT_BIT, FOUR_BIT, FP8, GROUP, LARGEST, MOVED, Activation
 from fused_dequant.input_rounding import scaled_blocks
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 

@@ -30,9 +30,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_dequant.activations import Activation
 from fused_dequant.chain import chained, follow
-from fused_dequant.formats import E2M1_MAX, EIGHT_BIT, FOUR_BIT, LARGEST, MOVED
+from fused_dequant.formats import E2M1_MAX, EIGHT_BIT, FOUR_BIT, LARGEST, MOVED, Activation
 from fused_dequant.quantize import codes, magnitude, place, room, scale_of, store_blocks
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 

@@ -15,9 +15,8 @@ from dataclasses import replace
 import torch
 
 from fused_dequant import formats, weights
-from fused_dequant.activations import Activation
 from fused_dequant.dispatch import launches
-from fused_dequant.formats import EIGHT_BIT
+from fused_dequant.formats import EIGHT_BIT, Activation
 from fused_dequant.kept import kept
 from fused_dequant.operations import routed_experts
 from fused_dequant.weights import Weight

@@ -12,9 +12,9 @@ from importlib import import_module
 import torch
 
 from fused_dequant import dispatch, formats, reference, tuning, w4a4, w4a8, w4a16
-from fused_dequant.activations import Activation, quantize_rows, values
+from fused_dequant.activations import quantize_rows, values
 from fused_dequant.dispatch import launches, sequence_rows
-from fused_dequant.formats import EIGHT_BIT, FOUR_BIT
+from fused_dequant.formats import EIGHT_BIT, FOUR_BIT, Activation
 from fused_dequant.kept import kept
 from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import capability
