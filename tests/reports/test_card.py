@@ -252,8 +252,9 @@ def test_serving_commands_are_those_of_the_data_file(run: RunDir) -> None:
     assert commands(f"```\n{serve_command(REPO, 64)}\n```", "vllm")[0][:3] == vllm[:3]
 
 
-def test_the_readme_serves_with_the_same_command() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_tutorial_serves_with_the_same_command() -> None:
+    page = Path(__file__).parents[2] / "docs/tutorials/serve-with-vllm.md"
+    readme = page.read_text()
     for program, made in (("vllm", serve_command), ("docker", docker_command)):
         (stands,) = commands(readme, program)
         (wanted,) = commands(f"```\n{made('ORG/NAME', 256)}\n```", program)
