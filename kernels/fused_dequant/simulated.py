@@ -112,9 +112,7 @@ def experts(
         return round_nvfp4(rows, own, chosen if len(own) > 1 else None)
 
     def between(hidden: torch.Tensor) -> Activation:
-        hidden = hidden.to(
-            torch.bfloat16
-        )  # bf16 as on a GPU, since another rounding could give another code
+        hidden = hidden.to(torch.bfloat16)  # as on a GPU: other roundings could give other codes
         if see is not None:
             see(hidden)
         return rounded(hidden, 1, ids.reshape(-1, 1)), None

@@ -42,9 +42,7 @@ else:
     SchemeName = Literal[*SCHEMES]
     SignName = Literal[*SIGNS]
 Rounding = Literal["nearest", "gptq"]
-AT_ONCE = (
-    16  # samples that evaluation denoises together where nobody says, or as many as fit the GPU
-)
+AT_ONCE = 16  # samples that evaluation denoises together by default, or fewer if a GPU holds fewer
 Estimand = Literal["these_questions", "such_questions"]
 
 
@@ -248,11 +246,9 @@ class Evaluation(Section):
     @classmethod
     def _computes_in_bf16(cls, fields: Any) -> Any:
         """Leave out `dtype`, which recipes had while CPUs had an engine of their own."""
-        return (
-            {k: v for k, v in fields.items() if k != "dtype"}
-            if isinstance(fields, dict)
-            else fields
-        )
+        if isinstance(fields, dict):
+            fields = {key: value for key, value in fields.items() if key != "dtype"}
+        return fields
 
     @model_validator(mode="after")
     def _every_task_exists(self) -> "Evaluation":

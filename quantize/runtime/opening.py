@@ -83,9 +83,7 @@ def open(
             raise InputError(f"random weights have no activation mode {activations}, {units}")
         budget_of(place)
     else:
-        if (
-            place.in_fp8
-        ):  # no other mode is refused, and thousands of headers would be read once more
+        if place.in_fp8:  # no other mode is refused, so the headers are not read once more
             check_mode(Checkpoint.open(checkpoint), "fp8")
         if place.resident is None and shared is None:
             place = sized(checkpoint, replace(place, beside=place.beside + prefix_bytes))
