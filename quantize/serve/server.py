@@ -19,6 +19,7 @@ from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine
 from quantize.runtime.fused.weights import model_config
+from quantize.runtime.placement import free_unused
 from quantize.serve.app import Service, create_app
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import KEY_VARIABLE, Options
@@ -27,7 +28,7 @@ from quantize.serve.scheduler import Scheduler
 from quantize.serve.text import Text
 from quantize.serve.unsupported import IGNORABLE
 
-EVEN = 16  # requests at once; docs/serve.md has the measurement
+EVEN = 16  # requests at once on an H200, the only GPU where it was measured: docs/serve.md
 
 
 class Server(uvicorn.Server):
@@ -105,17 +106,18 @@ def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
     )
     say("warming up")
     engine.warm_up(Sampler.from_checkpoint(checkpoint))
+    free_unused(place.device)  # what loading took and serving does not
     say(held(engine))
     return engine
 
 
 def held(engine: Engine) -> str:
-    """Say what an engine serves at once, and on a GPU from where on canvases do not pay."""
+    """Say what an engine serves at once, and on a GPU from where on canvases did not pay on an H200."""
     limits = f"prompt and answer at most {engine.max_length} tokens"
     text = f"serving {engine.capacity} samples at once, {limits}"
     if engine.device.type != "cuda":
         return text
-    return f"{text}; from about {EVEN} at once, writing one token at a time would be as fast"
+    return f"{text}; on an H200 writing one token at a time was as fast from about {EVEN} at once"
 
 
 def listening_socket(host: str, port: int) -> socket:

@@ -1,13 +1,21 @@
-"""A server under 1, 4, 16 and 64 clients, and the same weights one token at a time.
+"""A server under 1, 4, 16 and 64 clients, and two behind one port, on a machine of two GPUs.
 
-    python tests/benchmarks/serve_load.py CHECKPOINT REPORT.json [--workers 1 --workers 2] [--slots 32]
+    python -m quantize.checkpoints.synthetic /dev/shm/bf16
+    python -m quantize run --recipe nvfp4a16 --model /dev/shm/bf16 --until convert --out /dev/shm/run
+    PYTHONPATH=tests/support python tests/benchmarks/serve_load.py /dev/shm/run/*/checkpoint \\
+        REPORT.json --one-token --plan-check /dev/shm/bf16
 
-Starts `quantize serve` as a user does. Each client sends two requests one behind the other: prompts of
-about 1,020 tokens, two canvases of 16 fixed steps. For each number of clients: seconds to the first
-canvas and of a whole answer (median and 95th percentile), tokens a second of all. With two workers and
-more, one is killed in the middle of eight requests: how many fail, and when it serves again.
-`--one-token` adds `quantize bench --autoregressive` at those batches: what the same weights write one
-token a forward.
+Needs no network. Starts `quantize serve` as a user does, its generation config set to 16 fixed steps,
+so that its warm-up captures what the load replays. Each client sends two requests one behind the other:
+prompts of about 1,020 tokens, two canvases. For each number of clients: seconds to the first canvas
+and of a whole answer (median and 95th percentile), tokens a second of all. Meanwhile the other GPU has
+
+    --one-token         `quantize bench --autoregressive`: the same weights, one token a forward
+    --plan-check MODEL  a server at 22 GB: its slots and memory, beside what `plan --serve` says of
+                        MODEL; the same is asked of the loaded server, held to 141 GB
+
+Then two workers get 64 clients, and one is killed in the middle of eight requests: how many fail, and
+when it serves again. With --gpus 1 there are no two workers, and one part follows the other.
 """
 
 import json
@@ -22,87 +30,109 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
 import httpx
 import psutil
-from streams import prompt_of
+from streams import Heard, LostError, heard
 
-FIXED = {"num_inference_steps": 16, "confidence_threshold": 1e-30, "max_tokens": 512}
+FIXED = {"max_denoising_steps": 16, "confidence_threshold": 1e-30}
 REQUESTS = 2  # of each client
+BUDGETS = {"0": 141, "1": 22}  # GB, of the server on each GPU
+QUANTIZE = [sys.executable, "-m", "quantize"]
+
+
+@dataclass
+class Served:
+    """A server: its address, its process, and each line that it said, behind seconds from its start."""
+
+    process: psutil.Process
+    url: str = ""
+    said: list[str] = field(default_factory=list[str])
+
+    def client(self) -> httpx.Client:
+        """Return a client that knows no proxy."""
+        return httpx.Client(base_url=self.url, timeout=600, trust_env=False)
+
+    def held(self) -> dict[str, float]:
+        """Return slots and GB that it holds."""
+        slots = re.search(r"serving (\d+) samples", "\n".join(self.said))
+        with self.client() as client:
+            found = re.search(
+                r"^quantize_gpu_memory_bytes (\S+)", client.get("/metrics").text, re.M
+            )
+        assert slots
+        assert found
+        return {"slots": int(slots[1]), "GB": float(found[1]) / 1e9}
 
 
 @contextmanager
-def served(checkpoint: str, *options: str) -> Iterator[tuple[str, psutil.Process]]:
-    """Yield the address and the process of a server."""
-    command = [sys.executable, "-m", "quantize", "serve", checkpoint, "--port", "0"]
-    command += ["--model-name", "served", "--max-queue", "256", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+def served(checkpoint: Path, gpus: str, *options: str) -> Iterator[Served]:
+    """Yield a server on some GPUs once it listens."""
+    command = [*QUANTIZE, "serve", str(checkpoint), "--port", "0", "--model-name", "served"]
+    command += ["--max-queue", "256", *options]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus}
+    begun = time.perf_counter()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stderr is not None
+        found = Served(psutil.Process(server.pid))
         for line in server.stderr:
-            print(line, end="", flush=True)
-            if found := re.search(r"at (http://\S+) without", line):
+            found.said.append(f"{time.perf_counter() - begun:.1f} {line.rstrip()}")
+            print(f"GPU {gpus}: {found.said[-1]}", flush=True)
+            if at := re.search(r"at (http://\S+) without", line):
+                found.url = at[1]
                 break
         else:
             raise SystemExit("the server ended")
         threading.Thread(target=server.stderr.read, daemon=True).start()
         try:
-            yield found[1], psutil.Process(server.pid)
+            yield found
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
 
 
-def ask(client: httpx.Client, seed: int, length: int) -> tuple[float, float, int] | None:
-    """Return seconds to the first canvas and to the end, and tokens; None where it failed."""
-    body = {"model": "served", "prompt": prompt_of(seed, length), "seed": seed, "stream": True}
-    body |= FIXED | {"stream_options": {"include_usage": True}}
-    begun, first, tokens = time.perf_counter(), 0.0, 0
+def ask(client: httpx.Client, seed: int, length: int) -> Heard | None:
+    """Return an answer of two canvases; None where it failed."""
     try:
-        with client.stream("POST", "/v1/completions", json=body) as reply:
-            reply.raise_for_status()
-            for line in reply.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                if "error" in chunk:
-                    return None
-                if chunk["choices"] and chunk["choices"][0]["text"]:
-                    first = first or time.perf_counter() - begun
-                tokens += (chunk["usage"] or {}).get("completion_tokens", 0)
-    except httpx.HTTPError as error:
-        print(error, flush=True)
+        return heard(client, seed, length, canvases=2)
+    except (httpx.HTTPError, LostError) as error:
+        print(repr(error), flush=True)
         return None
-    return first, time.perf_counter() - begun, tokens
 
 
-def loaded(url: str, clients: int, length: int) -> dict[str, Any]:
+def loaded(server: Served, clients: int, length: int) -> dict[str, Any]:
     """Return the row of so many clients."""
-    with httpx.Client(base_url=url, timeout=600) as client, ThreadPoolExecutor(clients) as pool:
+    with server.client() as client, ThreadPoolExecutor(clients) as pool:
 
-        def work(number: int) -> list[tuple[float, float, int] | None]:
-            return [
-                ask(client, 1000 * clients + REQUESTS * number + i, length) for i in range(REQUESTS)
-            ]
+        def work(number: int) -> list[tuple[float, float, int]]:
+            rows: list[tuple[float, float, int]] = []
+            for i in range(REQUESTS):
+                found = heard(client, 1000 * clients + REQUESTS * number + i, length, canvases=2)
+                first, last = (at - found.asked for at in (found.canvases[0], time.perf_counter()))
+                rows.append((first, last, found.usage["completion_tokens"]))
+            return rows
 
-        list(pool.map(lambda i: ask(client, i, length), range(clients)))  # captures graphs
+        ask(client, clients, length)  # connects
         begun = time.perf_counter()
-        found = [answer for answers in pool.map(work, range(clients)) for answer in answers]
+        found = [row for rows in pool.map(work, range(clients)) for row in rows]
         seconds = time.perf_counter() - begun
-    heard = [answer for answer in found if answer]
-    assert len(heard) == REQUESTS * clients
-    row: dict[str, Any] = {"clients": clients, "tokens_s": sum(h[2] for h in heard) / seconds}
-    for name, values in (("first_s", [h[0] for h in heard]), ("whole_s", [h[1] for h in heard])):
+    firsts, wholes, tokens = zip(*found, strict=True)
+    row: dict[str, Any] = {"clients": clients, "tokens_s": sum(tokens) / seconds}
+    for name, values in (("first_s", firsts), ("whole_s", wholes)):
         row[name] = [statistics.median(values), sorted(values)[int(0.95 * (len(values) - 1))]]
+    print(json.dumps(row), flush=True)
     return row
 
 
-def killed(url: str, server: psutil.Process, length: int) -> dict[str, Any]:
+def killed(server: Served, length: int) -> dict[str, Any]:
     """Kill one worker in the middle of eight requests; tell what failed, and when it was back."""
-    workers = [w for w in server.children() if "spawn_main" in " ".join(w.cmdline())]
-    with httpx.Client(base_url=url, timeout=600) as client, ThreadPoolExecutor(8) as pool:
+    workers = [w for w in server.process.children() if "spawn_main" in " ".join(w.cmdline())]
+    with server.client() as client, ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(ask, client, 9000 + i, length) for i in range(8)]
         time.sleep(0.5)
         os.kill(workers[0].pid, signal.SIGKILL)
@@ -117,53 +147,110 @@ def killed(url: str, server: psutil.Process, length: int) -> dict[str, Any]:
     return {"of_8_lost": lost, "of_4_after_lost": more, "back_s": back}
 
 
+def one_token(checkpoint: Path, gpu: str, batches: Sequence[int], length: int) -> list[Any]:
+    """Return tokens a second, one token a forward, for each batch."""
+    given = [word for number in batches for word in ("--batch", str(number))]
+    given += ["--autoregressive", "--steps", "1", "--canvases", "2", "--context", str(length)]
+    command = [*QUANTIZE, "bench", str(checkpoint), "--json", *given]
+    told = subprocess.check_output(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu})
+    rows = [row for row in json.loads(told)["rows"] if row["steps"] == "one token"]
+    keep = ("batch", "tokens_a_second", "ms_a_forward")
+    return [{name: row[name] for name in keep} for row in rows]
+
+
+def planned(model: str, gigabytes: int, slots: int, context: int) -> dict[str, float]:
+    """Return slots and GB as `quantize plan --serve` says them."""
+    given = ["--gpu", "h200", "--gpu-memory", str(gigabytes), "--model", model]
+    given += ["--clients", str(slots), "--context", str(context)]
+    told = subprocess.check_output([*QUANTIZE, "plan", "--serve", *given], text=True)
+    row = re.search(r"nvfp4a16 +\w+ +(\d+) +([\d.]+) GB", told)
+    if row is None:
+        raise SystemExit(told)
+    return {"slots": int(row[1]), "GB": float(row[2])}
+
+
+def checked(server: Served, gpu: str, model: str, slots: int, context: int) -> dict[str, Any]:
+    """Return what the plan says of a server, what it holds, and their ratio."""
+    plan, held = planned(model, BUDGETS[gpu], slots, context), server.held()
+    found = {"budget": BUDGETS[gpu], "plan": plan, "held": held, "ratio": held["GB"] / plan["GB"]}
+    print(json.dumps(found), flush=True)
+    return found
+
+
 @click.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
 @click.argument("report", type=click.Path(path_type=Path))
 @click.option("--clients", multiple=True, type=int, default=(1, 4, 16, 64))
-@click.option("--workers", multiple=True, type=int, default=(1,))
+@click.option("--gpus", default=2, type=click.IntRange(1, 2))
 @click.option("--slots", default=32)
 @click.option("--length", default=1024)
-@click.option("--one-token", is_flag=True)
+@click.option("--one-token", "also_one_token", is_flag=True)
+@click.option("--plan-check")
 def main(
-    checkpoint: str,
+    checkpoint: Path,
     report: Path,
     clients: Sequence[int],
-    workers: Sequence[int],
+    gpus: int,
     slots: int,
     length: int,
-    one_token: bool,
+    also_one_token: bool,
+    plan_check: str | None,
 ) -> None:
     """Measure, print and write."""
     facts: dict[str, Any] = {"slots": slots}
-    for count in workers:
+    writing = threading.Lock()
+
+    def keep(name: str, found: Any) -> None:
+        with writing:
+            facts[name] = found
+            report.write_text(json.dumps(facts, indent=1))
+
+    def beside(folder: Path, gpu: str) -> None:
+        if plan_check:
+            options = ("--gpu-memory", str(BUDGETS["1"]))  # else as by default
+            with served(folder, gpu, *options) as server, server.client() as client:
+                ask(client, 1, length)
+                keep("at_22", checked(server, "1", plan_check, 4, 8192) | {"start": server.said})
+        if also_one_token:
+            keep("one_token", one_token(folder, gpu, clients, length))
+
+    def alone(folder: Path) -> None:
         options = ("--max-num-seqs", str(slots), "--max-context", str(length + 1024))
-        options += ("--data-parallel", str(count))
-        begun = time.perf_counter()
-        with served(checkpoint, *options) as (url, server):
-            facts[f"workers {count}: ready_s"] = time.perf_counter() - begun
-            rows = facts[f"workers {count}"] = []
+        options += ("--gpu-memory", str(BUDGETS["0"])) if plan_check else ()
+        with served(folder, "0", *options) as server:
+            keep("one_worker_start", server.said)
             for number in clients:
-                rows.append(loaded(url, number, length))
-                print(count, json.dumps(rows[-1]), flush=True)
-                report.write_text(json.dumps(facts, indent=1))
-            if count > 1:
-                facts["killed"] = killed(url, server, length)
-                print(json.dumps(facts["killed"]), flush=True)
-    if one_token:
-        batches = [word for number in clients for word in ("--batch", str(number))]
-        command = [
-            sys.executable,
-            "-m",
-            "quantize",
-            "bench",
-            checkpoint,
-            "--autoregressive",
-            "--json",
-        ]
-        given = [*batches, "--canvases", "2", "--context", str(length)]
-        facts["one_token"] = json.loads(subprocess.check_output([*command, *given]))
-    report.write_text(json.dumps(facts, indent=1))
+                rows = facts.get("one_worker", [])
+                keep("one_worker", [*rows, loaded(server, number, length)])
+            if plan_check:
+                keep("at_141", checked(server, "0", plan_check, slots, length + 1024))
+
+    with TemporaryDirectory(dir=checkpoint.parent) as scratch, ThreadPoolExecutor(1) as pool:
+        folder = fixed(checkpoint, Path(scratch))
+        also = pool.submit(beside, folder, str(gpus - 1))
+        if gpus == 1:
+            also.result()
+        alone(folder)
+        also.exception()  # waits; what went wrong there spoils nothing here
+        if gpus == 2:
+            options = ("--max-num-seqs", str(slots), "--max-context", str(length + 1024))
+            with served(folder, "0,1", *options, "--data-parallel", "2") as server:
+                keep("two_workers_start", server.said)
+                keep("two_workers", [loaded(server, clients[-1], length)])
+                keep("killed", killed(server, length))
+    also.result()
+    print(json.dumps(facts))
+
+
+def fixed(checkpoint: Path, scratch: Path) -> Path:
+    """Return a folder of hard links to a checkpoint, its generation config set to fixed steps."""
+    for path in checkpoint.iterdir():
+        (scratch / path.name).hardlink_to(path)
+    own = scratch / "generation_config.json"
+    settings = json.loads(own.read_text())
+    own.unlink()
+    own.write_text(json.dumps(settings | FIXED))
+    return scratch
 
 
 if __name__ == "__main__":

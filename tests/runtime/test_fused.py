@@ -3,6 +3,7 @@
 How near each layer is to float64 is judged in `test_fused_layers`.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -355,6 +356,24 @@ def test_warm_up_fits_the_context(tiny_checkpoint: Path, room: int) -> None:
     assert ((1, 512) in engine._commits) == (room == 700)
     assert engine._commits
     engine.admit(0, [5], 0, SAMPLER)
+
+
+@pytest.mark.usefixtures("in_the_ways_of_a_gpu")
+def test_a_warm_up_takes_one_step_a_canvas(tiny_checkpoint: Path) -> None:
+    engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=2, max_context=256)
+    denoise, taken = engine.denoise, list[int]()
+
+    def counting(slots: Sequence[int]) -> list[Any]:
+        canvases = denoise(slots)
+        taken.extend(canvas.steps for canvas in canvases if canvas)
+        return canvases
+
+    engine.denoise = counting
+    engine.warm_up(SAMPLER)
+    assert taken == [1] * 6  # two canvases of one slot, and of two
+    engine.admit(0, [5], 0, SAMPLER)
+    counting([0])
+    assert taken[-1] == SAMPLER.max_denoising_steps
 
 
 def test_settings_of_requests_capture_a_bounded_number_of_graphs() -> None:

@@ -12,11 +12,16 @@ WORDS = "the shop sells seven boxes of apples and nine single ones each day of t
 BESIDE = 0.05  # seconds: of one boundary all canvases are heard by then, and none of the next
 
 
+class LostError(Exception):
+    """A stream that ended with an error."""
+
+
 @dataclass
 class Heard:
-    """An answer as it came: its text, when each canvas did (seconds), and the usage."""
+    """An answer as it came: its text, when it was asked and each canvas came, and the usage."""
 
     text: str = ""
+    asked: float = field(default_factory=time.perf_counter)
     canvases: list[float] = field(default_factory=list[float])
     usage: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -27,35 +32,38 @@ def prompt_of(seed: int, length: int) -> str:
 
 
 def asked_together(
-    url: str, seeds: list[int], connections: int, *, canvases: int, length: int, **controls: Any
+    url: str, seeds: list[int], connections: int, *, length: int, **controls: Any
 ) -> list[Heard]:
     """Return the answers to the prompts of all seeds."""
-
-    def ask(seed: int) -> Heard:
-        body = {"model": "served", "prompt": prompt_of(seed, length), "seed": seed, "stream": True}
-        body |= {"stream_options": {"include_usage": True}, "max_tokens": 256 * canvases} | controls
-        return _heard(client, body)
-
     # One client: its certificates alone take 30 ms to load, and connections stay open.
     with httpx.Client(base_url=url, timeout=600) as client, ThreadPoolExecutor(connections) as pool:
-        return list(pool.map(ask, seeds))
+        return list(pool.map(lambda seed: heard(client, seed, length, **controls), seeds))
 
 
-def _heard(client: httpx.Client, body: dict[str, Any]) -> Heard:
-    heard = Heard()
+def heard(client: httpx.Client, seed: int, length: int, *, canvases: int, **controls: Any) -> Heard:
+    """Return the answer to a prompt of about `length` tokens.
+
+    Raises:
+        LostError: it ended with an error. httpx.HTTPError: there was none, or it broke off.
+    """
+    body = {"model": "served", "prompt": prompt_of(seed, length), "seed": seed, "stream": True}
+    body |= {"stream_options": {"include_usage": True}, "max_tokens": 256 * canvases} | controls
+    answer = Heard()
     with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue
             chunk = json.loads(line.removeprefix("data: "))
-            heard.usage |= chunk["usage"] or {}
+            if "error" in chunk:
+                raise LostError(chunk["error"]["message"])
+            answer.usage |= chunk["usage"] or {}
             for choice in chunk["choices"]:
-                heard.text += choice["text"]
-                heard.canvases.append(time.perf_counter())
-    if heard.usage["canvases"] != len(heard.canvases):
-        raise SystemExit(f"{heard.usage['canvases']} canvases, heard of {len(heard.canvases)}")
-    return heard
+                answer.text += choice["text"]
+                answer.canvases.append(time.perf_counter())
+    if answer.usage["canvases"] != len(answer.canvases):
+        raise SystemExit(f"{answer.usage['canvases']} canvases, heard of {len(answer.canvases)}")
+    return answer
 
 
 def rate(answers: list[Heard], slots: int, least: int) -> float:

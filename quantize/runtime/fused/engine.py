@@ -323,10 +323,12 @@ class FusedEngine:
         """Compile the kernels and capture the graphs that `sampler` needs, for every size of batch.
 
         All slots must be free. The vision tower waits for the first request with a picture. A CPU has
-        neither kernels nor graphs.
+        neither kernels nor graphs. A canvas takes one step: it uses all that its other steps use, and
+        random weights, which never stop, would take as many as there are.
         """
         if self.model.cores:
             return
+        before, self.stops = self.stops, lambda *_: 1
         longest = min(self._chunk, self.max_length - self.canvas_length)
         for length in range(self._short + 1, longest + SHORT, SHORT):
             self.admit(0, [1] * min(length, longest), 0, sampler)
@@ -348,6 +350,7 @@ class FusedEngine:
                 self.release(slot)
             self._steps.hold()
             bucket *= 2
+        self.stops = before
 
     def context(self, slot: int) -> int:
         """Return the positions that a slot's text has taken."""
