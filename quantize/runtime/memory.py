@@ -275,8 +275,6 @@ def layer_cache_bytes(config: Mapping[str, Any], context: int) -> list[int]:
 
 
 def _rounded_up(cells: int) -> int:
-    from fused_dequant import (
-        CELLS,  # when it is used: who only reads this module does not want triton
-    )
+    from fused_dequant import CELLS  # here: who only imports this module does not want triton
 
     return -(-cells // CELLS) * CELLS

@@ -86,9 +86,8 @@ class Hessians:
         shares its memory with none but its views.
         """
         if self._choices is None or _places_of(self._choices[0]) != _places_of(chosen):
-            narrow = (
-                torch.uint8 if self._experts <= 256 else torch.int64
-            )  # a pass of sorting a byte
+            # A byte is sorted in one pass.
+            narrow = torch.uint8 if self._experts <= 256 else torch.int64
             flat = torch.cat([ids.flatten() for ids in chosen]).to(narrow)
             ids, order = flat.sort(stable=True)
             each = torch.arange(self._experts + 1, device=ids.device)
