@@ -6,7 +6,6 @@ The functions do what the commands of their names do and raise what the commands
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from quantize.checkpoints.targets import Target, plan_targets
 from quantize.errors import GateError
 from quantize.host.files import read_json
 from quantize.pipeline.run import advance, opened, run_alone, started
-from quantize.pipeline.stages import STAGES, Run, Stage, evaluate_more, fidelity_more
+from quantize.pipeline.stages import STAGES, Run, stage
 from quantize.recipe.sections import beside_a_model, load_recipe
 from quantize.reports.compare import RunComparison, compare_runs
 from quantize.runs.folder import RunDir, existing_run
@@ -134,8 +133,8 @@ def evaluate(run: str | Path, *, gpu_memory: float | None = None, **options: Any
         gpu_memory: bytes of a GPU that may be used.
         options: of `quantize.pipeline.stages.evaluate_more`: modes, noise_floor, server, ...
     """
-    with opened(Path(run), gpu_memory) as found:
-        run_alone(found, _stage("evaluate"), lambda run: evaluate_more(run, **options))
+    with opened(Path(run), gpu_memory=gpu_memory, **options) as found:
+        run_alone(found, stage("evaluate"))
 
 
 def fidelity(
@@ -148,10 +147,9 @@ def fidelity(
         modes: activation modes to replay beside those of the recipe.
         gpu_memory: bytes of a GPU that may be used.
     """
-    with opened(Path(run), gpu_memory) as found:
-        task = partial(fidelity_more, modes=tuple(modes))
+    with opened(Path(run), gpu_memory=gpu_memory, modes=tuple(modes)) as found:
         with suppress(GateError):
-            run_alone(found, _stage("fidelity"), task)
+            run_alone(found, stage("fidelity"))
         return read_json(found.folder.fidelity_json, "activations")
 
 
@@ -236,9 +234,5 @@ def report(run: str | Path) -> dict[str, Any]:
     """Write the report of a run again and return report.json; a FAIL is told there, and not raised."""
     with opened(Path(run)) as found:
         with suppress(GateError):
-            run_alone(found, _stage("report"))
+            run_alone(found, stage("report"))
         return read_json(found.folder.report_json, "verdict")
-
-
-def _stage(name: str) -> Stage:
-    return next(stage for stage in STAGES if stage.name == name)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from quantize.bench.adaptive import NEVER, AdaptiveRow, adaptive_rows
+from quantize.bench.adaptive import NEVER, AdaptiveRow, adaptive_rows, read_stops
 from quantize.bench.one_token import Continuation, continuation
 from quantize.bench.steps import PARTS, profile_step, time_step
 from quantize.checkpoints.reader import Checkpoint
@@ -118,7 +118,7 @@ def bench(
     experts_hit: int | None = None,
     autoregressive: bool = False,
     hourly_price: float | None = None,
-    stops: Sequence[int] | None = None,
+    stops: Path | None = None,
 ) -> Bench:
     """Measure a checkpoint, or random weights, at every batch size and number of steps.
 
@@ -134,7 +134,8 @@ def bench(
         experts_hit: number of experts that random weights route to; None for all.
         autoregressive: measure the same weights one token a forward too.
         hourly_price: price of an hour of the machine, for the cost of a million tokens.
-        stops: numbers of steps that canvases take in adaptive rows, in turns; None for their own.
+        stops: JSON list of the numbers of steps that canvases take in adaptive rows, in turns; None for
+            their own.
 
     Raises:
         ResourceError: there is no GPU, or too little memory on it.
@@ -142,7 +143,8 @@ def bench(
     """
     if not torch.cuda.is_available():
         raise ResourceError("bench needs an NVIDIA GPU: the kernels' speed on a CPU says nothing")
-    samplers = {name: _sampler(name, checkpoint) for name in steps}
+    samplers, batches = {name: _sampler(name, checkpoint) for name in steps}, sorted(set(batches))
+    stopping = None if stops is None else read_stops(stops)
     rates = measure_rates(torch.device("cuda"))
     length = context + 2 * _canvas_length(checkpoint, config)  # an adaptive request's, too
     model = checkpoint or _random(random, config, experts_hit)
@@ -168,7 +170,7 @@ def bench(
     if (own := samplers.pop(ADAPTIVE, None)) is not None:
         for batch in batches:
             say(f"batch {batch}, adaptive steps")
-            result.adaptive.extend(adaptive_rows(engine, prompts[:batch], own, stops))
+            result.adaptive.extend(adaptive_rows(engine, prompts[:batch], own, stopping))
     for row in _rows(engine, prompts, rates, samplers, batches, canvases, autoregressive):
         result.rows.append(_priced(row, hourly_price))
     return replace(result, peak_bytes=torch.cuda.max_memory_allocated())

@@ -1,8 +1,8 @@
 """The command line: each command parses, calls one function, and maps errors to exit codes.
 
-A command lies in the file of its name and is imported when it is called or listed; heavy imports
-(torch, transformers) stay inside its function, so that `quantize --help` answers at once. A new
-command is one file and one word of `GROUPS`.
+A command lies in the file of its group, by the group's first word, and heavy imports (torch,
+transformers) stay inside its function, so that `quantize --help` answers at once. A new command is one
+function there and one word of `GROUPS`.
 """
 
 import difflib
@@ -17,7 +17,6 @@ from pathlib import Path
 import click
 
 from quantize import __version__
-from quantize.cli.stages import command_of
 from quantize.errors import LONGEST, QuantizeError, unexpected_in
 from quantize.host.locks import refuse_several
 from quantize.pipeline.stages import STAGES
@@ -59,18 +58,16 @@ class _Commands(click.Group):
                 )
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command in the file of its name, or the one made for a stage."""
+        """Return the command of that name from the file of its group."""
         if cmd_name not in COMMANDS:
             if ctx.resilient_parsing:  # a shell completes the line: there is nothing to say
                 return None
             close = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise click.UsageError(f"no such command {cmd_name!r}{hint}", ctx)
-        name = cmd_name.replace("-", "_")
-        if Path(__file__).with_name(f"{name}.py").is_file():
-            return getattr(import_module(f"quantize.cli.{name}"), name)
-        (stage,) = (stage for stage in STAGES if stage.name == cmd_name)
-        return command_of(stage)
+        group = next(title for title, names in GROUPS.items() if cmd_name in names)
+        module = import_module(f"quantize.cli.{group.split()[0].lower()}")
+        return getattr(module, cmd_name.replace("-", "_"))
 
 
 @click.group(

@@ -1,41 +1,133 @@
-"""`quantize judge` compares a quantized checkpoint built elsewhere with its BF16 model."""
+"""`quantize judge`, `compare`, `baseline` and `search`: what models lose, and to whom."""
 
 from pathlib import Path
 from typing import Any
 
 import click
 
-from quantize.cli.options import GPU_MEMORY, scoring_options
+from quantize.cli.options import (
+    CHECKPOINT,
+    GPU,
+    GPU_MEMORY,
+    LIMIT,
+    MODEL,
+    OUT,
+    RECIPE,
+    RESUME,
+    REVISION,
+    RUN_FOLDER,
+    SCORING,
+    with_options,
+)
+
+PACK = click.argument("pack", type=click.Path(path_type=Path, dir_okay=False))
 
 
 @click.command()
-@click.argument("checkpoint")
+@CHECKPOINT
 @click.option(
     "--against", metavar="BF16",
     help="Folder or Hub id of the BF16 model; without it the checkpoint is one of the bundled model.",
 )  # fmt: skip
-@click.option(
-    "--recipe", "recipe", default="nvfp4", show_default=True,
-    help="Name or YAML file of the recipe whose tasks and gate judge.",
-)  # fmt: skip
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("outputs"), show_default=True,
-    help="Folder that holds the runs; in one folder they share BF16's samples.",
-)  # fmt: skip
-@click.option("--limit", type=click.IntRange(min=2), help="Score only the first N problems a task.")
+@with_options(RECIPE, OUT, LIMIT)
 @click.option(
     "--fine-tuned", is_flag=True,
     help="Weights differ from BF16's on purpose: they are not compared, and the report says so.",
 )  # fmt: skip
-@scoring_options
-@GPU_MEMORY
-@click.option("--resume", is_flag=True, help="Continue this judgement, or show it.")
+@with_options(*SCORING, GPU_MEMORY, RESUME)
 def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **options: Any) -> int:
     """Judge a checkpoint that others built: inspect, compare weights, replay, evaluate, report, gate.
 
-    CHECKPOINT is a folder or a Hub id (NVIDIA's, RedHatAI's, a fine-tuned model's). `quantize compare`
-    pairs its folder with a run of ours. Exit codes are those of `quantize run`.
+    CHECKPOINT is a folder or a Hub id (NVIDIA's, RedHatAI's, a fine-tuned model's); the recipe's tasks
+    and gate judge it. `quantize compare` pairs its folder with a run of ours. Exit codes are those of
+    `quantize run`.
     """
     from quantize.pipeline.judge import judge as judge_checkpoint
 
     return judge_checkpoint(checkpoint, against, recipe, out, **options)
+
+
+@click.command()
+@click.argument("run_a", type=click.Path(path_type=Path))
+@click.argument("run_b", type=click.Path(path_type=Path))
+@click.option(
+    "--questions", type=click.IntRange(min=0), default=20, show_default=True,
+    help="Most differing questions to list a task.",
+)  # fmt: skip
+def compare(run_a: Path, run_b: Path, questions: int) -> int:
+    """Compare the quantized models of two runs, question by question.
+
+    It lists the questions that B lost or won against A, for a private task their hashes. It exits
+    with 4 when the scores are not comparable.
+    """
+    from rich.console import Console
+
+    from quantize.host.progress import say
+    from quantize.reports.compare import compare_runs, comparison_table, question_tables
+    from quantize.runs.folder import existing_run
+
+    a, b = existing_run(run_a), existing_run(run_b)
+    found = compare_runs(a, b)
+    Console().print(comparison_table(found, a, b), *question_tables(found, questions))
+    if found.not_comparable:
+        say(f"NOT COMPARABLE: {found.not_comparable}")
+        return 4
+    return 0
+
+
+@click.group()
+def baseline() -> None:
+    """Take BF16's answers from one machine to another.
+
+    They do not depend on the recipe, and on a small GPU they cost most of an evaluation. Where a pack
+    was imported, `run` and `evaluate` ask the quantized model alone; report and card name its origin.
+    """
+
+
+@baseline.command("export")
+@RUN_FOLDER
+@PACK
+def export_(run: Path, pack: Path) -> None:
+    """Write BF16's answers of a run to PACK, with what they were made with, and no question."""
+    from quantize.runs.folder import existing_run
+    from quantize.stages.evaluate.baseline_pack import export_pack
+
+    click.echo(f"{pack}: {export_pack(existing_run(run), pack)}")
+
+
+@baseline.command("import")
+@PACK
+@OUT
+def import_(pack: Path, out: Path) -> None:
+    """Let the runs in a folder take BF16's answers from PACK.
+
+    Each run checks that sampler, data, seed, weights, tokenizer and versions are its own, and names
+    what is not.
+    """
+    from quantize.stages.evaluate.baseline_pack import import_pack
+
+    found = import_pack(pack, out)
+    click.echo(f"{found.path}: {found}")
+
+
+@click.command()
+@click.argument("recipe")
+@click.option(
+    "--bytes", "nbytes", type=click.FloatRange(min=0), help="The most bytes of a checkpoint."
+)
+@click.option("--kl", type=click.FloatRange(min=0), help="Or the largest predicted KL, in nats.")
+@click.option(
+    "--scheme", "schemes", multiple=True, default=("NVFP4", "NVFP4A16", "FP8_DYNAMIC"),
+    show_default=True, help="A scheme that a part may have beside BF16; repeat it.",
+)  # fmt: skip
+@with_options(MODEL, REVISION, OUT, GPU_MEMORY, GPU)
+def search(recipe: str, model: str | None, out: Path, **options: Any) -> None:
+    """Search a scheme for every layer's attention, MLP and experts; write the recipe of the best.
+
+    Each part is quantized alone and its KL from BF16 measured; within the bytes (or under the KL) the
+    best choice is computed, then measured whole. RECIPE gives everything that is not searched. A second
+    search in the same folder measures nothing twice.
+    """
+    from quantize.pipeline.search import search as search_schemes
+
+    search_schemes(recipe, model, out, **options)

@@ -1,12 +1,38 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share; `with_options` gives a command those it takes."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
+from click.decorators import FC
 
 from quantize.schemes.modes import ACTIVATION_MODES
 
+REAL_MODEL = "google/diffusiongemma-26B-A4B-it"
 RUN_FOLDER = click.argument("run", type=click.Path(path_type=Path))
+CHECKPOINT = click.argument("checkpoint")
+OUT = click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("outputs"), show_default=True,
+    help="Folder that holds the runs; in one folder they share BF16's samples.",
+)  # fmt: skip
+REVISION = click.option("--revision", help="Revision of a Hub model: branch, tag or commit.")
+MODEL = click.option(
+    "--model", callback=lambda _, __, model: None if model == "bundled" else model,
+    help="Checkpoint folder or Hub id (ORG/NAME@REVISION); else the bundled model.",
+)  # fmt: skip
+RECIPE = click.option("--recipe", default="nvfp4", show_default=True, help="Name or YAML file.")
+LIMIT = click.option(
+    "--limit", type=click.IntRange(min=2), help="Score only the first N problems a task."
+)
+RESUME = click.option(
+    "--resume", is_flag=True, help="Continue what was begun, or show it when it is complete."
+)
+GPU = click.option(
+    "--gpu", metavar="NAME",
+    help="Plan for a100, a6000, rtx3090, l40s, rtx4090, rtx4080, h100, h200, gh200, b200, b300, gb300, "
+    "dgxstation, rtxpro6000, rtx5090, rtx5080 or spark, or sm_NN with --gpu-memory; else for the GPU "
+    "that is here.",
+)  # fmt: skip
 GPU_MEMORY = click.option(
     "--gpu-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
     callback=lambda _, __, gb: None if gb is None else gb * 1e9,
@@ -25,68 +51,60 @@ MODES = click.option(
     "--activations", "modes", multiple=True, type=click.Choice(ACTIVATION_MODES),
     help="Measure this way of rounding activations too; may be given several times.",
 )  # fmt: skip
-REAL_MODEL = "google/diffusiongemma-26B-A4B-it"
+HOURLY_PRICE = click.option(
+    "--hourly-price", type=click.FloatRange(min=0),
+    help="Price of an hour of the machine, with which the cost is stated.",
+)  # fmt: skip
+DATA_DIR = click.option(
+    "--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder with TASK.jsonl files, in place of data sets on the Hub.",
+)  # fmt: skip
+SCORING = (  # keywords of `quantize.pipeline.stages.evaluate_more`
+    DATA_DIR,
+    click.option(
+        "--noise-floor", is_flag=True,
+        help="Score BF16 once more with another seed: the difference that noise alone makes.",
+    ),
+    click.option(
+        "--operating-points", is_flag=True,
+        help="Judge the recipe's operating points too, and name the fastest that passes.",
+    ),
+    click.option(
+        "--batch-size", type=click.IntRange(min=1),
+        help="Problems answered at once, in place of the recipe's number.",
+    ),
+    click.option(
+        "--all", "go_on", is_flag=True,
+        help="Ask every sample that the recipe plans, although the verdict is certain before.",
+    ),
+    click.option(
+        "--server", "servers", multiple=True,
+        help="URL of an OpenAI-compatible server with the quantized model; repeat it for more of "
+        "them, which share the requests.",
+    ),
+    click.option(
+        "--base-server", "base_servers", multiple=True, help="URL of a server with the BF16 model."
+    ),
+    click.option(
+        "--server-revision", help="Revision that --server serves, where it reports no fingerprint."
+    ),
+    click.option("--base-server-revision", help="Revision that --base-server serves."),
+    click.option(
+        "--in-flight", type=click.IntRange(min=1), default=8, show_default=True,
+        help="Number of requests to each server at once.",
+    ),
+)  # fmt: skip
 
 
-def model_options(command: click.decorators.FC) -> click.decorators.FC:
-    """Add the options that name a recipe and a model."""
-    for option in (
-        click.option("--revision", help="Revision of a Hub model: branch, tag or commit."),
-        click.option(
-            "--model", callback=lambda _, __, model: None if model == "bundled" else model,
-            help="Checkpoint folder or Hub id (ORG/NAME@REVISION); else the bundled model.",
-        ),
-        click.option(
-            "--recipe", "recipe", default="nvfp4", show_default=True, help="Name or YAML file."
-        ),
-    ):  # fmt: skip
-        command = option(command)
-    return command
+def with_options(*options: Callable[[FC], FC]) -> Callable[[FC], FC]:
+    """Return the decorator that adds arguments and options, which help lists in this order."""
 
+    def add(command: FC) -> FC:
+        for option in reversed(options):
+            command = option(command)
+        return command
 
-def scoring_options(command: click.decorators.FC) -> click.decorators.FC:
-    """Add the options of `quantize.pipeline.stages.evaluate_more` that `run` and `evaluate` share."""
-    for option in (
-        click.option(
-            "--in-flight", type=click.IntRange(min=1), default=8, show_default=True,
-            help="Number of requests to each server at once.",
-        ),
-        click.option("--base-server-revision", help="Revision that --base-server serves."),
-        click.option(
-            "--server-revision",
-            help="Revision that --server serves, where it reports no fingerprint.",
-        ),
-        click.option(
-            "--base-server", "base_servers", multiple=True, help="URL of a server with the BF16 model."
-        ),
-        click.option(
-            "--server", "servers", multiple=True,
-            help="URL of an OpenAI-compatible server with the quantized model; repeat it for more of "
-            "them, which share the requests.",
-        ),
-        click.option(
-            "--all", "go_on", is_flag=True,
-            help="Ask every sample that the recipe plans, although the verdict is certain before.",
-        ),
-        click.option(
-            "--batch-size", type=click.IntRange(min=1),
-            help="Problems answered at once, in place of the recipe's number.",
-        ),
-        click.option(
-            "--operating-points", is_flag=True,
-            help="Judge the recipe's operating points too, and name the fastest that passes.",
-        ),
-        click.option(
-            "--noise-floor", is_flag=True,
-            help="Score BF16 once more with another seed: the difference that noise alone makes.",
-        ),
-        click.option(
-            "--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
-            help="Folder with TASK.jsonl files, in place of data sets on the Hub.",
-        ),
-    ):  # fmt: skip
-        command = option(command)
-    return command
+    return add
 
 
 def served_name(checkpoint: str, folder: Path) -> str:

@@ -1,55 +1,83 @@
-"""`quantize run`: every stage of a run in order."""
+"""`quantize run`, `rehearse` and `status`: whole runs, tried before, and looked at meanwhile."""
 
 from pathlib import Path
 from typing import Any
 
 import click
 
-from quantize.cli.options import GPU_MEMORY, SCRATCH, model_options, scoring_options
+from quantize.cli.options import (
+    DATA_DIR,
+    GPU_MEMORY,
+    LIMIT,
+    MODEL,
+    OUT,
+    RECIPE,
+    RESUME,
+    REVISION,
+    RUN_FOLDER,
+    SCORING,
+    SCRATCH,
+    with_options,
+)
 from quantize.pipeline.stages import STAGES
+
+UNTIL = click.option(
+    "--until", type=click.Choice([stage.name for stage in STAGES]), default="report",
+    help="Stop after this stage.",
+)  # fmt: skip
 
 
 @click.command()
-@model_options
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("outputs"), show_default=True,
-    help="Folder that holds the runs.",
+@with_options(
+    RECIPE, MODEL, REVISION, OUT, LIMIT, UNTIL, *SCORING, GPU_MEMORY, SCRATCH, RESUME
 )  # fmt: skip
-@click.option("--limit", type=click.IntRange(min=2), help="Score only the first N problems a task.")
-@click.option(
-    "--until",
-    type=click.Choice([stage.name for stage in STAGES]),
-    default="report",
-    help="Stop after this stage.",
-)
-@scoring_options
-@GPU_MEMORY
-@SCRATCH
-@click.option("--resume", is_flag=True, help="Continue this run, or show it when it is complete.")
-def run(
-    recipe: str,
-    model: str | None,
-    revision: str | None,
-    out: Path,
-    limit: int | None,
-    until: str,
-    resume: bool,
-    gpu_memory: float | None,
-    scratch: Path | None,
-    **scoring: Any,
-) -> int:
+def run(recipe: str, model: str | None, out: Path, until: str, **options: Any) -> int:
     """Do everything: plan, calibrate, convert, verify, replay, evaluate, report, gate."""
     from quantize.pipeline.run import advance, started
 
-    with started(
-        recipe,
-        model,
-        out,
-        resume=resume,
-        revision=revision,
-        limit=limit,
-        gpu_memory=gpu_memory,
-        scratch=scratch,
-        **scoring,
-    ) as found:
+    with started(recipe, model, out, **options) as found:
         return advance(found, until)
+
+
+@click.command()
+@with_options(RECIPE, MODEL, REVISION, OUT, DATA_DIR, GPU_MEMORY)
+def rehearse(recipe: str, model: str | None, out: Path, **options: Any) -> int:
+    """Try every stage on your own copy before the run that takes hours.
+
+    Weights, data sets, disk and GPU memory are checked as the whole run needs them. Then every stage
+    runs at small limits: 32 prompts, all weights, 4 questions a task. Nothing that is found ends it. At
+    the end stand the findings, and the time, memory and disk that the whole run takes at most; the
+    verdict of so few answers says nothing.
+
+    \b
+    rehearsal.json in the run folder holds all of it, with versions and hardware, and neither questions
+    nor answers: send it along when you ask for help. The same command goes on where it stopped.
+
+    The exit code is 0 when nothing was found, else that of the first finding.
+    """
+    from quantize.pipeline.rehearse import rehearse as rehearse_run
+
+    return rehearse_run(recipe, model, out, **options)
+
+
+@click.command()
+@RUN_FOLDER
+def status(run: Path) -> None:
+    """Say what is at work in a run, a search or a judgement: stage, task, look, rate, time left."""
+    from quantize.errors import InputError
+    from quantize.host.files import read_json
+    from quantize.host.locks import holder
+    from quantize.runs.folder import RunDir
+
+    folder = RunDir(run)
+    if not folder.lock.is_file():
+        raise InputError(
+            f"{run}: no run there; name a folder that `quantize run` made: outputs/..."
+        )
+    process, done = holder(folder.lock), [s.name for s in STAGES if (run / s.result).exists()]
+    click.echo(f"{run}: {f'process {process} is' if process else 'no process is'} at work")
+    click.echo(f"results there: {', '.join(done) or 'none'}")
+    if process and folder.progress_json.exists():
+        found = read_json(folder.progress_json, "under_way", "said")
+        for line in [*found["under_way"], *(f"last said: {each}" for each in found["said"])]:
+            click.echo(line)

@@ -1,23 +1,93 @@
-"""The commands that run one stage of a run folder again, made from the list of stages."""
+"""`quantize plan`, and the commands that run one stage of a run folder again, made from their list."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from quantize.cli.options import GPU_MEMORY, RUN_FOLDER, SCRATCH
-from quantize.pipeline.stages import Stage
+from quantize.cli.options import (
+    GPU,
+    GPU_MEMORY,
+    HOURLY_PRICE,
+    MODEL,
+    MODES,
+    REAL_MODEL,
+    RECIPE,
+    REVISION,
+    RUN_FOLDER,
+    SCORING,
+    SCRATCH,
+    with_options,
+)
+from quantize.pipeline.stages import STAGES, Stage
+
+EVALUATE = (
+    click.option(
+        "--gguf", type=click.Path(path_type=Path),
+        help="Score the exported file too, in llama.cpp, with the same prompts and noise.",
+    ),
+    click.option(
+        "--llama-cpp", type=click.Path(path_type=Path), metavar="PROGRAM",
+        help="llama.cpp's llama-diffusion-gemma-server, which --gguf needs.",
+    ),
+    click.option(
+        "--steps", multiple=True, type=click.IntRange(1, 1000), metavar="T",
+        help="Judge the candidate with at most T steps of a canvas too; may be given several times.",
+    ),
+)  # fmt: skip
+OPTIONS = {  # of a stage's command, beside the run folder
+    "calibrate": (GPU_MEMORY, SCRATCH),
+    "round": (GPU_MEMORY, SCRATCH),
+    "fidelity": (MODES, GPU_MEMORY),
+    "evaluate": (MODES, *SCORING, *EVALUATE, GPU_MEMORY),
+    "report": (HOURLY_PRICE,),
+}
+
+
+@click.command()
+@with_options(RECIPE, MODEL, REVISION, GPU_MEMORY, GPU)
+@click.option(
+    "--serve", is_flag=True,
+    help="Show instead how each format would be served: slots, memory, speed at best. Without --model, "
+    "of the 26B model.",
+)  # fmt: skip
+@click.option(
+    "--context", type=click.IntRange(min=1), metavar="N",
+    help="With --serve: positions of a prompt and its answer.  [default: 8192]",
+)  # fmt: skip
+@click.option(
+    "--clients", type=click.IntRange(1, 64), default=4, show_default=True,
+    help="With --serve: requests at once.",
+)  # fmt: skip
+def plan(
+    recipe: str, model: str | None, serve: bool, context: int | None, clients: int, **options: Any
+) -> None:
+    """Show what a recipe would do, and what each stage takes on a GPU; no weights are read.
+
+    --model may also be a config.json: the plan then comes from the config alone. It exits with 3
+    when a stage does not fit --gpu-memory. Without --gpu, and without a GPU here, times are an H200's.
+    """
+    from quantize.stages.plan.serving import show_serving
+    from quantize.stages.plan.show import show_plan
+
+    if serve:
+        show_serving(model or REAL_MODEL, context=context, clients=clients, **options)
+    else:
+        show_plan(recipe, model, **options)
 
 
 def command_of(stage: Stage) -> click.Command:
     """Return the command that runs one stage of a run folder again."""
 
     @click.command(name=stage.name, help=stage.summary)
-    @RUN_FOLDER
-    def command(run: Path, gpu_memory: float | None = None, scratch: Path | None = None) -> int:
+    @with_options(RUN_FOLDER, *OPTIONS.get(stage.name, ()))
+    def command(run: Path, **options: Any) -> int:
         from quantize.pipeline.run import opened, run_alone
 
-        with opened(run, gpu_memory, scratch) as found:
+        with opened(run, **options) as found:
             return run_alone(found, stage)
 
-    command = SCRATCH(command) if stage.uses_scratch else command
-    return GPU_MEMORY(command) if stage.runs_models else command
+    return command
+
+
+calibrate, round, convert, verify, fidelity, evaluate, report = map(command_of, STAGES[1:])

@@ -48,7 +48,7 @@ def judge(
     limit: int | None = None,
     fine_tuned: bool = False,
     gpu_memory: float | None = None,
-    **scoring: Any,
+    **options: Any,
 ) -> int:
     """Judge a checkpoint; return the exit code, 0 where the gate passed and 4 where nothing is decided.
 
@@ -61,7 +61,7 @@ def judge(
         limit: problems a task, None for the recipe's.
         fine_tuned: whether weights differ from the BF16 model's on purpose; the report says so.
         gpu_memory: bytes of a GPU that may be used, None for what is free.
-        scoring: options of `evaluate_more`.
+        options: those of `evaluate_more`.
 
     Raises:
         InputError: a checkpoint is of the wrong kind, or the judgement exists and `resume` is off.
@@ -82,7 +82,7 @@ def judge(
     folder = RunDir(out / f"judge-{recipe.digest(*about)}")
     found = inspect(checkpoint.folder)
     targets = _targets(found, inspect(source.folder))
-    run = Run(folder, recipe, source, targets, against is None, scoring, gpu_memory)
+    run = Run(folder, recipe, source, targets, against is None, options, gpu_memory)
     make_folder(folder.path)
     with working_in(folder):
         if not folder.manifest_json.exists():
@@ -109,7 +109,7 @@ def _advance(run: Run, checkpoint: Checkpoint, verify: Callable[[Run], None]) ->
         if stage.name in ("calibrate", "round"):
             continue
         if why_stale(run.folder, stage) or stage.lacks(run):
-            work(run, stage, tasks.get(stage.name, stage.work))
+            work(run, stage, tasks.get(stage.name))
         else:
             say(f"{stage.name}: done before ({stage.result})")
         code = stage.verdict(run)

@@ -189,7 +189,7 @@ def _staged(run: Run, stage: Stage) -> Tried:
 
     def task() -> str:
         if why_stale(run.folder, stage):
-            work(run, stage, stage.work)
+            work(run, stage)
         try:
             stage.verdict(run)
         except GateError as error:

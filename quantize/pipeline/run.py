@@ -54,12 +54,12 @@ def started(
     limit: int | None = None,
     gpu_memory: float | None = None,
     scratch: Path | None = None,
-    **scoring: Any,
+    **options: Any,
 ) -> Generator[Run]:
     """Resolve recipe and model, name the run folder, show the plan; lock the run for the block.
 
     A recipe that is named is adapted to the bundled model and to `limit`; one that is given is taken as
-    it is. `gpu_memory`, `scratch` and `scoring` are those of `Run`.
+    it is. `gpu_memory`, `scratch` and `options` are those of `Run`.
 
     Raises:
         InputError: the run exists and `resume` is off, recipe or model are wrong, no folder can be made
@@ -78,7 +78,7 @@ def started(
         targets = plan_targets(source.tensors, recipe.quantization)
     digest = fingerprint(source)
     folder = RunDir(out / f"{recipe.name}-{recipe.digest(digest)}")
-    run = Run(folder, recipe, source, targets, model is None, scoring, gpu_memory, scratch)
+    run = Run(folder, recipe, source, targets, model is None, options, gpu_memory, scratch)
     _check_memory(run)
     make_folder(folder.path)
     with working_in(folder):
@@ -143,10 +143,10 @@ def working_in(folder: RunDir) -> Generator[None]:
 
 
 @contextmanager
-def opened(
-    path: Path, gpu_memory: float | None = None, scratch: Path | None = None
-) -> Generator[Run]:
+def opened(path: Path, **settings: Any) -> Generator[Run]:
     """Open an existing run folder for a single stage; hold it while the block runs.
+
+    `settings` are gpu_memory, scratch and options of `Run`.
 
     Raises:
         InputError: there is no run, or its source, recipe or plan has changed since.
@@ -155,7 +155,7 @@ def opened(
     folder = existing_run(path)
     with working_in(folder):
         _check_ours(folder)
-        yield _open(folder, gpu_memory, scratch)
+        yield _open(folder, **settings)
 
 
 def _check_ours(folder: RunDir) -> None:
@@ -167,7 +167,9 @@ def _check_ours(folder: RunDir) -> None:
         )
 
 
-def _open(folder: RunDir, gpu_memory: float | None, scratch: Path | None) -> Run:
+def _open(
+    folder: RunDir, gpu_memory: float | None = None, scratch: Path | None = None, **options: Any
+) -> Run:
     about = read_json(
         folder.manifest_json, "stages", "source.folder", "source.fingerprint", "source.bundled"
     )["source"]
@@ -177,9 +179,7 @@ def _open(folder: RunDir, gpu_memory: float | None, scratch: Path | None) -> Run
     if fingerprint(source) != about["fingerprint"]:
         raise InputError(f"{source.folder}: the BF16 model has changed since this run began")
     targets = plan_targets(source.tensors, recipe.quantization)
-    run = Run(
-        folder, recipe, source, targets, about["bundled"], gpu_memory=gpu_memory, scratch=scratch
-    )
+    run = Run(folder, recipe, source, targets, about["bundled"], options, gpu_memory, scratch)
     _check_memory(run)
     return run
 
@@ -244,14 +244,12 @@ def _advance(run: Run, stage: Stage) -> int:
     else:
         if (run.folder.path / stage.result).exists():
             say(f"{stage.name}: {reason}")
-        work(run, stage, stage.work)
+        work(run, stage)
     return stage.verdict(run)
 
 
-def run_alone(run: Run, stage: Stage, task: Callable[[Run], None] | None = None) -> int:
-    """Run one stage again, by `task` if given in place of its own work; return its exit code.
-
-    It prints which results are stale now.
+def run_alone(run: Run, stage: Stage) -> int:
+    """Run one stage again; return its exit code, and print which results are stale now.
 
     Raises:
         InputError: a stage whose result this one reads is missing or stale.
@@ -260,7 +258,7 @@ def run_alone(run: Run, stage: Stage, task: Callable[[Run], None] | None = None)
         raise InputError(f"{run.folder.path}: recipe {run.recipe.name} has no {stage.name}")
     check_fresh(run.folder, run.recipe, upstream(stage))
     later = [s for s in STAGES if stage in upstream(s) and (run.folder.path / s.result).exists()]
-    work(run, stage, task or stage.work)
+    work(run, stage)
     if is_first() and (stale := [s for s in later if _is_stale(run, s)]):
         names, commands = (s.name for s in stale), (s.command(run.folder) for s in stale)
         say(f"{stage.name}: this made {', '.join(names)} stale; go on with {' && '.join(commands)}")
@@ -312,8 +310,8 @@ def _is_stale(run: Run, stage: Stage) -> bool:
     return any(found)
 
 
-def work(run: Run, stage: Stage, task: Callable[[Run], None]) -> None:
-    """Do a stage's work, and record its time, memory, inputs and result.
+def work(run: Run, stage: Stage, task: Callable[[Run], None] | None = None) -> None:
+    """Do a stage's work, or `task` in its place; record its time, memory, inputs and result.
 
     Raises:
         InputError: torchrun started several processes, and the stage shares no work.
@@ -327,7 +325,7 @@ def work(run: Run, stage: Stage, task: Callable[[Run], None]) -> None:
         with measured() as facts, within(Meter(stage.name, None, "")):
             inputs = input_digests(run.folder, stage)
             forget(run.folder, stage)
-            task(run)
+            (task or stage.work)(run)
             remember(run.folder, stage, inputs)
     finally:  # a failed try's time is recorded too, but its error comes first
         seconds = before.get("seconds_in_all", 0.0) + facts["seconds"]

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from quantize.checkpoints.targets import Target
     from quantize.recipe.sections import Recipe
     from quantize.runtime.placement import Placement
-    from quantize.schemes.modes import ActivationMode
 
 
 @dataclass(frozen=True)
 class Run:
     """One run: its folder, resolved recipe, source checkpoint and plan.
 
-    `scoring` holds options of `evaluate_more`. `gpu_memory` is the bytes of a GPU that may be used,
-    None for all that are free; results depend on it only where it makes a batch of answers smaller.
+    `options` are those of its stages: of `evaluate_more`, fidelity's `modes`, the report's
+    `hourly_price`. `gpu_memory` is the bytes of a GPU that may be used, None for all that are free;
+    results depend on it only where it makes a batch of answers smaller.
     `scratch` is the folder for what only stages of this run read; None for the run's own.
     """
 
@@ -43,7 +43,7 @@ class Run:
     source: "Checkpoint"
     targets: "list[Target]"
     is_bundled: bool
-    scoring: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     gpu_memory: float | None = None
     scratch: "Path | None" = None
 
@@ -62,8 +62,18 @@ class Run:
         return Placement(best_device(), self.gpu_memory)
 
     def __post_init__(self) -> None:
-        """Refuse a limit that could not be judged before anything is done."""
-        _check_steps(self.recipe, self.scoring.get("servers"))
+        """Refuse a limit on denoising steps, which no server reports, before anything is done."""
+        limits = {
+            "max_step_inflation": self.recipe.gate.max_step_inflation,
+            "health_pp.never_stopped": self.recipe.gate.health_pp.get("never_stopped"),
+        }
+        for name, most in limits.items():
+            if self.options.get("servers") and most is not None:
+                raise InputError(
+                    f"recipe {self.recipe.name}: gate.{name}, {most:g}, cannot be judged, since "
+                    f"servers report no denoising steps; run a recipe that says "
+                    f"`{name.split('.')[-1]}: null`"
+                )
 
     def record(self, stage: str, facts: dict[str, Any]) -> None:
         """Add facts about a stage to the manifest, in the first of several processes."""
@@ -83,15 +93,12 @@ class Stage:
         result: path in the run folder whose presence says that the stage has been done.
         inputs: names of the stages whose results it reads.
         work: function that makes the result.
-        summary: help text of the command that runs this stage alone; None where the command takes more
-            than a run folder.
+        summary: help text of the command that runs this stage alone.
         verdict: returns the exit code of the finished stage, 0 or 4; raises GateError for 1.
         files: all files and folders that it leaves, where these are more than `result`.
         lacks: returns what a finished stage has not done of what is asked for this time.
         is_needed: whether a recipe has this stage at all.
         ahead: looks, before the first stage of a run, at what this one will read from elsewhere.
-        runs_models: whether it runs models on the device.
-        uses_scratch: whether it keeps files for another stage, or reads them.
         shares_work: whether torchrun's processes share its work; else there may be one alone.
         adds: whether its work leaves a result that stands until the new one is whole.
     """
@@ -100,14 +107,12 @@ class Stage:
     result: str
     inputs: tuple[str, ...]
     work: Callable[[Run], None]
-    summary: str | None = None
+    summary: str = ""
     verdict: Callable[[Run], int] = lambda _: 0
     files: tuple[str, ...] = ()
     lacks: Callable[[Run], str | None] = lambda _: None
     is_needed: "Callable[[Recipe], bool]" = lambda _: True
     ahead: Callable[[Run], object] = lambda _: None
-    runs_models: bool = False
-    uses_scratch: bool = False
     shares_work: bool = False
     adds: bool = False
 
@@ -127,26 +132,15 @@ def _plan(run: Run) -> None:
 def _calibrate(run: Run) -> None:
     from quantize.stages.calibrate.calibrate import calibrate
 
-    calibrate(
-        run.source.folder,
-        run.recipe,
-        run.folder.calibration,
-        place=run.place,
-        scratch=run.recording,
-    )
+    out = run.folder.calibration
+    calibrate(run.source.folder, run.recipe, out, place=run.place, scratch=run.recording)
 
 
 def _round(run: Run) -> None:
     from quantize.stages.round_weights.round_weights import round_weights
 
-    round_weights(
-        run.source,
-        run.targets,
-        run.recipe,
-        run.folder.rounding,
-        place=run.place,
-        scratch=run.recording,
-    )
+    out, scratch = run.folder.rounding, run.recording
+    round_weights(run.source, run.targets, run.recipe, out, place=run.place, scratch=scratch)
 
 
 def _rounds_weights(recipe: "Recipe") -> bool:
@@ -174,14 +168,8 @@ def _verify(run: Run) -> None:
     from quantize.checkpoints.reader import Checkpoint
     from quantize.stages.verify.verify import verify
 
-    verify(
-        Checkpoint.open(run.folder.checkpoint),
-        run.source,
-        run.targets,
-        run.recipe,
-        run.folder,
-        device=best_device(),
-    )
+    made = Checkpoint.open(run.folder.checkpoint)
+    verify(made, run.source, run.targets, run.recipe, run.folder, device=best_device())
 
 
 def _verified(run: Run) -> int:
@@ -193,8 +181,7 @@ def _verified(run: Run) -> int:
     return 0
 
 
-def fidelity_more(run: Run, modes: "Sequence[ActivationMode]" = ()) -> None:
-    """Replay the recipe's activation modes, those that its gate judges, and `modes`."""
+def _fidelity(run: Run) -> None:
     from quantize.stages.fidelity.fidelity import fidelity
 
     fidelity(
@@ -204,7 +191,7 @@ def fidelity_more(run: Run, modes: "Sequence[ActivationMode]" = ()) -> None:
         run.folder.fidelity_json,
         activations=run.recipe.evaluation.activations,
         limits=run.recipe.gate.max_kl_nats,
-        more=modes,
+        more=run.options.get("modes", ()),
         place=run.place,
     )
 
@@ -218,24 +205,20 @@ def _close_enough(run: Run) -> int:
 def _open_tasks(run: Run) -> None:
     from quantize.stages.evaluate.evaluate import open_tasks
 
-    open_tasks(run.recipe.evaluation, run.recipe.gate, run.scoring.get("data_dir"))
-
-
-def _evaluate(run: Run) -> None:
-    evaluate_more(run, **run.scoring)
+    open_tasks(run.recipe.evaluation, run.recipe.gate, run.options.get("data_dir"))
 
 
 def _lacks_samples(run: Run) -> str | None:
     """Return what a finished evaluation has not done of what is asked for this time."""
-    if run.scoring.get("noise_floor") and not (run.folder.evaluation / BASELINE_AGAIN).exists():
+    if run.options.get("noise_floor") and not (run.folder.evaluation / BASELINE_AGAIN).exists():
         return "the noise floor is not scored"
-    if run.scoring.get("operating_points"):
+    if run.options.get("operating_points"):
         for name in run.recipe.evaluation.operating_points:
             if not (run.folder.evaluation / f"{AT_POINT}{name}").exists():
                 return f"operating point {name} is not scored"
     done = read_json(run.folder.evaluation / "done.json", "looks", "not_asked")
     ended = any(look["taken"] < look["of"] for look in done["looks"].values())
-    if run.scoring.get("go_on") and (ended or done["not_asked"]):
+    if run.options.get("go_on") and (ended or done["not_asked"]):
         return "it ended when the verdict was certain"
     return None
 
@@ -254,13 +237,8 @@ def evaluate_more(
     """Score what is not scored yet, with activation modes besides the recipe's.
 
     `operating_points` scores those of the recipe, `steps` one for each limit of steps besides.
-
     `batch_size` overrules the recipe's. `models` are fields of `ModelOptions`.
-
-    Raises:
-        InputError: a server is asked, and the recipe limits denoising steps, which no server reports.
     """
-    _check_steps(run.recipe, models.get("servers"))
     from quantize.recipe.sections import OperatingPoint
     from quantize.schemes.modes import ACTIVATION_MODES
     from quantize.stages.evaluate.compared_models import ModelOptions
@@ -294,22 +272,16 @@ def evaluate_more(
     run.record("evaluate", {"rates": rates})
 
 
-def _check_steps(recipe: "Recipe", servers: Sequence[str] | None) -> None:
-    limits = {
-        "max_step_inflation": recipe.gate.max_step_inflation,
-        "health_pp.never_stopped": recipe.gate.health_pp.get("never_stopped"),
-    }
-    for name, most in limits.items():
-        if servers and most is not None:
-            raise InputError(
-                f"recipe {recipe.name}: gate.{name}, {most:g}, cannot be judged, since servers report "
-                f"no denoising steps; run a recipe that says `{name.split('.')[-1]}: null`"
-            )
+def _evaluate(run: Run) -> None:
+    evaluate_more(run, **run.options)
 
 
 def _report(run: Run) -> None:
     from quantize.stages.report.report import report
 
+    if (price := run.options.get("hourly_price")) is not None:
+        path = run.folder.manifest_json
+        write_json(path, read_json(path) | {"hourly_price": price})
     report(run.folder, run.recipe, run.targets)
 
 
@@ -329,72 +301,49 @@ def _judged(run: Run) -> int:
 STAGES = (
     Stage("plan", "targets.csv", (), _plan, files=("recipe.yaml", "targets.csv")),
     Stage(
-        "calibrate",
-        "calibration",
-        ("plan",),
-        _calibrate,
+        "calibrate", "calibration", ("plan",), _calibrate,
         "Calibrate a run again: denoise on prompts, record input scales.\n\n\b\n"
         "On several GPUs, with the files of one:\n"
         "  torchrun --nproc-per-node 8 -m quantize calibrate RUN",
-        is_needed=lambda recipe: recipe.needs_calibration,
-        runs_models=True,
-        uses_scratch=True,
-        shares_work=True,
+        is_needed=lambda recipe: recipe.needs_calibration, shares_work=True,
     ),
     Stage(
-        "round",
-        "rounding",
-        ("plan",),
-        _round,
+        "round", "rounding", ("plan",), _round,
         "Round the weights of a run again: GPTQ on Hessians of denoising canvases.\n\n"
         "What calibrate recorded goes through one layer after the other; what is gone or damaged is "
         "recorded again.",
         is_needed=_rounds_weights,
-        runs_models=True,
-        uses_scratch=True,
     ),
     Stage(
-        "convert",
-        "checkpoint",
-        ("plan", "calibrate", "round"),
-        _convert,
-        "Write the quantized checkpoint of a run again.",
-        files=("checkpoint", "conversion.json"),
+        "convert", "checkpoint", ("plan", "calibrate", "round"), _convert,
+        "Write the quantized checkpoint of a run again.", files=("checkpoint", "conversion.json"),
     ),
     Stage(
-        "verify",
-        "verification.json",
-        ("plan", "calibrate", "convert"),
-        _verify,
-        "Check the quantized checkpoint of a run statically.",
-        _verified,
+        "verify", "verification.json", ("plan", "calibrate", "convert"), _verify,
+        "Check the quantized checkpoint of a run statically.", _verified,
     ),
     Stage(
-        "fidelity",
-        "fidelity.json",
-        ("plan", "calibrate", "convert"),
-        fidelity_more,
-        verdict=_close_enough,
-        runs_models=True,
+        "fidelity", "fidelity.json", ("plan", "calibrate", "convert"), _fidelity,
+        "Replay recorded trajectories: distance of the quantized model from BF16.", _close_enough,
         shares_work=True,
     ),
     Stage(
-        "evaluate",
-        "evaluation/done.json",
-        ("plan", "convert"),
-        _evaluate,
-        files=("evaluation",),
-        adds=True,
-        lacks=_lacks_samples,
-        ahead=_open_tasks,
-        shares_work=True,
+        "evaluate", "evaluation/done.json", ("plan", "convert"), _evaluate,
+        "Score BF16 and quantized with the same prompts and seeds, where they are not scored yet.\n\n"
+        "\b\nOn several GPUs, with the scores of one:\n"
+        "  torchrun --nproc-per-node 8 -m quantize evaluate RUN",
+        files=("evaluation",), adds=True, lacks=_lacks_samples, ahead=_open_tasks, shares_work=True,
     ),
     Stage(
-        "report",
-        "report.json",
-        ("plan", "calibrate", "convert", "verify", "fidelity", "evaluate"),
+        "report", "report.json", ("plan", "calibrate", "convert", "verify", "fidelity", "evaluate"),
         _report,
-        verdict=_judged,
-        files=("report.json", "report.md", "report.html", "junit.xml"),
+        "Write the report of a run, and its verdict: report.json, .md, .html and junit.xml.\n\n"
+        "In a job of GitHub Actions report.md also becomes the job's summary (docs/ci.md).",
+        _judged, files=("report.json", "report.md", "report.html", "junit.xml"),
     ),
-)
+)  # fmt: skip
+
+
+def stage(name: str) -> Stage:
+    """Return the stage of that name."""
+    return next(stage for stage in STAGES if stage.name == name)

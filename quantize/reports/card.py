@@ -28,7 +28,8 @@ from quantize.host.files import read_json, write_text
 from quantize.recipe.sections import Recipe
 from quantize.reports.headline import chosen_point
 from quantize.reports.provenance import baseline_lines
-from quantize.reports.render import JUDGED, looks_lines
+from quantize.reports.render import markdown_table
+from quantize.reports.sections import JUDGED, Section, fidelity_section, looks_lines
 from quantize.reports.table import score_table
 from quantize.runs.folder import README, RESULTS, RunDir
 
@@ -96,14 +97,14 @@ def card(
         trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
     text = files("quantize.reports").joinpath("templates", "card.md.jinja").read_text("utf-8")
-    columns, rows = score_table(report["tasks"], recipe.gate.estimand, card=True)
+    scores = score_table(report["tasks"], recipe.gate.estimand, card=True)
     return environment.from_string(text).render(
         front_matter=front_matter(run, recipe, manifest, base),
         name=repo.split("/")[-1],
         interval=_interval,
         judged=JUDGED[recipe.gate.estimand],
-        score_columns=columns,
-        scored=rows,
+        scores=markdown_table(Section("", *scores)),
+        fidelity=report["fidelity"] and markdown_table(fidelity_section(report["fidelity"])),
         repo=repo,
         base=base,
         report=report,

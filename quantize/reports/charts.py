@@ -5,7 +5,7 @@ scheme through CSS classes, in a few kilobytes and with a text alternative each.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
@@ -20,7 +20,7 @@ STYLE = (  # of a plot that is a file of its own, outside the report's page
 )
 
 
-def all_charts(content: dict[str, Any]) -> dict[str, str]:
+def all_charts(content: Mapping[str, Any]) -> dict[str, str]:
     """Return name -> SVG of every plot that report.json has data for."""
     again = [task | {"activations": None} for task in content["noise_floor"]]
     plots = {"difference": difference([*content["tasks"], *again])}
@@ -66,7 +66,7 @@ def difference(tasks: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def operating_points(content: dict[str, Any]) -> str:
+def operating_points(content: Mapping[str, Any]) -> str:
     """Plot each point's difference from BF16 with its one-sided bounds over its tokens a forward."""
     points = [
         (t["quantized_counts"]["tokens_per_forward"], t["difference_pp"], t["difference_bounds"], t)

@@ -12,17 +12,6 @@ import yaml
 from quantize.host.units import size
 from quantize.reports.table import interval_text
 
-PUBLISHED_COLUMNS = (
-    "published",
-    "by",
-    "BF16",
-    "FP8",
-    "NVFP4",
-    "BF16 here",
-    "quantized here",
-    "published BF16",
-)
-
 
 def facts(content: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (name, value) of date, checkpoint, size and speed."""
@@ -72,11 +61,8 @@ def not_tested(content: Mapping[str, Any]) -> str:
     return f"Not tested: {', '.join([*named, *content['not_asked']])}."
 
 
-POINT_COLUMNS = ("operating point", "activations", "settings", "tokens a forward", "p", "")
-
-
 def point_rows(content: Mapping[str, Any]) -> list[list[str]]:
-    """Return the rows of `POINT_COLUMNS`, the fastest first."""
+    """Return name, activations, settings, tokens a forward, p and outcome, the fastest first."""
     return [
         [
             point["name"],
@@ -106,34 +92,36 @@ def chosen_point(content: Mapping[str, Any]) -> str:
     )
 
 
-def published(content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return published figures beside this run's: rows of `PUBLISHED_COLUMNS`, and a sentence on speed.
-
-    None in a report on another model than the one that they are of.
-    """
+def _published(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is published of a report's model, empty of another than the one it is of."""
     known = yaml.safe_load(files("quantize.reports").joinpath("published.yaml").read_text("utf-8"))
-    if content["model"]["bundled"] or known["model"] not in str(content["model"]["model"]).lower():
-        return None
-    ours = {
-        task["task"]: task
-        for task in content["tasks"]
-        if task["gated"] and not task["not_comparable"]
-    }
-    rows = [
+    model = content["model"]
+    here = not model["bundled"] and known["model"] in str(model["model"]).lower()
+    return known if here else {"scores": []}
+
+
+def published_speed(content: Mapping[str, Any]) -> list[str]:
+    """Return a sentence on published speeds, where there are any."""
+    known = _published(content)
+    return [known["speed"].strip()] if "speed" in known else []
+
+
+def published_rows(content: Mapping[str, Any]) -> list[list[str]]:
+    """Return published figures beside this run's, recovery in brackets.
+
+    The last cell says whether BF16's interval here holds what is printed.
+    """
+    tasks = (task for task in content["tasks"] if task["gated"] and not task["not_comparable"])
+    ours = {task["task"]: task for task in tasks}
+    return [
         [
-            *(
-                row["name"],
-                block["by"],
-                f"{row['bf16']:.1f}",
-                _printed(row, "fp8"),
-                _printed(row, "nvfp4"),
-            ),
+            *(row["name"], block["by"], f"{row['bf16']:.1f}"),
+            *(_printed(row, scheme) for scheme in ("fp8", "nvfp4")),
             *_beside(row["bf16"], ours.get(row.get("task"))),
         ]
-        for block in known["scores"]
+        for block in _published(content)["scores"]
         for row in block["rows"]
     ]
-    return {"rows": rows, "speed": known["speed"].strip()}
 
 
 def _printed(row: Mapping[str, Any], scheme: str) -> str:
@@ -144,13 +132,11 @@ def _beside(printed: float, task: Mapping[str, Any] | None) -> list[str]:
     """Return both models' accuracy here, and whether BF16's interval covers what is printed."""
     if task is None:
         return ["not asked", "-", "-"]
-    here = [
-        {
-            "mean": 100 * task[key],
-            **{end: 100 * task[f"{key}_interval"][end] for end in ("low", "high")},
-        }
+    intervals = [
+        {end: 100 * value for end, value in task[f"{key}_interval"].items()}
         for key in ("base", "quantized")
     ]
-    covered = here[0]["low"] <= printed <= here[0]["high"]
-    texts = [f"{each['mean']:.1f} {interval_text(each, '.1f')}" for each in here]
+    means = (f"{100 * task[key]:.1f}" for key in ("base", "quantized"))
+    texts = [f"{m} {interval_text(i, '.1f')}" for m, i in zip(means, intervals, strict=True)]
+    covered = intervals[0]["low"] <= printed <= intervals[0]["high"]
     return [*texts, "covered" if covered else "not covered"]

@@ -1,6 +1,6 @@
 """Tells when, by which code and at what cost a run was made: report.json's key `made`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantize.host.resources import now
@@ -70,6 +70,32 @@ def baseline_lines(content: Mapping[str, Any]) -> list[str]:
         f"{made['versions.torch']}, by diffusiongemma-quantize {tool['version']} (commit "
         f"{tool['commit'] or 'unknown'}); sha256 of the pack: {found['pack']}."
     ]
+
+
+def scored_with(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the hardware and software that made the scores, one text each way."""
+    found: dict[str, None] = {}
+    for made in (task["made_with"] for task in tasks):
+        model, seed = made["model"], f"seed {made['seed']}"
+        if "served" in model:
+            known = f"revision {model['revision']}: a name that was not checked"
+            if model["weights"]:
+                known = f"weights {model['weights'][:12]}, as the server says"
+            text = f"a server's model {model['served']} ({known}), {seed}"
+        elif "runtime" in model:
+            text = f"{model['runtime']} on {model['file'][:12]}, {seed}: {_judged(tasks)}"
+        else:
+            dtype = str(made["dtype"]).removeprefix("torch.")
+            text = f"{made['device']}, torch {made['versions']['torch']}, {dtype}, "
+            text += f"batches of {made['batch_size']}, {seed}"
+        found[text] = None
+    return list(found)
+
+
+def _judged(tasks: Sequence[Mapping[str, Any]]) -> str:
+    """Return the gate's judgement of each task that another runtime answered."""
+    other = [task for task in tasks if "runtime" in task["made_with"]["model"]]
+    return ", ".join(f"{task['task']} {task['outcome'] or 'NOT COMPARABLE'}" for task in other)
 
 
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:

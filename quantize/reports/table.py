@@ -24,7 +24,7 @@ def score_table(
             first = [*_name(task), "-", f"not comparable: {reason}"]
             rows.append(first + ["-"] * (len(columns) - len(first)))
         else:
-            rows.append([cell(task) for cell in columns.values()])
+            rows.append([written(task) for written in columns.values()])
     return list(columns), rows
 
 
@@ -34,11 +34,11 @@ def _columns(other_interval: str) -> dict[str, Callable[[Task], str]]:
         "task": lambda t: _name(t)[0],
         "activations": lambda t: _name(t)[1],
         "n x k": lambda t: f"{t['questions']} x {t['repeats']}",
-        "BF16": lambda t: _with_interval(t, "base", ".3f"),
-        "quantized": lambda t: _with_interval(t, "quantized", ".3f"),
-        "difference, pp": lambda t: _with_interval(t, "difference_pp", "+.2f"),
+        "BF16": lambda t: cell(t, "base", ".3f"),
+        "quantized": lambda t: cell(t, "quantized", ".3f"),
+        "difference, pp": lambda t: cell(t, "difference_pp", "+.2f"),
         "margin, pp": lambda t: f"{t['margin_pp']:g}",
-        "recovery, %": lambda t: _with_interval(t, "recovery", ".1f"),
+        "recovery, %": lambda t: cell(t, "recovery", ".1f"),
         other_interval: lambda t: interval_text(t["other_interval"], "+.2f"),
         "steps a token": lambda t: steps_text(t["step_inflation"]),
         "lost / won": lambda t: "-" if t["lost"] is None else f"{t['lost']} / {t['won']}",
@@ -46,11 +46,8 @@ def _columns(other_interval: str) -> dict[str, Callable[[Task], str]]:
     }
 
 
-HEALTH_COLUMNS = ("task", "answers", "BF16", "quantized", "difference", "allowed", "")
-
-
 def health_rows(tasks: Sequence[Task]) -> list[list[str]]:
-    """Return the rows of `HEALTH_COLUMNS` of each gated task: signs of ill health, and length."""
+    """Return task, sign, both models' share, difference, limit and outcome, of each gated task."""
     rows: list[list[str]] = []
     for task in (task for task in tasks if task["gated"]):
         for name, sign in task["health"].items():
@@ -78,7 +75,8 @@ def _name(task: Task) -> list[str]:
     return [task["task"], task.get("activations") or "BF16, other seed"]
 
 
-def _with_interval(task: Task, key: str, spec: str) -> str:
+def cell(task: Task, key: str, spec: str) -> str:
+    """Return a number of a task with its interval, "-" where there is none."""
     interval = task[f"{key.removesuffix('_pp')}_interval"]
     return "-" if task[key] is None else f"{task[key]:{spec}} {interval_text(interval, spec)}"
 

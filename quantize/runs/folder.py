@@ -9,103 +9,30 @@ EARLIER = "evaluation-earlier"  # scores that others, made under other condition
 
 
 class RunDir:
-    """Paths of one run. Every property is the final name of one stage's result."""
+    """Paths of one run: the final names of its stages' results, and of what stands beside them."""
 
     def __init__(self, path: Path) -> None:
-        self.path = Path(path)
+        self.path = path = Path(path)
+        self.recipe_yaml = path / "recipe.yaml"  # resolved, with every default
+        self.manifest_json = path / "manifest.json"  # versions, hardware, seconds, peak memory
+        self.stages_json = path / "stages.json"  # digests of each stage's result and inputs
+        self.lock = path / ".lock"  # the process at work in the run holds it
+        self.progress_json = path / ".progress.json"  # of `quantize status`; there while it works
+        self.targets_csv = path / "targets.csv"  # a row a source tensor: scheme or reason, bytes
+        self.calibration = path / "calibration"  # input scales, expert coverage, trajectories
+        self.rounding = path / "rounding"  # codes and scales that GPTQ found, one file a layer
+        self.checkpoint = path / "checkpoint"  # the quantized one: a Hub-ready folder
+        self.conversion_json = path / "conversion.json"  # checksum of every file of it
+        self.verification_json = path / "verification.json"  # findings of its static checks
+        self.fidelity_json = path / "fidelity.json"  # distance from BF16 on trajectories
+        self.evaluation = path / "evaluation"  # scored samples: {bf16,quantized}/<task>.jsonl
+        self.report_json = path / "report.json"  # all that the reports show, and the verdict
+        self.report_md, self.report_html = path / "report.md", path / "report.html"
+        self.junit_xml = path / "junit.xml"  # the gate's results for a CI system
+        self.log = path / "run.log"  # tracebacks of unexpected errors
 
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"
-
-    @property
-    def recipe_yaml(self) -> Path:
-        """The resolved recipe, with every default."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def manifest_json(self) -> Path:
-        """Versions, hardware, seeds, seconds and peak memory per stage."""
-        return self.path / "manifest.json"
-
-    @property
-    def stages_json(self) -> Path:
-        """Digests of each stage's result and of its inputs."""
-        return self.path / "stages.json"
-
-    @property
-    def lock(self) -> Path:
-        """The lock that the process at work in the run holds."""
-        return self.path / ".lock"
-
-    @property
-    def progress_json(self) -> Path:
-        """What the process at work is doing (`quantize status`); there while it works."""
-        return self.path / ".progress.json"
-
-    @property
-    def targets_csv(self) -> Path:
-        """One row a source tensor: scheme or reason to keep, bytes before and after."""
-        return self.path / "targets.csv"
-
-    @property
-    def calibration(self) -> Path:
-        """Input scales, expert coverage and recorded trajectories."""
-        return self.path / "calibration"
-
-    @property
-    def rounding(self) -> Path:
-        """Codes and scales of every quantized Linear that GPTQ found, one file a layer."""
-        return self.path / "rounding"
-
-    @property
-    def checkpoint(self) -> Path:
-        """The quantized checkpoint: a Hub-ready folder."""
-        return self.path / "checkpoint"
-
-    @property
-    def conversion_json(self) -> Path:
-        """Checksum of every file of the checkpoint as it was written."""
-        return self.path / "conversion.json"
-
-    @property
-    def verification_json(self) -> Path:
-        """Findings of the static checks of the checkpoint."""
-        return self.path / "verification.json"
-
-    @property
-    def fidelity_json(self) -> Path:
-        """Distance from BF16 on replayed trajectories."""
-        return self.path / "fidelity.json"
-
-    @property
-    def evaluation(self) -> Path:
-        """Scored samples: {bf16,quantized}/<task>.jsonl."""
-        return self.path / "evaluation"
-
-    @property
-    def report_json(self) -> Path:
-        """Everything the reports show, and the verdict."""
-        return self.path / "report.json"
-
-    @property
-    def report_md(self) -> Path:
-        """The report for people, in Markdown."""
-        return self.path / "report.md"
-
-    @property
-    def report_html(self) -> Path:
-        """The report for people, one self-contained page."""
-        return self.path / "report.html"
-
-    @property
-    def junit_xml(self) -> Path:
-        """The gate's results for a CI system."""
-        return self.path / "junit.xml"
-
-    @property
-    def log(self) -> Path:
-        """Tracebacks of unexpected errors."""
-        return self.path / "run.log"
 
 
 def existing_run(path: Path) -> RunDir:

@@ -16,7 +16,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.exports.gguf_file import export_gguf
 from quantize.recipe.sections import Evaluation
-from quantize.reports.render import scored_with
+from quantize.reports.provenance import scored_with
 from quantize.reports.scores import pair, read_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint

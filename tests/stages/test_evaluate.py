@@ -133,14 +133,15 @@ def test_a_batch_size_for_the_machine_overrules_the_recipes(
     recipe = load_recipe("fp8_dynamic").for_bundled_model()
     found = Run(RunDir(tmp_path), recipe, Checkpoint.open(CHECKPOINT), [], is_bundled=True)
     write_json(found.folder.manifest_json, {"source": {"fingerprint": ""}, "stages": {}})
+    served = {"servers": ["http://x"], "base_servers": ["http://y"]}
     evaluate_more(found, batch_size=500)
     evaluate_more(found)
     assert seen == [500, recipe.evaluation.batch_size]
     with pytest.raises(InputError, match=r"max_step_inflation, 0\.1, cannot be judged"):
-        evaluate_more(found, servers=["http://x"], base_servers=["http://y"])
+        replace(found, options=served)
     gate = recipe.gate.model_copy(update={"max_step_inflation": None})
-    unlimited = replace(found, recipe=recipe.model_copy(update={"gate": gate}))
-    evaluate_more(unlimited, servers=["http://x"], base_servers=["http://y"])
+    recipe = recipe.model_copy(update={"gate": gate})
+    evaluate_more(replace(found, recipe=recipe, options=served), **served)
     assert len(seen) == 3
 
 

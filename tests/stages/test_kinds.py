@@ -11,7 +11,7 @@ from pictures import picture
 from quantize.bundled import CHECKPOINT
 from quantize.errors import InputError
 from quantize.recipe.sections import Calibration
-from quantize.reports.render import kind_lines
+from quantize.reports.sections import kinds_text
 from quantize.runtime import Sampler, open
 from quantize.runtime.engine import Engine
 from quantize.runtime.trajectory import (
@@ -96,19 +96,11 @@ def test_what_is_kept_replays_with_its_pictures(
 
 
 def test_the_report_says_kinds_where_there_are_several() -> None:
-    def result(*kinds: str) -> dict:
-        value = {"mean": 0.01, "interval": [0.005, 0.02]}
-        return {"by_kind": [{"kind": k, "trajectories": 2, "kl_nats": value} for k in kinds]}
-
-    fidelity = {
-        "max_kl_nats": {},
-        "activations": {"none": result("text"), "per_layer": result("pictures", "text")},
-        "own_conditioning": {"activations": "per_layer"},
-    }
-    assert kind_lines(fidelity) == [
-        "per_layer, KL by kind of prompt: pictures 0.0100 [0.0050, 0.0200] (2 trajectories); "
-        "text 0.0100 [0.0050, 0.0200] (2 trajectories)."
-    ]
+    value = {"mean": 0.01, "interval": [0.005, 0.02]}
+    kinds = [{"kind": k, "trajectories": 2, "kl_nats": value} for k in ("pictures", "text")]
+    assert kinds_text(kinds[1:]) == ""
+    said = "pictures 0.0100 [0.0050, 0.0200] (2 trajectories); text 0.0100 [0.0050, 0.0200]"
+    assert kinds_text(kinds) == f"{said} (2 trajectories)"
 
 
 @pytest.mark.parametrize("part", [{"type": "image", "url": "http://a"}, "text", {"type": "video"}])

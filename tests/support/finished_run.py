@@ -55,8 +55,7 @@ def finished_run(
     verification = {"artifact": digest, "sha256": checksums(artifact), "passed": True, "checks": []}
     write_json(run.verification_json, verification | {"relative_error": {}})
     write_text(run.calibration / "input_scales.safetensors", "made up")
-    found = {"max_kl_nats": {}, "activations": {"per_layer": fidelity_row()}}
-    write_json(run.fidelity_json, {"faults": [], "own_conditioning": {}, **found})
+    write_json(run.fidelity_json, {"faults": [], **fidelity()})
     write_scores(run, recipe.evaluation.tasks, digest, outcome)
     report = {
         "format": 1,
@@ -77,7 +76,7 @@ def finished_run(
         "noise_floor": [comparison("gsm8k", 2)],
         "sizes": {"bf16_bytes": 66560, "quantized_bytes": 19456, "ratio": 0.2923}
         | {"quantized_modules": 16},
-        "fidelity": {"activations": {"per_layer": fidelity_row()}},
+        "fidelity": fidelity(),
         "canvases": {"problems": [{"question": "A SECRET QUESTION"}]},
         "versions": versions,
         "hardware": hardware,
@@ -170,7 +169,10 @@ def comparison(task: str, margin: float) -> dict[str, Any]:
     }
 
 
-def fidelity_row() -> dict[str, Any]:
+def fidelity() -> dict[str, Any]:
     """Return a report's fidelity of one activation mode."""
     value = {"mean": 0.9123, "interval": [0.9, 0.92]}
-    return {"kl_nats": value, "top1_agreement": value, "commit_agreement": value}
+    names = ("kl_nats", "top1_agreement", "acceptance_jaccard", "commit_agreement")
+    found: dict[str, Any] = dict.fromkeys(names, value) | {"by_entropy": []}
+    own = found | {"activations": "per_layer"}
+    return {"max_kl_nats": {}, "activations": {"per_layer": found}, "own_conditioning": own}

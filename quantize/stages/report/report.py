@@ -24,10 +24,9 @@ from quantize.errors import InputError
 from quantize.host.files import read_json, write_json, write_text
 from quantize.recipe.sections import Recipe
 from quantize.reports.junit import junit
-from quantize.reports.markdown import markdown
 from quantize.reports.provenance import made
 from quantize.reports.questions import questions_and_canvases
-from quantize.reports.render import html
+from quantize.reports.render import html, markdown
 from quantize.reports.scores import pair, read_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT, BASELINE, BASELINE_AGAIN, CANDIDATE, FURTHER

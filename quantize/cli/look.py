@@ -1,0 +1,120 @@
+"""`quantize recipes`, `tasks`, `inspect` and `doctor`: what there is, and what is wrong with it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantize.cli.options import CHECKPOINT, OUT
+
+ROW = "{:22}{:>10}{:>16}{:>16}{:>16}  {}"
+
+
+@click.command()
+@click.argument("name", required=False)
+def recipes(name: str | None) -> None:
+    """List the recipes that ship with quantize, or print one: `quantize recipes nvfp4`."""
+    from quantize.recipe.sections import load_recipe, shipped_recipes
+
+    shipped = shipped_recipes()
+    if name is not None:
+        load_recipe(name)  # an unknown name is an error that lists the known ones
+        click.echo(shipped[name], nl=False)
+        return
+    for known, text in shipped.items():
+        click.echo(f"{known:14} {text.splitlines()[0].lstrip('# ')}")
+
+
+@click.command()
+@click.option("--recipe", help="A recipe whose own tasks are listed too: a name or a YAML file.")
+@click.option(
+    "--rate", type=click.FloatRange(min=0, min_open=True), metavar="TOKENS/S",
+    help="Tokens a second of the model that answers, for the hours.  [default: 1562, the 26B model "
+    "in BF16 on an H200, 16 slots, 26 steps a canvas]",
+)  # fmt: skip
+def tasks(recipe: str | None, rate: float | None) -> None:
+    """List the tasks that a recipe can be scored on, and what each of them costs.
+
+    The cost is the most tokens that each model needs for one answer to every question, or for as many
+    as the `repeats` of --recipe say, and the hours that these take. Most answers end earlier. A
+    question mark stands where a data set's size is not known beforehand.
+    """
+    from recovery.catalog import known_tasks, shipped
+
+    from quantize.recipe.sections import load_recipe
+    from quantize.stages.plan.estimate import EVALUATED_TOKENS_A_SECOND
+
+    loaded = load_recipe(recipe) if recipe else None
+    parts = (
+        [part for part in (loaded.bundled.evaluation, loaded.evaluation) if part] if loaded else []
+    )
+    found: dict[str, tuple[Mapping[str, Any], str]] = {
+        name: (own.definition(), str(own.data or own.lm_eval))
+        for part in parts
+        for name, own in part.own_tasks.items()
+    }
+    found |= {name: (shipped(name), _data(shipped(name))) for name in known_tasks()}
+    repeats = {name: count for part in parts for name, count in part.repeats.items()}
+    heads = ("questions", "tokens/answer", "tokens at most", "hours at most")
+    click.echo(ROW.format("task", *heads, "data"))
+    for name, (task, data) in found.items():
+        costs = _costs(task, repeats.get(name, 1), rate or EVALUATED_TOKENS_A_SECOND)
+        click.echo(ROW.format(name, *costs, data))
+
+
+def _costs(task: Mapping[str, Any], repeats: int, rate: float) -> list[str]:
+    """Return questions, tokens an answer, and tokens and hours at most."""
+    count, length = task["metadata"].get("questions"), task["generation_kwargs"]["max_gen_toks"]
+    if not count:
+        return ["?", f"{length:,}", "?", "?"]
+    tokens = count * length * repeats
+    return [f"{count:,}", f"{length:,}", f"{tokens:,}", f"{tokens / rate / 3600:,.2f}"]
+
+
+def _data(task: Mapping[str, Any]) -> str:
+    """Return where the questions of a task that ships come from."""
+    if task["dataset_path"] == "json":
+        return "ships with the bundled model"
+    gated = ", gated: needs HF_TOKEN" if task["metadata"].get("private") else ""
+    return f"Hub: {task['dataset_path']}{gated}"
+
+
+@click.command()
+@CHECKPOINT
+def inspect(checkpoint: str) -> int:
+    """Show what is in a checkpoint, quantized or not, and what is wrong.
+
+    It reads headers, and the scales of whole matrices. CHECKPOINT is a folder or a Hub id; `bundled` is
+    the model that ships. It exits with 1 when something is wrong.
+    """
+    from rich.console import Console
+
+    from quantize.checkpoints.inspect import inspect as inspect_checkpoint
+    from quantize.checkpoints.inspect import inspection_table
+    from quantize.checkpoints.reader import resolve
+    from quantize.host.progress import say
+
+    found = inspect_checkpoint(resolve(checkpoint))
+    Console().print(inspection_table(found))
+    for problem in found.problems:
+        say(f"problem: {problem}")
+    return 1 if found.problems else 0
+
+
+@click.command()
+@OUT
+def doctor(out: Path) -> int:
+    """Look at this machine: packages, compiler, GPUs and driver, memory, disk, caches.
+
+    Each line with an arrow says what to do. Exit code 3 if something is missing that commands need.
+    Nothing is downloaded, written or sent; the output is meant to be pasted into a bug report.
+    """
+    from quantize.host.doctor import NEEDED, findings
+
+    found = list(findings(out))
+    for finding in found:
+        click.echo(f"{finding.what}: {finding.found}")
+        if finding.advice:
+            click.echo(f"  -> {finding.advice}")
+    return 3 if any(finding.advice and finding.level == NEEDED for finding in found) else 0

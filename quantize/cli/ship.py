@@ -1,0 +1,104 @@
+"""`quantize card`, `bundle`, `push` and `verify-signature`: what leaves this machine."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantize.cli.options import RUN_FOLDER
+
+
+@click.command()
+@RUN_FOLDER
+@click.option(
+    "--repo", metavar="ORG/NAME", help="Name in the card's commands; else the run's name."
+)
+def card(run: Path, repo: str | None) -> None:
+    """Write README.md and machine-readable scores into a run's checkpoint; no token is needed.
+
+    The Hub is not asked: `push` writes the card once more, when it has compared the base model's
+    checksums.
+    """
+    from quantize.host.progress import say
+    from quantize.pipeline.run import card as write_card
+
+    for path in write_card(run, repo):
+        say(f"card: {path}")
+
+
+@click.command()
+@RUN_FOLDER
+@click.option("--out", type=click.Path(path_type=Path), help="The file; else RUN's name and .zip.")
+def bundle(run: Path, out: Path | None) -> None:
+    """Pack what a run found into one file: versions, times, memory, checks, scores and verdict.
+
+    It holds no weights, no questions, no answers, no paths of this machine, and no text of errors.
+    """
+    from quantize.reports.bundle import write_bundle
+    from quantize.runs.folder import existing_run
+
+    folder = existing_run(run)
+    file = out or Path(f"{folder.path.resolve().name}.zip")
+    click.echo(f"{file}: {', '.join(write_bundle(folder, file))}")
+
+
+@click.command()
+@RUN_FOLDER
+@click.option("--repo", required=True, metavar="ORG/NAME", help="Repository; a new one is private.")
+@click.option(
+    "--to", default="pr", show_default=True, metavar="pr|main|BRANCH",
+    help="Target: a pull request, main, or a branch.",
+)  # fmt: skip
+@click.option("--tag", help="Tag the release, as the last step (not with a pull request).")
+@click.option("--public", is_flag=True, help="Make the repository public, once all is verified.")
+@click.option(
+    "--allow", type=click.Choice(["inconclusive"]),
+    help="Publish although the gate could not decide; the model card says so.",
+)  # fmt: skip
+@click.option(
+    "--no-gate", is_flag=True, help="Publish whatever the verdict; the model card says so."
+)
+@click.option(
+    "--sign", metavar="KEY.pem|sigstore",
+    help="Sign all files: with a private key (elliptic curve, PEM), or by Sigstore.",
+)  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Show what would be uploaded, write nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask (for CI).")
+def push(run: Path, allow: str | None, dry_run: bool, yes: bool, **request: Any) -> int:
+    """Publish a run whose gate passed to the Hugging Face Hub, with a model card made from it.
+
+    --dry-run shows what would be uploaded and, without a token or a network, what it could not check.
+    The token comes from HF_TOKEN or from `hf auth login`. Interrupted? The same command goes on.
+    """
+    from quantize.hub.release import Request
+    from quantize.pipeline.run import push as push_run
+
+    def confirm() -> bool:
+        if not (yes or sys.stdin.isatty()):
+            raise click.UsageError("nobody to ask here: add --yes, or --dry-run to look only")
+        return yes or click.confirm("Upload this?", err=True)
+
+    asked = Request(**request, allow_inconclusive=allow == "inconclusive")
+    return push_run(run, asked, dry_run=dry_run, confirm=confirm)
+
+
+@click.command("verify-signature")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--key", type=click.Path(path_type=Path), help="The signer's public key, PEM.")
+@click.option("--identity", help="With Sigstore: the account that signed.")
+@click.option("--issuer", help="With Sigstore: where that account was logged in, a URL.")
+def verify_signature(
+    folder: Path, key: Path | None, identity: str | None, issuer: str | None
+) -> None:
+    """Check the signature of a published checkpoint: a folder that `hf download` made.
+
+    Every file but model.sig, .git* and .cache must be what was signed. Exit code 1 if there is no
+    signature, it is another's, or a file was changed, added or taken away.
+    """
+    from quantize.hub.signing import Signer, verify
+
+    if (key is None) == (identity is None) or (identity is None) != (issuer is None):
+        raise click.UsageError("give --key, or --identity and --issuer")
+    files = verify(folder, Signer(key, identity, issuer))
+    click.echo(f"{folder}: {files} files are what was signed by {key or identity}")

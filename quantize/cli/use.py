@@ -1,0 +1,198 @@
+"""`quantize generate`, `bench`, `tune`, `export` (and `serve`): what a checkpoint does, how fast."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantize.cli.options import (
+    ACTIVATIONS,
+    CHECKPOINT,
+    GPU_MEMORY,
+    HOURLY_PRICE,
+    REAL_MODEL,
+    served_name,
+    with_options,
+)
+from quantize.cli.serve import serve
+
+if TYPE_CHECKING:
+    from quantize.schemes.modes import ActivationMode
+
+__all__ = ["bench", "export", "generate", "serve", "tune"]
+
+
+@click.command()
+@CHECKPOINT
+@click.argument("prompt")
+@click.option(
+    "--image", "pictures", multiple=True, type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A picture shown before the prompt; repeatable.",
+)  # fmt: skip
+@click.option(
+    "--image-tokens", "soft_tokens", type=int, default=280, show_default=True,
+    help="Most tokens a picture takes: 70, 140, 280, 560 or 1120.",
+)  # fmt: skip
+@click.option("--thinking", is_flag=True, help="Let the model think before it answers.")
+@click.option(
+    "--steps", type=click.IntRange(1, 1000), metavar="T", help="Most denoising steps of a canvas."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the sampling noise.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1),
+    help="Most tokens of the answer, rounded up to whole canvases.",
+)  # fmt: skip
+@with_options(ACTIVATIONS, GPU_MEMORY)
+@click.option(
+    "--plain", is_flag=True,
+    help="Write finished canvases and draw none, as it also does where stderr is a pipe.",
+)  # fmt: skip
+def generate(
+    checkpoint: str,
+    prompt: str,
+    activations: "ActivationMode | None",
+    gpu_memory: float | None,
+    plain: bool,
+    **options: Any,
+) -> None:
+    """Answer one prompt and show the canvas denoise: quantize generate CHECKPOINT "prompt".
+
+    CHECKPOINT is a folder or a Hub id, BF16 or quantized; `bundled` is the model that ships. The
+    answer goes to stdout, thoughts to stderr; with --plain each canvas as it is finished.
+    """
+    from quantize.checkpoints.reader import resolve
+    from quantize.cli.canvas_view import watch
+    from quantize.host.processes import best_device
+    from quantize.runtime import Placement
+
+    where = Placement(best_device(), gpu_memory, activations)
+    plain = plain or not sys.stderr.isatty()
+    write = partial(click.echo, nl=False)
+    watch(resolve(checkpoint), prompt, where=where, plain=plain, write=write, **options)
+
+
+@click.command()
+@click.argument("checkpoint", required=False)
+@click.option(
+    "--random-weights", "random", metavar="MIX",
+    help="Random weights of the exact 26B shape instead: bf16, fp8, int8, nvfp4 or nvfp4_fp8.",
+)  # fmt: skip
+@click.option(
+    "--steps", multiple=True, default=("16",), show_default=True, metavar="N|adaptive",
+    help="Denoising steps of a canvas: fixed, or as the checkpoint stops. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--batch", "batches", multiple=True, type=click.IntRange(1, 64), default=(1,),
+    show_default=True, help="Canvases denoised together. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--context", type=click.IntRange(1), default=1024, show_default=True,
+    help="Tokens before each canvas.",
+)  # fmt: skip
+@click.option(
+    "--canvases", type=click.IntRange(1), default=5, show_default=True,
+    help="Canvases measured for each row; the median counts.",
+)  # fmt: skip
+@click.option(
+    "--experts-hit", type=click.IntRange(8, 128),
+    help="With random weights: number of experts that tokens are routed to.",
+)  # fmt: skip
+@click.option(
+    "--autoregressive", is_flag=True,
+    help="Measure the same weights one token a forward too, as a model without canvases writes.",
+)  # fmt: skip
+@HOURLY_PRICE
+@click.option(
+    "--stops", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+    help="JSON list of steps that canvases take in adaptive rows, in turns, in place of their own.",
+)  # fmt: skip
+@with_options(ACTIVATIONS, GPU_MEMORY)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def bench(
+    checkpoint: str | None,
+    activations: "ActivationMode | None",
+    gpu_memory: float | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Measure how fast a checkpoint denoises on this GPU, and how far from the floor.
+
+    CHECKPOINT is a folder or a Hub id; leave it out with --random-weights. Shows ms per forward and
+    per canvas, tokens/s, tokens a joule, the clock and how often the power limit held it down (where
+    the driver tells), time to the first canvas, memory, and where a step's time goes.
+
+    \b
+      quantize bench outputs/nvfp4-3f2a91c/checkpoint --steps 10 --steps adaptive --batch 1 --batch 4
+      quantize bench --random-weights nvfp4 --batch 1 --batch 4 --autoregressive --hourly-price 3
+    """
+    from rich.console import Console
+
+    from quantize.bench.speed import bench as measure
+    from quantize.bench.speed import tables, to_json
+    from quantize.checkpoints.reader import known_config, resolve
+    from quantize.runtime import Placement
+
+    if (checkpoint is None) == (options["random"] is None):
+        raise click.UsageError("name a CHECKPOINT, or a mix of --random-weights")
+    folder = None if checkpoint is None else resolve(checkpoint)
+    place = Placement("cuda", gpu_memory, activations)
+    result = measure(folder, config=known_config(REAL_MODEL), place=place, **options)
+    if as_json:
+        click.echo(to_json(result))
+    else:
+        Console().print(*tables(result))
+
+
+@click.command()
+@click.option(
+    "--only", default="", metavar="REGEX",
+    help="Tune only products whose key matches, such as linear/fp8/4096x2816 M=256.",
+)  # fmt: skip
+def tune(only: str) -> None:
+    """Measure the kernels' launch configurations on this GPU and keep the fastest.
+
+    Every product of the 26B model is timed with every candidate, at 64 to 8,192 tokens (up to 64
+    canvases together); those at 64, 256 and 1,024 take about two minutes on an H200. The table goes
+    into the user's cache folder, and generate, bench, serve and every stage launch by it from then on.
+    Says how much each product gained.
+    """
+    from rich.console import Console
+
+    from quantize.bench.tune import gains_table, tune_gpu
+
+    Console().print(gains_table(tune_gpu(only)))
+
+
+@click.command()
+@CHECKPOINT
+@click.option("--to", "format_", type=click.Choice(["gguf"]), required=True, help="Format of OUT.")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--type", "kept_as", type=click.Choice(["bf16", "q8_0"]), default="bf16", show_default=True,
+    help="Type of the matrices that the checkpoint holds in BF16.",
+)  # fmt: skip
+def export(checkpoint: str, format_: str, out: Path, kept_as: str) -> None:
+    """Write a checkpoint in another format: quantize export CHECKPOINT --to gguf OUT.gguf
+
+    CHECKPOINT is a run, a folder or a Hub id, BF16 or quantized to NVFP4; `bundled` is the model that
+    ships. GGUF is for llama.cpp: text only, tokenizer and chat template inside (docs/exports.md).
+    Interrupted? The same command goes on.
+    """
+    from quantize.checkpoints.reader import Checkpoint, resolve
+    from quantize.exports.gguf_file import export_gguf
+    from quantize.host.progress import say
+    from quantize.runs.folder import RunDir
+
+    run = RunDir(Path(checkpoint))
+    source = run.checkpoint if run.manifest_json.is_file() else None
+    folder = source or resolve(checkpoint)
+    done = export_gguf(
+        Checkpoint.open(folder),
+        out,
+        name=served_name(str(folder) if source else checkpoint, folder),
+        kept_as="Q8_0" if kept_as == "q8_0" else "BF16",
+    )
+    types = ", ".join(f"{count} {kind}" for kind, count in done.types.items())
+    say(f"{out}: {done.bytes_out:,} bytes ({types}) from {done.bytes_in:,}; no vision tower")

@@ -1,0 +1,211 @@
+"""What a report says, described once: `render` shows it in Markdown and on a page.
+
+Everything comes from report.json.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantize.reports.headline import chosen_point, point_rows, published_rows, published_speed
+from quantize.reports.provenance import made_lines, scored_with, stage_rows
+from quantize.reports.questions import QUESTION_COLUMNS, question_counts, question_row
+from quantize.reports.table import health_rows, score_table
+
+Content = Mapping[str, Any]  # report.json
+SHOWN = 20  # questions of a task that report.md lists
+FIDELITY = {  # key in fidelity.json -> its name in the report
+    "kl_nats": "KL, nats",
+    "top1_agreement": "top-1 agreement",
+    "acceptance_jaccard": "acceptance, Jaccard",
+    "commit_agreement": "commit agreement",
+}
+BUNDLED_NOTE = (
+    "This is the small model that ships with quantize, trained on word problems. It is not Google's "
+    "26B checkpoint, and nothing here is a claim about that one."
+)
+JUDGED = {  # estimand -> what is judged, and what is not
+    "these_questions": (
+        "Judged: the loss on these questions, the benchmark as it stands; chance is in the answers."
+    ),
+    "such_questions": (
+        "Judged: the loss on questions like these, of which they are a sample; chance is in the "
+        "questions."
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report; one without sentences and rows is left out.
+
+    Attributes:
+        title: its heading.
+        columns: headings of its table.
+        rows: cells of its table, as text.
+        lines: sentences before the table.
+        notes: sentences behind it.
+        plots: names of the plots (`charts`) that the page shows before the table.
+    """
+
+    title: str
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    lines: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    plots: Sequence[str] = ()
+
+
+def head(content: Content) -> list[str]:
+    """Return the verdict's reason, what was judged, and on which model."""
+    verdict, model = content["verdict"], content["model"]
+    about = BUNDLED_NOTE if model["bundled"] else f"Model: {model['model']}"
+    return [verdict["reason"], JUDGED[verdict["estimand"]], about]
+
+
+def sections(content: Content) -> list[Section]:
+    """Return the parts of a report, the questions that differ apart."""
+    tasks, fidelity = content["tasks"], content["fidelity"]
+    scored = [*tasks, *content["noise_floor"]]
+    columns, rows = score_table(scored, content["verdict"]["estimand"])
+    for task, cells in zip(scored, rows, strict=True):
+        cells[0] += " (gated)" if task.get("gated") else ""
+    found = [
+        Section("Recovery", columns, rows, (), looks_lines(content), ("difference", "steps")),
+        Section(
+            "Operating points",
+            ("operating point", "activations", "settings", "tokens a forward", "p", "outcome"),
+            point_rows(content), (chosen_point(content),), (), ("points",),
+        ),
+        Section(
+            "Health of answers",
+            ("task", "answers", "BF16", "quantized", "difference", "allowed", "judged"),
+            health_rows(tasks),
+        ),
+        Section(
+            "Published figures beside these",
+            ("published", "by", "BF16", "FP8", "NVFP4", "BF16 here", "quantized here",
+             "published BF16"),
+            published_rows(content), (), published_speed(content),
+        ),
+        fidelity_section(fidelity) if fidelity else Section("Fidelity"),
+        _by_entropy(fidelity) if fidelity else Section("Where BF16 is unsure"),
+        Section(
+            "Error of the weights", ("class", "tensors", "mean |W-W'|/|W|", "largest", "where"),
+            [
+                (e["class"], str(e["tensors"]), f"{e['mean']:.4f}", f"{e['largest']:.4f}", e["where"])
+                for e in content["error"]
+            ],
+            plots=("error", "size"),
+        ),
+        Section("Expert coverage", lines=_coverage(content["coverage"]), plots=("coverage",)),
+        Section(
+            "Verification", ("check", "looked at", "result"),
+            [
+                (c["name"], f"{c['looked_at']:,}",
+                 "passed" if c["passed"] else "; ".join(c["faults"]) or "looked at nothing")
+                for c in content["verification"]["checks"]
+            ],
+        ),
+        Section(
+            "Made with",
+            ("stage", "seconds", "in all tries", "peak memory", "peak GPU memory", "GPU", "ended"),
+            stage_rows(content["stages"]), (*_machine(content), *made_lines(content)),
+        ),
+    ]  # fmt: skip
+    return [each for each in found if each.rows or each.lines]
+
+
+def question_sections(questions: Content) -> list[Section]:
+    """Return some questions a task that differ; report.html and report.json hold all of them."""
+    found: list[Section] = []
+    for task, each in questions.items():
+        rows = [question_row(entry) for entry in each["differ"]]
+        said = f"{question_counts(each['differ'])}."
+        said += f" The first {SHOWN} are listed." if len(rows) > SHOWN else ""
+        said += " Private: a hash is shown, no answer." if each["private"] else ""
+        title = f"Questions of {task} that differ"
+        found += [Section(title, QUESTION_COLUMNS, rows[:SHOWN], [said])] if rows else []
+    return found
+
+
+def looks_lines(content: Content) -> list[str]:
+    """Return sentences on what was not asked, since the verdict was certain, and not judged."""
+    lines = [
+        f"{task}: the verdict was certain after look {look['taken']} of {look['of']}; the rest was "
+        f"not asked. Its intervals are of what was asked, not widened for the looks."
+        for task, look in content["looks"].items()
+        if look["taken"] < look["of"]
+    ]
+    lines += [
+        f"{task}: not asked; the run's verdict was certain before." for task in content["not_asked"]
+    ]
+    limits = [task["max_step_inflation"] for task in content["tasks"] if task["gated"]]
+    if limits and not any(limits):
+        lines.append("Denoising steps were not judged: the recipe sets no max_step_inflation.")
+    return lines
+
+
+def fidelity_section(fidelity: Content) -> Section:
+    """Return the distance from BF16 of each replay, as fidelity.json holds it."""
+    limits, own = fidelity["max_kl_nats"], fidelity["own_conditioning"]
+    replays = [(mode, found, limits.get(mode)) for mode, found in fidelity["activations"].items()]
+    replays.append((f"{own['activations']}, own self-conditioning", own, None))
+    rows = [
+        (name, *(_mean(found[key]) for key in FIDELITY), "-" if limit is None else str(limit))
+        for name, found, limit in replays
+    ]
+    notes = [
+        f"{name}, KL by kind of prompt: {kinds}."
+        for name, found, _ in replays
+        if (kinds := kinds_text(found.get("by_kind", [])))
+    ]
+    columns = ("activations", *FIDELITY.values(), "KL limit")
+    lines = ["BF16's own trajectories, replayed: both models read the same canvas at every step."]
+    title = "Fidelity on replayed trajectories"
+    return Section(title, columns, rows, lines, notes, ("kl", "routing"))
+
+
+def kinds_text(kinds: Sequence[Content]) -> str:
+    """Return a replay's KL by kind of prompt, "" where there is one kind."""
+    each = [f"{k['kind']} {_mean(k['kl_nats'])} ({k['trajectories']} trajectories)" for k in kinds]
+    return "; ".join(each) if len(each) > 1 else ""
+
+
+def _by_entropy(fidelity: Content) -> Section:
+    rows = [
+        (mode, str(e["nats_from"]), f"{e['positions']:,}", f"{e['kl_nats']:.4f}",
+         f"{e['top1_agreement']:.4f}")
+        for mode, found in fidelity["activations"].items()
+        for e in found["by_entropy"]
+    ]  # fmt: skip
+    columns = ("activations", "nats from", "positions", "KL, nats", "top-1 agreement")
+    lines = ["Positions by BF16's own entropy."]
+    return Section("Where BF16 is unsure", columns, rows, lines)
+
+
+def _mean(entry: Content) -> str:
+    low, high = entry["interval"]
+    return f"{entry['mean']:.4f} [{low:.4f}, {high:.4f}]"
+
+
+def _coverage(coverage: Content | None) -> list[str]:
+    if coverage is None:
+        return []
+    fallbacks = coverage["fallbacks"]
+    named = f": {', '.join(fallbacks[:8])}{' ...' if len(fallbacks) > 8 else ''}" * bool(fallbacks)
+    return [
+        f"Tokens routed to each of {coverage['experts']} experts while calibrating: least "
+        f"{coverage['least_tokens']:,}, median {coverage['median_tokens']:,}, most "
+        f"{coverage['most_tokens']:,}. Fell back to their layer's maximum: {len(fallbacks)}{named}."
+    ]
+
+
+def _machine(content: Content) -> list[str]:
+    hardware = content["hardware"]
+    return [
+        ", ".join(f"{name} {version}" for name, version in content["versions"].items()),
+        f"{hardware['cpu']}, {hardware['cores']} cores; GPUs: {', '.join(hardware['gpus']) or 'none'}. "
+        f"Model fingerprint {content['model']['fingerprint']}.",
+        f"Scores: {'; '.join(scored_with(content['tasks']))}.",
+    ]
