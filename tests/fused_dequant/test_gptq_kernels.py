@@ -152,5 +152,6 @@ class TestOnTheKernels:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
-def test_the_kernels_in_the_interpreter() -> None:
-    assert passed_in_the_interpreter(__file__, "-k", "TestOnTheKernels") == 9
+def test_hessians_in_the_interpreter() -> None:
+    """Alone, for the matrix of CPUs; the others run with those of all kernels, in test_products."""
+    assert passed_in_the_interpreter(__file__, "-k", "hessians_are") == 3

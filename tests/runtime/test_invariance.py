@@ -58,7 +58,7 @@ def test_neighbours_slots_and_cores(artifact: str, request: pytest.FixtureReques
 def test_watched_passes_and_cores(tiny_checkpoint: Path) -> None:
     """What calibration records and adds up: tokens, rows and their sums."""
     found: list[tuple[list[list[int]], float, torch.Tensor]] = []
-    for count in (1, 2, 4):
+    for count in (1, 3):
         torch.set_num_threads(count)
         engine = open(tiny_checkpoint, device="cpu", capacity=5, max_context=400)
         sums = torch.zeros(2)
@@ -79,7 +79,7 @@ def test_watched_passes_and_cores(tiny_checkpoint: Path) -> None:
             made.append([s.tokens for s in samples])
         assert made[0] == made[1]
         found.append((made[0], *sums.tolist()))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def operands(scheme: str, experts: int) -> tuple[weights.Weight, weights.Weight]:
