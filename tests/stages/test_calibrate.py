@@ -306,10 +306,11 @@ def test_scales_are_those_of_llm_compressors_oneshot(source: Path) -> None:
     ours = input_scales(ranges, modules)
     theirs = oneshot_scales(source, quantization, denoise)
     assert ours.keys() == theirs.keys()
-    # The same maxima, of FP32 sums in another order: up to 1.3e-5 apart after all the passes. An input
-    # that is missed, the encoder's say, moves scales by percents.
+    # The same maxima, of FP32 sums in another order, which denoising carries on: up to 1.3e-4 apart on
+    # 22 settings of the CPU's libraries. An input that is missed, the encoder's say, moves scales by
+    # percents; they multiply block scales in e4m3, whose own rounding is up to 6 %.
     for module, scale in ours.items():
-        torch.testing.assert_close(scale, theirs[module], rtol=1e-4, atol=0)
+        torch.testing.assert_close(scale, theirs[module], rtol=1e-3, atol=0)
 
 
 def test_observers_keep_their_tensors_where_they_are() -> None:
