@@ -30,6 +30,7 @@ from typing import Any
 
 import click
 import torch
+from fused_dequant.canvas import random_tokens
 from modules_oracle.engine import ModelEngine
 from modules_oracle.inputs import watch_inputs
 from modules_oracle.passes import (
@@ -55,7 +56,6 @@ from quantize.host.progress import say
 from quantize.recipe.sections import Calibration
 from quantize.runtime import Sampler
 from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.noise import CounterNoise
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import Prompt, record_all
 from quantize.schemes.hessians import Hessians
@@ -122,11 +122,10 @@ def clean_text(model: Model, seed: int, budget: int, _: int) -> None:
 def random_canvas(model: Model, seed: int, budget: int, _: int) -> None:
     """Decode one random canvas behind each prompt, until `budget` is reached (within one sample)."""
     problems = shuffled(seed)
-    noise = CounterNoise(torch.arange(len(problems)) + (seed << 32))
     length, vocab = canvas_length(model), text_config(model).vocab_size
     for index, row in enumerate(problems):
         prefix = encode_prompts(model, [prompt_of(row, index % 2 == 1)])
-        canvas = noise.initial_canvas(0, torch.tensor([index]), length, vocab)
+        canvas = random_tokens(torch.tensor([index + (seed << 32)]), 0, length, vocab)
         decode_canvas(model, prefix, canvas.to(model.device), None)
         budget -= prefix.columns + length
         if budget <= 0:

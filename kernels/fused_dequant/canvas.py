@@ -1,7 +1,6 @@
 """Canvases in torch: their state, the noise of each (seed, canvas, step, position), a sampler's step.
 
-`operations.sample` and `accept` run it where there is no GPU, the runtime's engine over modules draws
-from the same functions, and `sampling` has the rules and the kernels.
+`operations.sample` and `accept` run it where there is no GPU; `sampling` has the rules and the kernels.
 """
 
 from collections.abc import Sequence
@@ -76,12 +75,14 @@ class CanvasState:
     accepted: torch.Tensor
 
     @classmethod
-    def begin(cls, canvas: torch.Tensor, seeds: torch.Tensor, stability: int) -> "CanvasState":
-        """Return the state before step 1 of canvas 0, whose tokens are `canvas` int64 [B, L]."""
+    def begin(
+        cls, canvas: torch.Tensor, seeds: torch.Tensor, stability: int, index: int = 0
+    ) -> "CanvasState":
+        """Return the state before step 1 of canvas `index`, whose tokens are `canvas` int64 [B, L]."""
         B, device = len(canvas), canvas.device
         return cls(
             seeds=seeds,
-            canvas_index=torch.zeros(B, dtype=torch.int64, device=device),
+            canvas_index=torch.full((B,), index, device=device),
             step=torch.ones(B, dtype=torch.int32, device=device),
             finished=torch.zeros(B, dtype=torch.bool, device=device),
             inverse_temperature=torch.zeros(canvas.shape, device=device),
@@ -90,6 +91,11 @@ class CanvasState:
             history=torch.full((stability, *canvas.shape), -1, device=device),
             accepted=torch.zeros(canvas.shape, dtype=torch.bool, device=device),
         )
+
+    def part(self, sequences: slice | torch.Tensor) -> "CanvasState":
+        """Return the state of some sequences: of a slice in the same memory, of indices a copy."""
+        own = {name: old[sequences] for name, old in vars(self).items() if name != "history"}
+        return CanvasState(history=self.history[:, sequences], **own)
 
 
 def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> Draw:
@@ -193,6 +199,13 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> torch.Tens
         )
         k0, k1 = (k0 + WEYL[0]) & MASK32, (k1 + WEYL[1]) & MASK32
     return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1)
+
+
+def random_tokens(
+    seeds: torch.Tensor, canvas: int | torch.Tensor, length: int, vocabulary: int
+) -> torch.Tensor:
+    """Return the uniformly drawn tokens int64 [B, length] that a canvas begins with."""
+    return (uniforms(seeds, canvas, 0, length)[..., 1] * vocabulary).long()
 
 
 def uniforms(

@@ -1,13 +1,13 @@
 """The denoising runtime: block-diffusion generation with counter-based noise.
 
-`open` returns the engine of a checkpoint; `noise` (addressed random numbers) -> `sampler` (one step's
-decisions on logits) -> an engine's passes -> canvases, batches, stopping.
+`open` returns the engine of a checkpoint; `sampler` has the settings of its steps; `batch` and `engine`
+drive it over whole answers.
 """
 
-from quantize.runtime.batch import generate
+from quantize.runtime.batch import StepRecord, generate
 from quantize.runtime.opening import open
 from quantize.runtime.placement import Placement, sized
 from quantize.runtime.sample import Sample
-from quantize.runtime.sampler import Sampler, StepRecord
+from quantize.runtime.sampler import Sampler
 
 __all__ = ["Placement", "Sample", "Sampler", "StepRecord", "generate", "open", "sized"]

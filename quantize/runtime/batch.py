@@ -6,24 +6,60 @@
 
 It drives an engine's `passes`, so every engine can be watched while it runs. `engine.complete` answers
 the same requests faster and shows less. Rows leave the computation as soon as they stop, within a
-canvas too: most of a batch's steps are run by its slowest rows. This needs noise with addresses
-(`noise="counter"`). With `noise="reference"` no row leaves before the last one stops, because
-transformers draws for all of them.
+canvas too: most of a batch's steps are run by its slowest rows.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from fused_dequant import Draw
+from fused_dequant import CanvasState
+from fused_dequant.canvas import random_tokens
 from torch import Tensor
 
 from quantize.errors import InputError
-from quantize.runtime.engine import BatchEngine, DrawingPasses, Passes, joined
+from quantize.runtime.engine import BatchEngine, DrawingPasses
 from quantize.runtime.images import Images
-from quantize.runtime.noise import CounterNoise, Noise, ReferenceNoise
 from quantize.runtime.sample import Sample, canvas_budgets
-from quantize.runtime.sampler import CanvasState, Sampler, StepRecord, denoise_step, look
+from quantize.runtime.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one denoising step did, for the rows that took part.
+
+    Attributes:
+        canvas: index of the canvas, from 0.
+        step: denoising step, from 1.
+        rows: B indices into the batch as it was given.
+        canvas_ids: [B, L] tokens the decoder read.
+        argmax: [B, L] most probable tokens.
+        accepted: [B, L] bool.
+        entropy: [B, L] nats, of the temperature-divided logits.
+        finished: [B] whether the row stops with this step by its own criterion.
+        ends: [B] whether it stops by that, or because this is the last step.
+    """
+
+    canvas: int
+    step: int
+    rows: list[int]
+    canvas_ids: Tensor
+    argmax: Tensor
+    accepted: Tensor
+    entropy: Tensor
+    finished: Tensor
+    ends: Tensor
+
+    @property
+    def mean_entropy(self) -> Tensor:
+        """Mean entropy of each row, [B] nats."""
+        return self.entropy.mean(-1)
+
+    def stopped(self) -> tuple[list[int], list[list[int]]]:
+        """Return the rows whose canvas ends with this step, and the tokens of each."""
+        places = self.ends.nonzero()[:, 0]
+        return [self.rows[i] for i in places.tolist()], self.argmax[places].tolist()
+
 
 OnStep = Callable[[StepRecord], None]
 
@@ -36,7 +72,6 @@ def generate(
     max_new_tokens: int,
     sampler: Sampler,
     on_step: OnStep | None = None,
-    noise: Literal["counter", "reference"] = "counter",
     images: Sequence[Images | None] | None = None,
 ) -> list[Sample]:
     """Generate one sample for each prompt, as one batch.
@@ -48,8 +83,6 @@ def generate(
         max_new_tokens: budget; as in transformers whole canvases are generated until it is reached.
         sampler: settings; its `max_new_tokens` is not read here.
         on_step: called after every denoising step.
-        noise: "counter" (addressed, see `noise.py`) or "reference" (transformers' stream, for parity
-            tests; the seeds are then ignored, torch's global generator counts).
         images: each prompt's images, which its image placeholders stand for; None for none.
 
     Raises:
@@ -60,102 +93,45 @@ def generate(
     budgets = canvas_budgets(
         prompts, max_new_tokens, sampler, engine.max_length, engine.canvas_length
     )
-    stream: Noise = (
-        ReferenceNoise()
-        if noise == "reference"
-        else CounterNoise(torch.tensor(seeds, dtype=torch.int64, device=engine.device))
-    )
     samples = [Sample() for _ in prompts]
     passes = engine.passes(prompts, images)
+    own_seeds = torch.tensor(seeds, dtype=torch.int64, device=passes.device)
     rows = list(range(len(prompts)))
     for canvas in range(max(budgets)):
-        argmax, steps = denoise_canvas(passes, rows, canvas, sampler, stream, on_step)
-        committed = argmax.clone()
-        for i, row in enumerate(rows):
-            sample = samples[row]
-            if not _is_done(sample, budgets[row]):
-                sample.commit(argmax[i].tolist(), int(steps[i]), sampler)
-                committed[i] = argmax.new_tensor(sample.committed[-1])
-            elif sampler.pad_token_id is not None:  # with reference noise finished rows go on
-                committed[i] = sampler.pad_token_id
-        running = [i for i, row in enumerate(rows) if not _is_done(samples[row], budgets[row])]
-        if not running:
+        for record in _denoise(passes, rows, own_seeds[rows], canvas, sampler):
+            for row, tokens in zip(*record.stopped(), strict=True):
+                samples[row].commit(tokens, record.step, sampler)
+            if on_step is not None:
+                on_step(record)
+        rows = [r for r in rows if samples[r].finish != "eos" and samples[r].canvases < budgets[r]]
+        if not rows:
             break
-        if stream.rows_may_leave:
-            rows, committed = [rows[i] for i in running], committed[running]
-        passes.encode(rows, committed)
+        committed = torch.tensor([samples[row].committed[-1] for row in rows])
+        passes.encode(rows, committed.to(passes.device))
     return samples
 
 
-def ended(record: StepRecord, sampler: Sampler) -> list[tuple[int, bool]]:
-    """Return, of each canvas that ends with a step, its tokens up to an EOS and whether it has one."""
-    last = record.step == sampler.max_denoising_steps
-    found: list[tuple[int, bool]] = []
-    for ids, finished in zip(record.argmax.tolist(), record.finished.tolist(), strict=True):
-        if finished or last:
-            end = next((i for i, token in enumerate(ids) if token in sampler.eos_token_ids), None)
-            found.append((len(ids) if end is None else end + 1, end is not None))
-    return found
-
-
-def _is_done(sample: Sample, budget: int) -> bool:
-    return sample.finish == "eos" or sample.canvases >= budget
-
-
-def denoise_canvas(
-    passes: Passes,
-    rows: list[int],
-    canvas: int,
-    sampler: Sampler,
-    noise: Noise,
-    on_step: OnStep | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Denoise one canvas of each row until all have stopped.
-
-    Args:
-        passes: the passes, which hold what the rows have encoded so far.
-        rows: [B] index of each row in the batch as it was given.
-        canvas: index of the canvas, from 0.
-        sampler: settings.
-        noise: random numbers.
-        on_step: called after every step.
-
-    Returns:
-        Committed canvases [B, L] and the number of steps each row took [B].
-    """
-    index = torch.tensor(rows, device=passes.device)
-    start = noise.initial_canvas(canvas, index, passes.canvas_length, passes.vocabulary)
-    state = CanvasState.begin(start, index, sampler)
-    committed = start.new_zeros(max(rows) + 1, passes.canvas_length)  # by index in the batch
-    steps = start.new_zeros(len(committed))
+def _denoise(
+    passes: DrawingPasses, rows: list[int], seeds: Tensor, canvas: int, sampler: Sampler
+) -> Iterator[StepRecord]:
+    """Take the steps of one canvas of each row; a row that stops takes part no more."""
+    noise = random_tokens(seeds, canvas, passes.canvas_length, passes.vocabulary)
+    state = CanvasState.begin(noise, seeds, sampler.stability_threshold, canvas)
+    conditioning, schedule = None, sampler.schedule(passes.device)
     for step in range(1, sampler.max_denoising_steps + 1):
-        seen, conditioning = _see(passes, state, canvas, step, sampler, noise)
-        running = ~state.finished
-        state, record = denoise_step(state, seen, conditioning, canvas, step, sampler)
-        committed[state.rows[running]] = state.argmax[running]
-        steps[state.rows[running]] = step
-        if on_step is not None:
-            on_step(record)
-        if state.finished.all():
+        read = state.canvas.clone()
+        decoded = passes.decode(rows, read, conditioning)
+        draw, conditioning = passes.draw(decoded, state, schedule)
+        sampler.decide(draw, state, schedule)
+        finished = state.finished.clone()
+        ends = finished if step < sampler.max_denoising_steps else torch.ones_like(finished)
+        yield StepRecord(
+            canvas, step, rows, read, draw.argmax, state.accepted.clone(), draw.entropy, finished,
+            ends,
+        )  # fmt: skip
+        running = (~ends).nonzero()[:, 0]
+        if len(running) == 0:
             break
-        if noise.rows_may_leave and state.finished.any():
-            state = state.select((~state.finished).nonzero()[:, 0])
-    return committed[index], steps[index]
-
-
-def _see(
-    passes: Passes, state: CanvasState, canvas: int, step: int, sampler: Sampler, noise: Noise
-) -> tuple[Draw, Tensor]:
-    """Decode, and draw piece by piece; return what was drawn, and the next conditioning."""
-    decoded = passes.decode(state.rows.tolist(), state.canvas, state.self_conditioning)
-    if isinstance(passes, DrawingPasses) and isinstance(noise, CounterNoise):
-        seeds, behind = noise.seeds[state.rows], noise.first[state.rows] + canvas
-        return passes.draw(decoded, seeds, behind, step, sampler)
-    temperature = sampler.temperature(step).to(passes.device)
-    looks: list[Draw] = []
-    conditioning: list[Tensor] = []
-    for piece in decoded.pieces():
-        logits = decoded.logits(piece)
-        looks.append(look(logits / temperature, canvas, step, state.rows[piece], noise))
-        conditioning.append(passes.condition(logits, temperature))
-    return Draw.join(looks), joined(conditioning)
+        if len(running) < len(rows):
+            rows = [rows[i] for i in running.tolist()]
+            state, conditioning = state.part(running), conditioning[running]

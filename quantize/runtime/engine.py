@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import torch
-from fused_dequant import Draw
+from fused_dequant import CanvasState, Draw
 from torch import Tensor
 
 from quantize.runtime.images import Images
@@ -104,21 +104,16 @@ class Passes(Protocol):
         ...
 
 
-@runtime_checkable
 class DrawingPasses(Passes, Protocol):
     """Passes that draw as the engine does when it denoises alone."""
 
-    def draw(
-        self, decoded: Decoded, seeds: Tensor, canvas: Tensor, step: int, sampler: Sampler
-    ) -> tuple[Draw, Tensor]:
-        """Return what denoising step `step` draws, and what the next is conditioned on.
+    def draw(self, decoded: Decoded, state: CanvasState, schedule: Tensor) -> tuple[Draw, Tensor]:
+        """Return what the step of `state` draws, and what the next is conditioned on.
 
         Args:
             decoded: from `decode`.
-            seeds: int64 [B].
-            canvas: int64 [B], the index of each canvas.
-            step: from 1.
-            sampler: its temperatures are read.
+            state: of the same canvases; it is only read.
+            schedule: temperatures of all steps, float32 [N].
         """
         ...
 
@@ -156,7 +151,7 @@ class BatchEngine(Protocol):
 
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
-    ) -> Passes:
+    ) -> DrawingPasses:
         """Encode `prompts`, at most `capacity`, as a batch whose passes the caller orders.
 
         No slot may be taken meanwhile.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from fused_dequant import Draw
 from torch import Tensor
 
 from quantize.errors import InputError
@@ -105,6 +106,7 @@ def put(known: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(known == FREE, tokens, known)
 
 
-def certain(known: Tensor, entropy: Tensor) -> Tensor:
-    """Return `entropy` with 0 where a token is known; both have one shape."""
-    return torch.where(known == FREE, entropy, 0.0)
+def holding(draw: Draw, pinned: Tensor) -> Draw:
+    """Return the draw with the tokens of `pinned` [B, L] put in, at entropy 0."""
+    entropy = torch.where(pinned == FREE, draw.entropy, 0.0)
+    return Draw(put(pinned, draw.sampled), draw.replacement, put(pinned, draw.argmax), entropy)

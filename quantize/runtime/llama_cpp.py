@@ -24,12 +24,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from fused_dequant import CanvasState, sample
+from fused_dequant.canvas import random_tokens
 from torch import Tensor
 
 from quantize.errors import InputError, ResourceError
-from quantize.runtime.noise import CounterNoise
 from quantize.runtime.sample import Sample, canvas_budgets
-from quantize.runtime.sampler import CanvasState, Sampler, decide
+from quantize.runtime.sampler import Sampler
 
 MAGIC = b"GGUF"
 FINGERPRINT = "quantize.fingerprint"  # the key that says which checkpoint a file was made from
@@ -112,29 +113,29 @@ class LlamaCpp:
         (budget,) = canvas_budgets(
             [prompt], max_new_tokens, sampler, MAX_LENGTH, self.canvas_length
         )
-        sample, tokens = Sample(), list(prompt)
-        while sample.finish != "eos" and sample.canvases < budget:
-            canvas, steps = self._canvas(tokens, seed, sample.canvases, sampler)
-            sample.commit(canvas, steps, sampler)
+        answer, tokens = Sample(), list(prompt)
+        while answer.finish != "eos" and answer.canvases < budget:
+            canvas, steps = self._canvas(tokens, seed, answer.canvases, sampler)
+            answer.commit(canvas, steps, sampler)
             tokens += canvas
-        return sample
+        return answer
 
     def _canvas(
         self, tokens: Sequence[int], seed: int, index: int, sampler: Sampler
     ) -> tuple[list[int], int]:
         """Denoise the sample's canvas `index` behind `tokens`; return it and the steps it took."""
-        row, noise = torch.zeros(1, dtype=torch.int64), CounterNoise(torch.tensor([seed]))
-        start = noise.initial_canvas(index, row, self.canvas_length, self.vocabulary)
-        state, step = CanvasState.begin(start, row, sampler), 0
+        seeds, schedule = torch.tensor([seed]), sampler.schedule()
+        noise = random_tokens(seeds, index, self.canvas_length, self.vocabulary)
+        state, step = CanvasState.begin(noise, seeds, sampler.stability_threshold, index), 0
         while step < sampler.max_denoising_steps and not state.finished.any():
-            step += 1
             logits = self.logits(
                 tokens,
                 state.canvas[0].tolist(),
-                conditioned=step > 1,
-                temperature=float(sampler.temperature(step)),
+                conditioned=step > 0,
+                temperature=float(schedule[step]),
             )
-            state, *_ = decide(state, logits[None], index, step, sampler, noise)
+            step += 1
+            sampler.decide(sample(logits[None], state, schedule), state, schedule)
         return state.argmax[0].tolist(), step
 
     def logits(

@@ -43,7 +43,7 @@ class Sample:
 
     def commit(self, canvas: list[int], steps: int, sampler: Sampler) -> None:
         """Append one finished canvas."""
-        end = next((i for i, t in enumerate(canvas) if t in sampler.eos_token_ids), None)
+        end = sampler.end_of(canvas)
         if end is not None:
             self.finish = "eos"
             if sampler.pad_token_id is not None:

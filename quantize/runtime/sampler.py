@@ -1,4 +1,4 @@
-"""The entropy-bound sampler: its settings and one denoising step's decisions, on logits alone.
+"""The entropy-bound sampler's settings; `fused_dequant.canvas` has the state of canvases and its steps.
 
 At step s = 1..N of a canvas, with n = N - s + 1 steps remaining (transformers counts down):
 
@@ -10,7 +10,7 @@ At step s = 1..N of a canvas, with n = N - s + 1 steps remaining (transformers c
 The row stops when a is unchanged over `stability_threshold` steps and mean(H) < confidence_threshold,
 and commits a, not y. The next step's self-conditioning is l: divided by the temperature.
 Entropy-bound acceptance: arXiv 2505.24857; the algorithm is that of transformers 5.17
-`generation_diffusion_gemma.py`. Every engine, calibration and fidelity share it.
+`generation_diffusion_gemma.py`.
 """
 
 import json
@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fused_dequant import Draw
-from fused_dequant.canvas import accepted, stopped, token_entropy
+from fused_dequant import CanvasState, Draw, accept
+from fused_dequant.canvas import accepted
 from torch import Tensor
 
 from quantize.errors import InputError
-from quantize.runtime.known_tokens import FREE, certain, put
-from quantize.runtime.noise import Noise
+from quantize.runtime.known_tokens import holding
 
 # Fields of generation_config.json that cannot change what this runtime returns.
 WITHOUT_EFFECT = frozenset(
@@ -124,6 +123,30 @@ class Sampler:
         remaining = self.max_denoising_steps - torch.as_tensor(step, dtype=torch.int32) + 1
         return self.t_min + (self.t_max - self.t_min) * (remaining / self.max_denoising_steps)
 
+    def schedule(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return the temperatures of all steps, float32 [N]."""
+        return self.temperature(torch.arange(1, self.max_denoising_steps + 1)).to(device)
+
+    def end_of(self, tokens: Sequence[int]) -> int | None:
+        """Return the position of the first EOS, None where there is none."""
+        return next((i for i, token in enumerate(tokens) if token in self.eos_token_ids), None)
+
+    def accepted(self, entropy: Tensor) -> Tensor:
+        """Return which positions a step accepts, bool [B, L], by their entropies in nats."""
+        return accepted(entropy, self.entropy_bound)
+
+    def decide(
+        self, draw: Draw, state: CanvasState, schedule: Tensor, pinned: Tensor | None = None
+    ) -> None:
+        """Write the state after a step that drew `draw`; `pinned` [B, L] stands whatever it drew.
+
+        Launches alone: it can be captured in a CUDA graph.
+        """
+        accept(
+            draw if pinned is None else holding(draw, pinned), state, schedule,
+            entropy_bound=self.entropy_bound, confidence_threshold=self.confidence_threshold,
+        )  # fmt: skip
+
 
 def _entropy_bound(config: Any) -> dict[str, Any]:
     """Read `sampler_config`, which transformers stores with the name of its class."""
@@ -137,196 +160,3 @@ def _entropy_bound(config: Any) -> dict[str, Any]:
             f"supported; only EntropyBoundSamplerConfig with entropy_bound is"
         )
     return {"entropy_bound": config["entropy_bound"]} if "entropy_bound" in config else {}
-
-
-@dataclass
-class CanvasState:
-    """Denoising state of the rows that still run on one canvas.
-
-    Attributes:
-        rows: [B] index of each row in the batch as it was given.
-        canvas: [B, L] token ids the decoder reads next.
-        argmax: [B, L] most probable tokens of the last step: what would be committed.
-        history: [stability_threshold, B, L] argmax of the steps before; -1 where there was none.
-        self_conditioning: [B, ...] what the next step is conditioned on, None at the first: the
-            temperature-divided logits [B, L, V], or what an engine's `condition` makes of them.
-        finished: [B] bool.
-        pinned: [B, L] token ids that stand whatever the model says, FREE elsewhere; None for none.
-    """
-
-    rows: Tensor
-    canvas: Tensor
-    argmax: Tensor
-    history: Tensor
-    self_conditioning: Tensor | None
-    finished: Tensor
-    pinned: Tensor | None = None
-
-    @classmethod
-    def begin(
-        cls, canvas: Tensor, rows: Tensor, sampler: Sampler, pinned: Tensor | None = None
-    ) -> "CanvasState":
-        """Return the state before the first step on `canvas` [B, L], which holds the pinned tokens."""
-        history = torch.full((sampler.stability_threshold, *canvas.shape), -1, device=canvas.device)
-        finished = torch.zeros(len(rows), dtype=torch.bool, device=canvas.device)
-        return cls(rows, canvas, canvas, history, None, finished, pinned)
-
-    @classmethod
-    def join(cls, states: Sequence["CanvasState"]) -> "CanvasState":
-        """Concatenate states that share settings, and renumber the rows.
-
-        A state without self-conditioning gets zeros for it.
-        """
-        given = [state.self_conditioning for state in states]
-        like = next((logits for logits in given if logits is not None), None)
-        filled = [
-            logits if logits is not None else like.new_zeros(len(state.rows), *like.shape[1:])
-            for logits, state in zip(given, states, strict=True)
-            if like is not None
-        ]
-        canvas = torch.cat([state.canvas for state in states])
-        return cls(
-            torch.arange(len(canvas), device=canvas.device),
-            canvas,
-            torch.cat([state.argmax for state in states]),
-            torch.cat([state.history for state in states], dim=1),
-            torch.cat(filled) if filled else None,
-            torch.cat([state.finished for state in states]),
-            cls._join_pinned(states),
-        )
-
-    @staticmethod
-    def _join_pinned(states: Sequence["CanvasState"]) -> Tensor | None:
-        if all(state.pinned is None for state in states):
-            return None
-        return torch.cat(
-            [
-                torch.full_like(state.canvas, FREE) if state.pinned is None else state.pinned
-                for state in states
-            ]
-        )
-
-    def select(self, keep: Tensor) -> "CanvasState":
-        """Return the state of the rows `keep` (indices into this state)."""
-        conditioning = None if self.self_conditioning is None else self.self_conditioning[keep]
-        return CanvasState(
-            self.rows[keep],
-            self.canvas[keep],
-            self.argmax[keep],
-            self.history[:, keep],
-            conditioning,
-            self.finished[keep],
-            None if self.pinned is None else self.pinned[keep],
-        )
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What one denoising step did, for the rows that took part.
-
-    Attributes:
-        canvas: index of the canvas, from 0.
-        step: denoising step, from 1.
-        rows: [B] indices into the batch as it was given.
-        canvas_ids: [B, L] tokens the decoder read.
-        argmax: [B, L] most probable tokens.
-        accepted: [B, L] bool.
-        entropy: [B, L] nats, of the temperature-divided logits.
-        finished: [B] whether the row stops with this step by its own criterion.
-    """
-
-    canvas: int
-    step: int
-    rows: Tensor
-    canvas_ids: Tensor
-    argmax: Tensor
-    accepted: Tensor
-    entropy: Tensor
-    finished: Tensor
-
-    @property
-    def mean_entropy(self) -> Tensor:
-        """Mean entropy of each row, [B] nats."""
-        return self.entropy.mean(-1)
-
-
-def holding(draw: Draw, pinned: Tensor) -> Draw:
-    """Return the draw with the tokens of `pinned` [B, L] put in, at entropy 0."""
-    return Draw(
-        put(pinned, draw.sampled), draw.replacement, put(pinned, draw.argmax),
-        certain(pinned, draw.entropy),
-    )  # fmt: skip
-
-
-def look(scaled: Tensor, canvas: int, step: int | Tensor, rows: Tensor, noise: Noise) -> Draw:
-    """Draw from `scaled` = logits / T, [B, L, V] float32, of the batch's `rows`."""
-    sampled, replacement = noise.draw(scaled.softmax(-1), canvas, step, rows)
-    return Draw(sampled, replacement, scaled.argmax(-1), token_entropy(scaled))
-
-
-def denoise_step(
-    state: CanvasState,
-    seen: Draw,
-    conditioning: Tensor,
-    canvas: int,
-    step: int,
-    sampler: Sampler,
-) -> tuple[CanvasState, StepRecord]:
-    """Decide denoising step `step` of all rows; return the state after it, and its record."""
-    after, taken = advance(state, seen, conditioning, sampler)
-    entropy = seen.entropy
-    finished = after.finished & ~state.finished
-    record = StepRecord(
-        canvas, step, state.rows, state.canvas, after.argmax, taken, entropy, finished
-    )
-    return after, record
-
-
-def decide(
-    state: CanvasState,
-    logits: Tensor,
-    canvas: int,
-    step: int | Tensor,
-    sampler: Sampler,
-    noise: Noise,
-) -> tuple[CanvasState, Tensor, Tensor]:
-    """Decide one denoising step.
-
-    Args:
-        state: the state whose `canvas` the decoder has just read.
-        logits: [B, L, V] float32, soft-capped, not divided by the temperature.
-        canvas: index of the canvas, from 0.
-        step: denoising step, from 1; [B] when each row is at its own.
-        sampler: settings.
-        noise: source of the random numbers.
-
-    Returns:
-        The state after the step, what was accepted [B, L] bool, and the entropy [B, L] in nats.
-    """
-    scaled = logits / sampler.temperature(step).to(logits.device).view(-1, 1, 1)
-    seen = look(scaled, canvas, step, state.rows, noise)
-    after, taken = advance(state, seen, scaled, sampler)
-    return after, taken, seen.entropy
-
-
-def advance(
-    state: CanvasState, seen: Draw, conditioning: Tensor, sampler: Sampler
-) -> tuple[CanvasState, Tensor]:
-    """Return the state after a step, and what was accepted [B, L] bool.
-
-    `conditioning` [B, ...] is what the next step is conditioned on: the state carries it.
-    """
-    if state.pinned is not None:
-        seen = holding(seen, state.pinned)
-    taken = accepted(seen.entropy, sampler.entropy_bound)
-    finished = stopped(state.history, seen.argmax, seen.entropy, sampler.confidence_threshold)
-    after = CanvasState(
-        state.rows,
-        torch.where(taken, seen.sampled, seen.replacement),
-        seen.argmax,
-        torch.cat([state.history, seen.argmax[None]])[1:],
-        conditioning,
-        state.finished | finished,
-        state.pinned,
-    )
-    return after, taken

@@ -28,10 +28,10 @@ from quantize.host.files import read_json, write_json
 from quantize.host.processes import ALONE, Processes
 from quantize.host.progress import metered
 from quantize.recipe.sections import Calibration
-from quantize.runtime.batch import OnStep, ended, generate
+from quantize.runtime.batch import OnStep, StepRecord, generate
 from quantize.runtime.engine import BatchEngine, Engine
 from quantize.runtime.images import Images
-from quantize.runtime.sampler import Sampler, StepRecord
+from quantize.runtime.sampler import Sampler
 
 Watching = Callable[[BatchEngine, int], AbstractContextManager[OnStep]]
 TENSORS, INDEX = "trajectories.safetensors", "trajectories.json"
@@ -89,7 +89,7 @@ def record(
     read: dict[tuple[int, int], list[Tensor]] = {}
 
     def remember(step: StepRecord) -> None:
-        for row, ids in zip(step.rows.tolist(), step.canvas_ids.cpu(), strict=True):
+        for row, ids in zip(step.rows, step.canvas_ids.cpu(), strict=True):
             read.setdefault((row, step.canvas), []).append(ids)
         if on_step is not None:
             on_step(step)
@@ -156,7 +156,9 @@ def record_all(
             with watched as on_step:
 
                 def count(step: StepRecord) -> None:
-                    meter.announce(0, sum(tokens for tokens, _ in ended(step, sampler)))
+                    for ids in step.stopped()[1]:
+                        end = sampler.end_of(ids)
+                        meter.announce(0, len(ids) if end is None else end + 1)
                     on_step(step)
 
                 found = record(

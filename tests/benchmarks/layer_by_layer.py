@@ -116,7 +116,7 @@ class Events:
 
 def instrumented(clock: Clock, parts: dict[str, Events]) -> None:
     """Wrap what the stages are made of; `parts` gets what is timed on the device."""
-    from quantize.runtime import batch
+    from quantize.runtime import Sampler
     from quantize.runtime.fused import layer_by_layer, recording, shuttle, streaming, transfer
     from quantize.runtime.fused.batch import FusedPasses
     from quantize.runtime.fused.text_stack import FusedModel
@@ -140,8 +140,8 @@ def instrumented(clock: Clock, parts: dict[str, Events]) -> None:
     timed("Hessians", Hessians, "see", "mean")
     timed("passes of the decoder", FusedPasses, "decode")
     timed("passes of the encoder", FusedPasses, "_encode")
-    timed("sampler and conditioning", batch, "look", "denoise_step")
-    timed("sampler and conditioning", FusedPasses, "condition")
+    timed("sampler and conditioning", FusedPasses, "draw")
+    timed("sampler and conditioning", Sampler, "decide")
     timed("factors", gptq, "_factored")
     timed("GPTQ from left to right", gptq, "_spread_errors")
     timed("coordinate descent", gptq, "_descend")

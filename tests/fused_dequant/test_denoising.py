@@ -1,4 +1,4 @@
-"""The GPU's sampler against plain numbers and against the runtime's sampler, on a GPU or interpreted.
+"""The GPU's sampler against plain numbers and against torch's, on a GPU or interpreted.
 
 `test_every_kernel_in_the_interpreter` runs this file in a process of its own with the interpreter on.
 """
@@ -6,31 +6,17 @@
 import fused_dequant as fd
 import pytest
 import torch
-from fused_dequant import CanvasState, Draw, canvas
+from fused_dequant import CanvasState, canvas
 from fused_dequant.canvas import uniforms
 from kernels_support.device import DEVICE, INTERPRETED, MARKS
 from kernels_support.draws import assert_drawn, begin
 
-from quantize.runtime import noise, sampler
+from quantize.runtime import Sampler
 
 pytestmark = MARKS
-SETTINGS = sampler.Sampler(
+SETTINGS = Sampler(
     max_denoising_steps=12, entropy_bound=2.0, stability_threshold=2, confidence_threshold=0.3
 )
-
-
-def schedule(settings: sampler.Sampler) -> torch.Tensor:
-    steps = range(1, settings.max_denoising_steps + 1)
-    return torch.stack([settings.temperature(step) for step in steps]).to(DEVICE)
-
-
-def accept(
-    draw: Draw, state: CanvasState, temperatures: torch.Tensor, settings: sampler.Sampler
-) -> None:
-    fd.accept(
-        draw, state, temperatures, entropy_bound=settings.entropy_bound,
-        confidence_threshold=settings.confidence_threshold,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,7 +25,7 @@ def accept(
 )
 def test_draws_are_those_of_the_distribution(dtype: torch.dtype, B: int, L: int, V: int) -> None:
     """Positions from flat to one-hot, and one whose mass is all in the last tokens."""
-    temperatures = schedule(SETTINGS)
+    temperatures = SETTINGS.schedule(DEVICE)
     state = begin(B, L, V)
     state.step.copy_(torch.tensor([4, 9, 1, 1][:B]))
     state.canvas_index.fill_(2)
@@ -76,18 +62,15 @@ def test_noise_has_the_bits_of_the_runtime() -> None:
 
 def test_the_operations_on_a_cpu_give_what_the_kernels_give() -> None:
     """Kernels and torch make the same state in each of 3 steps."""
-    temperatures, first = schedule(SETTINGS), begin(2, 6, 100, 2)
+    temperatures, first = SETTINGS.schedule(DEVICE), begin(2, 6, 100, 2)
     states = [
         CanvasState(**{k: v.to(d).clone() for k, v in vars(first).items()}) for d in (DEVICE, "cpu")
     ]
     for step in range(3):
         logits = torch.randn(2, 6, 100, device=DEVICE) * 8
-        accept(fd.sample(logits, states[0], temperatures), states[0], temperatures, SETTINGS)
+        SETTINGS.decide(fd.sample(logits, states[0], temperatures), states[0], temperatures)
         draw = canvas.sample(logits.cpu(), states[1], temperatures.cpu())
-        canvas.accept(
-            draw, states[1], temperatures.cpu(), entropy_bound=SETTINGS.entropy_bound,
-            confidence_threshold=SETTINGS.confidence_threshold,
-        )  # fmt: skip
+        SETTINGS.decide(draw, states[1], temperatures.cpu())
         for name, expected in vars(states[1]).items():
             ours = getattr(states[0], name).cpu()
             torch.testing.assert_close(
@@ -99,7 +82,7 @@ def test_the_operations_on_a_cpu_give_what_the_kernels_give() -> None:
 
 
 def test_ties_and_damage() -> None:
-    temperatures = schedule(SETTINGS)
+    temperatures = SETTINGS.schedule(DEVICE)
     state = begin(1, 4, 20000)
     logits = torch.randn(1, 4, 20000, device=DEVICE)
     logits[0, 0, [7, 9000, 19999]] = 25.0
@@ -110,26 +93,26 @@ def test_ties_and_damage() -> None:
     assert draw.entropy[0].isnan().tolist() == [False, True, True, False]
     for tokens in (draw.sampled, draw.argmax, draw.replacement):
         assert ((tokens >= 0) & (tokens < 20000)).all()
-    accept(draw, state, temperatures, SETTINGS)
+    SETTINGS.decide(draw, state, temperatures)
     assert not state.accepted[0, 1:3].any()
     assert not state.finished.any()
 
 
 @pytest.mark.parametrize("stability", [0, 2] if INTERPRETED else [0, 1, 2])
 def test_a_whole_canvas_follows_the_runtime(stability: int) -> None:
-    """All steps of three sequences, one of which stops early: states and sets of `sampler.decide`."""
+    """All steps of three sequences, one of which stops early: each state is torch's of it alone."""
     torch.manual_seed(stability)
-    settings = sampler.Sampler(
+    settings = Sampler(
         max_denoising_steps=5, entropy_bound=4.0, stability_threshold=stability,
         confidence_threshold=1e-3,
     )  # fmt: skip
     B, L, V = 3, 10 if INTERPRETED else 24, 200
-    temperatures, state = schedule(settings), begin(B, L, V, stability)
+    temperatures, state = settings.schedule(DEVICE), begin(B, L, V, stability)
     initial = state.canvas.clone()
     rows = [
-        sampler.CanvasState.begin(initial[b : b + 1], torch.tensor([b]), settings) for b in range(B)
+        CanvasState.begin(initial[b : b + 1].cpu(), state.seeds[b : b + 1].cpu(), stability)
+        for b in range(B)
     ]
-    draws = noise.CounterNoise(state.seeds)
     base = torch.randn(B, L, V, device=DEVICE) * torch.linspace(1, 40, L, device=DEVICE)[:, None]
     base[1].scatter_(-1, base[1].argmax(-1, keepdim=True), 300.0)  # certain from the start
     base[2, 5:9] = base[2, 5:9].roll(3, -1)
@@ -138,33 +121,31 @@ def test_a_whole_canvas_follows_the_runtime(stability: int) -> None:
         logits = base.clone()
         if step <= 2:
             logits[2] = logits[2].roll(step, -1)  # the third sequence is not stable at first
-        accept(fd.sample(logits, state, temperatures), state, temperatures, settings)
+        settings.decide(fd.sample(logits, state, temperatures), state, temperatures)
         for b in range(B):
             if rows[b].finished.any():
                 continue
-            rows[b], accepted, _ = sampler.decide(
-                rows[b], logits[b : b + 1], 0, step, settings, draws
-            )
-            assert torch.equal(state.accepted[b], accepted[0]), (step, b)
-            assert torch.equal(state.canvas[b], rows[b].canvas[0]), (step, b)
-            expected = 1 / settings.temperature(step).expand(L)
-            torch.testing.assert_close(state.inverse_temperature[b].cpu(), expected)
-            accepted_somewhere += int(accepted.sum())
+            draw = canvas.sample(logits[b : b + 1].cpu(), rows[b], temperatures.cpu())
+            settings.decide(draw, rows[b], temperatures.cpu())
+            accepted_somewhere += int(rows[b].accepted.sum())
         for b in range(B):
-            assert torch.equal(state.argmax[b], rows[b].argmax[0])
-            assert torch.equal(state.history[:, b], rows[b].history[:, 0])
-            assert bool(state.finished[b]) == bool(rows[b].finished[0])
+            for name in ("accepted", "canvas", "argmax", "finished", "step"):
+                own, alone = getattr(state, name)[b].cpu(), getattr(rows[b], name)[0]
+                assert torch.equal(own, alone), (step, b, name)
+            assert torch.equal(state.history[:, b].cpu(), rows[b].history[:, 0])
+            sharpness = state.inverse_temperature[b].cpu(), rows[b].inverse_temperature[0]
+            torch.testing.assert_close(*sharpness)
     assert 0 < accepted_somewhere < 5 * B * L
     assert state.finished.tolist()[:2] == [False, True]
     assert state.step.tolist()[:2] == [6, 2 + stability]
 
 
 def test_a_sequence_past_its_last_step_is_left() -> None:
-    temperatures, state = schedule(SETTINGS), begin(2, 6, 50, 1)
+    temperatures, state = SETTINGS.schedule(DEVICE), begin(2, 6, 50, 1)
     state.step.copy_(torch.tensor([13, 12]))
     before = {name: getattr(state, name).clone() for name in ("canvas", "argmax", "history")}
     logits = torch.randn(2, 6, 50, device=DEVICE)
-    accept(fd.sample(logits, state, temperatures), state, temperatures, SETTINGS)
+    SETTINGS.decide(fd.sample(logits, state, temperatures), state, temperatures)
     for name, old in before.items():
         new = getattr(state, name)
         rows = (new[:, 0], old[:, 0]) if name == "history" else (new[0], old[0])
@@ -181,7 +162,7 @@ def test_frequencies_on_fixed_logits() -> None:
     row = torch.full((V,), -float("inf"), device=DEVICE)
     row[tokens] = torch.linspace(-0.7, 0.7, 8, device=DEVICE)
     B, L, steps = 4, 256, 12
-    temperatures, state = schedule(SETTINGS), begin(B, L, V)
+    temperatures, state = SETTINGS.schedule(DEVICE), begin(B, L, V)
     temperatures.fill_(0.7)
     expected = (row[tokens].double() / 0.7).softmax(-1).cpu() * B * L * steps
     counts = torch.zeros(V, dtype=torch.long)
@@ -197,7 +178,7 @@ def test_frequencies_on_fixed_logits() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="CUDA graphs need a GPU")
 def test_one_graph_replays_every_step() -> None:
-    temperatures = schedule(SETTINGS)
+    temperatures = SETTINGS.schedule(DEVICE)
     logits = (torch.randn(2, 256, 4096, device=DEVICE) * 20).to(torch.bfloat16)
     states = [begin(2, 256, 4096, 2) for _ in range(2)]
     for name in ("canvas", "argmax"):

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from modules_oracle.engine import ModelEngine
+from modules_oracle.engine import ModelEngine, generate_as_heard
+from modules_oracle.noise import Heard, heard
 from modules_oracle.passes import decode_canvas, encode_prompts, encode_tokens
 from tiny import CANVAS, VOCAB, tiny_model
 from transformers import DiffusionGemmaForBlockDiffusion
@@ -40,26 +41,28 @@ def transformers_generate(
     canvases: int,
     s: Sampler,
     **images: torch.Tensor,
-) -> tuple[list[list[int]], list[float]]:
+) -> tuple[list[list[int]], list[float], Heard]:
+    """Its new tokens, tokens a forward and what it drew."""
     from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
         EntropyBoundSamplerConfig,
     )
 
-    output = model.generate(
-        torch.tensor(prompts),
-        max_new_tokens=canvases * CANVAS,
-        max_denoising_steps=s.max_denoising_steps,
-        sampler_config=EntropyBoundSamplerConfig(entropy_bound=s.entropy_bound),
-        t_min=s.t_min,
-        t_max=s.t_max,
-        stability_threshold=s.stability_threshold,
-        confidence_threshold=s.confidence_threshold,
-        eos_token_id=list(s.eos_token_ids) or None,
-        pad_token_id=s.pad_token_id,
-        **images,
-    )
+    with heard(len(prompts)) as noise:
+        output = model.generate(
+            torch.tensor(prompts),
+            max_new_tokens=canvases * CANVAS,
+            max_denoising_steps=s.max_denoising_steps,
+            sampler_config=EntropyBoundSamplerConfig(entropy_bound=s.entropy_bound),
+            t_min=s.t_min,
+            t_max=s.t_max,
+            stability_threshold=s.stability_threshold,
+            confidence_threshold=s.confidence_threshold,
+            eos_token_id=list(s.eos_token_ids) or None,
+            pad_token_id=s.pad_token_id,
+            **images,
+        )
     new = output.sequences[:, len(prompts[0]) :].tolist()
-    return new, output.tokens_per_forward.tolist()
+    return new, output.tokens_per_forward.tolist(), noise
 
 
 def flat(sample: Sample) -> list[int]:
@@ -80,13 +83,10 @@ def test_reference_noise_gives_the_tokens_of_transformers(
             break
         prompts = random_prompts([length] * batch, seed)
         torch.manual_seed(seed)
-        expected, per_forward = transformers_generate(model, prompts, canvases, STOPPING)
-        torch.manual_seed(seed)
-        got = generate(
-            ModelEngine(model), prompts, [0] * batch, max_new_tokens=canvases * CANVAS,
-            sampler=STOPPING,
-            noise="reference",
-        )  # fmt: skip
+        expected, per_forward, noise = transformers_generate(model, prompts, canvases, STOPPING)
+        got = generate_as_heard(
+            model, prompts, noise, max_new_tokens=canvases * CANVAS, sampler=STOPPING
+        )
         for row, sample in enumerate(got):
             width = len(flat(sample))
             assert flat(sample) == expected[row][:width]
@@ -96,10 +96,10 @@ def test_reference_noise_gives_the_tokens_of_transformers(
     assert stopped_early > 0  # else the stop rule was not exercised
 
 
-def test_finished_rows_go_on_drawing_as_in_transformers(
+def test_rows_that_left_change_nothing_for_the_others(
     model: DiffusionGemmaForBlockDiffusion,
 ) -> None:
-    """They re-read padding, and how long they take to stop shifts every later random number."""
+    """In transformers they stay, re-read padding and draw until the last row has stopped."""
     often = replace(STOPPING, eos_token_ids=tuple(range(1, 8)), confidence_threshold=4.6)
     finished_before_others = 0
     for seed in range(6):
@@ -107,16 +107,8 @@ def test_finished_rows_go_on_drawing_as_in_transformers(
             break
         prompts = random_prompts([20] * 3, seed)
         torch.manual_seed(seed)
-        expected, _ = transformers_generate(model, prompts, 6, often)
-        torch.manual_seed(seed)
-        got = generate(
-            ModelEngine(model),
-            prompts,
-            [0] * 3,
-            max_new_tokens=6 * CANVAS,
-            sampler=often,
-            noise="reference",
-        )
+        expected, _, noise = transformers_generate(model, prompts, 6, often)
+        got = generate_as_heard(model, prompts, noise, max_new_tokens=6 * CANVAS, sampler=often)
         for row, sample in enumerate(got):
             assert flat(sample) == expected[row][: len(flat(sample))]
         finished_before_others += len({sample.canvases for sample in got}) > 1
@@ -151,15 +143,13 @@ def test_images_give_the_tokens_of_transformers(
         images = two_images(seed)
         torch.manual_seed(7)
         is_image = torch.tensor([prompt]) == model.config.image_token_id
-        expected, _ = transformers_generate(
+        expected, _, noise = transformers_generate(
             model, [prompt], 2, STOPPING, pixel_values=images.pixels,
             image_position_ids=images.positions, mm_token_type_ids=is_image.long(),
         )  # fmt: skip
-        torch.manual_seed(7)
-        got = generate(
-            ModelEngine(model), [prompt], [0], max_new_tokens=2 * CANVAS, sampler=STOPPING,
-            noise="reference", images=[images],
-        )  # fmt: skip
+        got = generate_as_heard(
+            model, [prompt], noise, max_new_tokens=2 * CANVAS, sampler=STOPPING, images=[images]
+        )
         assert flat(got[0]) == expected[0][: len(flat(got[0]))]
         answers.append(flat(got[0]))
     assert answers[0] != answers[1]  # the images are seen
@@ -183,16 +173,8 @@ def test_default_sampler_gives_the_tokens_of_transformers(
     prompts = random_prompts([24])
     sampler = Sampler(max_denoising_steps=12)
     torch.manual_seed(3)
-    expected, _ = transformers_generate(model, prompts, 2, sampler)
-    torch.manual_seed(3)
-    got = generate(
-        ModelEngine(model),
-        prompts,
-        [0],
-        max_new_tokens=2 * CANVAS,
-        sampler=sampler,
-        noise="reference",
-    )
+    expected, _, noise = transformers_generate(model, prompts, 2, sampler)
+    got = generate_as_heard(model, prompts, noise, max_new_tokens=2 * CANVAS, sampler=sampler)
     assert flat(got[0]) == expected[0]
     assert got[0].steps_per_canvas == [12, 12]
     assert got[0].finish == "length"
@@ -248,10 +230,10 @@ def test_seed_and_step_records(model: DiffusionGemmaForBlockDiffusion) -> None:
         ModelEngine(model), prompts, [1, 3], max_new_tokens=CANVAS, sampler=STOPPING
     )
     for row, sample in enumerate(one):
-        mine = [record for record in records if row in record.rows.tolist()]
+        mine = [record for record in records if row in record.rows]
         assert [record.step for record in mine] == list(range(1, sample.denoising_steps + 1))
         last = mine[-1]
-        committed = last.argmax[last.rows.tolist().index(row)].tolist()
+        committed = last.argmax[last.rows.index(row)].tolist()
         assert sample.tokens == committed[: len(sample.tokens)]
     assert all(record.accepted.any(-1).all() for record in records)
 

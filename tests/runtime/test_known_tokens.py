@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fused_dequant import CanvasState, sample
 from tiny import CANVAS, VOCAB
 
 from quantize.errors import InputError
@@ -13,8 +14,6 @@ from quantize.runtime.engine import Canvas, Engine
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.known_tokens import FREE, Given, initial, pinned
-from quantize.runtime.noise import CounterNoise
-from quantize.runtime.sampler import CanvasState, decide
 
 SAMPLER = Sampler(max_denoising_steps=4)
 PROMPT = [5, 6, 7, 8, 9]
@@ -76,14 +75,14 @@ def test_tokens_that_do_not_exist_are_refused(engine: Engine) -> None:
 
 def test_what_is_pinned_is_certain() -> None:
     """It takes nothing from what a step may accept, and an undecided model does not go on for it."""
-    rows, noise = torch.zeros(1, dtype=torch.int64), CounterNoise(torch.tensor([3]))
     known = torch.tensor([[9, FREE, FREE]])
     logits = torch.zeros(1, 3, 12)  # the pinned position would be the least certain
     logits[0, 1:, 4] = 30.0
-    state = CanvasState.begin(torch.tensor([[9, 1, 2]]), rows, SAMPLER, known)
-    for step in (1, 2):
-        state, accepted, _ = decide(state, logits, 0, step, SAMPLER, noise)
-        assert accepted.all()
+    state = CanvasState.begin(torch.tensor([[9, 1, 2]]), torch.tensor([3]), 1)
+    schedule = SAMPLER.schedule()
+    for _ in (1, 2):
+        SAMPLER.decide(sample(logits, state, schedule), state, schedule, known)
+        assert state.accepted.all()
         assert state.canvas.tolist() == state.argmax.tolist() == [[9, 4, 4]]
     assert state.finished.item()
 

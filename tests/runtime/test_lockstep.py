@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from fused_dequant import CanvasState, Draw, canvas
 
-from quantize.runtime import Sampler, batch
-from quantize.runtime.engine import BatchEngine
+from quantize.runtime import Sampler
+from quantize.runtime.engine import BatchEngine, Decoded
 from quantize.runtime.fused.batch import FusedPasses
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.recording import Recorder
@@ -70,16 +71,24 @@ def test_canvases_drawn_together_are_those_of_torch_one_by_one(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[int] = []
-    draw = FusedPasses.draw
-    monkeypatch.setattr(
-        FusedPasses,
-        "draw",
-        lambda own, decoded, *rest: drawn.append(1) or draw(own, decoded, *rest),
-    )
+
+    def one_by_one(
+        own: FusedPasses, decoded: Decoded, state: CanvasState, schedule: torch.Tensor
+    ) -> tuple[Draw, torch.Tensor]:
+        draws: list[Draw] = []
+        signals: list[torch.Tensor] = []
+        for i in range(len(state.seeds)):
+            row = slice(i, i + 1)
+            logits = decoded.logits(row)
+            draws.append(canvas.sample(logits, state.part(row), schedule))
+            signals.append(own.condition(logits, schedule[state.step[i].long() - 1]))
+        drawn.append(len(draws))
+        return Draw.join(draws), torch.cat(signals)
+
     together = made(1, tiny_checkpoint, tmp_path / "together")
-    assert drawn
-    monkeypatch.setattr(batch, "DrawingPasses", type(None))
+    monkeypatch.setattr(FusedPasses, "draw", one_by_one)
     assert made(1, tiny_checkpoint, tmp_path / "one by one") == together
+    assert max(drawn) > 1
 
 
 def test_layers_are_streamed_once_for_all_lanes(tiny_checkpoint: Path, tmp_path: Path) -> None:

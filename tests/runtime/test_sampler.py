@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from fused_dequant.canvas import (
+    CanvasState,
     accepted,
     philox,
+    sample,
     sample_by_inverse_cdf,
     token_entropy,
     uniforms,
@@ -31,7 +33,6 @@ from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import complete
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
-from quantize.runtime.noise import CounterNoise
 from quantize.runtime.sampler import WITHOUT_EFFECT, Sampler
 
 ONES = 0xFFFFFFFF
@@ -81,11 +82,12 @@ def test_inverse_cdf_samples_the_distribution() -> None:
     assert edges.tolist() == [1, 5]
 
 
-def test_counter_noise_samples_the_distribution() -> None:
+def test_a_step_samples_the_distribution() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125]).expand(50, 64, 4).contiguous()
-    noise = CounterNoise(torch.arange(50))
-    sampled, replacement = noise.draw(probabilities, 0, 1, torch.arange(50))
-    for tokens, expected in ((sampled, probabilities[0, 0]), (replacement, torch.full((4,), 0.25))):
+    state = CanvasState.begin(torch.zeros(50, 64, dtype=torch.long), torch.arange(50), 1)
+    draw = sample(probabilities.log(), state, torch.ones(1))
+    flat = torch.full((4,), 0.25)
+    for tokens, expected in ((draw.sampled, probabilities[0, 0]), (draw.replacement, flat)):
         counts = tokens.flatten().bincount(minlength=4)
         chi_square = ((counts - 3200 * expected) ** 2 / (3200 * expected)).sum()
         assert chi_square < 16.3  # 0.1 % point at 3 degrees of freedom
@@ -112,6 +114,7 @@ def test_temperature_is_that_of_transformers() -> None:
         remaining = torch.tensor(48 - step + 1, dtype=torch.int32)
         expected = schedule(ids, torch.ones(1), remaining)
         assert torch.equal(torch.ones(1) / sampler.temperature(step), expected)
+        assert torch.equal(sampler.schedule()[step - 1], sampler.temperature(step))
     assert sampler.temperature(1) == pytest.approx(0.8)
     assert sampler.temperature(48) == pytest.approx(0.4 + 0.4 / 48)
 

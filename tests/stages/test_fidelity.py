@@ -84,7 +84,7 @@ def test_replay_meets_what_the_recording_run_computed(
     seen: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def on_step(step: StepRecord) -> None:
-        for row, entropy in zip(step.rows.tolist(), step.entropy, strict=True):
+        for row, entropy in zip(step.rows, step.entropy, strict=True):
             seen[row, step.canvas, step.step] = entropy
 
     prompts, seeds = [t.prompt for t in trajectories], [t.seed for t in trajectories]

@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
-from modules_oracle.engine import ModelEngine
+from modules_oracle.engine import generate_as_heard
+from modules_oracle.noise import heard
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.bundled import CHECKPOINT, HELDOUT
-from quantize.runtime import Sample, Sampler, generate
+from quantize.runtime import Sampler
 from quantize.runtime.chat import encode_chat, load_tokenizer
 
 NEW_TOKENS = 128  # two canvases
@@ -27,12 +28,9 @@ def assert_same(model: DiffusionGemmaForBlockDiffusion, batch: list[list[int]], 
     """Compare one batch of equal-length prompts; return how many canvases were committed."""
     sampler = Sampler.from_checkpoint(CHECKPOINT)
     torch.manual_seed(seed)
-    output = model.generate(torch.tensor(batch), max_new_tokens=NEW_TOKENS)
-    torch.manual_seed(seed)
-    samples: list[Sample] = generate(
-        ModelEngine(model), batch, [0] * len(batch), max_new_tokens=NEW_TOKENS, sampler=sampler,
-        noise="reference",
-    )  # fmt: skip
+    with heard(len(batch)) as noise:
+        output = model.generate(torch.tensor(batch), max_new_tokens=NEW_TOKENS)
+    samples = generate_as_heard(model, batch, noise, max_new_tokens=NEW_TOKENS, sampler=sampler)
     new = output.sequences[:, len(batch[0]) :].tolist()
     for row, sample in enumerate(samples):
         committed = [token for canvas in sample.committed for token in canvas]

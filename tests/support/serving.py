@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import torch
+from fused_dequant.canvas import random_tokens
 from openai import OpenAI
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
@@ -24,7 +25,6 @@ from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import TextWeights, load_packed, model_config
 from quantize.runtime.images import Images
 from quantize.runtime.known_tokens import Given
-from quantize.runtime.noise import CounterNoise
 from quantize.serve.options import Options
 from quantize.serve.pictures import Pictures
 from quantize.serve.server import Server, make_server
@@ -72,9 +72,8 @@ def chances_after_one_step(question: str, seed: int) -> Tensor:
     No sampler, guide or server has a part in them.
     """
     ids = encode_chat(tokenizer(), [{"role": "user", "content": question}], thinking=False)
-    passes, row = engine_of(1).passes([ids]), torch.tensor([0])
-    noise = CounterNoise(torch.tensor([seed]))
-    canvas = noise.initial_canvas(0, row, passes.canvas_length, passes.vocabulary)
+    passes = engine_of(1).passes([ids])
+    canvas = random_tokens(torch.tensor([seed]), 0, passes.canvas_length, passes.vocabulary)
     decoded = passes.decode([0], canvas, None)
     (piece,) = decoded.pieces()
     return decoded.logits(piece)[0].double().log_softmax(-1)

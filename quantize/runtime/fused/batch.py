@@ -23,7 +23,6 @@ from quantize.runtime.fused.graphs import Pool, Replayed
 from quantize.runtime.fused.passes import Pass
 from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.memory import CANVASES_A_PIECE
-from quantize.runtime.sampler import Sampler
 
 
 class FusedPasses:
@@ -104,23 +103,16 @@ class FusedPasses:
         entered, h = replace(own), self._run(own).view(B, L, -1)
         return entered, h, torch.stack([ids.view(B, L, -1) for ids in own.routed], 1)
 
-    def draw(
-        self, decoded: Decoded, seeds: Tensor, canvas: Tensor, step: int, sampler: Sampler
-    ) -> tuple[Draw, Tensor]:
+    def draw(self, decoded: Decoded, state: CanvasState, schedule: Tensor) -> tuple[Draw, Tensor]:
         """Draw from bf16 logits, of as many canvases at once as an engine does: see `DrawingPasses`."""
         model, (B, L, _) = self._model, decoded.shape
-        steps = range(1, sampler.max_denoising_steps + 1)
-        schedule = torch.stack([sampler.temperature(each) for each in steps]).to(self.device)
-        inverse = 1 / schedule[step - 1]
+        inverse = (1 / schedule[state.step.long() - 1])[:, None].repeat(1, L)
 
         def of(piece: slice) -> tuple[Draw, Tensor]:
             logits = model.logits(decoded.rows[piece].flatten(0, 1))
-            state = CanvasState.begin(seeds.new_zeros(len(seeds[piece]), L), seeds[piece], 0)
-            state.canvas_index.copy_(canvas[piece])
-            state.step.fill_(step)
-            drawn = sample(logits.view(*state.canvas.shape, -1), state, schedule)
-            signal = model.soft_embedding(logits, inverse.expand(len(logits)).contiguous())
-            return drawn, signal.view(*state.canvas.shape, -1)
+            drawn = sample(logits.view(-1, L, logits.shape[1]), state.part(piece), schedule)
+            signal = model.soft_embedding(logits, inverse[piece].flatten())
+            return drawn, signal.view(-1, L, signal.shape[1])
 
         each = 1 if model.cores else CANVASES_A_PIECE
         pieces = [slice(start, start + each) for start in range(0, B, each)]

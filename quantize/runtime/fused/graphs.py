@@ -11,15 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from fused_dequant import CanvasState, Draw, Probabilities, accept, sample
-from fused_dequant.canvas import uniforms
+from fused_dequant import CanvasState, Draw, Probabilities, sample
+from fused_dequant.canvas import random_tokens
 from torch import Tensor
 from torch.profiler import record_function as part
 
 from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.known_tokens import FREE, put
 from quantize.runtime.memory import CANVASES_A_PIECE  # 1.1 GB of the real vocabulary's logits
-from quantize.runtime.sampler import Sampler, holding
+from quantize.runtime.sampler import Sampler
 
 CAPTURED = 8  # (rows, settings) whose graphs are kept, beside those of the warm-up
 WORTH = 8  # canvases after which further settings are worth a capture
@@ -134,10 +134,9 @@ class Step:
         self._given = torch.zeros(5, rows, dtype=torch.int64, device=device)
         slots, context = self._given[:2].int()
         self._rows = model.behind(slots, context, length)
-        steps = range(1, sampler.max_denoising_steps + 1)
         # canvases whose logits are looked at together; on a CPU each by itself
         self._at_once = 1 if model.cores else CANVASES_A_PIECE
-        self._schedule = torch.stack([sampler.temperature(step) for step in steps]).to(device)
+        self._schedule = sampler.schedule(device)
         # initial and pinned tokens of each sequence
         self._known = torch.full((2, rows, length), FREE, dtype=torch.int64, device=device)
         self._knows = False
@@ -200,13 +199,9 @@ class Step:
         slots, context = self._given[:2].int()
         seeds, canvases = self._given[2:4]
         fresh = self._given[4] != 0
-        noise = uniforms(seeds, canvases, 0, self._length)[..., 1]
-        vocabulary = self._logits.shape[1]
-        first = CanvasState.begin(
-            put(self._known[0], (noise * vocabulary).long()),
-            seeds,
-            self._sampler.stability_threshold,
-        )
+        noise = random_tokens(seeds, canvases, self._length, self._logits.shape[1])
+        begun = put(self._known[0], noise)
+        first = CanvasState.begin(begun, seeds, self._sampler.stability_threshold)
         for name, new in vars(first).items():
             old: Tensor = getattr(self.state, name)
             chosen = fresh[:, None] if new.dim() > 1 else fresh
@@ -339,13 +334,9 @@ class Step:
         state, rows, logits = self._piece(start)
         draw = self._draw(h[rows], state, logits)
         with part("sampler"):
-            if self._knows:  # else six launches would change nothing
-                draw = holding(draw, self._known[1][start : start + self._at_once])
-            accept(
-                draw, state, self._schedule,
-                entropy_bound=self._sampler.entropy_bound,
-                confidence_threshold=self._sampler.confidence_threshold,
-            )  # fmt: skip
+            # where no token is known, putting them in would be six launches for nothing
+            pinned = self._known[1][start : start + self._at_once] if self._knows else None
+            self._sampler.decide(draw, state, self._schedule, pinned)
 
     def _draw(self, h: Tensor, state: CanvasState, logits: Tensor) -> Draw:
         if (left := self._left(len(h))) is not None:
@@ -369,16 +360,10 @@ class Step:
 
     def _piece(self, start: int) -> tuple[CanvasState, slice, Tensor]:
         """Return the state of canvases from `start` on, their rows of a pass, and their logits."""
-        state = _part_of(self.state, slice(start, start + self._at_once))
+        state = self.state.part(slice(start, start + self._at_once))
         count, first = state.canvas.numel(), start * self._length
         own = first if self._model.cores else 0  # sequences that run side by side share no logits
         return state, slice(first, first + count), self._logits[own : own + count]
-
-
-def _part_of(state: CanvasState, canvases: slice) -> CanvasState:
-    """Return the state of some of the canvases, in the same memory."""
-    own = {name: tensor[canvases] for name, tensor in vars(state).items() if name != "history"}
-    return CanvasState(history=state.history[:, canvases], **own)
 
 
 class Steps:

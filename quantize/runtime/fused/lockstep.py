@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from quantize.runtime.engine import BatchEngine, Observer, Passes
+from quantize.runtime.engine import BatchEngine, DrawingPasses, Observer
 from quantize.runtime.fused.passes import Pass
 from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.images import Images
@@ -39,7 +39,7 @@ class LaneEngine(BatchEngine, Protocol):
         run: Callable[[Pass], Tensor],
         prompts: Sequence[Sequence[int]],
         images: Sequence[Images | None] | None,
-    ) -> Passes:
+    ) -> DrawingPasses:
         """Do `passes` in the slots from `first` on; `run` takes each pass through the layers."""
         ...
 
@@ -116,7 +116,7 @@ class Lane(Generic[T]):
 
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
-    ) -> Passes:
+    ) -> DrawingPasses:
         """Encode `prompts` as the engine does, in the lane's slots."""
         return self._engine.passes_from(self.index * self.capacity, self._ask, prompts, images)
 

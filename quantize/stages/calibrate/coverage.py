@@ -13,7 +13,7 @@ from torch.linalg import vector_norm
 
 from quantize.host.processes import Processes
 from quantize.recipe.sections import Calibration
-from quantize.runtime.sampler import StepRecord
+from quantize.runtime.batch import StepRecord
 
 # One Linear of each group that reads the same input: end of its name -> name of the input.
 INPUTS = {

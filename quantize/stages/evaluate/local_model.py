@@ -177,8 +177,8 @@ class Answerer:
         samples: list[dict[str, Any]] = [{"prompt": r.prompt, "steps": []} for r in requests]
 
         def note(record: StepRecord) -> None:
-            columns = (record.rows, record.argmax, record.accepted.int())
-            for row, ids, accepted in zip(*(c.tolist() for c in columns), strict=True):
+            columns = (record.argmax.tolist(), record.accepted.int().tolist())
+            for row, ids, accepted in zip(record.rows, *columns, strict=True):
                 step = {"canvas": record.canvas, "ids": _joined(ids, " ")}
                 samples[row]["steps"].append(step | {"accepted": _joined(accepted, "")})
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from quantize.host.processes import ALONE, Processes
 from quantize.host.progress import metered
 from quantize.runtime.engine import Decoded, joined
-from quantize.runtime.sampler import Sampler, accepted
+from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Trajectory
 from quantize.stages.fidelity.reference_cache import Noting, Remembered, Replayed
 
@@ -227,7 +227,7 @@ class _Certainty:
     def of(cls, scaled: Tensor, sampler: Sampler) -> "_Certainty":
         argmax, log_p = scaled.argmax(-1), scaled.log_softmax(-1)
         entropy = -log_p.exp().mul_(log_p).sum(-1)  # as `token_entropy`
-        return cls(log_p, entropy, argmax, accepted(entropy, sampler.entropy_bound))
+        return cls(log_p, entropy, argmax, sampler.accepted(entropy))
 
 
 def _distance(ours: _Certainty, scaled: Tensor, sampler: Sampler) -> tuple[Tensor, ...]:

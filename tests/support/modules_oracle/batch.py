@@ -5,9 +5,12 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
+from fused_dequant import CanvasState, Draw
+from fused_dequant.canvas import sample
 from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion
 
+from modules_oracle.noise import Heard
 from modules_oracle.passes import (
     Prefix,
     canvas_length,
@@ -32,8 +35,9 @@ class ModulePasses:
         model: DiffusionGemmaForBlockDiffusion,
         prompts: Sequence[Sequence[int]],
         images: Sequence[Images | None] | None,
+        noise: Heard | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._noise = model, noise
         self.device = model.device
         self.canvas_length = canvas_length(model)
         self.vocabulary: int = text_config(model).vocab_size
@@ -54,6 +58,13 @@ class ModulePasses:
             logits = decode_canvas(self._model, self._decoding.prefix, canvas, conditioning)
         experts = torch.stack([ids.view(*canvas.shape, -1) for ids in chosen], dim=1)
         return Decoded(logits.shape, experts, logits, lambda rows: rows)
+
+    def draw(self, decoded: Decoded, state: CanvasState, schedule: Tensor) -> tuple[Draw, Tensor]:
+        """Draw from the logits, with transformers' random numbers where there are any."""
+        scaled = decoded.rows / schedule[state.step - 1][:, None, None]
+        if self._noise is not None:
+            return self._noise.draw(scaled, state), scaled
+        return sample(decoded.rows, state, schedule), scaled
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """Return what the next step is conditioned on: the logits over the temperature."""

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from modules_oracle.batch import ModulePasses
 from modules_oracle.inputs import watch_inputs
+from modules_oracle.noise import Heard
 from modules_oracle.passes import canvas_length, text_config
+from quantize.runtime import Sample, batch, generate
 from quantize.runtime.engine import BatchEngine, Observer
 from quantize.runtime.images import Images
 
@@ -19,8 +22,13 @@ T = TypeVar("T")
 class ModelEngine:
     """What `generate`, `record` and `replay` ask of an engine, over a transformers model."""
 
-    def __init__(self, model: DiffusionGemmaForBlockDiffusion, capacity: int = 1) -> None:
-        self.model, self.capacity = model, capacity
+    def __init__(
+        self,
+        model: DiffusionGemmaForBlockDiffusion,
+        capacity: int = 1,
+        noise: Heard | None = None,
+    ) -> None:
+        self.model, self.capacity, self._noise = model, capacity, noise
         self.canvas_length = canvas_length(model)
         self.max_length: int = text_config(model).max_position_embeddings
 
@@ -31,7 +39,7 @@ class ModelEngine:
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> ModulePasses:
-        return ModulePasses(self.model, prompts, images)
+        return ModulePasses(self.model, prompts, images, self._noise)
 
     @contextmanager
     def watching(
@@ -52,3 +60,14 @@ class ModelEngine:
 
     def close(self) -> None:
         """Do nothing: nothing is on its way."""
+
+
+def generate_as_heard(
+    model: DiffusionGemmaForBlockDiffusion,
+    prompts: Sequence[Sequence[int]],
+    noise: Heard,
+    **settings: Any,
+) -> list[Sample]:
+    """Generate with the random numbers that transformers drew for as many prompts."""
+    with mock.patch.object(batch, "random_tokens", noise.begin):
+        return generate(ModelEngine(model, noise=noise), prompts, range(len(prompts)), **settings)
