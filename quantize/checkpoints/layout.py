@@ -10,6 +10,7 @@ compare against this.
 
 import math
 import textwrap
+from functools import cache
 from typing import Any
 
 from quantize.checkpoints.architecture import spelled_out
@@ -18,7 +19,7 @@ from quantize.checkpoints.reader import FIX, Checkpoint, TensorSpec, check_total
 from quantize.checkpoints.targets import DROPPED, linear_modules, linear_shape, matches
 from quantize.errors import InputError
 from quantize.schemes.modes import ActivationMode
-from quantize.schemes.records import SUFFIXES, Scheme, refusal, scheme_of_group
+from quantize.schemes.records import SUFFIXES, OnDisk, Scheme, refusal, scheme_of_group
 
 MAX_LAYERS = 1000
 SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compressor"
@@ -143,8 +144,14 @@ def scheme_tensors(
     module: str, scheme: Scheme, out_features: int, in_features: int
 ) -> dict[str, TensorSpec]:
     """Return the tensors that a quantized Linear [out, in] becomes on disk, in writing order."""
-    tensors = scheme.compressed.tensors(out_features, in_features)
-    return {f"{module}.{suffix}": TensorSpec(*spec) for suffix, spec in tensors.items()}
+    specs = _specs(scheme.compressed, out_features, in_features)
+    return {f"{module}.{suffix}": spec for suffix, spec in specs}
+
+
+@cache
+def _specs(layout: OnDisk, out: int, inputs: int) -> tuple[tuple[str, TensorSpec], ...]:
+    """Return a Linear's tensors by suffix; thousands of experts share them."""
+    return tuple((name, TensorSpec(*spec)) for name, spec in layout.tensors(out, inputs).items())
 
 
 def parameters(config: dict[str, Any]) -> int:

@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,7 +83,7 @@ class TensorSpec:
     dtype: str
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size of the tensor in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize

@@ -153,6 +153,7 @@ def write_shards(
     identity: str,
     *,
     workers: int | None = None,
+    workers_a_file: int = WORKERS_A_FILE,
     what: str = "convert",
 ) -> dict[str, str]:
     """Write all shards (and an index of several files) to `folder`; return key -> sha256.
@@ -162,6 +163,7 @@ def write_shards(
         folder: exists; finished shards of an earlier try with this `identity` are kept.
         identity: differs whenever the same plan would give other bytes (source, settings).
         workers: threads that produce blocks; every usable core when not given.
+        workers_a_file: how many of them it takes to keep the hashing of a file busy.
         what: title of the progress bar.
 
     Raises:
@@ -171,19 +173,20 @@ def write_shards(
         state = _State.open(folder, shards, identity)
         todo = [shard for shard in shards if shard.key not in state.finished]
         _check_free_disk(folder, todo)
-        _write_all(todo, state, workers or len(os.sched_getaffinity(0)), what)
+        workers = workers or len(os.sched_getaffinity(0))
+        _write_all(todo, state, workers, workers // workers_a_file, what)
         if len({shard.name for shard in shards}) > 1:
             write_json(folder / INDEX, index_json(shards))
     return {shard.key: state.finished[shard.key] for shard in shards}
 
 
-def _write_all(todo: Sequence[Shard], state: "_State", workers: int, what: str) -> None:
-    """Write shards, several files side by side, and record each as it is finished.
+def _write_all(todo: Sequence[Shard], state: "_State", workers: int, lanes: int, what: str) -> None:
+    """Write shards, up to `lanes` files side by side, and record each as it is finished.
 
     At most two blocks a worker exist at any time. After an error no further block is begun.
     """
     files = [list(same) for _, same in groupby(todo, lambda shard: shard.name)]
-    lanes = max(1, min(len(files), workers // WORKERS_A_FILE))
+    lanes = max(1, min(len(files), lanes))
     count = sum(len(piece.tasks) for shard in todo for piece in shard.pieces)
     with (
         metered(what, count, "blocks") as meter,

@@ -17,6 +17,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from conversions import DENSE, MIXED, recipe_for, run, write_input_scales
+from fused_dequant import formats
 from modules_oracle.simulated import load_rounding
 from oracle import assert_equal_quantization, assert_same_bits, oracle
 from safetensors import safe_open
@@ -32,8 +33,8 @@ from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
 from quantize.runs.folder import RunDir
 from quantize.schemes import rounding
 from quantize.schemes.records import SCHEMES, Scheme
+from quantize.stages import device as device_module
 from quantize.stages.convert import convert as convert_module
-from quantize.stages.convert import shard_pieces as pieces
 from quantize.stages.convert.convert import convert
 from quantize.stages.device import Device
 
@@ -416,8 +417,8 @@ def test_headers_on_disk_are_compared_with_the_plan(
     """A tensor renamed on its way: same bytes, same size, and the layout is another one."""
     real = convert_module.write_shards
 
-    def renaming(shards, folder, identity):
-        hashes = real(shards, folder, identity)
+    def renaming(shards, folder, identity, **workers):
+        hashes = real(shards, folder, identity, **workers)
         path = folder / "model.safetensors"
         path.write_bytes(path.read_bytes().replace(b"layers.5.mlp.up_", b"layers.5.mlp.uq_", 1))
         return hashes
@@ -491,10 +492,10 @@ def test_bytes_do_not_depend_on_how_much_is_worked_on_at_a_time(
     run(tiny_checkpoint, tmp_path / "whole", recipe_for(scheme))
     tensors = Checkpoint.open(tiny_checkpoint).tensors
     experts = tensors["model.decoder.layers.2.experts.down_proj"].nbytes
-    assert experts < pieces.PIECE_BYTES
-    for size in (experts // EXPERTS, experts // 3):
-        monkeypatch.setattr(pieces, "PIECE_BYTES", size)
-        monkeypatch.setattr(rounding, "BLOCK_VALUES", 100)
+    for size, values in ((experts // EXPERTS, 100), (experts // 3, 5000)):
+        assert size < device_module.PIECE_BYTES["cpu"]
+        monkeypatch.setitem(device_module.PIECE_BYTES, "cpu", size)
+        monkeypatch.setattr(formats, "BLOCK_VALUES", values)  # rows of a Linear, or some Linears
         run(tiny_checkpoint, tmp_path / str(size), recipe_for(scheme))
         monkeypatch.undo()
         for file in (tmp_path / "whole").iterdir():
@@ -528,7 +529,7 @@ def test_a_gpu_s_memory_is_held_by_few_threads(
     """All reading is done before a thread has its turn, all computing within it."""
     turn, free = Lock(), {"read": set[bool](), "observe": set[bool]()}
     device = Device()
-    device.turn = turn
+    device.turn, device.makers = turn, 1
 
     def noting(what: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def noted(*given: Any, **named: Any) -> torch.Tensor:
@@ -541,7 +542,6 @@ def test_a_gpu_s_memory_is_held_by_few_threads(
     for name in ("read", "read_rows"):
         monkeypatch.setattr(Checkpoint, name, noting("read", getattr(Checkpoint, name)))
     monkeypatch.setattr(convert_module, "Device", lambda _: device)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     run(tiny_checkpoint, tmp_path / "out", recipe_for("NVFP4A16"))
     assert free == {"read": {True}, "observe": {False}}
 

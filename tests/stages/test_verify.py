@@ -19,7 +19,7 @@ from quantize.pipeline import stages as stage_module
 from quantize.recipe.sections import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import checksums
-from quantize.stages.device import Device
+from quantize.stages.device import PIECE_BYTES, Device
 from quantize.stages.verify import verify as verify_module
 from quantize.stages.verify import verify_weights
 from quantize.stages.verify.verify import Verification, verify
@@ -354,7 +354,8 @@ def test_the_parts_of_a_tensor_add_up(
 ) -> None:
     """One expert, or some rows, at a time: the same errors as of whole tensors."""
     whole = run_verify(nvfp4_artifact, tiny_checkpoint, "nvfp4", tmp_path)
-    monkeypatch.setattr(verify_weights, "PART_BYTES", 1)
+    for device in ("cpu", "cuda"):
+        monkeypatch.setitem(PIECE_BYTES, device, 1)
     parts = run_verify(nvfp4_artifact, tiny_checkpoint, "nvfp4", tmp_path)
     assert parts.passed, parts.summary()
     assert parts.relative_error == pytest.approx(whole.relative_error)
@@ -367,7 +368,7 @@ def test_nothing_lost_of_nothing_is_no_error() -> None:
     assert verify_weights.ratio(1.0, 0.0) == float("inf")
     assert verify_weights.ratio(4.0, 16.0) == 0.5
     wide = torch.tensor([[[2.0**100] * 3], [[1.0] * 3]]).bfloat16()  # beyond float32 when squared
-    norm, distance = zip(*verify_weights._sums_of_squares(wide, wide / 2), strict=True)
+    norm, distance = verify_weights._sums_of_squares(wide, wide / 2).tolist()
     assert norm == pytest.approx([3 * 2.0**200, 3])
     assert distance == pytest.approx([0.75 * 2.0**200, 0.75])
 

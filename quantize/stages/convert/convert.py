@@ -1,7 +1,7 @@
 """Streams a BF16 checkpoint, by its plan and input scales, into a compressed-tensors one.
 
 This is the one place where weights are quantized. Every output header follows from the plan; weights
-are read by byte range in pieces of about 16 MB, quantized by several threads and written in source
+are read by byte range in pieces of 8 to 64 MB, quantized by several threads and written in source
 order (`checkpoints.shards`), so memory is a few pieces whatever the size of the model. The result has
 
   - names as vLLM reads them: `model.decoder.*`, one Linear an expert `experts.E.{gate,up,down}_proj`,
@@ -29,7 +29,7 @@ from typing import Any
 
 from quantize.checkpoints.layout import TensorSpec, check_layout
 from quantize.checkpoints.reader import SETTINGS, Checkpoint, read_header, read_json_object
-from quantize.checkpoints.shards import Piece, plan_shards, state_path, write_shards
+from quantize.checkpoints.shards import WORKERS_A_FILE, Piece, plan_shards, state_path, write_shards
 from quantize.checkpoints.targets import Target, ignore_for_config
 from quantize.errors import InputError
 from quantize.host.files import folder_when_complete, write_json
@@ -102,17 +102,21 @@ def convert(
     where = Device(device if exact else "cpu")
     pieces = Quantizer(source, observer, scales, found, where).plan(targets)
     shards = plan_shards(pieces, max_shard_bytes)
+    makers_a_file = 1 if where.pinned else WORKERS_A_FILE
     codes = _stamps(sorted(rounded.glob(LAYERS)) if rounded else [])
     identity = json.dumps([before, observer, sorted(scales.items()), codes])
     with folder_when_complete(out, keep_partial=True) as folder:
-        hashes = write_shards(shards, folder, identity)
+        hashes = write_shards(
+            shards, folder, identity, workers=where.makers, workers_a_file=makers_a_file
+        )
         _carry_files(source.folder, folder)
         write_json(folder / "config.json", quantized_config(source.config, targets, recipe))
         if _stamps(source.shards) != before:
             raise InputError(f"{source.folder}: a shard changed while it was read; convert again")
-        _check_written(Checkpoint.open(folder), pieces)
+        written = Checkpoint.open(folder)
+        _check_written(written, pieces)
         if record is not None:
-            write_json(record, {"files": checksums(Checkpoint.open(folder), hashes)})
+            write_json(record, {"files": checksums(written, hashes)})
     state_path(folder).unlink()
     return Conversion(
         hashes,

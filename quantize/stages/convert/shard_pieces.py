@@ -1,6 +1,7 @@
 """Makes the pieces of a quantized checkpoint: source bytes to output bytes.
 
-Every tensor of the plan becomes one or more pieces of about 4 MB of input, in source order:
+Every tensor of the plan becomes one or more pieces, each from so much input as a device takes at a
+time, in source order:
 
   kept             its bytes, in runs of rows
   fused experts    some experts a piece, one Linear after the other; an expert's gate and up share
@@ -26,10 +27,6 @@ from quantize.errors import InputError
 from quantize.schemes.records import Scheme
 from quantize.schemes.rounding import Observer, all_finite, global_scale
 from quantize.stages.device import Device
-
-# An expert's down of the 26B model; its gate and up are 8 MB. From 4 to 16 MB a piece costs the same
-# CPU time, and small ones hold less memory.
-PIECE_BYTES = 1 << 22
 
 # Limit on a quantized weight: rounded up, larger ones exceed BF16's largest number, 3.39e38.
 LARGEST = 1e38
@@ -74,14 +71,14 @@ class Quantizer:
 
     def _kept(self, target: Target) -> Piece:
         info = self.source.tensors[target.name]
-        runs = _runs(info.shape[0], info.nbytes)
+        runs = self.device.runs(info.shape[0], info.nbytes)
         tasks = tuple(partial(self._copy, info, start, stop) for start, stop in runs)
         return Piece({info.name: TensorSpec(info.dtype, info.shape)}, tasks)
 
     def _experts(self, target: Target, scheme: Scheme) -> Iterator[Piece]:
         linears = _linears(target)
         each = len(linears) // target.shape[0]  # Linears an expert: gate and up, or down
-        for start, stop in _runs(target.shape[0], target.bytes_before):
+        for start, stop in self.device.runs(target.shape[0], target.bytes_before):
             layout = _layout(linears[start * each : stop * each], scheme)
             yield Piece(layout, (partial(self._quantize_experts, target, scheme, start, stop),))
 
@@ -186,13 +183,6 @@ def _layout(linears: Sequence[tuple[str, int, int]], scheme: Scheme) -> dict[str
     for module, out, inputs in linears:
         layout |= scheme_tensors(module, scheme, out, inputs)
     return layout
-
-
-def _runs(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Split rows of `nbytes` in all into ranges (start, stop) of about PIECE_BYTES each."""
-    step = max(1, rows * PIECE_BYTES // nbytes)
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
 
 
 def _bad(ranges: torch.Tensor) -> list[int]:

@@ -80,8 +80,9 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
     checks = new_checks(CHECKS)
     sums: dict[str, list[float]] = {}
     found: list[Likeness] = []
-    comparer = _Comparer(artifact, source, schemes_by_module(artifact.config), Device(device))
-    for target, part in each_part(_targets(artifact, source), comparer.check, "compare"):
+    where = Device(device)
+    comparer = _Comparer(artifact, source, schemes_by_module(artifact.config), where)
+    for target, part in each_part(_targets(artifact, source), comparer.check, "compare", where):
         for one in part:
             if isinstance(one, str):
                 checks["kept" if target.scheme is None else "error"].expect(not one, one)

@@ -30,7 +30,6 @@ from quantize.stages.device import Device
 # Modules of one source tensor whose decompression is compared as a whole, spread evenly over it.
 DECOMPRESSED_PER_TENSOR = 16
 DECOMPRESSED_ROWS = 8  # rows compared of every other module
-PART_BYTES = 1 << 23
 FAULTS_KEPT = 10
 T = TypeVar("T")
 VALUE_CHECKS = ("kept", "scales", "experts", "error", "decompression")
@@ -81,7 +80,7 @@ def check_weights(
     verifier = _Verifier(artifact, source, Decompressor(artifact), device)
     distance: dict[str, float] = defaultdict(float)
     norm: dict[str, float] = defaultdict(float)
-    for target, part in each_part(targets, verifier.check, "verify"):
+    for target, part in each_part(targets, verifier.check, "verify", device):
         for name, check in part.checks.items():
             checks[name].add(check)
         distance[target.name] += part.distance
@@ -101,10 +100,18 @@ def check_weights(
 
 
 def each_part(
-    targets: Iterable[Target], look: Callable[[Target, int, int], T], what: str
+    targets: Iterable[Target], look: Callable[[Target, int, int], T], what: str, device: Device
 ) -> Iterator[tuple[Target, T]]:
-    """Look at every tensor part by part, (target, start, stop), read by all cores; yield in order."""
-    tasks = [(target, *rows) for target in targets for rows in _runs(target)]
+    """Look at every tensor part by part, (target, start, stop), read by all cores; yield in order.
+
+    Fused experts and kept tensors have parts of as much as a device takes; another Linear is whole.
+    """
+    tasks: list[tuple[Target, int, int]] = []
+    for target in targets:
+        splits = target.scheme is None or len(target.shape) == 3
+        rows = target.shape[0]
+        runs = device.runs(rows, target.bytes_before) if splits else [(0, rows)]
+        tasks += [(target, *run) for run in runs]
     cores = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         found = pool.map(lambda task: look(*task), tasks)
@@ -146,15 +153,6 @@ class Decompressor:
 def ratio(distance: float, norm: float) -> float:
     """Return the root of the quotient of two sums of squares, 0 where both are 0."""
     return math.sqrt(distance / norm) if norm else (0.0 if distance == 0 else math.inf)
-
-
-def _runs(target: Target) -> Iterator[tuple[int, int]]:
-    """Split fused experts, or rows of a kept tensor, into (start, stop); a Linear stays whole."""
-    rows = target.shape[0]
-    splits = target.scheme is None or len(target.shape) == 3
-    step = max(1, rows * PART_BYTES // target.bytes_before) if splits else rows
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
 
 
 @dataclass
@@ -200,7 +198,7 @@ class _Verifier:
             weight = self.device.take(rows).view(-1, out, inputs)
             tensors = {suffix: self.device.take(tensor) for suffix, tensor in read.items()}
             mine = scheme.dequantize(tensors)
-            squares = _sums_of_squares(weight, mine)
+            squares = _sums_of_squares(weight, mine).T.tolist()
             del weight
             flags = (
                 sound_each(tensors),
@@ -305,23 +303,20 @@ def _alive(weight: Tensor) -> Tensor:
     return found if found.all() else weight.flatten(1).any(1)
 
 
-def _sums_of_squares(weight: Tensor, mine: Tensor) -> list[tuple[float, float]]:
-    """Return for each of [n, out, in] the sums of squares of W and of W - W'.
+def _sums_of_squares(weight: Tensor, mine: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the sums of squares of W and of W - W' for each of [n, out, in]: float64 [2, n].
 
-    They are norms squared in float64: float32's, unless one overflows.
+    They are norms squared: float32's, unless one overflows.
     """
-    for dtype in (torch.float32, torch.float64):
-        norms: list[Tensor] = []
-        for block in blocks(weight):
-            own = weight[block].to(dtype)
-            norms += [own.norm(), own.sub_(mine[block]).norm()]
-        found = torch.stack(norms).tolist()
-        if math.inf not in found:
-            break
-    sums = [(0.0, 0.0)] * len(weight)
-    for (index, *_), norm, distance in zip(blocks(weight), found[::2], found[1::2], strict=True):
-        sums[index] = sums[index][0] + norm**2, sums[index][1] + distance**2
-    return sums
+    found = torch.zeros(2, len(weight), dtype=torch.float64, device=weight.device)
+    for block in blocks(weight):
+        own = weight[block].to(dtype)
+        norm = torch.linalg.vector_norm(own, dim=(-2, -1))
+        distance = torch.linalg.vector_norm(own.sub_(mine[block]), dim=(-2, -1))
+        found[:, block[0]] += torch.stack((norm, distance)).double().square()
+    if dtype == torch.float32 and not found.isfinite().all():
+        return _sums_of_squares(weight, mine, torch.float64)
+    return found
 
 
 def _compared_rows(index: int, modules: int, out: int) -> slice:
