@@ -3,21 +3,26 @@
 A canvas stops when it is done, and real ones differ: some take a few steps, some all. "By step", as it
 is served, a slot goes on with its next canvas, or with another request, as soon as its own has stopped;
 "by canvas" all of a batch finish first. Requests of two canvases, REQUESTS for each slot, their prompts
-included. Random weights never stop: their canvases take recorded numbers of steps.
+included. Random weights never stop: their canvases take recorded numbers of steps. So do those of
+`speeds`, which times sampler settings at the steps that answers under them really took.
 """
 
 import itertools
 import json
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quantize.errors import InputError
-from quantize.runtime import Sampler
+from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.engine import Canvas, Engine, complete
 from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.weights import TextWeights
 
 REQUESTS = 4  # of each slot
 NEVER = 1e-30  # nats: no canvas has a mean entropy below it
@@ -87,6 +92,44 @@ def adaptive_rows(
         rows.append(AdaptiveRow(batch, name, len(steps) * length / seconds, steps))
     engine.stops = None
     return rows[len(ways) :]
+
+
+def speeds(
+    checkpoint: Path, place: Placement, context: int, steps: Mapping[str, Sequence[int]]
+) -> dict[str, float]:
+    """Return tokens/s of slots that go on by step, under each name's steps of canvases.
+
+    Args:
+        checkpoint: a folder.
+        place: where it runs, and how many slots it has.
+        context: tokens of the prompts.
+        steps: name -> steps that canvases took.
+    """
+    engine = open(checkpoint, place)
+    prompts = random_prompts(engine.model.weights, context, engine.capacity)
+    own, count = Sampler.from_checkpoint(checkpoint), 2 * REQUESTS * engine.capacity
+    found = {
+        name: adaptive_rows(engine, prompts, own, spread(each, count))[0].tokens_a_second
+        for name, each in steps.items()
+    }
+    engine.close()
+    return found
+
+
+def spread(steps: Sequence[int], count: int) -> list[int]:
+    """Return so many of the steps, evenly spaced among the sorted ones, in a fixed random order."""
+    ordered = sorted(steps)
+    found = [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def random_prompts(weights: TextWeights, length: int, count: int) -> list[list[int]]:
+    """Return random tokens, none of them reserved, above the control tokens where there is room."""
+    vocabulary = weights.config.text_config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    low, high = vocabulary // 8, vocabulary - 8
+    return torch.randint(low, high, (count, length), generator=generator).tolist()
 
 
 def read_stops(path: Path) -> list[int]:

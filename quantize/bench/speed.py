@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from quantize.bench.adaptive import NEVER, AdaptiveRow, adaptive_rows, read_stops
+from quantize.bench.adaptive import NEVER, AdaptiveRow, adaptive_rows, random_prompts, read_stops
 from quantize.bench.one_token import Continuation, continuation
 from quantize.bench.steps import PARTS, profile_step, time_step
 from quantize.checkpoints.reader import Checkpoint
@@ -40,7 +40,7 @@ from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.fused.cost import decoder_floor, one_token_floor
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.rates import Rates, measure_rates
-from quantize.runtime.fused.weights import TextWeights, model_config
+from quantize.runtime.fused.weights import model_config
 from quantize.runtime.opening import RandomModel
 
 ADAPTIVE = "adaptive"  # in place of a number of steps
@@ -150,7 +150,7 @@ def bench(
     model = checkpoint or _random(random, config, experts_hit)
     engine, loaded = _loaded(model, replace(place, capacity=max(batches), max_context=length))
     weights = engine.model.weights
-    prompts = _prompts(weights, context, max(batches))
+    prompts = random_prompts(weights, context, max(batches))
     hit = _experts_hit(engine, prompts[0])
     if checkpoint is None:  # making random numbers took memory that loading would not
         torch.cuda.empty_cache()
@@ -232,14 +232,6 @@ def _random(mix: str | None, config: dict[str, Any] | None, experts_hit: int | N
 def _canvas_length(checkpoint: Path | None, config: dict[str, Any] | None) -> int:
     own = Checkpoint.open(checkpoint).config if checkpoint else config or {}
     return model_config(own).canvas_length
-
-
-def _prompts(weights: TextWeights, length: int, count: int) -> list[list[int]]:
-    """Return random tokens, none of them reserved, above the control tokens where there is room."""
-    vocabulary = weights.config.text_config.vocab_size
-    generator = torch.Generator().manual_seed(0)
-    low, high = vocabulary // 8, vocabulary - 8
-    return torch.randint(low, high, (count, length), generator=generator).tolist()
 
 
 def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:

@@ -236,8 +236,9 @@ def evaluate_more(
 ) -> None:
     """Score what is not scored yet, with activation modes besides the recipe's.
 
-    `operating_points` scores those of the recipe, `steps` one for each limit of steps besides.
-    `batch_size` overrules the recipe's. `models` are fields of `ModelOptions`.
+    `operating_points` scores those of the recipe, `steps` one for each limit of steps besides; on a GPU
+    tokens/s of all of them are measured too. `batch_size` overrules the recipe's. `models` are fields
+    of `ModelOptions`.
     """
     from quantize.recipe.sections import OperatingPoint
     from quantize.schemes.modes import ACTIVATION_MODES
@@ -270,6 +271,10 @@ def evaluate_more(
         go_on=go_on,
     )
     run.record("evaluate", {"rates": rates})
+    if points and is_first() and run.place.device != "cpu":
+        from quantize.pipeline.speeds import measure_speeds
+
+        measure_speeds(run.folder, run.source.folder, points, run.place)
 
 
 def _evaluate(run: Run) -> None:

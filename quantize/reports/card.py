@@ -109,7 +109,7 @@ def card(
         base=base,
         report=report,
         looks=[*looks_lines(report), *baseline_lines(report)],
-        chosen_point=chosen_point({"operating_points": [], **report}),
+        chosen_point=chosen_point({"operating_points": [], "speeds": None, **report}),
         recipe=recipe,
         calibrated=_calibrated(recipe),
         pictures=_pictures(run, recipe),

@@ -16,7 +16,8 @@ CLASSES = ("attention", "mlp", "experts")
 STYLE = (  # of a plot that is a file of its own, outside the report's page
     "<style>svg{background:#fff}text{font:11px sans-serif;fill:#333}.middle{text-anchor:middle}"
     ".end{text-anchor:end}.grid{stroke:#ddd}.line{fill:none;stroke:#2563eb;stroke-width:1.5}"
-    ".hollow{fill:#fff;stroke:#2563eb}.filled{fill:#2563eb}</style>"
+    ".hollow{fill:#fff;stroke:#2563eb}.filled,.a{fill:#2563eb}.tick{font-size:10px}"
+    ".margin{stroke:#b91c1c;stroke-width:2}.interval{stroke:#2563eb;stroke-width:2}</style>"
 )
 
 
@@ -67,20 +68,22 @@ def difference(tasks: Sequence[dict[str, Any]]) -> str:
 
 
 def operating_points(content: Mapping[str, Any]) -> str:
-    """Plot each point's difference from BF16 with its one-sided bounds over its tokens a forward."""
+    """Plot each point's difference from BF16 with its one-sided bounds over its speed."""
+    rates = content["speeds"] and content["speeds"]["tokens_a_second"]
+    unit = f"tokens/s, {content['speeds']['device']}" if rates else "tokens a forward"
     points = [
-        (t["quantized_counts"]["tokens_per_forward"], t["difference_pp"], t["difference_bounds"], t)
+        (_speed(t, rates), t["difference_pp"], t["difference_bounds"], t)
         for t in content["tasks"]
         if not t["not_comparable"] and (t["gated"] or t["activations"].startswith("at "))
     ]
     ends = [end for _, _, bound, _ in points for end in bound.values()]
     margins = [-float(t["margin_pp"]) for *_, t in points]
-    x = _Scale(0, 1.1 * max(speed for speed, *_ in points), 44)
+    x = _Scale(0, 1.1 * max(rates.values() if rates else (speed for speed, *_ in points)), 44)
     y = _Scale(min(*ends, *margins) - 0.5, max(ends) + 0.5, 150, 8)
     body = _y_axis(y, 44)
     for tick in x.ticks():
         body += _text(x(tick), 164, f"{tick:g}", "tick middle")
-    body += _text((44 + WIDTH - RIGHT) / 2, 178, "tokens a forward", "label middle")
+    body += _text((44 + WIDTH - RIGHT) / 2, 178, unit, "label middle")
     for margin in set(margins):
         body += f'<path class="margin" d="M44 {y(margin):.1f}H{WIDTH - RIGHT}"/>'
     for speed, difference, bound, task in points:
@@ -91,7 +94,18 @@ def operating_points(content: Mapping[str, Any]) -> str:
         body += f'<circle class="a" cx="{at:.1f}" cy="{y(difference):.1f}" r="4"/>'
         name = task["activations"].removeprefix("at ") if not task["gated"] else "own"
         body += _text(at + 6, y(difference) + 4, name, "tick")
-    return _svg(186, "Accuracy minus BF16's in points, by tokens a forward, and the margin", body)
+    if rates:
+        body += f'<circle class="hollow" cx="{x(rates["bf16"]):.1f}" cy="{y(0):.1f}" r="4"/>'
+        body += _text(x(rates["bf16"]) + 6, y(0) + 4, "BF16", "tick")
+    return _svg(186, f"Accuracy minus BF16's in points, by {unit}, and the margin", body)
+
+
+def _speed(task: dict[str, Any], rates: dict[str, float] | None) -> float:
+    """Return tokens/s of the model that a task was scored on, or its tokens a forward."""
+    if rates is None:
+        return task["quantized_counts"]["tokens_per_forward"]
+    at = task["activations"].removeprefix("at ")
+    return rates["quantized" if task["gated"] else f"quantized-at-{at}"]
 
 
 def kl_by_step(fidelity: dict[str, Any]) -> str:
@@ -246,8 +260,12 @@ def frontier(
     for css, kl in (("hollow", predicted), ("filled", measured)):
         body += f'<circle class="{css}" cx="{x(chosen):.1f}" cy="{y(kl):.1f}" r="4"/>'
     body += _text(44, 196, "line and hollow: KL predicted, nats; filled: measured", "label")
-    drawn = _svg(202, "KL from BF16 by bytes: predicted, and measured for the choice", body)
-    return drawn.replace(">", f' xmlns="http://www.w3.org/2000/svg">{STYLE}', 1)
+    return alone(_svg(202, "KL from BF16 by bytes: predicted, and measured for the choice", body))
+
+
+def alone(svg: str) -> str:
+    """Return a plot of the report's page as an SVG file of its own."""
+    return svg.replace(">", f' xmlns="http://www.w3.org/2000/svg">{STYLE}', 1)
 
 
 def _x_axis(x: _Scale, height: float, unit: str) -> str:

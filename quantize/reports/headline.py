@@ -55,7 +55,7 @@ def not_tested(content: Mapping[str, Any]) -> str:
         "prompts over 1,024 tokens": not any(name.startswith("needle") for name in tasks),
         "distance from BF16 on replayed canvases": not content["fidelity"],
         "BF16 against itself (--noise-floor)": not content["noise_floor"],
-        "a server's tokens/s (quantize bench)": True,
+        "a server's tokens/s (quantize bench)": not content["speeds"],
     }
     named = [what for what, is_missing in missing.items() if is_missing]
     return f"Not tested: {', '.join([*named, *content['not_asked']])}."
@@ -69,6 +69,7 @@ def point_rows(content: Mapping[str, Any]) -> list[list[str]]:
             point["activations"],
             ", ".join(f"{key} {value:g}" for key, value in point["settings"].items()),
             f"{point['tokens_per_forward']:.2f}",
+            "-" if point["tokens_a_second"] is None else f"{point['tokens_a_second']:,.0f}",
             "not asked" if point["p"] is None else f"{point['p']:.2g}",
             "PASS" if point["passes"] else "not excluded",
         ]
@@ -86,9 +87,16 @@ def chosen_point(content: Mapping[str, Any]) -> str:
         return (
             f"None of {len(points)} operating points passes: keep the model's own sampler settings."
         )
+    speed = f"{best['tokens_per_forward']:.1f} tokens a forward"
+    if speeds := content["speeds"]:
+        beside = speeds["tokens_a_second"]
+        speed = (
+            f"{best['tokens_a_second']:,.0f} tokens/s on {speeds['device']} (own settings "
+            f"{beside['quantized']:,.0f}, BF16 {beside['bf16']:,.0f})"
+        )
     return (
         f"Fastest of {len(points)} operating points whose whole loss, format and settings, fits: "
-        f"{best['name']}, {best['tokens_per_forward']:.1f} tokens a forward."
+        f"{best['name']}, {speed}."
     )
 
 

@@ -74,7 +74,8 @@ def sections(content: Content) -> list[Section]:
         Section("Recovery", columns, rows, (), looks_lines(content), ("difference", "steps")),
         Section(
             "Operating points",
-            ("operating point", "activations", "settings", "tokens a forward", "p", "outcome"),
+            ("operating point", "activations", "settings", "tokens a forward", "tokens/s", "p",
+             "outcome"),
             point_rows(content), (chosen_point(content),), (), ("points",),
         ),
         Section(

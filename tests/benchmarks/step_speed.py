@@ -49,7 +49,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support"
 from fused_dequant import tuning  # noqa: E402
 
 from quantize.bench import speed as bench  # noqa: E402
-from quantize.bench.adaptive import NEVER, SomeSlots  # noqa: E402
+from quantize.bench.adaptive import NEVER, SomeSlots, random_prompts  # noqa: E402
 from quantize.bench.steps import profile_step, time_step  # noqa: E402
 from quantize.bundled import CHECKPOINT, HELDOUT  # noqa: E402
 from quantize.checkpoints.reader import known_config  # noqa: E402
@@ -186,7 +186,7 @@ def rows(args: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             compared = variants(weights, args.compare, batch)
-            prompts = bench._prompts(weights, CONTEXT, batch)  # pyright: ignore[reportPrivateUsage]
+            prompts = random_prompts(weights, CONTEXT, batch)
             engine = next(iter(compared.values()))[0]
             hit = hit or bench._experts_hit(engine, prompts[0])  # pyright: ignore[reportPrivateUsage]
             own = measured(compared, prompts, args.canvases if batch <= 8 else 1)

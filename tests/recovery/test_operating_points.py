@@ -50,14 +50,19 @@ def test_the_whole_loss_of_a_point_must_fit_and_holm_is_over_points() -> None:
 
 def test_the_fastest_that_passes_is_named() -> None:
     def point(name: str, speed: float, *, passes: bool) -> dict[str, Any]:
-        return {"name": name, "tokens_per_forward": speed, "passes": passes}
+        rates = {"tokens_per_forward": speed, "tokens_a_second": 100 * speed}
+        return {"name": name, "passes": passes} | rates
 
     points = [
         point("t5", 20, passes=False),
         point("t10", 14, passes=True),
         point("t20", 9, passes=True),
     ]
-    assert ": t10, 14.0 tokens a forward." in chosen_point({"operating_points": points})
+    unknown = {"operating_points": points, "speeds": None}
+    assert ": t10, 14.0 tokens a forward." in chosen_point(unknown)
+    rates = {"device": "a GPU", "tokens_a_second": {"quantized": 800, "bf16": 700}}
+    said = chosen_point({"operating_points": points, "speeds": rates})
+    assert ": t10, 1,400 tokens/s on a GPU (own settings 800, BF16 700)." in said
     assert chosen_point({"operating_points": points[:1]}).startswith("None of 1 operating points")
     assert "were not judged" in chosen_point({"operating_points": []})
 

@@ -113,6 +113,7 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
                 comparisons[task] = comparison
     fidelity = read_json(run.fidelity_json, *FIDELITY) if run.fidelity_json.exists() else None
     verdict = _verdict(verification, fidelity, tasks, comparisons)
+    speeds = _speeds(run, [BASELINE, CANDIDATE, *(AT_POINT + name for name in points)])
     judged = {
         "model": manifest["source"],
         "versions": manifest["versions"],
@@ -128,7 +129,8 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
         "not_asked": [task for task in recipe.evaluation.tasks if task not in done["tasks"]],
         "looks": done.get("looks", {}),
         "noise_floor": _noise_floor(run, recipe),
-        "operating_points": _points(points, tasks, recipe, verdict),
+        "speeds": speeds,
+        "operating_points": _points(points, tasks, recipe, verdict, speeds),
         "baseline": _imported(run, done["tasks"]),
         "fidelity": fidelity,
         "evidence": _evidence(run),
@@ -177,6 +179,7 @@ def _points(
     tasks: Sequence[Mapping[str, Any]],
     recipe: Recipe,
     verdict: Verdict,
+    speeds: Mapping[str, Any] | None,
 ) -> list[dict[str, Any]]:
     """Return the operating points, the fastest first, each with whether it may be used."""
     asked = [task for task in recipe.evaluation.tasks if any(t["task"] == task for t in tasks)]
@@ -200,10 +203,19 @@ def _points(
             "activations": made["model"]["activations"],
             "settings": {key: made["sampler"][key] for key in sorted(SETTINGS)},
             "tokens_per_forward": sum(tokens for tokens, _ in steps) / forwards,
+            "tokens_a_second": speeds and speeds["tokens_a_second"][AT_POINT + name],
             "p": p,
             "passes": fits,
         })  # fmt: skip
-    return sorted(found, key=lambda point: -point["tokens_per_forward"])
+    by = "tokens_a_second" if speeds else "tokens_per_forward"
+    return sorted(found, key=lambda point: -point[by])
+
+
+def _speeds(run: RunDir, models: Sequence[str]) -> dict[str, Any] | None:
+    """Return tokens/s of models, where a GPU measured them all."""
+    path = run.evaluation / "speeds.json"
+    found = read_json(path, "device", "tokens_a_second") if path.exists() else None
+    return found if found and found["tokens_a_second"].keys() >= set(models) else None
 
 
 def _entry(

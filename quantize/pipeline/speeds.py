@@ -1,0 +1,63 @@
+"""Tokens/s of scored models on this GPU, by `bench` at the steps that their answers really took.
+
+Noise, prompts and the number of slots are equal for all, so speeds differ by format and steps alone.
+Models run as they are served: a quantized one as its kernels round activations here, unless its
+operating point names a mode.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from quantize.bench.adaptive import speeds
+from quantize.checkpoints.reader import Checkpoint
+from quantize.host.files import read_json, write_json
+from quantize.host.progress import say
+from quantize.recipe.sections import AT_ONCE, OperatingPoint
+from quantize.reports.scores import read_scoring
+from quantize.runs.folder import RunDir
+from quantize.runs.models import AT_POINT, BASELINE, CANDIDATE
+from quantize.runtime.placement import Placement, free_unused
+from quantize.schemes.modes import ActivationMode
+
+CONTEXT = 1024  # tokens before the first canvas, as `quantize bench` has them
+
+
+def measure_speeds(
+    run: RunDir, source: Path, points: Mapping[str, OperatingPoint], place: Placement
+) -> None:
+    """Write evaluation/speeds.json: tokens/s of BF16, the candidate and its operating points.
+
+    Args:
+        run: folder of a run whose points have been scored.
+        source: folder of the BF16 checkpoint.
+        points: the operating points.
+        place: the GPU, and what of it may be used.
+    """
+    served: dict[tuple[Path, ActivationMode | None], list[str]] = {(source, None): [BASELINE]}
+    served[run.checkpoint, None] = [CANDIDATE]
+    for name, point in points.items():
+        served.setdefault((run.checkpoint, point.activations), []).append(AT_POINT + name)
+    canvas = int(Checkpoint.open(source).config["canvas_length"])
+    found: dict[str, float] = {}
+    for (folder, mode), models in served.items():
+        say(f"tokens/s of {', '.join(models)} at the steps that their answers took")
+        at = replace(place, activations=mode, capacity=AT_ONCE, max_context=CONTEXT + 2 * canvas)
+        found |= speeds(folder, at, CONTEXT, {name: _steps(run, name) for name in models})
+        free_unused(place.device)
+    path = run.evaluation / "speeds.json"
+    about = {"device": torch.cuda.get_device_name(), "slots": AT_ONCE, "context": CONTEXT}
+    before = read_json(path) if path.exists() else {}
+    earlier = before["tokens_a_second"] if before.items() >= about.items() else {}
+    rates = {name: round(rate, 1) for name, rate in found.items()}
+    write_json(path, about | {"tokens_a_second": earlier | rates})
+
+
+def _steps(run: RunDir, model: str) -> list[int]:
+    """Return the steps of all canvases of a model's answers."""
+    tasks = read_json(run.evaluation / "done.json", "tasks")["tasks"]
+    files = [task for task in tasks if (run.evaluation / model / f"{task}.jsonl").exists()]
+    rows = [row for task in files for row in read_scoring(run.evaluation / model, task).rows]
+    return [steps for row in rows for steps in row.denoising_steps]
