@@ -43,6 +43,15 @@ from quantize.serve.options import Options
 from quantize.serve.server import announce, listening_socket, serve_at
 
 CHATS = 10_000  # whose workers are remembered
+HOP_BY_HOP = {
+    b"connection",
+    b"keep-alive",
+    b"transfer-encoding",
+    b"te",
+    b"upgrade",
+    b"expect",
+    b"date",
+}
 LONGEST_PAUSE = 60.0  # seconds before a worker that ended again and again is started once more
 ENDED = "the worker that had this request ended and is started again: send the request once more"
 
@@ -66,13 +75,15 @@ class Worker:
     def __init__(self, index: int, work: Work, folder: Path) -> None:
         self.index, self.work = index, work
         self.socket = folder / f"{index}.sock"
-        transport = httpx.AsyncHTTPTransport(uds=str(self.socket))
+        # As many at once as come: the worker itself refuses what it has no room for.
+        most = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=most)
         limits = work.options.request_timeout + 60  # the worker itself ends what takes longer
         self.client = httpx.AsyncClient(
             transport=transport, base_url="http://localhost", timeout=limits
         )
         self.open = self.taken = 0
-        self.ready = False
+        self.ready = self.stopping = False
         self.process = self._start()
 
     def _start(self) -> Any:
@@ -100,16 +111,25 @@ class Worker:
         except httpx.TransportError:
             return False
 
+    def stop(self) -> None:
+        """Ask the process to end, once its requests are answered; it is not started again."""
+        self.stopping = True
+        self.process.terminate()
+
     async def keep_alive(self) -> None:
-        """Start the process again whenever it ends, each time after a longer pause."""
+        """Start the process again whenever it ends before `stop`, each time after a longer pause."""
         pause = 1.0
         while True:
             begun = time.monotonic()
             await asyncio.to_thread(self.process.join)
             self.ready = False
+            if self.stopping:
+                return
             pause = 1.0 if time.monotonic() - begun > 600 else min(2 * pause, LONGEST_PAUSE)
             log.error("worker %d ended with exit code %s", self.index, self.process.exitcode)
             await asyncio.sleep(pause)
+            if self.stopping:
+                return
             self.process = self._start()
             while self.process.is_alive() and not await asyncio.to_thread(self.listens):
                 await asyncio.sleep(0.2)
@@ -230,13 +250,12 @@ async def _relayed(worker: Worker, request: Request, body: bytes, send: Send) ->
     url = httpx.URL(path=request.url.path, query=request.scope["query_string"])
     streams = began = False
     try:
-        asked = worker.client.build_request(
-            request.method, url, headers=request.headers.raw, content=body
-        )
+        headers = _end_to_end(request.headers.raw)
+        asked = worker.client.build_request(request.method, url, headers=headers, content=body)
         reply = await worker.client.send(asked, stream=True)
         try:
             streams = reply.headers.get("content-type", "").startswith("text/event-stream")
-            headers = [*reply.headers.raw, (b"x-worker", str(worker.index).encode())]
+            headers = [*_end_to_end(reply.headers.raw), (b"x-worker", str(worker.index).encode())]
             start = {"type": "http.response.start", "status": reply.status_code}
             await send(start | {"headers": headers})
             began = True
@@ -254,6 +273,11 @@ async def _relayed(worker: Worker, request: Request, body: bytes, send: Send) ->
     await send(_part(b"", more=False))
 
 
+def _end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers that are not of one connection alone, nor written by each server itself."""
+    return [(name, value) for name, value in headers if name.lower() not in HOP_BY_HOP]
+
+
 def _part(body: bytes, *, more: bool) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
@@ -267,7 +291,7 @@ class _Front(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         for worker in self.fleet.workers:
-            worker.process.terminate()
+            worker.stop()
         super().handle_exit(sig, frame)
 
 
@@ -316,7 +340,7 @@ def serve(checkpoint: Path, options: Options, place: Placement, count: int) -> N
             _Front(config, fleet).run([sock])
         finally:
             for worker in fleet.workers:
-                worker.process.terminate()
+                worker.stop()
             for worker in fleet.workers:
                 worker.process.join(options.shutdown_grace + 10)
                 worker.process.kill()

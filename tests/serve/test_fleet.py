@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,7 +21,7 @@ from starlette.types import Message
 
 from quantize.errors import ResourceError
 from quantize.runtime import Placement
-from quantize.serve import fleet
+from quantize.serve import fleet, metrics
 from quantize.serve.failures import RequestError
 from quantize.serve.fleet import Fleet, Work, Worker, beginning
 from quantize.serve.options import Options
@@ -99,6 +101,20 @@ def test_a_server_says_what_it_holds_and_from_where_on_canvases_did_not_pay_on_a
     )
 
 
+def test_metrics_show_what_the_driver_says_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimpleNamespace(
+        busy=lambda: 0.5, clock=lambda: SimpleNamespace(mhz=1980), joules=lambda: None
+    )
+    monkeypatch.setattr(metrics.Driver, "of", lambda _: driver)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60, 100))
+    found = metrics.Metrics()
+    found.watch_gpu(torch.device("cuda"))
+    page = found.page().decode()
+    shown = {k: float(v) for k, v in re.findall(r"^quantize_gpu_(\w+) (\S+)$", page, re.MULTILINE)}
+    assert math.isnan(shown.pop("energy_joules"))  # it tells none
+    assert shown == {"utilization": 0.5, "memory_bytes": 40, "clock_mhz": 1980}
+
+
 # ------------------------------------------------------------------ processes, with a scripted server
 
 
@@ -128,7 +144,9 @@ def test_a_dead_workers_clients_hear_of_it_and_it_is_started_again(
 ) -> None:
     async def story() -> None:
         async with front(tmp_path, monkeypatch) as client:
-            both = [(await client.post("/v1/x", json={})).json()["pid"] for _ in range(2)]
+            replies = [await client.post("/v1/x", json={}) for _ in range(2)]
+            assert not any("date" in reply.headers for reply in replies)  # the front writes its own
+            both = [reply.json()["pid"] for reply in replies]
             assert len(set(both)) == 2
             assert (await client.get("/health")).json()["workers"] == 2
             page = (await client.get("/metrics")).text
@@ -152,6 +170,32 @@ def test_a_dead_workers_clients_hear_of_it_and_it_is_started_again(
             assert not {*both} & {*again}
 
     asyncio.run(asyncio.wait_for(story(), 120))
+
+
+def test_a_worker_that_was_stopped_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "serve_at", scripted_server.serve_at)
+    worker = Worker(0, Work(tmp_path, Options("m"), Placement(), ()), tmp_path)
+    fleet.wait_for([worker])
+
+    async def story() -> bool:
+        kept = asyncio.create_task(worker.keep_alive())
+        await asyncio.sleep(0)
+        worker.stop()
+        done, _ = await asyncio.wait([kept], timeout=20)
+        worker.process.kill()  # which was started again, where this fails
+        kept.cancel()
+        return bool(done)
+
+    assert asyncio.run(story())
+    assert not worker.ready
+
+
+def test_headers_of_one_connection_are_not_passed_on() -> None:
+    passed = [(b"Authorization", b"Bearer x"), (b"content-type", b"application/json")]
+    held = [(b"Connection", b"close"), (b"Transfer-Encoding", b"chunked"), (b"date", b"today")]
+    assert fleet._end_to_end([*held, *passed, (b"expect", b"100-continue")]) == passed
 
 
 def test_a_client_that_hangs_up_ends_its_request_at_the_worker(
