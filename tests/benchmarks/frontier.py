@@ -124,10 +124,12 @@ def _rows(archive: Path) -> Iterator[tuple[str, Any]]:
             if member.name.endswith(f"/{TASK}.jsonl") or member.name.endswith("speeds.json"):
                 file = found.extractfile(member)
                 assert file is not None
-                lines = [json.loads(line) for line in file.read().decode().split("\n") if line]
-                is_rows = member.name.endswith("jsonl")
-                name = Path(member.name).parent.name if is_rows else "speeds"
-                yield name, {row["doc_id"]: row for row in lines} if is_rows else lines[0]
+                text = file.read().decode()
+                if member.name.endswith("speeds.json"):
+                    yield "speeds", json.loads(text)
+                    continue
+                rows = [json.loads(line) for line in text.split("\n") if line]
+                yield Path(member.name).parent.name, {row["doc_id"]: row for row in rows}
 
 
 def _compared(base: dict[int, Any], rows: dict[int, Any]) -> tuple[float, float, float]:

@@ -59,7 +59,7 @@ def run(
     """Denoise in the loop, recording; return what Linears were shown, and the samples."""
     weights = load_packed(source, "cuda:0", resident=None if lanes == 1 else 1)
     engine = FusedEngine(weights, capacity=2, max_context=CONTEXT, lanes=lanes)
-    denoising._opened = lambda records: engine
+    denoising._opened = lambda: engine
     found = Hessians(NAMES, EXPERTS)
 
     def nothing(*_: object) -> None: ...
@@ -90,7 +90,7 @@ def test_replayed_steps_are_those_of_kernel_by_kernel(source: Path, tmp_path: Pa
     for graphs in (False, True):
         denoising, weights = denoising_of(source), load_packed(source, "cuda:0")
         engine = FusedEngine(weights, capacity=2, max_context=CONTEXT, graphs=graphs)
-        denoising._opened = lambda records, own=engine: own
+        denoising._opened = lambda own=engine: own
         ranges, coverage, statistics = Ranges(EXPERTS), Coverage(EXPERTS), StepStatistics()
         made = denoising.run(
             title="", recorder=Recorder(tmp_path / str(graphs)),

@@ -11,7 +11,7 @@ from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target
 from quantize.errors import ResourceError
 from quantize.host.units import size
-from quantize.runtime.memory import DEFAULT_CONTEXT, Need, Plan, plan
+from quantize.runtime.memory import BEGUN_BYTES, CONTEXT_BYTES, DEFAULT_CONTEXT, Need, Plan, plan
 from quantize.stages.memory_needs import bf16_stack, quantized_stack
 from quantize.stages.plan.estimate import Machine, least_of
 from quantize.stages.plan.gpu_support import floor, gpu_of, runs
@@ -100,7 +100,8 @@ def _cells(
     except ResourceError as error:
         return [f"needs {least_of(error)}"]
     streamed = size(found.streamed) if found.streamed else ""
-    cells = ["streamed" if streamed else "resident", str(found.batch), size(found.total), streamed]
+    held = found.total - CONTEXT_BYTES + BEGUN_BYTES  # a server compiles less than a whole run
+    cells = ["streamed" if streamed else "resident", str(found.batch), size(held), streamed]
     seconds = least_seconds(found, config, targets, machine)
     if seconds is None:
         return [*cells, "?", "?"]

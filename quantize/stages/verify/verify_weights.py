@@ -108,9 +108,10 @@ def each_part(
     """
     tasks: list[tuple[Target, int, int]] = []
     for target in targets:
-        splits = target.scheme is None or len(target.shape) == 3
-        rows = target.shape[0]
-        runs = device.runs(rows, target.bytes_before) if splits else [(0, rows)]
+        rows, kept = target.shape[0], target.scheme is None
+        where = Device() if kept else device  # kept bytes are compared where they were read
+        splits = kept or len(target.shape) == 3
+        runs = where.runs(rows, target.bytes_before) if splits else [(0, rows)]
         tasks += [(target, *run) for run in runs]
     cores = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
