@@ -324,7 +324,7 @@ def serve(checkpoint: Path, options: Options, place: Placement, count: int) -> N
     Raises:
         ResourceError: there are fewer GPUs; the port is taken; a worker ended while it loaded.
     """
-    gpus = visible_gpus(count) if place.device == "cuda" else []
+    gpus = visible_gpus(place, count)
     sock = listening_socket(options.host, options.port)
     with TemporaryDirectory(prefix="quantize-") as folder:
         work = Work(checkpoint, options, place, gpus)
@@ -363,14 +363,16 @@ def wait_for(workers: Sequence[Worker]) -> None:
         time.sleep(0.2)
 
 
-def visible_gpus(count: int) -> list[str]:
-    """Return the names of `count` GPUs as CUDA_VISIBLE_DEVICES has them.
+def visible_gpus(place: Placement, count: int) -> list[str]:
+    """Return the names of `count` GPUs as CUDA_VISIBLE_DEVICES has them, none for a CPU.
 
     Raises:
         ResourceError: there are fewer.
     """
     import torch
 
+    if torch.device(place.device).type == "cpu":
+        return []
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
     if len(names) < count:

@@ -83,13 +83,15 @@ def test_other_bodies_have_no_beginning(body: bytes) -> None:
     assert beginning(body) is None
 
 
-def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_worker_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert fleet.visible_gpus(2) == ["3", "5"]
+    for device in ("cuda", "cuda:0"):  # the second is what the command line says
+        assert fleet.visible_gpus(Placement(device), 2) == ["3", "5"]
+    assert fleet.visible_gpus(Placement("cpu"), 2) == []
     with pytest.raises(
         ResourceError, match="--data-parallel 3 needs as many GPUs; this machine shows 2"
     ):
-        fleet.visible_gpus(3)
+        fleet.visible_gpus(Placement("cuda:0"), 3)
 
 
 def test_a_server_says_what_it_holds_and_from_where_on_canvases_did_not_pay_on_an_h200() -> None:
