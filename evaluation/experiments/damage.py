@@ -11,7 +11,6 @@ Tests hold it to `quantize.stages.fidelity.replay`.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +18,15 @@ import torch.nn.functional as F
 from fused_dequant.formats import round_groups
 from torch import Tensor
 
-from experiments.bundled.forward import KeysValues, TrainingForward, head, rms_norm, rotate, route
+from experiments.bundled.forward import (
+    KeysValues,
+    Rope,
+    TrainingForward,
+    head,
+    rms_norm,
+    rotate,
+    route,
+)
 from quantize.checkpoints.load import load, read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.runtime.sampler import Sampler, accepted
@@ -126,9 +133,11 @@ class Model:
 
     def round(self, key: tuple[int, str], scheme: Scheme, scale: float | None) -> None:
         """Round the input `key` as a scheme does, under an input global scale."""
-        if scheme.round_activations is not None:
-            alone = partial(scheme.round_activations, input_global_scale=None)
-            self.roundings[key] = alone if scale is None else rounding(scale, self.device)
+        if (own := scheme.round_activations) is None:
+            return
+        self.roundings[key] = (
+            (lambda x: own(x, None)) if scale is None else rounding(scale, self.device)
+        )
 
     def reads(self, layer: int, name: str, x: Tensor, _: Tensor | None) -> Tensor:
         """Return an input as its Linears read it; the gradient is that of x."""
@@ -147,7 +156,8 @@ class Model:
         self, index: int, x: Tensor, reads: Reads | None = None
     ) -> tuple[Tensor, KeysValues]:
         """Take tokens [N, S, H] through a layer, causally."""
-        rope = tuple(each[None, : x.shape[1]] for each in self._forward.rope[self.types[index]])
+        cos, sin = self._forward.rope[self.types[index]]
+        rope = cos[None, : x.shape[1]], sin[None, : x.shape[1]]
         return self._layer(index, x, rope, None, None, reads)
 
     def decode_layer(
@@ -155,7 +165,8 @@ class Model:
     ) -> Tensor:
         """Take canvases [R, C, H] through a layer, behind its keys and values of the prefixes."""
         at = rows.start[:, None] + torch.arange(x.shape[1], device=x.device)
-        rope = tuple(each[at] for each in self._forward.rope[self.types[index]])
+        cos, sin = self._forward.rope[self.types[index]]
+        rope = cos[at], sin[at]
         seen = torch.arange(own[0].shape[2], device=x.device) < rows.start[:, None]
         mask = torch.cat((seen, torch.ones_like(rows.canvas, dtype=torch.bool)), 1)[:, None, None]
         prefix = own[0][rows.of], own[1][rows.of]
@@ -191,7 +202,7 @@ class Model:
         self,
         index: int,
         x: Tensor,
-        rope: tuple[Tensor, ...],
+        rope: Rope,
         prefix: KeysValues | None,
         mask: Tensor | None,
         watch: Reads | None,

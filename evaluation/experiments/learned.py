@@ -182,7 +182,8 @@ class Split:
         path = self.file(out, start)
         if path.exists():
             return
-        prompts, seeds = (each[start : start + SHARE] for each in self.prompts())
+        prompts, seeds = self.prompts()
+        prompts, seeds = prompts[start : start + SHARE], seeds[start : start + SHARE]
         reference, sampler = _reference(), Sampler.from_checkpoint(CHECKPOINT)
         found = record(reference, prompts, seeds, sampler=sampler, canvases=2, held_out=True)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -735,7 +736,8 @@ def generated(work: Work, name: str, seed: int, at: int) -> None:
     path = work.out / work.split.name / "free" / f"{seed}-{name}-{at}.json"
     if path.exists():
         return
-    prompts, seeds = (each[at : at + SHARE] for each in work.split.prompts())
+    prompts, seeds = work.split.prompts()
+    prompts, seeds = prompts[at : at + SHARE], seeds[at : at + SHARE]
     folder = CHECKPOINT if name == "bf16" else work.out / f"seed-{seed}" / name / "checkpoint"
     engine = open_modules(folder, "none" if name == "bf16" else "per_layer", capacity=SHARE)
     sampler = Sampler.from_checkpoint(CHECKPOINT)
