@@ -96,7 +96,7 @@ def operating_points(content: Mapping[str, Any]) -> str:
         body += _text(at + 6, y(difference) + 4, name, "tick")
     if rates:
         body += f'<circle class="hollow" cx="{x(rates["bf16"]):.1f}" cy="{y(0):.1f}" r="4"/>'
-        body += _text(x(rates["bf16"]) + 6, y(0) + 4, "BF16", "tick")
+        body += _text(x(rates["bf16"]) + 6, y(0) + 16, "BF16", "tick")
     return _svg(186, f"Accuracy minus BF16's in points, by {unit}, and the margin", body)
 
 
