@@ -169,8 +169,9 @@ def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) ->
 
 def _sha256(path: Path) -> str:
     # In large parts: threads that compute beside this one take the interpreter at each.
-    digest, room = hashlib.sha256(), memoryview(bytearray(HASHED_AT_ONCE))
+    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
+        room = memoryview(bytearray(min(HASHED_AT_ONCE, os.fstat(file.fileno()).st_size)))
         while count := file.readinto(room):
             digest.update(room[:count])
     return digest.hexdigest()

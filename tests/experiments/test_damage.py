@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from experiments.damage import Model, distances, rows_of
-from experiments.learned import ARMS, Learning, dequantized, nearest, plan_of
+from experiments.learned import ARMS, nearest, plan_of
+from experiments.learning import Learning, dequantized
 from experiments.routing import heldout
 from modules_oracle.opening import open_modules
 

@@ -104,7 +104,8 @@ def each_part(
 ) -> Iterator[tuple[Target, T]]:
     """Look at every tensor part by part, (target, start, stop), read by all cores; yield in order.
 
-    Fused experts and kept tensors have parts of as much as a device takes; another Linear is whole.
+    Fused experts have parts of as much as the device takes, kept tensors of as much as a CPU does;
+    another Linear is whole.
     """
     tasks: list[tuple[Target, int, int]] = []
     for target in targets:
