@@ -14,6 +14,7 @@ base's.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,6 +102,25 @@ def answers(world: World, generator: np.random.Generator) -> tuple[np.ndarray, n
     """Return which answers [n, k] of base and quantized are right in one round."""
     base, quantized = many_answers(world, generator, 1)
     return base[0], quantized[0]
+
+
+def many_points(
+    bench: Bench, estimand: Estimand, losses_pp: Sequence[float], generator: np.random.Generator,
+    rounds: int,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Return which answers [rounds, n, k] of a base are right, and of points [points, rounds, n, k].
+
+    Each point loses so many single answers; half of its answers share their noise with the base's.
+    """
+    p, _ = questions(World(bench, estimand, "single", 0), generator, rounds)
+    accuracy = p.mean() if estimand == "these_questions" else bench.accuracy
+    shape = (rounds, p.shape[1], bench.repeats)
+    noise = generator.random(shape)
+    points: list[np.ndarray] = []
+    for loss in losses_pp:
+        other = np.where(generator.random(shape) < 0.5, noise, generator.random(shape))
+        points.append(other < (p * (1 - loss / 100 / accuracy))[..., None])
+    return noise < p[..., None], np.stack(points)
 
 
 def many_costs(
