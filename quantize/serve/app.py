@@ -138,11 +138,11 @@ class Service:
         """Answer a plain completion."""
 
         def encode() -> Prepared:
-            text = self.text.encode
-            prompts = [text(p) if isinstance(p, str) else p for p in body.prompts]
+            asked: Any = body.prompt
+            prompts = [self.text.encode(p) if isinstance(p, str) else p for p in asked]
             return Prepared(prompts, None, *self._known(body), self.forms.matcher(body))
 
-        return await self._answer(body, encode, len(body.prompts), request)
+        return await self._answer(body, encode, len(body.prompt), request)
 
     def _known(self, body: ChatRequest | CompletionRequest) -> tuple[Given | None, int | None]:
         return infill.known(body, self.text.encode_piece, self.scheduler.engine.canvas_length)
@@ -285,7 +285,7 @@ class Service:
         self, body: ChatRequest | CompletionRequest, sampler: Sampler, limit: int, canvases: int
     ) -> Answer:
         """Return an empty answer, which its canvases will fill."""
-        limits = (sampler, limit, canvases, body.stops)
+        limits = (sampler, limit, canvases, list(body.stop))
         if isinstance(body, CompletionRequest):
             return Answer(self.text.whole, *limits)
         split = self.text.split_calls if body.callable else self.text.split

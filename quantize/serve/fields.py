@@ -2,7 +2,9 @@
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, model_validator
+
+MAX_DEPTH = 64
 
 
 def _utf8(text: str) -> str:
@@ -11,28 +13,8 @@ def _utf8(text: str) -> str:
     return text
 
 
-String = Annotated[str, AfterValidator(_utf8)]
-
-
-class Strict(BaseModel):
-    """A body in which unknown fields are errors and nulls are absent."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        return (
-            {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-        )
-
-
-def check_utf8(value: Any) -> Any:
-    """Return JSON of any shape unchanged, once it is checked.
-
-    Raises:
-        ValueError: one of its strings is no text, or it is nested too deeply.
-    """
+def _check(value: Any) -> Any:
+    """Return JSON of any shape whose strings are text, not nested too deeply, or raise a ValueError."""
     waiting = [(value, 0)]
     while waiting:
         found, depth = waiting.pop()
@@ -47,5 +29,27 @@ def check_utf8(value: Any) -> Any:
     return value
 
 
-MAX_DEPTH = 64
-Json = Annotated[dict[str, Any], AfterValidator(check_utf8)]
+String = Annotated[str, AfterValidator(_utf8)]
+Json = Annotated[dict[str, Any], AfterValidator(_check)]
+
+
+def by_type(otherwise: str, **tags: str) -> Discriminator:
+    """Return what chooses a member of a union by a value's type, so that its faults alone are told."""
+
+    def its_type(value: Any) -> str:
+        return tags.get(type(value).__name__, otherwise)
+
+    return Discriminator(its_type)
+
+
+class Strict(BaseModel):
+    """A body in which unknown fields are errors and nulls are absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {k: v for k, v in value.items() if v is not None}

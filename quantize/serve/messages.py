@@ -1,12 +1,20 @@
 """A chat's messages and tools, as requests hold them and as the chat template reads them."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+import pydantic
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    Tag,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
-from quantize.serve.fields import Json, Strict, String, check_utf8
+from quantize.serve.fields import Json, Strict, String, by_type
 
 MAX_TOOLS = 128
 NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
@@ -32,18 +40,28 @@ class ImagePart(Strict):
     type: Literal["image_url"]
     image_url: ImageUrl
 
+    @model_serializer
+    def _placeholder(self) -> dict[str, str]:
+        return {"type": "image"}
 
-def _kind(content: Any) -> str:
-    return "parts" if isinstance(content, list) else "text"
+
+def _joined(content: Any) -> Any:
+    """Return content without pictures as one text."""
+    if isinstance(content, str) or any(isinstance(part, ImagePart) for part in content):
+        return content
+    return "".join(part.text for part in content)
 
 
 Parts = list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
-# A fault is then reported for the kind that was meant.
 Content = Annotated[
-    Annotated[String, Tag("text")] | Annotated[Parts, Tag("parts")], Discriminator(_kind)
+    Annotated[String, Tag("text")] | Annotated[Parts, Tag("parts")],
+    by_type("text", list="parts"),
+    AfterValidator(_joined),
 ]
 TextContent = Annotated[
-    Annotated[String, Tag("text")] | Annotated[list[TextPart], Tag("parts")], Discriminator(_kind)
+    Annotated[String, Tag("text")] | Annotated[list[TextPart], Tag("parts")],
+    by_type("text", list="parts"),
+    AfterValidator(_joined),
 ]
 
 
@@ -51,19 +69,7 @@ class CalledFunction(Strict):
     """The function that an earlier answer called, its arguments a JSON object as text."""
 
     name: String = Field(pattern=NAME)
-    arguments: String
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_an_object(cls, value: str) -> str:
-        try:
-            found = json.loads(value or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"must be a JSON object ({error})") from error
-        if not isinstance(found, dict):
-            raise ValueError("must be a JSON object")
-        check_utf8(found)
-        return value or "{}"
+    arguments: Annotated[pydantic.Json[Json], BeforeValidator(lambda v: "{}" if v == "" else v)]
 
 
 class ToolCall(Strict):
@@ -73,33 +79,22 @@ class ToolCall(Strict):
     type: Literal["function"] = "function"
     function: CalledFunction
 
+
+class _Turn(Strict):
     @property
     def turn(self) -> dict[str, Any]:
-        """Return what the chat template reads; it writes the arguments in its own way."""
-        called = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
-        return {"id": self.id, "type": "function", "function": called}
+        """Return what the chat template reads, which writes a call's arguments in its own way."""
+        return self.model_dump(exclude_none=True)
 
 
-def _text(content: str | Sequence[TextPart | ImagePart]) -> str:
-    """Return content without pictures as one text."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.text for part in content if isinstance(part, TextPart))
-
-
-class Instruction(Strict):
+class Instruction(_Turn):
     """An instruction for the whole chat; OpenAI's role developer is this model's system."""
 
-    role: Literal["system", "developer"]
+    role: Annotated[Literal["system", "developer"], AfterValidator(lambda _: "system")]
     content: TextContent
 
-    @property
-    def turn(self) -> dict[str, Any]:
-        """Return what the chat template reads."""
-        return {"role": "system", "content": _text(self.content)}
 
-
-class Question(Strict):
+class Question(_Turn):
     """A turn of the user, the only one that may hold pictures."""
 
     role: Literal["user"]
@@ -108,23 +103,14 @@ class Question(Strict):
     @property
     def pictures(self) -> list[tuple[int, str]]:
         """Return each picture's part of the message, and its data URL."""
-        parts = self.content if isinstance(self.content, list) else []
-        return [(n, p.image_url.url) for n, p in enumerate(parts) if isinstance(p, ImagePart)]
-
-    @property
-    def turn(self) -> dict[str, Any]:
-        """Return what the chat template reads."""
-        if self.pictures:
-            return {"role": "user", "content": [_template_part(part) for part in self.content]}
-        return {"role": "user", "content": _text(self.content)}
+        return [
+            (n, part.image_url.url)
+            for n, part in enumerate(self.content)
+            if isinstance(part, ImagePart)
+        ]
 
 
-def _template_part(part: Any) -> dict[str, str]:
-    text = isinstance(part, TextPart)
-    return {"type": "text", "text": part.text} if text else {"type": "image"}
-
-
-class Reply(Strict):
+class Reply(_Turn):
     """A turn of the model, with the calls that it made.
 
     The template gets thoughts that a client sends back, and keeps only those that led to calls.
@@ -144,13 +130,11 @@ class Reply(Strict):
     @property
     def turn(self) -> dict[str, Any]:
         """Return what the chat template reads."""
-        turn = {"role": "assistant", "content": _text(self.content or "")}
-        calls = {"tool_calls": [call.turn for call in self.tool_calls]}
-        calls |= {"reasoning_content": self.reasoning_content}
-        return turn | calls if self.tool_calls else turn
+        turn = self.model_dump() | {"content": self.content or ""}
+        return turn if self.tool_calls else {k: turn[k] for k in ("role", "content")}
 
 
-class Result(Strict):
+class Result(_Turn):
     """What a tool returned for a call of the reply before it."""
 
     role: Literal["tool"]
@@ -158,31 +142,19 @@ class Result(Strict):
     tool_call_id: String
     name: String | None = Field(None, pattern=NAME, description="The template finds it itself.")
 
-    @property
-    def turn(self) -> dict[str, Any]:
-        """Return what the chat template reads."""
-        turn = {"role": "tool", "content": _text(self.content), "tool_call_id": self.tool_call_id}
-        return turn if self.name is None else turn | {"name": self.name}
-
 
 Message = Annotated[Instruction | Question | Reply | Result, Field(discriminator="role")]
 
 
-def check_results(messages: Sequence[Message]) -> None:
-    """Refuse results of calls that the assistant's turn before them did not make.
-
-    Raises:
-        ValueError: it names the first of them.
-    """
+def stray_results(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the faults of results of calls that the assistant's turn before them did not make."""
     called: set[str] = set()
     for index, message in enumerate(messages):
         if not isinstance(message, Result):
             calls = message.tool_calls if isinstance(message, Reply) else []
             called = {call.id for call in calls}
         elif message.tool_call_id not in called:
-            raise ValueError(
-                f"messages.{index}.tool_call_id: the assistant's message before it has no such call"
-            )
+            yield f"messages.{index}.tool_call_id: the assistant's message before it has no such call"
 
 
 class Function(Strict):
@@ -215,8 +187,7 @@ class Tool(Strict):
     @property
     def declaration(self) -> dict[str, Any]:
         """Return what the chat template reads."""
-        told = self.function.model_dump(include={"name", "description", "parameters"})
-        return {"type": "function", "function": told}
+        return self.model_dump(exclude={"function": {"strict"}})
 
 
 class ChosenFunction(Strict):
@@ -232,12 +203,8 @@ class Choice(Strict):
     function: ChosenFunction
 
 
-def _choice_kind(choice: Any) -> str:
-    return "word" if isinstance(choice, str) else "function"
-
-
 ToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag("word")]
     | Annotated[Choice, Tag("function")],
-    Discriminator(_choice_kind),
+    by_type("function", str="word"),
 ]

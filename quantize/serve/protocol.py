@@ -16,8 +16,9 @@ Diffusion controls are extra fields (`extra_body` in OpenAI's client), named as 
 A chat's `image_tokens` is the most tokens that each of its pictures may take.
 """
 
-from dataclasses import replace
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -32,7 +33,7 @@ from quantize.serve.messages import (
     Question,
     Tool,
     ToolChoice,
-    check_results,
+    stray_results,
 )
 
 MAX_STOPS, MAX_CHOICES, MAX_STEPS, MAX_STABILITY = 16, 16, 256, 16
@@ -45,6 +46,7 @@ Unused = Field(None, description="Accepted and neither used nor logged.")
 IGNORED = "Ignored, and named in the header X-Ignored-Parameters; with --strict refused."
 Refused = Field(None, description="Refused, but for the value that asks for nothing.")
 Positive = Field(gt=0, le=1000, allow_inf_nan=False)
+Form = tuple[str, str, Any]  # parameter, kind of form, definition
 
 
 class StreamOptions(Strict):
@@ -61,22 +63,35 @@ class PinnedText(Strict):
     text: String = Field(min_length=1)
 
 
-class _Generation(Strict):
-    """The fields that chats and plain completions share."""
+class Asked(Strict):
+    """The fields that all requests for answers share."""
 
     model: String
-    max_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
-    stop: String | list[String] = Field(default_factory=list[str])
-    seed: int | None = Field(None, ge=-INT64, le=INT64 - 1)
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(
+        None, ge=0, le=2, description=f"{IGNORED} 0 without a seed takes the seed {FIXED_SEED}."
+    )
+    top_p: float | None = Field(None, ge=0, le=1, description=IGNORED)
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description=IGNORED
+    )
+    store: bool | None = Field(None, description=IGNORED)
     user: str | None = Unused
     metadata: dict[str, str] | None = Unused
     safety_identifier: str | None = Unused
     prompt_cache_key: str | None = Unused
 
-    num_inference_steps: int | None = Field(None, ge=1, le=MAX_STEPS)
+
+class _Generation(Asked):
+    """The fields that chats and plain completions share."""
+
+    max_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
+    stop: String | list[String] = Field(default_factory=list[str])
+    seed: int | None = Field(None, ge=-INT64, le=INT64 - 1)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stream_options: StreamOptions | None = None
+
+    max_denoising_steps: int | None = Field(None, ge=1, le=MAX_STEPS, alias="num_inference_steps")
     entropy_bound: Annotated[float, Positive] | None = None
     t_min: float | None = Field(None, ge=0, le=10, allow_inf_nan=False)
     t_max: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
@@ -93,10 +108,6 @@ class _Generation(Strict):
         None, min_length=1, max_length=MAX_PATTERN, description="Matches the whole answer."
     )
 
-    temperature: float | None = Field(
-        None, ge=0, le=2, description=f"{IGNORED} 0 without a seed takes the seed {FIXED_SEED}."
-    )
-    top_p: float | None = Field(None, ge=0, le=1, description=IGNORED)
     top_k: int | None = Field(None, ge=-1, le=INT64 - 1, description=IGNORED)
     min_p: float | None = Field(None, ge=0, le=1, description=IGNORED)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description=IGNORED)
@@ -104,10 +115,6 @@ class _Generation(Strict):
     repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False, description=IGNORED)
     length_penalty: float | None = Field(None, allow_inf_nan=False, description=IGNORED)
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description=IGNORED)
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
-        None, description=IGNORED
-    )
-    store: bool | None = Field(None, description=IGNORED)
     logit_bias: dict[str, float] | None = Refused
     best_of: int | None = Refused
 
@@ -120,27 +127,28 @@ class _Generation(Strict):
         return stops
 
     @model_validator(mode="after")
-    def _options_of_streams(self) -> "_Generation":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only with stream true")
+    def _agrees(self) -> Self:
+        if fault := next(self.faults(), None):
+            raise ValueError(fault)
         return self
 
-    @model_validator(mode="after")
-    def _one_form(self) -> "_Generation":
+    def faults(self) -> Iterator[str]:
+        """Yield which fields contradict others, each as the field's name and a reason."""
+        if self.stream_options is not None and not self.stream:
+            yield "stream_options: only with stream true"
         forms = [param for param, _, _ in self.forms]
         if len(forms) > 1:
-            raise ValueError(f"{forms[1]}: an answer has one form; give it or {forms[0]}")
-        if self.stops and self.top is not None:
-            raise ValueError("stop: not with logprobs, which are told of whole tokens")
+            yield f"{forms[1]}: an answer has one form; give it or {forms[0]}"
+        if self.stop and self.top is not None:
+            yield "stop: not with logprobs, which are told of whole tokens"
         for field in ("stop", "pinned", "suffix") if forms else ():
             if getattr(self, field, None):
-                raise ValueError(f"{field}: not with {forms[0]}, which says how the answer ends")
-        return self
+                yield f"{field}: not with {forms[0]}, which says how the answer ends"
 
     @property
-    def forms(self) -> list[tuple[str, str, Any]]:
-        """Return the answer's forms, each as parameter, kind of form and definition."""
-        given: list[tuple[str, str, Any]] = [
+    def forms(self) -> list[Form]:
+        """Return the forms that are asked of the answer."""
+        given: list[Form] = [
             ("guided_json", "json", self.guided_json),
             ("guided_regex", "regex", self.guided_regex),
         ]
@@ -152,18 +160,13 @@ class _Generation(Strict):
         return None
 
     @property
-    def stops(self) -> list[str]:
-        """Return the stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
-
-    @property
     def fixed_seed(self) -> int | None:
         """Return the seed that the request asks for, None for one of the server's choice."""
         return FIXED_SEED if self.seed is None and self.temperature == 0 else self.seed
 
     @property
     def token_limit(self) -> int | None:
-        """Return the most tokens of one choice."""
+        """Return the most tokens of one choice, thoughts included."""
         return self.max_tokens
 
     def sampler(self, base: Sampler) -> Sampler:
@@ -172,16 +175,9 @@ class _Generation(Strict):
         Raises:
             InputError: the controls contradict each other.
         """
-        given = {
-            "max_denoising_steps": self.num_inference_steps,
-            "entropy_bound": self.entropy_bound,
-            "t_min": self.t_min,
-            "t_max": self.t_max,
-            "confidence_threshold": self.confidence_threshold,
-            "stability_threshold": self.stability_threshold,
-        }
+        controls = {field.name for field in fields(Sampler)}
         try:
-            return replace(base, **{k: v for k, v in given.items() if v is not None})
+            return replace(base, **self.model_dump(include=controls, exclude_none=True))
         except InputError as error:
             raise InputError(str(error).removeprefix("generation config: ")) from error
 
@@ -244,27 +240,25 @@ class ChatRequest(_Generation):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
 
-    @model_validator(mode="after")
-    def _tools_that_there_are(self) -> "ChatRequest":
-        check_results(self.messages)
+    def faults(self) -> Iterator[str]:
+        """Yield faults as `_Generation` does."""
+        yield from super().faults()
+        yield from stray_results(self.messages)
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
-            raise ValueError("tools: two have the same name")
+            yield "tools: two have the same name"
         if isinstance(self.tool_choice, Choice) and self.tool_choice.function.name not in names:
             name = self.tool_choice.function.name
-            raise ValueError(f"tool_choice: no tool of the request is named {name[:100]!r}")
+            yield f"tool_choice: no tool of the request is named {name[:100]!r}"
         if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice: required, and the request has no tools")
-        return self
-
-    @model_validator(mode="after")
-    def _top_of_logprobs(self) -> "ChatRequest":
+            yield "tool_choice: required, and the request has no tools"
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: only with logprobs true")
-        return self
+            yield "top_logprobs: only with logprobs true"
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            yield "max_tokens: give it or max_completion_tokens, not both"
 
     @property
-    def forms(self) -> list[tuple[str, str, Any]]:
+    def forms(self) -> list[Form]:
         """Return forms as `_Generation` does; a call that must be made is a form too."""
         given = super().forms
         if isinstance(self.response_format, JsonFormat):
@@ -296,12 +290,6 @@ class ChatRequest(_Generation):
         named = () if self.tool_choice == "none" else self.tools
         return frozenset(tool.function.name for tool in named)
 
-    @model_validator(mode="after")
-    def _one_limit(self) -> "ChatRequest":
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens: give it or max_completion_tokens, not both")
-        return self
-
     @property
     def pictures(self) -> list[tuple[str, str]]:
         """Return for each picture the parameter it came in, and its data URL."""
@@ -314,7 +302,7 @@ class ChatRequest(_Generation):
 
     @property
     def token_limit(self) -> int | None:
-        """Return the most tokens of one choice, thoughts included."""
+        """Return the limit as `_Generation` does."""
         return self.max_tokens or self.max_completion_tokens
 
 
@@ -327,7 +315,6 @@ class CompletionRequest(_Generation):
         description="Text behind the answer, which then has max_tokens positions at most; both must "
         "fit into one canvas.",
     )
-
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @property
@@ -337,19 +324,9 @@ class CompletionRequest(_Generation):
 
     @field_validator("prompt")
     @classmethod
-    def _not_empty(cls, value: Any) -> Any:
-        prompts = as_prompts(value) if value else []
-        if not 0 < len(prompts) <= MAX_CHOICES or not all(prompts):
+    def _several(cls, value: Any) -> list[str | list[int]]:
+        several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
+        prompts = list(value) if several else [value]
+        if len(prompts) > MAX_CHOICES or not all(prompts):
             raise ValueError(f"must hold text or tokens, and at most {MAX_CHOICES} prompts")
-        return value
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """Return each prompt, as text or as token ids."""
-        return as_prompts(self.prompt)
-
-
-def as_prompts(prompt: Any) -> list[str | list[int]]:
-    """Return one prompt, or several, as a list of prompts."""
-    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-    return list(prompt) if several else [prompt]
+        return prompts

@@ -6,27 +6,19 @@ clients send the items themselves. What this API has no field for (seed, diffusi
 and log-probabilities) is there in chat completions.
 """
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, cast
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from quantize.serve.failures import from_validation
-from quantize.serve.fields import Json, Strict, String
-from quantize.serve.messages import MAX_TOOLS, NAME, Function
-from quantize.serve.protocol import INT64, ChatRequest, Unused
+from quantize.serve.fields import Json, Strict, String, by_type
+from quantize.serve.messages import MAX_TOOLS, NAME, ChosenFunction, Function
+from quantize.serve.protocol import INT64, Asked, ChatRequest, Unused
 
 STORED = "nothing is stored here; send the items of earlier answers themselves (store: false)"
-FORWARDED = [
-    "model",
-    "temperature",
-    "top_p",
-    "parallel_tool_calls",
-    "stream",
-    "store",
-    "service_tier",
-]
-UNUSED = ["user", "metadata", "prompt_cache_key", "safety_identifier"]
+Text = Annotated[String, Tag("text")]
+ByShape = by_type("text", list="items", dict="object")
 
 
 class _Kept(Strict):
@@ -44,6 +36,11 @@ class TextPart(Strict):
     annotations: list[Any] | None = Unused
     logprobs: list[Any] | None = Unused
 
+    @property
+    def chat(self) -> dict[str, Any]:
+        """Return the part of a chat's message."""
+        return {"type": "text", "text": self.text}
+
 
 class ImagePart(Strict):
     """A picture as a data URL."""
@@ -52,15 +49,17 @@ class ImagePart(Strict):
     image_url: String
     detail: Literal["auto"] | None = None
 
+    @property
+    def chat(self) -> dict[str, Any]:
+        """Return the part of a chat's message."""
+        return {"type": "image_url", "image_url": {"url": self.image_url}}
 
-def _shape(value: Any) -> str:
-    return "items" if isinstance(value, list) else "object" if isinstance(value, dict) else "text"
 
-
-# A fault is then reported for the shape that was meant.
-ByShape = Discriminator(_shape)
-Text = Annotated[String, Tag("text")]
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+def _content(content: str | Sequence[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [part.chat for part in content]
 
 
 class MessageItem(_Kept):
@@ -71,6 +70,11 @@ class MessageItem(_Kept):
     content: Annotated[Text | Annotated[list[Part], Tag("items")], ByShape]
     phase: String | None = Unused
 
+    @property
+    def turn(self) -> dict[str, Any]:
+        """Return the message of a chat, or what it adds to the assistant's."""
+        return {"role": self.role, "content": _content(self.content)}
+
 
 class CallItem(_Kept):
     """A call that an earlier answer made."""
@@ -80,6 +84,12 @@ class CallItem(_Kept):
     name: String = Field(pattern=NAME)
     arguments: String
 
+    @property
+    def turn(self) -> dict[str, Any]:
+        """Return what it adds to the assistant's message."""
+        called = {"name": self.name, "arguments": self.arguments}
+        return {"role": "assistant", "tool_calls": [{"id": self.call_id, "function": called}]}
+
 
 class OutputItem(_Kept):
     """What a call returned."""
@@ -87,6 +97,11 @@ class OutputItem(_Kept):
     type: Literal["function_call_output"]
     call_id: String
     output: Annotated[Text | Annotated[list[TextPart], Tag("items")], ByShape]
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """Return the message of a chat."""
+        return {"role": "tool", "tool_call_id": self.call_id, "content": _content(self.output)}
 
 
 class ReasoningText(Strict):
@@ -102,6 +117,12 @@ class ReasoningItem(_Kept):
     type: Literal["reasoning"]
     summary: list[ReasoningText] = Field(default_factory=list[ReasoningText])
     content: list[ReasoningText] = Field(default_factory=list[ReasoningText])
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """Return what it adds to the assistant's message."""
+        thoughts = "".join(part.text for part in self.content)
+        return {"role": "assistant", "reasoning_content": thoughts or None}
 
 
 def _kind(item: Any) -> str:
@@ -124,11 +145,10 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
-class NamedTool(Strict):
+class NamedTool(ChosenFunction):
     """The function that must be called."""
 
     type: Literal["function"]
-    name: String
 
 
 class Format(Strict):
@@ -139,6 +159,12 @@ class Format(Strict):
     description: String | None = None
     schema_: Json | None = Field(default=None, alias="schema")
     strict: bool | None = None
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """Return a chat's `response_format`."""
+        form = self.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+        return {"type": self.type} | ({"json_schema": form} if form else {})
 
 
 class TextOptions(Strict):
@@ -154,10 +180,9 @@ class ReasoningOptions(Strict):
     effort: String | None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Asked):
     """POST /v1/responses."""
 
-    model: String
     input: Annotated[Text | Annotated[list[Item], Tag("items")], ByShape]
     instructions: String | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
@@ -170,17 +195,8 @@ class ResponsesRequest(Strict):
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
-    stream: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    store: bool | None = None
-    service_tier: String | None = None
     truncation: Literal["disabled"] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = Unused
-    user: String | None = Unused
-    metadata: dict[str, str] | None = Unused
-    prompt_cache_key: String | None = Unused
-    safety_identifier: String | None = Unused
 
     @model_validator(mode="before")
     @classmethod
@@ -202,24 +218,23 @@ class ResponsesRequest(Strict):
         Raises:
             RequestError: 400, what is asked for is not valid in a chat either.
         """
-        body = {name: getattr(self, name) for name in (*FORWARDED, *UNUSED)}
-        body["messages"] = list(_turns(self))
-        body["max_completion_tokens"] = self.max_output_tokens
-        body["verbosity"] = self.text.verbosity
-        body["reasoning_effort"] = self.reasoning.effort
-        body["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"})}
-            for tool in self.tools
-        ]
-        body["tool_choice"] = self.tool_choice
-        if isinstance(self.tool_choice, NamedTool):
-            body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
-        form = self.text.format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
-        body["response_format"] = {"type": self.text.format.type} | (
-            {"json_schema": form} if form else {}
-        )
-        if self.stream:
-            body["stream_options"] = {"include_usage": True}
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedTool):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        body = {name: getattr(self, name) for name in (*Asked.model_fields, "parallel_tool_calls")}
+        body |= {
+            "messages": list(_turns(self)),
+            "max_completion_tokens": self.max_output_tokens,
+            "verbosity": self.text.verbosity,
+            "reasoning_effort": self.reasoning.effort,
+            "response_format": self.text.format.chat,
+            "stream_options": {"include_usage": True} if self.stream else None,
+            "tools": [
+                {"type": "function", "function": tool.model_dump(exclude={"type"})}
+                for tool in self.tools
+            ],
+            "tool_choice": choice,
+        }
         try:
             return ChatRequest.model_validate(body)
         except ValidationError as error:
@@ -227,53 +242,21 @@ class ResponsesRequest(Strict):
 
 
 def _turns(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
-    """Yield a chat's messages; calls and the text before them are one turn of the assistant."""
+    """Yield a chat's messages; calls, and the text and thoughts before them, are one turn."""
     if body.instructions:
         yield {"role": "system", "content": body.instructions}
     if isinstance(body.input, str):
         yield {"role": "user", "content": body.input}
         return
-    turn: dict[str, Any] = {}
-    for item in body.input:
-        if isinstance(item, ReasoningItem):
-            thoughts = "".join(part.text for part in item.content)
-            turn = {**turn, "role": "assistant", "reasoning_content": thoughts or None}
-        elif isinstance(item, CallItem):
-            called = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": called}
-            turn = {**turn, "role": "assistant", "tool_calls": [*turn.get("tool_calls", []), call]}
-        else:
-            said = isinstance(item, MessageItem) and item.role == "assistant"
-            if said and not {"content", "tool_calls"} & turn.keys():
-                turn = {**turn, "role": "assistant", "content": _content(cast(MessageItem, item))}
-                continue
-            yield from _spoken(turn)
-            turn = _plain(item) if said else {}
-            if not said:
-                yield _plain(item)
-    yield from _spoken(turn)
-
-
-def _spoken(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a turn of the assistant, unless thoughts are all that it has."""
-    if {"content", "tool_calls"} & turn.keys():
-        yield turn
-
-
-def _plain(item: MessageItem | OutputItem) -> dict[str, Any]:
-    if isinstance(item, MessageItem):
-        return {"role": item.role, "content": _content(item)}
-    parts = item.output
-    text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-    return {"role": "tool", "tool_call_id": item.call_id, "content": text}
-
-
-def _content(item: MessageItem) -> str | list[dict[str, Any]]:
-    if isinstance(item.content, str):
-        return item.content
-    return [
-        {"type": "text", "text": part.text}
-        if isinstance(part, TextPart)
-        else {"type": "image_url", "image_url": {"url": part.image_url}}
-        for part in item.content
-    ]
+    turns: list[dict[str, Any]] = []
+    for piece in (item.turn for item in body.input):
+        last = turns[-1] if turns else {}
+        begun = "content" in piece and not last.keys().isdisjoint(("content", "tool_calls"))
+        if piece["role"] != "assistant" or last.get("role") != "assistant" or begun:
+            turns.append(piece)
+            continue
+        calls = last.get("tool_calls", []) + piece.get("tool_calls", [])
+        last.update(piece, **({"tool_calls": calls} if calls else {}))
+    for turn in turns:  # thoughts alone are no turn
+        if not turn.keys().isdisjoint(("content", "tool_calls")):
+            yield turn

@@ -167,9 +167,9 @@ def test_tools_that_are_refused(options: dict[str, Any], says: str | None) -> No
         ([{"role": "user", "content": "x", "tool_calls": [{"id": "c", "function": {"name": "f",
           "arguments": "{}"}}]}], "tool_calls: this server knows no such"),
         ([{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f",
-          "arguments": "[1]"}}]}], "must be a JSON object"),
+          "arguments": "[1]"}}]}], "arguments: Input should be a valid dictionary"),
         ([{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f",
-          "arguments": "{" * 9999}}]}], "must be a JSON object"),
+          "arguments": "{" * 9999}}]}], "arguments: Invalid JSON"),
         ([{"role": "assistant"}], "content: missing"),
     ],
 )  # fmt: skip
