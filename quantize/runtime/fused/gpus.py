@@ -69,7 +69,7 @@ def _gpu(
 # TFLOP/s of dense products in NVFP4 (W4A4); of the others nothing was looked up.
 FP4 = {"B200": 9000, "RTX PRO 6000": 2015, "RTX 5090": 1676, "DGX Spark": 500}
 PCIE4, PCIE5, C2C = 31.5, 63.0, 450.0  # GB/s one way, of 16 lanes; NVLink between Grace and its GPU
-# Where each figure was looked up: docs/runtime.md, What makers state.
+# Where each figure was looked up: docs/gpus.md, What makers state.
 GPUS = {
     "a100": _gpu("A100", (8, 0), 80, 2.039, 312, 624, PCIE4),
     "a6000": _gpu("RTX A6000", (8, 6), 48, 0.768, 154.8, 309.7, PCIE4),
