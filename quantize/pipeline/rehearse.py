@@ -168,7 +168,7 @@ def _plans(run: Run, whole: Recipe, budget: float) -> dict[str, Any]:
 
 def _tasks(recipe: Recipe, data_dir: Path | None) -> dict[str, int]:
     """Return task -> answers on a side."""
-    from quantize.stages.evaluate.evaluate import open_tasks
+    from quantize.stages.evaluate.tasks import open_tasks
 
     found = open_tasks(recipe.evaluation, recipe.gate, data_dir)
     return {task.name: task.samples for task in found}

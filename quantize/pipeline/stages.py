@@ -203,7 +203,7 @@ def _close_enough(run: Run) -> int:
 
 
 def _open_tasks(run: Run) -> None:
-    from quantize.stages.evaluate.evaluate import open_tasks
+    from quantize.stages.evaluate.tasks import open_tasks
 
     open_tasks(run.recipe.evaluation, run.recipe.gate, run.options.get("data_dir"))
 

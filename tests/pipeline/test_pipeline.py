@@ -24,7 +24,7 @@ from quantize.pipeline.staleness import input_digests, remember
 from quantize.recipe.sections import shipped_recipes
 from quantize.runs.folder import RunDir
 from quantize.stages import denoising
-from quantize.stages.evaluate.evaluate import open_tasks
+from quantize.stages.evaluate.tasks import open_tasks
 
 NAMES = ("calibrate", "convert", "verify", "fidelity", "evaluate", "report")
 PROBLEMS = 48
@@ -177,7 +177,7 @@ def test_data_that_cannot_be_read_end_a_run_before_its_first_stage(
 ) -> None:
     """And a judgement, but not a run that will not come to them."""
     quick, data = Quick(tmp_path, tiny_checkpoint, monkeypatch), tmp_path / "data"
-    monkeypatch.setattr("quantize.stages.evaluate.evaluate.open_tasks", open_tasks)
+    monkeypatch.setattr("quantize.stages.evaluate.tasks.open_tasks", open_tasks)
     data.mkdir()
     if text:
         (data / "word_problems.jsonl").write_text(text)

@@ -12,7 +12,7 @@ from quick_run import Done, Quick, made_up_replay, made_up_scores
 from quantize.host.files import read_json, write_json
 from quantize.pipeline import rehearse
 from quantize.recipe.sections import Recipe, load_recipe
-from quantize.stages.evaluate.evaluate import open_tasks
+from quantize.stages.evaluate.tasks import open_tasks
 
 STAGES = ["plan", "calibrate", "convert", "verify", "fidelity", "evaluate", "report"]
 CHECKS = ["weights", "disk", "GPU memory", "calibration prompts", "tasks"]
@@ -25,7 +25,7 @@ class Rehearsal(Quick):
         super().__init__(folder, model, monkeypatch)
         self.change("calibration", datasets=["bundled"], prompts=64, canvases=2)
         monkeypatch.setattr("quantize.stages.evaluate.evaluate.evaluate", measured_scores)
-        monkeypatch.setattr("quantize.stages.evaluate.evaluate.open_tasks", open_tasks)
+        monkeypatch.setattr("quantize.stages.evaluate.tasks.open_tasks", open_tasks)
 
     def change(self, section: str, **fields: Any) -> None:
         recipe = yaml.safe_load(self.recipe.read_text())

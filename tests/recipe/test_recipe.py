@@ -13,7 +13,7 @@ from recovery.catalog import is_private, known_tasks, token_limit
 from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.recipe.sections import Evaluation, OwnTask, load_recipe, parse_recipe, shipped_recipes
-from quantize.stages.evaluate.evaluate import open_tasks
+from quantize.stages.evaluate.tasks import open_tasks
 from quantize.stages.plan.estimate import cannot_pass
 
 

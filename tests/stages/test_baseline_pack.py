@@ -17,7 +17,7 @@ from quantize.recipe.sections import Evaluation, Gate
 from quantize.reports.provenance import baseline_lines
 from quantize.reports.scores import read_scoring
 from quantize.runs.folder import RunDir
-from quantize.stages.evaluate import compared_models, evaluate
+from quantize.stages.evaluate import answers, compared_models, evaluate
 from quantize.stages.evaluate import local_model as answerer
 from quantize.stages.evaluate.baseline_pack import _digest, export_pack, import_pack
 from quantize.stages.evaluate.compared_models import ModelOptions
@@ -67,8 +67,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run of another machine: its threads, batch and torch are other ones."""
     versions = answerer.package_versions()
     with pytest.MonkeyPatch.context() as elsewhere:
-        elsewhere.setattr(compared_models, "Answerer", Scripted)
-        elsewhere.setattr(evaluate, "Answerer", Scripted)
+        for module in (answers, compared_models, evaluate):
+            elsewhere.setattr(module, "Answerer", Scripted)
         elsewhere.setattr(answerer, "package_versions", lambda: versions | {"torch": "1.0"})
         elsewhere.setattr(answerer.torch, "get_num_threads", lambda: 99)
         return score(tmp_path_factory.mktemp("there"), settings={"batch_size": 3})
@@ -77,7 +77,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 @pytest.fixture
 def pack(there: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Its pack, on a machine whose models are scripted too."""
-    for module in (compared_models, evaluate):
+    for module in (answers, compared_models, evaluate):
         monkeypatch.setattr(module, "Answerer", Scripted)
     export_pack(there, tmp_path / "bf16.jsonl.gz")
     return tmp_path / "bf16.jsonl.gz"

@@ -15,7 +15,7 @@ from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Evaluation, Gate, OperatingPoint, load_recipe
 from quantize.runs.folder import RunDir
-from quantize.stages.evaluate import compared_models, evaluate, local_model
+from quantize.stages.evaluate import answers, compared_models, evaluate, local_model
 from quantize.stages.evaluate.local_model import Answerer
 from quantize.stages.report.report import judge_run
 
@@ -75,7 +75,7 @@ class Bench:
                 found = [{"prompt": r.prompt, "steps": steps, "text": ""} for r in requests]
                 return {"vocabulary": {}, "samples": found}
 
-        for module in (compared_models, evaluate):
+        for module in (answers, compared_models, evaluate):
             self.monkeypatch.setattr(module, "Answerer", Scripted)
 
     def answer(self, name: str, request: Request) -> Completion:

@@ -23,7 +23,7 @@ from quantize.runs.folder import RunDir
 from quantize.runs.manifest import tokenizer_digest
 from quantize.runtime import Sampler
 from quantize.runtime.placement import Placement
-from quantize.stages.evaluate import compared_models, evaluate
+from quantize.stages.evaluate import answers, compared_models, evaluate
 from quantize.stages.evaluate import local_model as answerer
 from quantize.stages.evaluate.local_model import Answerer
 
@@ -83,8 +83,8 @@ class Counting(Answerer):
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Score the bundled model against itself; return how many samples that took."""
-    monkeypatch.setattr(compared_models, "Answerer", Counting)
-    monkeypatch.setattr(evaluate, "Answerer", Counting)
+    for module in (answers, compared_models, evaluate):
+        monkeypatch.setattr(module, "Answerer", Counting)
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     run.checkpoint.symlink_to(CHECKPOINT)

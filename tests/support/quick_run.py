@@ -148,7 +148,7 @@ class Quick:
         monkeypatch.setattr("quantize.stages.calibrate.calibrate.calibrate", made_up_ranges)
         monkeypatch.setattr("quantize.stages.fidelity.fidelity.fidelity", made_up_replay)
         monkeypatch.setattr("quantize.stages.evaluate.evaluate.evaluate", made_up_scores)
-        monkeypatch.setattr("quantize.stages.evaluate.evaluate.open_tasks", lambda *_: [])  # slow
+        monkeypatch.setattr("quantize.stages.evaluate.tasks.open_tasks", lambda *_: [])  # slow
         monkeypatch.setattr("quantize.host.progress.console.width", 1000)
 
     def __call__(self, *words: object) -> Done:

@@ -1,0 +1,261 @@
+"""Answers of models to an evaluation's tasks: asked for, scored, kept on disk, and counted."""
+
+import shutil
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from recovery.gate import judge_task
+from recovery.pairing import in_common, paired
+from recovery.samples import Finished, SampleStore, Share
+from recovery.scoring import Scoring, score
+from recovery.sequential import Part
+from recovery.statistics import Comparison
+
+from quantize.errors import InputError
+from quantize.host.files import TEMPORARY_SUFFIX
+from quantize.host.processes import Processes
+from quantize.host.progress import metered, say
+from quantize.host.units import duration
+from quantize.recipe.sections import Gate
+from quantize.reports.scores import read_scoring, write_scoring
+from quantize.runs.folder import EARLIER, RunDir
+from quantize.runs.models import AT_POINT, BASELINE
+from quantize.stages.evaluate.baseline_pack import ImportedBaseline, flat, held, key_of, store_path
+from quantize.stages.evaluate.compared_models import Backend, ComparedModel
+from quantize.stages.evaluate.local_model import Answerer
+from quantize.stages.evaluate.tasks import Task, conditions
+
+DONE = "done.json"
+
+
+class Answers:
+    """The scores so far, by model and task; it asks for more.
+
+    Args:
+        run: folder that scores go to.
+        processes: processes that share the work.
+        rates: counter of samples, tokens and seconds.
+
+    Attributes:
+        folder: where scores go: beside those of a finished evaluation, until `finish`.
+    """
+
+    def __init__(self, run: RunDir, processes: Processes, rates: "Rates") -> None:
+        self._run, self._processes, self._rates = run, processes, rates
+        self._there: Backend | None = None
+        self._whole: list[SampleStore] = []
+        self.folder = run.evaluation
+        if processes.rank == 0 and (run.evaluation / DONE).exists():
+            self.folder = run.path / f"evaluation{TEMPORARY_SUFFIX}"
+            shutil.rmtree(self.folder, ignore_errors=True)
+            unfinished = shutil.ignore_patterns(f"*{TEMPORARY_SUFFIX}*")
+            shutil.copytree(run.evaluation, self.folder, ignore=unfinished)
+
+    def finish(self) -> None:
+        """Put the scores where they stand, and remove the samples that they are made of."""
+        if self.folder != self._run.evaluation:
+            for path in sorted(self.folder.rglob("*"), key=lambda path: path.name == DONE):
+                place = self._run.evaluation / path.relative_to(self.folder)
+                if path.is_file():
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    path.replace(place)
+            shutil.rmtree(self.folder)
+        for store in self._whole:
+            store.remove()
+
+    def tell_what_differs(self, models: Sequence[ComparedModel], tasks: Sequence[Task]) -> None:
+        """Say which scores that stand will be made again, and why."""
+        for model in models if self._processes.rank == 0 else ():
+            for task in tasks:
+                standing = self._standing(model, task)
+                now = flat(made_with(model, task))
+                before = flat(standing.made_with) if standing else now
+                differ = (key for key in sorted(now | before) if before.get(key) != now.get(key))
+                if key := next(differ, None):
+                    say(
+                        f"{task.name}, {model.name}: scored with {key} {before.get(key)}, now "
+                        f"{now.get(key)}, so it is asked again; what stands stays until the new scores "
+                        f"are whole, and then in {self._run.path / EARLIER}"
+                    )
+
+    def there_first(self, models: Sequence[ComparedModel]) -> list[ComparedModel]:
+        """Return models, those that are loaded before the others."""
+        return sorted(models, key=lambda model: model.backend is not self._there)
+
+    def release(self) -> None:
+        """Free the memory of the model that was asked last."""
+        if self._there is not None:
+            self._there.release()
+        self._there = None
+
+    def scored(self, model: ComparedModel, task: Task) -> Scoring | None:
+        """Return the scores of a task under this run's conditions, in the first process alone."""
+        found = None if self._processes.rank else self._standing(model, task)
+        return found if found and found.made_with == made_with(model, task) else None
+
+    def _standing(self, model: ComparedModel, task: Task) -> Scoring | None:
+        try:
+            return read_scoring(self.folder / model.name, task.name)
+        except InputError:  # nothing is there, or it was changed
+            return None
+
+    def compared(
+        self, judged: Sequence[ComparedModel], task: Task, gate: Gate
+    ) -> tuple[int, Comparison | None]:
+        """Return how many looks baseline and candidate both have, and what these show."""
+        ours, theirs = (self.scored(model, task) for model in judged)
+        looks, found = 0, None
+        if ours and theirs:
+            looks = len(in_common(ours, theirs)[2])
+            found = paired(
+                ours, theirs, estimand=gate.estimand, margin_pp=gate.margin_pp[task.name],
+                confidence=gate.confidence, max_step_inflation=gate.max_step_inflation,
+                health_pp=gate.health_pp, other_settings=judged[1].name.startswith(AT_POINT),
+            )  # fmt: skip
+        comparison = found if isinstance(found, Comparison) else None
+        return self._processes.of_first((looks, comparison))
+
+    def ask(
+        self, models: Sequence[ComparedModel], looks: Mapping[Task, int], title: str = ""
+    ) -> None:
+        """Let models answer all that the first so many looks at each task cover; `title` names them.
+
+        What is done already is not asked again. A first question takes all parts at once, where
+        samples do not depend on their batch: so fewer slots wait for the last of a part.
+        """
+        for model in self.there_first(models):
+            for task, number in looks.items():
+                parts = task.plan.parts[:number]
+                alone = number and model.backend.batch_size == 1
+                if alone and self._processes.of_first(self.scored(model, task) is None):
+                    parts = [task.plan.first(number)]
+                for part in parts:
+                    self._extend(model, task, part, title)
+
+    def _extend(self, model: ComparedModel, task: Task, part: Part, title: str) -> None:
+        """Let a model answer one part of a task, and score it, unless that is done."""
+        scored = self.scored(model, task)
+        if self._processes.of_first(scored is not None and part.answers <= scored.answered):
+            return
+        if self._there is not model.backend:
+            self.release()
+        self._there = model.backend
+        with self._store(model, task) as store:
+            more = score(
+                task.name,
+                store,
+                model.backend,
+                part,
+                data_file=task.data,
+                definition=task.own,
+                seed=model.seed,
+                batch_size=model.backend.batch_size,
+                sampler=model.backend.sampler_settings,
+                progress=lambda finished, total: self._rates.counted(
+                    finished, total, model, task, title
+                ),
+            )
+            if more is None:
+                return
+            whole = more if scored is None else scored.and_more(more)
+            if scored is None and (before := self._standing(model, task)):
+                write_scoring(
+                    self._run.path / EARLIER / key_of(before.made_with) / model.name, before
+                )
+            write_scoring(self.folder / model.name, whole)
+            if model.name != BASELINE and len(whole.rows) == task.samples:
+                self._whole.append(store)
+
+    def tell_look(self, tasks: Sequence[Task], task: Task, looks: int, found: Comparison) -> None:
+        """Print what a look at a task shows, and the time that the rest takes at most."""
+        if self._processes.rank:
+            return
+        outcome = judge_task(task.name, found).outcome.replace("INCONCLUSIVE", "undecided")
+        low, high = found.difference_bounds.low, found.difference_bounds.high
+        later = tasks[tasks.index(task) + 1 :]
+        rest = task.samples - found.questions * found.repeats if outcome == "undecided" else 0
+        seconds = 3600 * self._rates.hours(2 * (rest + sum(each.samples for each in later)))
+        say(
+            f"{task.name}: look {looks} of {len(task.plan.looks)}: {found.questions * found.repeats} "
+            f"of {task.samples} a model; {found.difference_pp:+.1f} points [{low:+.1f}, {high:+.1f}], "
+            f"margin {found.margin_pp:g}: {outcome}"
+            + (f"; at most about {duration(seconds)} left" if seconds else "")
+        )
+
+    def tell(
+        self,
+        tasks: Sequence[Task],
+        taken: Mapping[str, int],
+        outcome: str,
+    ) -> None:
+        """Print how the evaluation ended, and the time that an early end saved."""
+        if self._processes.rank:
+            return
+        planned = 2 * sum(task.samples for task in tasks)
+        asked = 2 * sum(
+            look.questions * look.repeats
+            for task in tasks
+            for look in task.plan.looks[: taken[task.name]][-1:]
+        )
+        saved = self._rates.hours(planned - asked)
+        say(
+            f"{outcome} after {asked} of {planned} samples"
+            + (f": about {saved:.1f} hours saved at the rate of this run" if saved else "")
+        )
+
+    @contextmanager
+    def _store(self, model: ComparedModel, task: Task) -> Generator[SampleStore]:
+        """Hold the store of a task's finished samples: in the run, or shared for a local BF16."""
+        made, backend = made_with(model, task), model.backend
+        path = self._run.evaluation / model.name / f"{task.name}-{key_of(made)}.partial.jsonl"
+        if model.name == BASELINE and isinstance(backend, Answerer):
+            path = store_path(self._run, task.name, made)
+        share = Share(self._processes.rank, self._processes.count, self._processes.wait)
+        with held(path, made, share) as store:
+            if isinstance(backend, ImportedBaseline):
+                store.done |= backend.pack.answers[task.name]
+            yield store
+
+
+def made_with(model: ComparedModel, task: Task) -> dict[str, Any]:
+    """Return everything that a model's samples of a task depend on besides their requests."""
+    return conditions(model.backend.made_with, model.seed, task)
+
+
+class Rates:
+    """Counts samples, tokens and seconds by model, and shows them while they come."""
+
+    def __init__(self) -> None:
+        self.by_model: dict[str, Any] = {}
+
+    def hours(self, samples: int) -> float:
+        """Return the hours that so many samples would take, 0 before the first one."""
+        counted = sum(each["samples"] for each in self.by_model.values())
+        seconds = sum(each["seconds"] for each in self.by_model.values())
+        return samples * seconds / counted / 3600 if counted else 0.0
+
+    def counted(
+        self,
+        finished: Iterator[Finished],
+        samples: int,
+        model: ComparedModel,
+        task: Task,
+        look: str,
+    ) -> Iterator[Finished]:
+        """Pass on finished batches, and show how many samples and tokens are done."""
+        facts = self.by_model.setdefault(model.name, {"samples": 0, "tokens": 0, "seconds": 0.0})
+        began, before = time.monotonic() - model.backend.loading_seconds, facts["seconds"]
+        title = ", ".join(filter(None, (task.name, look, model.name)))
+        with metered(title, samples, "samples", brief=bool(look)) as meter:
+            if isinstance(model.backend, Answerer):
+                model.backend.announce = meter.announce
+            for batch, completions in finished:
+                tokens = sum(completion.tokens for completion in completions)
+                meter.add(len(batch), tokens)
+                facts["samples"] += len(batch)
+                facts["tokens"] += tokens
+                seconds = time.monotonic() - began - model.backend.loading_seconds
+                facts["seconds"] = round(before + seconds, 3)
+                yield batch, completions

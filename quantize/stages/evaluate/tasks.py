@@ -1,0 +1,100 @@
+"""The tasks of an evaluation: their data, how much of them is planned, what their samples depend on."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from recovery.own import Definition
+from recovery.scoring import local_data, size
+from recovery.sequential import Plan
+
+from quantize.bundled import HELDOUT
+from quantize.errors import InputError, ResourceError
+from quantize.recipe.sections import LEAST, Evaluation, Gate
+
+BUNDLED_TASKS = ("word_problems", "word_problems_thinking")
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One task: its local data, how much of it is planned, and the longest answer in tokens.
+
+    `own` defines a task of the recipe's own, and `digest` is a hash over that definition.
+    """
+
+    name: str
+    data: Path | None
+    plan: Plan
+    token_limit: int
+    own: Definition | None = None
+    digest: str | None = None
+
+    @property
+    def samples(self) -> int:
+        """Number of answers planned of each model."""
+        return self.plan.questions * self.plan.repeats
+
+    @property
+    def cost(self) -> int:
+        """Most tokens that all planned answers of a model take."""
+        return self.samples * self.token_limit
+
+
+def open_tasks(settings: Evaluation, gate: Gate | None, data_dir: Path | None) -> list[Task]:
+    """Load every data set before any model; return the tasks, the cheapest first.
+
+    Raises:
+        InputError: a task's own file cannot be read, or a task has one question alone.
+        ResourceError: a data set cannot be read.
+    """
+    estimand = None if gate is None else gate.estimand
+    found: list[Task] = []
+    for name in settings.tasks:
+        own = settings.own_tasks.get(name)
+        file, definition = data_file(name, data_dir, settings), own and own.definition()
+        try:
+            documents, token_limit = size(name, file, definition)
+        except ValueError as error:
+            raise ResourceError(str(error)) from error
+        questions = min(documents, settings.limit.get(name, documents))
+        if questions < LEAST:
+            raise InputError(
+                f"task {name}: {questions} question to score, in {file or 'its data set'}; {LEAST} are "
+                f"the least that two models can be compared on"
+            )
+        plan = Plan(estimand, questions, settings.repeats.get(name, 1), settings.seed)
+        found.append(Task(name, file, plan, token_limit, definition, own and own.digest()))
+    return sorted(found, key=lambda task: task.cost)
+
+
+def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | None:
+    """Return the local file of a task, or None when its data set comes from the Hub.
+
+    Raises:
+        ResourceError: `data_dir` has no such file.
+    """
+    own = settings.own_tasks.get(task)
+    if own is not None and own.data is not None:
+        return Path(own.data)
+    if data_dir is None:
+        return HELDOUT if task in BUNDLED_TASKS else None
+    found = local_data(task, data_dir)
+    if found is None and own is None:
+        raise ResourceError(f"{data_dir}: no .jsonl or .csv of task {task!r}; put it there")
+    return found
+
+
+def conditions(backend: Mapping[str, Any], seed: int, task: Task) -> dict[str, Any]:
+    """Return what samples of a task depend on, given what those of all tasks do."""
+    found = dict(backend) | {
+        "task": task.name,
+        "data": hashlib.sha256(task.data.read_bytes()).hexdigest()[:16] if task.data else None,
+        "planned": asdict(task.plan),
+        "seed": seed,
+    }
+    if task.digest is not None:
+        found["definition"] = task.digest
+    return json.loads(json.dumps(found))  # equal to what is read back
