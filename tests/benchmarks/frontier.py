@@ -1,7 +1,7 @@
 """The frontier of the bundled model: accuracy and speed of nine points, one factor at a time.
 
     python tests/benchmarks/frontier.py run OUT            # a GPU, or a CPU with --problems 20
-    python tests/benchmarks/frontier.py run OUT --best     # and the two best with thinking, x 4
+    python tests/benchmarks/frontier.py best OUT t5 t10    # these points with thinking too, x 4
     python tests/benchmarks/frontier.py choose OUT         # the choice by hand: rows and numpy alone
     python tests/benchmarks/frontier.py draw OUT FILE.svg  # the report's chart as a file
 
@@ -49,18 +49,23 @@ def main() -> None:
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--problems", default=2000, show_default=True)
 @click.option("--scratch", type=click.Path(path_type=Path), default=Path("/tmp/frontier-runs"))
-@click.option("--best", is_flag=True, help="Also judge the two best with thinking, x 4.")
-def run(out: Path, problems: int, scratch: Path, best: bool) -> None:
+def run(out: Path, problems: int, scratch: Path) -> None:
     """Judge all points, and leave reports and rows in OUT."""
     for recipe, points in POINTS.items():
         _judge(out / recipe, recipe, {"operating_points": points}, problems, scratch)
-    report = json.loads((out / "nvfp4" / "report.json").read_text())
-    names = [point["name"] for point in report["operating_points"] if point["passes"]][:2]
-    if best and names:
-        tasks = [TASK, f"{TASK}_thinking"]
-        settings = {"tasks": tasks, "repeats": dict.fromkeys(tasks, 4)}
-        settings["operating_points"] = {name: POINTS["nvfp4"][name] for name in names}
-        _judge(out / "best", "nvfp4", settings, min(problems, 500), scratch)
+
+
+@main.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("points", nargs=-1, required=True)
+@click.option("--problems", default=500, show_default=True)
+@click.option("--scratch", type=click.Path(path_type=Path), default=Path("/tmp/frontier-runs"))
+def best(out: Path, points: tuple[str, ...], problems: int, scratch: Path) -> None:
+    """Judge some points of nvfp4 with thinking and without, four answers a problem."""
+    tasks = [TASK, f"{TASK}_thinking"]
+    chosen = {name: POINTS["nvfp4"][name] for name in points}
+    settings = {"tasks": tasks, "repeats": dict.fromkeys(tasks, 4), "operating_points": chosen}
+    _judge(out / "best", "nvfp4", settings, problems, scratch)
 
 
 def _judge(out: Path, shipped: str, settings: dict[str, Any], problems: int, scratch: Path) -> None:
