@@ -47,6 +47,7 @@ def run(
     out: str | Path = "outputs",
     *,
     resume: bool = False,
+    tasks: Sequence[str] = (),
     limit: int | None = None,
     until: str = STAGES[-1].name,
     revision: str | None = None,
@@ -60,6 +61,7 @@ def run(
         model: a checkpoint folder or a Hub id; None for the bundled model.
         out: the folder that holds the runs.
         resume: whether a run that exists is continued, or returned when it is complete.
+        tasks: score these alone, none for the recipe's.
         limit: score only so many problems a task.
         until: the last stage.
         revision: of a Hub model: a branch, tag or commit.
@@ -73,8 +75,8 @@ def run(
         ResourceError: the machine lacks something.
     """
     with started(
-        recipe, model, Path(out), resume=resume, revision=revision, limit=limit,
-        gpu_memory=gpu_memory, **scoring,
+        recipe, model, Path(out), resume=resume, revision=revision, tasks=tasks,
+        limit=limit, gpu_memory=gpu_memory, **scoring,
     ) as found:  # fmt: skip
         advance(found, until)
     return found

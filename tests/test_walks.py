@@ -131,7 +131,7 @@ def test_the_walk_of_a_scored_sample(tmp_path: Path, monkeypatch: pytest.MonkeyP
     short = Sampler(max_denoising_steps=1, eos_token_ids=(1,))
     monkeypatch.setattr(Sampler, "from_checkpoint", lambda *_: short)
     names = told("The walk of a scored sample")
-    recipe = load_recipe("fp8_dynamic").for_bundled_model().limited_to(2)
+    recipe = load_recipe("fp8_dynamic").for_bundled_model().asking(problems=2)
     run = RunDir(tmp_path / "run")
     run.checkpoint.parent.mkdir(parents=True)
     run.checkpoint.symlink_to(CHECKPOINT)

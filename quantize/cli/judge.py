@@ -17,6 +17,7 @@ from quantize.cli.options import (
     REVISION,
     RUN_FOLDER,
     SCORING,
+    TASK,
     with_options,
 )
 
@@ -29,7 +30,7 @@ PACK = click.argument("pack", type=click.Path(path_type=Path, dir_okay=False))
     "--against", metavar="BF16",
     help="Folder or Hub id of the BF16 model; without it the checkpoint is one of the bundled model.",
 )  # fmt: skip
-@with_options(RECIPE, OUT, LIMIT)
+@with_options(RECIPE, OUT, TASK, LIMIT)
 @click.option(
     "--fine-tuned", is_flag=True,
     help="Weights differ from BF16's on purpose: they are not compared, and the report says so.",

@@ -24,6 +24,10 @@ RECIPE = click.option("--recipe", default="nvfp4", show_default=True, help="Name
 LIMIT = click.option(
     "--limit", type=click.IntRange(min=2), help="Score only the first N problems a task."
 )
+TASK = click.option(
+    "--task", "tasks", multiple=True, metavar="NAME",
+    help="Score this task alone (`quantize tasks` lists them); may be given several times.",
+)  # fmt: skip
 RESUME = click.option(
     "--resume", is_flag=True, help="Continue what was begun, or show it when it is complete."
 )

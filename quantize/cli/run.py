@@ -17,6 +17,7 @@ from quantize.cli.options import (
     RUN_FOLDER,
     SCORING,
     SCRATCH,
+    TASK,
     with_options,
 )
 from quantize.pipeline.stages import STAGES
@@ -29,7 +30,7 @@ UNTIL = click.option(
 
 @click.command()
 @with_options(
-    RECIPE, MODEL, REVISION, OUT, LIMIT, UNTIL, *SCORING, GPU_MEMORY, SCRATCH, RESUME
+    RECIPE, MODEL, REVISION, OUT, TASK, LIMIT, UNTIL, *SCORING, GPU_MEMORY, SCRATCH, RESUME
 )  # fmt: skip
 def run(recipe: str, model: str | None, out: Path, until: str, **options: Any) -> int:
     """Do everything: plan, calibrate, convert, verify, replay, evaluate, report, gate."""

@@ -17,6 +17,7 @@ from quantize.cli.options import (
     RUN_FOLDER,
     SCORING,
     SCRATCH,
+    TASK,
     with_options,
 )
 from quantize.pipeline.stages import STAGES, Stage
@@ -45,7 +46,7 @@ OPTIONS = {  # of a stage's command, beside the run folder
 
 
 @click.command()
-@with_options(RECIPE, MODEL, REVISION, GPU_MEMORY, GPU)
+@with_options(RECIPE, MODEL, REVISION, TASK, GPU_MEMORY, GPU)
 @click.option(
     "--serve", is_flag=True,
     help="Show instead how each format would be served: slots, memory, speed at best. Without --model, "
@@ -60,8 +61,9 @@ OPTIONS = {  # of a stage's command, beside the run folder
     help="With --serve: requests at once.",
 )  # fmt: skip
 def plan(
-    recipe: str, model: str | None, serve: bool, context: int | None, clients: int, **options: Any
-) -> None:
+    recipe: str, model: str | None, tasks: tuple[str, ...], serve: bool, context: int | None,
+    clients: int, **options: Any,
+) -> None:  # fmt: skip
     """Show what a recipe would do, and what each stage takes on a GPU; no weights are read.
 
     --model may also be a config.json: the plan then comes from the config alone. It exits with 3
@@ -73,7 +75,7 @@ def plan(
     if serve:
         show_serving(model or REAL_MODEL, context=context, clients=clients, **options)
     else:
-        show_plan(recipe, model, **options)
+        show_plan(recipe, model, tasks=tasks, **options)
 
 
 def command_of(stage: Stage) -> click.Command:

@@ -8,7 +8,7 @@ quantization is not read. BF16's samples lie beside the folder, as those of runs
 gives a checkpoint of ours the same questions, and `quantize compare` pairs the two.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from quantize.host.progress import say
 from quantize.pipeline.run import look_ahead, make_folder, work, working_in
 from quantize.pipeline.stages import STAGES, Run
 from quantize.pipeline.staleness import why_stale
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.sections import resolved
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint, new_manifest
 from quantize.stages.plan.plan import targets_as_csv
@@ -45,6 +45,7 @@ def judge(
     out: Path,
     *,
     resume: bool,
+    tasks: Sequence[str] = (),
     limit: int | None = None,
     fine_tuned: bool = False,
     gpu_memory: float | None = None,
@@ -58,6 +59,7 @@ def judge(
         recipe_name: recipe whose tasks and gate are used.
         out: folder that holds runs.
         resume: whether to go on with a judgement that was begun.
+        tasks: those to score, none for the recipe's.
         limit: problems a task, None for the recipe's.
         fine_tuned: whether weights differ from the BF16 model's on purpose; the report says so.
         gpu_memory: bytes of a GPU that may be used, None for what is free.
@@ -74,9 +76,7 @@ def judge(
             f"{checkpoint.folder} against {source.folder}: a quantized checkpoint is judged against a "
             f"BF16 one"
         )
-    recipe = load_recipe(recipe_name)
-    recipe = recipe.for_bundled_model() if against is None else recipe
-    recipe = recipe if limit is None else recipe.limited_to(limit)
+    recipe = resolved(recipe_name, bundled=against is None, tasks=tasks, limit=limit)
     digest, judged = fingerprint(source), fingerprint(checkpoint)
     about = (digest, judged, "fine-tuned") if fine_tuned else (digest, judged)
     folder = RunDir(out / f"judge-{recipe.digest(*about)}")

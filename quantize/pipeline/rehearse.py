@@ -29,7 +29,7 @@ from quantize.host.units import duration, size
 from quantize.pipeline.run import started, work
 from quantize.pipeline.stages import STAGES, Run, Stage
 from quantize.pipeline.staleness import check_fresh, upstream, why_stale
-from quantize.recipe.sections import Recipe, load_recipe
+from quantize.recipe.sections import Recipe, resolved
 from quantize.runs.models import BASELINE, CANDIDATE
 from quantize.runtime.fused.rates import link_rate
 from quantize.runtime.memory import plan as fit
@@ -78,8 +78,7 @@ def rehearse(
         InputError: recipe or model are wrong.
         ResourceError: not even the rehearsal fits the GPU, or another process works in its folder.
     """
-    whole = load_recipe(recipe_name)
-    whole = whole.for_bundled_model() if model is None else whole
+    whole = resolved(recipe_name, bundled=model is None)
     with started(
         small(whole), model, out, resume=True, revision=revision, gpu_memory=gpu_memory,
         data_dir=data_dir, go_on=True,

@@ -30,7 +30,7 @@ from quantize.pipeline.staleness import (
     upstream,
     why_stale,
 )
-from quantize.recipe.sections import Recipe, beside_a_model, load_recipe, read_recipe
+from quantize.recipe.sections import Recipe, beside_a_model, read_recipe, resolved
 from quantize.runs.folder import RunDir, existing_run
 from quantize.runs.manifest import fingerprint, new_manifest
 from quantize.runtime.memory import plan as fit
@@ -51,6 +51,7 @@ def started(
     *,
     resume: bool,
     revision: str | None = None,
+    tasks: Sequence[str] = (),
     limit: int | None = None,
     gpu_memory: float | None = None,
     scratch: Path | None = None,
@@ -58,8 +59,8 @@ def started(
 ) -> Generator[Run]:
     """Resolve recipe and model, name the run folder, show the plan; lock the run for the block.
 
-    A recipe that is named is adapted to the bundled model and to `limit`; one that is given is taken as
-    it is. `gpu_memory`, `scratch` and `options` are those of `Run`.
+    A recipe that is named is adapted to the bundled model, `tasks` and `limit`; one that is given is
+    taken as it is. `gpu_memory`, `scratch` and `options` are those of `Run`.
 
     Raises:
         InputError: the run exists and `resume` is off, recipe or model are wrong, no folder can be made
@@ -70,7 +71,7 @@ def started(
     refuse_several("run")
     named = recipe if isinstance(recipe, str) else recipe.name
     if isinstance(recipe, str):
-        recipe = _resolved(recipe, model, limit)
+        recipe = resolved(recipe, bundled=model is None, tasks=tasks, limit=limit)
     source = Checkpoint.open(resolve(model, revision))
     if source.is_quantized:
         raise InputError(f"{source.folder}: already quantized; name the BF16 model")
@@ -98,13 +99,6 @@ def started(
         for sentence in cannot_pass(recipe):
             say(sentence)
         yield run
-
-
-def _resolved(recipe_name: str, model: str | None, limit: int | None) -> Recipe:
-    recipe = load_recipe(recipe_name)
-    if model is None:
-        recipe = recipe.for_bundled_model()
-    return recipe if limit is None else recipe.limited_to(limit)
 
 
 def make_folder(path: Path) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import importlib.resources
 import json
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -364,10 +364,21 @@ class Recipe(Section):
                     raise ValueError(f"{where}{key}: {why}")
         return self
 
-    def limited_to(self, problems: int) -> "Recipe":
-        """Return the recipe with every task limited to its first `problems` documents."""
-        limit = dict.fromkeys(self.evaluation.tasks, problems)
-        evaluation = self.evaluation.model_copy(update={"limit": limit})
+    def asking(self, tasks: Sequence[str] = (), problems: int | None = None) -> "Recipe":
+        """Return the recipe with these tasks, or its own, each limited to its first `problems`.
+
+        Raises:
+            InputError: a task is unknown, or has no margin.
+        """
+        update: dict[str, Any] = {"tasks": list(dict.fromkeys(tasks)) or self.evaluation.tasks}
+        if problems is not None:
+            update["limit"] = dict.fromkeys(update["tasks"], problems)
+        try:
+            self.evaluation.check_names(update["tasks"])
+            evaluation = self.evaluation.model_copy(update=update)
+            _every_task_has_a_margin("", evaluation, self.gate)
+        except ValueError as error:
+            raise InputError(f"--task: {error}") from error
         return self.model_copy(update={"evaluation": evaluation})
 
     @model_validator(mode="after")
@@ -431,6 +442,18 @@ def load_recipe(name_or_path: str) -> Recipe:
             f"there are: {', '.join(shipped)}"
         )
     return parse_recipe(shipped[name_or_path], name_or_path)
+
+
+def resolved(
+    name: str, *, bundled: bool, tasks: Sequence[str] = (), limit: int | None = None
+) -> Recipe:
+    """Return a recipe as a run has it: for the bundled model or not, of some tasks, so many problems.
+
+    Raises:
+        InputError: there is no such recipe or task.
+    """
+    recipe = load_recipe(name)
+    return (recipe.for_bundled_model() if bundled else recipe).asking(tasks, limit)
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -33,9 +33,26 @@ def test_every_shipped_recipe_loads_and_keeps_its_name(name: str) -> None:
 
 
 def test_a_task_that_ships_brings_its_margin_and_a_recipe_overrules_it() -> None:
-    assert load_recipe("nvfp4").gate.margin_pp == {"aime25": 3, "gpqa_diamond": 3, "gsm8k": 2}
+    margins = load_recipe("nvfp4").gate.margin_pp
+    plain = {"aime25": 3, "gpqa_diamond": 3, "gsm8k": 2}
+    thinking = {"aime25_thinking": 5, "gpqa_diamond_thinking": 5, "gsm8k_thinking": 2}
+    assert margins == plain | thinking
     changed = parse_recipe(edited(gate__margin_pp={"gsm8k": 7}), "test")
-    assert changed.gate.margin_pp == {"aime25": 3, "gpqa_diamond": 3, "gsm8k": 7}
+    assert changed.gate.margin_pp == margins | {"gsm8k": 7}
+
+
+def test_tasks_are_picked_by_name() -> None:
+    """Each keeps its repeats and margin; one that the recipe has not brings its own margin."""
+    recipe = load_recipe("fp8_dynamic").asking(["gsm8k_thinking", "word_problems", "aime25"], 7)
+    assert recipe.evaluation.tasks == ["gsm8k_thinking", "word_problems", "aime25"]
+    assert recipe.evaluation.limit == dict.fromkeys(recipe.evaluation.tasks, 7)
+    assert (recipe.gate.margin_pp["word_problems"], recipe.evaluation.repeats["aime25"]) == (5, 48)
+    for name, told in {
+        "aime24": "--task: no task named 'aime24' (did you mean 'aime25'?)",
+        "svamp": "--task: gate.margin_pp has no margin for task 'svamp'",
+    }.items():
+        with pytest.raises(InputError, match=re.escape(told)):
+            recipe.asking([name])
 
 
 def test_at_least_the_two_main_recipes_ship() -> None:
@@ -170,6 +187,7 @@ def test_an_estimand_has_no_default() -> None:
 def test_a_plan_says_on_which_tasks_pass_cannot_be_reached() -> None:
     assert cannot_pass(load_recipe("nvfp4")) == []
     such = parse_recipe(edited(gate__estimand="such_questions"), "mine.yaml")
+    such = such.asking(["aime25", "gpqa_diamond", "gsm8k"])
     aime, gpqa = cannot_pass(such)  # a sign of ill health may be half the margin more frequent
     assert aime.startswith(
         "aime25: PASS cannot be reached: 30 questions cannot exclude a loss of 1.5"
@@ -178,7 +196,7 @@ def test_a_plan_says_on_which_tasks_pass_cannot_be_reached() -> None:
         "198 questions cannot exclude a loss of 1.5 pp on questions like these at 95%, "
         "200 can; FAIL can be reached"
     )
-    assert len(cannot_pass(such.limited_to(20))) == 3
+    assert len(cannot_pass(such.asking(problems=20))) == 3
 
 
 def test_unknown_recipe_names_the_nearest() -> None:

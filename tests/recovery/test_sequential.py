@@ -25,7 +25,10 @@ from recovery.sequential import (
 )
 from recovery.statistics import compare
 from scipy.special import ndtri
-from worlds import CERTAIN, DAMAGE, RECIPES, Bench, World, answers, by_name, three_sigma
+from worlds import CERTAIN, DAMAGE, RECIPES, SHIPPED, Bench, World, answers, by_name, three_sigma
+
+from quantize.recipe.sections import load_recipe
+from quantize.stages.plan.estimate import SEQUENTIAL, tokens_by_task
 
 EVENLY = (0.2, 0.4, 0.6, 0.8, 1.0)
 ALPHA, BLOCK = 0.05, 50
@@ -290,6 +293,22 @@ def test_error_rates_in_short(estimand: Estimand, damage: str) -> None:
 def test_an_undamaged_run_is_decided_by_half_of_its_samples() -> None:
     for loss in (0.0, 6.0):
         assert check(World(RECIPES[1], "these_questions", "single", loss), 100) <= 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_share_of_samples_that_shipped_recipes_need() -> None:
+    """Without loss, weighted by the most tokens of each task: what `plan` multiplies with."""
+    recipe, needed = load_recipe("nvfp4"), 0.0
+    tokens = tokens_by_task(recipe)
+    for bench, (task, most) in zip(SHIPPED, tokens.items(), strict=True):
+        world = World(bench, recipe.gate.estimand, "single", 0)
+        assert bench.margin_pp == recipe.gate.margin_pp[task]
+        assert bench.repeats == recipe.evaluation.repeats[task]
+        needed += check(world, 1000) * most
+        for times in (0.5, 1, 2):
+            check(replace(world, loss_pp=times * bench.margin_pp), 1000)
+    assert needed / sum(tokens.values()) == pytest.approx(SEQUENTIAL, abs=0.015)
 
 
 @pytest.mark.slow

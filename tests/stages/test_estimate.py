@@ -15,7 +15,7 @@ from quantize.checkpoints.reader import known_config
 from quantize.checkpoints.targets import sum_bytes
 from quantize.cli import cli
 from quantize.cli.options import REAL_MODEL
-from quantize.recipe.sections import Recipe, load_recipe
+from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
 from quantize.runtime.fused.gpus import GPUS, Gpu
 from quantize.stages.plan import estimate
 from quantize.stages.plan.estimate import (
@@ -26,11 +26,11 @@ from quantize.stages.plan.estimate import (
     calibration_steps,
     convert_seconds,
     evaluation_seconds,
-    most_tokens,
+    tokens_by_task,
 )
 from quantize.stages.plan.plan import plans_of, tensors_from_config
 from quantize.stages.plan.serving import serving_table
-from quantize.stages.plan.show import planned, stage_table
+from quantize.stages.plan.show import planned, stage_table, task_table
 
 GOLDEN = Path(__file__).parents[1] / "data/plans.txt"
 CONFIG = known_config(REAL_MODEL) or {}
@@ -86,16 +86,30 @@ def test_estimates_are_near_what_an_h200_took(
 
 
 def test_evaluation_is_a_range_that_one_source_gives() -> None:
-    """docs/evaluation.md, by its own rates at 32 slots: 8.9 hours to a verdict, 64 at the limits."""
-    assert most_tokens(NVFP4) == 30 * 64 * 32768 + 198 * 32 * 16384 + 1319 * 1024
+    """docs/evaluation.md, by its own rates at 32 slots: 11.1 hours to a verdict."""
+    tokens = tokens_by_task(NVFP4)
+    assert list(tokens.values()) == [
+        30 * 48 * 32768, 198 * 12 * 16384, 1319 * 1024, 30 * 20 * 32768, 198 * 4 * 32768, 1319 * 8192
+    ]  # fmt: skip
     found = rows(NVFP4, at(141))["evaluate"].seconds
     assert found is not None
-    assert 8.9 / 1.5 < found[0] / 3600 < 8.9 * 1.5
-    assert found[1] / found[0] == pytest.approx(1 / (0.35 * 0.45), rel=0.01)
+    assert 11.1 / 1.5 < found[0] / 3600 < 11.1 * 1.5
+    assert found[1] / found[0] == pytest.approx(1 / (0.35 * 0.66), rel=0.01)
     assert evaluation_seconds(NVFP4) == pytest.approx(found[0], rel=0.2)
-    half = NVFP4.limited_to(15)
-    assert most_tokens(half) == 15 * (64 * 32768 + 32 * 16384 + 1024)
+    few = NVFP4.asking(["gsm8k_thinking", "aime25"], 15)
+    assert tokens_by_task(few) == {"gsm8k_thinking": 15 * 8192, "aime25": 15 * 48 * 32768}
+    with (shown := Console(width=80)).capture() as told:
+        shown.print(task_table(few, (3600, 36000)))
+    assert " aime25              720       32,768  3 points  60 min to 9.9 h" in told.get()
     assert STEPS_A_CANVAS == 26
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_a_verdict_on_a_shipped_recipe_takes_12_hours_of_an_h200(name: str) -> None:
+    """Answers of typical length, without loss, all tasks: docs/evaluation.md."""
+    found = rows(load_recipe(name), at(141))["evaluate"].seconds
+    assert found is not None
+    assert found[0] <= 12 * 3600
 
 
 def test_a_slower_card_a_slower_link_and_a_slower_disk_take_longer() -> None:

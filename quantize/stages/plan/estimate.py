@@ -52,9 +52,9 @@ HOST_BYTES = {"convert": 1.6e9, "verify": 1.8e9, "round": 3.6e9}
 OWN_BYTES = 3.0e9
 # Of GPU memory, by arithmetic: the CUDA context and a few pieces of weights.
 PIECES_BYTES = 3.6e9
-# Evaluation, docs/evaluation.md: steps of a canvas in a public report; 58 M of the 168 M tokens that
-# AIME and GPQA allow; and the simulated share of answers that a run without loss asks for.
-STEPS_A_CANVAS, TYPICAL, SEQUENTIAL = 26, 0.35, 0.45
+# Evaluation, docs/evaluation.md: steps of a canvas in a public report; 58 M of 168 M tokens that AIME
+# and GPQA allow; and the simulated share of answers that a run without loss asks for.
+STEPS_A_CANVAS, TYPICAL, SEQUENTIAL = 26, 0.35, 0.66
 EVALUATED_TOKENS_A_SECOND = 2481 * 17 / (STEPS_A_CANVAS + 1)  # BF16 on that GPU, at so many steps
 
 
@@ -258,7 +258,7 @@ class _Stages:
         return self._both(first, second, one, other, CHECKING_SECONDS)
 
     def _evaluate(self, bf16: Need, quantized: Need) -> Row:
-        tokens = most_tokens(self._recipe)
+        tokens = sum(tokens_by_task(self._recipe).values())
         canvas, batch = self._config["canvas_length"], bf16.batch
         count = tokens / canvas / batch * (STEPS_A_CANVAS + 1)
         first, *one = self._passes(bf16, count, DENOISING)
@@ -316,13 +316,13 @@ def calibration_steps(recipe: Recipe, steps: int = STEPS) -> int:
     return settings.prompts * settings.canvases * steps
 
 
-def most_tokens(recipe: Recipe) -> int:
-    """Return the most tokens of a model's planned answers, over the tasks whose size is known."""
+def tokens_by_task(recipe: Recipe) -> dict[str, int]:
+    """Return task -> the most tokens of a model's planned answers, where its size is known."""
     settings = recipe.evaluation
-    return sum(
-        questions * settings.repeats.get(task, 1) * settings.answer_tokens(task)
+    return {
+        task: questions * settings.repeats.get(task, 1) * settings.answer_tokens(task)
         for task, questions in known_sizes(recipe).items()
-    )
+    }
 
 
 def known_sizes(recipe: Recipe) -> dict[str, int]:
@@ -336,7 +336,9 @@ def known_sizes(recipe: Recipe) -> dict[str, int]:
 
 def evaluation_seconds(recipe: Recipe) -> float:
     """Return the seconds of both models' answers on one H200: of typical length, to a verdict."""
-    return 2 * TYPICAL * SEQUENTIAL * most_tokens(recipe) / EVALUATED_TOKENS_A_SECOND
+    return (
+        2 * TYPICAL * SEQUENTIAL * sum(tokens_by_task(recipe).values()) / EVALUATED_TOKENS_A_SECOND
+    )
 
 
 def cannot_pass(recipe: Recipe) -> list[str]:

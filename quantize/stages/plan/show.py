@@ -1,7 +1,7 @@
 """Shows a plan: what becomes of the weights, a row a stage, and what a GPU could do else."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -11,15 +11,20 @@ from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
 from quantize.host.progress import say
 from quantize.host.units import size
-from quantize.recipe.sections import Recipe, beside_a_model, load_recipe
+from quantize.recipe.sections import Recipe, beside_a_model, load_recipe, resolved
 from quantize.stages.memory_needs import needs
-from quantize.stages.plan.estimate import Machine, Row, cannot_pass, least_of, on_cpu, rows
+from quantize.stages.plan.estimate import (
+    Machine,
+    Row,
+    cannot_pass,
+    least_of,
+    on_cpu,
+    rows,
+    tokens_by_task,
+)
 from quantize.stages.plan.gpu_support import gpu_of, gpu_table, runs
 from quantize.stages.plan.plan import described, plan_table, plans_of
 from quantize.stages.plan.serving import serving_line
-
-if TYPE_CHECKING:
-    pass
 
 MADE_BY = ("calibrate", "round", "convert", "verify")  # stages that make a checkpoint
 # Bytes of published checkpoints, which a plan can be compared with.
@@ -34,6 +39,7 @@ def show_plan(
     revision: str | None,
     gpu_memory: float | None = None,
     gpu: str | None = None,
+    tasks: Sequence[str] = (),
 ) -> None:
     """Print what a recipe would do to a model, from the config alone where that is enough.
 
@@ -41,14 +47,12 @@ def show_plan(
     `gpu_memory` bytes may be used.
 
     Raises:
-        InputError: no GPU has that name.
+        InputError: no GPU or task has that name.
         ResourceError: a stage does not fit `gpu_memory`.
     """
-    recipe = load_recipe(recipe_name)
+    recipe = resolved(recipe_name, bundled=model is None, tasks=tasks)
     chosen = gpu_of(gpu, gpu_memory)  # a wrong name is refused before any table
     config, tensors = described(model, revision)
-    if model is None:
-        recipe = recipe.for_bundled_model()
     with beside_a_model(recipe_name):
         targets = plan_targets(tensors, recipe.quantization)
     screen = Console()
@@ -62,6 +66,8 @@ def show_plan(
     machine = Machine.of(chosen, gpu_memory)
     found = planned(recipe, config, tensors, targets, machine)
     screen.print(stage_table(recipe.name, found, machine))
+    if asking := next((row.seconds for row in found if row.stage == "evaluate"), None):
+        screen.print(task_table(recipe, asking))
     lines = [*ending(found), serving_line(config, tensors, targets, machine), on_cpu(targets)]
     screen.print("\n".join(lines), soft_wrap=False)
     if model is not None:  # the estimates hold for the real layer shapes
@@ -100,6 +106,24 @@ def stage_table(name: str, found: Sequence[Row], machine: Machine) -> Table:
         table.add_row(row.stage, between(row.seconds), row.bound, *cells)
     table.caption = "streamed: of each pass; *: scratch that is removed again is in it"
     table.caption_justify = "left"
+    return table
+
+
+def task_table(recipe: Recipe, seconds: tuple[float, float]) -> Table:
+    """Return what each task takes of an evaluation's seconds, by the most tokens of its answers."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("task", "answers", "tokens each", "margin", "time"):
+        table.add_column(name, justify="left" if name in ("task", "time") else "right")
+    tokens = tokens_by_task(recipe)
+    for task in recipe.evaluation.tasks:
+        margin = f"{recipe.gate.margin_pp[task]:g} points"
+        limit = recipe.evaluation.answer_tokens(task)
+        if task not in tokens:
+            table.add_row(task, "?", f"{limit:,}", margin, "?")
+            continue
+        share = tokens[task] / sum(tokens.values())
+        time = between((share * seconds[0], share * seconds[1]))
+        table.add_row(task, f"{tokens[task] // limit:,}", f"{limit:,}", margin, time)
     return table
 
 
