@@ -1,6 +1,6 @@
 """Every kernel against float64, on an NVIDIA GPU or, with TRITON_INTERPRET=1, in Triton's interpreter.
 
-`test_fused_dequant.py` runs this file a second time in a process of its own with the interpreter on.
+`test_every_kernel_in_the_interpreter` runs this file in a process of its own with the interpreter on.
 One error, relative Frobenius against float64 of the dequantized operands, and one tolerance a format:
 a bf16 result alone costs 1.6e-3; the experts round twice more (hidden rows, slots before the sum).
 """

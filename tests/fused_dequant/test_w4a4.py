@@ -20,14 +20,7 @@ from fused_dequant.cases import HIDDEN, INNER, LINEAR_SHAPES
 from fused_dequant.formats import FOUR_BIT
 from fused_dequant.reference import relative_error
 from fused_dequant.weights import Weight
-from kernels_support.device import (
-    DEVICE,
-    GPU,
-    INTERPRETED,
-    MARKS,
-    passed_in_the_interpreter,
-    random,
-)
+from kernels_support.device import DEVICE, GPU, INTERPRETED, MARKS, random
 
 SCALE = 2688 / 6  # a global scale: rows of standard normal numbers reach 5
 TOLERANCE = 2.5e-3  # a bf16 result alone costs 1.6e-3
@@ -298,8 +291,3 @@ class TestMutations:
         )
         print(f"w4a4 {build}, {fault}: {errors[0]:.2g}, {errors[1]:.2g}")
         assert not (errors[0] <= 5 * TOLERANCE and errors[1] <= 5 * EXPERTS_TOLERANCE)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
-def test_all_of_it_in_the_interpreter() -> None:
-    assert passed_in_the_interpreter(__file__, "-k", "TestOn or TestMutations") == 34

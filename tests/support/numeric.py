@@ -12,8 +12,9 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 CHOSEN = {  # file below tests -> patterns of how its tests' names begin; none: all of them
-    "fused_dequant/test_gptq_kernels.py": ["test_hessians_in_the_interpreter"],
-    "fused_dequant/test_products.py": ["test_cpu_operations", "test_nvfp4_in_fp8"],
+    "fused_dequant/test_products.py": [
+        "test_cpu_operations", "test_nvfp4_in_fp8", "test_hessians_in_the_interpreter",
+    ],
     "fused_dequant/test_simulated.py": [],
     "runtime/test_continuation.py": ["test_passes_read_what"],
     "runtime/test_fused_layers.py": [

@@ -12,5 +12,5 @@ BROKEN: Config = {"BM": 2}
 def time_candidates(product: Product, excluded: list[Config]) -> list[tuple[float, Config]]:
     """Microseconds of {"BM": 3}: this process's id; {"BM": 2} breaks it unless excluded."""
     if BROKEN not in excluded:
-        raise BrokenCandidateError(BROKEN, "an illegal instruction was encountered")
+        raise BrokenCandidateError(BROKEN, f"an illegal instruction in process {os.getpid()}")
     return [(float(os.getpid()), {"BM": product.M})]

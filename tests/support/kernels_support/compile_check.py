@@ -8,14 +8,15 @@ What was read is kept in Triton's cache, under the hash of the kernel's source, 
 options and target: what did not change is not compiled again.
 """
 
-import hashlib
 import json
 import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +54,14 @@ class Size:
 
 def size(launch: Launch) -> Size:
     """Compile a launch, unless that has been done before."""
-    key = hashlib.sha256(f"size 2 {triton.__version__} {launch.key}".encode()).hexdigest()
-    cache = get_cache_manager(key)
-    if (known := cache.get_file("size.json")) is not None:
-        *numbers, products = json.loads(Path(known).read_text())
-        return Size(*numbers, frozenset(products))
-    options = launch.options.__dict__
-    compiled = triton.compile(launch.source, target=launch.target, options=options)
-    products = sorted(set(PTX.findall(compiled.asm["ptx"])))
-    numbers = (compiled.metadata.shared, *_usage(compiled.asm["cubin"]))
-    cache.put(json.dumps([*numbers, products]), "size.json", binary=False)
+    *numbers, products = _kept("size 2", launch.key, lambda: _sizes(launch))
     return Size(*numbers, frozenset(products))
+
+
+def _sizes(launch: Launch) -> tuple[int, int, int, list[str]]:
+    compiled = triton.compile(launch.source, target=launch.target, options=launch.options.__dict__)
+    products = sorted(set(PTX.findall(compiled.asm["ptx"])))
+    return compiled.metadata.shared, *_usage(compiled.asm["cubin"]), products
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
@@ -83,11 +81,11 @@ class Report:
 
     stack: int
     spills: int
-    loop: Counter[str]  # opcodes of the innermost loop that holds a tensor-core instruction
+    loop: dict[str, int]  # opcodes of the innermost loop that holds a tensor-core instruction
 
     @property
     def loop_instructions(self) -> int:
-        return self.loop.total()
+        return sum(self.loop.values())
 
 
 def compile_for(
@@ -110,12 +108,25 @@ def compile_for(
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = source_type(kernel, types, values, divisible)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return Report(*_kept("report 1", compiled.hash, lambda: _report(compiled.asm["cubin"])))
+
+
+def _report(cubin: bytes) -> tuple[int, int, Counter[str]]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
         machine_code = _run("nvdisasm", "-c", file.name)
     spills = len(re.findall(r"\bSTL\b", machine_code))
-    return Report(_usage(compiled.asm["cubin"])[0], spills, _main_loop(machine_code))
+    return _usage(cubin)[0], spills, _main_loop(machine_code)
+
+
+def _kept(what: str, key: str, make: Callable[[], Any]) -> Any:
+    """Return what was made under a key once, from Triton's cache: JSON."""
+    cache = get_cache_manager(sha256(f"{what} {triton.__version__} {key}".encode()).hexdigest())
+    name = f"{what.split()[0]}.json"
+    if (known := cache.get_file(name)) is None:
+        known = cache.put(json.dumps(make()), name, binary=False)
+    return json.loads(Path(known).read_text())
 
 
 def _run(tool: str, *arguments: str) -> str:

@@ -12,13 +12,13 @@ Triton 3.6 to 3.9 interpret these wrongly, without an error (triton-lang/triton 
 And 3.6 takes `int` of an array of one element where a loop ends at a number read from memory, which
 numpy 2.4 refuses.
 
-Two habits only cost time, a third of it and a seventh: each call of a device function patches the
-language anew, and each integer operation is done again in 64 bits to see that 32 hold it, which the
-small shapes of tests cannot exceed.
+Three habits only cost time, and most of it: each call of a device function patches the language anew,
+each integer operation is done again in 64 bits to see that 32 hold it, which the small shapes of tests
+cannot exceed, and each result's type and shape are built of new objects.
 
 `install` replaces the conversion and wraps the arithmetic of `InterpreterBuilder`: bf16 operands are
-widened to float32, the result is rounded back. The names are private to Triton, so the tests that use
-them pin their expectations: `test_interpreter_repairs` fails first when a release moves one.
+widened to float32, the result is rounded back. The names are private to Triton: where a release moves
+one, every test in the interpreter fails.
 """
 
 from dataclasses import replace
@@ -134,6 +134,37 @@ def _call(self, *args, _stock=interpreter._patch_lang, **kwargs):
     return self.rewrite()(*args, **kwargs)
 
 
+# By the name of a type; of a block's type, by the name of its elements and its sizes.
+_numpy: dict[str, np.dtype] = {}
+_of_type: dict[str, dict] = {}  # all of a tensor but its handle
+_of_shape: dict[tuple, dict] = {}
+
+
+def _get_np_dtype(type, *, stock=interpreter._get_np_dtype) -> np.dtype:
+    if type.name not in _numpy:
+        _numpy[type.name] = stock(type)
+    return _numpy[type.name]
+
+
+def _make_tensor(self, handle, type, *, stock=tl.tensor.__init__) -> None:
+    known = _of_type.get(type.name)
+    if known is None:
+        stock(self, handle, type)
+        known = _of_type[type.name] = dict(vars(self))
+    self.__dict__.update(known)
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+
+
+def _make_block_type(self, element_ty, shape, *, stock=tl.block_type.__init__) -> None:
+    sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+    known = _of_shape.get((element_ty.name, sizes))
+    if known is None:
+        stock(self, element_ty, shape)
+        known = _of_shape[element_ty.name, sizes] = dict(vars(self))
+    self.__dict__.update(known)
+    self.element_ty = element_ty
+
+
 def install() -> None:
     """Repair the interpreter of this process. Raises RuntimeError when it is not interpreting."""
     if not knobs.runtime.interpret:
@@ -143,6 +174,8 @@ def install() -> None:
     interpreter._patch_lang_tensor = _patch_lang_tensor
     interpreter._patch_lang = _patch_lang
     interpreter.InterpretedFunction.__call__ = _call
+    interpreter._get_np_dtype = _get_np_dtype
+    tl.tensor.__init__, tl.block_type.__init__ = _make_tensor, _make_block_type
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
     builder = interpreter.InterpreterBuilder

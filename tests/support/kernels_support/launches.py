@@ -8,6 +8,7 @@ import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -97,14 +98,18 @@ def forced(capability: Capability) -> Generator[GPUTarget]:
         yield target
 
 
-def launches(capability: Capability) -> list[Launch]:
-    """Return the distinct launches of the whole runtime on a target."""
+@contextmanager
+def noted_on(capability: Capability) -> Generator[dict[tuple[str, ...], Launch]]:
+    """Note what is launched on a GPU of this capability in place of launching it, by its shape."""
     found: dict[tuple[str, ...], Launch] = {}
+    binders: dict[int, Any] = {}  # by the id of a kernel: one takes longer to make than a launch
 
     def noted(kernel: Any, _: object) -> Any:
         def note(*arguments: Any, **options: Any) -> None:
             options["debug"] = False
-            *_, backend, binder = kernel.create_binder()
+            if id(kernel) not in binders:
+                binders[id(kernel)] = kernel.create_binder()
+            *_, backend, binder = binders[id(kernel)]
             bound, specialization, own = binder(*arguments, **options)
             own, signature, constants, attributes = kernel._pack_args(
                 backend, options, bound, specialization, own
@@ -116,6 +121,13 @@ def launches(capability: Capability) -> list[Launch]:
         return note
 
     with forced(capability) as target, patch.object(KernelInterface, "__getitem__", noted):
+        yield found
+
+
+@cache
+def launches(capability: Capability) -> list[Launch]:
+    """Return the distinct launches of the whole runtime on a target."""
+    with noted_on(capability) as found:
         for M in TOKENS:
             for scheme in _schemes(capability):
                 launch_scheme(scheme, M)
@@ -143,7 +155,7 @@ def launch_scheme(scheme: str, M: int) -> None:
     _experts(scheme, M)
     if scheme != "nvfp4_e4m3":  # experts alone
         _products(scheme, M)
-        _layer(scheme, M)
+        launch_layer(scheme, M)
 
 
 def blank(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -186,7 +198,7 @@ def _shared(scheme: str) -> Tensor | None:
     return blank(1, dtype=torch.float32) if scheme == FOUR_BIT else None
 
 
-def _layer(scheme: str, M: int) -> None:
+def launch_layer(scheme: str, M: int) -> None:
     """What stands between the products, of activations in the scheme's type."""
     shared = _shared(scheme)
     h, norm, numbers = blank(M, HIDDEN), blank(HIDDEN), integers(M)
