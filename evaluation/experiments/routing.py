@@ -136,7 +136,7 @@ def row(name: str, mode: str, held: str, found: list[float], own: list[float]) -
     "--mode", "modes", multiple=True, type=click.Choice(ACTIVATION_MODES), default=("per_layer",)
 )
 def main(folders: tuple[Path, ...], count: int, modes: tuple[ActivationMode, ...]) -> None:
-    """Print docs/rounding.md's table of routing."""
+    """Print docs/rounding-log.md's table of routing."""
     reference = ModelEngine(load(CHECKPOINT, dtype=torch.float32), BATCH)
     sampler = Sampler.from_checkpoint(CHECKPOINT)
     prompts, trajectories = heldout(count), list[Trajectory]()
