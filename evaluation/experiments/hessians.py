@@ -1,4 +1,4 @@
-"""What else could lower `nvfp4`'s damage at equal bytes: tried on the bundled model (docs/rounding-log.md).
+"""What else could lower `nvfp4`'s damage at equal bytes, tried on the bundled model (rounding-log.md).
 
     PYTHONPATH=evaluation python -m experiments.hessians OUT [--skip N] [--only ARM]
 
