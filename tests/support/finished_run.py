@@ -41,7 +41,7 @@ def finished_run(
     source.mkdir(exist_ok=True)
     for name, content in base_files().items():
         (source / name).write_bytes(content)
-    recipe = load_recipe("nvfp4_w4a4")
+    recipe = load_recipe("nvfp4_w4a4").asking(["aime25", "gpqa_diamond", "gsm8k"])
     write_text(run.recipe_yaml, recipe.to_yaml())
     write_text(run.targets_csv, TARGETS)
     about = {"model": BASE, "bundled": False, "commit": COMMIT, "folder": str(source)}
