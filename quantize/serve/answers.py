@@ -5,20 +5,53 @@ Extra fields: `reasoning_content` beside `content`; in `usage` the decoder forwa
 and, for streams that ask for drafts, chunks without choices that hold a `draft`.
 """
 
+import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from quantize.runtime.chat import HALF_CHARACTER
 from quantize.serve.calls import Call
-from quantize.serve.logprobs import SHAPES
+from quantize.serve.guides import Scored
 from quantize.serve.scheduler import Draft, Job
 from quantize.serve.text import Delta, Text
 
-Kind = Literal["chat", "text"]
-NAMES = {"chat": "chat.completion", "text": "text_completion"}
-PREFIXES = {"chat": "chatcmpl", "text": "cmpl"}
+Json = dict[str, Any]
+PREFIXES = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
+
+
+@dataclass(frozen=True)
+class Said:
+    """What is answered: whole, or the chunks of a stream, of which the last may be an error."""
+
+    body: Json | AsyncIterator[Json]
+    headers: Mapping[str, str]
+
+    @property
+    def response(self) -> Response:
+        """The response of chat completions and of plain ones."""
+        if isinstance(self.body, dict):
+            return JSONResponse(self.body, headers=self.headers)
+        return stream(_lines(self.body), self.headers)
+
+
+def stream(lines: AsyncIterator[str], headers: Mapping[str, str]) -> Response:
+    """Return a response of server-sent events."""
+    fresh = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(lines, headers={**headers, **fresh}, media_type="text/event-stream")
+
+
+async def _lines(chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
+    chunk: Json = {}
+    async for chunk in chunks:
+        yield f"data: {json.dumps(chunk)}\n\n"
+    if "error" not in chunk:
+        yield "data: [DONE]\n\n"
 
 
 @dataclass
@@ -26,109 +59,139 @@ class Shape:
     """Makes the answers of one request.
 
     Attributes:
-        kind: chat, or plain completion.
+        kind: what a whole answer is called.
         model: name of the model.
         text: the tokenizer.
+        jobs: the choices.
+        prompt_tokens: tokens of all prompts; each counts once for all its choices.
         include_usage: whether a stream ends with the usage.
     """
 
-    kind: Kind
+    kind: Literal["chat.completion", "text_completion"]
     model: str
     text: Text
+    jobs: Sequence[Job]
+    prompt_tokens: int
     include_usage: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, jobs: Sequence[Job], usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request that does not stream."""
-        choices = [self._choice(index, job) for index, job in enumerate(jobs)]
-        return self._frame(NAMES[self.kind]) | {"choices": choices, "usage": usage}
+    @property
+    def chats(self) -> bool:
+        """Whether it is an answer to a chat."""
+        return self.kind == "chat.completion"
 
-    def _choice(self, index: int, job: Job) -> dict[str, Any]:
+    @property
+    def whole(self) -> Json:
+        """The answer to a request that does not stream."""
+        choices = [self._choice(index, job) for index, job in enumerate(self.jobs)]
+        return self._frame(self.kind) | {"choices": choices, "usage": self.usage}
+
+    def _choice(self, index: int, job: Job) -> Json:
         answer = job.answer
-        text: dict[str, Any] = {"text": answer.content}
-        if self.kind == "chat":
+        text: Json = {"text": answer.content}
+        if self.chats:
             calls = [_call(call) for call in answer.calls]
             said = None if calls and not answer.content else answer.content
             message = {"role": "assistant", "content": said, "refusal": None}
             message |= {"reasoning_content": answer.reasoning or None, "tool_calls": calls or None}
             text = {"message": message}
-        chances = self._chances(job, (0, answer.told))
-        return self._ending(index, _reason(job)) | chances | text | {"seed": job.seed}
+        return self._about(index, (0, answer.told)) | text | {"seed": job.seed}
 
-    def opening(self, index: int) -> dict[str, Any]:
+    def opening(self, index: int) -> Json:
         """Return the chunk that opens a choice of a chat."""
-        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
+        choice = {"index": index, "finish_reason": None, "logprobs": None}
+        return self._chunk(choice | {"delta": {"role": "assistant", "content": ""}})
 
-    def chunk(self, index: int, delta: Delta, job: Job) -> dict[str, Any]:
+    def chunk(self, index: int, delta: Delta) -> Json:
         """Return the chunk with what a canvas added."""
-        text: dict[str, Any] = {"text": delta.content}
-        if self.kind == "chat":
-            pieces = {"reasoning_content": delta.reasoning, "content": delta.content}
+        text: Json = {"text": delta.content}
+        if self.chats:
             calls = [{"index": n} | _call(call) for n, call in enumerate(delta.calls, delta.called)]
-            found = pieces | {"tool_calls": calls}
+            found = {"reasoning_content": delta.reasoning, "content": delta.content}
+            found |= {"tool_calls": calls}
             text = {"delta": {name: piece for name, piece in found.items() if piece}}
-        if delta.finish:
-            text["seed"] = job.seed
-        text |= self._chances(job, delta.span)
-        return self._chunk(index, text, _reason(job) if delta.finish else None)
+        about = self._about(index, delta.span)
+        if delta.finish is None:
+            return self._chunk(about | text | {"finish_reason": None})
+        return self._chunk(about | text | {"seed": self.jobs[index].seed})
 
-    def _chances(self, job: Job, span: tuple[int, int]) -> dict[str, Any]:
-        """Return the log-probabilities of the answer's tokens in `span`, if they were asked for."""
-        if job.guide is None or not job.guide.records:
-            return {}
-        return {"logprobs": SHAPES[self.kind](job.guide.scored[: span[1]], span[0], self.text)}
-
-    def draft(self, index: int, draft: Draft) -> dict[str, Any]:
+    def draft(self, index: int, draft: Draft) -> Json:
         """Return the chunk of a canvas in the middle of denoising; clients may ignore it."""
-        shown = {
-            "index": index,
-            "canvas": draft.canvas,
-            "step": draft.step,
-            "tokens": [self.text.piece(token) for token in draft.tokens],
-            "accepted": draft.accepted,
-        }
-        return self._stream([]) | {"draft": shown}
+        tokens = [self.text.piece(token) for token in draft.tokens]
+        shown = {"index": index, "canvas": draft.canvas, "step": draft.step}
+        return self._chunk() | {"draft": shown | {"tokens": tokens, "accepted": draft.accepted}}
 
-    def ending(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def ending(self) -> Json:
         """Return the last chunk of a stream that includes usage."""
-        return self._stream([]) | {"usage": usage}
+        return self._chunk() | {"usage": self.usage}
 
-    def _chunk(self, index: int, text: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        return self._stream([self._ending(index, finish) | text])
+    @property
+    def usage(self) -> Json:
+        """The tokens and steps of the request."""
+        answers = [job.answer for job in self.jobs]
+        tokens = sum(answer.tokens for answer in answers)
+        steps = sum(answer.sample.denoising_steps for answer in answers)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": tokens,
+            "total_tokens": self.prompt_tokens + tokens,
+            "canvases": sum(answer.sample.canvases for answer in answers),
+            "denoising_steps": steps,
+            "tokens_per_forward": round(tokens / steps, 3),
+        }
 
-    def _stream(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        name = "chat.completion.chunk" if self.kind == "chat" else NAMES["text"]
+    def _chunk(self, *choices: Json) -> Json:
         usage = {"usage": None} if self.include_usage else {}
-        return self._frame(name) | {"choices": choices} | usage
+        frame = self._frame("chat.completion.chunk" if self.chats else self.kind)
+        return frame | {"choices": choices} | usage
 
-    def _ending(self, index: int, finish: str | None) -> dict[str, Any]:
-        return {"index": index, "finish_reason": finish, "logprobs": None}
-
-    def _frame(self, name: str) -> dict[str, Any]:
+    def _frame(self, name: str) -> Json:
         frame = {"id": f"{PREFIXES[self.kind]}-{self.id}", "object": name}
         return frame | {"created": self.created, "model": self.model}
 
+    def _about(self, index: int, span: tuple[int, int]) -> Json:
+        """Return how a choice stands, with the log-probabilities of `span` if they were asked for."""
+        job = self.jobs[index]
+        chances = None
+        if job.guide is not None and job.guide.records:
+            of = _of_chat if self.chats else _of_text
+            chances = of(job.guide.scored[: span[1]], span[0], self.text)
+        called = job.answer.calls and job.answer.finish == "stop"
+        reason = "tool_calls" if called else job.answer.finish
+        return {"index": index, "finish_reason": reason, "logprobs": chances}
 
-def _call(call: Call) -> dict[str, Any]:
+
+def _call(call: Call) -> Json:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _reason(job: Job) -> str | None:
-    called = job.answer.calls and job.answer.finish == "stop"
-    return "tool_calls" if called else job.answer.finish
+def _of_chat(scored: Sequence[Scored], start: int, text: Text) -> Json:
+    """Return the entries of the tokens from `start` on that are no thoughts."""
+    own = text.answers([entry.token for entry in scored])
+    content = [
+        _token(text, entry.token, entry.logprob)
+        | {"top_logprobs": [_token(text, token, chance) for token, chance in entry.top]}
+        for entry, answers in zip(scored[start:], own[start:], strict=True)
+        if answers
+    ]
+    return {"content": content, "refusal": None}
 
 
-def usage(prompt_tokens: int, jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return the tokens and steps of a request; a prompt counts once for all its choices."""
-    tokens = sum(job.answer.tokens for job in jobs)
-    steps = sum(job.answer.sample.denoising_steps for job in jobs)
+def _token(text: Text, token: int, logprob: float) -> Json:
+    piece = text.piece(token)
+    whole = HALF_CHARACTER not in piece
+    return {"token": piece, "logprob": logprob, "bytes": list(piece.encode()) if whole else None}
+
+
+def _of_text(scored: Sequence[Scored], start: int, text: Text) -> Json:
+    """Return the columns of the tokens from `start` on; offsets count characters of the pieces."""
+    pieces = [text.piece(entry.token) for entry in scored]
+    entries = scored[start:]
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": tokens,
-        "total_tokens": prompt_tokens + tokens,
-        "canvases": sum(job.answer.sample.canvases for job in jobs),
-        "denoising_steps": steps,
-        "tokens_per_forward": round(tokens / steps, 3),
+        "tokens": pieces[start:],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [{text.piece(t): chance for t, chance in entry.top} for entry in entries],
+        "text_offset": list(accumulate(map(len, pieces), initial=0))[start:-1],
     }

@@ -1,6 +1,7 @@
 """Checks host, key and size of every request before it is read, and adds headers to responses.
 
-It is plain ASGI, so streams flow through it and a client that hangs up is noticed.
+It is plain ASGI, so streams flow through it. When a client hangs up, the task that answers it is
+cancelled, wherever it is.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import traceback
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quantize.serve.failures import RequestError
@@ -49,24 +51,38 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status, started = 0, time.monotonic()
+        status, ended, started = 0, False, time.monotonic()
 
         async def out(message: Message) -> None:
-            nonlocal status
+            nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message).update(OUT)
             await send(message)
+            ended = message["type"] == "http.response.body" and not message.get("more_body")
 
+        body, tasks = asyncio.Queue[Message](), list[asyncio.Future[None]]()
         try:
             self._check(scope)
-            await self.app(scope, await self._limited(scope, receive), out)
+            body.put_nowait({"type": "http.request", "body": await self._body(receive)})
+            work = asyncio.ensure_future(self.app(scope, body.get, out))
+            tasks += work, asyncio.ensure_future(_hung_up(receive))
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if ended or work.done():
+                await work
+            elif not status:
+                raise ClientDisconnect
+        except ClientDisconnect:
+            status = 499
         except RequestError as refusal:
             await refusal.response(scope, receive, out)
         except Exception as error:  # already answered; the message may quote a prompt
             where = "".join(traceback.format_tb(error.__traceback__))
             log.error("unexpected %s\n%s", type(error).__name__, where)
         finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._count(scope, status, time.monotonic() - started)
 
     def _check(self, scope: Scope) -> None:
@@ -83,18 +99,15 @@ class Guard:
                 refusal.headers["WWW-Authenticate"] = "Bearer"
                 raise refusal
 
-    async def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """Read the body within limits of size and time; return a `receive` that replays it."""
-        limit, size, parts = self.options.max_body_bytes, 0, list[bytes]()
-        if scope["method"] not in ("POST", "PUT", "PATCH"):
-            return receive
+    async def _body(self, receive: Receive) -> bytes:
+        """Read the body within limits of size and time."""
+        limit, size, parts, more = self.options.max_body_bytes, 0, list[bytes](), True
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                more = True
                 while more and size <= DRAINED * limit:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return _replay(message, receive)
+                        raise ClientDisconnect
                     more = message.get("more_body", False)
                     size += len(message.get("body", b""))
                     if size <= limit:
@@ -103,7 +116,7 @@ class Guard:
             raise RequestError(408, f"no whole body within {BODY_SECONDS:g} s") from None
         if size > limit:
             raise RequestError(413, f"the body is larger than {limit} bytes", code="body_too_large")
-        return _replay({"type": "http.request", "body": b"".join(parts)}, receive)
+        return b"".join(parts)
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
         route: Any = scope.get("route")
@@ -113,16 +126,10 @@ class Guard:
         log.info("%s %s %s %.3f s", scope["method"], path, status or "gone", seconds)
 
 
-def _replay(first: Message, receive: Receive) -> Receive:
-    messages = [first]
-
-    async def again() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return again
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
 
 
 def _digest(value: bytes) -> bytes:
-    return hashlib.sha256(
-        value
-    ).digest()  # equal lengths, so that the comparison does not reveal the key's
+    return hashlib.sha256(value).digest()  # of one length, which does not reveal the key's

@@ -4,75 +4,37 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from itertools import count
 from typing import Any
 
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
+from quantize.serve.answers import Json, Said, stream
 from quantize.serve.responses import ResponsesRequest
 
-Event = dict[str, Any]
-
-
-def translated(body: ResponsesRequest, reply: Response) -> Response:
-    """Return the answer to a chat, whole or a stream, as one of the Responses API."""
-    ignored = {k: v for k, v in reply.headers.items() if k == "x-ignored-parameters"}
-    answer = Answer(body)
-    if isinstance(reply, StreamingResponse):
-        lines = _lines(answer, reply)
-        return StreamingResponse(lines, headers=ignored, media_type="text/event-stream")
-    chat = json.loads(bytes(reply.body))
-    (choice,) = chat["choices"]
-    message = choice["message"]
-    delta = message | {"tool_calls": message["tool_calls"] or []}
-    for _ in (*answer.add(delta), *answer.end(choice["finish_reason"], chat["usage"])):
-        continue
-    return JSONResponse(answer.response, headers=ignored)
-
-
-async def _lines(answer: "Answer", reply: StreamingResponse) -> AsyncIterator[str]:
-    """Yield server-sent events; closing this closes the chat, which frees its slot."""
-    number, finish = 0, None
-
-    def sent(events: Iterator[Event]) -> Iterator[str]:
-        nonlocal number
-        for event in events:
-            yield f"event: {event['type']}\ndata: {json.dumps(event | {'sequence_number': number})}\n\n"
-            number += 1
-
-    chunks: Any = reply.body_iterator
-    async with aclosing(chunks):
-        for line in sent(answer.begin()):
-            yield line
-        async for text in chunks:
-            data = text.removeprefix("data: ").strip()
-            chunk = {} if data == "[DONE]" else json.loads(data)
-            if "error" in chunk:
-                events = iter([{"type": "error"} | chunk["error"]])
-            elif chunk.get("choices"):
-                (choice,) = chunk["choices"]
-                finish = choice["finish_reason"] or finish
-                events = answer.add(choice["delta"])
-            else:
-                events = answer.end(finish, chunk["usage"]) if chunk.get("usage") else iter(())
-            for line in sent(events):
-                yield line
+# a chat's field -> an item's type, the prefix of its id, what it begins with, and its part
+ITEMS: dict[str, tuple[str, str, Json, Json]] = {
+    "reasoning_content": (
+        "reasoning", "rs", {"summary": []}, {"type": "reasoning_text", "text": ""},
+    ),
+    "content": (
+        "message", "msg", {"role": "assistant"},
+        {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    ),
+}  # fmt: skip
 
 
 class Answer:
-    """Grows by the deltas of a chat and says each change as an event.
+    """Grows by the chunks of a chat's answer and says each change as an event.
 
     `response` is the whole answer as it stands; its last item is open until another begins.
     """
 
     def __init__(self, body: ResponsesRequest) -> None:
-        told = body.model_dump(
-            include={"model", "instructions", "metadata", "parallel_tool_calls", "temperature"},
-            by_alias=True,
-        )
-        told |= body.model_dump(include={"tools", "tool_choice", "top_p", "text"}, by_alias=True)
-        self.items: list[dict[str, Any]] = []
-        self.response: dict[str, Any] = {
+        told = {"model", "instructions", "parallel_tool_calls", "temperature"}
+        told |= {"tools", "tool_choice", "top_p", "text"}
+        self.items: list[Json] = []
+        self.response: Json = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
             "created_at": int(time.time()),
@@ -81,28 +43,50 @@ class Answer:
             "usage": None,
             "error": None,
             "incomplete_details": None,
-            **told,
+            **body.model_dump(include=told, by_alias=True),
             "metadata": body.metadata or {},
         }
+        self._finish: str | None = None
+        self._numbers = count()
 
-    def begin(self) -> Iterator[Event]:
-        """Yield the events before any text."""
+    def of(self, chat: Said) -> Response:
+        """Return what a chat was answered, whole or a stream, as an answer of the Responses API."""
+        if not isinstance(chat.body, dict):
+            return stream(self._lines(chat.body), chat.headers)
+        for _ in self._add(chat.body):
+            continue
+        return JSONResponse(self.response, headers=chat.headers)
+
+    async def _lines(self, chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
         for kind in ("created", "in_progress"):
-            yield {"type": f"response.{kind}", "response": self.response}
+            yield self._line({"type": f"response.{kind}", "response": self.response})
+        async for chunk in chunks:
+            for event in self._add(chunk):
+                yield self._line(event)
 
-    def add(self, delta: dict[str, Any]) -> Iterator[Event]:
-        """Yield the events of what a canvas added."""
-        if delta.get("reasoning_content"):
-            yield from self._text("reasoning", "reasoning_text", delta["reasoning_content"])
-        if delta.get("content"):
-            yield from self._text("message", "output_text", delta["content"])
-        for call in delta.get("tool_calls", ()):
-            yield from self._call(call)
+    def _line(self, event: Json) -> str:
+        data = json.dumps(event | {"sequence_number": next(self._numbers)})
+        return f"event: {event['type']}\ndata: {data}\n\n"
 
-    def end(self, finish: str | None, usage: dict[str, Any]) -> Iterator[Event]:
-        """Yield the events behind the last text."""
+    def _add(self, chunk: Json) -> Iterator[Json]:
+        """Yield the events of a chunk, or of a whole answer."""
+        if "error" in chunk:
+            yield {"type": "error"} | chunk["error"]
+            return
+        for choice in chunk["choices"]:
+            self._finish = choice["finish_reason"] or self._finish
+            delta = choice["delta"] if "delta" in choice else choice["message"]
+            for field in ITEMS:
+                if delta.get(field):
+                    yield from self._text(field, delta[field])
+            for call in delta.get("tool_calls") or ():
+                yield from self._call(call)
+        if usage := chunk.get("usage"):
+            yield from self._end(usage)
+
+    def _end(self, usage: Json) -> Iterator[Json]:
         yield from self._close()
-        cut = finish == "length"
+        cut = self._finish == "length"
         self.response |= {
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -116,56 +100,53 @@ class Answer:
         }
         yield {"type": f"response.{self.response['status']}", "response": self.response}
 
-    def _text(self, kind: str, part: str, text: str) -> Iterator[Event]:
-        if not self.items or (self.items[-1]["type"], self.items[-1]["status"]) != (
-            kind,
-            "in_progress",
-        ):
-            yield from self._open(kind, part)
-        item = self.items[-1]
-        item["content"][0]["text"] += text
-        yield self._of_part(f"response.{part}.delta", delta=text, logprobs=[])
+    def _text(self, field: str, text: str) -> Iterator[Json]:
+        kind, prefix, begun, empty = ITEMS[field]
+        last = self.items[-1] if self.items else {}
+        if (last.get("type"), last.get("status")) != (kind, "in_progress"):
+            yield from self._open(kind, prefix, begun | {"content": []})
+            self.items[-1]["content"].append(empty.copy())
+            yield self._of_part("content_part.added", part=self.items[-1]["content"][0])
+        (part,) = self.items[-1]["content"]
+        part["text"] += text
+        yield self._of_part(f"{part['type']}.delta", delta=text, logprobs=[])
 
-    def _open(self, kind: str, part: str) -> Iterator[Event]:
-        yield from self._close()
-        prefix, more = (
-            ("msg", {"role": "assistant"}) if kind == "message" else ("rs", {"summary": []})
-        )
-        empty = {"id": f"{prefix}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
-        self.items.append(empty | more | {"content": []})
-        yield self._of_item("response.output_item.added")
-        extra = {"annotations": [], "logprobs": []} if kind == "message" else {}
-        self.items[-1]["content"].append({"type": part, "text": ""} | extra)
-        yield self._of_part("response.content_part.added", part=self.items[-1]["content"][0])
-
-    def _close(self) -> Iterator[Event]:
-        if not self.items or self.items[-1]["status"] != "in_progress":
-            return
-        item = self.items[-1]
-        (part,) = item["content"]
-        yield self._of_part(f"response.{part['type']}.done", text=part["text"], logprobs=[])
-        yield self._of_part("response.content_part.done", part=part)
-        item["status"] = "completed"
-        yield self._of_item("response.output_item.done")
-
-    def _call(self, call: dict[str, Any]) -> Iterator[Event]:
+    def _call(self, call: Json) -> Iterator[Json]:
         """Yield the events of a call, which comes whole with the canvas that ends it."""
+        called = call["function"]
+        about = {"call_id": call["id"], "name": called["name"], "arguments": ""}
+        yield from self._open("function_call", "fc", about)
+        self.items[-1]["arguments"] = called["arguments"]
+        yield self._event("function_call_arguments.delta", delta=called["arguments"])
         yield from self._close()
-        function = call["function"]
-        item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "arguments": ""}
-        item |= {"call_id": call["id"], "name": function["name"], "status": "in_progress"}
-        self.items.append(item)
-        yield self._of_item("response.output_item.added")
-        self.items[-1] = item | {"arguments": function["arguments"], "status": "completed"}
-        where = {"item_id": item["id"], "output_index": len(self.items) - 1}
-        kind, said = "response.function_call_arguments", function["arguments"]
-        yield {"type": f"{kind}.delta", "delta": said} | where
-        yield {"type": f"{kind}.done", "arguments": said, "name": function["name"]} | where
-        yield self._of_item("response.output_item.done")
 
-    def _of_item(self, kind: str) -> Event:
+    def _open(self, kind: str, prefix: str, more: Json) -> Iterator[Json]:
+        yield from self._close()
+        empty = {"id": f"{prefix}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
+        self.items.append(empty | more)
+        yield self._of_item("added")
+
+    def _close(self) -> Iterator[Json]:
+        item = self.items[-1] if self.items else {}
+        if item.get("status") != "in_progress":
+            return
+        if item["type"] == "function_call":
+            said = {"arguments": item["arguments"], "name": item["name"]}
+            yield self._event("function_call_arguments.done", **said)
+        else:
+            (part,) = item["content"]
+            yield self._of_part(f"{part['type']}.done", text=part["text"], logprobs=[])
+            yield self._of_part("content_part.done", part=part)
+        item["status"] = "completed"
+        yield self._of_item("done")
+
+    def _of_item(self, what: str) -> Json:
+        kind = f"response.output_item.{what}"
         return {"type": kind, "output_index": len(self.items) - 1, "item": self.items[-1]}
 
-    def _of_part(self, kind: str, **fields: Any) -> Event:
+    def _of_part(self, kind: str, **fields: Any) -> Json:
+        return self._event(kind, content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Json:
         where = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-        return {"type": kind, "content_index": 0} | where | fields
+        return {"type": f"response.{kind}"} | where | fields

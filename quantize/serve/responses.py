@@ -18,7 +18,7 @@ from quantize.serve.protocol import INT64, Asked, ChatRequest, Unused
 
 STORED = "nothing is stored here; send the items of earlier answers themselves (store: false)"
 Text = Annotated[String, Tag("text")]
-ByShape = by_type("text", list="items", dict="object")
+ByShape = by_type("text", list="items", dict="object", NamedTool="object")
 
 
 class _Kept(Strict):

@@ -20,11 +20,12 @@ from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine
 from quantize.runtime.fused.weights import model_config
 from quantize.runtime.placement import free_unused
-from quantize.serve.app import Service, create_app
+from quantize.serve.app import create_app
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import KEY_VARIABLE, Options
 from quantize.serve.pictures import Pictures
 from quantize.serve.scheduler import Scheduler
+from quantize.serve.service import Service
 from quantize.serve.text import Text
 from quantize.serve.unsupported import IGNORABLE
 

@@ -1,0 +1,262 @@
+"""Turns a validated request into jobs, and their events into an answer or a stream."""
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from quantize.errors import InputError
+from quantize.runtime import Sampler
+from quantize.runtime.chat import CLOSE
+from quantize.runtime.images import Images
+from quantize.runtime.known_tokens import Given
+from quantize.serve import infill, unsupported
+from quantize.serve.answers import Said, Shape
+from quantize.serve.constraint import Constraint, Matcher
+from quantize.serve.exchange import Exchange
+from quantize.serve.failures import RequestError
+from quantize.serve.forms import Forms
+from quantize.serve.guides import AnswerGuide
+from quantize.serve.options import Options
+from quantize.serve.pictures import Pictures
+from quantize.serve.protocol import INT64, ChatRequest, CompletionRequest
+from quantize.serve.scheduler import Draft, Job, Scheduler
+from quantize.serve.text import Answer, Text
+
+Body = ChatRequest | CompletionRequest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request, turned into tokens.
+
+    Attributes:
+        prompts: token ids.
+        images: images of its only prompt.
+        given: the known tokens of each answer.
+        limit: tokens of an answer before its suffix; None where there is none.
+        form: matcher that holds each answer to its form; None for any text.
+    """
+
+    prompts: list[list[int]]
+    images: Images | None
+    given: Given | None
+    limit: int | None
+    form: Matcher | None
+
+
+Encode = Callable[[], Prepared]
+
+
+class Service:
+    """Answers requests with one model.
+
+    Args:
+        scheduler: runs jobs.
+        text: the model's tokenizer.
+        pictures: turns pictures into the vision tower's input.
+        sampler: the model's settings, which a request may change for itself.
+        options: the server's limits.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        text: Text,
+        pictures: Pictures,
+        sampler: Sampler,
+        options: Options,
+    ) -> None:
+        self.scheduler = scheduler
+        self.text = text
+        self.pictures = pictures
+        self.sampler = sampler
+        self.options = options
+        self.forms = Forms(text.tokenizer, sampler.eos_token_ids)
+        engine = scheduler.engine
+        limits = (engine.max_length, sampler.max_length, options.max_context)
+        self.max_length = min(limit for limit in limits if limit is not None)
+        room = self.max_length - engine.canvas_length
+        self.max_prompt = min(options.max_prompt_tokens or room, room)
+        # Long prompts must not stall the event loop, and one thread keeps the tokenizer to itself.
+        self.encoder = ThreadPoolExecutor(1, "encoder")
+        self._named: set[str] = set()  # ignored parameters that were logged
+
+    async def chat(self, body: ChatRequest) -> Said:
+        """Answer a chat."""
+        turns = [message.turn for message in body.messages]
+        tools = [tool.declaration for tool in body.tools]
+
+        def encode() -> Prepared:
+            prompt = self.text.encode_chat(turns, thinking=body.thinking, tools=tools)
+            prompt, images = self.pictures.put(prompt, body.pictures, body.image_tokens)
+            return Prepared([prompt], images, *self._known(body), self.forms.matcher(body))
+
+        return await self._answer(body, encode, 1)
+
+    async def complete(self, body: CompletionRequest) -> Said:
+        """Answer a plain completion."""
+        asked: Any = body.prompt
+
+        def encode() -> Prepared:
+            prompts = [self.text.encode(p) if isinstance(p, str) else p for p in asked]
+            return Prepared(prompts, None, *self._known(body), self.forms.matcher(body))
+
+        return await self._answer(body, encode, len(asked))
+
+    def _known(self, body: Body) -> tuple[Given | None, int | None]:
+        return infill.known(body, self.text.encode_piece, self.scheduler.engine.canvas_length)
+
+    async def _answer(self, body: Body, encode: Callable[[], Prepared], prompts: int) -> Said:
+        self.check_model(body.model)
+        ignored = self._ignored(body)
+        exchange = Exchange(self.scheduler, self.options.request_timeout, prompts * body.n)
+        async with exchange.in_time():
+            loop = asyncio.get_running_loop()
+            prepared = await loop.run_in_executor(self.encoder, encode)
+        self._check_length(body, prepared.prompts)
+        jobs = self._jobs(body, prepared, exchange)
+        exchange.submit(jobs)
+        kind = "chat.completion" if isinstance(body, ChatRequest) else "text_completion"
+        prompt_tokens = sum(map(len, prepared.prompts))
+        shape = Shape(kind, self.options.model_name, self.text, jobs, prompt_tokens)
+        headers = {"X-Ignored-Parameters": ", ".join(ignored)} if ignored else {}
+        if body.stream:
+            options = body.stream_options
+            shape.include_usage = options is not None and options.include_usage
+            events = exchange.events()
+            first = await anext(events)  # a refusal before it has a status of its own
+            return Said(self._chunks(shape, first, events), headers)
+        async for _ in exchange.events():
+            pass
+        self._log(prepared.prompts, jobs)
+        return Said(shape.whole, headers)
+
+    async def _chunks(
+        self, shape: Shape, first: Any, events: AsyncIterator[Any]
+    ) -> AsyncIterator[dict[str, Any]]:
+        for index in range(len(shape.jobs)) if shape.chats else ():
+            yield shape.opening(index)
+        try:
+            async for index, event in _chain(first, events):
+                draws = isinstance(event, Draft)
+                yield shape.draft(index, event) if draws else shape.chunk(index, event)
+            if shape.include_usage:
+                yield shape.ending()
+            self._log([job.prompt for job in shape.jobs], shape.jobs)
+        except RequestError as refusal:
+            yield refusal.body
+
+    def _ignored(self, body: Body) -> list[str]:
+        """Return the parameters of a request that are ignored; each is counted, and logged once.
+
+        Raises:
+            RequestError: 400, this server does not ignore a parameter.
+        """
+        names = unsupported.NEUTRAL_ONLY | unsupported.IGNORABLE
+        ignored = unsupported.asked(body.model_dump(include=set(names)))
+        for name in ignored:
+            message, refused = unsupported.why_not(name, strict=self.options.strict)
+            if refused:
+                raise RequestError(400, message, param=name, code="unsupported_parameter")
+            if name not in self._named:
+                log.warning("ignored: %s", message)
+        self._named.update(ignored)
+        self.scheduler.metrics.ignore(ignored)
+        return ignored
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Return the one model, as the protocol lists it."""
+        model = {"id": self.options.model_name, "object": "model", "created": 0}
+        told = {"fingerprint": self.options.fingerprint, "activations": self.options.activations}
+        return model | {"owned_by": "quantize", "max_model_len": self.max_length} | told
+
+    def check_model(self, name: str) -> None:
+        """Refuse, with a 404, any name but the model's."""
+        if name != (known := self.options.model_name):
+            message = f"model {name[:100]!r} is not served here; there is {known!r}"
+            raise RequestError(404, message, param="model", code="model_not_found")
+
+    def _check_length(self, body: Body, prompts: Sequence[Sequence[int]]) -> None:
+        for prompt in prompts:
+            if len(prompt) > self.max_prompt:
+                raise RequestError(
+                    400,
+                    f"the prompt has {len(prompt)} tokens; at most {self.max_prompt} are taken",
+                    param="messages" if isinstance(body, ChatRequest) else "prompt",
+                    code="context_length_exceeded",
+                )
+
+    def _jobs(
+        self,
+        body: Body,
+        prepared: Prepared,
+        exchange: Exchange,
+    ) -> list[Job]:
+        """Return one job a choice: choice j of a request with a seed has the noise of seed + j."""
+        sampler = body.sampler(self.sampler)
+        seed = secrets.randbits(62) if body.fixed_seed is None else body.fixed_seed
+        drafts = body.stream_options is not None and body.stream_options.include_drafts
+        jobs: list[Job] = []
+        length, given = self.scheduler.engine.canvas_length, prepared.given
+        limit = prepared.limit or body.token_limit or sampler.max_new_tokens
+        for prompt in prepared.prompts:
+            canvases = min(-(-limit // length), (self.max_length - len(prompt)) // length)
+            infill.check_room(given, canvases * length)
+            for choice in range(body.n):
+                answer = self._empty(body, sampler, limit, canvases)
+                noise = (seed + choice + INT64) % (2 * INT64) - INT64
+                emit = partial(exchange.post, len(jobs))
+                images = prepared.images
+                guide = self._guide(body, prepared, min(limit, canvases * length))
+                known = given if guide is None else replace(given or Given(), guide=guide)
+                jobs.append(Job(prompt, noise, sampler, answer, emit, drafts, images, known, guide))
+        return jobs
+
+    def _guide(self, body: Body, prepared: Prepared, room: int) -> AnswerGuide | None:
+        """Return the guide of an answer of `room` tokens, None without a form and log-probabilities.
+
+        Raises:
+            RequestError: 400, no text of the form fits into `room`.
+        """
+        if prepared.form is None and body.top is None:
+            return None
+        constraint = None
+        if prepared.form is not None:
+            thinks = isinstance(body, ChatRequest) and body.thinking
+            closes = self.text.tokenizer.convert_tokens_to_ids(CLOSE) if thinks else None
+            try:
+                constraint = Constraint(self.forms.grammars, prepared.form, room, closes)
+            except InputError as error:
+                message = f"max_tokens: {error}"
+                raise RequestError(
+                    400, message, param="max_tokens", code="invalid_value"
+                ) from error
+        return AnswerGuide(self.scheduler.engine.canvas_length, constraint, body.top)
+
+    def _empty(self, body: Body, sampler: Sampler, limit: int, canvases: int) -> Answer:
+        """Return an empty answer, which its canvases will fill."""
+        limits = (sampler, limit, canvases, list(body.stop))
+        if isinstance(body, CompletionRequest):
+            return Answer(self.text.whole, *limits)
+        split = self.text.split_calls if body.callable else self.text.split
+        return Answer(split, *limits, body.callable, not body.parallel_tool_calls)
+
+    def _log(self, prompts: Sequence[Sequence[int]], jobs: Sequence[Job]) -> None:
+        if self.options.log_prompts:
+            asked = [self.text.tokenizer.decode(list(prompt)) for prompt in prompts]
+            log.info("%s", json.dumps([asked, [job.answer.content for job in jobs]]))
+
+
+async def _chain(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    yield first
+    async for event in rest:
+        yield event
