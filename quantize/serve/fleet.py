@@ -11,27 +11,22 @@ that can expects other servers' protocols and does not start any; hence this fro
 
 import asyncio
 import json
-import logging
-import multiprocessing
-import os
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import httpx
 import uvicorn
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from quantize.errors import ResourceError
 from quantize.host.progress import say
@@ -40,102 +35,10 @@ from quantize.serve.failures import RequestError
 from quantize.serve.guard import Guard
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
-from quantize.serve.server import announce, listening_socket, serve_at
+from quantize.serve.server import announce, listening_socket
+from quantize.serve.workers import Work, Worker, visible_gpus
 
 CHATS = 10_000  # whose workers are remembered
-HOP_BY_HOP = {
-    b"connection",
-    b"keep-alive",
-    b"transfer-encoding",
-    b"te",
-    b"upgrade",
-    b"expect",
-    b"date",
-}
-LONGEST_PAUSE = 60.0  # seconds before a worker that ended again and again is started once more
-ENDED = "the worker that had this request ended and is started again: send the request once more"
-
-log = logging.getLogger(__name__)
-spawning = multiprocessing.get_context("spawn")  # a fork would copy a parent's threads and locks
-
-
-@dataclass(frozen=True)
-class Work:
-    """What every worker is started with; `gpus` are names for CUDA_VISIBLE_DEVICES, none on a CPU."""
-
-    checkpoint: Path
-    options: Options
-    place: Placement
-    gpus: Sequence[str]
-
-
-class Worker:
-    """One server in a process of its own, at a Unix socket in `folder`."""
-
-    def __init__(self, index: int, work: Work, folder: Path) -> None:
-        self.index, self.work = index, work
-        self.socket = folder / f"{index}.sock"
-        # As many at once as come: the worker itself refuses what it has no room for.
-        most = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=most)
-        limits = work.options.request_timeout + 60  # the worker itself ends what takes longer
-        self.client = httpx.AsyncClient(
-            transport=transport, base_url="http://localhost", timeout=limits
-        )
-        self.open = self.taken = 0
-        self.ready = self.stopping = False
-        self.process = self._start()
-
-    def _start(self) -> Any:
-        self.socket.unlink(missing_ok=True)
-        before = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if self.work.gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = self.work.gpus[self.index]
-        try:
-            work = self.work
-            given = (work.checkpoint, work.options, work.place, self.socket)
-            process = spawning.Process(target=serve_at, args=given, name=f"worker {self.index}")
-            process.start()
-        finally:
-            if before is None:
-                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-            else:
-                os.environ["CUDA_VISIBLE_DEVICES"] = before
-        return process
-
-    def listens(self) -> bool:
-        """Whether it answers; its model is loaded by then."""
-        try:
-            with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket))) as client:
-                return client.get("http://localhost/health", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def stop(self) -> None:
-        """Ask the process to end, once its requests are answered; it is not started again."""
-        self.stopping = True
-        self.process.terminate()
-
-    async def keep_alive(self) -> None:
-        """Start the process again whenever it ends before `stop`, each time after a longer pause."""
-        pause = 1.0
-        while True:
-            begun = time.monotonic()
-            await asyncio.to_thread(self.process.join)
-            self.ready = False
-            if self.stopping:
-                return
-            pause = 1.0 if time.monotonic() - begun > 600 else min(2 * pause, LONGEST_PAUSE)
-            log.error("worker %d ended with exit code %s", self.index, self.process.exitcode)
-            await asyncio.sleep(pause)
-            if self.stopping:
-                return
-            self.process = self._start()
-            while self.process.is_alive() and not await asyncio.to_thread(self.listens):
-                await asyncio.sleep(0.2)
-            self.ready = self.process.is_alive()
-            if self.ready:
-                log.info("worker %d serves again", self.index)
 
 
 class Fleet:
@@ -166,22 +69,10 @@ class Fleet:
         return found
 
     async def relay(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on and its answer back; a client that hangs up ends it at the worker too."""
+        """Pass a request on to a worker, and its answer back."""
         request = Request(scope, receive)
         body = await request.body()
-        worker = self.choose(body)
-        worker.open += 1
-        answer = asyncio.create_task(_relayed(worker, request, body, send))
-        gone = asyncio.create_task(_hung_up(receive))
-        try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                answer.result()
-        finally:
-            worker.open -= 1
-            for task in (answer, gone):
-                task.cancel()
-            await asyncio.gather(answer, gone, return_exceptions=True)
+        await self.choose(body).relay(request, body, send)
 
     async def _pages(self, path: str, headers: dict[str, str]) -> dict[int, httpx.Response]:
         ready = [worker for worker in self.workers if worker.ready]
@@ -205,24 +96,14 @@ class Fleet:
         pages = await self._pages("/metrics", {"authorization": key} if key else {})
         families: dict[str, Metric] = {}
         for index, page in pages.items():
-            for family in text_string_to_metric_families(page.text):
-                empty = Metric(family.name, family.documentation, family.type)
-                for sample in family.samples:
+            for found in text_string_to_metric_families(page.text):
+                empty = Metric(found.name, found.documentation, found.type)
+                family = families.setdefault(found.name, empty)
+                for sample in found.samples:
                     labels = sample.labels | {"worker": str(index)}
-                    families.setdefault(family.name, empty).add_sample(
-                        sample.name, labels, sample.value
-                    )
-        registry = CollectorRegistry()
-        registry.register(_Collected(list(families.values())))
-        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
-
-
-class _Collected:
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self.families = families
-
-    def collect(self) -> Sequence[Metric]:
-        return self.families
+                    family.add_sample(sample.name, labels, sample.value)
+        together: Any = SimpleNamespace(collect=families.values)
+        return Response(generate_latest(together), media_type="text/plain; version=0.0.4")
 
 
 def beginning(body: bytes) -> str | None:
@@ -234,52 +115,6 @@ def beginning(body: bytes) -> str | None:
     except (ValueError, AttributeError, TypeError, KeyError, StopIteration):
         return None
     return json.dumps([asked.get("tools"), messages[: ends + 1]])
-
-
-async def _hung_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _relayed(worker: Worker, request: Request, body: bytes, send: Send) -> None:
-    """Relay one answer.
-
-    Raises:
-        RequestError: 503, the worker ended before its answer began.
-    """
-    url = httpx.URL(path=request.url.path, query=request.scope["query_string"])
-    streams = began = False
-    try:
-        headers = _end_to_end(request.headers.raw)
-        asked = worker.client.build_request(request.method, url, headers=headers, content=body)
-        reply = await worker.client.send(asked, stream=True)
-        try:
-            streams = reply.headers.get("content-type", "").startswith("text/event-stream")
-            headers = [*_end_to_end(reply.headers.raw), (b"x-worker", str(worker.index).encode())]
-            start = {"type": "http.response.start", "status": reply.status_code}
-            await send(start | {"headers": headers})
-            began = True
-            async for part in reply.aiter_raw():
-                await send(_part(part, more=True))
-        finally:
-            await reply.aclose()
-    except httpx.TransportError as error:
-        refusal = RequestError(503, ENDED, code="worker_ended", retry_after=1)
-        if not began:
-            raise refusal from error
-        if not streams:  # a body cut short is no answer: the connection breaks
-            raise
-        await send(_part(f"data: {json.dumps(refusal.body)}\n\n".encode(), more=True))
-    await send(_part(b"", more=False))
-
-
-def _end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers that are not of one connection alone, nor written by each server itself."""
-    return [(name, value) for name, value in headers if name.lower() not in HOP_BY_HOP]
-
-
-def _part(body: bytes, *, more: bool) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": more}
 
 
 class _Front(uvicorn.Server):
@@ -330,7 +165,10 @@ def serve(checkpoint: Path, options: Options, place: Placement, count: int) -> N
         work = Work(checkpoint, options, place, gpus)
         fleet = Fleet([Worker(i, work, Path(folder)) for i in range(count)], options)
         try:
-            wait_for(fleet.workers)
+            for worker in fleet.workers:
+                if not worker.wait():
+                    how = f"ended with exit code {worker.process.exitcode} while it loaded"
+                    raise ResourceError(f"worker {worker.index} {how}; its message stands above")
             say(f"{count} workers are ready")
             announce(options, sock)
             config = uvicorn.Config(
@@ -344,39 +182,3 @@ def serve(checkpoint: Path, options: Options, place: Placement, count: int) -> N
             for worker in fleet.workers:
                 worker.process.join(options.shutdown_grace + 10)
                 worker.process.kill()
-
-
-def wait_for(workers: Sequence[Worker]) -> None:
-    """Return once all workers answer.
-
-    Raises:
-        ResourceError: one ended.
-    """
-    while not all(worker.ready for worker in workers):
-        for worker in workers:
-            if not worker.process.is_alive():
-                raise ResourceError(
-                    f"worker {worker.index} ended with exit code {worker.process.exitcode} while it "
-                    "loaded; its message stands above"
-                )
-            worker.ready = worker.ready or worker.listens()
-        time.sleep(0.2)
-
-
-def visible_gpus(place: Placement, count: int) -> list[str]:
-    """Return the names of `count` GPUs as CUDA_VISIBLE_DEVICES has them, none for a CPU.
-
-    Raises:
-        ResourceError: there are fewer.
-    """
-    import torch
-
-    if torch.device(place.device).type == "cpu":
-        return []
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
-    if len(names) < count:
-        raise ResourceError(
-            f"--data-parallel {count} needs as many GPUs; this machine shows {len(names)}"
-        )
-    return names[:count]

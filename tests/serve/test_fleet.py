@@ -21,11 +21,12 @@ from starlette.types import Message
 
 from quantize.errors import ResourceError
 from quantize.runtime import Placement
-from quantize.serve import fleet, metrics
+from quantize.serve import fleet, metrics, workers
 from quantize.serve.failures import RequestError
-from quantize.serve.fleet import Fleet, Work, Worker, beginning
+from quantize.serve.fleet import Fleet, beginning
 from quantize.serve.options import Options
 from quantize.serve.server import held
+from quantize.serve.workers import Work, Worker
 
 QUESTION = "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"
 
@@ -86,12 +87,12 @@ def test_other_bodies_have_no_beginning(body: bytes) -> None:
 def test_every_worker_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     for device in ("cuda", "cuda:0"):  # the second is what the command line says
-        assert fleet.visible_gpus(Placement(device), 2) == ["3", "5"]
-    assert fleet.visible_gpus(Placement("cpu"), 2) == []
+        assert workers.visible_gpus(Placement(device), 2) == ["3", "5"]
+    assert workers.visible_gpus(Placement("cpu"), 2) == []
     with pytest.raises(
         ResourceError, match="--data-parallel 3 needs as many GPUs; this machine shows 2"
     ):
-        fleet.visible_gpus(Placement("cuda:0"), 3)
+        workers.visible_gpus(Placement("cuda:0"), 3)
 
 
 def test_a_server_says_what_it_holds_and_from_where_on_canvases_did_not_pay_on_an_h200() -> None:
@@ -123,11 +124,14 @@ def test_metrics_show_what_the_driver_says_of_a_gpu(monkeypatch: pytest.MonkeyPa
 @asynccontextmanager
 async def front(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[httpx.AsyncClient]:
     """A front of two scripted workers, which answer with their process' id."""
-    monkeypatch.setattr(fleet, "serve_at", scripted_server.serve_at)
+    monkeypatch.setattr(workers, "serve_at", scripted_server.serve_at)
     options = Options("m", api_key=KEY)
-    workers = [Worker(i, Work(folder, options, Placement(), ()), folder) for i in range(2)]
-    fleet.wait_for(workers)
-    guard = fleet.application(Fleet(workers, options))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a worker's replaces it
+    work = Work(folder, options, Placement(), ("3", "5"))
+    pair = [Worker(i, work, folder) for i in range(2)]
+    for worker in pair:
+        assert worker.wait()
+    guard = fleet.application(Fleet(pair, options))
     transport = httpx.ASGITransport(guard)
     headers = {"Authorization": f"Bearer {KEY}"}
     try:
@@ -137,7 +141,7 @@ async def front(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator
         ):
             yield client
     finally:
-        for worker in workers:
+        for worker in pair:
             worker.process.kill()
 
 
@@ -150,6 +154,7 @@ def test_a_dead_workers_clients_hear_of_it_and_it_is_started_again(
             assert not any("date" in reply.headers for reply in replies)  # the front writes its own
             both = [reply.json()["pid"] for reply in replies]
             assert len(set(both)) == 2
+            assert {reply.json()["gpu"] for reply in replies} == {"3", "5"}
             assert (await client.get("/health")).json()["workers"] == 2
             page = (await client.get("/metrics")).text
             assert re.findall(r'asked_total\{worker="(\d)"\} ([\d.]+)', page) == [
@@ -177,9 +182,9 @@ def test_a_dead_workers_clients_hear_of_it_and_it_is_started_again(
 def test_a_worker_that_was_stopped_is_not_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "serve_at", scripted_server.serve_at)
+    monkeypatch.setattr(workers, "serve_at", scripted_server.serve_at)
     worker = Worker(0, Work(tmp_path, Options("m"), Placement(), ()), tmp_path)
-    fleet.wait_for([worker])
+    assert worker.wait()
 
     async def story() -> bool:
         kept = asyncio.create_task(worker.keep_alive())
@@ -197,7 +202,7 @@ def test_a_worker_that_was_stopped_is_not_started_again(
 def test_headers_of_one_connection_are_not_passed_on() -> None:
     passed = [(b"Authorization", b"Bearer x"), (b"content-type", b"application/json")]
     held = [(b"Connection", b"close"), (b"Transfer-Encoding", b"chunked"), (b"date", b"today")]
-    assert fleet._end_to_end([*held, *passed, (b"expect", b"100-continue")]) == passed
+    assert workers._end_to_end([*held, *passed, (b"expect", b"100-continue")]) == passed
 
 
 def test_a_client_that_hangs_up_ends_its_request_at_the_worker(

@@ -29,7 +29,7 @@ async def metrics(_: Request) -> Response:
 
 async def answer(_: Request) -> Response:
     asked.inc()
-    return JSONResponse({"pid": os.getpid()})
+    return JSONResponse({"pid": os.getpid(), "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")})
 
 
 async def dies(_: Request) -> Response:

@@ -1,0 +1,173 @@
+"""The servers behind one port: each a process of its own with a GPU, started again when it ends."""
+
+import asyncio
+import json
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Send
+
+from quantize.errors import ResourceError
+from quantize.runtime import Placement
+from quantize.serve.failures import RequestError
+from quantize.serve.options import Options
+from quantize.serve.server import serve_at
+
+HOP_BY_HOP = {
+    b"connection",
+    b"keep-alive",
+    b"transfer-encoding",
+    b"te",
+    b"upgrade",
+    b"expect",
+    b"date",
+}
+LONGEST_PAUSE = 60.0  # seconds before a worker that ended again and again is started once more
+ENDED = "the worker that had this request ended and is started again: send the request once more"
+
+log = logging.getLogger(__name__)
+spawning = multiprocessing.get_context("spawn")  # a fork would copy a parent's threads and locks
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every worker is started with; `gpus` are names for CUDA_VISIBLE_DEVICES, none on a CPU."""
+
+    checkpoint: Path
+    options: Options
+    place: Placement
+    gpus: Sequence[str]
+
+
+class Worker:
+    """One server in a process of its own, at a Unix socket in `folder`."""
+
+    def __init__(self, index: int, work: Work, folder: Path) -> None:
+        self.index, self.work = index, work
+        self.socket = folder / f"{index}.sock"
+        # As many at once as come: the worker itself refuses what it has no room for.
+        most = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=most)
+        limits = work.options.request_timeout + 60  # the worker itself ends what takes longer
+        self.client = httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", timeout=limits
+        )
+        self.open = self.taken = 0
+        self.ready = self.stopping = False
+        self.process = self._start()
+
+    def _start(self) -> Any:
+        self.socket.unlink(missing_ok=True)
+        if self.work.gpus:  # the front itself uses none
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.work.gpus[self.index]
+        given = (self.work.checkpoint, self.work.options, self.work.place, self.socket)
+        process = spawning.Process(target=serve_at, args=given, name=f"worker {self.index}")
+        process.start()
+        return process
+
+    def _listens(self) -> bool:
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket))) as client:
+                return client.get("http://localhost/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait(self) -> bool:
+        """Wait until it answers, with its model loaded, or has ended; return whether it answers."""
+        while self.process.is_alive() and not self._listens():
+            time.sleep(0.2)
+        self.ready = self.process.is_alive()
+        return self.ready
+
+    def stop(self) -> None:
+        """Ask the process to end, once its requests are answered; it is not started again."""
+        self.stopping = True
+        self.process.terminate()
+
+    async def keep_alive(self) -> None:
+        """Start the process again whenever it ends before `stop`, each time after a longer pause."""
+        pause = 1.0
+        while True:
+            begun = time.monotonic()
+            await asyncio.to_thread(self.process.join)
+            self.ready = False
+            if not self.stopping:
+                pause = 1.0 if time.monotonic() - begun > 600 else min(2 * pause, LONGEST_PAUSE)
+                log.error("worker %d ended with exit code %s", self.index, self.process.exitcode)
+                await asyncio.sleep(pause)
+            if self.stopping:
+                return
+            self.process = self._start()
+            if await asyncio.to_thread(self.wait):
+                log.info("worker %d serves again", self.index)
+
+    async def relay(self, request: Request, body: bytes, send: Send) -> None:
+        """Pass a request on and its answer back.
+
+        Raises:
+            RequestError: 503, the process ended before its answer began.
+        """
+        url = httpx.URL(path=request.url.path, query=request.scope["query_string"])
+        headers = _end_to_end(request.headers.raw)
+        asked = self.client.build_request(request.method, url, headers=headers, content=body)
+        self.open += 1
+        try:
+            try:
+                reply = await self.client.send(asked, stream=True)
+            except httpx.TransportError as error:
+                raise ended() from error
+            async with aclosing(reply):
+                answer = StreamingResponse(_parts(reply), reply.status_code)
+                worker = (b"x-worker", str(self.index).encode())
+                answer.raw_headers = [*_end_to_end(reply.headers.raw), worker]
+                await answer(request.scope, request.receive, send)
+        finally:
+            self.open -= 1
+
+
+async def _parts(reply: httpx.Response) -> AsyncIterator[bytes]:
+    try:
+        async for part in reply.aiter_raw():
+            yield part
+    except httpx.TransportError:
+        if not reply.headers.get("content-type", "").startswith("text/event-stream"):
+            raise  # a body cut short is no answer: the connection breaks
+        yield f"data: {json.dumps(ended().body)}\n\n".encode()
+
+
+def _end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers that are not of one connection alone, nor written by each server itself."""
+    return [(name, value) for name, value in headers if name.lower() not in HOP_BY_HOP]
+
+
+def ended() -> RequestError:
+    """Return the refusal of a request whose worker ended."""
+    return RequestError(503, ENDED, code="worker_ended", retry_after=1)
+
+
+def visible_gpus(place: Placement, count: int) -> list[str]:
+    """Return the names of `count` GPUs as CUDA_VISIBLE_DEVICES has them, none for a CPU.
+
+    Raises:
+        ResourceError: there are fewer.
+    """
+    if torch.device(place.device).type == "cpu":
+        return []
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+    if len(names) < count:
+        raise ResourceError(
+            f"--data-parallel {count} needs as many GPUs; this machine shows {len(names)}"
+        )
+    return names[:count]
