@@ -100,6 +100,11 @@ class Total:
         )
 
 
+def units(estimand: Estimand | None, questions: int, repeats: int) -> int:
+    """Return how many units chance is in: answers to these questions, or such questions."""
+    return questions if estimand == "such_questions" else questions * repeats
+
+
 def total(values: Floats, estimand: Estimand) -> Total:
     """Return the sum over an estimand's units of values [..., n, k] in -1..1 (or a little more)."""
     n, k = values.shape[-2:]

@@ -11,7 +11,8 @@ At 95 % confidence a model that loses exactly the margin passes at most one time
 most one time in twenty. "Not significantly worse" is not PASS: that would reward small evaluations. Nor
 is an interval of width 0 over a handful of questions: PASS also needs enough units (answers to these
 questions, or such questions) to have met a loss as large as the margin (`estimands.unseen_loss_p`).
-Where a recipe asks for fewer, PASS cannot be reached, and `out_of_reach` says so before the run.
+Where a recipe asks for fewer, PASS cannot be reached, and `sequential.out_of_reach` says so before the
+run.
 
 What decides is the comparison's two p-values alone. Of a single look the bounds say the same (see
 `statistics`). Of several looks the p-values are sequential: once a look has decided, no later answer
@@ -37,7 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from recovery.estimands import ROUNDING, Estimand, unseen_loss_p
+from recovery.estimands import ROUNDING, Estimand
 from recovery.health import SIGNS
 from recovery.statistics import Comparison, holm
 
@@ -188,27 +189,6 @@ def _sign_seen(task: str, comparison: Comparison, name: str) -> str:
         f"{task}: {100 * sign.quantized:.1f} % of answers are {SIGNS[name]}, {100 * sign.base:.1f} % "
         f"of BF16's; {sign.difference_pp:+.1f} points [{sign.low:+.1f}, {sign.high:+.1f}], "
         f"{sign.limit_pp:+g} are allowed"
-    )
-
-
-def out_of_reach(
-    task: str,
-    estimand: Estimand,
-    *,
-    questions: int,
-    repeats: int,
-    margin_pp: float,
-    confidence: float,
-) -> str | None:
-    """Return why PASS cannot be reached whatever the answers are, or None when it can."""
-    units = questions if estimand == "such_questions" else questions * repeats
-    if unseen_loss_p(units, margin_pp) <= 1 - confidence + ROUNDING:
-        return None
-    least = math.ceil(-math.log(1 - confidence) / margin_pp * 100)
-    what = "questions" if estimand == "such_questions" else "answers"
-    return (
-        f"{task}: PASS cannot be reached: {units} {what} cannot exclude a loss of {margin_pp:g} pp "
-        f"{IN_WORDS[estimand]} at {confidence:.0%}, {least} can; FAIL can be reached"
     )
 
 

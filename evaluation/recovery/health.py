@@ -12,9 +12,11 @@ the row. A sign is judged as accuracy is, by the same estimands and looks: with 
 answer has it, "it is more frequent by the limit or more" must be excluded to pass, "by at most the
 limit" to fail. Unless the recipe says otherwise the limit is half the task's margin: an answer that is
 empty is lost as a wrong one is, and one fault of a model that is as accurate may not take all that may
-be lost. Where BF16 has the sign so often that half its share is more, that is the limit, and the sum
-judged is y - 1.5 x: else what is frequent anyway would leave healthy models open. So a model that is
-twice as often empty does not pass where BF16 is so in half the margin of its answers or more.
+be lost. Of few answers it is 5 of them, up to the margin: no less can be excluded once chance gives the
+candidate one that BF16 has not, P(Poisson(5) <= 1) = 4.0 %, and by half a margin of 3 points no model
+could pass on 198 questions. Where BF16 has the sign so often that half its share is more, that is the
+limit, and the sum judged is y - 1.5 x: else what is frequent anyway would leave healthy models open.
+So a model that is twice as often empty does not pass where BF16 is so as often as the limit, or more.
 `never_stopped` has no limit by default: `max_step_inflation` judges what it costs. Simulated error
 rates: docs/evaluation.md.
 """
@@ -35,6 +37,7 @@ SIGNS = {
 }
 OF_TEXT = {"empty", "open_thought", "stutter"}
 UNJUDGED = {"never_stopped"}  # unless a recipe names a limit
+ROOM = 5  # units that a limit is at least
 MORE = 0.5  # share of BF16's own by which a sign may be more frequent, where that exceeds its limit
 THINKING, END_OF_THINKING = "<|channel>", "<channel|>"
 _CONTROL = re.compile(r"<\|?[a-z_]+\|?>")
@@ -81,15 +84,18 @@ def _repeated(text: str) -> float:
     return 1 - len(set(grams)) / len(grams) if len(words) >= _LEAST_WORDS else 0.0
 
 
-def limit_of(sign: str, limits_pp: Mapping[str, float | None], margin_pp: float) -> float | None:
-    """Return by how many points a sign may be more frequent than BF16's; None: it is not judged."""
-    return limits_pp.get(sign, None if sign in UNJUDGED else margin_pp / 2)
+def limits_of(
+    limits_pp: Mapping[str, float | None], margin_pp: float, units: int
+) -> dict[str, float | None]:
+    """Return sign -> points by which it may be more frequent than BF16's; None: it is not judged.
 
-
-def least_limit(limits_pp: Mapping[str, float | None], margin_pp: float) -> float:
-    """Return the least loss that must be excluded to pass: the margin's, or a sign's limit."""
-    each = (limit_of(sign, limits_pp, margin_pp) for sign in SIGNS)
-    return min([margin_pp, *(limit for limit in each if limit is not None)])
+    Args:
+        limits_pp: limits that a recipe names.
+        margin_pp: margin of the task.
+        units: number of answers or questions planned, as the estimand counts.
+    """
+    default = min(margin_pp, max(margin_pp / 2, 100 * ROOM / units))
+    return {s: limits_pp.get(s, None if s in UNJUDGED else default) for s in SIGNS}
 
 
 def compare_sign(

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from recovery.estimands import Estimand
+from recovery.estimands import Estimand, units
 from recovery.gate import Verdict, not_comparable
-from recovery.health import OF_TEXT, SIGNS, Sign, compare_sign, limit_of
+from recovery.health import OF_TEXT, SIGNS, Sign, compare_sign, limits_of
 from recovery.scoring import Scoring
 from recovery.sequential import Look, Plan, at_looks
 from recovery.statistics import Comparison, compare, tables
@@ -55,7 +55,7 @@ def paired(
         confidence: confidence of the intervals.
         max_step_inflation: share of more denoising steps that is allowed, None for no limit.
         health_pp: sign of ill health -> points by which it may be more frequent, in place of
-            `health.limit_of`'s; None judges no sign.
+            `health.limits_of`'s; None judges no sign.
         other_seed: whether the two must have different seeds (the noise floor).
         other_settings: whether the sampler's `SETTINGS` may differ, being judged (operating points).
     """
@@ -66,15 +66,16 @@ def paired(
     if plan and not looks:
         return Verdict("NOT COMPARABLE", "no look is complete on both sides")
 
+    questions = plan.questions if plan else len(base.names)
+    planned = units(estimand, questions, plan.repeats if plan else len(base.rows) // questions)
+    limits = dict.fromkeys(SIGNS) if health_pp is None else limits_of(health_pp, margin_pp, planned)
+
     def compared(base: Scoring, other: Scoring) -> Comparison:
         found = compare(
             base.by_question(), other.by_question(), estimand=estimand, margin_pp=margin_pp,
             confidence=confidence,
         )  # fmt: skip
         steps = _steps(base, other, confidence, max_step_inflation)
-        limits = {
-            s: None if health_pp is None else limit_of(s, health_pp, margin_pp) for s in SIGNS
-        }
         signs = _health(base, other, estimand, confidence, limits)
         return replace(
             found,

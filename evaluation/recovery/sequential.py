@@ -34,9 +34,9 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
-from recovery.estimands import Estimand, Floats
-from recovery.gate import judge, passes, steps_p
-from recovery.health import Sign
+from recovery.estimands import ROUNDING, Estimand, Floats, units, unseen_loss_p
+from recovery.gate import IN_WORDS, judge, passes, steps_p
+from recovery.health import Sign, limits_of
 from recovery.statistics import Comparison
 
 # Fractions of the units. Nothing is decided before 0.3; an undamaged run is mostly at 0.4 or 0.5.
@@ -84,6 +84,11 @@ class Plan:
     questions: int
     repeats: int
     seed: int
+
+    @property
+    def units(self) -> int:
+        """Number of answers or questions, as the estimand counts."""
+        return units(self.estimand, self.questions, self.repeats)
 
     @property
     def looks(self) -> list[Look]:
@@ -211,6 +216,33 @@ def sequential_p(fractions: Sequence[float], p_values: Sequence[float]) -> float
         middle = (low + high) / 2
         low, high = (low, middle) if crossed(math.exp(middle)) else (middle, high)
     return math.exp(high)
+
+
+def out_of_reach(
+    task: str,
+    plan: Plan,
+    *,
+    margin_pp: float,
+    health_pp: Mapping[str, float | None],
+    confidence: float,
+) -> str | None:
+    """Return why PASS cannot be reached whatever the answers are, or None when it can."""
+    assert plan.estimand is not None
+    limits = limits_of(health_pp, margin_pp, plan.units).values()
+    least = min([margin_pp, *(limit for limit in limits if limit is not None)])
+    fractions, level = tuple(look.fraction for look in plan.looks), 1 - confidence
+    if len(fractions) > 1:
+        level = nominal_levels(fractions, level)[
+            -1
+        ]  # the last look is content with the fewest units
+    if unseen_loss_p(plan.units, least) <= level + ROUNDING:
+        return None
+    what = "questions" if plan.estimand == "such_questions" else "answers"
+    return (
+        f"{task}: PASS cannot be reached: {plan.units} {what} cannot exclude a loss of {least:g} pp "
+        f"{IN_WORDS[plan.estimand]} at {confidence:.0%}, {math.ceil(-math.log(level) / least * 100)} "
+        f"can; FAIL can be reached"
+    )
 
 
 def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:

@@ -292,8 +292,8 @@ class Gate(Section):
     not judge. Servers report no steps: a served run needs None, and its report says so. `health_pp` is
     by how many points a sign of ill health (`recovery.health`) may be more frequent than in BF16's
     answers: empty ones, without a final value, thoughts not closed, cut, stutter, a canvas that never
-    stopped. A sign that is not named may be by half the task's margin, the last one by anything; null
-    does not judge one.
+    stopped. A sign that is not named may be by half the task's margin (of few answers by 5 of them, up
+    to the margin), the last one by anything; null does not judge one.
     """
 
     estimand: Estimand

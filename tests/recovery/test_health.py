@@ -1,17 +1,17 @@
 """Health of answers: what is a sign, planted faults, and error rates together with accuracy's."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
 from faulty import scoring
-from recovery.estimands import Estimand, Floats, margin_p_values, total
+from recovery.estimands import Estimand, Floats, margin_p_values, total, units
 from recovery.gate import judge
-from recovery.health import SIGNS, compare_sign, least_limit, limit_of, text_signs
+from recovery.health import SIGNS, compare_sign, limits_of, text_signs
 from recovery.pairing import paired
 from recovery.scoring import Scoring
-from recovery.sequential import nominal_levels, plan_looks
+from recovery.sequential import Plan, nominal_levels, plan_looks
 from recovery.statistics import Comparison, holm
 from worlds import RECIPES, Bench, World, many_answers, questions, three_sigma
 
@@ -92,12 +92,32 @@ def test_a_private_task_scored_before_signs_were_kept_is_not_judged_by_its_text(
     assert judge({"t": compared(told, told)}).outcome == "PASS"
 
 
-def test_limits_are_half_the_margin_unless_a_recipe_says() -> None:
-    assert limit_of("empty", {}, 3) == 1.5
-    assert limit_of("never_stopped", {}, 3) is None
-    assert limit_of("empty", {"empty": None}, 3) is None
-    assert least_limit({}, 3) == 1.5
-    assert least_limit(dict.fromkeys(SIGNS), 3) == 3
+def test_limits_are_half_the_margin_or_five_answers_unless_a_recipe_says() -> None:
+    found = limits_of({"cut": 0.1, "stutter": None}, 3, 6336)
+    assert found["empty"] == 1.5
+    assert (found["cut"], found["stutter"], found["never_stopped"]) == (0.1, None, None)
+    assert limits_of({}, 3, 198)["empty"] == pytest.approx(100 * 5 / 198)
+    assert limits_of({}, 3, 100)["empty"] == 3
+
+
+def test_198_questions_can_pass() -> None:
+    """Half a margin of 3 points took 200 of them, so GPQA's could not, whatever the answers were."""
+    plan = {"planned": asdict(Plan("such_questions", 198, 1, 0))}
+
+    def answers(**fault: Any) -> Scoring:
+        found = scoring(**fault).only({(index, 0) for index in range(198)})
+        return replace(found, made_with=plan)
+
+    def outcome(base: Scoring, other: Scoring) -> str:
+        found = compared(base, other, margin_pp=3)
+        assert len(found.looks) == 5
+        return judge({"t": found}).outcome
+
+    assert outcome(answers(), answers()) == "PASS"
+    one = answers(text="", every=400)
+    assert outcome(answers(), one) == "PASS"  # what chance does
+    assert outcome(answers(text="", every=40), answers(text="", every=20)) == "INCONCLUSIVE"
+    assert outcome(answers(), answers(text="")) == "FAIL"
 
 
 def test_weights_share_the_error_and_equal_ones_change_nothing() -> None:
@@ -116,54 +136,42 @@ def test_length_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 # --- what it errs, together with accuracy -------------------------------------------------------
 
-RATES = (0.0, 0.001, 0.005, 0.01, 0.02)  # of the five signs that are judged, in BF16's answers
+RATES = (0.0, 0.001, 0.005, 0.01)  # of four signs that are judged, in BF16's answers
 
 
-def verdicts(
-    bench: Bench, estimand: Estimand, rounds: int, rate: float, more_pp: float = 0
-) -> tuple[Floats, Floats, Floats]:
-    """Return in which rounds accuracy passes, everything passes, and the run fails, over the looks.
+def looked_at(world: World, limit_pp: float | None, seed: int, rounds: int) -> tuple[Any, Any]:
+    """Return in which rounds one thing passes and in which it fails, over the looks.
 
-    Every world is accuracy's: a sign that an answer does not have is a right answer. The last sign
-    has the share `rate` of BF16's answers, and is `more_pp` points more frequent.
+    Every world is accuracy's: a sign that an answer does not have is a right answer. Accuracy has no
+    limit, and half of the error of failing; the five signs share the other half.
     """
+    bench, estimand = world.bench, world.estimand
     looks = plan_looks(estimand, bench.questions, bench.repeats)
-    fractions = tuple(look.fraction for look in looks)
-    weights = np.array([1, *[1 / len(RATES)] * len(RATES)]) / 2
-    worlds = [World(bench, estimand, "single", 0)]
-    worlds += [
-        World(replace(bench, accuracy=1 - p), estimand, "single", more)
-        for p, more in [*((p, 0.0) for p in RATES[:-1]), (rate, more_pp)]
+    generator = np.random.default_rng([bench.questions, seed, int(10 * world.loss_pp)])
+    x, y = (each.astype(np.float64) for each in many_answers(world, generator, rounds))
+    p_values = np.array(
+        [
+            p_of(x[:, : look.questions, : look.repeats], y[:, : look.questions, : look.repeats],
+                 estimand, bench.margin_pp, limit_pp)
+            for look in looks
+        ]
+    )  # fmt: skip  # [looks, 2, rounds]
+    weight = 1 / 2 if limit_pp is None else 1 / 2 / (len(RATES) + 1)
+    levels = [
+        np.array(nominal_levels(tuple(look.fraction for look in looks), alpha))[:, None]
+        for alpha in (0.05, 0.05 * weight)
     ]
-    passed: list[Floats] = []
-    failed: list[Floats] = []
-    for number, (world, weight) in enumerate(zip(worlds, weights, strict=True)):
-        generator = np.random.default_rng([bench.questions, number, int(10 * more_pp)])
-        right = [each.astype(np.float64) for each in many_answers(world, generator, rounds)]
-        p_values = np.array(
-            [
-                p_of(
-                    [each[:, : look.questions, : look.repeats] for each in right],
-                    estimand,
-                    bench,
-                    number,
-                )
-                for look in looks
-            ]
-        )  # [looks, 2, rounds]
-        levels = [np.array(nominal_levels(fractions, a))[:, None] for a in (0.05, 0.05 * weight)]
-        passed.append((p_values[:, 0] <= levels[0]).any(0))
-        failed.append((p_values[:, 1] <= levels[1]).any(0))
-    return passed[0], np.all(passed, 0), np.any(failed, 0)
+    return (p_values[:, 0] <= levels[0]).any(0), (p_values[:, 1] <= levels[1]).any(0)
 
 
-def p_of(right: list[Floats], estimand: Estimand, bench: Bench, number: int) -> Floats:
-    """Return the p-values [2, rounds] of accuracy (number 0) or of a sign, of each round alone."""
-    if number == 0:
-        return np.array(margin_p_values(total(right[1] - right[0], estimand), bench.margin_pp))
+def p_of(
+    x: Floats, y: Floats, estimand: Estimand, margin_pp: float, limit_pp: float | None
+) -> Floats:
+    """Return the p-values [2, rounds] of accuracy, or of a sign with a limit, of one look alone."""
+    if limit_pp is None:
+        return np.array(margin_p_values(total(y - x, estimand), margin_pp))
     found = [
-        compare_sign(1 - x, 1 - y, estimand, 0.95, bench.margin_pp / 2)
-        for x, y in zip(*right, strict=True)
+        compare_sign(1 - a, 1 - b, estimand, 0.95, limit_pp) for a, b in zip(x, y, strict=True)
     ]
     return np.array([[sign.p_at_least_limit, sign.p_at_most_limit] for sign in found]).T
 
@@ -174,26 +182,40 @@ def p_of(right: list[Floats], estimand: Estimand, bench: Bench, number: int) -> 
 )
 @pytest.mark.parametrize(
     ("bench", "estimand"),
-    [(RECIPES[0], "these_questions"), (RECIPES[2], "these_questions"),
-     (Bench(400, 1, 0.75, 5), "such_questions")], ids=str,
+    [(RECIPES[0], "these_questions"), (RECIPES[1], "such_questions"), (RECIPES[2], "these_questions"),
+     (Bench(198, 1, 0.641, 3), "these_questions"), (Bench(400, 1, 0.75, 5), "such_questions")], ids=str,
 )  # fmt: skip
 def test_error_rates(bench: Bench, estimand: Estimand, share: float, rounds: int) -> None:
+    limit = limits_of({}, bench.margin_pp, units(estimand, bench.questions, bench.repeats))["empty"]
+    assert limit is not None
+
+    def world(rate: float, more_pp: float = 0) -> World:
+        return World(replace(bench, accuracy=1 - rate), estimand, "single", more_pp)
+
     rate = share * bench.margin_pp / 100
+    shown = 100 * rate
     if estimand == "these_questions":  # they have a share of their own
-        world = World(replace(bench, accuracy=1 - rate), estimand, "single", 0)
-        shown = 1 - float(questions(world, np.random.default_rng(0))[0].mean())
-    else:
-        shown = rate
-    limit, stated = 50 * max(shown, bench.margin_pp / 100), 0.05 + three_sigma(0.05, rounds)
-    alone, healthy, false_alarm = verdicts(bench, estimand, rounds, rate)
-    _, at_the_limit, wrong = verdicts(bench, estimand, rounds, rate, limit)
-    _, twice, failed = verdicts(bench, estimand, rounds, rate, 2 * limit)
+        shown = 100 - 100 * float(questions(world(rate), np.random.default_rng(0))[0].mean())
+    most = max(limit, shown / 2)
+    alone, alarm = looked_at(World(bench, estimand, "single", 0), None, 0, rounds)
+    signs = [looked_at(world(each), limit, n, rounds) for n, each in enumerate(RATES, 1)]
+    rest, alarms = alone & np.all([p for p, _ in signs], 0), [alarm, *(f for _, f in signs)]
+    last = {
+        more: looked_at(world(rate, more), limit, 5, rounds) for more in (0, most, 2 * most, shown)
+    }
+    passed = {more: float((rest & p).mean()) for more, (p, _) in last.items()}
+    failed = {more: float(np.any([*alarms, f], 0).mean()) for more, (_, f) in last.items()}
+    at_the_limit = last[most][0].mean()
     print(
-        f"{bench}, {estimand}, BF16 {100 * rate:g} %, {rounds} rounds: accuracy alone passes "
-        f"{alone.mean():.1%}, with signs {healthy.mean():.1%}, fails {false_alarm.mean():.1%}; one "
-        f"sign at its limit passes {at_the_limit.mean():.1%}, fails {wrong.mean():.1%}; twice it "
-        f"passes {twice.mean():.1%} and fails {failed.mean():.1%}"
+        f"{bench}, {estimand}, limit {limit:.2f}, BF16 {shown:.2f} %, {rounds} rounds: accuracy alone "
+        f"passes {alone.mean():.1%}, with signs {passed[0]:.1%}, fails {failed[0]:.1%}; one sign at "
+        f"its limit passes {at_the_limit:.1%}, the run fails {failed[most]:.1%}; twice it passes "
+        f"{last[2 * most][0].mean():.1%} and fails {failed[2 * most]:.1%}; twice as often passes "
+        f"{last[shown][0].mean():.1%}, the run {passed[shown]:.1%}"
     )
-    assert at_the_limit.mean() <= stated
-    assert max(false_alarm.mean(), wrong.mean()) <= stated
-    assert healthy.mean() >= alone.mean() - 0.25
+    stated = 0.05 + three_sigma(0.05, rounds)
+    assert at_the_limit <= stated
+    assert max(failed[0], failed[most]) <= stated
+    assert passed[0] >= alone.mean() - 0.25
+    assert passed[0] > 0
+    assert shown < limit or last[shown][0].mean() <= stated

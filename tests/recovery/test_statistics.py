@@ -2,13 +2,15 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recovery.estimands import ESTIMANDS, Estimand, Total, limits, total, unseen_loss_p
-from recovery.gate import judge, judge_task, not_comparable, out_of_reach
+from recovery.gate import judge, judge_task, not_comparable
+from recovery.sequential import Plan, at_looks, out_of_reach
 from recovery.statistics import Comparison, compare, holm, mcnemar
 from scipy import stats
 
@@ -287,31 +289,38 @@ def test_unseen_losses_make_up_the_rest_of_the_margin() -> None:
 @pytest.mark.parametrize(
     ("estimand", "questions", "repeats", "margin", "says"),
     [
-        ("such_questions", 30, 64, 3, "30 questions cannot exclude a loss of 3 pp"),
+        ("such_questions", 30, 64, 3, "30 questions cannot exclude a loss of 3 pp; 105"),
         ("these_questions", 30, 64, 3, None),
-        ("such_questions", 99, 64, 3, "99 questions"),
-        ("such_questions", 100, 1, 3, None),
-        ("these_questions", 30, 3, 3, "90 answers cannot exclude"),
-        ("these_questions", 25, 4, 3, None),
+        ("such_questions", 104, 1, 3, "104 questions; 105"),  # of one look 100 were enough
+        ("such_questions", 105, 1, 3, None),
+        ("these_questions", 34, 3, 3, "102 answers cannot exclude; 104"),
+        ("these_questions", 26, 4, 3, "104 answers cannot exclude; 106"),
+        ("these_questions", 53, 2, 3, None),
+        ("such_questions", 19, 2, 15, "19 questions; 20"),  # so few are looked at once
+        ("such_questions", 20, 1, 15, None),
     ],
 )
 def test_it_is_said_beforehand_when_pass_is_out_of_reach(
     estimand: Estimand, questions: int, repeats: int, margin: float, says: str | None
 ) -> None:
-    found = out_of_reach(
-        "aime25",
-        estimand,
-        questions=questions,
-        repeats=repeats,
-        margin_pp=margin,
-        confidence=0.95,
-    )
+    plan = Plan(estimand, questions, repeats, 0)
+    found = out_of_reach("aime25", plan, margin_pp=margin, health_pp={}, confidence=0.95)
     assert (says is None) == (found is None)
     if says and found:
-        assert says in found
-        assert "100 can; FAIL can be reached" in found
-    perfect = both([[0.0] * repeats] * questions, margin)[estimand]
+        told, can = says.split("; ")
+        assert told in found
+        assert found.endswith(f"at 95%, {can} can; FAIL can be reached")
+    seen = [both([[0.0] * look.repeats] * look.questions, margin)[estimand] for look in plan.looks]
+    perfect = at_looks(seen, plan.looks)
     assert (judge_task("t", perfect).outcome == "PASS") == (found is None)
+
+
+def test_the_least_of_all_limits_must_be_in_reach() -> None:
+    plan = Plan("these_questions", 300, 1, 0)
+    limits: dict[str, Any] = {"margin_pp": 3.0, "confidence": 0.95}
+    assert out_of_reach("t", plan, health_pp={"cut": 1.5}, **limits) is None
+    assert "a loss of 1 pp" in str(out_of_reach("t", plan, health_pp={"cut": 1}, **limits))
+    assert out_of_reach("t", plan, health_pp={"cut": None, "empty": 4}, **limits) is None
 
 
 def test_fail_can_be_reached_where_pass_cannot() -> None:

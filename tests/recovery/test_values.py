@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from recovery.estimands import ESTIMANDS, Estimand, Total, limits, margin_p_values, needed, total
-from recovery.gate import judge, judge_task, not_comparable, out_of_reach
+from recovery.gate import judge, judge_task, not_comparable
+from recovery.sequential import Plan, out_of_reach
 from recovery.statistics import Comparison, compare
 
 # 40 questions, 3 answers each: base, quantized; 6 questions lose some answers, 2 win one.
@@ -183,14 +184,12 @@ def test_sentences_of_a_run() -> None:
 
 
 def test_reach_at_its_border() -> None:
-    """100 answers leave a loss of 3 points unseen with a probability of just 5 %."""
-    exact = 1 - math.exp(-3.0)
-    reach: dict[str, Any] = {"questions": 100, "repeats": 1, "margin_pp": 3.0}
-    assert out_of_reach("t", "these_questions", confidence=exact, **reach) is None
-    assert out_of_reach("t", "these_questions", confidence=exact + 1e-9, **reach)
-    assert (
-        out_of_reach("t", "these_questions", confidence=0.5, **reach | {"margin_pp": 0.7}) is None
-    )
+    """10 answers, looked at once, leave a loss of 30 points unseen with a probability of just 5 %."""
+    exact, plan = 1 - math.exp(-3.0), Plan("these_questions", 10, 1, 0)
+    reach: dict[str, Any] = {"margin_pp": 30.0, "health_pp": {}}
+    assert out_of_reach("t", plan, confidence=exact, **reach) is None
+    assert out_of_reach("t", plan, confidence=exact + 1e-9, **reach)
+    assert out_of_reach("t", plan, confidence=0.5, **{**reach, "margin_pp": 7}) is None
 
 
 def test_where_settings_part_is_named_in_few_words() -> None:

@@ -23,9 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recovery.gate import judge, out_of_reach
-from recovery.health import least_limit
-from recovery.sequential import until_decided
+from recovery.gate import judge
+from recovery.sequential import out_of_reach, until_decided
 from recovery.served import ServerError
 from recovery.statistics import Comparison
 
@@ -143,10 +142,9 @@ def _announce(tasks: Sequence[Task], models: Sequence[ComparedModel], gate: Gate
         )
         sentence = gate and out_of_reach(
             task.name,
-            gate.estimand,
-            questions=task.plan.questions,
-            repeats=task.plan.repeats,
-            margin_pp=least_limit(gate.health_pp, gate.margin_pp[task.name]),
+            task.plan,
+            margin_pp=gate.margin_pp[task.name],
+            health_pp=gate.health_pp,
             confidence=gate.confidence,
         )
         if sentence:

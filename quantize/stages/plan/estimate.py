@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from recovery.gate import out_of_reach
-from recovery.health import least_limit
+from recovery.sequential import Plan, out_of_reach
 
 from quantize.checkpoints.targets import Target, sum_bytes
 from quantize.errors import ResourceError
@@ -346,10 +345,9 @@ def cannot_pass(recipe: Recipe) -> list[str]:
     found = (
         out_of_reach(
             task,
-            recipe.gate.estimand,
-            questions=questions,
-            repeats=recipe.evaluation.repeats.get(task, 1),
-            margin_pp=least_limit(recipe.gate.health_pp, recipe.gate.margin_pp[task]),
+            Plan(recipe.gate.estimand, questions, recipe.evaluation.repeats.get(task, 1), 0),
+            margin_pp=recipe.gate.margin_pp[task],
+            health_pp=recipe.gate.health_pp,
             confidence=recipe.gate.confidence,
         )
         for task, questions in known_sizes(recipe).items()
