@@ -7,6 +7,7 @@ name none.
 
 import importlib.resources
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def token_limit(fields: Mapping[str, Any]) -> int:
     return int(limit)
 
 
-def shipped(task: str) -> dict[str, Any]:
+@cache
+def shipped(task: str) -> Mapping[str, Any]:
     """Return the fields of a task that ships."""
     return read_task(TASKS / f"{task}.yaml")
 
