@@ -14,7 +14,6 @@ torch on the same operands:
 Experts "uneven" are routed as a random 26B model routes (`cases.SPREAD`), others evenly.
 `error` is relative Frobenius against float64 of the dequantized operands, on a few tokens.
 `floor` is the larger of moving the bytes and computing, at the rates measured before its part.
-`target` is the time that the project asks for, and `met` whether the row reaches it.
 """
 
 # M, N and K are the field's names, not constants; torch keeps its scaled and grouped products private.
@@ -22,11 +21,10 @@ Experts "uneven" are routed as a random 26B model routes (`cases.SPREAD`), other
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import fused_dequant as fd
 import torch
@@ -34,11 +32,18 @@ import triton
 from fused_dequant import canvas, cases, reference, weights
 from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, SPREAD, TOPK, VOCABULARY
 from fused_dequant.timing import measure
+from torch import Tensor
 
-EXPERTS_TARGET = {  # us: (format, tokens, experts used)
-    ("bf16", 256, 128): 420, ("fp8", 256, 128): 225, ("nvfp4", 256, 128): 200,
-    ("fp8", 1024, 128): 300, ("nvfp4", 1024, 128): 300,
-}  # fmt: skip
+# This folder's types are checked without the package beside it.
+from quantize.runtime.fused.rates import (  # pyright: ignore[reportMissingImports]
+    Rates,
+    measure_rates,
+)
+
+DEVICE = "cuda"
+BUFFER_BYTES = 200 * 2**20  # several times the L2
+COLUMNS = ("operation", "format", "M", "us", "MB", "GB/s", "share of copy", "floor us", "x floor",
+           "reference us", "x reference", "error")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,270 +55,183 @@ class Row:
     tokens: int
     microseconds: float
     bytes: int
-    floor: float
+    flop: float
     reference: float
     error: float
-    target: str
-    met: bool | None
+
+    def line(self, rates: Rates) -> str:
+        """Return a line of a Markdown table."""
+        speed = self.bytes / self.microseconds * 1e6
+        floor = rates.seconds(self.bytes, self.flop, self.format) * 1e6
+        cells = (
+            self.operation, self.format, self.tokens, f"{self.microseconds:.1f}",
+            f"{self.bytes / 1e6:.1f}", f"{speed / 1e9:.0f}", f"{speed / rates.copy:.0%}",
+            f"{floor:.1f}", f"{self.microseconds / floor:.2f}", f"{self.reference:.1f}",
+            f"{self.microseconds / self.reference:.2f}", f"{self.error:.1e}",
+        )  # fmt: skip
+        return f"| {' | '.join(map(str, cells))} |"
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """Rates that this device reaches: bytes/s of a copy, FLOP/s of a bf16 and of an FP8 product."""
-
-    copy: float
-    bf16: float
-    fp8: float
-
-    def floor(self, bytes_: int, flop: float, format_: str) -> float:
-        """Return the least microseconds that any kernel can take."""
-        rate = self.bf16 if format_ in ("bf16", "nvfp4") else self.fp8
-        return max(bytes_ / self.copy, flop / rate) * 1e6
-
-
-def ceilings() -> Ceilings:
-    """Measure the rates now: 2 GB read and written by a kernel (a graph would give `copy_` to the
-    copy engine), and square products of 8192.
-    """
-    source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    copy = 2 * source.numel() * 2 / measure([lambda: torch.neg(source, out=target)]) * 1e6
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    bf16 = 2 * 8192**3 / measure([lambda: a @ a.T]) * 1e6
-    q, scale = fd.quantize_rows(a, "fp8")
-    fp8 = 2 * 8192**3 / measure([lambda: scaled_mm(q, scale, q, scale)]) * 1e6
-    return Ceilings(copy, bf16, fp8)
-
-
-def scaled_mm(
-    q: torch.Tensor, q_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor
-) -> torch.Tensor:
-    """Return torch's FP8 product with row-wise scales."""
-    return torch._scaled_mm(
-        q, w.T, q_scale[:, None], w_scale[None], out_dtype=torch.bfloat16, use_fast_accum=True
-    )
-
-
-def grouped_mm_time(ids: torch.Tensor) -> float:
-    """Return the microseconds of torch's two bf16 grouped products for this routing."""
-    counts = torch.bincount(ids.flatten().long(), minlength=EXPERTS)
-    ends = counts.cumsum(0).to(torch.int32)
-    up = cases.random_weight("bf16", EXPERTS, 2 * INNER, HIDDEN, "cuda").data.transpose(1, 2)
-    down = cases.random_weight("bf16", EXPERTS, HIDDEN, INNER, "cuda").data.transpose(1, 2)
-    x, h = (cases.random_tokens(ids.numel(), k, "cuda") for k in (HIDDEN, INNER))
-    grouped = torch._grouped_mm
-    return measure([lambda: (grouped(x, up, offs=ends), grouped(h, down, offs=ends))])
-
-
-def experts_rows(limits: Ceilings) -> Iterator[Row]:
+def experts_rows() -> Iterator[Row]:
     """Time whole expert blocks: routing, both products, activation, routing weights."""
     layouts = [(256, EXPERTS, 0.0), (256, EXPERTS, SPREAD[256]), (256, 40, 0.0)]
     layouts += [(1024, EXPERTS, 0.0), (1024, EXPERTS, SPREAD[1024]), (64, EXPERTS, 0.0)]
-    routings = {
-        (M, used, spread): cases.random_routing(M, EXPERTS, TOPK, "cuda", used=used, spread=spread)
+    routings = [
+        (spread, cases.random_routing(M, EXPERTS, TOPK, DEVICE, used=used, spread=spread))
         for M, used, spread in layouts
-    }
-    torch_time = {key: grouped_mm_time(ids) for key, (ids, _) in routings.items()}
+    ]
+    bare = [grouped_mm_time(ids) for _, (ids, _) in routings]
     for scheme in ("bf16", "fp8", "int8", "nvfp4"):
         # Weights in memory of their own, as a loader's are: inside a larger freed block the same
         # FP8 call took 225 us instead of 210.
         torch.cuda.empty_cache()
-        yield from scheme_rows(scheme, routings, torch_time, limits)
+        gate_up = cases.random_weight(scheme, EXPERTS, 2 * INNER, HIDDEN, DEVICE)
+        down = cases.random_weight(scheme, EXPERTS, HIDDEN, INNER, DEVICE, seed=5)
+        runs = [
+            partial(
+                fd.routed_experts, cases.random_tokens(len(own[0]), HIDDEN, DEVICE), None, *own,
+                gate_up, down,
+            )
+            for _, own in routings
+        ]  # fmt: skip
+        times = [measure([run]) for run in runs]  # first: an error's float64 weights take gigabytes
+        for (spread, (ids, share)), run, time, other in zip(
+            routings, runs, times, bare, strict=True
+        ):
+            M, hit = len(ids), ids.unique().numel()
+            bytes_ = (gate_up.bytes + down.bytes) * hit // EXPERTS + 4 * M * HIDDEN
+            name = f"experts, {hit} of {EXPERTS} hit{', uneven' if spread else ''}"
+            few = slice(0, 8)
+            expected = reference.experts(
+                run.args[0][few].double(),
+                *(weights.dequantize(w, torch.float64) for w in (gate_up, down)),
+                ids[few], share[few], torch.float64,
+                activation=lambda t, scheme=scheme: cases.rounded(t.to(torch.bfloat16), scheme),
+            )  # fmt: skip
+            error = reference.relative_error(run()[few].float().sum(1), expected)
+            yield Row(name, scheme, M, time, bytes_, 6.0 * M * TOPK * HIDDEN * INNER, other, error)
 
 
-def scheme_rows(
-    scheme: str,
-    routings: dict[tuple[int, int, float], tuple[torch.Tensor, torch.Tensor]],
-    torch_time: dict[tuple[int, int, float], float],
-    limits: Ceilings,
-) -> Iterator[Row]:
-    """Return one format's rows: first times, then errors, whose float64 weights take gigabytes."""
-    gate_up = cases.random_weight(scheme, EXPERTS, 2 * INNER, HIDDEN, "cuda")
-    down = cases.random_weight(scheme, EXPERTS, HIDDEN, INNER, "cuda", seed=5)
-    tokens = {key: cases.random_tokens(key[0], HIDDEN, "cuda") for key in routings}
-    runs = {
-        key: partial(fd.routed_experts, tokens[key], None, *routing, gate_up, down)
-        for key, routing in routings.items()
-    }
-    times = {key: measure([run]) for key, run in runs.items()}
-    for (M, used, spread), run in runs.items():
-        x, _, ids, routing_weights, *_ = run.args
-        error = experts_error(run().float().sum(1), x, ids, routing_weights, gate_up, down)
-        hit = ids.unique().numel()
-        bytes_ = (gate_up.bytes + down.bytes) * hit // EXPERTS + 4 * M * HIDDEN
-        flop = 6.0 * M * TOPK * HIDDEN * INNER
-        time = times[M, used, spread]
-        limit = None if spread else EXPERTS_TARGET.get((scheme, M, used))
-        yield Row(
-            f"experts, {hit} of {EXPERTS} hit{', uneven' if spread else ''}", scheme, M, time, bytes_,
-            limits.floor(bytes_, flop, scheme), torch_time[M, used, spread], error,
-            f"<= {limit} us" if limit else "", time <= limit if limit else None,
-        )  # fmt: skip
+def grouped_mm_time(ids: Tensor) -> float:
+    """Return the microseconds of torch's two bf16 grouped products for this routing."""
+    counts = torch.bincount(ids.flatten().long(), minlength=EXPERTS)
+    ends = counts.cumsum(0).to(torch.int32)
+    up = cases.random_weight("bf16", EXPERTS, 2 * INNER, HIDDEN, DEVICE).data.transpose(1, 2)
+    down = cases.random_weight("bf16", EXPERTS, HIDDEN, INNER, DEVICE).data.transpose(1, 2)
+    x, h = (cases.random_tokens(ids.numel(), k, DEVICE) for k in (HIDDEN, INNER))
+    grouped = torch._grouped_mm
+    return measure([lambda: (grouped(x, up, offs=ends), grouped(h, down, offs=ends))])
 
 
-def experts_error(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    routing_weights: torch.Tensor,
-    gate_up: weights.Weight,
-    down: weights.Weight,
-) -> float:
-    """Return the relative error on the first 8 tokens."""
-    up, out = (weights.dequantize(w, torch.float64) for w in (gate_up, down))
-    few = slice(0, 8)
-    expected = reference.experts(
-        x[few].double(), up, out, ids[few], routing_weights[few], torch.float64,
-        activation=lambda t: cases.rounded(t.to(torch.bfloat16), gate_up.scheme),
-    )  # fmt: skip
-    return reference.relative_error(y[few], expected)
-
-
-def linear_rows(limits: Ceilings) -> Iterator[Row]:
+def linear_rows() -> Iterator[Row]:
     """Time dense projections, FP8 with tokens already quantized, as after a fused norm."""
     for scheme, M, (N, K) in itertools.product(("fp8", "nvfp4"), (256, 1024), LINEAR_SHAPES):
-        weight = cases.random_weight(scheme, 1, N, K, "cuda")
-        x = cases.random_tokens(M, K, "cuda")
-        copies = [weight, *(weight.clone() for _ in range(max(1, 200 * 2**20 // weight.bytes)))]
+        weight = cases.random_weight(scheme, 1, N, K, DEVICE)
+        x = cases.random_tokens(M, K, DEVICE)
+        copies = [weight, *(weight.clone() for _ in range(max(1, BUFFER_BYTES // weight.bytes)))]
         if scheme == "fp8":
             q, scale = fd.quantize_rows(x, "fp8")
             ours = [partial(fd.linear, q, w, scale) for w in copies]
-            theirs = [
-                partial(scaled_mm, q, scale, w.data[0], w.scale[0])
-                for w in copies
-                if w.scale is not None
-            ]
-            allowed = 1.1
+            theirs = [partial(scaled_mm, q, scale, w) for w in copies]
         else:
             ours = [partial(fd.linear, x, w) for w in copies]
-            dense = cases.random_weight("bf16", 1, N, K, "cuda").data[0]
-            others = [dense.clone() for _ in range(max(2, 200 * 2**20 // (2 * dense.numel())))]
-            theirs = [partial(torch.mm, x, w.T) for w in others]
-            allowed = 1.25 if M == 256 else 0.0
-        yield compare(f"linear {N}x{K}", scheme, M, weight, x, ours, theirs, allowed, limits)
+            dense = cases.random_weight("bf16", 1, N, K, DEVICE).data[0]
+            count = max(2, BUFFER_BYTES // (2 * dense.numel()))
+            theirs = [partial(torch.mm, x, dense.clone().T) for _ in range(count)]
+        few = slice(0, 8)
+        expected = cases.rounded(x[few], scheme) @ weights.dequantize(weight, torch.float64)[0].T
+        error = reference.relative_error(ours[0]()[few], expected)
+        bytes_ = weight.bytes + M * (K * (1 if scheme == "fp8" else 2) + 2 * N)
+        times = measure(ours), measure(theirs)
+        yield Row(f"linear {N}x{K}", scheme, M, times[0], bytes_, 2.0 * M * N * K, times[1], error)
 
 
-def compare(
-    name: str,
-    scheme: str,
-    M: int,
-    weight: weights.Weight,
-    x: torch.Tensor,
-    ours: list[Callable[[], torch.Tensor]],
-    theirs: list[Callable[[], torch.Tensor]],
-    allowed: float,
-    limits: Ceilings,
-) -> Row:
-    """Compare our product with torch's; `allowed` is the ratio asked for, 0 where none is."""
-    _, N, K = weight.shape
-    few = slice(0, 8)
-    expected = cases.rounded(x[few], scheme) @ weights.dequantize(weight, torch.float64)[0].T
-    error = reference.relative_error(ours[0]()[few], expected)
-    bytes_ = weight.bytes + M * (K * (1 if scheme == "fp8" else 2) + 2 * N)
-    time, other = measure(ours), measure(theirs)
-    return Row(
-        name, scheme, M, time, bytes_, limits.floor(bytes_, 2.0 * M * N * K, scheme), other, error,
-        f"<= {allowed} x reference" if allowed else "", time <= allowed * other if allowed else None,
-    )  # fmt: skip
+def scaled_mm(q: Tensor, q_scale: Tensor, weight: weights.Weight) -> Tensor:
+    """Return torch's FP8 product with row-wise scales."""
+    assert weight.scale is not None
+    scales = q_scale[:, None], weight.scale
+    return torch._scaled_mm(
+        q, weight.data[0].T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
 
 
-def vocabulary_rows(limits: Ceilings) -> Iterator[Row]:
+def vocabulary_rows() -> Iterator[Row]:
     """Time lm_head with softcap, and the soft embedding, at one canvas."""
-    M, flop = 256, 2.0 * 256 * VOCABULARY * HIDDEN
-    x = cases.random_tokens(M, HIDDEN, "cuda")
-    table = cases.random_weight("bf16", 1, VOCABULARY, HIDDEN, "cuda")
-    few = slice(0, 4)
-    head_time = measure([lambda: x @ table.data[0].T])
-    floor = limits.floor(table.bytes, flop, "bf16")
-    run = partial(fd.lm_head, x, table.data[0], 30.0)
-    expected = reference.lm_head(x[few], table.data[0], 30.0, torch.float64)
-    error = reference.relative_error(run()[few], expected)
-    time = measure([run])
-    yield Row("lm_head + softcap", "bf16", M, time, table.bytes + 2 * M * VOCABULARY, floor,
-              head_time, error, "<= 1.25 x floor", time <= 1.25 * floor)  # fmt: skip
-    logits = cases.random_tokens(M, VOCABULARY, "cuda", seed=3) * 5
-    sharpness = torch.full((M,), 1 / 0.6, device="cuda")
-    product_time = measure([lambda: logits @ table.data[0]])
-    run = partial(fd.soft_embedding, logits, table.data[0], sharpness)
-    expected = reference.soft_embedding(logits[few], table.data[0], sharpness[few], torch.float64)
-    error = reference.relative_error(run()[few], expected)
-    time = measure([run])
-    yield Row("soft embedding", "bf16", M, time, table.bytes + 2 * M * VOCABULARY, floor,
-              product_time, error, "<= 1.25 x floor", time <= 1.25 * floor)  # fmt: skip
+    M, few = 256, slice(0, 4)
+    x = cases.random_tokens(M, HIDDEN, DEVICE)
+    weight = cases.random_weight("bf16", 1, VOCABULARY, HIDDEN, DEVICE)
+    logits = cases.random_tokens(M, VOCABULARY, DEVICE, seed=3) * 5
+    table, sharpness = weight.data[0], torch.full((M,), 1 / 0.6, device=DEVICE)
+    bytes_, flop = weight.bytes + 2 * M * VOCABULARY, 2.0 * M * VOCABULARY * HIDDEN
+    soft = (logits[few], table, sharpness[few], torch.float64)
+    for name, run, bare, expected in (
+        ("lm_head + softcap", partial(fd.lm_head, x, table, 30.0), partial(torch.mm, x, table.T),
+         partial(reference.lm_head, x[few], table, 30.0, torch.float64)),
+        ("soft embedding", partial(fd.soft_embedding, logits, table, sharpness),
+         partial(torch.mm, logits, table), partial(reference.soft_embedding, *soft)),
+    ):  # fmt: skip
+        other, error = measure([bare]), reference.relative_error(run()[few], expected())
+        yield Row(name, "bf16", M, measure([run]), bytes_, flop, other, error)
 
 
-def sampler_rows(limits: Ceilings) -> Iterator[Row]:
+def sampler_rows() -> Iterator[Row]:
     """Time one step of the sampler, draw and acceptance; the floor is one read of the logits."""
+    schedule = torch.linspace(0.8, 0.4, 2**14, device=DEVICE)
     for B in (1, 4):
-        logits = cases.random_tokens(256 * B, VOCABULARY, "cuda", seed=3).view(B, 256, -1) * 5
-        tokens = torch.zeros(B, 256, dtype=torch.int64, device="cuda")
-        seeds = torch.arange(B, device="cuda")
-        state = fd.CanvasState.begin(tokens, seeds, 1)
-        schedule = torch.linspace(0.8, 0.4, 2**14, device="cuda")
+        logits = cases.random_tokens(256 * B, VOCABULARY, DEVICE, seed=3).view(B, 256, -1) * 5
+        tokens = torch.zeros(B, 256, dtype=torch.int64, device=DEVICE)
+        state = fd.CanvasState.begin(tokens, torch.arange(B, device=DEVICE), 1)
         run = partial(sampler_step, logits, state, schedule)
-        draw = run()
-        first = replace(state, step=torch.ones_like(state.step))
+        entropy = run().entropy[:, :4]
         expected = canvas.token_entropy(logits[:, :4].float() / schedule[0])
-        error = reference.relative_error(draw.entropy[:, :4], expected)
-        bytes_ = logits.numel() * 2
+        error = reference.relative_error(entropy, expected)
+        first = replace(state, step=torch.ones_like(state.step))
         theirs = measure([partial(canvas.sample, logits, first, schedule)])
-        yield Row("sampler", "bf16", 256 * B, measure([run]), bytes_, bytes_ / limits.copy * 1e6,
-                  theirs, error, "", None)  # fmt: skip
+        bytes_ = logits.numel() * 2
+        yield Row("sampler", "bf16", 256 * B, measure([run]), bytes_, 0.0, theirs, error)
 
 
-def sampler_step(logits: torch.Tensor, state: fd.CanvasState, schedule: torch.Tensor) -> fd.Draw:
+def sampler_step(logits: Tensor, state: fd.CanvasState, schedule: Tensor) -> fd.Draw:
     """Draw and accept, as at the end of a denoising step."""
     draw = fd.sample(logits, state, schedule)
     fd.accept(draw, state, schedule, entropy_bound=0.1, confidence_threshold=0.005)
     return draw
 
 
-def line(row: Row, limits: Ceilings) -> str:
-    """Return one line of a Markdown table."""
-    speed = row.bytes / row.microseconds * 1e6
-    met = {True: "yes", False: "NO", None: ""}[row.met]
-    return (
-        f"| {row.operation} | {row.format} | {row.tokens} | {row.microseconds:.1f} | "
-        f"{row.bytes / 1e6:.1f} | {speed / 1e9:.0f} | {speed / limits.copy:.0%} | {row.floor:.1f} | "
-        f"{row.microseconds / row.floor:.2f} | {row.reference:.1f} | "
-        f"{row.microseconds / row.reference:.2f} | {row.error:.1e} | {row.target} | {met} |"
-    )
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {
+    "experts": experts_rows, "linear": linear_rows, "vocabulary": vocabulary_rows,
+    "sampler": sampler_rows,
+}  # fmt: skip
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure and print; `--out` also writes JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    parser.add_argument("--only", default="", help="experts, linear, vocabulary or sampler")
-    arguments = parser.parse_args()
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}\n"
-    )
-    print("| operation | format | M | us | MB | GB/s | share of copy | floor us | x floor | "
-          "reference us | x reference | error | target | met |")  # fmt: skip
-    print("|---|---|" + "---:|" * 10 + "---|---|")
-    rows: list[dict[str, Any]] = []
-    rates: dict[str, Ceilings] = {}
-    parts = {"experts": experts_rows, "linear": linear_rows, "vocabulary": vocabulary_rows}
-    parts |= {"sampler": sampler_rows}
-    for name, part in parts.items():
-        if arguments.only and arguments.only != name:
-            continue
-        rates[name] = limits = ceilings()  # a GPU that has worked for long has a lower clock
-        for row in part(limits):
-            rows.append(asdict(row))
-            print(line(row, limits), flush=True)
+    parser.add_argument("--out", type=Path, help="write rows and rates as JSON")
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    arguments = parser.parse_args(words)
+    name = torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}\n")
+    print(f"| {' | '.join(COLUMNS)} |\n|---|---|{'---:|' * (len(COLUMNS) - 2)}")
+    rows: list[Row] = []
+    measured: dict[str, Rates] = {}
+    for name in [arguments.only] if arguments.only else PARTS:
+        # before each part: a GPU that has worked for long has a lower clock
+        rates = measured[name] = measure_rates(torch.device(DEVICE))
+        for row in PARTS[name]():
+            rows.append(row)
+            print(row.line(rates), flush=True)
     print("\nMeasured before each part:")
-    for name, limits in rates.items():
+    for name, rates in measured.items():
+        bf16, fp8 = rates.bf16 / 1e12, rates.fp8 / 1e12
         print(
-            f"{name}: copy {limits.copy / 1e12:.2f} TB/s, bf16 {limits.bf16 / 1e12:.0f} and "
-            f"fp8 {limits.fp8 / 1e12:.0f} TFLOP/s"
+            f"{name}: copy {rates.copy / 1e12:.2f} TB/s, bf16 {bf16:.0f} and fp8 {fp8:.0f} TFLOP/s"
         )
     if arguments.out:
-        measured = {name: asdict(limits) for name, limits in rates.items()}
-        arguments.out.write_text(json.dumps({"ceilings": measured, "rows": rows}, indent=1))
+        found = {"ceilings": {name: asdict(own) for name, own in measured.items()}}
+        arguments.out.write_text(json.dumps(found | {"rows": list(map(asdict, rows))}, indent=1))
 
 
 if __name__ == "__main__":

@@ -176,14 +176,6 @@ def bf16(weight: torch.Tensor) -> Weight:
     return build("bf16", weight.to(torch.bfloat16))
 
 
-def eight_bit(weight: torch.Tensor, scale: torch.Tensor) -> Weight:
-    """Return a weight of e4m3 or int8 [N, K] or [E, N, K], scales [N], [N, 1], [E, N] or [E, N, 1]."""
-    scheme = next((s for s in ("fp8", "int8") if EIGHT_BIT[s] == weight.dtype), None)
-    if scheme is None:
-        raise ValueError(f"an 8-bit weight is float8_e4m3fn or int8, got {weight.dtype}")
-    return build(scheme, weight, scale)
-
-
 def nvfp4(
     packed: torch.Tensor,
     scale: torch.Tensor,

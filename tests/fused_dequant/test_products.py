@@ -266,8 +266,6 @@ def test_errors_name_what_is_wrong() -> None:
         fd.routed_experts(codes, scale, ids, one, fp8, fp8)
     with pytest.raises(ValueError, match="fp8 or int8, not nvfp4"):
         fd.quantize_rows(x, "nvfp4")
-    with pytest.raises(ValueError, match="float8_e4m3fn or int8"):
-        weights.eight_bit(x, x[:, 0])
     with pytest.raises(ValueError, match="unknown scheme 'fp6'"):
         fd.require("fp6", torch.device("cpu"))
 

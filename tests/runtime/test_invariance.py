@@ -95,7 +95,7 @@ def operands(scheme: str, experts: int) -> tuple[weights.Weight, weights.Weight]
             found.append(weights.nvfp4(*fd.formats.quantize_nvfp4(values, own[:, :1, None]), own))
         else:
             codes, scales = fd.formats.quantize_rows(values, torch.float8_e4m3fn)
-            found.append(weights.eight_bit(codes, scales))
+            found.append(weights.build(scheme, codes, scales))
     return found[0], found[1]
 
 
