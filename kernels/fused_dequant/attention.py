@@ -285,18 +285,8 @@ def combine_quantized_kernel(
 
 
 def attention_heads(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    q_heads: int,
-    eps: float,
-) -> torch.Tensor:
+    qkv, q_weight, k_weight, cos, sin, slots, positions, keys, values, q_heads, eps
+):
     """See `operations.attention_heads`."""
     rows, width = qkv.shape
     _, capacity, kv_heads, D = keys.shape
@@ -310,16 +300,7 @@ def attention_heads(
     return q
 
 
-def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-    scheme: str,
-    shared: torch.Tensor | None,
-) -> Activation:
+def attend(q, keys, values, slots, first, last, scheme, shared):
     """See `operations.attend`."""
     rows, q_heads, D = q.shape
     config = configure(

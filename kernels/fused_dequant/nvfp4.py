@@ -20,10 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_dequant.routing import Routing, place_results
+from fused_dequant.routing import place_results
 from fused_dequant.tiles import block_rows, store_nvfp4
-from fused_dequant.tuning import Config
-from fused_dequant.weights import Weight
 
 
 @triton.jit
@@ -117,14 +115,7 @@ def nvfp4_kernel(
     )
 
 
-def launch(
-    weight: Weight,
-    x: torch.Tensor,
-    x_scale: None,
-    config: Config,
-    routing: Routing | None = None,
-    share: torch.Tensor | None = None,
-) -> torch.Tensor:
+def launch(weight, x, x_scale, config, routing=None, share=None):
     """Multiply as `matmul.launch` does, with bf16 rows and a canonical weight."""
     _, N, K = weight.shape
     y, mode = place_results(len(x), N, x.device, routing, share)

@@ -15,17 +15,14 @@ Triton's interpreter this one. What a target's instruction is, tests/fused_dequa
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
 # numbers for `constexpr`.
 
-import torch
 import triton
 import triton.language as tl
 
 from fused_dequant.chain import chained, follow
 from fused_dequant.nvfp4 import decode_e2m1, decode_scale
-from fused_dequant.routing import Routing, place_results
+from fused_dequant.routing import place_results
 from fused_dequant.targets import fp4_units, lowering
 from fused_dequant.tiles import block_rows, store_nvfp4
-from fused_dequant.tuning import Config
-from fused_dequant.weights import Weight
 
 E2M1 = tl.constexpr("e2m1")
 
@@ -128,14 +125,7 @@ def nvfp4_blackwell_kernel(
     )
 
 
-def launch(
-    weight: Weight,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    config: Config,
-    routing: Routing | None = None,
-    share: torch.Tensor | None = None,
-) -> torch.Tensor:
+def launch(weight, x, x_scale, config, routing=None, share=None):
     """Multiply as `matmul.launch` does, with rows uint8 [rows, K/2] and scales e4m3 [rows, K/16]."""
     _, N, K = weight.shape
     y, mode = place_results(len(x), N, x.device, routing, share)

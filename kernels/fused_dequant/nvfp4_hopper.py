@@ -28,7 +28,6 @@ With E4M3 the same kernel multiplies in FP8 (`w4a8`): experts only, tokens in 8 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
 # numbers for `constexpr`.
 
-import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,10 +46,8 @@ from fused_dequant import tuning
 from fused_dequant.chain import chained
 from fused_dequant.hopper import follow, thread_barrier
 from fused_dequant.nvfp4_decode import decode, decode_e4m3, fragment_layout
-from fused_dequant.routing import Routing, place_results
+from fused_dequant.routing import place_results
 from fused_dequant.tiles import KEPT
-from fused_dequant.tuning import Config
-from fused_dequant.weights import Weight
 
 
 @gluon.jit
@@ -531,14 +528,7 @@ def nvfp4_hopper_kernel(
         )  # fmt: skip
 
 
-def launch(
-    weight: Weight,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    config: Config,
-    routing: Routing | None = None,
-    share: torch.Tensor | None = None,
-) -> torch.Tensor:
+def launch(weight, x, x_scale, config, routing=None, share=None):
     """Multiply as `matmul.launch` does, with fragments; rows are bf16, or e4m3 beside `nvfp4_e4m3`.
 
     Raises:

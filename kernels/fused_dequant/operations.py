@@ -19,7 +19,8 @@
 A product reads an `Activation`: bf16 rows, or 8-bit rows with scales. Both paths compute in
 float32 and round to bf16 at the same places. A scheme the device cannot run raises ValueError naming
 both: nothing falls back silently to a slower path. Launches depend on shapes alone and can be captured
-in a CUDA graph. Kernels' modules, and triton with them, are imported when they are needed.
+in a CUDA graph. Kernels' modules, and triton with them, are imported when they are needed; an operation
+of theirs has the arguments of the one here that has its name (`with_kernels`).
 
 Experts on a GPU, for M tokens and topk choices:
 
@@ -32,6 +33,9 @@ Both products read the same blocks, so their configurations share the rows of a 
 """
 
 from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -45,6 +49,25 @@ from fused_dequant.weights import Weight, is_hopper
 
 CELLS = 128  # a cache's capacity is a multiple of this: no block of positions wraps around
 Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def with_kernels(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have an operation launch the kernels of `module` on a GPU: what is decorated is torch's way."""
+
+    def decorate(in_torch: Callable[P, R]) -> Callable[P, R]:
+        @wraps(in_torch)
+        def operation(*args: P.args, **kwargs: P.kwargs) -> R:
+            first = args[0]
+            if not launches((first[0] if isinstance(first, Draw) else first).device):
+                return in_torch(*args, **kwargs)
+            kernels = import_module(f"fused_dequant.{module}")
+            return getattr(kernels, in_torch.__name__)(*args, **kwargs)
+
+        return operation
+
+    return decorate
 
 
 def linear(x: torch.Tensor, weight: Weight, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -173,6 +196,7 @@ def soft_embedding_of(
     return vocabulary.soft_embedding_of(probabilities, embedding, out)
 
 
+@with_kernels("residual")
 def begin(
     tokens: torch.Tensor,
     embedding: torch.Tensor,
@@ -190,12 +214,6 @@ def begin(
     [decoded, H] is added, if given, and they are divided by their root mean square. `scheme` is the
     first product's, w_next [H] its norm, `shared` f32 [1] the global scale of rows in NVFP4.
     """
-    if launches(embedding.device):
-        from fused_dequant import residual
-
-        return residual.begin(
-            tokens, embedding, factor, update, w_next, decoded, scheme, eps, shared
-        )
     h, x = reference.begin(tokens, embedding, factor, update, w_next, decoded, eps)
     return h, in_torch(x, scheme, shared)
 
@@ -269,6 +287,7 @@ def _check_cells(rows: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) ->
         )
 
 
+@with_kernels("residual")
 def after_attention(
     h: torch.Tensor,
     o: torch.Tensor,
@@ -283,10 +302,6 @@ def after_attention(
     scale; `schemes` of the dense MLP and of the experts, `shared` of each as in `begin`. Returns h, the
     MLP's input, the experts' and the router's.
     """
-    if launches(h.device):
-        from fused_dequant import residual
-
-        return residual.after_attention(h, o, norms, schemes, eps, shared)
     h, dense, experts, router = reference.after_attention(h, o, norms, eps)
     x_dense, x_experts = (
         in_torch(*own) for own in zip((dense, experts), schemes, shared, strict=True)
@@ -294,6 +309,7 @@ def after_attention(
     return h, x_dense, x_experts, router
 
 
+@with_kernels("router")
 def choose_experts(
     x: torch.Tensor, router: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -301,13 +317,10 @@ def choose_experts(
 
     x bf16 [M, H], router bf16 [E, H], per_expert_scale bf16 [E].
     """
-    if launches(x.device):
-        from fused_dequant import router as kernels
-
-        return kernels.choose_experts(x, router, per_expert_scale, topk)
     return reference.choose_experts(x, router, per_expert_scale, topk)
 
 
+@with_kernels("residual")
 def after_experts(
     h: torch.Tensor,
     dense: torch.Tensor,
@@ -326,32 +339,21 @@ def after_experts(
     one of `scalars` [1]: the first for the first `decoded` rows, the decoder's, the second for the
     encoder's behind them. `shared` is as in `begin`. Returns h and the next input.
     """
-    if launches(h.device):
-        from fused_dequant import residual
-
-        own = norms, scalars, decoded, scheme, eps, shared
-        return residual.after_experts(h, dense, routed, *own)
     h, x = reference.after_experts(h, dense, routed, norms, scalars, decoded, eps)
     return h, in_torch(x, scheme, shared)
 
 
+@with_kernels("residual")
 def scaled_norm(
     x: torch.Tensor, factor: float, weight: torch.Tensor, eps: float = 1e-6
 ) -> torch.Tensor:
     """Return the RMS norm of x * factor, times weight: bf16 [M, H]."""
-    if launches(x.device):
-        from fused_dequant import residual
-
-        return residual.scaled_norm(x, factor, weight, eps)
     return reference.rms_norm((x * factor).float(), weight, eps).to(x.dtype)
 
 
+@with_kernels("residual")
 def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return gelu_tanh(gate) * up of bf16 [M, 2I], gate first; each is rounded to bf16."""
-    if launches(gate_up.device):
-        from fused_dequant import residual
-
-        return residual.gelu_mul(gate_up.contiguous())
     return reference.gelu_mul(*gate_up.chunk(2, -1))
 
 
@@ -377,6 +379,7 @@ def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> 
     return canvas.sample(logits, state, schedule)
 
 
+@with_kernels("sampling")
 def accept(
     draw: Draw,
     state: CanvasState,
@@ -386,12 +389,5 @@ def accept(
     confidence_threshold: float,
 ) -> None:
     """Write the next state into `CanvasState`; sequences that finished or passed step N stay."""
-    on_gpu = launches(draw.entropy.device)
-    if on_gpu:
-        from fused_dequant import sampling as steps
-    else:
-        steps = canvas
-    steps.accept(
-        draw, state, schedule,
-        entropy_bound=entropy_bound, confidence_threshold=confidence_threshold,
-    )  # fmt: skip
+    bounds = {"entropy_bound": entropy_bound, "confidence_threshold": confidence_threshold}
+    canvas.accept(draw, state, schedule, **bounds)

@@ -316,14 +316,7 @@ def _halves(H: int) -> dict[str, int]:
     return {"LOW": low, "HIGH": min(low, max(16, 1 << (H - low - 1).bit_length()))}
 
 
-def after_attention(
-    h: torch.Tensor,
-    o: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    schemes: tuple[str, str],
-    eps: float,
-    shared: tuple[torch.Tensor | None, torch.Tensor | None],
-) -> tuple[torch.Tensor, Activation, Activation, torch.Tensor]:
+def after_attention(h, o, norms, schemes, eps=1e-6, shared=(None, None)):
     """See `operations.after_attention`."""
     M, H = h.shape
     h_out, x_router = torch.empty_like(h), torch.empty_like(h)
@@ -337,17 +330,7 @@ def after_attention(
     return h_out, dense, experts, x_router
 
 
-def after_experts(
-    h: torch.Tensor,
-    dense: torch.Tensor,
-    experts: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    scalars: tuple[torch.Tensor, torch.Tensor],
-    decoded: int,
-    scheme: str,
-    eps: float,
-    shared: torch.Tensor | None,
-) -> tuple[torch.Tensor, Activation]:
+def after_experts(h, dense, experts, norms, scalars, decoded, scheme, eps=1e-6, shared=None):
     """See `operations.after_experts`."""
     M, H = h.shape
     h_out, x = torch.empty_like(h), room(M, H, scheme, h.device)
@@ -361,17 +344,7 @@ def after_experts(
     return h_out, x
 
 
-def begin(
-    tokens: torch.Tensor,
-    embedding: torch.Tensor,
-    factor: float,
-    update: torch.Tensor | None,
-    w_next: torch.Tensor,
-    decoded: int,
-    scheme: str,
-    eps: float,
-    shared: torch.Tensor | None,
-) -> tuple[torch.Tensor, Activation]:
+def begin(tokens, embedding, factor, update, w_next, decoded, scheme, eps=1e-6, shared=None):
     """See `operations.begin`."""
     M, H = len(tokens), embedding.shape[1]
     h_out = torch.empty(M, H, dtype=embedding.dtype, device=embedding.device)
@@ -385,7 +358,7 @@ def begin(
     return h_out, x
 
 
-def scaled_norm(x: torch.Tensor, factor: float, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def scaled_norm(x, factor, weight, eps=1e-6):
     """See `operations.scaled_norm`."""
     M, H = x.shape
     y = torch.empty_like(x)
@@ -396,11 +369,11 @@ def scaled_norm(x: torch.Tensor, factor: float, weight: torch.Tensor, eps: float
     return y
 
 
-def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def gelu_mul(gate_up):
     """See `operations.gelu_mul`."""
     M, K = len(gate_up), gate_up.shape[1] // 2
     y = torch.empty(M, K, dtype=gate_up.dtype, device=gate_up.device)
     gelu_mul_kernel[(M, triton.cdiv(K, 1024))](
-        gate_up, y, K, BLOCK=1024, num_warps=4, **chained(y.device)
+        gate_up.contiguous(), y, K, BLOCK=1024, num_warps=4, **chained(y.device)
     )
     return y

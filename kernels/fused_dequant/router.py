@@ -111,9 +111,7 @@ def choose_kernel(
     tl.store(weights + m * TOPK + rank, p / total * scale, mask=chosen)
 
 
-def choose_experts(
-    x: torch.Tensor, router: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_experts(x, router, per_expert_scale, topk):
     """See `operations.choose_experts`."""
     (M, K), E = x.shape, len(router)
     # Of the tiles tried from 16 x 256 to 128 x 256, logits and choice together take 4.0 us for 256

@@ -268,14 +268,7 @@ def accept_kernel(
     tl.store(step + b, now + 1)
 
 
-def accept(
-    draw: Draw,
-    state: CanvasState,
-    schedule: torch.Tensor,
-    *,
-    entropy_bound: float,
-    confidence_threshold: float,
-) -> None:
+def accept(draw, state, schedule, *, entropy_bound, confidence_threshold):
     """See `operations.accept`."""
     B, L = state.canvas.shape
     accept_kernel[(B,)](
