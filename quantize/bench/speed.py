@@ -32,6 +32,7 @@ from rich.table import Table
 from quantize.bench.adaptive import NEVER, AdaptiveRow, adaptive_rows, random_prompts, read_stops
 from quantize.bench.one_token import Continuation, continuation
 from quantize.bench.steps import PARTS, profile_step, time_step
+from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.host.gauge import Clock, Gauge
@@ -40,7 +41,6 @@ from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.fused.cost import decoder_floor, one_token_floor
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.rates import Rates, measure_rates
-from quantize.runtime.fused.weights import model_config
 from quantize.runtime.opening import RandomModel
 
 ADAPTIVE = "adaptive"  # in place of a number of steps

@@ -26,6 +26,14 @@ MAX_LAYERS = 1000
 SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compressor"
 
 
+def model_config(config: dict[str, Any]) -> Any:
+    """Return transformers' configuration of a config.json."""
+    from transformers import DiffusionGemmaConfig
+
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    return DiffusionGemmaConfig(**plain)
+
+
 def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
     """Return on-disk name -> spec of the BF16 checkpoint that `config` describes.
 
@@ -49,11 +57,11 @@ def built(config: dict[str, Any]) -> dict[str, TensorSpec]:
 @lru_cache(4)  # a quarter of a second for the smallest; a run asks for the same one several times
 def _built(config: str) -> dict[str, TensorSpec]:
     import torch
-    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+    from transformers import DiffusionGemmaForBlockDiffusion
 
     try:
         with torch.device("meta"):
-            model = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**json.loads(config)))
+            model = DiffusionGemmaForBlockDiffusion(model_config(json.loads(config)))
     except Exception as error:  # whatever transformers and torch make of a wrong value
         reason = textwrap.shorten(str(error), 200, placeholder=" ...")
         raise InputError(

@@ -13,13 +13,14 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.utils import logging
 
 from quantize.checkpoints.experts import fuse_experts
 from quantize.checkpoints.layout import (
     bf16_layout,
     check_layout,
+    model_config,
     module_tensors,
     parameters,
     schemes_by_module,
@@ -51,11 +52,10 @@ def load(
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
     check_memory(checkpoint, dtype, device)
-    plain = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
     logging.disable_progress_bar()  # it would cut into the caller's own
     loaded: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(
         None,
-        config=DiffusionGemmaConfig(**plain),
+        config=model_config(checkpoint.config),
         state_dict=lazy_weights(checkpoint),
         output_loading_info=True,
         dtype=dtype,

@@ -16,12 +16,12 @@ from typing import Any
 from rich.live import Live
 from rich.text import Text
 
+from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.host.progress import console, say
 from quantize.runtime import Placement, Sample, Sampler, open
 from quantize.runtime.chat import HALF_CHARACTER, encode_chat, load_tokenizer, split_thoughts
 from quantize.runtime.engine import complete
-from quantize.runtime.fused.weights import model_config
 from quantize.runtime.images import open_picture, place, prepare
 from quantize.runtime.sample import canvas_budgets
 

@@ -34,7 +34,6 @@ from quantize.runs.manifest import fingerprint
 from quantize.runtime.llama_cpp import FINGERPRINT
 
 STRETCH_BYTES = 1e9
-FILE_TYPES = {"BF16": 32, "Q8_0": 7, "NVFP4": 39}  # the type of a file that viewers show
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,8 @@ def export_gguf(
     tensors = plan_tensors(source, kept_as)
     before = fingerprint(source)
     keys = _about(name, before, tensors) | metadata(source)
-    keys |= vocabulary(source.folder, _rows(tensors, "token_embd.weight"))
+    rows = next(each.shape[0] for each in tensors if each.name == "token_embd.weight")
+    keys |= vocabulary(source.folder, rows)
     folder = out.with_name(out.name + TEMPORARY_SUFFIX)
     lock = folder.with_name(folder.name + ".lock")
     with locked(lock, str(out)):
@@ -102,14 +102,10 @@ def _about(name: str, digest: str, tensors: Sequence[GGUFTensor]) -> dict[str, A
     return {
         "general.type": "model",
         "general.name": name,
-        "general.file_type": FILE_TYPES[main],
+        "general.file_type": int(gguf.LlamaFileType[f"MOSTLY_{main}"]),  # which viewers show
         "general.quantization_version": 2,
         FINGERPRINT: digest,
     }
-
-
-def _rows(tensors: Sequence[GGUFTensor], name: str) -> int:
-    return next(tensor.shape[0] for tensor in tensors if tensor.name == name)
 
 
 def _header(keys: dict[str, Any], tensors: Sequence[GGUFTensor]) -> bytes:

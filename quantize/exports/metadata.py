@@ -7,6 +7,7 @@ model with other ones is refused and not computed wrongly.
 
 from typing import Any
 
+from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint, read_json_object
 from quantize.errors import InputError
 
@@ -28,17 +29,14 @@ def metadata(source: Checkpoint) -> dict[str, Any]:
     """
     text = text_config(source)
     _check_built_in(text)
-    keys = _sizes(source, text) | _rope(text)
+    keys = _sizes(source, text)
     named = {f"{ARCHITECTURE}.{key}": value for key, value in keys.items()}
     return named | _diffusion(source)
 
 
 def text_config(source: Checkpoint) -> dict[str, Any]:
     """Return the text model's config with transformers' defaults for what config.json leaves out."""
-    from transformers import DiffusionGemmaConfig
-
-    plain = {k: v for k, v in source.config.items() if k != "quantization_config"}
-    return DiffusionGemmaConfig(**plain).to_dict()["text_config"]
+    return model_config(source.config).to_dict()["text_config"]
 
 
 def _check_built_in(text: dict[str, Any]) -> None:
@@ -59,7 +57,7 @@ def _check_built_in(text: dict[str, Any]) -> None:
 def _sizes(source: Checkpoint, text: dict[str, Any]) -> dict[str, Any]:
     sliding = [kind == "sliding_attention" for kind in text["layer_types"]]
     heads = [_heads(source, layer) for layer in range(len(sliding))]
-    full, swa = sliding.index(False), sliding.index(True)
+    full, swa, rope = sliding.index(False), sliding.index(True), text["rope_parameters"]
     return {
         "block_count": len(sliding),
         "context_length": text["max_position_embeddings"],
@@ -81,6 +79,8 @@ def _sizes(source: Checkpoint, text: dict[str, Any]) -> dict[str, Any]:
         "final_logit_softcapping": float(text["final_logit_softcapping"]),
         "rope.dimension_count": heads[full][0],  # all of them: `rope_freqs` says which rotate
         "rope.dimension_count_swa": heads[swa][0],
+        "rope.freq_base": float(rope["full_attention"]["rope_theta"]),
+        "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
     }
 
 
@@ -94,14 +94,6 @@ def _heads(source: Checkpoint, layer: int) -> tuple[int, int]:
 def _rows(source: Checkpoint, module: str) -> int:
     stored = (f"{module}.{suffix}" for suffix in ("weight", "weight_packed"))
     return next(source.tensors[name].shape[0] for name in stored if name in source.tensors)
-
-
-def _rope(text: dict[str, Any]) -> dict[str, Any]:
-    rope = text["rope_parameters"]
-    return {
-        "rope.freq_base": float(rope["full_attention"]["rope_theta"]),
-        "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
-    }
 
 
 def _diffusion(source: Checkpoint) -> dict[str, Any]:

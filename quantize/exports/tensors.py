@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import gguf
 import torch
 
 from quantize.checkpoints.layout import bf16_layout, schemes_by_module
@@ -34,19 +35,13 @@ from quantize.checkpoints.reader import FIX, Checkpoint
 from quantize.checkpoints.shards import Task
 from quantize.checkpoints.targets import linear_modules, linear_shape
 from quantize.errors import InputError
-from quantize.exports.blocks import NVFP4_BLOCK, Q8_0_BLOCK, nvfp4_blocks, q8_0_blocks
+from quantize.exports.blocks import nvfp4_blocks
 from quantize.exports.metadata import text_config
 from quantize.schemes.records import Scheme
 from quantize.schemes.rounding import E2M1_GROUPS, all_finite
 
 KeptAs = Literal["BF16", "Q8_0"]
 GGMLType = Literal["F32", "BF16", "Q8_0", "NVFP4"]
-BLOCKS: dict[GGMLType, tuple[int, int]] = {  # values in a block, and its bytes
-    "F32": (1, 4),
-    "BF16": (1, 2),
-    "Q8_0": (Q8_0_BLOCK, 34),
-    "NVFP4": (NVFP4_BLOCK, 36),
-}
 ALIGNMENT = 32  # bytes; every tensor begins at a multiple, GGUF's default
 TASK_BYTES = 1 << 22  # source bytes read at once, as in convert
 LARGEST_Q8_0 = 127 * 65504.0  # beyond it the F16 scale of a block is infinite
@@ -107,7 +102,7 @@ class GGUFTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor's blocks."""
-        values, size = BLOCKS[self.type]
+        values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type]]
         return math.prod(self.shape) // values * size
 
 
@@ -171,7 +166,7 @@ class _Planner:
             if target is None:
                 continue
             if len(spec.shape) == 3 and modules:
-                yield from self._experts(name, target, spec.shape, modules)
+                yield from self._experts(target, spec.shape, modules)
             elif modules:
                 yield from self._linears(target, spec.shape, modules)
             elif not self._is_multiplied(name):
@@ -208,7 +203,8 @@ class _Planner:
             return (rows.float() if kind == "F32" else rows).flatten().view(torch.uint8)
         if float(rows.abs().amax()) > LARGEST_Q8_0:
             raise InputError(f"{info.file}: tensor {name!r} is too large for Q8_0; use --type bf16")
-        return q8_0_blocks(rows)
+        made = gguf.quants.quantize(rows.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
+        return torch.from_numpy(made).flatten()
 
     def _linears(
         self, target: str, shape: tuple[int, ...], modules: Sequence[str]
@@ -223,7 +219,7 @@ class _Planner:
         yield GGUFTensor(scale, "F32", (len(modules),), (partial(self._read_scales, modules),))
 
     def _experts(
-        self, name: str, target: str, shape: tuple[int, ...], modules: Sequence[str]
+        self, target: str, shape: tuple[int, ...], modules: Sequence[str]
     ) -> Iterator[GGUFTensor]:
         """Yield gate and up, or down, of all experts of a layer."""
         each = len(modules) // shape[0]
@@ -257,7 +253,7 @@ class _Planner:
 
 
 def _check_width(name: str, shape: tuple[int, ...], kind: GGMLType) -> None:
-    block = BLOCKS[kind][0]
+    block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     if shape[-1] % block:
         raise InputError(
             f"{name} has {shape[-1]} inputs, and GGUF's {kind} blocks hold {block}: it cannot be "

@@ -16,17 +16,17 @@ Source: conversion/gemma.py and src/llama-vocab.cpp of unslothai/llama.cpp at c3
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gguf import TokenType
 
 from quantize.checkpoints.reader import FIX, read_json_object
 from quantize.errors import InputError
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6  # GGUF's token types
 BUNDLED_PATTERN = r"\d|\n| ?[A-Za-z]+| ?[^\sA-Za-z\d]|\s"
 VISIBLE = frozenset(
-    (
+    [
         "<|channel>",
         "<channel|>",
         "<|tool_call>",
@@ -34,20 +34,12 @@ VISIBLE = frozenset(
         "<|tool_response>",
         "<tool_response|>",
         '<|"|>',
-    )
+    ]
 )
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 SPECIAL = ("bos", "eos", "unk", "pad", "mask")
 DEFAULT = {"mask": "<mask>"}  # Gemma's token; `llama-diffusion-cli` does not start without one
 NAMES = {"unk": "unknown", "pad": "padding"}  # GGUF's names of special tokens
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Texts and GGUF token types of a vocabulary, by id."""
-
-    texts: list[str]
-    types: list[int]
 
 
 def vocabulary(folder: Path, size: int) -> dict[str, Any]:
@@ -63,22 +55,22 @@ def vocabulary(folder: Path, size: int) -> dict[str, Any]:
     stated = read_json_object(path)
     try:
         model, pre = _kind(path, stated)
-        tokens = _tokens(path, stated, size)
+        texts, types = _tokens(path, stated, size)
         merges = [_merge(path, merge) for merge in stated["model"]["merges"]]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"{path}: not a tokenizer.json ({error!r}); {FIX}") from error
     keys: dict[str, Any] = {
         "model": model,
         "pre": pre,
-        "tokens": tokens.texts,
-        "token_type": tokens.types,
+        "tokens": texts,
+        "token_type": types,
         "merges": merges,
         "add_bos_token": True,  # that runtime drops the one that the template writes
         "add_space_prefix": False,
     }
     if model == "gemma4":
         keys["scores"] = [-1000.0] * size  # required but never read: merges have ranks
-    keys |= _special_ids(folder, tokens.texts)
+    keys |= _special_ids(folder, texts)
     template = _chat_template(folder)
     return {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | {
         "tokenizer.chat_template": template
@@ -102,7 +94,8 @@ def _kind(path: Path, stated: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-def _tokens(path: Path, stated: dict[str, Any], size: int) -> Tokens:
+def _tokens(path: Path, stated: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """Return texts and GGUF token types of a vocabulary, by id."""
     added = {token["content"]: token for token in stated.get("added_tokens") or []}
     ids: dict[str, int] = stated["model"]["vocab"] | {t: each["id"] for t, each in added.items()}
     by_id = {index: text for text, index in ids.items()}
@@ -114,16 +107,17 @@ def _tokens(path: Path, stated: dict[str, Any], size: int) -> Tokens:
             f"{size} rows; {FIX}"
         )
     texts = [by_id.get(index, f"<unused_row_{index}>") for index in range(size)]
-    types = [_type(t, added.get(t)) if i in by_id else UNUSED for i, t in enumerate(texts)]
-    return Tokens(texts, types)
+    types = [
+        int(_type(t, added.get(t)) if i in by_id else TokenType.UNUSED) for i, t in enumerate(texts)
+    ]
+    return texts, types
 
 
-def _type(text: str, added: dict[str, Any] | None) -> int:
-    if text in VISIBLE:
-        return USER_DEFINED
-    if added is not None:
-        return CONTROL if added.get("special") else USER_DEFINED
-    return BYTE if BYTE_TOKEN.fullmatch(text) else NORMAL
+def _type(text: str, added: dict[str, Any] | None) -> TokenType:
+    if added is None and text not in VISIBLE:
+        return TokenType.BYTE if BYTE_TOKEN.fullmatch(text) else TokenType.NORMAL
+    special = text not in VISIBLE and added is not None and added.get("special")
+    return TokenType.CONTROL if special else TokenType.USER_DEFINED
 
 
 def _merge(path: Path, merge: str | Sequence[str]) -> str:

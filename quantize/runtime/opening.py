@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantize.checkpoints.layout import check_mode
+from quantize.checkpoints.layout import check_mode, model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.host.progress import track
@@ -110,7 +110,7 @@ def _made(checkpoint: Path | RandomModel, place: Placement, in_fp4: bool) -> "Te
     """Make or load the weights of the kernels."""
     from quantize.runtime.fused.inputs import read_scales
     from quantize.runtime.fused.random_weights import random_weights
-    from quantize.runtime.fused.weights import load_packed, model_config
+    from quantize.runtime.fused.weights import load_packed
 
     if isinstance(checkpoint, RandomModel):
         return random_weights(

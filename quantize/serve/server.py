@@ -12,13 +12,13 @@ from typing import Any
 
 import uvicorn
 
+from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import QuantizeError, ResourceError
 from quantize.host.progress import say
 from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine
-from quantize.runtime.fused.weights import model_config
 from quantize.runtime.placement import free_unused
 from quantize.serve.app import create_app
 from quantize.serve.metrics import Metrics

@@ -40,7 +40,7 @@ def load_prompts(checkpoint: Path, calibration: Calibration, count: int) -> list
         thinking = _thinks(len(prompts), calibration.thinking)
         ids, images = encode_chat(tokenizer, messages, thinking=thinking), None
         if paths := _pictures(messages):
-            from quantize.runtime.fused.weights import model_config
+            from quantize.checkpoints.layout import model_config
 
             config = model_config(Checkpoint.open(checkpoint).config)
             images, counts = prepare([open_picture(path) for path in paths], config)

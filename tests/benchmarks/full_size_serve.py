@@ -31,13 +31,13 @@ from streams import Heard, asked_together, prompt_of, rate
 
 from quantize.bench.speed import NEVER, _measure
 from quantize.bundled import CHECKPOINT
+from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.host.processes import best_device
 from quantize.runtime import Placement, Sampler
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine
 from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import model_config
 from quantize.serve.options import Options
 from quantize.serve.pictures import Pictures
 from quantize.serve.server import make_server, open_engine

@@ -9,12 +9,12 @@ from chats import add_chats
 from PIL import Image
 from tiny import CANVAS, EXPERTS, LAYERS
 
+from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.recipe.sections import Calibration
 from quantize.runtime.fused import shuttle
 from quantize.runtime.fused.layer_by_layer import LayerByLayer
 from quantize.runtime.fused.recording import Recorder
-from quantize.runtime.fused.weights import model_config
 from quantize.runtime.images import place, prepare
 from quantize.runtime.placement import CPU
 from quantize.runtime.trajectory import Prompt

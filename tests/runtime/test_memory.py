@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from quantize import cli, runtime
+from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import ResourceError
 from quantize.recipe.sections import load_recipe
 from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import load_packed, model_config
+from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.memory import (
     BEGUN_BYTES,
     CONTEXT_BYTES,

@@ -16,13 +16,14 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.bundled import CHECKPOINT
+from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.runtime import Sample, Sampler, generate
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Canvas, Engine, Meanwhile, OnDraft
 from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import TextWeights, load_packed, model_config
+from quantize.runtime.fused.weights import TextWeights, load_packed
 from quantize.runtime.images import Images
 from quantize.runtime.known_tokens import Given
 from quantize.serve.options import Options

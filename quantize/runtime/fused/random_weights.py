@@ -14,15 +14,11 @@ from fused_dequant.cases import random_weight
 from fused_dequant.formats import FOUR_BIT
 from torch import Tensor
 
+from quantize.checkpoints.layout import model_config
 from quantize.errors import InputError
 from quantize.runtime.fused.gpus import check_gpu
 from quantize.runtime.fused.packing import NORMS, LayerWeights
-from quantize.runtime.fused.weights import (
-    SelfConditioning,
-    TextWeights,
-    in_memory_of_its_own,
-    model_config,
-)
+from quantize.runtime.fused.weights import SelfConditioning, TextWeights, in_memory_of_its_own
 from quantize.schemes.records import refusal
 
 

@@ -17,7 +17,7 @@ import torch
 from fused_dequant import Weight, weights
 from torch import Tensor
 
-from quantize.checkpoints.layout import check_layout
+from quantize.checkpoints.layout import check_layout, model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.runtime.fused.gpus import check_gpu
 from quantize.runtime.fused.packing import BF16, Entrance, LayerWeights, Packer, Scales
@@ -215,14 +215,6 @@ def _layers(
         slot_bytes,
         device,
     )
-
-
-def model_config(config: dict[str, Any]) -> Any:
-    """Return transformers' configuration of a config.json."""
-    from transformers import DiffusionGemmaConfig
-
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    return DiffusionGemmaConfig(**plain)
 
 
 def in_memory_of_its_own(weight: Weight) -> Weight:
