@@ -36,9 +36,15 @@ EVALUATE = (
         help="Judge the candidate with at most T steps of a canvas too; may be given several times.",
     ),
 )  # fmt: skip
+FULL = click.option(
+    "--full",
+    is_flag=True,
+    help="Compare all of it with BF16 again, whatever convert held in memory.",
+)
 OPTIONS = {  # of a stage's command, beside the run folder
     "calibrate": (GPU_MEMORY, SCRATCH),
     "round": (GPU_MEMORY, SCRATCH),
+    "verify": (FULL,),
     "fidelity": (MODES, GPU_MEMORY),
     "evaluate": (MODES, *SCORING, *EVALUATE, GPU_MEMORY),
     "report": (HOURLY_PRICE,),

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class Run:
     """One run: its folder, resolved recipe, source checkpoint and plan.
 
-    `options` are those of its stages: of `evaluate_more`, fidelity's `modes`, the report's
-    `hourly_price`. `gpu_memory` is the bytes of a GPU that may be used, None for all that are free;
-    results depend on it only where it makes a batch of answers smaller.
+    `options` are those of its stages: verify's `full`, fidelity's `modes`, those of `evaluate_more`,
+    the report's `hourly_price`. `gpu_memory` is the bytes of a GPU that may be used, None for all that
+    are free; results depend on it only where it makes a batch of answers smaller.
     `scratch` is the folder for what only stages of this run read; None for the run's own.
     """
 
@@ -148,8 +148,12 @@ def _rounds_weights(recipe: "Recipe") -> bool:
 
 
 def _convert(run: Run) -> None:
-    from quantize.stages.convert.convert import convert
+    from quantize.stages.convert.convert import convert, quantized_config
+    from quantize.stages.verify.witness import Witness
 
+    run.folder.witness_json.unlink(missing_ok=True)
+    config = quantized_config(run.source.config, run.targets, run.recipe)
+    witness = Witness(run.source, config, run.recipe, best_device())
     scales = run.folder.calibration / "input_scales.safetensors"
     convert(
         run.source,
@@ -160,8 +164,10 @@ def _convert(run: Run) -> None:
         rounded=run.folder.rounding if _rounds_weights(run.recipe) else None,
         device=best_device(),
         record=run.folder.conversion_json,
+        look=witness.check,
         overwrite=True,
     )
+    witness.write(run.targets, run.folder)
 
 
 def _verify(run: Run) -> None:
@@ -169,7 +175,8 @@ def _verify(run: Run) -> None:
     from quantize.stages.verify.verify import verify
 
     made = Checkpoint.open(run.folder.checkpoint)
-    verify(made, run.source, run.targets, run.recipe, run.folder, device=best_device())
+    full = run.options.get("full", False)
+    verify(made, run.source, run.targets, run.recipe, run.folder, device=best_device(), full=full)
 
 
 def _verified(run: Run) -> int:
@@ -325,7 +332,10 @@ STAGES = (
     ),
     Stage(
         "verify", "verification.json", ("plan", "calibrate", "convert"), _verify,
-        "Check the quantized checkpoint of a run statically.", _verified,
+        "Check the quantized checkpoint of a run statically.\n\n"
+        "Convert compared all values with BF16's while they were in memory. Behind it every byte on "
+        "disk is compared with what was there, and a sample with BF16; without its record, all.",
+        _verified,
     ),
     Stage(
         "fidelity", "fidelity.json", ("plan", "calibrate", "convert"), _fidelity,

@@ -23,6 +23,7 @@ class RunDir:
         self.rounding = path / "rounding"  # codes and scales that GPTQ found, one file a layer
         self.checkpoint = path / "checkpoint"  # the quantized one: a Hub-ready folder
         self.conversion_json = path / "conversion.json"  # checksum of every file of it
+        self.witness_json = path / "conversion.checks.json"  # of what convert had in memory
         self.verification_json = path / "verification.json"  # findings of its static checks
         self.fidelity_json = path / "fidelity.json"  # distance from BF16 on trajectories
         self.evaluation = path / "evaluation"  # scored samples: {bf16,quantized}/<task>.jsonl

@@ -1,6 +1,7 @@
 """The manifest of a run records what made it: versions, hardware, model, then facts per stage."""
 
 import hashlib
+import importlib.resources
 import json
 import os
 import platform
@@ -95,6 +96,15 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def code_digest() -> str:
+    """Return a sha256 over this code, and over the versions of the packages that it computes with."""
+    digest = hashlib.sha256(json.dumps(package_versions()).encode())
+    for package in ("quantize", "fused_dequant"):
+        root = Path(str(importlib.resources.files(package)))
+        hash_files(digest, root, sorted(root.rglob("*.py")))
+    return digest.hexdigest()
 
 
 def hardware() -> dict[str, Any]:

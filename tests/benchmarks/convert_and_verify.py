@@ -33,8 +33,8 @@ from quantize.recipe.sections import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.stages import device as devices
 from quantize.stages.convert import shard_pieces
-from quantize.stages.convert.convert import convert
-from quantize.stages.verify import verify_weights
+from quantize.stages.convert.convert import convert, quantized_config
+from quantize.stages.verify import decompression, verify_weights, witness
 from quantize.stages.verify.verify import verify
 
 BLOCK = 1 << 26
@@ -48,9 +48,9 @@ PARTS: dict[str, tuple[Any, str]] = {
     "write": (shards, "_write_fully"),
     "sync": (shards, "sync_file"),
     "one file, all of it": (shards, "_write"),
-    "part of verify, all of it": (verify_weights._Verifier, "check"),
+    "part compared with the source": (verify_weights.Comparer, "check"),
     "sums of squares": (verify_weights, "_sums_of_squares"),
-    "decompression": (verify_weights._Verifier, "_decompressed_alike"),
+    "decompression": (decompression.Decompressor, "alike"),
 }
 
 
@@ -202,14 +202,20 @@ def _measure(bf16: Checkpoint, run: RunDir, name: str, device: str) -> None:
     recipe = load_recipe(name)
     run.path.mkdir()
     targets = plan_targets(bf16.tensors, recipe.quantization)
+    config = quantized_config(bf16.config, targets, recipe)
+    seen = witness.Witness(bf16, config, recipe, device)
     options: dict[str, Any] = {"recipe": recipe, "device": device, "record": run.conversion_json}
+    options["look"] = seen.check
     made = measured(f"{name}: convert", lambda: convert(bf16, targets, run.checkpoint, **options))
+    seen.write(targets, run)
     print(f"  {made.bytes_in / 1e9:.1f} GB in, {made.bytes_out / 1e9:.1f} GB out", flush=True)
     written = Checkpoint.open(run.checkpoint)
-    checked = measured(
-        f"{name}: verify", lambda: verify(written, bf16, targets, recipe, run, device=device)
-    )
-    print(f"  {checked.summary()}", flush=True)
+    for what, full in (("verify", False), ("verify --full", True)):
+        checked = measured(
+            f"{name}: {what}",
+            lambda: verify(written, bf16, targets, recipe, run, device=device, full=full),  # noqa: B023
+        )
+        print(f"  {checked.summary()}", flush=True)
     shutil.rmtree(run.path)
 
 

@@ -102,11 +102,17 @@ def write(folder: Path, layers: int, vocabulary: int, experts: int = 128) -> Fac
 def convert(folder: Path, name: str) -> Facts:
     """Convert with a shipped recipe."""
     from quantize.stages.convert.convert import convert as convert_checkpoint
+    from quantize.stages.convert.convert import quantized_config
+    from quantize.stages.verify.witness import Witness
 
     source, recipe = Checkpoint.open(folder / "bf16"), shipped(name)
     targets = plan_targets(source.tensors, recipe.quantization)
-    record = folder / f"{name}-run" / "conversion.json"
-    done = convert_checkpoint(source, targets, folder / name, recipe=recipe, record=record)
+    run = RunDir(folder / f"{name}-run")
+    seen = Witness(source, quantized_config(source.config, targets, recipe), recipe)
+    done = convert_checkpoint(
+        source, targets, folder / name, recipe=recipe, record=run.conversion_json, look=seen.check
+    )
+    seen.write(targets, run)
     return {
         "bytes_in": done.bytes_in,
         "bytes": done.bytes_out,

@@ -16,7 +16,7 @@ from quantize.checkpoints.layout import scheme_tensors
 from quantize.checkpoints.load import lazy_weights, load, read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
-from quantize.stages.verify.verify_weights import Decompressor
+from quantize.stages.verify.decompression import Decompressor
 
 EXPERT = "model.decoder.layers.2.experts.3.up_proj"
 Tensors = dict[str, torch.Tensor]

@@ -44,20 +44,20 @@ def test_import_and_help_need_click_alone() -> None:
 
 
 @pytest.fixture(scope="module")
-def of_planning_and_converting(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def of_planning(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     out: Path = tmp_path_factory.mktemp("out")
     return imported(
         ["recipes"],
         ["plan", "--model", "google/diffusiongemma-26B-A4B-it"],
         ["plan"],
         ["inspect", CHECKPOINT],
-        ["run", "--recipe", "fp8_dynamic", "--until", "convert", "--out", out],
+        ["run", "--recipe", "fp8_dynamic", "--until", "plan", "--out", out],
     )
 
 
-def test_plan_inspect_and_convert_import_no_engine(of_planning_and_converting: set[str]) -> None:
-    assert "torch" in of_planning_and_converting
-    assert not of_planning_and_converting & ENGINES
+def test_plan_and_inspect_import_no_engine(of_planning: set[str]) -> None:
+    assert "torch" in of_planning
+    assert not of_planning & ENGINES
 
 
 def test_help_names_every_command_once_and_cuts_no_sentence() -> None:

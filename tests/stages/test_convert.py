@@ -37,6 +37,7 @@ from quantize.stages import device as device_module
 from quantize.stages.convert import convert as convert_module
 from quantize.stages.convert.convert import convert
 from quantize.stages.device import Device
+from quantize.stages.verify import witness as witness_module
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -550,10 +551,12 @@ def test_the_stage_names_the_device(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(convert_module, "Device", lambda name: asked.append(name) or Device())
+    for module in (convert_module, witness_module):
+        monkeypatch.setattr(module, "Device", lambda name: asked.append(name) or Device())
     monkeypatch.setattr(stage_module, "best_device", lambda: "cuda:7")
     recipe, source = load_recipe("fp8_dynamic"), Checkpoint.open(tiny_checkpoint)
     folder, targets = RunDir(tmp_path), plan_targets(source.tensors, recipe.quantization)
     stage_module._convert(stage_module.Run(folder, recipe, source, targets, True))
-    assert asked == ["cuda:7"]
+    assert asked == ["cuda:7", "cuda:7"]
     assert read_all(folder.checkpoint)
+    assert folder.witness_json.is_file()

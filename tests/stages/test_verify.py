@@ -20,8 +20,8 @@ from quantize.recipe.sections import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import checksums
 from quantize.stages.device import PIECE_BYTES, Device
+from quantize.stages.verify import decompression, verify_weights
 from quantize.stages.verify import verify as verify_module
-from quantize.stages.verify import verify_weights
 from quantize.stages.verify.verify import Verification, verify
 
 LAYER = "model.decoder.layers.2."
@@ -316,15 +316,15 @@ def test_every_module_is_decompressed_at_least_in_part(
     whole: int,
 ) -> None:
     """Our loader and compressed-tensors disagree by a sign of zero: no error sees that."""
-    monkeypatch.setattr(verify_weights, "DECOMPRESSED_PER_TENSOR", whole)
+    monkeypatch.setattr(decompression, "WHOLE_PER_TENSOR", whole)
     monkeypatch.setattr(verify_weights, "FAULTS_KEPT", 10_000)
-    decompressed = verify_weights.Decompressor.weight
+    decompressed = decompression.Decompressor.weight
 
     def otherwise(*given: Any) -> torch.Tensor:
         weight = decompressed(*given)
         return torch.where(weight == 0, -weight, weight)
 
-    monkeypatch.setattr(verify_weights.Decompressor, "weight", otherwise)
+    monkeypatch.setattr(decompression.Decompressor, "weight", otherwise)
     found = run_verify(nvfp4_artifact, tiny_checkpoint, "nvfp4", tmp_path)
     check = found.checks["decompression"]
     assert len(check.faults) == check.looked_at == PLANNED

@@ -36,7 +36,7 @@ from quantize.host.files import folder_when_complete, write_json
 from quantize.recipe.sections import Recipe
 from quantize.runs.manifest import checksums
 from quantize.schemes.records import SCHEMES
-from quantize.stages.convert.shard_pieces import Quantizer
+from quantize.stages.convert.shard_pieces import Look, Quantizer
 from quantize.stages.device import Device
 
 MAX_SHARD_BYTES = 5e9
@@ -66,6 +66,7 @@ def convert(
     rounded: Path | None = None,
     device: str = "cpu",
     record: Path | None = None,
+    look: Look = lambda *_: None,
     max_shard_bytes: float = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> Conversion:
@@ -83,6 +84,7 @@ def convert(
         rounded: folder of codes and scales that `round_weights` found; None rounds to nearest.
         device: where weights are quantized, which decides on nothing but speed.
         record: file for the checksums of all files, which verify compares with.
+        look: called with each part of a tensor when it is encoded and not yet written, by many threads.
         max_shard_bytes: size of the tensors in a shard.
         overwrite: replace `out`, once the new one is complete.
 
@@ -100,7 +102,7 @@ def convert(
     observer = recipe.quantization.observer
     exact = observer == "memoryless_minmax" and not found
     where = Device(device if exact else "cpu")
-    pieces = Quantizer(source, observer, scales, found, where).plan(targets)
+    pieces = Quantizer(source, observer, scales, found, where, look).plan(targets)
     shards = plan_shards(pieces, max_shard_bytes)
     makers_a_file = 1 if where.pinned else WORKERS_A_FILE
     codes = _stamps(sorted(rounded.glob(LAYERS)) if rounded else [])

@@ -12,7 +12,7 @@ time, in source order:
 A Linear's tensors lie next to each other: codes, scale, global scales.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,6 +30,8 @@ from quantize.stages.device import Device
 
 # Limit on a quantized weight: rounded up, larger ones exceed BF16's largest number, 3.39e38.
 LARGEST = 1e38
+# Called with a target, its rows (experts) start:stop and their encoded bytes, uint8 [n].
+Look = Callable[[Target, int, int, torch.Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Quantizer:
         rounded: tensor name -> file with its codes and scales from `round_weights`; empty for rounding
             to nearest.
         device: where weights are quantized; the bytes are the same everywhere (see `convert`).
+        look: called with each part of a tensor when it is encoded, by many threads.
     """
 
     source: Checkpoint
@@ -50,6 +53,7 @@ class Quantizer:
     input_scales: Mapping[str, float]
     rounded: Mapping[str, Checkpoint] = field(default_factory=dict[str, Checkpoint])
     device: Device = field(default_factory=Device)
+    look: Look = lambda *_: None
 
     def plan(self, targets: Sequence[Target]) -> list[Piece]:
         """Return the pieces of a plan, in its order, without reading any weights.
@@ -72,7 +76,7 @@ class Quantizer:
     def _kept(self, target: Target) -> Piece:
         info = self.source.tensors[target.name]
         runs = self.device.runs(info.shape[0], info.nbytes)
-        tasks = tuple(partial(self._copy, info, start, stop) for start, stop in runs)
+        tasks = tuple(partial(self._copy, target, start, stop) for start, stop in runs)
         return Piece({info.name: TensorSpec(info.dtype, info.shape)}, tasks)
 
     def _experts(self, target: Target, scheme: Scheme) -> Iterator[Piece]:
@@ -82,11 +86,14 @@ class Quantizer:
             layout = _layout(linears[start * each : stop * each], scheme)
             yield Piece(layout, (partial(self._quantize_experts, target, scheme, start, stop),))
 
-    def _copy(self, info: TensorInfo, start: int, stop: int) -> torch.Tensor:
-        rows = self.source.read_rows(info.name, start, stop)
+    def _copy(self, target: Target, start: int, stop: int) -> torch.Tensor:
+        rows = self.source.read_rows(target.name, start, stop)
         if not all_finite(rows):
+            info = self.source.tensors[target.name]
             raise _refused(info, f"in rows {start} to {stop - 1}")
-        return rows.flatten().view(torch.uint8)
+        encoded = rows.flatten().view(torch.uint8)
+        self.look(target, start, stop, encoded)
+        return encoded
 
     def _quantize_experts(
         self, target: Target, scheme: Scheme, start: int, stop: int
@@ -106,7 +113,9 @@ class Quantizer:
                 both = ranges.flatten(1, 2)  # [e, each * out, groups]
                 shared = global_scale([both]).repeat_interleave(each, 0)
             one = weight.flatten(0, 1), ranges.flatten(0, 1)  # [e * each, out, in or groups]
-            return self.device.give(self._records(modules, scheme, *one, shared))
+            encoded = self.device.give(self._records(modules, scheme, *one, shared))
+        self.look(target, start, stop, encoded)
+        return encoded
 
     def _quantize_linears(self, unit: list[Target], scheme: Scheme) -> torch.Tensor:
         read = [self.source.read(target.name, pinned=self.device.pinned) for target in unit]
@@ -122,7 +131,11 @@ class Quantizer:
                 self._records(target.modules, scheme, weight, found, shared)
                 for target, weight, found in zip(unit, weights, ranges, strict=True)
             ]
-            return self.device.give(torch.cat(records))
+            encoded = self.device.give(torch.cat(records))
+        parts = encoded.split([target.bytes_after for target in unit])
+        for target, part in zip(unit, parts, strict=True):
+            self.look(target, 0, target.shape[0], part)
+        return encoded
 
     def _records(
         self,

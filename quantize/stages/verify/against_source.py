@@ -23,7 +23,15 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, linear_modules, linear_shape, module_class
 from quantize.errors import InputError
 from quantize.stages.device import Device
-from quantize.stages.verify.verify_weights import each_part, new_checks, ratio, same_bits
+from quantize.stages.verify.verify_weights import (
+    PartOf,
+    each_part,
+    modules_of,
+    new_checks,
+    parts_of,
+    ratio,
+    same_bits,
+)
 
 CHECKS = ("kept", "error", "length")
 TIMES = 2.0  # the error of rounding to nearest that another way of rounding may have
@@ -82,7 +90,8 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
     found: list[Likeness] = []
     where = Device(device)
     comparer = _Comparer(artifact, source, schemes_by_module(artifact.config), where)
-    for target, part in each_part(_targets(artifact, source), comparer.check, "compare", where):
+    parts = parts_of(_targets(artifact, source), where)
+    for (target, _, _), part in each_part(parts, comparer.check, "compare"):
         for one in part:
             if isinstance(one, str):
                 checks["kept" if target.scheme is None else "error"].expect(not one, one)
@@ -128,21 +137,20 @@ class _Comparer:
     schemes: dict[str, Any]
     device: Device
 
-    def check(self, target: Target, start: int, stop: int) -> list[Likeness | str]:
-        """Compare rows (experts) start:stop of one of BF16's tensors.
+    def check(self, part: PartOf) -> list[Likeness | str]:
+        """Compare a part of one of BF16's tensors.
 
         Return what each Linear is like, or a sentence where it cannot be read; of a kept tensor a
         sentence where it differs, else "".
         """
+        target, start, stop = part
         rows = self.source.read_rows(target.name, start, stop)
         if target.scheme is None:
             same = same_bits(rows, self.artifact.read_rows(target.name, start, stop))
             return ["" if same else f"{target.name} differs from BF16's"]
-        each = len(target.modules) // target.shape[0] if len(target.shape) == 3 else 1
-        first = start * each if len(target.shape) == 3 else 0
         weights = rows.view(-1, *linear_shape(target.shape, target.modules))
-        modules = target.modules[first : first + len(weights)]
-        return [self._likeness(m, w) for m, w in zip(modules, weights, strict=True)]
+        found = zip(modules_of(part)[1], weights, strict=True)
+        return [self._likeness(module, weight) for module, weight in found]
 
     def _likeness(self, module: str, weight: Tensor) -> Likeness | str:
         from quantize.checkpoints.load import read_finite

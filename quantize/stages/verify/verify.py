@@ -3,6 +3,11 @@
 Every check counts what it looked at; a check that looked at nothing fails. Weights are read in parts
 of about 8 MB, by one thread a core, so memory stays at a few parts whatever the size of the model.
 
+There are two forms. The full one compares all values with the source. The short one stands behind a
+convert of the same code, source and recipe, whose `witness` did that in memory: it compares every
+part on disk with what was in memory, and a sample with the source. Names, files and scales are
+always checked.
+
   unchanged     every file still has the checksum that convert recorded when it wrote it
   config        config.json is the source's, and quantizes what the plan says, with its schemes
   layout        every name, dtype and shape is what config.json calls for
@@ -18,9 +23,15 @@ and of the values (`verify_weights`):
   kept          BF16 tensors equal the source bit for bit
   scales        finite; above 0 but for the block scales of all-zero blocks
   experts       no expert has a projection that is all zero
-  error         |W - W'| / |W| of every source tensor within the recipe's limit
+  error         |W - W'| / |W| of every source tensor within the recipe's limit, of every Linear within
+                twice of it
   decompression our dequantized weights equal compressed-tensors' own, bit for bit: 16 modules of
                 every source tensor as a whole, some rows of every other
+
+and in the short form:
+
+  as encoded    the bytes that the headers lead to are those that convert's witness checked
+  read back     5 % of the parts, compared with the source once more
 """
 
 from collections import Counter
@@ -35,11 +46,19 @@ from quantize.checkpoints.scales import read_scales, shared
 from quantize.checkpoints.targets import Target
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
+from quantize.host.progress import say
 from quantize.recipe.sections import Recipe
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import checksums, fingerprint
 from quantize.stages.device import Device
-from quantize.stages.verify.verify_weights import VALUE_CHECKS, Check, check_weights, new_checks
+from quantize.stages.verify.verify_weights import (
+    VALUE_CHECKS,
+    Check,
+    Comparer,
+    check_weights,
+    new_checks,
+)
+from quantize.stages.verify.witness import BEHIND_CONVERT, Record, recall
 
 ALWAYS = ("unchanged", "config", "layout", "counts", "one owner", "tokenizer", *VALUE_CHECKS)
 CONVERT = "`quantize convert RUN` writes it again"
@@ -82,12 +101,18 @@ def verify(
     run: RunDir,
     *,
     device: str = "cpu",
+    full: bool = False,
 ) -> Verification:
     """Check a quantized checkpoint against its source and plan; write verification.json.
 
-    Values are compared on `device`, while the files are hashed.
+    Values are compared on `device`, while the files are hashed: all of them where `full` is set, or
+    where nothing is known of what convert held in memory.
     """
-    found = Verification(new_checks(_names(targets, recipe)))
+    held = "--full" if full else recall(run, source, targets, recipe)
+    if isinstance(held, str):
+        say(f"verify: {held}: all of it is compared with {source.folder}")
+    short = BEHIND_CONVERT if isinstance(held, Record) else ()
+    found = Verification(new_checks([*_names(targets, recipe), *short]))
     with ThreadPoolExecutor(1) as beside:
         hashing = beside.submit(checksums, artifact)
         _check_config(artifact, source, targets, found.checks["config"])
@@ -96,9 +121,13 @@ def verify(
         _check_tokenizer(artifact, found.checks["tokenizer"])
         if _check_layout(artifact, found.checks["layout"]):
             _check_scales(artifact, targets, run.calibration, found.checks)
-            found.relative_error.update(
-                check_weights(artifact, source, targets, recipe, found.checks, Device(device))
+            where, checks = Device(device), found.checks
+            errors = (
+                held.compare(artifact, Comparer(source, recipe, where, None), checks)
+                if isinstance(held, Record)
+                else check_weights(artifact, source, targets, recipe, checks, where)
             )
+            found.relative_error.update(errors)
     hashes = hashing.result()
     _check_unchanged(hashes, run.conversion_json, found.checks["unchanged"])
     # It ties this file to these bytes: a checkpoint that is written again, or rots, is not verified.

@@ -1,9 +1,9 @@
 """Verifies values: kept weights, scales, dead experts, errors, and decompression.
 
-See `verify` for what each check says. Linears of one part of a source tensor are checked together, on a
-GPU where there is one, since calls of torch are what takes time. So compressed-tensors gets rows of
-several Linears in one call, each row with the global scale of its Linear. Kept weights are compared on
-the CPU.
+See `verify` for what each check says. A part is some rows (experts) of a source tensor. Its tensors
+come from files, or from memory while convert has them there (`witness`). Linears of a part are
+checked together, on a GPU where there is one, since calls of torch are what takes time. Kept
+weights are compared on the CPU.
 """
 
 import math
@@ -12,26 +12,26 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from quantize.checkpoints.layout import ConfigSchemes, module_tensors
-from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.reader import DTYPES, Checkpoint, TensorSpec
 from quantize.checkpoints.targets import Target, linear_shape
-from quantize.errors import InputError
 from quantize.host.progress import track
 from quantize.recipe.sections import Recipe
-from quantize.schemes.records import INPUT_SCALES, Scheme, sound_each
+from quantize.schemes.records import Scheme, sound_each
 from quantize.schemes.rounding import blocks
 from quantize.stages.device import Device
+from quantize.stages.verify.decompression import Decompressor, compared_rows
 
-# Modules of one source tensor whose decompression is compared as a whole, spread evenly over it.
-DECOMPRESSED_PER_TENSOR = 16
-DECOMPRESSED_ROWS = 8  # rows compared of every other module
 FAULTS_KEPT = 10
+A_LINEAR = 2.0  # times its source tensor's limit may the error of each Linear be
+S = TypeVar("S")
 T = TypeVar("T")
+PartOf = tuple[Target, int, int]  # rows (experts) start:stop of a source tensor
+Encoded = dict[str, Tensor]  # a part's tensors by suffix, [Linears, ...]; "" for rows that are kept
 VALUE_CHECKS = ("kept", "scales", "experts", "error", "decompression")
 
 
@@ -65,6 +65,15 @@ def new_checks(names: Iterable[str]) -> dict[str, Check]:
     return {name: Check(name) for name in names}
 
 
+@dataclass
+class Part:
+    """Results of a part of one tensor: checks, and sums of squares of W - W' and of W."""
+
+    checks: dict[str, Check] = field(default_factory=lambda: new_checks(VALUE_CHECKS))
+    distance: float = 0.0
+    norm: float = 0.0
+
+
 def check_weights(
     artifact: Checkpoint,
     source: Checkpoint,
@@ -77,79 +86,73 @@ def check_weights(
 
     Return the relative error of every quantized source tensor, None where it is no number.
     """
-    verifier = _Verifier(artifact, source, Decompressor(artifact), device)
-    distance: dict[str, float] = defaultdict(float)
-    norm: dict[str, float] = defaultdict(float)
-    for target, part in each_part(targets, verifier.check, "verify", device):
+    comparer = Comparer(source, recipe, device, Decompressor(artifact.config))
+
+    def check(part: PartOf) -> Part:
+        return comparer.check(part, comparer.read(artifact, part))
+
+    return add_up(each_part(parts_of(targets, device), check, "verify"), recipe, checks)
+
+
+def add_up(
+    found: Iterable[tuple[PartOf, Part]], recipe: Recipe, checks: dict[str, Check]
+) -> dict[str, float | None]:
+    """Add what parts found to `checks`; return relative errors as `check_weights` does."""
+    quantized: dict[str, Scheme] = {}
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for (target, _, _), part in found:
         for name, check in part.checks.items():
             checks[name].add(check)
-        distance[target.name] += part.distance
-        norm[target.name] += part.norm
-    errors: dict[str, float | None] = {}
-    for target in targets:
         if target.scheme is not None:
-            error = ratio(distance[target.name], norm[target.name])
-            stated = recipe.verification.max_relative_error
-            limit = stated.get(target.scheme.name, target.scheme.max_relative_error)
-            errors[target.name] = error if math.isfinite(error) else None
-            checks["error"].expect(
-                error <= limit,
-                f"{target.name}: relative error {error:.4f} is over the recipe's {limit}",
-            )
-    return errors
+            quantized[target.name] = target.scheme
+            own = sums[target.name]
+            own[:] = own[0] + part.distance, own[1] + part.norm
+    errors = {name: ratio(*sums[name]) for name in quantized}
+    for name, error in errors.items():
+        limit = error_limit(recipe, quantized[name])
+        checks["error"].expect(
+            error <= limit, f"{name}: relative error {error:.4f} is over the recipe's {limit}"
+        )
+    return {name: error if math.isfinite(error) else None for name, error in errors.items()}
 
 
-def each_part(
-    targets: Iterable[Target], look: Callable[[Target, int, int], T], what: str, device: Device
-) -> Iterator[tuple[Target, T]]:
-    """Look at every tensor part by part, (target, start, stop), read by all cores; yield in order.
+def error_limit(recipe: Recipe, scheme: Scheme) -> float:
+    """Return the largest relative error that a recipe allows a source tensor of a scheme."""
+    return recipe.verification.max_relative_error.get(scheme.name, scheme.max_relative_error)
 
-    Fused experts have parts of as much as the device takes, kept tensors of as much as a CPU does;
-    another Linear is whole.
-    """
-    tasks: list[tuple[Target, int, int]] = []
+
+def parts_of(targets: Iterable[Target], device: Device) -> list[PartOf]:
+    """Split tensors: fused experts and kept tensors by what a device takes; another Linear is whole."""
+    parts: list[PartOf] = []
     for target in targets:
         rows, kept = target.shape[0], target.scheme is None
         where = Device() if kept else device  # kept bytes are compared where they were read
         splits = kept or len(target.shape) == 3
         runs = where.runs(rows, target.bytes_before) if splits else [(0, rows)]
-        tasks += [(target, *run) for run in runs]
+        parts += [(target, *run) for run in runs]
+    return parts
+
+
+def each_part(parts: Sequence[S], look: Callable[[S], T], what: str) -> Iterator[tuple[S, T]]:
+    """Look at parts, read by all cores; yield them and what was found, in order."""
     cores = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        found = pool.map(lambda task: look(*task), tasks)
-        pairs = track(zip(tasks, found, strict=True), what, len(tasks), "parts of tensors")
-        for (target, _, _), part in pairs:
-            yield target, part
+        found = pool.map(look, parts)
+        yield from track(zip(parts, found, strict=True), what, len(parts), "parts of tensors")
 
 
-class Decompressor:
-    """Decompresses Linears with compressed-tensors, the format's own library."""
+def modules_of(part: PartOf) -> tuple[int, tuple[str, ...]]:
+    """Return the index of a part's first Linear in its tensor, and the names of its Linears."""
+    target, start, stop = part
+    each, rows = len(target.modules), target.shape[0]
+    first, end = start * each // rows, stop * each // rows
+    return first, target.modules[first:end]
 
-    def __init__(self, artifact: Checkpoint) -> None:
-        # Importing it takes seconds, in which the files are being hashed.
-        from compressed_tensors.compressors import BaseCompressor
-        from compressed_tensors.quantization import QuantizationConfig
 
-        config = artifact.config["quantization_config"]
-        self._schemes = ConfigSchemes(config)
-        self._groups = QuantizationConfig.model_validate(config).config_groups
-        self._default_format: str = config["format"]
-        self._compressor: Any = BaseCompressor.get_value_from_registry
-
-    def group(self, module: str) -> str:
-        """Return the name of the config group that a quantized module belongs to."""
-        return str(self._schemes.group_of(module))
-
-    def weight(self, group: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return BF16 weights [R, in] as compressed-tensors reads them.
-
-        Args:
-            group: the config group of the Linears whose rows these are.
-            tensors: what the rows have on disk, by suffix: [R, ...], global scales [R, 1, 1].
-        """
-        settings: Any = self._groups[group]
-        compressor = self._compressor(settings.format or self._default_format)
-        return compressor.decompress(dict(tensors), settings)["weight"]
+def joined(encoded: Encoded) -> Tensor:
+    """Return a part's bytes as they stand in a file, one Linear after the other: uint8 [n]."""
+    parts = [tensor.reshape(len(tensor), -1).view(torch.uint8) for tensor in encoded.values()]
+    return torch.cat(parts, dim=1).flatten()
 
 
 def ratio(distance: float, norm: float) -> float:
@@ -157,139 +160,100 @@ def ratio(distance: float, norm: float) -> float:
     return math.sqrt(distance / norm) if norm else (0.0 if distance == 0 else math.inf)
 
 
-@dataclass
-class _Part:
-    """Results of a part of one tensor: checks, and sums of squares of W - W' and of W."""
-
-    checks: dict[str, Check] = field(default_factory=lambda: new_checks(VALUE_CHECKS))
-    distance: float = 0.0
-    norm: float = 0.0
-
-
 @dataclass(frozen=True)
-class _Verifier:
-    """Compares parts of an artifact with its source; threads share it."""
+class Comparer:
+    """Compares parts of an artifact with its source; threads share it.
 
-    artifact: Checkpoint
+    Without a `decompressor` nothing is decompressed by compressed-tensors, whose import takes seconds.
+    """
+
     source: Checkpoint
-    decompressor: Decompressor
+    recipe: Recipe
     device: Device
+    decompressor: Decompressor | None
 
-    def check(self, target: Target, start: int, stop: int) -> _Part:
-        """Check rows (experts) start:stop of one source tensor."""
-        if target.scheme is not None:
-            return self._quantized(target, target.scheme, start, stop)
-        part, name = _Part(), target.name
-        both = (side.read_rows(name, start, stop) for side in (self.source, self.artifact))
-        part.checks["kept"].expect(same_bits(*both), f"{name} differs from the source")
-        return part
-
-    def _quantized(self, target: Target, scheme: Scheme, start: int, stop: int) -> _Part:
-        part, count = _Part(), len(target.modules)
-        out, inputs = linear_shape(target.shape, target.modules)
-        indices = range(start * count // target.shape[0], stop * count // target.shape[0])
-        modules = target.modules[indices.start : indices.stop]
-        compared = [_compared_rows(index, count, out) for index in indices]
-        pinned = self.device.pinned
-        rows = self.source.read_rows(target.name, start, stop, pinned=pinned)
-        read = {
-            suffix: self.artifact.read_stacked([f"{m}.{suffix}" for m in modules], pinned=pinned)
-            for suffix in scheme.compressed.tensors(out, inputs)
+    def read(self, artifact: Checkpoint, part: PartOf) -> Encoded:
+        """Read a part's tensors from where the headers say that they lie."""
+        target, start, stop = part
+        if target.scheme is None:
+            return {"": artifact.read_rows(target.name, start, stop)}
+        pinned, (_, modules) = self.device.pinned, modules_of(part)
+        return {
+            suffix: artifact.read_stacked([f"{m}.{suffix}" for m in modules], pinned=pinned)
+            for suffix in self._specs(target)
         }
+
+    def parse(self, part: PartOf, data: Tensor) -> Encoded:
+        """Find a part's tensors in its bytes as they stand in a file: uint8 [n]."""
+        specs, (_, start, stop) = self._specs(part[0]), part
+        count = len(modules_of(part)[1]) or stop - start
+        columns = data.view(count, -1).split([spec.nbytes for spec in specs.values()], dim=1)
+        return {
+            suffix: column.contiguous().view(DTYPES[spec.dtype]).view(count, *spec.shape)
+            for (suffix, spec), column in zip(specs.items(), columns, strict=True)
+        }
+
+    def _specs(self, target: Target) -> dict[str, TensorSpec]:
+        """Return dtype and shape of what each Linear, or row that is kept, has on disk, by suffix."""
+        if target.scheme is None:
+            return {"": TensorSpec(self.source.tensors[target.name].dtype, target.shape[1:])}
+        shape = linear_shape(target.shape, target.modules)
+        tensors = target.scheme.compressed.tensors(*shape)
+        return {suffix: TensorSpec(*spec) for suffix, spec in tensors.items()}
+
+    def check(self, part: PartOf, encoded: Encoded) -> Part:
+        """Check a part's tensors."""
+        target, start, stop = part
+        if target.scheme is not None:
+            return self._quantized(part, target.scheme, encoded)
+        result = Part()
+        same = same_bits(self.source.read_rows(target.name, start, stop), encoded[""])
+        result.checks["kept"].expect(same, f"{target.name} differs from the source")
+        return result
+
+    def _quantized(self, part: PartOf, scheme: Scheme, encoded: Encoded) -> Part:
+        (target, start, stop), (first, modules), result = part, modules_of(part), Part()
+        rows = self.source.read_rows(target.name, start, stop, pinned=self.device.pinned)
         with self.device.turn:
-            weight = self.device.take(rows).view(-1, out, inputs)
-            tensors = {suffix: self.device.take(tensor) for suffix, tensor in read.items()}
+            weight = self.device.take(rows).view(-1, *linear_shape(target.shape, target.modules))
+            tensors = {suffix: self.device.take(tensor) for suffix, tensor in encoded.items()}
             mine = scheme.dequantize(tensors)
             squares = _sums_of_squares(weight, mine).T.tolist()
             del weight
-            flags = (
-                sound_each(tensors),
-                _positive(tensors["weight_scale"], scheme),
-                _alive(mine),
-                self._decompressed_alike(modules, compared, tensors, mine),
-            )
-            found = zip(modules, squares, *torch.stack(flags).tolist(), strict=True)
-        for module, (norm, distance), sound, positive, alive, alike in found:
+            flags = [sound_each(tensors), _positive(tensors["weight_scale"], scheme), _alive(mine)]
+            if self.decompressor is not None:
+                count, out = len(target.modules), mine.shape[1]
+                compared = [compared_rows(first + i, count, out) for i in range(len(modules))]
+                flags.append(self.decompressor.alike(modules, compared, tensors, mine))
+            found = torch.stack(flags).T.tolist()
+        most = A_LINEAR * error_limit(self.recipe, scheme)
+        for i, (module, (sound, positive, alive, *alike)) in enumerate(
+            zip(modules, found, strict=True)
+        ):
             if not sound:
-                part.checks["scales"].expect(False, self._unsound(module))
+                fault = _unsound(module, {suffix: tensor[i] for suffix, tensor in encoded.items()})
+                result.checks["scales"].expect(False, fault)
                 continue
-            part.norm += norm
-            part.distance += distance
+            norm, distance = squares[i]
+            result.norm += norm
+            result.distance += distance
+            error = ratio(distance, norm)
+            fault = f"{module}: relative error {error:.4f} is over {most:g}, twice the recipe's"
+            result.checks["error"].expect(error <= most, fault)
             fault = f"{module}.weight_scale is not above 0 throughout"
-            part.checks["scales"].expect(positive, fault)
+            result.checks["scales"].expect(positive, fault)
             if target.module_class == "experts":
-                part.checks["experts"].expect(alive, f"{module} is all zero")
+                result.checks["experts"].expect(alive, f"{module} is all zero")
             fault = f"{module}: compressed-tensors decompresses other weights"
-            part.checks["decompression"].expect(alike, fault)
-        return part
-
-    def _unsound(self, module: str) -> str:
-        """Return what the reader says of a module one of whose tensors it refuses."""
-        from quantize.checkpoints.load import read_finite
-
-        try:
-            for name in module_tensors(self.artifact, module):
-                read_finite(self.artifact, name)
-        except InputError as error:
-            return str(error)
-        return f"{module}: a tensor held NaN, infinity or 0 when it was read first"
-
-    def _decompressed_alike(
-        self,
-        modules: Sequence[str],
-        compared: Sequence[slice],
-        tensors: Mapping[str, Tensor],
-        mine: Tensor,
-    ) -> Tensor:
-        """Return for each module whether the rows to be compared have the same bits: bool [n]."""
-        alike = torch.zeros(len(modules), dtype=torch.bool, device=mine.device)
-        groups: dict[str, dict[int, slice]] = defaultdict(dict)
-        for index, (module, rows) in enumerate(zip(modules, compared, strict=True)):
-            groups[self.decompressor.group(module)][index] = rows
-        for group, chosen in groups.items():
-            own = _rows(mine, chosen)
-            stored = {
-                suffix: _rows(tensor, chosen)
-                if tensor.dim() == 3
-                else _a_row(tensor, chosen, mine.shape[1])
-                for suffix, tensor in tensors.items()
-                if suffix not in INPUT_SCALES
-            }
-            equal = [
-                _equal_rows(
-                    self.decompressor.weight(group, {s: t[block] for s, t in stored.items()}),
-                    own[block],
-                )
-                for block in blocks(own)
-            ]
-            counts = [len(range(*rows.indices(mine.shape[1]))) for rows in chosen.values()]
-            for index, rows in zip(chosen, torch.cat(equal).split(counts), strict=True):
-                alike[index] = rows.all()
-        return alike
+            for same in alike:
+                result.checks["decompression"].expect(same, fault)
+        return result
 
 
-def _rows(tensor: Tensor, chosen: Mapping[int, slice]) -> Tensor:
-    """Join rows of matrices [n, out, ...], chosen by index: [R, ...]."""
-    parts = [tensor[index, rows] for index, rows in chosen.items()]
-    if len(parts) == 1:
-        return parts[0]
-    if tensor.element_size() == 1:  # as bytes, since not every operation takes 8-bit floats
-        return torch.cat([part.view(torch.uint8) for part in parts]).view(tensor.dtype)
-    return torch.cat(parts)
-
-
-def _a_row(scales: Tensor, chosen: Mapping[int, slice], out: int) -> Tensor:
-    """Repeat scales [n, 1] of whole matrices for each of their rows that is chosen: [R, 1, 1]."""
-    counts = [len(range(*rows.indices(out))) for rows in chosen.values()]
-    parts = zip(chosen, counts, strict=True)
-    return torch.cat([scales[index].expand(count, 1, 1) for index, count in parts])
-
-
-def _equal_rows(theirs: Tensor, mine: Tensor) -> Tensor:
-    """Return for each row whether dtype and bits are the same: bool [R]."""
-    if theirs.dtype != mine.dtype or theirs.shape != mine.shape:
-        return torch.zeros(len(mine), dtype=torch.bool, device=mine.device)
-    return (theirs.contiguous().view(torch.int16) == mine.view(torch.int16)).all(1)
+def _unsound(module: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return which tensor of a Linear holds what none may hold."""
+    bad = [s for s, tensor in tensors.items() if not sound_each({s: tensor[None]}).item()]
+    return f"{module}.{bad[0]} holds NaN or infinity, or is not above 0"
 
 
 def _positive(scales: Tensor, scheme: Scheme) -> Tensor:
@@ -321,15 +285,7 @@ def _sums_of_squares(weight: Tensor, mine: Tensor, dtype: torch.dtype = torch.fl
     return found
 
 
-def _compared_rows(index: int, modules: int, out: int) -> slice:
-    """Return the rows of a source tensor's module `index` whose decompression is compared."""
-    if index % max(1, modules // DECOMPRESSED_PER_TENSOR) == 0:
-        return slice(0, out)
-    start = index * DECOMPRESSED_ROWS % out
-    return slice(start, start + DECOMPRESSED_ROWS)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and bytes (NaN equals NaN here)."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False

@@ -1,0 +1,172 @@
+"""Checks what convert encodes while it is in memory, so that verify need not read all of BF16 again.
+
+convert hands every part to `Witness.check` when it is encoded and not yet written. The witness
+reads the part's source itself, checks the bytes as `verify_weights` checks files, and keeps their
+digest (XXH3, 128 bits). `verify` behind it takes the digest of every part on disk, found through
+the headers: bytes that a writer lost, mixed up, wrote twice or elsewhere have another one. It also
+compares a share of the parts on disk with the source. A record that is missing, incomplete (convert
+was interrupted) or of another checkpoint, source, recipe or code is not trusted: then verify
+compares everything.
+"""
+
+import hashlib
+import math
+import random
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+import xxhash
+
+from quantize.checkpoints.reader import Checkpoint, bytes_of
+from quantize.checkpoints.targets import Target
+from quantize.errors import InputError
+from quantize.host.files import read_json, write_json
+from quantize.recipe.sections import Recipe
+from quantize.runs.folder import RunDir
+from quantize.runs.manifest import code_digest, fingerprint
+from quantize.schemes.records import Scheme
+from quantize.stages.device import Device
+from quantize.stages.verify.decompression import Decompressor
+from quantize.stages.verify.verify_weights import (
+    VALUE_CHECKS,
+    Check,
+    Comparer,
+    Part,
+    PartOf,
+    add_up,
+    each_part,
+    joined,
+    new_checks,
+)
+
+SHARE = 0.05  # of the parts of each scheme, and of those that are kept, is compared on disk
+BEHIND_CONVERT = ("as encoded", "read back")
+
+
+class Witness:
+    """Checks parts as they are encoded; convert's threads share it.
+
+    Args:
+        source: the BF16 checkpoint.
+        config: the config.json that convert writes.
+        recipe: gives the limits of errors.
+        device: where weights are compared.
+    """
+
+    def __init__(
+        self, source: Checkpoint, config: dict[str, Any], recipe: Recipe, device: str = "cpu"
+    ) -> None:
+        self._comparer = Comparer(source, recipe, Device(device), Decompressor(config))
+        self._found: dict[tuple[str, int], tuple[PartOf, Part, str]] = {}
+        self._lock = Lock()
+
+    def check(self, target: Target, start: int, stop: int, encoded: torch.Tensor) -> None:
+        """Check rows (experts) start:stop of a source tensor, encoded: uint8 [n], as in a file."""
+        part = target, start, stop
+        found = self._comparer.check(part, self._comparer.parse(part, encoded)), _digest(encoded)
+        with self._lock:
+            self._found[target.name, start] = part, *found
+
+    def write(self, targets: list[Target], run: RunDir) -> None:
+        """Write what was found of `targets`, beside convert's own record."""
+        order = {target.name: index for index, target in enumerate(targets)}
+        found = sorted(self._found.values(), key=lambda one: (order[one[0][0].name], one[0][1]))
+        source, recipe = self._comparer.source, self._comparer.recipe
+        checks = new_checks(VALUE_CHECKS)
+        errors = add_up(((part, result) for part, result, _ in found), recipe, checks)
+        digests: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        for (target, start, stop), _, digest in found:
+            digests[target.name].append((start, stop, digest))
+        record = {
+            "of": _identity(run, source, recipe),
+            "checks": [asdict(check) for check in checks.values()],
+            "relative_error": errors,
+            "digests": digests,
+        }
+        write_json(run.witness_json, record)
+
+
+def _digest(encoded: torch.Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(bytes_of(encoded))
+
+
+def _identity(run: RunDir, source: Checkpoint, recipe: Recipe) -> dict[str, str]:
+    """Return what a record is of, the checkpoint by convert's own record."""
+    return {
+        "checkpoint": hashlib.sha256(run.conversion_json.read_bytes()).hexdigest(),
+        "source": fingerprint(source),
+        "recipe": recipe.digest(),
+        "code": code_digest(),
+    }
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a witness found: checks, relative errors, and the digest of every part."""
+
+    checks: list[Check]
+    relative_error: dict[str, float | None]
+    digests: list[tuple[PartOf, str]]
+
+    def compare(
+        self, artifact: Checkpoint, comparer: Comparer, checks: dict[str, Check]
+    ) -> dict[str, float | None]:
+        """Compare every part on disk with its digest, and a sample of them with the source.
+
+        It adds to `checks`, and returns the relative error of every quantized source tensor.
+        """
+        for check in self.checks:
+            checks[check.name].add(check)
+        sample = self._sample()
+
+        def look(numbered: tuple[int, PartOf]) -> tuple[bool, list[str] | None]:
+            index, part = numbered
+            encoded = comparer.read(artifact, part)
+            as_encoded = _digest(joined(encoded)) == self.digests[index][1]
+            if index not in sample:
+                return as_encoded, None
+            compared = comparer.check(part, encoded).checks.values()
+            return as_encoded, [fault for check in compared for fault in check.faults]
+
+        parts = list(enumerate(part for part, _ in self.digests))
+        for (_, (target, start, stop)), (as_encoded, faults) in each_part(parts, look, "verify"):
+            where = f"{target.name}, rows {start} to {stop - 1}"
+            checks["as encoded"].expect(as_encoded, f"{where}: not the bytes that were encoded")
+            if faults is not None:
+                checks["read back"].expect(not faults, f"{where}: {' '.join(faults[:1])}")
+        return self.relative_error
+
+    def _sample(self) -> set[int]:
+        """Choose parts, at least one of each scheme; the same ones of the same bytes."""
+        numbers: dict[Scheme | None, list[int]] = defaultdict(list)
+        for number, ((target, _, _), _) in enumerate(self.digests):
+            numbers[target.scheme].append(number)
+        draw = random.Random("".join(digest for _, digest in self.digests))
+        chosen = (draw.sample(own, math.ceil(SHARE * len(own))) for own in numbers.values())
+        return {number for own in chosen for number in own}
+
+
+def recall(run: RunDir, source: Checkpoint, targets: list[Target], recipe: Recipe) -> Record | str:
+    """Return what a witness found of a run's checkpoint, or why that is not to be trusted."""
+    name = run.witness_json.name
+    if not (run.witness_json.is_file() and run.conversion_json.is_file()):
+        return f"{name} is missing"
+    try:
+        content = read_json(run.witness_json)
+        for what, digest in _identity(run, source, recipe).items():
+            if content["of"][what] != digest:
+                return f"{name} is of another {what}"
+        digests: list[tuple[PartOf, str]] = []
+        for target in targets:
+            found = content["digests"].get(target.name, [])
+            begins, ends = [start for start, _, _ in found], [stop for _, stop, _ in found]
+            if [*begins, target.shape[0]] != [0, *ends]:
+                return f"{name} lacks a part of {target.name}: convert was interrupted"
+            digests += [((target, start, stop), digest) for start, stop, digest in found]
+        checks = [Check(**check) for check in content["checks"]]
+        return Record(checks, dict(content["relative_error"]), digests)
+    except (InputError, AttributeError, KeyError, TypeError, ValueError):
+        return f"{name} is damaged"
