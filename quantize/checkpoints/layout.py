@@ -17,7 +17,7 @@ from typing import Any
 from quantize.checkpoints.architecture import spelled_out
 from quantize.checkpoints.modelopt import ModelOptSchemes
 from quantize.checkpoints.reader import FIX, Checkpoint, TensorSpec, check_total_size
-from quantize.checkpoints.targets import DROPPED, linear_modules, linear_shape, matches
+from quantize.checkpoints.targets import DROPPED, linear_modules, linear_shape, named_by
 from quantize.errors import InputError
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import SUFFIXES, OnDisk, Scheme, refusal, scheme_of_group
@@ -213,7 +213,7 @@ class ConfigSchemes:
                 f"{quantization_config.get('quant_method')!r}, not 'compressed-tensors' or 'modelopt'; "
                 f"{SCHEME_FIX}"
             )
-        self.ignore: list[str] = quantization_config.get("ignore") or []
+        self._ignored = named_by(quantization_config.get("ignore") or [])
         groups = quantization_config.get("config_groups") or {}
         if not groups:
             raise InputError(
@@ -221,6 +221,10 @@ class ConfigSchemes:
             )
         self.groups: dict[str, tuple[list[str], Scheme]] = {
             name: (group["targets"], _group_scheme(name, group)) for name, group in groups.items()
+        }
+        self._rules = {
+            name: None if "Linear" in targets else named_by(targets)
+            for name, (targets, _) in self.groups.items()
         }
 
     @property
@@ -239,12 +243,9 @@ class ConfigSchemes:
 
     def group_of(self, module: str) -> str | None:
         """Return the name of the config group that a Linear module belongs to."""
-        if any(matches(module, pattern) for pattern in self.ignore):
+        if self._ignored(module):
             return None
-        for name, (targets, _) in self.groups.items():
-            if any(target == "Linear" or matches(module, target) for target in targets):
-                return name
-        return None
+        return next((name for name, own in self._rules.items() if own is None or own(module)), None)
 
 
 def _group_scheme(name: str, group: dict[str, Any]) -> Scheme:

@@ -10,7 +10,7 @@ the router and self-conditioning without a quantization config; its embedding ta
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ KEPT_LINEARS = {
 }
 OPTIONAL = "optional:"  # before an entry of `ignore` that may match nothing
 QUANTIZABLE = ("experts", "attention", "mlp")
+Chosen = Callable[[str], str | None]  # module -> the name of its scheme
 
 # Linears that servers fuse into one matrix with one global scale.
 FUSED = re.compile(r"(.*\.self_attn)\.[qkv]_proj|(.*\.(?:mlp|experts\.\d+))\.(?:gate|up)_proj")
@@ -116,8 +117,9 @@ def plan_targets(tensors: Mapping[str, TensorInfo], quantization: Quantization) 
             or a target or scheme matches nothing.
     """
     kept = [info for name, info in tensors.items() if not DROPPED.fullmatch(name)]
-    _check_kinds(kept, quantization)
-    targets = [_target(info, quantization) for info in kept]
+    chosen = _chosen_by(quantization)
+    _check_kinds(kept, chosen)
+    targets = [_target(info, chosen) for info in kept]
     _check_patterns(targets, quantization)
     for name in quantization.targets_by_scheme():
         if not any(target.scheme is SCHEMES[name] for target in targets):
@@ -135,21 +137,21 @@ def _check_patterns(targets: list[Target], quantization: Quantization) -> None:
     for patterns in quantization.targets_by_scheme().values():
         entries += [("targets", entry) for entry in patterns if entry != "Linear"]
     for key, entry in entries:
-        if not any(matches(name, entry) for name in names):
+        if not any(map(named_by([entry]), names)):
             raise InputError(
                 f"quantization.{key}: {entry!r} matches no module of this model; mend it, remove it, "
                 f"or in ignore write '{OPTIONAL}{entry}'"
             )
 
 
-def _check_kinds(tensors: Sequence[TensorInfo], quantization: Quantization) -> None:
+def _check_kinds(tensors: Sequence[TensorInfo], chosen: Chosen) -> None:
     """Refuse a recipe that would quantize what must stay BF16, and say what `ignore` lacks."""
     found: dict[str, str] = {}
     for info in tensors:
         kind = _class_of(info)
         if kind not in QUANTIZABLE and kind not in found:
             modules = linear_modules(info.name, info.shape)
-            if _scheme(info.name, modules, quantization) is not None:
+            if _scheme(info.name, modules, chosen) is not None:
                 found[kind] = info.name
     if found:
         what = "; ".join(f"{name} ({kind}: {WHY_KEPT[kind]})" for kind, name in found.items())
@@ -164,10 +166,10 @@ def _class_of(info: TensorInfo) -> str:
         raise InputError(f"{info.file}: {error}") from error
 
 
-def _target(info: TensorInfo, quantization: Quantization) -> Target:
+def _target(info: TensorInfo, chosen: Chosen) -> Target:
     kind = _class_of(info)
     modules = linear_modules(info.name, info.shape)
-    scheme = _scheme(info.name, modules, quantization)
+    scheme = _scheme(info.name, modules, chosen)
     if scheme is None:
         reason = WHY_KEPT.get(kind, "ignored by the recipe")
         return Target(info.name, kind, None, reason, info.shape, (), info.nbytes, info.nbytes)
@@ -198,35 +200,44 @@ def fused_with(module: str) -> str:
     return match[1] or match[2] if match else module
 
 
-def _scheme(name: str, modules: tuple[str, ...], quantization: Quantization) -> Scheme | None:
+def _scheme(name: str, modules: tuple[str, ...], chosen: Chosen) -> Scheme | None:
     """Return the one scheme of all Linears in a tensor, or None."""
-    found: set[Scheme | None] = {_module_scheme(module, quantization) for module in modules}
+    found = set(map(chosen, modules))
     if len(found) > 1:
         raise InputError(
             f"{name}: the recipe gives its experts different schemes "
-            f"({', '.join(str(s) for s in sorted(found, key=str))}); vLLM reads one scheme a layer"
+            f"({', '.join(sorted(map(str, found)))}); vLLM reads one scheme a layer"
         )
-    return found.pop() if found else None
+    only = found.pop() if found else None
+    return SCHEMES[only] if only else None
 
 
-def _module_scheme(module: str, quantization: Quantization) -> Scheme | None:
-    if any(matches(module, entry.removeprefix(OPTIONAL)) for entry in quantization.ignore):
-        return None
-    names = [
-        name
+def _chosen_by(quantization: Quantization) -> Chosen:
+    """Return what names the scheme of a module, or None."""
+    ignored = named_by([entry.removeprefix(OPTIONAL) for entry in quantization.ignore])
+    rules = {
+        name: None if "Linear" in patterns else named_by(patterns)
         for name, patterns in quantization.targets_by_scheme().items()
-        if any(pattern == "Linear" or matches(module, pattern) for pattern in patterns)
-    ]
-    if len(names) > 1:
-        raise InputError(f"{module}: matched by two schemes of the recipe, {' and '.join(names)}")
-    return SCHEMES[names[0]] if names else None
+    }
+
+    def chosen(module: str) -> str | None:
+        if ignored(module):
+            return None
+        names = [name for name, named in rules.items() if named is None or named(module)]
+        if len(names) > 1:
+            raise InputError(
+                f"{module}: matched by two schemes of the recipe, {' and '.join(names)}"
+            )
+        return names[0] if names else None
+
+    return chosen
 
 
-def matches(module: str, pattern: str) -> bool:
-    """Whether a recipe entry names a module, by compressed-tensors' rule: `re:` or the exact name."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return pattern == module
+def named_by(entries: Sequence[str]) -> Callable[[str], bool]:
+    """Return whether an entry names a module, by compressed-tensors' rule: `re:` or the exact name."""
+    exact = {entry for entry in entries if not entry.startswith("re:")}
+    patterns = [re.compile(entry[3:]).match for entry in entries if entry.startswith("re:")]
+    return lambda module: module in exact or any(match(module) for match in patterns)
 
 
 def _check_allowed(info: TensorInfo, scheme: Scheme) -> None:

@@ -12,7 +12,7 @@ from quantize.checkpoints.layout import (
     schemes_by_module,
 )
 from quantize.checkpoints.reader import Checkpoint, known_config
-from quantize.checkpoints.targets import matches, module_class, plan_targets, sum_bytes
+from quantize.checkpoints.targets import module_class, named_by, plan_targets, sum_bytes
 from quantize.errors import InputError
 from quantize.recipe.sections import Quantization, load_recipe
 from quantize.stages.plan.plan import config_of_known, group, tensors_from_config
@@ -98,7 +98,7 @@ def test_matching_follows_compressed_tensors(pattern: str, found: bool) -> None:
     from compressed_tensors.utils.match import match_name
 
     name = "model.layers.0.mlp"
-    assert matches(name, pattern) is match_name(name, pattern) is found
+    assert named_by([pattern])(name) is match_name(name, pattern) is found
 
 
 def test_bf16_layout_is_what_transformers_saves(tiny_checkpoint: Path) -> None:
