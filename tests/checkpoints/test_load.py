@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny import EXPERTS, LAYERS
 
 from quantize.checkpoints import load as load_module
-from quantize.checkpoints.layout import scheme_tensors
+from quantize.checkpoints.layout import ConfigSchemes, scheme_tensors
 from quantize.checkpoints.load import lazy_weights, load, read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
@@ -50,7 +50,8 @@ def test_both_trees_hold_the_same_weights_once(artifact: Path) -> None:
 
 def test_every_quantized_weight_equals_compressed_tensors_decompression(artifact: Path) -> None:
     checkpoint = Checkpoint.open(artifact)
-    decompressor = Decompressor(checkpoint)
+    decompressor = Decompressor(checkpoint.config)
+    groups = ConfigSchemes(checkpoint.config["quantization_config"])
     weights = {name: lazy[...] for name, lazy in lazy_weights(checkpoint).items()}
     compared = 0
     for module, (scheme, _) in read_input_schemes(checkpoint).items():
@@ -65,7 +66,7 @@ def test_every_quantized_weight_equals_compressed_tensors_decompression(artifact
             mine = weights[f"{module}.weight"]
         suffixes = [name.removeprefix(".") for name in scheme_tensors("", scheme, *mine.shape)]
         stored = {suffix: checkpoint.read(f"{module}.{suffix}") for suffix in suffixes}
-        theirs = decompressor.weight(decompressor.group(module), stored)
+        theirs = decompressor.weight(str(groups.group_of(module)), stored)
         assert mine.dtype == theirs.dtype == torch.bfloat16
         assert torch.equal(mine, theirs), module
         compared += 1
