@@ -94,7 +94,7 @@ def limits_of(
         margin_pp: margin of the task.
         units: number of answers or questions planned, as the estimand counts.
     """
-    default = min(margin_pp, max(margin_pp / 2, 100 * ROOM / units))
+    default = min(margin_pp, max(margin_pp / 2, 100 * ROOM / max(1, units)))
     return {s: limits_pp.get(s, None if s in UNJUDGED else default) for s in SIGNS}
 
 

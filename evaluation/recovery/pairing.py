@@ -67,7 +67,8 @@ def paired(
         return Verdict("NOT COMPARABLE", "no look is complete on both sides")
 
     questions = plan.questions if plan else len(base.names)
-    planned = units(estimand, questions, plan.repeats if plan else len(base.rows) // questions)
+    repeats = plan.repeats if plan else len(base.rows) // max(1, questions)
+    planned = units(estimand, questions, repeats)
     limits = dict.fromkeys(SIGNS) if health_pp is None else limits_of(health_pp, margin_pp, planned)
 
     def compared(base: Scoring, other: Scoring) -> Comparison:

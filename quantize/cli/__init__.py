@@ -25,7 +25,7 @@ GROUPS = {
     "Run": ("run", "rehearse", "status"),
     "Stages of a run, one by one": tuple(stage.name for stage in STAGES),
     "Look": ("recipes", "tasks", "inspect", "doctor"),
-    "Judge": ("judge", "compare", "baseline", "search"),
+    "Judge": ("judge", "compare", "baseline", "search", "nemo"),
     "Use": ("generate", "serve", "bench", "tune", "export"),
     "Ship": ("card", "bundle", "push", "verify-signature"),
 }

@@ -21,6 +21,7 @@ from quantize.cli.options import (
     with_options,
 )
 
+BUNDLES = click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 PACK = click.argument("pack", type=click.Path(path_type=Path, dir_okay=False))
 
 
@@ -132,3 +133,45 @@ def search(recipe: str, model: str | None, out: Path, **options: Any) -> None:
     from quantize.pipeline.search import search as search_schemes
 
     search_schemes(recipe, model, out, **options)
+
+
+@click.group()
+def nemo() -> None:
+    """Exchange scores with NVIDIA's NeMo Evaluator, in the files of `nel compare` and `nel gate`."""
+
+
+@nemo.command("export")
+@RUN_FOLDER
+@BUNDLES
+def nemo_export(run: Path, folder: Path) -> None:
+    """Write the scores of a run to FOLDER/bf16 and FOLDER/quantized, without any text."""
+    from quantize.reports.nemo import export
+    from quantize.runs.folder import existing_run
+
+    export(existing_run(run), folder)
+    click.echo(f"nel gate {folder}/bf16 {folder}/quantized --policy POLICY.yaml")
+
+
+@nemo.command("judge")
+@click.argument("baseline", type=click.Path(path_type=Path))
+@click.argument("candidate", type=click.Path(path_type=Path))
+@click.option(
+    "--margin", "margins", type=(str, float), metavar="NAME POINTS",
+    multiple=True, required=True, help="Points of accuracy that a benchmark may lose; one for each.",
+)  # fmt: skip
+@click.option(
+    "--estimand", type=click.Choice(["these_questions", "such_questions"]), required=True,
+    help="Whether the loss is judged on the benchmarks as they stand, or on questions like theirs.",
+)  # fmt: skip
+def nemo_judge(
+    baseline: Path, candidate: Path, margins: tuple[tuple[str, float], ...], estimand: Any
+) -> int:
+    """Judge two folders of NeMo Evaluator's bundles by our gate, on accuracy alone.
+
+    Exit codes are those of `quantize run`.
+    """
+    from quantize.reports.nemo import judge_bundles
+
+    verdict = judge_bundles(baseline, candidate, dict(margins), estimand)
+    click.echo(f"{verdict.outcome}: {verdict.reason}")
+    return verdict.exit_code

@@ -5,6 +5,7 @@ The functions that the product judges with (`recovery.estimands`) take many roun
 their own, so the first so many rounds of a world are the same however many follow.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from recovery.estimands import (
 )
 from recovery.gate import judge_task
 from recovery.statistics import Interval, compare
-from scipy.special import bdtr
+from scipy.special import bdtr, ndtr, stdtrit
 from worlds import (
     CERTAIN,
     DAMAGE,
@@ -214,31 +215,44 @@ def test_a_model_is_not_declared_different_by_a_few_questions(
 
 
 def beside_another_gate(world: World, rounds: int) -> dict[str, float]:
-    """Return how often NeMo Evaluator's documented rules and ours say what, on the same answers.
+    """Return how often the rules of NeMo Evaluator 0.3.0 and ours say what, on the same answers.
 
-    `nel gate` says GO when the observed loss is at most the tolerance, here the margin. `nel compare`
-    reports a regression when McNemar's exact test on all (problem, repeat) pairs does (5 %, one side).
+    `nel gate` judges by Student's 95 % interval of problems' mean differences: GO where all of it is
+    within the tolerance, here the margin, NO-GO where none of it is, else INCONCLUSIVE. `nel compare`
+    says BLOCK where the observed loss exceeds the margin and any loss is shown on problems' means (5 %,
+    one side): by McNemar's exact test where each has one answer, else by a permutation test, whose
+    normal approximation stands here.
     """
     found: list[Floats] = []
     for base, quantized in blocks(world, rounds):
-        difference = quantized - base
-        lost, won = ((sign * difference > 0).sum((-2, -1)) for sign in (-1, 1))
+        loss = 100 * (base - quantized).mean(-1)
+        mean, margin = loss.mean(-1), world.bench.margin_pp
+        n = loss.shape[-1]
+        half = stdtrit(n - 1, 0.975) * loss.std(-1, ddof=1) / math.sqrt(n)
+        with np.errstate(invalid="ignore"):
+            shown = ndtr(-loss.sum(-1) / np.sqrt((loss**2).sum(-1))) < 0.05
+        if world.bench.repeats == 1:
+            lost, won = (loss > 0).sum(-1), (loss < 0).sum(-1)
+            shown = bdtr(won, lost + won, 0.5) < 0.05
         ours = outcomes(world, base, quantized)
-        go = 100 * difference.mean((-2, -1)) >= -world.bench.margin_pp - 1e-9
-        found.append(np.stack([go, bdtr(won, lost + won, 0.5) <= 0.05, ours["PASS"], ours["FAIL"]]))
+        go, no_go = mean + half <= margin, mean - half > margin
+        found.append(np.stack([go, no_go, shown & (mean > margin), ours["PASS"], ours["FAIL"]]))
     shares = np.concatenate(found, 1).mean(1)
-    return dict(zip(("GO", "regression", "PASS", "FAIL"), map(float, shares), strict=True))
+    return dict(zip(("GO", "NO-GO", "BLOCK", "PASS", "FAIL"), map(float, shares), strict=True))
 
 
 @pytest.mark.parametrize("bench", RECIPES, ids=str)
 @pytest.mark.parametrize("rounds", [200, pytest.param(2000, marks=pytest.mark.slow)])
 def test_beside_another_gate(bench: Bench, rounds: int) -> None:
-    """A rule on the observed loss lets a model that loses the margin go about every other time."""
-    for estimand, damage in (("these_questions", "single"), ("such_questions", "whole")):
+    """Ours passes a model that loses the margin as rarely as stated, whole questions lost too."""
+    worlds: list[tuple[Estimand, str]] = [
+        ("these_questions", "single"),
+        ("such_questions", "whole"),
+    ]
+    for estimand, damage in worlds:
         for loss in (0.0, bench.margin_pp, 2 * bench.margin_pp):
             share = beside_another_gate(World(bench, estimand, damage, loss), rounds)
             told = ", ".join(f"{name} {value:.1%}" for name, value in share.items())
             print(f"{bench}, {estimand}, {damage}, {loss:g} pp lost, {rounds} rounds: {told}")
             if loss == bench.margin_pp:
-                assert share["GO"] > 0.35
                 assert share["PASS"] <= 0.05 + three_sigma(0.05, rounds)

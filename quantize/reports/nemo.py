@@ -1,0 +1,148 @@
+"""Scores in the files of NVIDIA's NeMo Evaluator 0.3, which `nel compare` and `nel gate` read.
+
+    FOLDER/[BENCHMARK/]eval-*.json     benchmark.name, benchmark.scores.METRIC.value
+    FOLDER/[BENCHMARK/]results.jsonl   a line an answer: problem_idx, repeat, reward
+
+(docs.nvidia.com/nemo/evaluator, "Evaluation Result Format".) They tell neither prompts, seeds and
+samplers nor steps and signs of ill health: accuracy alone is judged, and whoever made them answers for
+equal conditions. Ours say in `config.planned` how much was planned, so that a run which ended at a look
+is judged by its looks. No text is written: a task may be private.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import AliasPath, BaseModel, Field, ValidationError
+from recovery.estimands import Estimand
+from recovery.gate import Verdict, judge
+from recovery.pairing import in_common, paired
+from recovery.scoring import Row, Scoring
+from recovery.sequential import Plan
+from recovery.statistics import Comparison
+
+from quantize.errors import InputError
+from quantize.host.files import read_json, write_json, write_text
+from quantize.reports.scores import read_scoring
+from quantize.runs.folder import RunDir
+from quantize.runs.models import BASELINE, CANDIDATE
+
+
+class _Answer(BaseModel, strict=True):
+    problem_idx: int
+    repeat: int = 0
+    reward: float = Field(ge=0, le=1)
+    expected_answer: Any = ""
+
+
+class _Bundle(BaseModel):
+    name: str = Field(validation_alias=AliasPath("benchmark", "name"))
+    planned: Plan | None = Field(None, validation_alias=AliasPath("config", "planned"))
+
+
+Record = TypeVar("Record", _Answer, _Bundle)
+
+
+def export(run: RunDir, folder: Path) -> None:
+    """Write the answers that both models of a run gave to `folder`/bf16 and `folder`/quantized.
+
+    Raises:
+        InputError: the run has no finished scores, or the folder is there.
+    """
+    if folder.exists():
+        raise InputError(f"{folder}: it is there already; name a new folder")
+    for task in read_json(run.evaluation / "done.json", "tasks")["tasks"]:
+        scored = (read_scoring(run.evaluation / model, task) for model in (BASELINE, CANDIDATE))
+        for model, scoring in zip((BASELINE, CANDIDATE), in_common(*scored)[:2], strict=True):
+            place, rows = folder / model / task, scoring.rows
+            place.mkdir(parents=True)
+            answers = (
+                {"problem_idx": r.doc_id, "repeat": r.repeat, "reward": r.score} for r in rows
+            )
+            write_text(place / "results.jsonl", "".join(f"{json.dumps(a)}\n" for a in answers))
+            mean = sum(row.score for row in rows) / len(rows)
+            config = {
+                "benchmark": task,
+                "model": model,
+                "planned": scoring.made_with.get("planned"),
+            }
+            benchmark = {"name": task, "scores": {"mean_reward": {"value": mean}}}
+            write_json(place / f"eval-{task}.json", {"config": config, "benchmark": benchmark})
+
+
+def judge_bundles(
+    baseline: Path, candidate: Path, margins_pp: Mapping[str, float], estimand: Estimand
+) -> Verdict:
+    """Judge all benchmarks of two folders by the gate's rules, at 95 %.
+
+    Args:
+        baseline: folder with the baseline's bundles.
+        candidate: folder with the candidate's.
+        margins_pp: benchmark -> allowed loss in percentage points.
+        estimand: what the loss is judged on.
+
+    Raises:
+        InputError: a file cannot be read, margins are of other benchmarks, or too little was answered.
+    """
+    ours, theirs = _read(baseline), _read(candidate)
+    named = [", ".join(sorted(each)) for each in (ours, theirs, margins_pp)]
+    if named[0] != named[1]:
+        return Verdict("NOT COMPARABLE", f"benchmarks differ: {named[0]} against {named[1]}")
+    if named[0] != named[2]:
+        raise InputError(f"margins of {named[2]}, bundles of {named[0]}; name a margin for each")
+    if odd := [margin for margin in margins_pp.values() if not 0 < margin <= 100]:
+        raise InputError(f"a margin of {odd[0]:g} points: more than 0 and at most 100 are meant")
+    found: dict[str, Comparison] = {}
+    for name, margin in margins_pp.items():
+        try:
+            each = paired(
+                ours[name], theirs[name], margin_pp=margin, estimand=estimand, confidence=0.95
+            )
+        except ValueError as error:
+            raise InputError(f"{name}: {error}") from error
+        if isinstance(each, Verdict):
+            return Verdict(each.outcome, f"{name}: {each.reason}")
+        found[name] = each
+    return judge(found)
+
+
+def _read(folder: Path) -> dict[str, Scoring]:
+    """Return benchmark -> its scores, of the folder itself or of one folder a benchmark."""
+    found: dict[str, Scoring] = {}
+    for path in sorted([*folder.glob("eval-*.json"), *folder.glob("*/eval-*.json")]):
+        bundle, results = _parsed(_Bundle, path, _text(path)), path.with_name("results.jsonl")
+        lines = enumerate(_text(results).split("\n"), 1)
+        read = [_parsed(_Answer, results, x, f"line {n}: ") for n, x in lines if x.strip()]
+        answers = sorted(read, key=lambda answer: (answer.problem_idx, answer.repeat))
+        asked = [[a.problem_idx, a.repeat, str(a.expected_answer)] for a in answers]
+        if bundle.name in found or len({(index, repeat) for index, repeat, _ in asked}) < len(
+            asked
+        ):
+            raise InputError(f"{results}: an answer, or benchmark {bundle.name!r}, is there twice")
+        rows = [
+            Row(a.problem_idx, a.repeat, "", "", "", "", {"reward": a.reward}, 0, "", 0, [], False)
+            for a in answers
+        ]
+        made_with = {"planned": bundle.planned and asdict(bundle.planned)}
+        found[bundle.name] = Scoring(bundle.name, rows, {"answers": asked}, made_with)
+    if not found:
+        raise InputError(f"{folder}: no eval-*.json there, nor in a folder of it")
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from error
+
+
+def _parsed(model: type[Record], path: Path, text: str, line: str = "") -> Record:
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "the record"
+        raise InputError(f"{path}: {line}{key}: {first['msg']}") from error
