@@ -1,0 +1,50 @@
+"""A run folder that an earlier commit left is whole for today's code: nothing of it is made again."""
+
+import tarfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from quantize.bundled import CHECKPOINT
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import plan_targets
+from quantize.cli import cli
+from quantize.host.files import read_json
+from quantize.recipe.sections import load_recipe
+from quantize.runs.folder import RunDir
+from quantize.stages.convert.convert import convert
+
+# `quantize run --recipe fp8_dynamic --limit 40` at commit 1bb3786, without its checkpoint and its
+# report, and with the bundled model's folder left out of its manifest.
+FIXTURE = Path(__file__).parents[1] / "data" / "run_of_1bb3786.tar.gz"
+STAGES = ("plan", "convert", "verify", "fidelity", "evaluate")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    with tarfile.open(FIXTURE) as packed:
+        packed.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.glob("fp8_dynamic-*")
+    run = RunDir(folder)
+    source, recipe = Checkpoint.open(CHECKPOINT), load_recipe("fp8_dynamic").for_bundled_model()
+    targets = plan_targets(source.tensors, recipe.quantization)
+    convert(source, targets, run.checkpoint, recipe=recipe, record=tmp_path / "again.json")
+    return run
+
+
+def test_the_checkpoint_has_the_same_bytes_today(run: RunDir) -> None:
+    again = read_json(run.path.parent / "again.json")["files"]
+    assert len(again) == 6
+    assert again == read_json(run.path / "conversion.json")["files"]
+
+
+def test_a_run_goes_on_behind_what_an_earlier_commit_made(run: RunDir) -> None:
+    command = ["run", "--recipe", "fp8_dynamic", "--limit", "40", "--resume"]
+    done = CliRunner().invoke(cli, [*command, "--out", str(run.path.parent)])
+    assert done.exit_code == 4, done.output  # 40 questions cannot decide, as then
+    assert [stage for stage in STAGES if f"{stage}: done before" not in done.output] == []
+    assert "report: done in" in done.output
+    (task,) = read_json(run.report_json)["tasks"]
+    assert task["questions"] == 40
+    assert (task["base"], task["quantized"]) == (0.725, 0.725)
