@@ -42,9 +42,9 @@ def test_the_checkpoint_has_the_same_bytes_today(run: RunDir) -> None:
 def test_a_run_goes_on_behind_what_an_earlier_commit_made(run: RunDir) -> None:
     command = ["run", "--recipe", "fp8_dynamic", "--limit", "40", "--resume"]
     done = CliRunner().invoke(cli, [*command, "--out", str(run.path.parent)])
-    assert done.exit_code == 4, done.output  # 40 questions cannot decide, as then
     assert [stage for stage in STAGES if f"{stage}: done before" not in done.output] == []
     assert "report: done in" in done.output
-    (task,) = read_json(run.report_json)["tasks"]
-    assert task["questions"] == 40
+    report = read_json(run.report_json)
+    assert report["verdict"]["outcome"] == "INCONCLUSIVE"  # 40 questions cannot decide, as then
+    (task,) = report["tasks"]
     assert (task["base"], task["quantized"]) == (0.725, 0.725)
