@@ -107,14 +107,7 @@ def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> 
     return Draw(sampled, replacement, scaled.argmax(-1), token_entropy(scaled))
 
 
-def accept(
-    draw: Draw,
-    state: CanvasState,
-    schedule: torch.Tensor,
-    *,
-    entropy_bound: float,
-    confidence_threshold: float,
-) -> None:
+def accept(draw, state, schedule, *, entropy_bound, confidence_threshold):
     """See `operations.accept`."""
     s = state
     live = ~s.finished & (s.step <= len(schedule))

@@ -19,7 +19,6 @@ of a program share. Weights, codes and errors are columns of larger matrices, ch
 # Kernels are compiled from their syntax: their parameters have no Python types, a launch passes numbers
 # for `constexpr`, and tuples are not unpacked.
 
-import torch
 import triton
 import triton.language as tl
 
@@ -216,27 +215,10 @@ def descend_block_kernel(
     tl.store(moved, joined(shifts, ROWS, 0, 16), mask=row < OUT)
 
 
-def round_block(
-    weight: torch.Tensor,
-    factor: torch.Tensor,
-    shared: torch.Tensor,
-    scales: torch.Tensor,
-    codes: torch.Tensor,
-    errors: torch.Tensor,
-    kind: str,
-    neighbours: int,
-) -> None:
-    """See `quantize.schemes.gptq.round_block`; all float32, of stride 1 along the inputs.
+def round_block(weight, factor, shared, scales, codes, errors, kind, neighbours):
+    """See `quantize.schemes.gptq.round_block`; all is float32, of stride 1 along the inputs.
 
-    Args:
-        weight: [E, out, 16].
-        factor: [E, 16, 16].
-        shared: [E].
-        scales: [E, out], read with 0 neighbours, else written.
-        codes: [E, out, 16], written.
-        errors: [E, out, 16], written.
-        kind: e2m1, e4m3 or int8.
-        neighbours: e4m3 codes below and above amax / 6 that are tried.
+    `kind` is e2m1, e4m3 or int8; so many `neighbours` of a scale are tried below and above it.
     """
     E, OUT, _ = weight.shape
     round_block_kernel[(triton.cdiv(OUT, ROWS), E)](
@@ -246,29 +228,8 @@ def round_block(
     )  # fmt: skip
 
 
-def descend_block(
-    slope: torch.Tensor,
-    hessian: torch.Tensor,
-    shared: torch.Tensor,
-    scales: torch.Tensor,
-    codes: torch.Tensor,
-    moved: torch.Tensor,
-    kind: str,
-    *,
-    scaled: bool,
-) -> None:
-    """See `quantize.schemes.gptq.descend_block`; all float32, of stride 1 along the inputs.
-
-    Args:
-        slope: [E, out, 16].
-        hessian: [E, 16, 16].
-        shared: [E].
-        scales: [E, out], moved where `scaled`.
-        codes: [E, out, 16], moved.
-        moved: [E, out, 16], written: how far the values moved.
-        kind: e2m1, e4m3 or int8.
-        scaled: whether scales move.
-    """
+def descend_block(slope, hessian, shared, scales, codes, moved, kind, *, scaled):
+    """See `quantize.schemes.gptq.descend_block`; as above, and scales move where `scaled`."""
     E, OUT, _ = slope.shape
     descend_block_kernel[(triton.cdiv(OUT, ROWS), E)](
         slope, hessian, shared, scales, codes, moved, OUT, *slope.stride()[:2],

@@ -60,9 +60,7 @@ def round_nvfp4_kernel(
     tl.store(y + m * K + k, rounded.to(tl.bfloat16), mask=k < K)
 
 
-def round_nvfp4(
-    x: torch.Tensor, global_scale: torch.Tensor, experts: torch.Tensor | None
-) -> torch.Tensor:
+def round_nvfp4(x, global_scale, experts):
     """See `simulated.round_nvfp4`."""
     M, K = x.shape
     topk = 1 if experts is None else experts.numel() // M

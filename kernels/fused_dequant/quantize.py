@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from fused_dequant.chain import chained, follow
-from fused_dequant.formats import EIGHT_BIT, FOUR_BIT, FP8, GROUP, LARGEST, MOVED, Activation
+from fused_dequant.formats import EIGHT_BIT, FOUR_BIT, FP8, GROUP, LARGEST, MOVED
 from fused_dequant.input_rounding import scaled_blocks
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
@@ -145,9 +145,7 @@ def room(
     return torch.empty(M, K, dtype=dtype, device=device), scale
 
 
-def quantize_rows(
-    x: torch.Tensor, scheme: str, shared: torch.Tensor | None = None, *, gelu_mul: bool = False
-) -> Activation:
+def quantize_rows(x, scheme, shared=None, *, gelu_mul=False):
     """See `activations.quantize_rows`."""
     M, width = x.shape
     K = width // 2 if gelu_mul else width

@@ -1,8 +1,9 @@
 """Every operation in plain torch: dequantize, then multiply. The truth for tests and the CPU path.
 
-`dtype` is the precision of the arithmetic: float32 to serve, float64 to judge a kernel.
-Results come back in that dtype. Weights are given dequantized ([N, K], or [E, N, K] for experts), so
-that one reference serves every format; `formats` dequantizes.
+`dtype` is the precision of the arithmetic: float32 to serve, float64 to judge a kernel. Results come
+back in that dtype. Weights are given dequantized ([N, K], or [E, N, K] for experts), so that one
+reference serves every format; `formats` dequantizes. Arguments without a type are those of the
+operation of the same name (`operations`).
 """
 
 from collections.abc import Callable
@@ -86,17 +87,7 @@ def soft_embedding(
     return torch.softmax(scaled, -1) @ embedding.to(dtype)
 
 
-def attention_heads(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    q_heads: int,
-    kv_heads: int,
-    eps: float,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_heads(qkv, q_weight, k_weight, cos, sin, q_heads, kv_heads, eps, dtype=torch.float32):
     """Return q [M, q_heads, D], k and v [M, kv_heads, D] of `operations.attention_heads`.
 
     The norms' results are rounded to the dtype of qkv, as the model does between norm and rope.
@@ -117,14 +108,7 @@ def attention_heads(
     return rotated(q), rotated(k), normed(v_raw, None)
 
 
-def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-) -> torch.Tensor:
+def attend(q, keys, values, slots, first, last):
     """Attend as `operations.attend`, in the dtype of q, one sequence at a time."""
     n, heads = len(q) // len(slots), keys.shape[2]
     out = torch.zeros_like(q)
@@ -160,12 +144,7 @@ def _run(cells: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return torch.cat([cells[start:], cells[:behind]])
 
 
-def after_attention(
-    h: torch.Tensor,
-    o: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def after_attention(h, o, norms, eps):
     """Return h + norm(o) * w_post, and its norms for dense MLP, experts and router, all bf16 [M, H]."""
     w_post, w_dense, w_experts, w_router = norms
     h = h + _norm(o, w_post, eps)
@@ -174,15 +153,7 @@ def after_attention(
     return h, dense, experts, normed.to(h.dtype) * w_router * h.shape[1] ** -0.5
 
 
-def after_experts(
-    h: torch.Tensor,
-    dense: torch.Tensor,
-    routed: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    scalars: tuple[torch.Tensor, torch.Tensor],
-    decoded: int,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def after_experts(h, dense, routed, norms, scalars, decoded, eps):
     """Return the joined h, and the next input norm(h) * w_next.
 
     h = (h + norm(norm(dense) * w_1 + norm(sum of routed) * w_2) * w) * scalar of the row; routed
@@ -196,15 +167,7 @@ def after_experts(
     return h, _norm(h, w_next, eps)
 
 
-def begin(
-    tokens: torch.Tensor,
-    embedding: torch.Tensor,
-    factor: float,
-    update: torch.Tensor | None,
-    w_next: torch.Tensor,
-    decoded: int,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def begin(tokens, embedding, factor, update, w_next, decoded, eps):
     """See `operations.begin`; the input is not quantized."""
     h = embedding.index_select(0, tokens.long()) * factor
     first = h[:decoded] if update is None else h[:decoded] + update

@@ -33,7 +33,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_dequant import sampling, tuning, vocabulary_hopper
-from fused_dequant.canvas import CanvasState, Draw, Probabilities
 from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import LOG2_E, LOWEST, tanh
 from fused_dequant.tuning import Config, processors
@@ -244,15 +243,7 @@ def reduce_kernel(
     tl.store(out + m * H + column, (acc / norm).to(out.dtype.element_ty), mask=column < H)
 
 
-def look(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    cap: float,
-    state: CanvasState,
-    schedule: torch.Tensor,
-    logits: torch.Tensor,
-    probabilities: Probabilities,
-) -> Draw:
+def look(x, w, cap, state, schedule, logits, probabilities):
     """See `operations.look`."""
     (M, H), V = x.shape, len(w)
     config = tuning.choose("lm_head", "bf16", M, V, H, x.device)
@@ -266,13 +257,7 @@ def look(
     )
 
 
-def soft_embedding(
-    logits: torch.Tensor,
-    embedding: torch.Tensor,
-    inverse_temperature: torch.Tensor,
-    out: torch.Tensor | None = None,
-    config: Config | None = None,
-) -> torch.Tensor:
+def soft_embedding(logits, embedding, inverse_temperature, out=None, config=None):
     """See `operations.soft_embedding`."""
     (M, V), H = logits.shape, embedding.shape[1]
     config = config or tuning.choose("soft_embedding", "bf16", M, H, V, logits.device)
@@ -288,12 +273,7 @@ def soft_embedding(
     return _reduce(partial, anchors, total, inverse_temperature, out)
 
 
-def soft_embedding_of(
-    probabilities: Probabilities,
-    embedding: torch.Tensor,
-    out: torch.Tensor | None = None,
-    config: Config | None = None,
-) -> torch.Tensor:
+def soft_embedding_of(probabilities, embedding, out=None, config=None):
     """See `operations.soft_embedding_of`."""
     p, total = probabilities.p, probabilities.total
     (M, V), H = p.shape, embedding.shape[1]
