@@ -73,23 +73,13 @@ class Passes(Protocol):
     """The passes over one batch of sequences, in the order in which the caller asks for them.
 
     Rows are indices into the batch, in ascending order. A call to `decode` may leave rows out; a row
-    that a call to `encode` leaves out is gone.
+    that a call to `encode` leaves out is gone. Tensors are on `device`; L is `canvas_length`, V
+    `vocabulary`.
     """
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensors that are taken and returned."""
-        ...
-
-    @property
-    def canvas_length(self) -> int:
-        """L, the number of tokens of one canvas."""
-        ...
-
-    @property
-    def vocabulary(self) -> int:
-        """V, the number of tokens in the vocabulary."""
-        ...
+    device: torch.device
+    canvas_length: int
+    vocabulary: int
 
     def encode(self, rows: list[int], tokens: Tensor) -> None:
         """Append `tokens` int64 [B, L] to what `rows` have encoded."""
@@ -108,12 +98,9 @@ class DrawingPasses(Passes, Protocol):
     """Passes that draw as the engine does when it denoises alone."""
 
     def draw(self, decoded: Decoded, state: CanvasState, schedule: Tensor) -> tuple[Draw, Tensor]:
-        """Return what the step of `state` draws, and what the next is conditioned on.
+        """Return what the step of `state` draws of `decoded`, and what the next is conditioned on.
 
-        Args:
-            decoded: from `decode`.
-            state: of the same canvases; it is only read.
-            schedule: temperatures of all steps, float32 [N].
+        `schedule` has the temperatures of all steps, float32 [N]; the state is only read.
         """
         ...
 
@@ -127,34 +114,20 @@ class Canvas:
 
 
 class BatchEngine(Protocol):
-    """What one batch of prompts is generated on: an `Engine`, or a part of one."""
+    """What one batch of at most `capacity` prompts is generated on: an `Engine`, or a part of one.
 
-    @property
-    def capacity(self) -> int:
-        """The most prompts of the batch."""
-        ...
+    A sample may take `max_length` positions, prompt and new tokens together.
+    """
 
-    @property
-    def canvas_length(self) -> int:
-        """The number of tokens of one canvas."""
-        ...
-
-    @property
-    def max_length(self) -> int:
-        """Positions that a sample may take, prompt and new tokens together."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the model is on."""
-        ...
+    capacity: int
+    canvas_length: int
+    max_length: int
+    device: torch.device
 
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> DrawingPasses:
-        """Encode `prompts`, at most `capacity`, as a batch whose passes the caller orders.
-
-        No slot may be taken meanwhile.
+        """Encode `prompts` as a batch whose passes the caller orders; no slot may be taken meanwhile.
 
         Raises:
             InputError: the model cannot take a prompt or its images.
@@ -186,13 +159,11 @@ class Engine(BatchEngine, Protocol):
     far) alone, never on the other slots. `release` frees a slot between any two calls, whatever its
     state. The caller looks for EOS, counts the budget and calls from one thread. Of `sampler` only the
     denoising settings are read. `on_draft` may be called from other threads; `meanwhile` is called from
-    the caller's, at most once, while the device works: what it does then costs no time.
+    the caller's, at most once, while the device works: what it does then costs no time. `prefixes` are
+    beginnings of prompts that are kept encoded, None where none are.
     """
 
-    @property
-    def prefixes(self) -> PrefixCache[Any] | None:
-        """Beginnings of prompts that are kept encoded; None where none are."""
-        ...
+    prefixes: PrefixCache[Any] | None
 
     def admit(
         self,

@@ -8,69 +8,52 @@ first when the budget is spent. Prompts with pictures are left out.
 """
 
 import hashlib
-import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Kept = TypeVar("Kept")
 
 
-@dataclass(frozen=True)
-class _Block(Generic[Kept]):
-    kept: Kept
-    nbytes: int
-
-
 class PrefixCache(Generic[Kept]):
-    """Blocks of encoded prompts, for one engine.
+    """Blocks of `block` tokens of encoded prompts, for one engine and thread: `budget` bytes in all.
 
-    Args:
-        budget: bytes that all blocks together may take.
-        block: tokens of one.
-
-    Attributes:
-        asked: tokens of the prompts that were looked for.
-        reused: how many of them did not need to be encoded.
-        nbytes: bytes of the blocks that are kept.
+    Of the prompts that were looked for, `asked` counts the tokens, and `reused` those that did not need
+    to be encoded; `nbytes` are the bytes of the blocks that are kept.
     """
 
     def __init__(self, budget: int, block: int) -> None:
         self.budget, self.block = budget, block
         self.asked = self.reused = self.nbytes = 0
-        self._blocks: OrderedDict[bytes, _Block[Kept]] = OrderedDict()
-        self._lock = threading.Lock()  # the modules engine encodes on two threads
+        self._blocks: OrderedDict[bytes, tuple[Kept, int]] = OrderedDict()
 
     def find(self, prompt: Sequence[int]) -> list[Kept]:
         """Return what is kept of the prompt's first blocks, in order, as far as they go."""
         found: list[bytes] = []
-        with self._lock:
-            for key in self._keys(prompt):
-                if key not in self._blocks:
-                    break
-                found.append(key)
-            for key in reversed(found):  # a block is worth nothing without those before it
-                self._blocks.move_to_end(key)
-            self.asked += len(prompt)
-            self.reused += len(found) * self.block
-            return [self._blocks[key].kept for key in found]
+        for key in self._keys(prompt):
+            if key not in self._blocks:
+                break
+            found.append(key)
+        for key in reversed(found):  # a block is worth nothing without those before it
+            self._blocks.move_to_end(key)
+        self.asked += len(prompt)
+        self.reused += len(found) * self.block
+        return [self._blocks[key][0] for key in found]
 
     def keep(self, prompt: Sequence[int], kept: Kept, nbytes: int) -> None:
         """Keep the last block of `prompt`, which consists of whole blocks; one too large is not."""
         *before, key = self._keys(prompt)
-        with self._lock:
-            if key in self._blocks or nbytes > self.budget:
-                return
-            self._blocks[key] = _Block(kept, nbytes)
-            self.nbytes += nbytes
-            for older in reversed(before):
-                if older in self._blocks:
-                    self._blocks.move_to_end(older)
-            while self.nbytes > self.budget:
-                _, gone = self._blocks.popitem(last=False)
-                self.nbytes -= gone.nbytes
+        if key in self._blocks or nbytes > self.budget:
+            return
+        self._blocks[key] = kept, nbytes
+        self.nbytes += nbytes
+        for older in reversed(before):
+            if older in self._blocks:
+                self._blocks.move_to_end(older)
+        while self.nbytes > self.budget:
+            _, (_, gone) = self._blocks.popitem(last=False)
+            self.nbytes -= gone
 
     def _keys(self, prompt: Sequence[int]) -> Iterator[bytes]:
         digest = hashlib.sha256()

@@ -68,15 +68,11 @@ class Sampler:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for field in ("max_new_tokens", "max_denoising_steps", "max_length"):
+        above_0 = ("max_new_tokens", "max_denoising_steps", "max_length", "entropy_bound")
+        for field in (*above_0, "confidence_threshold"):
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise InputError(f"generation config: {field} must be above 0, not {value}")
-        for field in ("entropy_bound", "confidence_threshold"):
-            if getattr(self, field) <= 0:
-                raise InputError(
-                    f"generation config: {field} must be above 0, not {getattr(self, field)}"
-                )
         if not self.t_max > self.t_min >= 0 or self.stability_threshold < 0:
             raise InputError(
                 f"generation config: needs t_max > t_min >= 0 and stability_threshold >= 0, has "

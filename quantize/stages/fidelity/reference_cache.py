@@ -29,7 +29,7 @@ class Replayed(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Steps:
     """`Passes` of one batch that give away what was noted, once and in order."""
 
