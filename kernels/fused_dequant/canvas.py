@@ -19,11 +19,9 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 class Draw(NamedTuple):
     """What one step drew at each position, all [B, L].
 
-    Attributes:
-        sampled: int64, drawn from softmax(logits / T).
-        replacement: int64, drawn uniformly; taken where the sample is not accepted.
-        argmax: int64, the most probable token, the lowest of several.
-        entropy: f32, nats.
+    `sampled` int64 is drawn from softmax(logits / T), `replacement` int64 uniformly, taken where the
+    sample is not accepted; `argmax` int64 is the most probable token, the lowest of several; `entropy`
+    f32 is in nats.
     """
 
     sampled: torch.Tensor
@@ -161,14 +159,10 @@ def token_entropy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def sample_by_inverse_cdf(probabilities: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Return the token at which the cumulative distribution passes `u`.
+    """Return the token int64 [...] at which the cumulative distribution passes `u` [...] in [0, 1).
 
-    Args:
-        probabilities: [..., V] float32; need not sum to exactly 1.
-        u: [...] in [0, 1).
-
-    Returns:
-        [...] int64. A token of probability 0 is never returned.
+    Probabilities float32 [..., V] need not sum to exactly 1; a token of probability 0 is never
+    returned.
     """
     cdf = probabilities.cumsum(-1)
     total = cdf[..., -1:]
@@ -206,14 +200,9 @@ def uniforms(
 ) -> torch.Tensor:
     """Return the noise of one denoising step: [B, length, 2] float32 in [0, 1).
 
-    The key is the seed, low word first; the counter is (position, step, canvas, 0). The upper 24 bits
-    of the first two words of each block become numbers.
-
-    Args:
-        seeds: [B] int64, one seed a sample.
-        canvas: index of the canvas, from 0; int [B] when the samples are at different ones.
-        step: denoising step, from 1; 0 is the initial canvas; int [B] likewise.
-        length: canvas length.
+    The key is the seed, low word first, of `seeds` int64 [B]; the counter is (position, step, canvas,
+    0). The upper 24 bits of the first two words of each block become numbers. Steps count from 1, 0 is
+    the initial canvas; `canvas` and `step` are int [B] when the samples are at different ones.
     """
     position = torch.arange(length, device=seeds.device)[None, :]
     zero = torch.zeros_like(position)

@@ -27,15 +27,10 @@ EXPERTS_AT_ONCE = 16
 def round_nvfp4(
     x: torch.Tensor, global_scale: torch.Tensor, experts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Round rows; see the module's docstring.
+    """Round rows bf16 or f32 [M, K] as the module's docstring says: bf16 [M, K]; K is in whole blocks.
 
-    Args:
-        x: bf16 or f32 [M, K], K a multiple of 16.
-        global_scale: f32 [1], or [E] with `experts`.
-        experts: int [M, topk]; each row is rounded once for each of its experts.
-
-    Returns:
-        bf16 [M, K], or [M * topk, K].
+    `global_scale` is f32 [1], or [E] with `experts` int [M, topk]: each row is then rounded once for
+    each of its experts, bf16 [M * topk, K].
     """
     if launches(x.device):
         from fused_dequant import input_rounding
@@ -93,16 +88,11 @@ def experts(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     see: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
-    """Run experts as `operations.routed_experts`, of bf16 rows: [M, topk, H].
+    """Run experts as `operations.routed_experts`, of bf16 rows [M, H]: [M, topk, H].
 
-    Args:
-        x: bf16 [M, H].
-        ids: int [M, topk], all below E.
-        routing_weights: [M, topk].
-        gate_up: interleaved; bf16 or NVFP4.
-        down: bf16 or NVFP4.
-        scales: global scales of the inputs of both products, f32 [E] or [1]; None rounds nothing.
-        see: called with `down`'s input before it is rounded: [M * topk, I], row by row of `ids`.
+    Weights are bf16 or NVFP4, gate_up interleaved; all `ids` [M, topk] are below E. `scales` are
+    global scales of the inputs of both products, f32 [E] or [1]; None rounds nothing. `see` is called
+    with `down`'s input before it is rounded: [M * topk, I], row by row of `ids`.
     """
 
     def rounded(rows: torch.Tensor, product: int, chosen: torch.Tensor) -> torch.Tensor:

@@ -16,13 +16,10 @@ FORCE = "QUANTIZE_TARGET"
 
 @dataclass(frozen=True)
 class Target:
-    """A compute capability, and what a GPU of it has.
+    """A compute capability, and what a GPU of it, such as `example`, has.
 
-    Attributes:
-        example: a GPU of it.
-        shared: KiB of shared memory that a block may have.
-        processors: streaming multiprocessors of the example.
-        fp4: whether its tensor cores multiply NVFP4.
+    `shared` is KiB of shared memory that a block may have, `processors` streaming multiprocessors;
+    `fp4` says that tensor cores multiply NVFP4.
     """
 
     example: str

@@ -204,10 +204,8 @@ def tuned(
 ) -> Iterator[Choice]:
     """Time the candidates of products, and yield the fastest.
 
-    Args:
-        chosen: products from `products`; the experts' are pairs, up before down.
-        now: returns the configuration that is launched without the new table.
-        timer: times products; None for a `Timer` on this GPU.
+    The experts' products are pairs, up before down. `now` returns the configuration that is launched
+    without the new table; `timer` times a product, None for a `Timer` on this GPU.
     """
     timer = timer or Timer()
     waiting: Iterator[Product] = iter(chosen)

@@ -53,14 +53,10 @@ def export_gguf(
     kept_as: KeptAs = "BF16",
     stretch: float = STRETCH_BYTES,
 ) -> Exported:
-    """Write a checkpoint, BF16 or with NVFP4 Linears, as the GGUF file `out`.
+    """Write a checkpoint, BF16 or with NVFP4 Linears, as the new GGUF file `out`.
 
-    Args:
-        source: the checkpoint.
-        out: a new file whose name ends in .gguf; it appears when it is complete.
-        name: name of the model, which viewers show.
-        kept_as: type of the matrices that the checkpoint holds in BF16.
-        stretch: bytes of a stretch, which counts as finished as a whole.
+    Viewers show `name`. Matrices that the checkpoint holds in BF16 become `kept_as`. The file counts
+    as written up to its last whole stretch, of about `stretch` bytes, and appears when it is complete.
 
     Raises:
         InputError: `out` exists or is no .gguf; GGUF or llama.cpp cannot hold a scheme, width, trait or

@@ -85,13 +85,9 @@ ROUTER_SCALE = "router.per_expert_scale"
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor of the file, and the calls that make its bytes in order.
+    """One tensor [..., out, in] of the file, under llama.cpp's name, in blocks of a type.
 
-    Attributes:
-        name: llama.cpp's name of it.
-        type: type of its blocks.
-        shape: [..., out, in].
-        tasks: each returns the next bytes, uint8 [n].
+    Each of `tasks` returns its next bytes, uint8 [n].
     """
 
     name: str
@@ -129,9 +125,7 @@ def gguf_name(name: str) -> str | None:
 def plan_tensors(source: Checkpoint, kept_as: KeptAs) -> list[GGUFTensor]:
     """Return the tensors of the file in writing order, without reading any weights.
 
-    Args:
-        source: a checkpoint whose layout was checked, BF16 or with NVFP4 Linears.
-        kept_as: type in the file of matrices that the checkpoint holds in BF16.
+    The layout of `source` was checked; the file holds what it has in BF16 as `kept_as`.
 
     Raises:
         InputError: GGUF cannot hold a scheme or a width.

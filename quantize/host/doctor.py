@@ -27,13 +27,9 @@ NEEDED, WANTED = "needed", "wanted"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was looked at: its name, what is there, and what to do, None where all is well.
 
-    Attributes:
-        what: its name.
-        found: what is there.
-        advice: what to do; None where all is well.
-        level: NEEDED, without which commands end with an error, or WANTED.
+    `level` is NEEDED, without which commands end with an error, or WANTED.
     """
 
     what: str

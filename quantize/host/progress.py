@@ -42,13 +42,8 @@ def say(message: str) -> None:
 class Meter:
     """Counts what a loop has done, and what is known of the part that is under way.
 
-    Args:
-        title: names the loop.
-        total: number of units, None where it is not known.
-        unit: what is counted, in the plural.
-
-    Attributes:
-        item: names what is under way, where units have names.
+    `unit` is what is counted, in the plural, `total` how many, None where it is not known; `item`
+    names what is under way, where units have names.
     """
 
     def __init__(self, title: str, total: int | None, unit: str) -> None:
@@ -103,8 +98,8 @@ def track(
 ) -> Iterator[T]:
     """Yield `items` while showing how many are done and how long the rest will take.
 
-    An item is done when the next one is asked for. `total` is taken from `len(items)` when it is not
-    given; an unknown total shows a count only. `name` says what an item is called.
+    An item is done when the next one is asked for. `total` is len(items) when it is not given, if that
+    is known. `name` says what an item is called.
     """
     if total is None and isinstance(items, Sized):
         total = len(items)

@@ -26,18 +26,12 @@ from quantize.runtime.sampler import Sampler
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one denoising step did, for the rows that took part.
+    """What one denoising step (from 1) did to a canvas (from 0), for the rows that took part.
 
-    Attributes:
-        canvas: index of the canvas, from 0.
-        step: denoising step, from 1.
-        rows: B indices into the batch as it was given.
-        canvas_ids: [B, L] tokens the decoder read.
-        argmax: [B, L] most probable tokens.
-        accepted: [B, L] bool.
-        entropy: [B, L] nats, of the temperature-divided logits.
-        finished: [B] whether the row stops with this step by its own criterion.
-        ends: [B] whether it stops by that, or because this is the last step.
+    `rows` are B indices into the batch as it was given. [B, L]: `canvas_ids`, which the decoder read,
+    `argmax`, the most probable tokens, `accepted` bool, `entropy` in nats of the temperature-divided
+    logits. [B]: `finished`, whether the row stops by its own criterion; `ends`, whether by that or
+    because this is the last step.
     """
 
     canvas: int
@@ -80,10 +74,10 @@ def generate(
         engine: none of its slots may be taken.
         prompts: token ids, of any lengths.
         seeds: one int64 seed a prompt; equal (prompt, seed) give equal samples in any batch.
-        max_new_tokens: budget; as in transformers whole canvases are generated until it is reached.
-        sampler: settings; its `max_new_tokens` is not read here.
+        max_new_tokens: the budget; whole canvases are generated until it is reached.
+        sampler: settings.
         on_step: called after every denoising step.
-        images: each prompt's images, which its image placeholders stand for; None for none.
+        images: each prompt's, which its image placeholders stand for.
 
     Raises:
         InputError: there are no prompts, or the engine refuses one, or one leaves no room for tokens.

@@ -32,9 +32,8 @@ DECODER_ERRORS = (
 class Images:
     """The images of one prompt, as Gemma 4's image processor makes them.
 
-    Attributes:
-        pixels: [images, patches, patch values] float.
-        positions: [images, patches, 2] int64, x and y of each patch; -1 where a patch is padding.
+    `pixels` are float [images, patches, patch values]; `positions` int64 [images, patches, 2], x and y
+    of each patch, -1 where a patch is padding.
     """
 
     pixels: Tensor
@@ -47,12 +46,10 @@ def open_picture(
     formats: tuple[str, ...] | None = None,
     max_pixels: int = MAX_PIXELS,
 ) -> Image.Image:
-    """Decode a picture as RGB, turned upright.
+    """Decode a picture, from a file or its bytes, as RGB, turned upright.
 
-    Args:
-        source: a file, or its bytes.
-        formats: PIL's names of the formats that are read; None for all it knows.
-        max_pixels: width times height; larger ones are refused before they are decoded.
+    `formats` are PIL's names of those that are read, None for all. More than `max_pixels`, width times
+    height, are refused before they are decoded.
 
     Raises:
         InputError: the source cannot be read, is no picture, or has too many pixels.
@@ -74,12 +71,9 @@ def open_picture(
 def prepare(
     pictures: Sequence[Image.Image], config: Any, soft_tokens: int = 280
 ) -> tuple[Images, list[int]]:
-    """Return the tower's input and the number of soft tokens of each picture.
+    """Return the tower's input and the number of soft tokens of each RGB picture.
 
-    Args:
-        pictures: RGB.
-        config: transformers' configuration of the model.
-        soft_tokens: most tokens a picture may take, one of SOFT_TOKENS.
+    A picture takes at most `soft_tokens`; `config` is transformers' configuration of the model.
 
     Raises:
         InputError: `soft_tokens` is not in SOFT_TOKENS, or a picture has extreme proportions.

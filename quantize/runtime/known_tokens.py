@@ -22,11 +22,9 @@ FREE = -1  # stands in place of a token where none is known
 
 @dataclass(frozen=True)
 class Verdict:
-    """A guide's decision on a finished canvas.
+    """A guide's decision on a finished canvas: its tokens.
 
-    Attributes:
-        tokens: tokens of the whole canvas.
-        stand: None commits them; a number has the canvas denoised again, with so many of them pinned.
+    They are committed, or with `stand` the canvas is denoised again with so many of them pinned.
     """
 
     tokens: list[int]
@@ -44,11 +42,9 @@ class Guide(Protocol):
         ...
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
-        """Decide a finished canvas.
+        """Decide a finished canvas whose tokens [L] would be committed.
 
-        Args:
-            logits: [L, V], logits of its last step, soft-capped, not divided by the temperature.
-            tokens: [L], tokens that would be committed.
+        `logits` [L, V] are those of its last step, soft-capped, not divided by the temperature.
         """
         ...
 
@@ -57,10 +53,8 @@ class Guide(Protocol):
 class Given:
     """Known token ids by position in the answer, whose first canvas begins at position 0.
 
-    Attributes:
-        pinned: tokens that are committed as they are.
-        initial: tokens that stand there before the first step.
-        guide: decides the canvases; None commits them as they were denoised.
+    `pinned` are committed as they are; `initial` stand there before the first step. `guide` decides
+    the canvases; None commits them as they were denoised.
     """
 
     pinned: Mapping[int, int] = field(default_factory=dict[int, int])

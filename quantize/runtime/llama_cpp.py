@@ -62,10 +62,7 @@ def made_from(file: Path) -> str | None:
 class LlamaCpp:
     """One process of `llama-diffusion-gemma-server`, which answers one prompt after the other.
 
-    Args:
-        program: the built program.
-        file: the GGUF file.
-        canvas_length: tokens of one canvas.
+    `program` is the built program, `file` the GGUF file, `canvas_length` the tokens of one canvas.
 
     Raises:
         ResourceError: the program cannot be started, or cannot load the file.
@@ -141,13 +138,10 @@ class LlamaCpp:
     def logits(
         self, prompt: Sequence[int], canvas: Sequence[int], *, conditioned: bool, temperature: float
     ) -> Tensor:
-        """Return the logits [C, vocabulary] of one step, on the CPU.
+        """Return the logits [C, vocabulary] of one step of `canvas` behind `prompt`, on the CPU.
 
-        Args:
-            prompt: tokens before the canvas.
-            canvas: tokens that the decoder reads.
-            conditioned: whether the step before, one of this canvas, conditions this one.
-            temperature: temperature of this step, which the next one's self-conditioning needs.
+        The step before, of the same canvas, conditions it where `conditioned`; this one's temperature
+        counts in the next.
 
         Raises:
             ResourceError: the program refused, or ended.

@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 class RandomModel:
     """Random weights in place of a checkpoint, to measure speed and memory.
 
-    Attributes:
-        config: config.json of a BF16 model.
-        schemes: kernel scheme of "experts", "attention" and "mlp".
-        experts_hit: number of experts, from the first on, that tokens are routed to; None for all.
+    `config` is the config.json of a BF16 model, `schemes` the kernel scheme of "experts", "attention"
+    and "mlp". Tokens are routed to the first `experts_hit` experts, or to all.
     """
 
     config: dict[str, Any]
@@ -53,11 +51,10 @@ def open(
     Args:
         checkpoint: folder of a BF16 or quantized checkpoint, or random weights.
         place: where it runs, for what, and how it fits there; what is not `sized` yet is sized here.
-        batch_invariant: whether a sample's tokens must not depend on its batch; on a CPU they never do.
+        batch_invariant: as in `FusedEngine`.
         beside: an engine of the same checkpoint, whose weights are shared where they can be: the mode
             `fp8` has weights of its own, and `per_layer` on FP4 units.
-        prefix_bytes: memory of the device, beside what is planned, for beginnings of prompts that are
-            kept encoded.
+        prefix_bytes: as in `FusedEngine`; these bytes come beside what is planned.
         room: fields of `Placement`, where no `place` is given: device, capacity, max_context, ...
 
     Raises:

@@ -12,12 +12,10 @@ from quantize.runtime.sampler import Sampler
 class Sample:
     """One generated sample.
 
-    Attributes:
-        tokens: generated ids up to, and without, the first EOS.
-        steps_per_canvas: decoder forwards of each canvas.
-        committed: ids of each canvas; after an EOS the sampler's pad_token_id, when it has one.
-        finish: "eos", or "length" when the budget ended it.
-        new_tokens: tokens as transformers counts them: the EOS counts, padding does not.
+    `tokens` are the ids up to, and without, the first EOS; `committed` those of each canvas, after an
+    EOS the sampler's pad_token_id, when it has one. `steps_per_canvas` counts decoder forwards.
+    `finish` is "eos", or "length" when the budget ended it. `new_tokens` counts as transformers does:
+    the EOS counts, padding does not.
     """
 
     tokens: list[int] = field(default_factory=list)

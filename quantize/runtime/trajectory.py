@@ -54,14 +54,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One recorded sample.
+    """One recorded sample: its prompt, and the seed of its noise.
 
-    Attributes:
-        prompt: the prompt.
-        seed: seed of its noise.
-        held_out: whether calibration did not observe it.
-        steps: for each canvas [steps, L], the ids the decoder read.
-        committed: [canvases, L].
+    `held_out` says that calibration did not observe it. `steps` are [steps, L] a canvas, the ids that
+    the decoder read; `committed` is [canvases, L].
     """
 
     prompt: Prompt
@@ -131,16 +127,9 @@ def record_all(
     The last `held_out` prompts have batches of their own, which are not watched. `processes` share the
     batches, each as one process would make it, and all return all trajectories in prompt order.
 
-    Args:
-        engine: the model.
-        prompts: the prompts.
-        settings: number of canvases, seed and size of a batch.
-        sampler: settings of the sampler.
-        title: what the progress line says.
-        processes: those that share the batches.
-        held_out: how many prompts, the last ones, calibration does not observe.
-        watching: called with a batch's engine and the index of its first prompt; the block that it
-            opens lasts as long as the batch, and gets the function to call after every step.
+    `settings` has the number of canvases, the seed and the size of a batch; `title` is what the
+    progress line says. `watching` is called with a batch's engine and the index of its first prompt:
+    the block that it opens lasts as long as the batch, and gets the function to call after every step.
     """
     observed, most = len(prompts) - held_out, settings.batch_size
     starts = processes.mine(range(0, observed, most))

@@ -43,13 +43,10 @@ SMALLEST_SCALE = 2.0**-9  # e4m3's least positive number
 
 @dataclass(frozen=True)
 class Rounded:
-    """The result for one stack of Linears [E, out, in].
+    """The result for one stack of Linears [E, out, in]: tensors by suffix, as `Scheme.quantize`'s.
 
-    Attributes:
-        tensors: tensors by on-disk suffix, as the scheme's `quantize` returns them.
-        loss: [E] float32, tr (W - Q) H (W - Q)^T over tr W H W^T.
-        nearest: [E] the same of rounding to nearest.
-        fell_back: [E] bool, whether H had no factor, so that the expert was rounded to nearest.
+    `loss` is tr (W - Q) H (W - Q)^T over tr W H W^T, [E] float32; `nearest` the same of rounding to
+    nearest; `fell_back` bool [E], whether H had no factor, so that the expert was rounded to nearest.
     """
 
     tensors: dict[str, Tensor]
@@ -64,13 +61,9 @@ def shrunk(
     """Return experts' mean Hessians [E', in, in], drawn to the layer's: each keeps n / (n + in).
 
     An expert of few tokens has a Hessian of low rank, which GPTQ would trust too much. A dense Linear,
-    E = 1, keeps its own.
-
-    Args:
-        sums: [E, in, in], x x^T summed over the tokens that each expert of the layer saw.
-        tokens: [E], how many those were.
-        at: the experts that are asked for; all count for the layer's mean.
-        inputs: how many there are, where sums are [E, ...] of another form, such as tiles.
+    E = 1, keeps its own. `sums` [E, in, in] are of x x^T over the `tokens` [E] that each expert of the
+    layer saw; they may have another form, such as tiles, where `inputs` says how many there are. Those
+    `at` are asked for; all count for the layer's mean.
 
     Raises:
         QuantizeError: no expert saw a token, or a Hessian is not finite.
@@ -93,11 +86,9 @@ def shrunk(
 def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None = None) -> Rounded:
     """Round weights to a scheme's tensors so that the layers' outputs stay near.
 
-    Args:
-        scheme: scheme of the weights.
-        weight: [E, out, in] BF16, finite; `in` a multiple of 16.
-        hessian: [E, in, in] float32, as `shrunk` returns it; its diagonal is another meanwhile.
-        shared: [E, 1] FP32 global scales, where the scheme has them.
+    `weight` is [E, out, in] BF16, finite, `in` a multiple of 16; `hessian` [E, in, in] float32, as
+    `shrunk` returns it, with another diagonal meanwhile; `shared` [E, 1] FP32 global scales, where the
+    scheme has them.
     """
     hessian = hessian.contiguous()
     if shared is None:

@@ -120,13 +120,10 @@ def global_scale(ranges: Sequence[torch.Tensor]) -> torch.Tensor:
 def quantize_rows(
     codes: Codes, weight: torch.Tensor, ranges: torch.Tensor, out: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """Quantize BF16 weights [..., out, in] to 8 bits with a scale a row, by on-disk suffix.
+    """Quantize BF16 weights [..., out, in] to 8 bits (e4m3 or int8) with a scale a row, by suffix.
 
-    Args:
-        codes: the format, e4m3 or int8.
-        weight: must be contiguous.
-        ranges: what `observe` found, [..., out, 1].
-        out: memory for the codes, of `weight`'s shape and any strides; None allocates it.
+    The weight is contiguous; `ranges` [..., out, 1] are what `observe` found. `out` is memory for the
+    codes, of the weight's shape and any strides; None allocates it.
     """
     found = torch.empty_like(weight, dtype=codes.cast) if out is None else out
     scale = codes.scale(ranges)
@@ -143,11 +140,9 @@ def quantize_groups(
 ) -> dict[str, torch.Tensor]:
     """Quantize BF16 weights [..., out, in] to e2m1 in groups of 16, by on-disk suffix.
 
-    Args:
-        weight: must be contiguous; `in` is a multiple of 16.
-        ranges: what `observe` found, [..., out, in / 16].
-        shared: the global scale [..., 1]; from `ranges` alone when not given.
-        out: memory for the codes, uint8 [..., out, in / 2] of any strides; None allocates it.
+    The weight is contiguous; `ranges` [..., out, in / 16] are what `observe` found; `shared` is the
+    global scale [..., 1], from `ranges` alone when not given. `out` is memory for the codes, uint8
+    [..., out, in / 2] of any strides; None allocates it.
     """
     shared = global_scale([ranges]) if shared is None else shared
     scale = block_scale(ranges, shared.unsqueeze(-1))  # [..., out, in / 16] FP32

@@ -27,11 +27,7 @@ _HERE = _Here()
 
 
 class Cores:
-    """Threads that compute on one core each.
-
-    Args:
-        count: number of threads.
-    """
+    """So many threads that compute on one core each."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -16,14 +16,10 @@ from quantize.runtime.fused.weights import TextWeights
 def decoder_floor(
     weights: TextWeights, rates: Rates, batch: int, context: int, experts_hit: float
 ) -> dict[str, float]:
-    """Return the least seconds of each part of one denoising step.
+    """Return the least seconds of each part of one denoising step of `batch` canvases.
 
-    Args:
-        weights: the model.
-        rates: the device's rates.
-        batch: number of canvases.
-        context: positions before each canvas.
-        experts_hit: experts that get a token, mean over layers.
+    There are `context` positions before each canvas; `experts_hit` experts get a token, mean over
+    layers.
     """
     length = weights.config.canvas_length
     floor = _floor(weights, rates, (batch, length), context, experts_hit)

@@ -30,15 +30,11 @@ OLDEST: Capability = (8, 0)  # bf16 tensor cores, which every scheme needs
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, with figures that its maker states: nobody measured them here.
+    """A GPU by its common name, with figures that its maker states: nobody measured them here.
 
-    Attributes:
-        name: its common name.
-        capability: compute capability.
-        memory: bytes; 0 where it is not known.
-        rates: bytes/s of its memory, FLOP/s of dense products summed in float32; FP8's rate stands for
-            INT8 too, or INT8's where there is no FP8; None where the maker states none.
-        link: bytes/s that reach it from the host, one way.
+    `memory` is in bytes, 0 where it is not known. `rates` are bytes/s of its memory and FLOP/s of
+    dense products summed in float32, None where the maker states none; FP8's rate stands for INT8 too,
+    or INT8's where there is no FP8. `link` is the bytes/s that reach it from the host, one way.
     """
 
     name: str

@@ -42,12 +42,10 @@ EXPERTS = {"experts_gate_up": ("gate_proj", "up_proj"), "experts_down": ("down_p
 
 
 class Inputs:
-    """The inputs of every layer's products.
+    """The inputs of every layer's products; `config` is transformers' of the text stack.
 
-    Args:
-        config: transformers' configuration of the text stack.
-        scales: input scales of each layer; None rounds nothing.
-        bf16: whether rows stay bf16 where the kernels would multiply 8-bit ones.
+    They are rounded under the `scales` of each layer, None rounds nothing. With `bf16` rows stay bf16
+    where the kernels would multiply 8-bit ones.
     """
 
     def __init__(self, config: Any, scales: Sequence[Scales] | None, *, bf16: bool) -> None:
@@ -81,13 +79,10 @@ class Inputs:
     def dense(
         self, index: int, kind: str, x: Tensor, rows: Sequence[Weight]
     ) -> tuple[Tensor, tuple[Weight, ...]]:
-        """Return the input of a dense product as it is multiplied, and the weights to multiply with.
+        """Return the input x bf16 [M, K] of a layer's dense product as it is multiplied, and the
+        weights.
 
-        Args:
-            index: index of the layer.
-            kind: a key of DENSE.
-            x: bf16 [M, K].
-            rows: the weights that `x` is multiplied with.
+        `kind` is a key of DENSE; `rows` are the weights that `x` is multiplied with.
         """
         if self._observers and any(weight.scheme != "bf16" for weight in rows):
             raise InputError("inputs are watched in a BF16 model: calibrate with that")

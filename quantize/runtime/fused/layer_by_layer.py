@@ -36,16 +36,10 @@ from quantize.runtime.fused.weights import load_in_turns
 
 
 class LayerByLayer:
-    """The layers of a BF16 checkpoint, through which a recording goes.
+    """The layers of the BF16 checkpoint in a folder, through which a recording goes.
 
-    Args:
-        checkpoint: its folder.
-        recording: the passes.
-        device: where layers compute.
-        scratch: folder for rows that host memory cannot hold.
-
-    Attributes:
-        experts: how many a layer has.
+    They compute on `device`; rows that host memory cannot hold lie in `scratch`. A layer has so many
+    `experts`.
     """
 
     def __init__(self, checkpoint: Path, recording: Recording, device: str, scratch: Path) -> None:

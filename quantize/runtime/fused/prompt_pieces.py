@@ -47,12 +47,9 @@ def pieces(length: int, chunk: int, seen: Sequence[Span]) -> list[Span]:
 
 
 def soft_tokens(piece: Span, seen: Sequence[Span], embeddings: Tensor) -> SoftTokens | None:
-    """Return the soft tokens of the pictures in a piece, or None if it has no picture.
+    """Return the soft tokens of the pictures in a piece of a prompt, or None if it has no picture.
 
-    Args:
-        piece: span of the prompt that cuts no picture.
-        seen: all pictures of the prompt.
-        embeddings: [tokens of all pictures, H].
+    The piece cuts no picture; `seen` are all of the prompt's, `embeddings` [tokens of them all, H].
     """
     rows: list[int] = []
     firsts: list[int] = []

@@ -31,12 +31,12 @@ def random_weights(
     in_fp4: bool = False,
     experts_hit: int | None = None,
 ) -> TextWeights:
-    """Make the text stack.
+    """Make the text stack of a BF16 model's config.json; on "meta" tensors have shapes and no values.
 
     Args:
-        config: config.json of a BF16 model.
+        config: the config.
         schemes: kernel scheme ("bf16", "fp8", "int8", "nvfp4") of "experts", "attention" and "mlp".
-        device: where they are made; on "meta" they have shapes and no values.
+        device: where weights are made.
         in_fp8: whether NVFP4 weights are packed for FP8 products.
         in_fp4: whether they are packed for FP4 units.
         experts_hit: number of experts, from the first on, that tokens are routed to; None for all.

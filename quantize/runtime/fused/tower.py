@@ -19,13 +19,9 @@ TOWER, PROJECTION = "model.encoder.vision_tower.", "model.encoder.embed_vision."
 
 
 class Tower:
-    """The tower of a checkpoint whose layout is checked.
+    """The tower of a checkpoint whose layout is checked, in BF16 on a device.
 
-    Args:
-        checkpoint: BF16 or of any scheme.
-        config: transformers' configuration of the whole model.
-        device: where the tower runs.
-        dtype: dtype of its weights.
+    `config` is transformers' configuration of the whole model.
     """
 
     def __init__(

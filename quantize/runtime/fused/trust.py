@@ -42,13 +42,8 @@ ELSEWHERE = {"nvfp4_e4m3": "fp8"}
 def trust(schemes: Iterable[str], activations: ActivationMode | None, device: torch.device) -> bool:
     """Test the kernels that multiply weights of some schemes, unless that has been done before.
 
-    Args:
-        schemes: the kernels' names of a checkpoint's schemes.
-        activations: the mode that it is opened in.
-        device: where; a CPU has no kernels.
-
-    Returns:
-        Whether its NVFP4 products with calibrated inputs run on FP4 units.
+    `schemes` are the kernels' names, opened in the mode `activations`; a CPU has no kernels. Return
+    whether NVFP4 products with calibrated inputs run on FP4 units.
 
     Raises:
         ResourceError: the GPU cannot run a scheme, or computes wrong numbers with its plain kernel.

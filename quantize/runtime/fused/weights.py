@@ -101,8 +101,8 @@ def load_packed(
         folder: a checkpoint in Google's BF16 layout, in that of compressed-tensors or of ModelOpt.
         device: "cuda", "cuda:1", or "cpu" (the kernels' torch references).
         resident: how many layers stay on the device, the others being streamed; None for all.
-        in_fp8: whether NVFP4 weights are packed for FP8 products.
-        scales: as in `Packer`.
+        in_fp8: as in `Packer`, as are `scales`.
+        scales: of every layer's inputs.
         on_layer: wraps the iteration over layers, to show progress.
 
     Raises:
@@ -171,13 +171,9 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
 def with_layers_of(
     base: TextWeights, checkpoint: Checkpoint, layers: Collection[int], *, in_fp8: bool = False
 ) -> TextWeights:
-    """Return the weights with some layers read anew, from another checkpoint of the same model.
+    """Return weights, all on the device, with some layers read from another checkpoint of the model.
 
-    Args:
-        base: the weights, all on the device.
-        checkpoint: holds the layers.
-        layers: their indices.
-        in_fp8: as in `load_packed`.
+    `in_fp8` is as in `Packer`.
     """
     packer = Packer(checkpoint, Transfer(base.device), base.config.text_config, in_fp8=in_fp8)
     found = list(base.layers)
