@@ -50,13 +50,10 @@ def products(target: Capability) -> Iterator[Product]:
     """Yield every product that a table of this compute capability holds."""
     nvfp4 = "nvfp4_fragments" if target == HOPPER else "nvfp4"
     known = [s for s in ("bf16", "fp8", "int8", nvfp4, FOUR_BIT) if KERNELS[s].runs_on(target)]
-    for scheme, M in itertools.product(known, TOKENS):
+    grouped = [*known, "nvfp4_e4m3"] if target == HOPPER else known
+    for scheme, M in itertools.product(grouped, TOKENS):
         yield Product("experts_up", scheme, M, 2 * cases.INNER, cases.HIDDEN)
         yield Product("experts_down", scheme, M, cases.HIDDEN, cases.INNER)
-    if target == HOPPER:
-        for M in TOKENS:
-            yield Product("experts_up", "nvfp4_e4m3", M, 2 * cases.INNER, cases.HIDDEN)
-            yield Product("experts_down", "nvfp4_e4m3", M, cases.HIDDEN, cases.INNER)
     shapes = (*cases.LINEAR_SHAPES, (9216, cases.HIDDEN))
     for scheme, M, (N, K) in itertools.product(known, TOKENS[1:], shapes):
         yield Product("linear", scheme, M, N, K)
@@ -85,11 +82,9 @@ def candidates(product: Product, target: Capability) -> Iterator[Config]:
 def _sweep(product: Product, shared: int) -> Iterator[Config]:
     """Yield configurations left open by kernels and earlier sweeps, in `shared` bytes of a block."""
     if product.verb == "soft_embedding":
+        tiles = ((128, 256, 8), (128, 128, 8), (256, 128, 8), (64, 256, 4), (64, 128, 4))
         for splits, (BM, BN, warps), BK, stages in itertools.product(
-            (3, 6, 12),
-            ((128, 256, 8), (128, 128, 8), (256, 128, 8), (64, 256, 4), (64, 128, 4)),
-            (32, 64),
-            (3, 4),
+            (3, 6, 12), tiles, (32, 64), (3, 4)
         ):
             yield _config("SPLITS BM BN BK num_warps num_stages", splits, BM, BN, BK, warps, stages)
     elif product.verb == "lm_head":
@@ -123,20 +118,12 @@ def _sweep(product: Product, shared: int) -> Iterator[Config]:
         for rows, (BN, warps), BK, swap, stages in itertools.product(
             _expert_rows(product.M), _expert_tiles(product.M), depths, sides, deep
         ):
-            if (
-                swap or not rows["NARROWER"]
-            ):  # 8-bit tensor cores take 64 rows and more on this side
+            # 8-bit tensor cores take 64 rows and more on this side.
+            if swap or not rows["NARROWER"]:
                 yield rows | _config("BN BK SWAP num_warps num_stages", BN, BK, swap, warps, stages)
     else:
-        tiles = (
-            (64, 32, 4),
-            (64, 64, 4),
-            (64, 128, 4),
-            (128, 64, 4),
-            (128, 128, 8),
-            (128, 256, 8),
-            (256, 128, 8),
-        )
+        tiles = ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4))
+        tiles += ((128, 128, 8), (128, 256, 8), (256, 128, 8))
         for (BM, BN, warps), swap, BK, stages in itertools.product(
             tiles, (0, 1), (64, 128), (3, 4, 5)
         ):

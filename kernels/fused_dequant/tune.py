@@ -58,15 +58,15 @@ def operands(product: Product, device: str) -> Operands:
     N, K = (product.K, product.N) if soft else (product.N, product.K)
     experts = cases.EXPERTS if grouped else 1
     scheme = product.scheme
-    row_weight = torch.ones(rows, device=device) if down else None
     if device == "meta":
         x, x_scale = quantize.room(rows, product.K, scheme, torch.device(device))
-        weight = cases.blank_weight(product.scheme, experts, N, K, device)
-        return Operands(x, x_scale, weight, row_weight, _blocks(product, device) if grouped else {})
-    x, x_scale = cases.random_tokens(rows, product.K, device), None
-    weight = cases.random_weight(product.scheme.removesuffix("_fragments"), experts, N, K, device)
-    if not soft:
-        x, x_scale = weight.reads(x)
+        weight = cases.blank_weight(scheme, experts, N, K, device)
+    else:
+        x, x_scale = cases.random_tokens(rows, product.K, device), None
+        weight = cases.random_weight(scheme.removesuffix("_fragments"), experts, N, K, device)
+        if not soft:
+            x, x_scale = weight.reads(x)
+    row_weight = torch.ones(rows, device=device) if down else None
     return Operands(x, x_scale, weight, row_weight, _blocks(product, device) if grouped else {})
 
 
@@ -106,21 +106,16 @@ def _compile(job: tuple[Product, Config]) -> str | None:
     return None
 
 
-def compile_all(jobs: list[tuple[Product, Config]], workers: int | None = None) -> None:
-    """Fill Triton's cache with so many workers, or one a core."""
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+def compile_all(jobs: list[tuple[Product, Config]]) -> None:
+    """Fill Triton's cache, with a worker a core."""
+    with multiprocessing.get_context("spawn").Pool() as pool:
         for failure in pool.imap_unordered(_compile, distinct(jobs), chunksize=4):
             if failure:
                 _log.info("did not compile: %s", failure[:300])
 
 
 class BrokenCandidateError(Exception):
-    """A candidate ended in a CUDA error, after which its process can run no kernel."""
-
-    def __init__(self, config: Config, reason: str) -> None:
-        super().__init__(config, reason)
-        self.config = config
-        self.reason = reason
+    """A candidate, its first argument, ended in a CUDA error: its process can run no kernel."""
 
 
 def time_candidates(product: Product, excluded: list[Config]) -> list[tuple[float, Config]]:
@@ -148,34 +143,32 @@ def time_candidates(product: Product, excluded: list[Config]) -> list[tuple[floa
     return sorted(timed, key=lambda pair: pair[0])
 
 
-Work = Callable[[Product, list[Config]], list[tuple[float, Config]]]
+Timed = list[tuple[float, Config]]
+Work = Callable[[Product, list[Config]], Timed]
 
 
 class Timer:
     """A child process that times products, replaced when a candidate breaks it."""
 
     def __init__(self, work: Work = time_candidates) -> None:
-        self._work = work
-        self._start()
+        self._work, self._child = work, _child()
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._child = ProcessPoolExecutor(1, mp_context=context)
-
-    def __call__(self, product: Product) -> list[tuple[float, Config]]:
+    def __call__(self, product: Product) -> Timed:
         """Return `time_candidates`, without the candidates that broke a process."""
         excluded: list[Config] = []
         while True:
             try:
                 return self._child.submit(self._work, product, excluded).result()
             except BrokenCandidateError as broken:
-                _log.warning("left out, %s: %s %s", broken.reason, product, broken.config)
-                excluded.append(broken.config)
+                config, reason = broken.args
+                _log.warning("left out, %s: %s %s", reason, product, config)
+                excluded.append(config)
                 self._child.shutdown()
-                self._start()
+                self._child = _child()
 
 
-Timed = list[tuple[float, Config]]
+def _child() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def noted(file: Path) -> Generator[None]:
     if not is_first():
         yield
         return
-    over, last = threading.Event(), ""
+    last = ""
 
     def note() -> None:
         nonlocal last
@@ -160,9 +160,21 @@ def noted(file: Path) -> Generator[None]:
                 aside.replace(file)
         last = text
 
+    try:
+        with _every(NOTED_EVERY, note):
+            yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _every(seconds: float, work: Callable[[], None]) -> Generator[None]:
+    """Do some work on a thread of its own, again and again while the block runs."""
+    over = threading.Event()
+
     def keep() -> None:
-        while not over.wait(NOTED_EVERY):
-            note()
+        while not over.wait(seconds):
+            work()
 
     keeper = threading.Thread(target=keep, daemon=True)
     keeper.start()
@@ -171,7 +183,6 @@ def noted(file: Path) -> Generator[None]:
     finally:
         over.set()
         keeper.join()
-        file.unlink(missing_ok=True)
 
 
 class _Status(ProgressColumn):
@@ -201,18 +212,11 @@ def _lines(meter: Meter, brief: bool) -> Generator[None]:
     of = "an unknown number of" if meter.total is None else f"{meter.total:,}"
     if not brief:
         say(f"{meter.title}: {of} {meter.unit}".rstrip() + " to do")
-    over = threading.Event()
 
     def speak() -> None:
-        while not over.wait(EVERY):
-            say("; ".join([f"{meter.title}: {meter.status()}", *_inner(meter)]))
+        say("; ".join([f"{meter.title}: {meter.status()}", *_inner(meter)]))
 
-    speaker = threading.Thread(target=speak, daemon=True)
-    speaker.start()
-    try:
+    with _every(EVERY, speak):
         yield
-    finally:
-        over.set()
-        speaker.join()
     if not brief:
         say(f"{meter.title}: {meter.end()}")

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from fused_dequant import CanvasState, Draw
@@ -24,6 +24,7 @@ from quantize.runtime.sample import Sample, canvas_budgets
 from quantize.runtime.sampler import Sampler
 
 T = TypeVar("T")
+P = ParamSpec("P")
 # called after every denoising step: (slot, step from 1, most probable tokens, which are accepted)
 OnDraft = Callable[[int, int, list[int], list[bool]], None]
 # called without arguments, at most once in each call of `denoise`
@@ -220,32 +221,6 @@ def by_sampler(samplers: Mapping[int, Sampler]) -> dict[Sampler, list[int]]:
     return groups
 
 
-def complete(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    seeds: Sequence[int],
-    *,
-    max_new_tokens: int,
-    sampler: Sampler,
-    on_draft: OnDraft | None = None,
-    images: Sequence[Images | None] | None = None,
-    on_canvas: OnCanvas | None = None,
-) -> list[Sample]:
-    """Answer any number of prompts, as many at once as the engine has slots.
-
-    It takes the arguments of `generate` and returns the same samples.
-
-    Raises:
-        InputError: the engine cannot take a prompt or its images, or no token fits behind a prompt.
-    """
-    found = each_completed(
-        engine, prompts, seeds, max_new_tokens=max_new_tokens, sampler=sampler, on_draft=on_draft,
-        images=images, on_canvas=on_canvas,
-    )  # fmt: skip
-    samples = dict(found)
-    return [samples[index] for index in range(len(prompts))]
-
-
 def each_completed(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -257,10 +232,13 @@ def each_completed(
     images: Sequence[Images | None] | None = None,
     on_canvas: OnCanvas | None = None,
 ) -> Iterator[tuple[int, Sample]]:
-    """Yield (index, sample) of each prompt as it is finished; its slot is given to the next at once.
+    """Yield (index, sample) of each of any number of prompts as it is finished.
+
+    It takes the arguments of `generate` and returns the same samples; as many prompts are at work as
+    the engine has slots, and a slot that becomes free is given to the next at once.
 
     Raises:
-        InputError: as in `complete`.
+        InputError: the engine cannot take a prompt or its images, or no token fits behind a prompt.
     """
     budgets = canvas_budgets(
         prompts, max_new_tokens, sampler, engine.max_length, engine.canvas_length
@@ -290,6 +268,19 @@ def each_completed(
     finally:
         for slot in running:  # after an error, or when the caller has enough
             engine.release(slot)
+
+
+def _in_order(
+    each: Callable[P, Iterator[tuple[int, Sample]]],
+) -> Callable[P, list[Sample]]:
+    def complete(*args: P.args, **settings: P.kwargs) -> list[Sample]:
+        found = dict(each(*args, **settings))
+        return [found[index] for index in range(len(found))]
+
+    return complete
+
+
+complete = _in_order(each_completed)  # the samples alone, in the order of the prompts
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -126,7 +126,7 @@ class Scheme:
             self,
             packed=_E4M3_ROWS,
             dequantize=rounding.dequantize_in_e4m3,
-            round_activations=partial(_round_tokens, FP8),
+            round_activations=partial(rounding.round_tokens, FP8),
             calibrated=False,
         )
 
@@ -171,13 +171,13 @@ def _rows(dtype: str, out: int, inputs: int) -> Tensors:
     return {"weight": (dtype, (out, inputs)), "weight_scale": ("BF16", (out, 1))}
 
 
-def _groups(calibrated: bool, out: int, inputs: int) -> Tensors:
-    tensors: Tensors = {
-        "weight_packed": ("U8", (out, inputs // 2)),
-        "weight_scale": ("F8_E4M3", (out, inputs // GROUP)),
-        "weight_global_scale": ("F32", (1,)),
-    }
-    return {**tensors, "input_global_scale": ("F32", (1,))} if calibrated else tensors
+def _groups(
+    codes: str, number: tuple[int, ...], shared: Sequence[str], out: int, inputs: int
+) -> Tensors:
+    """Return e2m1 codes, block scales, and `shared` scales of a whole matrix, in ours or ModelOpt's."""
+    scale = ("F8_E4M3", (out, inputs // GROUP))
+    tensors: Tensors = {codes: ("U8", (out, inputs // 2)), "weight_scale": scale}
+    return tensors | dict.fromkeys(shared, ("F32", number))
 
 
 def _mx_groups(out: int, inputs: int) -> Tensors:
@@ -190,47 +190,23 @@ def _modelopt_rows(out: int, inputs: int) -> Tensors:
     return {"weight": ("F8_E4M3", (out, inputs)), "weight_scale": number, "input_scale": number}
 
 
-def _modelopt_groups(calibrated: bool, out: int, inputs: int) -> Tensors:
-    number = ("F32", ())
-    tensors: Tensors = {
-        "weight": ("U8", (out, inputs // 2)),
-        "weight_scale": ("F8_E4M3", (out, inputs // GROUP)),
-        "weight_scale_2": number,
-    }
-    return {**tensors, "input_scale": number} if calibrated else tensors
-
-
-def _quantize_rows(
-    codes: Codes, weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
-):
-    return rounding.quantize_rows(codes, weight, ranges, out)
-
-
-def _round_tokens(dtype: torch.dtype, x: Tensor, input_global_scale: float | None) -> Tensor:
-    return rounding.round_tokens(x, dtype)
-
-
-def _round_groups(x: Tensor, input_global_scale: float | None) -> Tensor:
-    if input_global_scale is None:
-        raise ValueError("NVFP4 rounds activations under a calibrated input_global_scale")
-    return rounding.round_groups(x, input_global_scale)
-
-
+_CALIBRATED = ("weight_global_scale", "input_global_scale")
+_OURS, _MODELOPT = partial(_groups, "weight_packed", (1,)), partial(_groups, "weight", ())
 _E4M3_ROWS = OnDisk("float-quantized", partial(_rows, "F8_E4M3"))
 _INT8_ROWS = OnDisk("int-quantized", partial(_rows, "I8"))
-_E2M1_GROUPS = OnDisk("nvfp4-pack-quantized", partial(_groups, False))
+_E2M1_GROUPS = OnDisk("nvfp4-pack-quantized", partial(_OURS, ["weight_global_scale"]))
 _MX_GROUPS = OnDisk("mxfp4-pack-quantized", _mx_groups)
 _NVFP4 = Scheme(
     name="NVFP4",
-    compressed=OnDisk("nvfp4-pack-quantized", partial(_groups, True)),
+    compressed=OnDisk("nvfp4-pack-quantized", partial(_OURS, _CALIBRATED)),
     packed=_E2M1_GROUPS,
-    modelopt=OnDisk("NVFP4", partial(_modelopt_groups, True)),
+    modelopt=OnDisk("NVFP4", partial(_MODELOPT, ["weight_scale_2", "input_scale"])),
     config_weights=("float", 4, "tensor_group"),
     config_activations="local",
     codes=E2M1_GROUPS,
     quantize=rounding.quantize_groups,
     dequantize=rounding.dequantize_groups,
-    round_activations=_round_groups,
+    round_activations=rounding.round_groups,
     calibrated=True,
     kernel="nvfp4",
     max_relative_error=0.13,
@@ -245,9 +221,9 @@ _ALL = (
         config_weights=("float", 8, "channel"),
         config_activations=True,
         codes=E4M3_ROWS,
-        quantize=partial(_quantize_rows, E4M3_ROWS),
+        quantize=partial(rounding.quantize_rows, E4M3_ROWS),
         dequantize=rounding.dequantize_rows,
-        round_activations=partial(_round_tokens, FP8),
+        round_activations=partial(rounding.round_tokens, FP8),
         calibrated=False,
         kernel="fp8",
         max_relative_error=0.04,
@@ -259,7 +235,7 @@ _ALL = (
         _NVFP4,
         name="NVFP4A16",
         compressed=_E2M1_GROUPS,
-        modelopt=OnDisk("W4A16_NVFP4", partial(_modelopt_groups, False)),
+        modelopt=OnDisk("W4A16_NVFP4", partial(_MODELOPT, ["weight_scale_2"])),
         config_activations=None,
         round_activations=None,
         calibrated=False,
@@ -287,9 +263,9 @@ _ALL = (
         config_weights=("int", 8, "channel"),
         config_activations=True,
         codes=INT8_ROWS,
-        quantize=partial(_quantize_rows, INT8_ROWS),
+        quantize=partial(rounding.quantize_rows, INT8_ROWS),
         dequantize=rounding.dequantize_rows,
-        round_activations=partial(_round_tokens, torch.int8),
+        round_activations=partial(rounding.round_tokens, torch.int8),
         calibrated=False,
         kernel="int8",
         max_relative_error=0.03,
@@ -309,8 +285,6 @@ SUFFIXES = tuple(
 GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
 INPUT_SCALES = ("input_global_scale", "input_scale")
 TENSOR_SCALES = (*GLOBAL_SCALES, *INPUT_SCALES)  # one number for a whole matrix, above 0
-
-
 CODES = ("weight_packed", "weight")  # a quantized Linear has one of them
 
 

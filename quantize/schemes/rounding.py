@@ -118,7 +118,11 @@ def global_scale(ranges: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def quantize_rows(
-    codes: Codes, weight: torch.Tensor, ranges: torch.Tensor, out: torch.Tensor | None = None
+    codes: Codes,
+    weight: torch.Tensor,
+    ranges: torch.Tensor,
+    _: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
     """Quantize BF16 weights [..., out, in] to 8 bits (e4m3 or int8) with a scale a row, by suffix.
 
@@ -234,17 +238,19 @@ def dequantize_in_e4m3(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return codes.float().mul_(shared).bfloat16()
 
 
-def round_tokens(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def round_tokens(dtype: torch.dtype, x: torch.Tensor, _: float | None) -> torch.Tensor:
     """Round activations [..., K] to e4m3 or int8 with one scale a token, in x's dtype."""
     codes, scale = formats.quantize_rows(x, dtype)
     return (codes.float() * scale[..., None]).to(x.dtype)
 
 
-def round_groups(x: torch.Tensor, global_scale: float) -> torch.Tensor:
+def round_groups(x: torch.Tensor, global_scale: float | None) -> torch.Tensor:
     """Round activations [..., K] to e2m1, in x's dtype, with an e4m3 scale for each 16 values.
 
     `global_scale` = 448 * 6 / the calibrated amax. Values beyond it saturate. Arithmetic is FP32.
     """
+    if global_scale is None:
+        raise ValueError("NVFP4 rounds activations under a calibrated input_global_scale")
     shared = torch.tensor([global_scale], dtype=torch.float32, device=x.device)
     codes, scale = formats.round_groups(x, shared)
     return (codes * (scale / shared).unsqueeze(-1)).flatten(-2).to(x.dtype)
