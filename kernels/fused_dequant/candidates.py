@@ -150,7 +150,6 @@ def _hopper_shapes(
 
 
 def _expert_tiles(M: int) -> tuple[tuple[int, int], ...]:
-    """Return the choices of (BN, warps)."""
     tiles = ((64, 4), (128, 4), (128, 8), (256, 8))
     return tiles if M <= 1024 else tiles[1:]
 

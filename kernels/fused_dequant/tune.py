@@ -95,7 +95,6 @@ def call(product: Product, o: Operands, config: Config) -> torch.Tensor:
 
 
 def _compile(job: tuple[Product, Config]) -> str | None:
-    """Compile a candidate in a worker process; return its error, if any."""
     triton.runtime.jit.KernelInterface.__getitem__ = lambda self, grid: partial(
         self.run, grid=grid, warmup=True
     )

@@ -282,13 +282,11 @@ def soft_embedding_of(probabilities, embedding, out=None, config=None):
 
 
 def _splits(V: int, config: Config) -> tuple[int, int]:
-    """Return how many ranges of K there are, and their length, a multiple of BK."""
     length = -(-V // (config["SPLITS"] * config["BK"])) * config["BK"]
     return -(-V // length), length
 
 
 def _multiply(p: torch.Tensor, embedding: torch.Tensor, config: Config) -> torch.Tensor:
-    """Return p @ embedding in ranges of K: f32 [splits, M, H]."""
     (M, V), H = p.shape, embedding.shape[1]
     splits, length = _splits(V, config)
     partial = torch.empty(splits, M, H, dtype=torch.float32, device=p.device)

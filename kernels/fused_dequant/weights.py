@@ -45,8 +45,7 @@ class Weight:
     @property
     def bytes(self) -> int:
         """Return the bytes that a kernel reads when every expert is used."""
-        tensors = (self.data, self.scale, self.factor)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return sum(t.nbytes for t in (self.data, self.scale, self.factor) if t is not None)
 
     @property
     def shared(self) -> torch.Tensor | None:

@@ -38,7 +38,7 @@ from quantize.errors import InputError, ResourceError
 from quantize.host.gauge import Clock, Gauge
 from quantize.host.progress import say
 from quantize.runtime import Placement, Sampler, open
-from quantize.runtime.fused.cost import decoder_floor, one_token_floor
+from quantize.runtime.fused.cost import decoder_floor, pass_floor
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.rates import Rates, measure_rates
 from quantize.runtime.opening import RandomModel
@@ -192,7 +192,7 @@ def _rows(
         if autoregressive:
             say(f"batch {batch}, one token a forward")
             times, own_hit = _measure_tokens(engine, prompts[:batch], canvases)
-            floor = one_token_floor(weights, rates, batch, context, own_hit)
+            floor = pass_floor(weights, rates, (batch, 1), context, own_hit)
             yield _row(times, batch, ONE_TOKEN, engine.canvas_length, floor, own_hit)
         floor = decoder_floor(weights, rates, batch, context, hit)
         for name, sampler in samplers.items():

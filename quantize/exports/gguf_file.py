@@ -105,7 +105,6 @@ def _about(name: str, digest: str, tensors: Sequence[GGUFTensor]) -> dict[str, A
 
 
 def _header(keys: dict[str, Any], tensors: Sequence[GGUFTensor]) -> bytes:
-    """Return everything before the first tensor."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "header"
         writer = gguf.GGUFWriter(path, ARCHITECTURE)

@@ -85,7 +85,6 @@ def _sizes(source: Checkpoint, text: dict[str, Any]) -> dict[str, Any]:
 
 
 def _heads(source: Checkpoint, layer: int) -> tuple[int, int]:
-    """Return (size of a head, key-value heads) of a layer, from its tensors."""
     attention = f"model.decoder.layers.{layer}.self_attn."
     size = source.tensors[f"{attention}k_norm.weight"].shape[0]
     return size, _rows(source, f"{attention}k_proj") // size

@@ -121,7 +121,6 @@ def _type(text: str, added: dict[str, Any] | None) -> TokenType:
 
 
 def _merge(path: Path, merge: str | Sequence[str]) -> str:
-    """Return a merge as GGUF holds it, both sides with a space between."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     if " " in left + right:
         raise InputError(f"{path}: the merge {[left, right]} has a space, which GGUF cannot hold")

@@ -127,7 +127,6 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _driver() -> str | None:
-    """Return names and driver versions of the GPUs as nvidia-smi tells them, None without any."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -145,7 +144,6 @@ def _disk(out: Path) -> Finding:
 
 
 def _caches() -> Iterator[Finding]:
-    """Yield the folders that downloads, compiled kernels and measured configurations lie in."""
     home = Path.home()
     hub = os.environ.get("HF_HOME") or home / ".cache" / "huggingface"
     triton = os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache"

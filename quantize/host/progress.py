@@ -137,7 +137,6 @@ def within(meter: Meter) -> Generator[bool]:
 
 
 def _inner(meter: Meter) -> list[str]:
-    """Return where the loops within a loop are."""
     inner = _under_way[_under_way.index(meter) + 1 :] if meter in _under_way else []
     return [f"{each.title} {each.made:,}/{each.total or '?'}" for each in inner]
 

@@ -104,7 +104,6 @@ def _weights_of(beside: Engine | None, in_fp8: bool, in_fp4: bool) -> "TextWeigh
 
 
 def _made(checkpoint: Path | RandomModel, place: Placement, in_fp4: bool) -> "TextWeights":
-    """Make or load the weights of the kernels."""
     from quantize.runtime.fused.inputs import read_scales
     from quantize.runtime.fused.random_weights import random_weights
     from quantize.runtime.fused.weights import load_packed

@@ -13,7 +13,6 @@ Entropy-bound acceptance: arXiv 2505.24857; the algorithm is that of transformer
 `generation_diffusion_gemma.py`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from fused_dequant import CanvasState, Draw, accept
 from fused_dequant.canvas import accepted
 from torch import Tensor
 
+from quantize.checkpoints.reader import read_json_object
 from quantize.errors import InputError
 from quantize.runtime.known_tokens import holding
 
@@ -108,11 +108,7 @@ class Sampler:
         path = folder / "generation_config.json"
         if not path.is_file():
             return cls()
-        try:
-            config = json.loads(path.read_text("utf-8"))
-        except ValueError as error:
-            raise InputError(f"{path}: not valid JSON ({error})") from error
-        return cls.from_config(config)
+        return cls.from_config(read_json_object(path))
 
     def temperature(self, step: int | Tensor) -> Tensor:
         """Return the temperature of `step` (from 1), float32 of its shape, as transformers has it."""

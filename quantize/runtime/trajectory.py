@@ -139,7 +139,7 @@ def record_all(
     with metered(title, sum(map(len, batches.values())), "prompts") as meter:
 
         def recorded(start: int, own: BatchEngine) -> list[Trajectory]:
-            watched = nullcontext(_nothing)
+            watched: AbstractContextManager[OnStep] = nullcontext(lambda _: None)
             if watching is not None and start < observed:
                 watched = watching(own, start)
             with watched as on_step:
@@ -167,10 +167,6 @@ def record_all(
     for theirs in processes.others(trajectories):
         trajectories += theirs
     return sorted(trajectories, key=lambda trajectory: trajectory.seed)
-
-
-def _nothing(_: StepRecord) -> None:
-    pass
 
 
 def context_of(checkpoint: Path, prompts: Sequence[Sequence[int]], canvases: int) -> int:

@@ -168,7 +168,6 @@ def _block_amax(weight: Tensor) -> Tensor:
 
 
 def _values(codes: Tensor, scale: Tensor) -> Tensor:
-    """Multiply code values [E, out, in] by the scale of their blocks [E, out, in / 16]."""
     return (codes.unflatten(-1, (-1, GROUP)) * scale[..., None]).flatten(-2)
 
 
@@ -243,7 +242,6 @@ def _spread_errors(
 
 
 def _subtract(target: Tensor, rows: Tensor, matrix: Tensor) -> None:
-    """Subtract rows @ matrix from a target of as many columns, in place."""
     if target.shape[-1]:
         target.baddbmm_(rows, matrix, alpha=-1)
 

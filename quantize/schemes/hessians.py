@@ -64,7 +64,6 @@ class Hessians:
         return self._tokens[name]
 
     def _settle(self, name: str) -> None:
-        """Add what waits."""
         if not (waiting := self._waiting.pop(name, None)):
             return
         x = torch.cat([own for own, _ in waiting])
@@ -125,7 +124,6 @@ def _in_kernels(x: Tensor) -> bool:
 
 
 def _add(tiles: Tensor, x: Tensor, order: Tensor, starts: Tensor, topk: int) -> None:
-    """Add x x^T of each expert's rows; see `fused_dequant.gram.add`."""
     if _in_kernels(x):
         from fused_dequant import gram
 
@@ -142,7 +140,6 @@ def _add(tiles: Tensor, x: Tensor, order: Tensor, starts: Tensor, topk: int) -> 
 
 
 def _places(inputs: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the blocks i and j of each tile."""
     j, i = torch.tril_indices(-(-inputs // TILE), -(-inputs // TILE), device=device)
     return i, j
 

@@ -21,19 +21,12 @@ def decoder_floor(
     There are `context` positions before each canvas; `experts_hit` experts get a token, mean over
     layers.
     """
-    length = weights.config.canvas_length
-    floor = _floor(weights, rates, (batch, length), context, experts_hit)
+    shape = batch, weights.config.canvas_length
+    floor = pass_floor(weights, rates, shape, context, experts_hit)
     return floor | {"vocabulary": 2 * floor["vocabulary"]}  # lm_head, then the soft embedding
 
 
-def one_token_floor(
-    weights: TextWeights, rates: Rates, batch: int, context: int, experts_hit: float
-) -> dict[str, float]:
-    """Return the least seconds of each part of a pass of one token a sequence, as `decoder_floor`."""
-    return _floor(weights, rates, (batch, 1), context, experts_hit)
-
-
-def _floor(
+def pass_floor(
     weights: TextWeights, rates: Rates, shape: tuple[int, int], context: int, experts_hit: float
 ) -> dict[str, float]:
     """Return the least seconds of each part of a pass of [batch, length] rows, logits included."""

@@ -228,7 +228,6 @@ class Packer:
         return _as_kernels_read(found, 2)
 
     def _names(self, module: str) -> list[str]:
-        """Return the tensors of a module that a kernel reads."""
         if module not in self._named:
             names = module_tensors(self.checkpoint, module)
             self._named[module] = [n for n in names if not n.startswith(f"{module}.input_")]
@@ -308,7 +307,6 @@ def _weight(
 
 
 def _factor(part: dict[str, Tensor]) -> Tensor | None:
-    """Return 128 over the global scale: ModelOpt's is a factor, which is not divided with."""
     if "weight_scale_2" in part:
         return 128 * part["weight_scale_2"]
     return 128 / part["weight_global_scale"] if "weight_global_scale" in part else None

@@ -196,26 +196,19 @@ class _Batch:
         }
 
 
+@dataclass(frozen=True)
 class Recording:
-    """A finished recording.
+    """A finished recording: its batches, in the order of their prompts."""
 
-    Attributes:
-        folder: where it lies.
-        shape: what a cache of its passes is allocated with.
-        batches: the batches, in the order of their prompts.
-    """
-
-    def __init__(self, folder: Path, shape: Shape, batches: tuple[RecordedBatch, ...]) -> None:
-        self.folder, self.shape, self.batches = folder, shape, batches
+    folder: Path
+    shape: Shape
+    batches: tuple[RecordedBatch, ...]
 
     @classmethod
     def find(cls, folder: Path, identity: str, row_bytes: int) -> "Recording | None":
         """Return the recording in a folder; None, with a line that says why, where it is none.
 
-        Args:
-            folder: where it may lie.
-            identity: what its run must have depended on.
-            row_bytes: bytes of a row.
+        Its run must have depended on `identity`; a row takes `row_bytes`.
         """
         if not (folder / INDEX).exists():
             return None
@@ -225,9 +218,8 @@ class Recording:
                 raise InputError("it is of another run")
             entries: Mapping[str, Any] = index["batches"]
             with ThreadPoolExecutor() as pool:
-                list(
-                    pool.map(lambda name: _check(folder / name, entries[name], row_bytes), entries)
-                )
+                for _ in pool.map(lambda n: _check(folder / n, entries[n], row_bytes), entries):
+                    pass
             batches = tuple(_batch(folder / name, entry) for name, entry in entries.items())
             return cls(folder, Shape(**index["shape"]), batches)
         except (InputError, OSError, KeyError, TypeError, ValueError) as error:

@@ -28,6 +28,8 @@ from quantize.runtime.fused.packing import Entrance, Keep, LayerWeights
 from quantize.runtime.fused.transfer import ALIGNED
 
 Event = Any  # torch.cuda.Event, of which torch's stubs have two
+# A layer in a slot, and on a GPU the event after which it is complete.
+Arrival = tuple[LayerWeights, Event | None]
 Pack = Callable[[int, Keep], LayerWeights]  # packs a layer by index, its products where `Keep` says
 
 
@@ -103,14 +105,14 @@ class StreamedLayers:
             self._begin(index)
         taken = self._coming.popleft()
         try:
-            arrival = taken.arrival.result()
+            layer, arrived = taken.arrival.result()
         except BaseException:
             self.close()  # or an error of now would be raised later
             raise
-        if arrival.event is not None:
-            torch.cuda.current_stream(self._device).wait_event(arrival.event)
+        if arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(arrived)
         self._in_use = taken
-        return arrival.layer
+        return layer
 
     def _give_back(self) -> None:
         """Let the layer after the one that is coming have the slot of the one in use, if any is."""
@@ -119,7 +121,6 @@ class StreamedLayers:
             self._send_for(self._after[self._after[used.index]], used.slot)
 
     def _begin(self, index: int) -> None:
-        """Fill both slots, from a layer on."""
         self.close()
         for slot in self._slots:
             self._send_for(index, slot)
@@ -133,36 +134,24 @@ class StreamedLayers:
         work = self._thread.submit(self._fill, index, slot, launched)
         self._coming.append(_Coming(index, slot, work))
 
-    def _fill(self, index: int, slot: "_Slot", launched: Event | None) -> "_Arrival":
+    def _fill(self, index: int, slot: "_Slot", launched: Event | None) -> Arrival:
         slot.used = 0
         if self._stream is None or launched is None:
-            return _Arrival(self._pack(index, slot.keep), None)
+            return self._pack(index, slot.keep), None
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(launched)
             layer = self._pack(index, slot.keep)
-            return _Arrival(layer, self._stream.record_event())
+            return layer, self._stream.record_event()
 
 
 @dataclass(frozen=True)
 class _Coming:
-    """A layer on its way to a slot."""
-
     index: int
     slot: "_Slot"
-    arrival: Future["_Arrival"]
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A layer in a slot, and on a GPU the event after which it is complete."""
-
-    layer: LayerWeights
-    event: Event | None
+    arrival: Future[Arrival]
 
 
 class _Slot:
-    """Memory for one layer's products."""
-
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.used = 0
@@ -182,8 +171,7 @@ class _Slot:
 
 def kept_bytes(weights: Sequence[Weight]) -> int:
     """Return the bytes that `weights` take in a slot."""
-    tensors = [tensor for weight in weights for tensor in _tensors(weight).values()]
-    return sum(_aligned(t.numel() * t.element_size()) for t in tensors)
+    return sum(_aligned(t.nbytes) for weight in weights for t in _tensors(weight).values())
 
 
 def spread(count: int, chosen: int) -> list[int]:
