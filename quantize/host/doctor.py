@@ -40,8 +40,7 @@ class Finding:
 
 def findings(out: Path) -> Iterator[Finding]:
     """Yield what is found of this machine; `out` is the folder that runs are written to."""
-    own = metadata.version("diffusiongemma-quantize")
-    yield Finding("quantize", f"{own} in {Path(__file__).parents[1]}")
+    yield Finding("quantize", f"{metadata.version(DISTRIBUTION)} in {Path(__file__).parents[1]}")
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
     yield from _packages()
     yield from _compiler()
@@ -66,10 +65,10 @@ def _packages() -> Iterator[Finding]:
         command = f"{DISTRIBUTION}[{extra}]" if extra else DISTRIBUTION
         level = WANTED if extra else NEEDED
         for need in needed:
-            stands = need.marker is None or need.marker.evaluate({"extra": extra})
-            if not stands or (
-                extra and (need.marker is None or need.marker.evaluate({"extra": ""}))
-            ):
+            stands, always = (
+                need.marker is None or need.marker.evaluate({"extra": own}) for own in (extra, "")
+            )
+            if not stands or (extra and always):
                 continue
             found = _version(need.name)
             if found is not None and need.specifier.contains(found, prereleases=True):
@@ -101,28 +100,18 @@ def _gpus() -> Iterator[Finding]:
     except ImportError:
         return  # said among the packages
     if not torch.cuda.is_available():
-        built = torch.version.cuda
-        seen = _driver()
-        advice = None
-        if seen and not built:
-            advice = "this torch is a CPU build; install the build for your driver's CUDA"
-        elif seen:
-            advice = (
-                "torch does not reach it: hidden (CUDA_VISIBLE_DEVICES), or the driver too old?"
-            )
+        built, seen = torch.version.cuda, _driver()
+        unbuilt = "this torch is a CPU build; install the build for your driver's CUDA"
+        hidden = "torch does not reach it: hidden (CUDA_VISIBLE_DEVICES), or the driver too old?"
+        advice = (hidden if built else unbuilt) if seen else None
         yield Finding("GPU", f"{seen or 'none'}; torch's CUDA: {built or 'none'}", advice)
         return
     for index in range(torch.cuda.device_count()):
         one = torch.cuda.get_device_properties(index)
         target = f"sm_{one.major}{one.minor}"
         found = f"{one.name}, {target}, {size(one.total_memory)}, CUDA {torch.version.cuda}"
-        old = (one.major, one.minor) < (8, 0)
-        advice = (
-            f"{target} has no kernels here (sm_80 is the oldest); hide it to use the CPU"
-            if old
-            else None
-        )
-        yield Finding(f"GPU {index}", found, advice)
+        old = f"{target} has no kernels here (sm_80 is the oldest); hide it to use the CPU"
+        yield Finding(f"GPU {index}", found, old if one.major < 8 else None)
     yield Finding("driver", _driver() or "nvidia-smi is not here")
 
 
@@ -138,9 +127,8 @@ def _driver() -> str | None:
 def _disk(out: Path) -> Finding:
     there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
-    small = free < MODEL_BYTES
-    advice = f"a run of the 26B model needs {size(MODEL_BYTES)} and more there" if small else None
-    return Finding(f"disk of {there}", f"{size(free)} free", advice)
+    advice = f"a run of the 26B model needs {size(MODEL_BYTES)} and more there"
+    return Finding(f"disk of {there}", f"{size(free)} free", advice if free < MODEL_BYTES else None)
 
 
 def _caches() -> Iterator[Finding]:

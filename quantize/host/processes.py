@@ -31,11 +31,8 @@ class Processes:
         """Hand `found` to all other processes and return theirs; all processes must call this."""
         if self.count == 1:
             return []
-        import torch
-
-        distributed: Any = torch.distributed
         everyone: list[Any] = [None] * self.count
-        distributed.all_gather_object(everyone, found)
+        _distributed().all_gather_object(everyone, found)
         return everyone[: self.rank] + everyone[self.rank + 1 :]
 
     def of_first(self, found: T) -> T:
@@ -46,10 +43,7 @@ class Processes:
     def wait(self) -> None:
         """Return once all processes have called this."""
         if self.count > 1:
-            import torch
-
-            distributed: Any = torch.distributed
-            distributed.barrier()
+            _distributed().barrier()
 
 
 ALONE = Processes()
@@ -63,7 +57,7 @@ def joined() -> Generator[Processes]:
         return
     import torch
 
-    distributed: Any = torch.distributed
+    distributed = _distributed()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # A process may wait for the slowest as long as it takes.
@@ -72,6 +66,12 @@ def joined() -> Generator[Processes]:
         yield Processes(distributed.get_rank(), distributed.get_world_size())
     finally:
         distributed.destroy_process_group()
+
+
+def _distributed() -> Any:
+    import torch
+
+    return torch.distributed
 
 
 def is_alone() -> bool:

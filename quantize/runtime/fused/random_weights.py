@@ -76,14 +76,9 @@ class _Maker:
         self.text, self.schemes, self.device = text, schemes, device
         self.seeds = itertools.count()
 
-    def dense(self, kind: str, rows: int, columns: int) -> Weight:
-        """Make a Linear of "attention" or "mlp"."""
-        scheme = self.schemes[kind]
-        return random_weight(scheme, 1, rows, columns, self.device, seed=next(self.seeds))
-
-    def routed(self, rows: int, columns: int) -> Weight:
-        """Make one Linear of every expert."""
-        scheme, count = self.schemes["experts"], self.text.num_experts
+    def linear(self, kind: str, rows: int, columns: int) -> Weight:
+        """Make a Linear of "attention" or "mlp", or one of every expert."""
+        scheme, count = self.schemes[kind], self.text.num_experts if kind == "experts" else 1
         made = random_weight(scheme, count, rows, columns, self.device, seed=next(self.seeds))
         return in_memory_of_its_own(made)
 
@@ -109,17 +104,17 @@ class _Maker:
         return LayerWeights(
             sliding=sliding,
             norms={key: ones(H) * (0.1 if key == "post_attention" else 1) for key in NORMS},
-            qkv=(self.dense("attention", (heads + kv * (2 if sliding else 1)) * D, H),),
+            qkv=(self.linear("attention", (heads + kv * (2 if sliding else 1)) * D, H),),
             q_norm=ones(D) * D**-0.5,  # scores of size 1: attention has no other scale
             k_norm=ones(D),
-            o=self.dense("attention", H, heads * D),
-            gate_up=(self.dense("mlp", 2 * text.intermediate_size, H),),
-            down=self.dense("mlp", H, text.intermediate_size),
+            o=self.linear("attention", H, heads * D),
+            gate_up=(self.linear("mlp", 2 * text.intermediate_size, H),),
+            down=self.linear("mlp", H, text.intermediate_size),
             router=router,
             router_scale=ones(H),
             per_expert_scale=ones(text.num_experts),
-            experts_gate_up=self.routed(2 * text.moe_intermediate_size, H),
-            experts_down=self.routed(H, text.moe_intermediate_size),
+            experts_gate_up=self.linear("experts", 2 * text.moe_intermediate_size, H),
+            experts_down=self.linear("experts", H, text.moe_intermediate_size),
             encoder_scalar=ones(1) * 0.2,
             decoder_scalar=ones(1) * 0.2,
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 from quantize.checkpoints.layout import check_layout, model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.runtime.fused.gpus import check_gpu
-from quantize.runtime.fused.packing import BF16, Entrance, LayerWeights, Packer, Scales
+from quantize.runtime.fused.packing import BF16, Entrance, Keep, LayerWeights, Packer, Scales
 from quantize.runtime.fused.streaming import StreamedLayers, kept_bytes, spread
 from quantize.runtime.fused.tower import Tower
 from quantize.runtime.fused.transfer import ALIGNED, Transfer
@@ -155,13 +155,8 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
         {name: -(-info.nbytes // ALIGNED) * ALIGNED for name, info in checkpoint.tensors.items()},
         quantized=False,
     )
-    layers = StreamedLayers(
-        {},
-        tuple((each["norms"]["input"], BF16) for each in small),
-        lambda index, keep: LayerWeights(**small[index], **packer.products(index, keep)),
-        int(max(sizes.layers)),
-        place,
-    )
+    entrances = [(each["norms"]["input"], BF16) for each in small]
+    layers = _streamed(packer, {}, small, entrances, int(max(sizes.layers)))
     norm = packer.plain("model.decoder.norm.weight")
     none = weights.bf16(norm.new_empty(1, 0, 0))
     conditioning = SelfConditioning(norm, none, none)
@@ -188,11 +183,11 @@ def _layers(
 ) -> tuple[LayerWeights, ...] | StreamedLayers:
     """Load the layers that stay; read the others once, to check them and to learn their sizes."""
     kept: dict[int, LayerWeights] = {}
-    small: dict[int, dict[str, Any]] = {}
+    small: list[dict[str, Any]] = []
     entrances: list[Entrance] = []
     slot_bytes = 0
     for index in on_layer(range(count)):
-        small[index] = packer.small(index)
+        small.append(packer.small(index))
         layer = LayerWeights(**small[index], **packer.products(index, in_memory_of_its_own))
         entrances.append(layer.entrance)
         if index in streamed:
@@ -202,15 +197,21 @@ def _layers(
         del layer
     if not streamed:
         return tuple(kept.values())
-    device = packer.transfer.device
-    packer.transfer = Transfer(device, register=True)
-    return StreamedLayers(
-        kept,
-        tuple(entrances),
-        lambda index, keep: LayerWeights(**small[index], **packer.products(index, keep)),
-        slot_bytes,
-        device,
-    )
+    packer.transfer = Transfer(packer.transfer.device, register=True)
+    return _streamed(packer, kept, small, entrances, slot_bytes)
+
+
+def _streamed(
+    packer: Packer,
+    kept: dict[int, LayerWeights],
+    small: Sequence[dict[str, Any]],
+    entrances: Sequence[Entrance],
+    slot_bytes: int,
+) -> StreamedLayers:
+    def pack(index: int, keep: Keep) -> LayerWeights:
+        return LayerWeights(**small[index], **packer.products(index, keep))
+
+    return StreamedLayers(kept, tuple(entrances), pack, slot_bytes, packer.transfer.device)
 
 
 def in_memory_of_its_own(weight: Weight) -> Weight:
