@@ -7,46 +7,37 @@ after generation (a canvas is denoised whole), behind the thinking channel. Logl
 exist for a diffusion model and are refused.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from recovery.health import without_thinking
-from recovery.samples import (
-    Completion,
-    Generate,
-    Progress,
-    Request,
-    SampleStore,
-    sample_seed,
-)
+from recovery.samples import Completion, Request, sample_seed
 from recovery.sequential import Part
 
 
 class BlockDiffusionLM(LM):
-    """Answers one part of a task for one of its repeats; generates all of them at once."""
+    """Answers one part of a task for one of its repeats; all of them are asked for at once.
+
+    Args:
+        done: key of a request -> its completion; `complete` adds what is missing.
+        complete: has requests answered.
+        seed: the run's seed.
+        part: which documents and repeats.
+    """
 
     def __init__(
         self,
-        store: SampleStore,
-        generate: Generate,
+        done: Mapping[str, Completion],
+        complete: Callable[[Sequence[Request]], None],
         *,
         seed: int,
         part: Part,
-        batch_size: int,
-        progress: Progress,
-        keep: Callable[[str], str] = str,
     ) -> None:
         super().__init__()
-        self.keep = keep
-        self.store = store
-        self.generate = generate
-        self.seed = seed
-        self.part = part
-        self.run_batch_size = batch_size
-        self.progress = progress
+        self.done, self.complete, self.seed, self.part = done, complete, seed, part
         self.repeat = part.repeats[0]
         self.requests: dict[tuple[int, int], Request] = {}  # (doc_id, repeat)
 
@@ -55,26 +46,18 @@ class BlockDiffusionLM(LM):
         for repeat in self.part.repeats:
             for instance in requests:
                 self.requests[self._doc_id(instance), repeat] = self._request(instance, repeat)
-        self.store.complete(
-            list(self.requests.values()),
-            self.generate,
-            self.run_batch_size,
-            self.progress,
-            self.keep,
-        )
+        self.complete(list(self.requests.values()))
         return [self._answer(instance) for instance in requests]
 
     def completion(self, doc_id: int, repeat: int) -> Completion:
         """Return the model's completion of a document in a repeat."""
-        return self.store.done[self.requests[doc_id, repeat].key]
+        return self.done[self.requests[doc_id, repeat].key]
 
-    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[Any]:
         """Refuse: a block-diffusion model has no token likelihoods."""
         raise TypeError("block diffusion has no loglikelihood; use a generative task")
 
-    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Refuse, as `loglikelihood` does."""
-        raise TypeError("block diffusion has no loglikelihood; use a generative task")
+    loglikelihood_rolling = loglikelihood
 
     def _request(self, instance: Instance, repeat: int) -> Request:
         prompt, options = cast(tuple[str, dict[str, Any]], instance.args)

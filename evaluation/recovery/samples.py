@@ -20,11 +20,12 @@ A sample is known by its key: prompt, seed, token limit and thinking. Prompts ar
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from recovery.health import text_signs
 
@@ -143,7 +144,7 @@ class SampleStore:
         missing = [b for b in mine if any(request.key not in self.done for request in b)]
         if missing:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file, _Syncing(file) as syncing:
+            with self.path.open("a", encoding="utf-8") as file, _syncing(file) as sync:
                 for batch, completions in progress(generate(missing), sum(map(len, missing))):
                     if len(completions) != len(batch):
                         raise ValueError(
@@ -151,7 +152,7 @@ class SampleStore:
                         )
                     kept = [_kept(each, keep) for each in completions]
                     self._append(file, batch, kept)
-                    syncing.go_on()
+                    sync()
         self.share.wait()
         self._read_all()
         self.share.wait()  # nobody removes a file that another still reads
@@ -217,30 +218,26 @@ def _sha256(batch: Any) -> str:
     return hashlib.sha256(json.dumps(batch, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class _Syncing:
-    """Syncs a file that grows from a thread, one sync at a time; on leaving, all of it is on disk."""
+@contextmanager
+def _syncing(file: TextIO) -> Generator[Callable[[], None]]:
+    """Yield what syncs a file that grows, from a thread, unless a sync is under way.
 
-    def __init__(self, file: TextIO) -> None:
-        self._descriptor = file.fileno()
-        self._pool = ThreadPoolExecutor(1)
-        self._running: Future[None] | None = None
+    On leaving, all of the file is on disk; a sync that failed raises its OSError at the next one.
+    """
+    running: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as pool:
 
-    def __enter__(self) -> Self:
-        return self
+        def go_on() -> None:
+            if not running or running[-1].done():
+                wait()
+                running.append(pool.submit(os.fsync, file.fileno()))
 
-    def go_on(self) -> None:
-        """Start a sync unless one is under way.
+        def wait() -> None:
+            while running:
+                running.pop().result()
 
-        Raises:
-            OSError: the one before failed.
-        """
-        if self._running is None or self._running.done():
-            if self._running is not None:
-                self._running.result()
-            self._running = self._pool.submit(os.fsync, self._descriptor)
-
-    def __exit__(self, *_: object) -> None:
-        with self._pool:
-            if self._running is not None:
-                self._running.result()
-            self._pool.submit(os.fsync, self._descriptor).result()
+        try:
+            yield go_on
+        finally:
+            wait()
+            pool.submit(os.fsync, file.fileno()).result()

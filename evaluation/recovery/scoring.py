@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -32,15 +32,7 @@ from recovery.filters import final_choice
 from recovery.health import text_signs, without_thinking
 from recovery.lm import BlockDiffusionLM, cut
 from recovery.own import Definition, finding
-from recovery.samples import (
-    Batch,
-    Completion,
-    Finished,
-    Generate,
-    Progress,
-    Request,
-    SampleStore,
-)
+from recovery.samples import Completion, Generate, Progress, Request, SampleStore
 from recovery.sequential import Answer, Part
 
 READERS = {".jsonl": "json", ".csv": "csv"}  # suffix of a local data set -> its reader
@@ -180,15 +172,12 @@ def score(
     conditions: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         loaded = _loaded(task, definition, data_file, Path(folder))
-        model = BlockDiffusionLM(
-            store,
-            generate,
-            seed=seed,
-            part=part,
-            batch_size=batch_size,
-            progress=progress,
-            keep=_keeping(task, definition),
-        )
+        keep = _keeping(task, definition)
+
+        def complete(requests: Sequence[Request]) -> None:
+            store.complete(requests, generate, batch_size, progress, keep)
+
+        model = BlockDiffusionLM(store.done, complete, seed=seed, part=part)
         for model.repeat in part.repeats:
             results = _evaluate(model, task, loaded, part.questions)
             if results is None or store.share.rank > 0:
@@ -214,22 +203,15 @@ def first_requests(
     seed: int,
 ) -> list[Request]:
     """Return the requests of `score`'s first repeat for some documents, without asking a model."""
+    done: dict[str, Completion] = {}
+
+    def note(requests: Sequence[Request]) -> None:
+        done.update({request.key: Completion("", 1, [1], True) for request in requests})
+
+    model = BlockDiffusionLM(done, note, seed=seed, part=Part(questions, range(1)))
     with tempfile.TemporaryDirectory() as folder:
-
-        def note(batches: Sequence[Batch]) -> Iterator[Finished]:
-            for batch in batches:
-                yield batch, [Completion("", 1, [1], True) for _ in batch]
-
-        model = BlockDiffusionLM(
-            SampleStore(Path(folder) / "unanswered.jsonl", {}),
-            note,
-            seed=seed,
-            part=Part(questions, range(1)),
-            batch_size=1 << 20,
-            progress=lambda finished, _: finished,
-        )
         _evaluate(model, task, _loaded(task, definition, data_file, Path(folder)), questions)
-        return [model.requests[key] for key in sorted(model.requests)]
+    return [model.requests[key] for key in sorted(model.requests)]
 
 
 def size(
@@ -345,24 +327,20 @@ def _rows(samples: list[dict[str, Any]], model: BlockDiffusionLM) -> list[Row]:
     merged: dict[int, list[dict[str, Any]]] = {}
     for sample in samples:
         merged.setdefault(sample["doc_id"], []).append(sample)
-    rows: list[Row] = []
-    for doc_id, filtered in merged.items():
-        first = filtered[0]
-        completion = model.completion(doc_id, model.repeat)
-        rows.append(
-            Row(
-                doc_id=doc_id,
-                repeat=model.repeat,
-                doc_hash=first["doc_hash"],
-                prompt_hash=first["prompt_hash"],
-                target=str(first["target"]),
-                answer=str(first["filtered_resps"][0]),
-                scores={sample["filter"]: float(sample["exact_match"]) for sample in filtered},
-                seed=model.requests[doc_id, model.repeat].seed,
-                **asdict(completion),
-            )
+    return [
+        Row(
+            doc_id=doc_id,
+            repeat=model.repeat,
+            doc_hash=first["doc_hash"],
+            prompt_hash=first["prompt_hash"],
+            target=str(first["target"]),
+            answer=str(first["filtered_resps"][0]),
+            scores={sample["filter"]: float(sample["exact_match"]) for sample in (first, *others)},
+            seed=model.requests[doc_id, model.repeat].seed,
+            **asdict(model.completion(doc_id, model.repeat)),
         )
-    return rows
+        for doc_id, (first, *others) in merged.items()
+    ]
 
 
 def _conditions(

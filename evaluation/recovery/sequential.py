@@ -28,7 +28,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import takewhile
+from itertools import pairwise, takewhile
+from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
@@ -36,7 +37,7 @@ from scipy.special import ndtr, ndtri
 
 from recovery.estimands import ROUNDING, Estimand, Floats, units, unseen_loss_p
 from recovery.gate import IN_WORDS, judge, passes, steps_p
-from recovery.health import Sign, limits_of
+from recovery.health import limits_of
 from recovery.statistics import Comparison
 
 # Fractions of the units. Nothing is decided before 0.3; an undamaged run is mostly at 0.4 or 0.5.
@@ -105,17 +106,12 @@ class Plan:
     @property
     def parts(self) -> list[Part]:
         """The part that each look adds to the ones before."""
-        found: list[Part] = []
-        before = Look(0, 0, 0.0)
-        for look in self.looks:
-            if look.repeats > before.repeats > 0:  # all questions are asked again
-                added, repeats = self.order, range(before.repeats, look.repeats)
-            else:
-                added = self.order[before.questions : look.questions]
-                repeats = range(look.repeats)
-            found.append(Part(sorted(added), repeats))
-            before = look
-        return found
+        return [
+            Part(sorted(self.order), range(before.repeats, look.repeats))  # all are asked again
+            if look.repeats > before.repeats > 0
+            else Part(sorted(self.order[before.questions : look.questions]), range(look.repeats))
+            for before, look in pairwise([Look(0, 0, 0.0), *self.looks])
+        ]
 
     def first(self, looks: int) -> Part:
         """Return the part that the first `looks` looks cover together."""
@@ -124,15 +120,13 @@ class Plan:
 
     def taken(self, *answered: Set[Answer]) -> list[Look]:
         """Return the looks, from the first on, whose answers every side has."""
-        whole = takewhile(lambda pair: all(pair[1].answers <= a for a in answered), self._pairs())
+        pairs = zip(self.looks, self.parts, strict=True)
+        whole = takewhile(lambda pair: all(pair[1].answers <= a for a in answered), pairs)
         return [look for look, _ in whole]
 
     def until(self, look: Look) -> set[Answer]:
         """Return all answers that a look covers."""
-        return {(q, r) for q in self.order[: look.questions] for r in range(look.repeats)}
-
-    def _pairs(self) -> list[tuple[Look, Part]]:
-        return list(zip(self.looks, self.parts, strict=True))
+        return Part(self.order[: look.questions], range(look.repeats)).answers
 
 
 def plan_looks(estimand: Estimand, questions: int, repeats: int) -> list[Look]:
@@ -254,22 +248,29 @@ def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
     """
     fractions, last = tuple(look.fraction for look in looks), found[-1]
     levels = nominal_levels(fractions, 1 - last.confidence)
+
+    def over_looks(parts: Sequence[Any], *keys: str) -> Any:
+        """Return the last look's part with p-values of all looks, None where one has none."""
+        values = {key: [getattr(part, key) for part in parts] for key in keys}
+        return replace(
+            parts[-1],
+            **{k: None if None in p else sequential_p(fractions, p) for k, p in values.items()},
+        )
+
     steps = last.step_inflation
     if steps and steps.p_at_most_limit is not None:
         p_values = [steps_p(each) for each in found]
         steps = replace(steps, p_at_most_limit=sequential_p(fractions, p_values))
-    health = {name: _sign_at_looks(name, found, fractions) for name in last.health}
+    signs = ("p_at_least_limit", "p_at_most_limit")
     return replace(
-        last,
-        health=health,
-        p_at_least_margin=sequential_p(fractions, [each.p_at_least_margin for each in found]),
-        p_at_most_margin=sequential_p(fractions, [each.p_at_most_margin for each in found]),
+        over_looks(found, "p_at_least_margin", "p_at_most_margin"),
+        health={
+            name: over_looks([each.health[name] for each in found], *signs) for name in last.health
+        },
         step_inflation=steps,
         looks=tuple(
             {
-                "questions": look.questions,
-                "repeats": look.repeats,
-                "fraction": look.fraction,
+                **asdict(look),
                 "difference_pp": each.difference_pp,
                 **asdict(each.difference_bounds),
                 "p_at_least_margin": each.p_at_least_margin,
@@ -279,21 +280,6 @@ def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
             }
             for look, each, level in zip(looks, found, levels, strict=True)
         ),
-    )
-
-
-def _sign_at_looks(name: str, found: Sequence[Comparison], fractions: tuple[float, ...]) -> Sign:
-    """Return a sign as the last look shows it, with sequential p-values."""
-    signs = [each.health[name] for each in found]
-
-    def p_of(key: str) -> float | None:
-        p_values = [getattr(sign, key) for sign in signs]
-        return None if None in p_values else sequential_p(fractions, p_values)
-
-    return replace(
-        signs[-1],
-        p_at_least_limit=p_of("p_at_least_limit"),
-        p_at_most_limit=p_of("p_at_most_limit"),
     )
 
 
@@ -323,14 +309,10 @@ def until_decided(
     Returns:
         Task -> number of looks taken, and task -> what they show, None where none was.
     """
-    found = {task: ask(task, 0) for task in plans}
+    there = {task: ask(task, 0) for task in plans}
+    taken = {task: looks for task, (looks, _) in there.items()}
+    shown = {task: comparison for task, (_, comparison) in there.items()}
     for task, plan in plans.items():
-        while found[task][0] < len(plan.looks) and task in still_open(_shown(found)):
-            found[task] = ask(task, found[task][0] + 1)
-    return {task: looks for task, (looks, _) in found.items()}, _shown(found)
-
-
-def _shown(
-    found: Mapping[str, tuple[int, Comparison | None]],
-) -> dict[str, Comparison | None]:
-    return {task: comparison for task, (_, comparison) in found.items()}
+        while taken[task] < len(plan.looks) and task in still_open(shown):
+            taken[task], shown[task] = ask(task, taken[task] + 1)
+    return taken, shown
