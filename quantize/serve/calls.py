@@ -11,20 +11,20 @@ does not have, stays text.
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 MARKERS = (OPEN, CLOSE, QUOTE)
 DEEPEST = 32  # levels of lists and objects in an argument
 
 _HEAD = re.compile(r"\s*call:([\w.\-]+)\s*")
-_KEY = re.compile(r'[^\s:,{}\[\]<"]+')
-_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_BARE = re.compile(r'[^,{}\[\]<"]+')
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
-_WORDS = {"true": True, "false": False, "null": None, "None": None}
+_MARK = r"\s*+(?:(?P<mark>[{}\[\],])|"
+_STRING = r'(?><\|"\|>(?P<plain>.*?)<\|"\|>)|(?P<json>"(?:[^"\\]|\\.)*+")'
+_KEY = re.compile(_MARK + rf'(?:{_STRING}|(?P<word>[^\s:,{{}}\[\]<"]++))\s*:)', re.DOTALL)
+_VALUE = re.compile(_MARK + rf'{_STRING}|(?P<word>[^,{{}}\[\]<"]++))', re.DOTALL)
+_WORDS = {"true": "true", "false": "false", "null": "null", "None": "null"}
 
 
 @dataclass(frozen=True)
@@ -63,92 +63,43 @@ def read_call(body: str, names: Collection[str]) -> Call | None:
     if head is None or head[1] not in names:
         return None
     try:
-        arguments = _Reader(body, head.end()).only()
-        return Call(head[1], json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+        arguments = json.loads(_as_json(body[head.end() :].strip()), strict=False)
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:
         return None
+    return Call(head[1], text) if isinstance(arguments, dict) else None
 
 
-class _Reader:
-    """Reads values from text; every fault is a ValueError."""
+def _as_json(text: str) -> str:
+    """Return what becomes of `text` when its strings and words are written as JSON's.
 
-    def __init__(self, text: str, at: int) -> None:
-        self._text, self._at = text, at
+    Raises:
+        ValueError: something is neither a sign, a string nor a word; whether they stand in the right
+            order is for JSON's parser to say.
+    """
+    said, opened, at, names = list[str](), list[str](), 0, False
+    while at < len(text):
+        found = (_KEY if names else _VALUE).match(text, at)
+        if found is None or (len(opened) > DEEPEST and found["mark"] not in ("}", "]")):
+            raise ValueError("not readable, or nested too deeply")
+        at, mark = found.end(), found["mark"]
+        if mark is None:
+            said += [_scalar(found, names), ":" * names]
+        elif mark in "{[":
+            opened.append(mark)
+        elif mark in "}]":
+            del opened[-1:]
+        said += [mark or ""]
+        names = mark in ("{", ",") and opened[-1:] == ["{"]
+    return "".join(said)
 
-    def only(self) -> dict[str, Any]:
-        """Read one object, behind which nothing may stand."""
-        found = self._value(0)
-        self._blanks()
-        if not isinstance(found, dict) or self._at != len(self._text):
-            raise ValueError("not one object")
-        return found
 
-    def _value(self, depth: int) -> Any:
-        if depth > DEEPEST:
-            raise ValueError("nested too deeply")
-        self._blanks()
-        if self._take(QUOTE):
-            return self._quoted()
-        if self._take("{"):
-            return dict(self._items("}", lambda: self._pair(depth + 1)))
-        if self._take("["):
-            return list(self._items("]", lambda: self._value(depth + 1)))
-        return self._bare()
-
-    def _items(self, end: str, read: Callable[[], Any]) -> Iterator[Any]:
-        self._blanks()
-        if self._take(end):
-            return
-        while True:
-            yield read()
-            self._blanks()
-            if self._take(end):
-                return
-            if not self._take(","):
-                raise ValueError(f"neither , nor {end}")
-
-    def _pair(self, depth: int) -> tuple[str, Any]:
-        self._blanks()
-        if self._take(QUOTE):
-            key = self._quoted()
-        elif (found := self._match(_JSON_STRING)) is not None:
-            key = json.loads(found, strict=False)
-        else:
-            key = self._match(_KEY)
-        self._blanks()
-        if key is None or not self._take(":"):
-            raise ValueError("no key")
-        return key, self._value(depth)
-
-    def _bare(self) -> Any:
-        if (found := self._match(_JSON_STRING)) is not None:
-            return json.loads(found, strict=False)
-        word = (self._match(_BARE) or "").strip()
-        if not word:
-            raise ValueError("no value")
-        if _NUMBER.fullmatch(word):
-            return json.loads(word)
-        return _WORDS.get(word, word)
-
-    def _quoted(self) -> str:
-        text, quote, _ = self._text[self._at :].partition(QUOTE)
-        if not quote:
-            raise ValueError("a string without an end")
-        self._at += len(text) + len(QUOTE)
-        return text
-
-    def _blanks(self) -> None:
-        while self._at < len(self._text) and self._text[self._at].isspace():
-            self._at += 1
-
-    def _take(self, expected: str) -> bool:
-        found = self._text.startswith(expected, self._at)
-        self._at += len(expected) if found else 0
-        return found
-
-    def _match(self, pattern: re.Pattern[str]) -> str | None:
-        found = pattern.match(self._text, self._at)
-        if found is None:
-            return None
-        self._at = found.end()
-        return found[0]
+def _scalar(found: re.Match[str], key: bool) -> str:
+    if found["json"] is not None:
+        return found["json"]
+    if found["plain"] is not None:
+        return json.dumps(found["plain"])
+    word = found["word"].strip()
+    if not key and _NUMBER.fullmatch(word):
+        return word
+    return json.dumps(word) if key else _WORDS.get(word, json.dumps(word))
