@@ -124,7 +124,7 @@ def serve(
         from quantize.serve.options import KEY_VARIABLE, Options
         from quantize.serve.server import serve as serve_alone
     except ModuleNotFoundError as error:
-        if error.name not in ("fastapi", "uvicorn", "prometheus_client", "starlette"):
+        if error.name not in ("fastapi", "uvicorn", "prometheus_client", "starlette", "llguidance"):
             raise
         raise ResourceError(
             f"serve needs {error.name}: pip install 'diffusiongemma-quantize[serve]'"

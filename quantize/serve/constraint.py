@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
 from torch import Tensor
 
 from quantize.errors import InputError
@@ -40,12 +42,6 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
-        try:
-            from llguidance.hf import from_tokenizer
-        except ImportError as error:
-            raise InputError(
-                "constrained answers need llguidance: pip install '.[serve]'"
-            ) from error
         self.ends = list(ends)
         self._tokenizer = from_tokenizer(tokenizer, eos_token=self.ends)
         self._shapes: dict[int, tuple[int, bool]] = {}
@@ -67,23 +63,17 @@ class Grammars:
 
     def json_schema(self, schema: dict[str, Any]) -> Matcher:
         """Return the matcher of JSON texts that a schema accepts; InputError as `_matcher`."""
-        from llguidance import LLMatcher
-
         compact: Any = {"whitespace_flexible": False}
         return self._matcher(LLMatcher.grammar_from_json_schema(schema, overrides=compact))
 
     def regex(self, pattern: str) -> Matcher:
         """Return the matcher of whole texts that a regular expression matches; as `_matcher`."""
-        from llguidance import LLMatcher
-
         if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # the library would read its own text
             raise InputError("the answer's form cannot be compiled: it ends in a backslash")
         return self._matcher(LLMatcher.grammar_from_regex(pattern))
 
     def lark(self, grammar: str) -> Matcher:
         """Return the matcher of a grammar in Lark's notation."""
-        from llguidance import LLMatcher
-
         return self._matcher(LLMatcher.grammar_from_lark(grammar))
 
     def _matcher(self, grammar: str) -> Matcher:
@@ -92,8 +82,6 @@ class Grammars:
         Raises:
             InputError: the grammar is wrong, too complex, or needs what the library does not have.
         """
-        from llguidance import LLMatcher
-
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())[:300]

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from quantize.serve.unsupported import refusal, refused_part
+from quantize.serve.unsupported import PARTS, refusal
 
 TYPES = {
     401: "authentication_error",
@@ -55,6 +55,11 @@ class RequestError(Exception):
         return Response(json.dumps(self.body), self.status, self.headers, "application/json")
 
 
+def invalid(param: str, reason: object, code: str = "invalid_value") -> RequestError:
+    """Return the refusal of a parameter's value: 400."""
+    return RequestError(400, f"{param}: {reason}", param=param, code=code)
+
+
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     """Return the refusal of a body that pydantic rejected; it names the first fault."""
     first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
@@ -66,13 +71,14 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     if first["type"] == "extra_forbidden":
         if message := refusal(where[-1]) if where else None:
             return RequestError(400, message, param=param, code="unsupported_parameter")
-        message = f"{param}: this server knows no such parameter; GET /docs lists those it takes"
-        return RequestError(400, message, param=param, code="unknown_parameter")
-    if first["type"] == "union_tag_invalid" and (part := refused_part(first["ctx"]["tag"])):
-        return RequestError(400, f"{param}: {part}", param=param, code="unsupported_content")
+        reason = "this server knows no such parameter; GET /docs lists those it takes"
+        return invalid(str(param), reason, "unknown_parameter")
+    if first["type"] == "union_tag_invalid" and (part := PARTS.get(first["ctx"]["tag"])):
+        reason = f"{first['ctx']['tag']}: not supported: {part}"
+        return invalid(str(param), reason, "unsupported_content")
     if first["type"] == "value_error" and param is None:  # the message itself names the field
         return RequestError(400, reason, param=reason.partition(":")[0], code="invalid_value")
     if param is None:
         reason = f"the body must be JSON, sent as Content-Type: application/json ({reason})"
         return RequestError(400, reason, code="invalid_body")
-    return RequestError(400, f"{param}: {reason}", param=param, code="invalid_value")
+    return invalid(param, reason)

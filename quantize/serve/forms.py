@@ -7,12 +7,13 @@ keywords of their schemas.
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from quantize.errors import InputError
 from quantize.serve.calls import CLOSE, OPEN, QUOTE
 from quantize.serve.constraint import Grammars, Matcher
-from quantize.serve.failures import RequestError
+from quantize.serve.failures import invalid
 from quantize.serve.messages import Function
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 
@@ -24,14 +25,11 @@ class Forms:
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
         self._tokenizer, self._ends = tokenizer, ends
-        self._made: Grammars | None = None
 
-    @property
+    @cached_property
     def grammars(self) -> Grammars:
-        """The tokenizer's grammars; raises an InputError where llguidance is missing."""
-        if self._made is None:
-            self._made = Grammars(self._tokenizer, self._ends)
-        return self._made
+        """The tokenizer's grammars."""
+        return Grammars(self._tokenizer, self._ends)
 
     def matcher(self, body: ChatRequest | CompletionRequest) -> Matcher | None:
         """Return the matcher that the answer is held to, None for any text.
@@ -50,8 +48,7 @@ class Forms:
             several = isinstance(body, ChatRequest) and body.parallel_tool_calls
             return self.grammars.lark(self._calls(form, several))
         except (InputError, ValueError, RecursionError) as error:
-            message = f"{param}: {error}"
-            raise RequestError(400, message, param=param, code="invalid_value") from error
+            raise invalid(param, error) from error
 
     def _calls(self, functions: Sequence[Function], several: bool) -> str:
         """Return the grammar of one call, or of several, in Lark's notation."""

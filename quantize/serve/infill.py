@@ -9,7 +9,7 @@ canvas, so that the decoder sees it from the first step; it is not part of the a
 from collections.abc import Callable, Sequence
 
 from quantize.runtime.known_tokens import Given
-from quantize.serve.failures import RequestError
+from quantize.serve.failures import invalid
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 
 Encode = Callable[[str], list[int]]  # text to ids, without what a tokenizer puts before a text
@@ -52,12 +52,10 @@ def _middle(body: CompletionRequest, suffix: int, length: int) -> int:
     room = length - suffix
     tokens = body.token_limit or room
     if not 0 < tokens <= room:
-        raise RequestError(
-            400,
-            f"suffix: has {suffix} tokens, which leaves room for {max(room, 0)} before it in a canvas "
+        raise invalid(
+            "suffix",
+            f"has {suffix} tokens, which leaves room for {max(room, 0)} before it in a canvas "
             f"of {length}; set max_tokens to 1 up to that",
-            param="suffix",
-            code="invalid_value",
         )
     return tokens
 
@@ -65,8 +63,7 @@ def _middle(body: CompletionRequest, suffix: int, length: int) -> int:
 def _add(pinned: dict[int, int], param: str, position: int, tokens: Sequence[int]) -> None:
     for at, token in enumerate(tokens, position):
         if pinned.setdefault(at, token) != token:
-            message = f"{param}: position {at} is pinned twice, to different tokens"
-            raise RequestError(400, message, param=param, code="invalid_value")
+            raise invalid(param, f"position {at} is pinned twice, to different tokens")
 
 
 def check_room(given: Given | None, positions: int) -> None:
@@ -77,9 +74,6 @@ def check_room(given: Given | None, positions: int) -> None:
     """
     last = max((*given.pinned, *given.initial), default=-1) if given else -1
     if last >= positions:
-        raise RequestError(
-            400,
-            f"pinned: position {last}, and the answer has {positions}; raise max_tokens",
-            param="pinned",
-            code="invalid_value",
+        raise invalid(
+            "pinned", f"position {last}, and the answer has {positions}; raise max_tokens"
         )

@@ -1,8 +1,8 @@
 """Counts what the server does, for Prometheus (GET /metrics)."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -11,6 +11,8 @@ from quantize.host.gauge import Gauge as Driver
 from quantize.runtime.prefixes import PrefixCache
 from quantize.serve.text import Answer
 
+Kind = TypeVar("Kind", Counter, Gauge, Histogram)
+
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
@@ -18,46 +20,35 @@ class Metrics:
     """Counters of one server, in a registry of its own."""
 
     def __init__(self) -> None:
-        registry = self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "quantize_requests", "Answered requests.", ["path", "status"], registry=registry
-        )
-        self.seconds = Histogram(
-            "quantize_request_seconds", "Time from request to the end of its answer.",
-            ["path"], registry=registry, buckets=SECONDS,
-        )  # fmt: skip
-        self.ignored = Counter(
-            "quantize_ignored_parameters", "Requests that had a parameter ignored.", ["name"],
-            registry=registry,
-        )  # fmt: skip
-        self.running = Gauge("quantize_running", "Samples in a slot.", registry=registry)
-        self.waiting = Gauge("quantize_waiting", "Samples in the queue.", registry=registry)
-        self.failures = Counter("quantize_failures", "Failures of the engine.", registry=registry)
-        self.tokens = Counter("quantize_tokens", "Tokens of finished samples.", registry=registry)
-        self.canvases = Counter("quantize_canvases", "Canvases denoised.", registry=registry)
-        self.steps = Counter(
-            "quantize_denoising_steps", "Denoising steps, summed over samples.", registry=registry
-        )
-        self.batch = Histogram(
-            "quantize_batch_size", "Samples that denoised together until one finished a canvas.",
-            registry=registry, buckets=(1, 2, 4, 8, 16),
-        )  # fmt: skip
-        self.canvas_seconds = Histogram(
-            "quantize_canvas_seconds", "Time until a batch of samples has finished a canvas.",
-            registry=registry, buckets=SECONDS,
-        )  # fmt: skip
+        self.registry = CollectorRegistry()
+
+        def made(kind: type[Kind], name: str, says: str, *labels: str, **more: Any) -> Kind:
+            return kind(f"quantize_{name}", says, labels, registry=self.registry, **more)
+
+        self.requests = made(Counter, "requests", "Answered requests.", "path", "status")
+        says = "Time from request to the end of its answer."
+        self.seconds = made(Histogram, "request_seconds", says, "path", buckets=SECONDS)
+        says = "Requests that had a parameter ignored."
+        self.ignored = made(Counter, "ignored_parameters", says, "name")
+        self.running = made(Gauge, "running", "Samples in a slot.")
+        self.waiting = made(Gauge, "waiting", "Samples in the queue.")
+        self.failures = made(Counter, "failures", "Failures of the engine.")
+        self.tokens = made(Counter, "tokens", "Tokens of finished samples.")
+        self.canvases = made(Counter, "canvases", "Canvases denoised.")
+        self.steps = made(Counter, "denoising_steps", "Denoising steps, summed over samples.")
+        says = "Samples that denoised together until one finished a canvas."
+        self.batch = made(Histogram, "batch_size", says, buckets=(1, 2, 4, 8, 16))
+        says = "Time until a batch of samples has finished a canvas."
+        self.canvas_seconds = made(Histogram, "canvas_seconds", says, buckets=SECONDS)
 
     def watch(self, prefixes: PrefixCache[Any] | None) -> None:
         """Show what an engine keeps of the beginnings of prompts, as it stands when it is asked."""
-        if prefixes is None:
-            return
-        for name, says, value in (
-            ("asked_tokens", "Tokens of prompts that were looked for.", lambda: prefixes.asked),
-            ("reused_tokens", "Those that needed no encoding.", lambda: prefixes.reused),
-            ("bytes", "Memory of what is kept.", lambda: prefixes.nbytes),
-        ):
-            gauge = Gauge(f"quantize_prefix_{name}", says, registry=self.registry)
-            gauge.set_function(value)
+        if prefixes is not None:
+            says = "Tokens of prompts that were looked for."
+            self._ask("prefix_asked_tokens", says, lambda: prefixes.asked)
+            says = "Those that needed no encoding."
+            self._ask("prefix_reused_tokens", says, lambda: prefixes.reused)
+            self._ask("prefix_bytes", "Memory of what is kept.", lambda: prefixes.nbytes)
 
     def watch_gpu(self, device: torch.device) -> None:
         """Show what the driver says of a GPU, as it stands when it is asked; nothing for a CPU."""
@@ -68,14 +59,16 @@ class Metrics:
             free, total = torch.cuda.mem_get_info(device)
             return total - free
 
-        for name, says, value in (
-            ("utilization", "Share of the last moment in which kernels ran.", driver.busy),
-            ("memory_bytes", "Memory in use, by any process.", held),
-            ("clock_mhz", "Clock of the processors.", lambda: getattr(driver.clock(), "mhz", None)),
-            ("energy_joules", "Energy since the driver was loaded.", driver.joules),
-        ):
-            gauge = Gauge(f"quantize_gpu_{name}", says, registry=self.registry)
-            gauge.set_function(lambda value=value: _or_nan(value()))
+        says = "Share of the last moment in which kernels ran."
+        self._ask("gpu_utilization", says, driver.busy)
+        self._ask("gpu_memory_bytes", "Memory in use, by any process.", held)
+        says = "Clock of the processors."
+        self._ask("gpu_clock_mhz", says, lambda: getattr(driver.clock(), "mhz", None))
+        self._ask("gpu_energy_joules", "Energy since the driver was loaded.", driver.joules)
+
+    def _ask(self, name: str, says: str, value: Callable[[], float | None]) -> None:
+        gauge = Gauge(f"quantize_{name}", says, registry=self.registry)
+        gauge.set_function(lambda: math.nan if (found := value()) is None else found)
 
     def canvas(self, seconds: float, batch: int, steps: Sequence[int]) -> None:
         """Count a batch of samples, and the steps of the canvases that it finished."""
@@ -96,7 +89,3 @@ class Metrics:
     def page(self) -> bytes:
         """Return all counters in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -10,23 +10,13 @@ KEY_VARIABLE = "QUANTIZE_API_KEY"
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of one server.
+    """Settings of one server, as `quantize serve --help` says of its options; times are in seconds.
 
     Attributes:
-        model_name: the name clients ask for.
-        host, port: address that it listens at; port 0 takes a free one.
+        port: 0 takes a free one.
         api_key: what clients must send as a bearer token; None for no key.
-        max_num_seqs: samples that are denoised at once.
-        max_queue: samples that may wait for a slot; more are answered 429.
-        max_context: positions a sample may take, prompt and answer; None for the engine's own limit.
+        max_context, max_prompt_tokens: None for the engine's own limit.
         prefix_bytes: memory for beginnings of prompts that are kept encoded.
-        batch_invariant: whether a sample has the same tokens whoever is served beside it.
-        max_prompt_tokens: most tokens of a prompt, None for what the context leaves.
-        max_body_bytes: most bytes of a request body.
-        request_timeout: seconds that a request may take, waiting included.
-        shutdown_grace: seconds that running requests get after SIGTERM.
-        strict: whether sampling parameters that block diffusion does not have are refused, not ignored.
-        log_prompts: whether prompts and answers are logged.
         fingerprint, activations: checkpoint and rounding that /v1/models reports.
 
     Raises:

@@ -16,7 +16,7 @@ from PIL.Image import Image
 
 from quantize.errors import InputError
 from quantize.runtime.images import Images, open_picture, place, prepare
-from quantize.serve.failures import RequestError
+from quantize.serve.failures import RequestError, invalid
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PICTURES = 16
@@ -56,8 +56,7 @@ class Pictures:
             try:
                 images, count = prepare([read(url)], self.config, soft_tokens)
             except InputError as error:
-                message = f"{param}: {error}"
-                raise RequestError(400, message, param=param, code="invalid_image") from error
+                raise invalid(param, error, "invalid_image") from error
             found.append(images)
             counts += count
         pixels = torch.cat([images.pixels for images in found])

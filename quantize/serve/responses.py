@@ -36,11 +36,6 @@ class TextPart(Strict):
     annotations: list[Any] | None = Unused
     logprobs: list[Any] | None = Unused
 
-    @property
-    def chat(self) -> dict[str, Any]:
-        """Return the part of a chat's message."""
-        return {"type": "text", "text": self.text}
-
 
 class ImagePart(Strict):
     """A picture as a data URL."""
@@ -49,17 +44,8 @@ class ImagePart(Strict):
     image_url: String
     detail: Literal["auto"] | None = None
 
-    @property
-    def chat(self) -> dict[str, Any]:
-        """Return the part of a chat's message."""
-        return {"type": "image_url", "image_url": {"url": self.image_url}}
-
 
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
-
-
-def _content(content: str | Sequence[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
-    return content if isinstance(content, str) else [part.chat for part in content]
 
 
 class MessageItem(_Kept):
@@ -70,11 +56,6 @@ class MessageItem(_Kept):
     content: Annotated[Text | Annotated[list[Part], Tag("items")], ByShape]
     phase: String | None = Unused
 
-    @property
-    def turn(self) -> dict[str, Any]:
-        """Return the message of a chat, or what it adds to the assistant's."""
-        return {"role": self.role, "content": _content(self.content)}
-
 
 class CallItem(_Kept):
     """A call that an earlier answer made."""
@@ -84,12 +65,6 @@ class CallItem(_Kept):
     name: String = Field(pattern=NAME)
     arguments: String
 
-    @property
-    def turn(self) -> dict[str, Any]:
-        """Return what it adds to the assistant's message."""
-        called = {"name": self.name, "arguments": self.arguments}
-        return {"role": "assistant", "tool_calls": [{"id": self.call_id, "function": called}]}
-
 
 class OutputItem(_Kept):
     """What a call returned."""
@@ -97,11 +72,6 @@ class OutputItem(_Kept):
     type: Literal["function_call_output"]
     call_id: String
     output: Annotated[Text | Annotated[list[TextPart], Tag("items")], ByShape]
-
-    @property
-    def turn(self) -> dict[str, Any]:
-        """Return the message of a chat."""
-        return {"role": "tool", "tool_call_id": self.call_id, "content": _content(self.output)}
 
 
 class ReasoningText(Strict):
@@ -117,12 +87,6 @@ class ReasoningItem(_Kept):
     type: Literal["reasoning"]
     summary: list[ReasoningText] = Field(default_factory=list[ReasoningText])
     content: list[ReasoningText] = Field(default_factory=list[ReasoningText])
-
-    @property
-    def turn(self) -> dict[str, Any]:
-        """Return what it adds to the assistant's message."""
-        thoughts = "".join(part.text for part in self.content)
-        return {"role": "assistant", "reasoning_content": thoughts or None}
 
 
 def _kind(item: Any) -> str:
@@ -159,12 +123,6 @@ class Format(Strict):
     description: String | None = None
     schema_: Json | None = Field(default=None, alias="schema")
     strict: bool | None = None
-
-    @property
-    def chat(self) -> dict[str, Any]:
-        """Return a chat's `response_format`."""
-        form = self.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
-        return {"type": self.type} | ({"json_schema": form} if form else {})
 
 
 class TextOptions(Strict):
@@ -218,6 +176,7 @@ class ResponsesRequest(Asked):
         Raises:
             RequestError: 400, what is asked for is not valid in a chat either.
         """
+        form = self.text.format.model_dump(by_alias=True, exclude_none=True)
         choice: Any = self.tool_choice
         if isinstance(choice, NamedTool):
             choice = {"type": "function", "function": {"name": choice.name}}
@@ -227,7 +186,7 @@ class ResponsesRequest(Asked):
             "max_completion_tokens": self.max_output_tokens,
             "verbosity": self.text.verbosity,
             "reasoning_effort": self.reasoning.effort,
-            "response_format": self.text.format.chat,
+            "response_format": {"type": form.pop("type")} | ({"json_schema": form} if form else {}),
             "stream_options": {"include_usage": True} if self.stream else None,
             "tools": [
                 {"type": "function", "function": tool.model_dump(exclude={"type"})}
@@ -249,7 +208,7 @@ def _turns(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
         yield {"role": "user", "content": body.input}
         return
     turns: list[dict[str, Any]] = []
-    for piece in (item.turn for item in body.input):
+    for piece in map(_turn, body.input):
         last = turns[-1] if turns else {}
         begun = "content" in piece and not last.keys().isdisjoint(("content", "tool_calls"))
         if piece["role"] != "assistant" or last.get("role") != "assistant" or begun:
@@ -260,3 +219,30 @@ def _turns(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
     for turn in turns:  # thoughts alone are no turn
         if not turn.keys().isdisjoint(("content", "tool_calls")):
             yield turn
+
+
+def _turn(item: Item) -> dict[str, Any]:
+    """Return a chat's message, or what an item adds to the assistant's."""
+    match item:
+        case MessageItem():
+            return {"role": item.role, "content": _content(item.content)}
+        case CallItem():
+            called = {"name": item.name, "arguments": item.arguments}
+            return {"role": "assistant", "tool_calls": [{"id": item.call_id, "function": called}]}
+        case OutputItem():
+            said = _content(item.output)
+            return {"role": "tool", "tool_call_id": item.call_id, "content": said}
+        case ReasoningItem():
+            thoughts = "".join(part.text for part in item.content)
+            return {"role": "assistant", "reasoning_content": thoughts or None}
+
+
+def _content(content: str | Sequence[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, TextPart)
+        else {"type": "image_url", "image_url": {"url": part.image_url}}
+        for part in content
+    ]

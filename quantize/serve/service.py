@@ -19,7 +19,7 @@ from quantize.serve import infill, unsupported
 from quantize.serve.answers import Said, Shape
 from quantize.serve.constraint import Constraint, Matcher
 from quantize.serve.exchange import Exchange
-from quantize.serve.failures import RequestError
+from quantize.serve.failures import RequestError, invalid
 from quantize.serve.forms import Forms
 from quantize.serve.guides import AnswerGuide
 from quantize.serve.options import Options
@@ -186,21 +186,13 @@ class Service:
             raise RequestError(404, message, param="model", code="model_not_found")
 
     def _check_length(self, body: Body, prompts: Sequence[Sequence[int]]) -> None:
-        for prompt in prompts:
-            if len(prompt) > self.max_prompt:
-                raise RequestError(
-                    400,
-                    f"the prompt has {len(prompt)} tokens; at most {self.max_prompt} are taken",
-                    param="messages" if isinstance(body, ChatRequest) else "prompt",
-                    code="context_length_exceeded",
-                )
+        longest = max(map(len, prompts))
+        if longest > self.max_prompt:
+            message = f"the prompt has {longest} tokens; at most {self.max_prompt} are taken"
+            param = "messages" if isinstance(body, ChatRequest) else "prompt"
+            raise RequestError(400, message, param=param, code="context_length_exceeded")
 
-    def _jobs(
-        self,
-        body: Body,
-        prepared: Prepared,
-        exchange: Exchange,
-    ) -> list[Job]:
+    def _jobs(self, body: Body, prepared: Prepared, exchange: Exchange) -> list[Job]:
         """Return one job a choice: choice j of a request with a seed has the noise of seed + j."""
         sampler = body.sampler(self.sampler)
         seed = secrets.randbits(62) if body.fixed_seed is None else body.fixed_seed
@@ -236,10 +228,7 @@ class Service:
             try:
                 constraint = Constraint(self.forms.grammars, prepared.form, room, closes)
             except InputError as error:
-                message = f"max_tokens: {error}"
-                raise RequestError(
-                    400, message, param="max_tokens", code="invalid_value"
-                ) from error
+                raise invalid("max_tokens", error) from error
         return AnswerGuide(self.scheduler.engine.canvas_length, constraint, body.top)
 
     def _empty(self, body: Body, sampler: Sampler, limit: int, canvases: int) -> Answer:
@@ -247,7 +236,7 @@ class Service:
         limits = (sampler, limit, canvases, list(body.stop))
         if isinstance(body, CompletionRequest):
             return Answer(self.text.whole, *limits)
-        split = self.text.split_calls if body.callable else self.text.split
+        split = partial(self.text.split, calls=bool(body.callable))
         return Answer(split, *limits, body.callable, not body.parallel_tool_calls)
 
     def _log(self, prompts: Sequence[Sequence[int]], jobs: Sequence[Job]) -> None:

@@ -58,13 +58,12 @@ class Text:
         """Return the ids of text in the middle of a canvas."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def split(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Return (thoughts, answer): what the model wrote in its thinking channel, and the rest."""
-        return split_thoughts(self.tokenizer, tokens)
+    def split(self, tokens: Sequence[int], *, calls: bool = False) -> tuple[str, str]:
+        """Return (thoughts, answer): what the model wrote in its thinking channel, and the rest.
 
-    def split_calls(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Return what `split` returns, with the markers of function calls kept in the answer."""
-        return split_thoughts(self.tokenizer, tokens, self._markers)
+        With `calls` the answer keeps the markers of function calls.
+        """
+        return split_thoughts(self.tokenizer, tokens, self._markers if calls else ())
 
     def answers(self, tokens: Sequence[int]) -> list[bool]:
         """Return which tokens belong to the answer itself, not to thoughts."""
@@ -72,10 +71,7 @@ class Text:
 
     def whole(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return no thoughts and all text."""
-        return "", self._decode(tokens)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return "", self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
 @dataclass(frozen=True)

@@ -69,11 +69,6 @@ def refusal(name: str) -> str | None:
     return message(name, why, instead) if why else None
 
 
-def refused_part(kind: Any) -> str | None:
-    """Return why a part of a message's content is refused, or None for an unknown type."""
-    return f"{kind}: not supported: {PARTS[kind]}" if kind in PARTS else None
-
-
 def asked(given: Mapping[str, Any]) -> list[str]:
     """Return the parameters of both tables that have a value other than a neutral one."""
     return [
