@@ -154,7 +154,7 @@ class Shape:
         """Return how a choice stands, with the log-probabilities of `span` if they were asked for."""
         job = self.jobs[index]
         chances = None
-        if job.guide is not None and job.guide.records:
+        if job.guide is not None and job.guide.top is not None:
             of = _of_chat if self.chats else _of_text
             chances = of(job.guide.scored[: span[1]], span[0], self.text)
         called = job.answer.calls and job.answer.finish == "stop"

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from quantize.serve.unsupported import PARTS, refusal
+from quantize.serve.unsupported import PARTS, REFUSED, message
 
 TYPES = {
     401: "authentication_error",
@@ -69,8 +69,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
         del where[2:3]  # the role, which says what kind of message was meant
     param = ".".join(where) or None
     if first["type"] == "extra_forbidden":
-        if message := refusal(where[-1]) if where else None:
-            return RequestError(400, message, param=param, code="unsupported_parameter")
+        if known := REFUSED.get(where[-1]) if where else None:
+            text = message(where[-1], known)
+            return RequestError(400, text, param=param, code="unsupported_parameter")
         reason = "this server knows no such parameter; GET /docs lists those it takes"
         return invalid(str(param), reason, "unknown_parameter")
     if first["type"] == "union_tag_invalid" and (part := PARTS.get(first["ctx"]["tag"])):

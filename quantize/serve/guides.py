@@ -36,13 +36,8 @@ class AnswerGuide:
     """
 
     def __init__(self, length: int, constraint: Constraint | None, top: int | None) -> None:
-        self._length, self._constraint, self._top = length, constraint, top
+        self._length, self._constraint, self.top = length, constraint, top
         self.scored: list[Scored] = []
-
-    @property
-    def records(self) -> bool:
-        """Whether log-probabilities are recorded."""
-        return self._top is not None
 
     @property
     def error(self) -> str | None:
@@ -63,8 +58,8 @@ class AnswerGuide:
         verdict = Verdict(tokens)
         if self._constraint is not None:
             verdict = self._constraint.settle(logits, tokens)
-        if self._top is not None and verdict.stand is None:
-            self.scored += scored(logits, verdict.tokens, self._top)
+        if self.top is not None and verdict.stand is None:
+            self.scored += scored(logits, verdict.tokens, self.top)
         return verdict
 
 

@@ -6,7 +6,7 @@ suffix          text behind the answer: its tokens are pinned behind max_tokens 
 canvas, so that the decoder sees it from the first step; it is not part of the answer
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from quantize.runtime.known_tokens import Given
 from quantize.serve.failures import invalid
@@ -35,35 +35,21 @@ def known(
     limit = None
     if isinstance(body, CompletionRequest) and body.suffix:
         tokens = encode(body.suffix)
-        limit = _middle(body, len(tokens), length)
+        room = length - len(tokens)
+        limit = body.token_limit or room
+        if not 0 < limit <= room:
+            raise invalid(
+                "suffix",
+                f"has {len(tokens)} tokens, which leaves room for {max(room, 0)} before it in a "
+                f"canvas of {length}; set max_tokens to 1 up to that",
+            )
         pieces.append(("suffix", limit, tokens))
     pinned: dict[int, int] = {}
     for param, position, tokens in pieces:
-        _add(pinned, param, position, tokens)
+        for at, token in enumerate(tokens, position):
+            if pinned.setdefault(at, token) != token:
+                raise invalid(param, f"position {at} is pinned twice, to different tokens")
     return (Given(pinned, initial) if pinned or initial else None), limit
-
-
-def _middle(body: CompletionRequest, suffix: int, length: int) -> int:
-    """Return the number of answer tokens before a suffix of `suffix` tokens.
-
-    Raises:
-        RequestError: 400, both do not fit into a canvas.
-    """
-    room = length - suffix
-    tokens = body.token_limit or room
-    if not 0 < tokens <= room:
-        raise invalid(
-            "suffix",
-            f"has {suffix} tokens, which leaves room for {max(room, 0)} before it in a canvas "
-            f"of {length}; set max_tokens to 1 up to that",
-        )
-    return tokens
-
-
-def _add(pinned: dict[int, int], param: str, position: int, tokens: Sequence[int]) -> None:
-    for at, token in enumerate(tokens, position):
-        if pinned.setdefault(at, token) != token:
-            raise invalid(param, f"position {at} is pinned twice, to different tokens")
 
 
 def check_room(given: Given | None, positions: int) -> None:

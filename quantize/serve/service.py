@@ -160,14 +160,14 @@ class Service:
         Raises:
             RequestError: 400, this server does not ignore a parameter.
         """
-        names = unsupported.NEUTRAL_ONLY | unsupported.IGNORABLE
-        ignored = unsupported.asked(body.model_dump(include=set(names)))
-        for name in ignored:
-            message, refused = unsupported.why_not(name, strict=self.options.strict)
+        ignored: list[str] = []
+        given = body.model_dump(include={*unsupported.NEUTRAL_ONLY, *unsupported.IGNORABLE})
+        for name, message, refused in unsupported.asked(given, strict=self.options.strict):
             if refused:
                 raise RequestError(400, message, param=name, code="unsupported_parameter")
             if name not in self._named:
                 log.warning("ignored: %s", message)
+            ignored.append(name)
         self._named.update(ignored)
         self.scheduler.metrics.ignore(ignored)
         return ignored

@@ -6,33 +6,37 @@ most clients send one; `--strict` refuses them. NEUTRAL_ONLY ones would change w
 REFUSED ones its shape: both are refused whatever the server was told.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-SAMPLING = "canvases are denoised, not sampled token by token"
-PENALTY = "a canvas' tokens are chosen at once"
+SAMPLING = "canvases are denoised, not sampled token by token; set"
+UNCERTAINTY = f"{SAMPLING} entropy_bound, how much uncertainty a step may accept"
+PENALTY = "a canvas' tokens are chosen at once;"
 
-# name -> (values that ask for nothing, why not, the way out)
-IGNORABLE: dict[str, tuple[tuple[Any, ...], str, str]] = {
-    "temperature": ((1,), SAMPLING, "set t_min and t_max, the range it falls over"),
-    "top_p": ((1,), SAMPLING, "set entropy_bound, how much uncertainty a step may accept"),
-    "top_k": ((0, -1), SAMPLING, "set entropy_bound, how much uncertainty a step may accept"),
-    "min_p": ((0,), SAMPLING, "set entropy_bound, how much uncertainty a step may accept"),
-    "frequency_penalty": ((0,), PENALTY, "leave it out"),
-    "presence_penalty": ((0,), PENALTY, "leave it out"),
-    "repetition_penalty": ((1,), PENALTY, "leave it out"),
-    "length_penalty": ((1,), PENALTY, "leave it out"),
-    "verbosity": (("medium",), "the model has no such setting", "ask for it in the prompt"),
-    "service_tier": (("auto", "default"), "there is one queue", "leave it out"),
-    "store": ((False,), "nothing is stored", "leave it out"),
+# name -> (values that ask for nothing, why not and the way out)
+IGNORABLE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "temperature": ((1,), f"{SAMPLING} t_min and t_max, the range it falls over"),
+    "top_p": ((1,), UNCERTAINTY),
+    "top_k": ((0, -1), UNCERTAINTY),
+    "min_p": ((0,), UNCERTAINTY),
+    "frequency_penalty": ((0,), f"{PENALTY} leave it out"),
+    "presence_penalty": ((0,), f"{PENALTY} leave it out"),
+    "repetition_penalty": ((1,), f"{PENALTY} leave it out"),
+    "length_penalty": ((1,), f"{PENALTY} leave it out"),
+    "verbosity": (("medium",), "the model has no such setting; ask for it in the prompt"),
+    "service_tier": (("auto", "default"), "there is one queue; leave it out"),
+    "store": ((False,), "nothing is stored; leave it out"),
 }
 # the same, of what is refused with any other value
-NEUTRAL_ONLY: dict[str, tuple[tuple[Any, ...], str, str]] = {
-    "logit_bias": (({},), PENALTY, "hold the answer to a form with guided_regex, or leave it out"),
-    "best_of": ((1,), "an answer has no likelihood to compare", "set n, and choose"),
+NEUTRAL_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "logit_bias": (
+        ({},),
+        f"{PENALTY} hold the answer to a form with guided_regex, or leave it out",
+    ),
+    "best_of": ((1,), "an answer has no likelihood to compare; set n, and choose"),
 }
 STRICT = (
-    "this server runs with --strict; without it, the default, {} is ignored and named in a header"
+    "this server runs with --strict; without it, the default, it is ignored and named in a header"
 )
 # name -> why not, and the way out; the parameter's value is never read
 REFUSED = {
@@ -58,30 +62,16 @@ PARTS = {
 }
 
 
-def message(name: str, why: str, instead: str) -> str:
+def message(name: str, reason: str) -> str:
     """Return the message that refuses a parameter."""
-    return f"{name}: not supported by block diffusion: {why}; {instead}"
+    return f"{name}: not supported by block diffusion: {reason}"
 
 
-def refusal(name: str) -> str | None:
-    """Return the refusal of a parameter that is never ignored, or None for an unknown name."""
-    why, _, instead = REFUSED.get(name, "").partition("; ")
-    return message(name, why, instead) if why else None
-
-
-def asked(given: Mapping[str, Any]) -> list[str]:
-    """Return the parameters of both tables that have a value other than a neutral one."""
-    return [
-        name
-        for name, (neutral, _, _) in (NEUTRAL_ONLY | IGNORABLE).items()
-        if given.get(name) is not None and given[name] not in neutral
-    ]
-
-
-def why_not(name: str, *, strict: bool) -> tuple[str, bool]:
-    """Return what is said of a parameter of either table, and whether its request is refused."""
-    _, why, instead = (NEUTRAL_ONLY | IGNORABLE)[name]
-    said = message(name, why, instead)
-    if name in NEUTRAL_ONLY:
-        return said, True
-    return f"{said}; {STRICT.format(name)}" if strict else said, strict
+def asked(given: Mapping[str, Any], *, strict: bool) -> Iterator[tuple[str, str, bool]]:
+    """Yield each parameter of both tables that is set: its message, and whether it is refused."""
+    for name, (neutral, reason) in (NEUTRAL_ONLY | IGNORABLE).items():
+        if given.get(name) is None or given[name] in neutral:
+            continue
+        ignored = name in IGNORABLE and not strict
+        why = f"{reason}; {STRICT.format(name)}" if name in IGNORABLE and strict else reason
+        yield name, message(name, why), not ignored
