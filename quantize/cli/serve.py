@@ -1,6 +1,7 @@
 """`quantize serve`: an OpenAI-compatible endpoint."""
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -47,62 +48,62 @@ SIGTERM lets running requests finish and refuses those that wait.
 """
 
 
+option = partial(click.option, show_default=True)
+COUNT = click.IntRange(min=1)
+
+
 @click.command(help=HELP)
 @click.argument("checkpoint")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Other hosts need an API key.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
-@click.option("--model-name", help="Name that clients ask for; else the folder's.")
-@click.option(
-    "--max-num-seqs", type=click.IntRange(1, 64), default=4, show_default=True,
+@option("--host", default="127.0.0.1", help="Other hosts need an API key.")
+@option("--port", default=8000, type=click.IntRange(0, 65535))
+@option("--model-name", help="Name that clients ask for; else the folder's.")
+@option(
+    "--max-num-seqs", type=click.IntRange(1, 64), default=4,
     help="Samples that are denoised together.",
 )  # fmt: skip
-@click.option(
-    "--data-parallel", "workers", type=click.IntRange(1, 64), default=1, show_default=True,
+@option(
+    "--data-parallel", "workers", type=click.IntRange(1, 64), default=1,
     help="GPUs that serve, each a whole copy in a process of its own, all behind the one port.",
 )  # fmt: skip
-@click.option(
-    "--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
+@option(
+    "--max-queue",
+    type=COUNT,
+    default=64,
     help="Samples that may wait; more get 429 and Retry-After.",
-)  # fmt: skip
-@click.option(
-    "--max-context", type=click.IntRange(min=1),
+)
+@option(
+    "--max-context", type=COUNT,
     help="Most tokens of prompt and answer; else what the model takes, on a GPU at most 8192.",
 )  # fmt: skip
-@click.option(
-    "--prefix-cache", "prefix_mib", type=click.IntRange(min=0), default=0, show_default=True,
+@option(
+    "--prefix-cache", "prefix_mib", type=click.IntRange(min=0), default=0,
     help="MiB of the device for beginnings of prompts that are kept encoded, beside what it takes.",
 )  # fmt: skip
-@click.option(
+@option(
     "--batch-invariant", is_flag=True,
     help="On a GPU: a seeded sample has the same text alone and beside others, at a full batch's cost.",
 )  # fmt: skip
-@click.option(
-    "--max-prompt-tokens",
-    type=click.IntRange(min=1),
+@option(
+    "--max-prompt-tokens", type=COUNT,
     help="Most tokens of a prompt; else as many as the context leaves.",
-)
-@click.option(
-    "--max-body-bytes", type=click.IntRange(min=1), default=8 << 20, show_default=True,
-    help="Most bytes of a request body.",
 )  # fmt: skip
-@click.option(
+@option("--max-body-bytes", type=COUNT, default=8 << 20, help="Most bytes of a request body.")
+@option(
     "--request-timeout", type=click.FloatRange(min=0, min_open=True), default=600.0,
-    show_default=True, help="Seconds a request may take, waiting included.",
+    help="Seconds a request may take, waiting included.",
 )  # fmt: skip
-@click.option(
-    "--shutdown-grace", type=click.FloatRange(min=0), default=30.0, show_default=True,
+@option(
+    "--shutdown-grace", type=click.FloatRange(min=0), default=30.0,
     help="Seconds that running requests get after SIGTERM.",
 )  # fmt: skip
 @ACTIVATIONS
 @GPU_MEMORY
-@click.option(
+@option(
     "--strict", is_flag=True,
     help="Refuse temperature, top_p, penalties and the like; else they are ignored and named.",
 )  # fmt: skip
-@click.option("--ignore-unsupported", is_flag=True, expose_value=False, hidden=True)
-@click.option(
-    "--log-prompts", is_flag=True, help="Log prompts and answers; else neither is logged."
-)
+@option("--ignore-unsupported", is_flag=True, expose_value=False, hidden=True)
+@option("--log-prompts", is_flag=True, help="Log prompts and answers; else neither is logged.")
 def serve(
     checkpoint: str,
     model_name: str | None,

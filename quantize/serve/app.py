@@ -1,11 +1,15 @@
 """The routes of the server, and the shape of its refusals."""
 
+import json
+import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from jinja2 import Environment, select_autoescape
 from starlette.exceptions import HTTPException
 from starlette.responses import (
     FileResponse,
@@ -17,7 +21,6 @@ from starlette.responses import (
 
 from quantize import __version__
 from quantize.errors import InputError
-from quantize.serve import docs
 from quantize.serve.failures import RequestError, from_validation
 from quantize.serve.guard import Guard
 from quantize.serve.metrics import Metrics
@@ -38,6 +41,23 @@ from quantize.serve.schemas import (
 from quantize.serve.service import Service
 
 STATIC = Path(__file__).parent / "static"
+
+
+def page(schema: dict[str, Any]) -> str:
+    """Return an OpenAPI schema as one page: nothing is loaded from elsewhere."""
+    environment = Environment(autoescape=select_autoescape(default=True), trim_blocks=True)
+    template = environment.from_string((STATIC / "docs.html.jinja").read_text("utf-8"))
+    return template.render(schema, refs=_refs, brief=_brief)
+
+
+def _refs(kind: dict[str, Any]) -> list[str]:
+    """Return the names of the objects that a field refers to."""
+    return sorted(set(re.findall(r"#/components/schemas/(\w+)", json.dumps(kind))))
+
+
+def _brief(kind: dict[str, Any]) -> str:
+    """Return what a field takes, without its title and description."""
+    return json.dumps({k: v for k, v in kind.items() if k not in ("title", "description")})
 
 
 def create_app(service: Service, metrics: Metrics) -> Guard:
@@ -125,7 +145,7 @@ def _add_pages(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/docs", include_in_schema=False)
     async def documentation() -> HTMLResponse:
-        return HTMLResponse(docs.page(app.openapi()))
+        return HTMLResponse(page(app.openapi()))
 
     for path, name in (
         ("/", "index.html"),

@@ -13,6 +13,7 @@ without blanks between its parts: what must follow is then certain, and pinned b
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -213,22 +214,21 @@ class Constraint:
         return changed + 1 + len(follows)
 
 
+@dataclass
 class _Line:
-    """One reading of a finished canvas; `room` counts from its first token."""
+    """One reading of a finished canvas; `room` counts from its first token.
 
-    def __init__(
-        self,
-        grammars: Grammars,
-        logits: Tensor,
-        shortlist: list[list[int]],
-        tokens: list[int],
-        start: int,
-        room: int,
-    ) -> None:
-        self._grammars, self._logits, self._shortlist = grammars, logits, shortlist
-        self._tokens, self._start, self._room = tokens, start, room
-        self._ended = False
-        self.way: list[int] | None = None  # tokens from what was written to an accepted end
+    When it is written, `ended` says whether its text has, and `way` leads on to an accepted end.
+    """
+
+    grammars: Grammars
+    logits: Tensor
+    shortlist: list[list[int]]
+    tokens: list[int]
+    start: int
+    room: int
+    ended: bool = False
+    way: list[int] | None = None
 
     def write(self, matcher: Matcher, way: list[int] | None) -> tuple[list[int], Matcher]:
         """Return the canvas as the grammar allows it, and the matcher behind it.
@@ -236,29 +236,29 @@ class _Line:
         With a `way` to an accepted end, a token is taken only if that way or another fits behind it
         into the room.
         """
-        written = self._tokens[: self._start]
-        self._ended, self.way = False, way
-        for position in range(self._start, len(self._tokens)):
-            if self._ended or position >= self._room:
-                written.append(self._grammars.ends[0])
+        written = self.tokens[: self.start]
+        self.ended, self.way = False, way
+        for position in range(self.start, len(self.tokens)):
+            if self.ended or position >= self.room:
+                written.append(self.grammars.ends[0])
                 continue
             token = self._choose(matcher, position)
             if self.way is not None:
-                room = self._room - position - 1
+                room = self.room - position - 1
                 token, self.way = self._within(matcher, token, self.way, room)
             written.append(token)
-            self._ended = token in self._grammars.ends
-            if not self._ended and not matcher.consume_token(token):
+            self.ended = token in self.grammars.ends
+            if not self.ended and not matcher.consume_token(token):
                 break
         return written, matcher
 
     def _choose(self, matcher: Matcher, position: int) -> int:
         """Return the canvas' own token if it may stand, else the most probable one that may."""
         may = allowed(matcher)
-        for token in (self._tokens[position], *self._shortlist[position]):
+        for token in (self.tokens[position], *self.shortlist[position]):
             if token < len(may) and may[token]:
                 return token
-        own = self._logits[position].float().cpu().numpy()
+        own = self.logits[position].float().cpu().numpy()
         size = min(len(may), len(own))
         return int(np.where(may[:size], own[:size], -np.inf).argmax())
 
@@ -266,24 +266,24 @@ class _Line:
         self, matcher: Matcher, token: int, way: list[int], room: int
     ) -> tuple[int, list[int]]:
         """Return the token if an accepted end fits behind it, else the way's next; and the way on."""
-        if token in self._grammars.ends:
+        if token in self.grammars.ends:
             return token, []
         trial = matcher.deep_copy()
         trial.consume_token(token)
-        on = self._grammars.way_out(trial, room)
+        on = self.grammars.way_out(trial, room)
         if on is not None and len(on) <= room:
             return token, on
-        return (way[0], way[1:]) if way else (self._grammars.ends[0], [])
+        return (way[0], way[1:]) if way else (self.grammars.ends[0], [])
 
     def ends_well(self, matcher: Matcher) -> bool:
         """Whether the text has ended, or a way to an accepted end fits into what is left."""
-        if self._ended or matcher.is_error():
+        if self.ended or matcher.is_error():
             return True
-        left = self._room - max(len(self._tokens), self._start)
-        self.way = self._grammars.way_out(matcher, max(0, left))
+        left = self.room - max(len(self.tokens), self.start)
+        self.way = self.grammars.way_out(matcher, max(0, left))
         return self.way is not None
 
     def first_change(self, written: list[int]) -> int | None:
         """Return the first position whose token was replaced."""
-        pairs = enumerate(zip(written, self._tokens, strict=True))
+        pairs = enumerate(zip(written, self.tokens, strict=True))
         return next((n for n, (new, old) in pairs if new != old), None)

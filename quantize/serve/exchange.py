@@ -51,13 +51,20 @@ class Exchange:
 
     @asynccontextmanager
     async def in_time(self) -> AsyncGenerator[None]:
-        """Give a block the time that is left; a RequestError, 504, when that runs out."""
+        """Give a block the time that is left; what fails there frees its places before that is told.
+
+        Raises:
+            RequestError: 504, the time ran out.
+        """
         try:
             async with asyncio.timeout_at(self._deadline):
                 yield
-        except TimeoutError:
-            message = f"not finished within {self._seconds:g} s"
-            raise RequestError(504, message, code="timeout") from None
+        except BaseException as error:
+            self._close()
+            if isinstance(error, TimeoutError):
+                message = f"not finished within {self._seconds:g} s"
+                raise RequestError(504, message, code="timeout") from None
+            raise
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Hand over the jobs, one for each place reserved.
@@ -79,11 +86,12 @@ class Exchange:
         while unfinished:
             async with self.in_time():
                 index, event = await self._events.get()
-            if isinstance(event, RequestError):
-                raise event
+                if isinstance(event, RequestError):
+                    raise event
             unfinished -= isinstance(event, Delta) and event.finish is not None
             yield index, event
 
     def _close(self) -> None:
         self._scheduler.give_back(self._reserved)
+        self._reserved = 0
         self._scheduler.cancel(self._jobs)

@@ -100,15 +100,6 @@ class Question(_Turn):
     role: Literal["user"]
     content: Content
 
-    @property
-    def pictures(self) -> list[tuple[int, str]]:
-        """Return each picture's part of the message, and its data URL."""
-        return [
-            (n, part.image_url.url)
-            for n, part in enumerate(self.content)
-            if isinstance(part, ImagePart)
-        ]
-
 
 class Reply(_Turn):
     """A turn of the model, with the calls that it made.

@@ -29,8 +29,8 @@ from quantize.serve.messages import (
     MAX_TOOLS,
     NAME,
     Choice,
+    ImagePart,
     Message,
-    Question,
     Tool,
     ToolChoice,
     stray_results,
@@ -188,16 +188,10 @@ class TemplateOptions(Strict):
     enable_thinking: bool | None = None
 
 
-class TextFormat(Strict):
-    """Any text."""
+class PlainFormat(Strict):
+    """Any text, or any JSON object."""
 
-    type: Literal["text"]
-
-
-class JsonFormat(Strict):
-    """A JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class JsonSchema(Strict):
@@ -216,7 +210,7 @@ class SchemaFormat(Strict):
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class ChatRequest(_Generation):
@@ -261,10 +255,10 @@ class ChatRequest(_Generation):
     def forms(self) -> list[Form]:
         """Return forms as `_Generation` does; a call that must be made is a form too."""
         given = super().forms
-        if isinstance(self.response_format, JsonFormat):
-            given.append(("response_format", "json", {"type": "object"}))
         if isinstance(self.response_format, SchemaFormat):
             given.append(("response_format", "json", self.response_format.json_schema.schema_))
+        elif self.response_format is not None and self.response_format.type == "json_object":
+            given.append(("response_format", "json", {"type": "object"}))
         if self.tool_choice not in ("auto", "none"):
             chosen = [tool.function for tool in self.tools if tool.function.name in self.callable]
             given.append(("tool_choice", "calls", chosen))
@@ -294,10 +288,10 @@ class ChatRequest(_Generation):
     def pictures(self) -> list[tuple[str, str]]:
         """Return for each picture the parameter it came in, and its data URL."""
         return [
-            (f"messages.{turn}.content.{part}.image_url", url)
+            (f"messages.{turn}.content.{n}.image_url", part.image_url.url)
             for turn, message in enumerate(self.messages)
-            if isinstance(message, Question)
-            for part, url in message.pictures
+            for n, part in enumerate(message.content if isinstance(message.content, list) else ())
+            if isinstance(part, ImagePart)
         ]
 
     @property

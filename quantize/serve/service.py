@@ -121,8 +121,8 @@ class Service:
         async with exchange.in_time():
             loop = asyncio.get_running_loop()
             prepared = await loop.run_in_executor(self.encoder, encode)
-        self._check_length(body, prepared.prompts)
-        jobs = self._jobs(body, prepared, exchange)
+            self._check_length(body, prepared.prompts)
+            jobs = self._jobs(body, prepared, exchange)
         exchange.submit(jobs)
         kind = "chat.completion" if isinstance(body, ChatRequest) else "text_completion"
         prompt_tokens = sum(map(len, prepared.prompts))

@@ -36,7 +36,7 @@ NEUTRAL_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((1,), "an answer has no likelihood to compare; set n, and choose"),
 }
 STRICT = (
-    "this server runs with --strict; without it, the default, it is ignored and named in a header"
+    "this server runs with --strict; without it, the default, {} is ignored and named in a header"
 )
 # name -> why not, and the way out; the parameter's value is never read
 REFUSED = {
