@@ -8,6 +8,8 @@ RECIPE ?= nvfp4
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Else every process of the tests would compile all of its modules, and pytest rewrite all tests, anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test lint style test-gpu test-cpus test-versions release clean
 

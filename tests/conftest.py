@@ -1,32 +1,46 @@
-"""Fixtures shared by all tests: a tiny random DiffusionGemma, BF16 and quantized."""
+"""Fixtures shared by all tests: a tiny random DiffusionGemma, BF16 and quantized.
+
+What they need is imported inside them: the process that only hands out tests needs no torch.
+"""
 
 import functools
 import gc
+import importlib
+import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
-import torch
 from numeric import computes
-from safetensors.torch import save_file
-from tiny import tiny_model
 
-from quantize.checkpoints.reader import Checkpoint
-from quantize.checkpoints.targets import Target, fused_with, plan_targets
-from quantize.recipe.sections import Recipe, load_recipe
-from quantize.stages.convert.convert import convert
+if TYPE_CHECKING:
+    from quantize.checkpoints.targets import Target
+    from quantize.recipe.sections import Recipe
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny random BF16 checkpoint in Google's layout: fused experts, decoder names."""
+    """Folder of a tiny random BF16 checkpoint as Google writes it: layout and config."""
+    from tiny import LAYERS, tiny_model
+
+    from quantize.host.files import write_json
+
     folder = tmp_path_factory.mktemp("tiny") / "bf16"
     tiny_model().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    full = text.pop("per_layer_config")[str(LAYERS - 1)]  # as transformers 5.17 writes it
+    text |= {
+        "global_head_dim": full["head_dim"],
+        "num_global_key_value_heads": full["num_key_value_heads"],
+    }
+    write_json(folder / "config.json", config)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     return folder
 
@@ -35,15 +49,17 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fp8_artifact(tiny_checkpoint: Path) -> Path:
     """Folder of the tiny model in FP8_DYNAMIC."""
     recipe, targets = _planned(tiny_checkpoint, "fp8_dynamic")
-    out = tiny_checkpoint.parent / "fp8"
-    record = out.with_name("fp8.json")
-    convert(Checkpoint.open(tiny_checkpoint), targets, out, recipe=recipe, record=record)
-    return out
+    return _converted(tiny_checkpoint, targets, tiny_checkpoint.parent / "fp8", recipe=recipe)
 
 
 @pytest.fixture(scope="session")
 def nvfp4_artifact(tiny_checkpoint: Path) -> Path:
     """Folder of the tiny model in NVFP4, every expert with an input scale of its own."""
+    import torch
+    from safetensors.torch import save_file
+
+    from quantize.checkpoints.targets import fused_with
+
     recipe, targets = _planned(tiny_checkpoint, "nvfp4_w4a4")
     modules = [module for target in targets for module in target.modules]
     inputs = {m: fused_with(m) for m in modules}  # gate and up, q and k and v read one input
@@ -57,14 +73,22 @@ def nvfp4_artifact(tiny_checkpoint: Path) -> Path:
         scales,
     )
     out = tiny_checkpoint.parent / "nvfp4"
-    convert(
-        Checkpoint.open(tiny_checkpoint), targets, out, recipe=recipe, input_scales=scales,
-        record=out.with_name("nvfp4.json"),
-    )  # fmt: skip
+    return _converted(tiny_checkpoint, targets, out, recipe=recipe, input_scales=scales)
+
+
+def _converted(source: Path, targets: list["Target"], out: Path, **options: Any) -> Path:
+    from quantize.checkpoints.reader import Checkpoint
+    from quantize.stages.convert.convert import convert
+
+    convert(Checkpoint.open(source), targets, out, record=out.with_suffix(".json"), **options)
     return out
 
 
-def _planned(checkpoint: Path, name: str) -> tuple[Recipe, list[Target]]:
+def _planned(checkpoint: Path, name: str) -> tuple["Recipe", list["Target"]]:
+    from quantize.checkpoints.reader import Checkpoint
+    from quantize.checkpoints.targets import plan_targets
+    from quantize.recipe.sections import load_recipe
+
     recipe = load_recipe(name)
     return recipe, plan_targets(Checkpoint.open(checkpoint).tensors, recipe.quantization)
 
@@ -79,9 +103,22 @@ LONGEST = (
 )  # fmt: skip
 
 
+def pytest_collection() -> None:
+    """Import transformers without scikit-learn, which it wants for an assisted generation of its own.
+
+    That takes as long as torch itself, and no test of ours assists.
+    """
+    if not sys.modules.get("sklearn"):
+        sys.modules["sklearn"] = None  # type: ignore[assignment]
+        importlib.import_module("transformers.generation.candidate_generator")
+        del sys.modules["sklearn"]
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest; mark what computes; skip what is marked gpu without a GPU."""
+    import torch
+
     items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
     for item in items:
         if computes(item.path, item.name):

@@ -14,13 +14,14 @@ import io
 import shlex
 import shutil
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from quantize.checkpoints.reader import read_header
 from quantize.errors import InputError
@@ -56,6 +57,7 @@ class Override:
     reason: str
 
 
+@cache
 def serving() -> dict[str, Any]:
     """Return how vLLM serves this model: version, image, flags with their reasons."""
     return yaml.safe_load(files("quantize.reports").joinpath("serving.yaml").read_text("utf-8"))
@@ -93,12 +95,8 @@ def card(
     report, manifest = read_json(run.report_json), read_json(run.manifest_json)
     config = read_json(run.checkpoint / "config.json")
     canvas = int(config["canvas_length"])
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
-    )
-    text = files("quantize.reports").joinpath("templates", "card.md.jinja").read_text("utf-8")
     scores = score_table(report["tasks"], recipe.gate.estimand, card=True)
-    return environment.from_string(text).render(
+    return _template().render(
         front_matter=front_matter(run, recipe, manifest, base),
         name=repo.split("/")[-1],
         interval=_interval,
@@ -124,6 +122,15 @@ def card(
         docker=docker_command(repo, canvas),
         attributions=[path.name for path in attributions(run.checkpoint)],
     )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    text = files("quantize.reports").joinpath("templates", "card.md.jinja").read_text("utf-8")
+    return environment.from_string(text)
 
 
 def card_files(

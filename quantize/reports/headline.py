@@ -4,6 +4,7 @@ All are made of report.json, once for report.md and report.html.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -102,10 +103,15 @@ def chosen_point(content: Mapping[str, Any]) -> str:
 
 def _published(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is published of a report's model, empty of another than the one it is of."""
-    known = yaml.safe_load(files("quantize.reports").joinpath("published.yaml").read_text("utf-8"))
+    known = _figures()
     model = content["model"]
     here = not model["bundled"] and known["model"] in str(model["model"]).lower()
     return known if here else {"scores": []}
+
+
+@cache
+def _figures() -> dict[str, Any]:
+    return yaml.safe_load(files("quantize.reports").joinpath("published.yaml").read_text("utf-8"))
 
 
 def published_speed(content: Mapping[str, Any]) -> list[str]:

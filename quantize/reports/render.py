@@ -5,11 +5,11 @@ The page is one file without a script, style, font or image from elsewhere. Plot
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, Template
 from markupsafe import Markup
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -26,9 +26,7 @@ from quantize.reports.table import cell
 
 def html(content: Mapping[str, Any]) -> str:
     """Return report.html: self-contained, light and dark, readable on a phone."""
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    text = files("quantize.reports").joinpath("templates", "report.html.jinja").read_text("utf-8")
-    return environment.from_string(text).render(
+    return _page().render(
         report=content,
         head=head(content),
         facts=facts(content),
@@ -40,6 +38,13 @@ def html(content: Mapping[str, Any]) -> str:
         watched=partial(watched, content["canvases"]),
         size=size,
     )
+
+
+@cache
+def _page() -> Template:
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    text = files("quantize.reports").joinpath("templates", "report.html.jinja").read_text("utf-8")
+    return environment.from_string(text)
 
 
 def markdown(content: Mapping[str, Any]) -> str:

@@ -50,21 +50,17 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], RunDir]:
-    """Copies of finished runs, one made for each verdict."""
-    made: dict[str, Path] = {}
+    """Copies of finished runs, one made for each verdict; its copies share the BF16 model."""
+    made: dict[str, RunDir] = {}
 
     def copy(outcome: str, folder: Path) -> RunDir:
         if outcome not in made:
-            made[outcome] = tmp_path_factory.mktemp("finished")
-            finished_run(made[outcome], outcome=outcome, judged=True)
-            (made[outcome] / "bf16" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-        shutil.copytree(made[outcome], folder, dirs_exist_ok=True)
-        run = RunDir(folder / "nvfp4-0123abc")
-        manifest = read_json(run.manifest_json)
-        manifest["source"]["folder"] = str(folder / "bf16")
-        write_json(run.manifest_json, manifest)
-        rejudge(run)
-        return run
+            place = tmp_path_factory.mktemp("finished")
+            made[outcome] = finished_run(place, outcome=outcome, judged=True)
+            (place / "bf16" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+            bless(made[outcome])
+        whole = made[outcome].path
+        return RunDir(shutil.copytree(whole, folder / whole.name, dirs_exist_ok=True))
 
     return copy
 

@@ -1,7 +1,9 @@
-"""A checkpoint that was built elsewhere is judged as a run is, and nothing is written into it."""
+"""A checkpoint that was built elsewhere is judged as a run is, and nothing is written into it.
+
+The checkpoint of a finished run stands for somebody else's.
+"""
 
 import shutil
-from pathlib import Path
 
 import pytest
 from quick_run import TASK, Quick
@@ -13,15 +15,6 @@ from quantize.host.files import read_json
 from quantize.recipe.sections import read_recipe
 from quantize.reports.compare import compare_runs, comparison_table
 from quantize.runs.folder import RunDir
-
-
-@pytest.fixture
-def quick(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quick:
-    """A finished run of the tiny model, whose checkpoint stands for somebody else's."""
-    quick = Quick(tmp_path, tiny_checkpoint, monkeypatch)
-    done = quick.run()
-    assert done.code == 0, done.err
-    return quick
 
 
 def test_a_checkpoint_is_judged(quick: Quick) -> None:

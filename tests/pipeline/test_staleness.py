@@ -18,16 +18,6 @@ from quantize.stages.convert import convert
 NAMES = [stage.name for stage in STAGES if stage.is_needed(load_recipe("nvfp4_w4a4"))]
 
 
-@pytest.fixture
-def quick(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quick:
-    """A finished run of the tiny model."""
-    quantize = Quick(tmp_path, tiny_checkpoint, monkeypatch)
-    done = quantize.run()
-    assert done.code == 0, done.err
-    assert done.redone() == NAMES
-    return quantize
-
-
 def test_a_finished_run_is_shown_and_not_made_again(quick: Quick) -> None:
     done = quick.run("--resume")
     assert done.code == 0

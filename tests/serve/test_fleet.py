@@ -3,8 +3,10 @@
 import asyncio
 import json
 import math
+import multiprocessing
+import os
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -121,12 +123,24 @@ def test_metrics_show_what_the_driver_says_of_a_gpu(monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------ processes, with a scripted server
 
 
-@asynccontextmanager
-async def front(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[httpx.AsyncClient]:
-    """A front of two scripted workers, which answer with their process' id."""
-    monkeypatch.setattr(workers, "serve_at", scripted_server.serve_at)
-    options = Options("m", api_key=KEY)
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers serve without a model; one process imports what they need, and they are forks of it."""
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload(["quantize.serve.workers", "scripted_server"])
+
+    def process(target: Callable[..., None], args: tuple[object, ...], name: str) -> object:
+        return forking.Process(target=target, args=(dict(os.environ), *args), name=name)
+
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a worker's replaces it
+    monkeypatch.setattr(workers, "spawning", SimpleNamespace(Process=process))
+    monkeypatch.setattr(workers, "serve_at", scripted_server.serve_at)
+
+
+@asynccontextmanager
+async def front(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
+    """A front of two scripted workers, which answer with their process' id."""
+    options = Options("m", api_key=KEY)
     work = Work(folder, options, Placement(), ("3", "5"))
     pair = [Worker(i, work, folder) for i in range(2)]
     for worker in pair:
@@ -145,11 +159,10 @@ async def front(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator
             worker.process.kill()
 
 
-def test_a_dead_workers_clients_hear_of_it_and_it_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("scripted")
+def test_a_dead_workers_clients_hear_of_it_and_it_is_started_again(tmp_path: Path) -> None:
     async def story() -> None:
-        async with front(tmp_path, monkeypatch) as client:
+        async with front(tmp_path) as client:
             replies = [await client.post("/v1/x", json={}) for _ in range(2)]
             assert not any("date" in reply.headers for reply in replies)  # the front writes its own
             both = [reply.json()["pid"] for reply in replies]
@@ -179,10 +192,8 @@ def test_a_dead_workers_clients_hear_of_it_and_it_is_started_again(
     asyncio.run(asyncio.wait_for(story(), 120))
 
 
-def test_a_worker_that_was_stopped_is_not_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers, "serve_at", scripted_server.serve_at)
+@pytest.mark.usefixtures("scripted")
+def test_a_worker_that_was_stopped_is_not_started_again(tmp_path: Path) -> None:
     worker = Worker(0, Work(tmp_path, Options("m"), Placement(), ()), tmp_path)
     assert worker.wait()
 
@@ -205,11 +216,10 @@ def test_headers_of_one_connection_are_not_passed_on() -> None:
     assert workers._end_to_end([*held, *passed, (b"expect", b"100-continue")]) == passed
 
 
-def test_a_client_that_hangs_up_ends_its_request_at_the_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("scripted")
+def test_a_client_that_hangs_up_ends_its_request_at_the_worker(tmp_path: Path) -> None:
     async def story() -> None:
-        async with front(tmp_path, monkeypatch) as client:
+        async with front(tmp_path) as client:
             gone = asyncio.Event()
 
             async def receive() -> Message:

@@ -5,6 +5,7 @@ python tests/stages/test_estimate.py    writes what `plan` says of every GPU to 
 
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from quantize.checkpoints.reader import known_config
-from quantize.checkpoints.targets import sum_bytes
+from quantize.checkpoints.targets import Target, sum_bytes
 from quantize.cli import cli
 from quantize.cli.options import REAL_MODEL
 from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
@@ -36,12 +37,18 @@ GOLDEN = Path(__file__).parents[1] / "data/plans.txt"
 CONFIG = known_config(REAL_MODEL) or {}
 TENSORS = tensors_from_config(CONFIG)
 NVFP4 = load_recipe("nvfp4")
-PLANS = plans_of(TENSORS)
-TARGETS = PLANS["nvfp4"]
+
+
+@cache
+def shipped_plans() -> dict[str, list[Target]]:
+    return plans_of(TENSORS)
 
 
 def rows(recipe: Recipe, machine: Machine) -> dict[str, Row]:
-    return {row.stage: row for row in planned(recipe, CONFIG, TENSORS, TARGETS, machine)}
+    return {
+        row.stage: row
+        for row in planned(recipe, CONFIG, TENSORS, shipped_plans()["nvfp4"], machine)
+    }
 
 
 def most(row: Row) -> float:
@@ -149,7 +156,7 @@ def test_a_gpu_that_nobody_knows_is_refused_before_the_tables() -> None:
 
 
 def test_time_on_a_cpu_falls_with_cores_until_one_thread_has_to_hash_it_all() -> None:
-    targets = PLANS["nvfp4_w4a4"]
+    targets = shipped_plans()["nvfp4_w4a4"]
     assert convert_seconds(targets, 1) == pytest.approx(51.648 * 2.6, rel=1e-3)
     assert convert_seconds(targets, 4) == pytest.approx(convert_seconds(targets, 1) / 4)
     assert convert_seconds(targets, 1000) == sum_bytes(targets)[1] / HASH_BYTES_A_SECOND
@@ -164,9 +171,9 @@ def plans() -> str:
     console = Console(width=80)
     with console.capture() as captured:
         for machine in machines:
-            found = planned(NVFP4, CONFIG, TENSORS, TARGETS, machine)
+            found = planned(NVFP4, CONFIG, TENSORS, shipped_plans()["nvfp4"], machine)
             console.print(stage_table("nvfp4", found, machine))
-            console.print(serving_table(CONFIG, TENSORS, PLANS, machine, 8192, 4))
+            console.print(serving_table(CONFIG, TENSORS, shipped_plans(), machine, 8192, 4))
     return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
 
 

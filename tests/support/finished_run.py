@@ -42,6 +42,10 @@ def finished_run(
     for name, content in base_files().items():
         (source / name).write_bytes(content)
     recipe = load_recipe("nvfp4_w4a4").asking(["aime25", "gpqa_diamond", "gsm8k"])
+    margins = dict.fromkeys(recipe.evaluation.tasks, 10.0)  # which 60 questions can decide
+    recipe = recipe.model_copy(
+        update={"gate": recipe.gate.model_copy(update={"margin_pp": margins})}
+    )
     write_text(run.recipe_yaml, recipe.to_yaml())
     write_text(run.targets_csv, TARGETS)
     about = {"model": BASE, "bundled": False, "commit": COMMIT, "folder": str(source)}
@@ -98,8 +102,8 @@ def base_files() -> dict[str, bytes]:
 
 def write_scores(run: RunDir, tasks: list[str], digest: str, outcome: str) -> None:
     """Write scores of both sides that lead to a verdict."""
-    questions = 20 if outcome == "INCONCLUSIVE" else 400
-    lost = 200 if outcome == "FAIL" else 0
+    questions = 20 if outcome == "INCONCLUSIVE" else 60
+    lost = 30 if outcome == "FAIL" else 0
     dtype = "torch.bfloat16" if outcome == "NOT COMPARABLE" else "torch.float32"
     for task in tasks:
         for side, (model, wrong, made) in {

@@ -134,12 +134,16 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: object) -> Done:
 class Quick:
     """The command line in this process, on a folder of runs of its own.
 
-    `folder` may be a copy of one that another Quick has worked in; else the tiny model is put there.
+    With `copy`, `model` is the folder of another Quick: its runs are copied, its model is shared.
     """
 
-    def __init__(self, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.out, self.model = folder / "outputs", folder / "bf16"
-        if not self.model.exists():
+    def __init__(
+        self, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, *, copy: bool = False
+    ) -> None:
+        self.out, self.model = folder / "outputs", (model if copy else folder) / "bf16"
+        if copy:
+            shutil.copytree(model / "outputs", self.out)
+        else:
             shutil.copytree(model, self.model)
             for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
                 shutil.copy(CHECKPOINT / name, self.model)

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,9 @@ async def waits(_: Request) -> Response:
     return StreamingResponse(parts(), media_type="text/event-stream")
 
 
-def serve_at(*given: Any) -> None:
-    """Serve at the last argument's path."""
+def serve_at(environment: Mapping[str, str], *given: Any) -> None:
+    """Serve at the last argument's path, in the environment that a new process would have got."""
+    os.environ.update(environment)
     path: Path = given[-1]
     routes = [Route("/health", health), Route("/metrics", metrics)]
     posts = {"/v1/x": answer, "/dies": dies, "/streams": streams, "/waits": waits}
