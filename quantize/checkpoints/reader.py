@@ -39,7 +39,8 @@ TOKENIZER_FILES = (
     "chat_template*",
 )
 # Files besides config.json and weights that can change an answer.
-SETTINGS = ("generation_config.json", *TOKENIZER_FILES, "*processor*.json")
+GENERATION = "generation_config.json"
+SETTINGS = (GENERATION, *TOKENIZER_FILES, "*processor*.json")
 CARD_FILES = ("README.md", "LICENSE*", "NOTICE*")  # say under which terms a model may be used
 FIX = "download or write the checkpoint again"
 

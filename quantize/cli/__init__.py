@@ -27,7 +27,7 @@ GROUPS = {
     "Look": ("recipes", "tasks", "inspect", "doctor"),
     "Judge": ("judge", "compare", "baseline", "search", "nemo"),
     "Use": ("generate", "serve", "bench", "tune", "export"),
-    "Ship": ("card", "bundle", "push", "verify-signature"),
+    "Ship": ("adopt", "card", "bundle", "push", "verify-signature"),
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 EXIT_CODES = """\b

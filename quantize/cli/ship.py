@@ -1,4 +1,4 @@
-"""`quantize card`, `bundle`, `push` and `verify-signature`: what leaves this machine."""
+"""`quantize adopt`, `card`, `bundle`, `push` and `verify-signature`: what leaves this machine."""
 
 import sys
 from pathlib import Path
@@ -25,6 +25,23 @@ def card(run: Path, repo: str | None) -> None:
 
     for path in write_card(run, repo):
         say(f"card: {path}")
+
+
+@click.command()
+@RUN_FOLDER
+@click.argument("point", required=False)
+@click.option("--own", is_flag=True, help="Write the model's own settings again.")
+def adopt(run: Path, point: str | None, own: bool) -> int:
+    """Write the sampler settings of an operating point that passed into the checkpoint.
+
+    Without POINT it is the fastest that passes. generation_config.json then states them, so that
+    servers serve what was judged; the checkpoint is verified and the report written again.
+    """
+    from quantize.pipeline.adopt import adopt as adopt_point
+
+    if own and point:
+        raise click.UsageError("name a point, or --own, not both")
+    return adopt_point(run, point, own=own)
 
 
 @click.command()

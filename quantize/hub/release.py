@@ -152,7 +152,8 @@ def _check_artifact(run: RunDir) -> None:
     for task in asked:  # not all of the recipe's, where a failure was certain before
         path = run.evaluation / CANDIDATE / f"{task}.conditions.json"
         scored = read_json(path, "made_with.model.weights")["made_with"]["model"]["weights"]
-        if scored not in (digest, None):  # a server may tell no fingerprint; the card then says so
+        # A server may tell no fingerprint; the card then says so.
+        if scored not in (digest, verification.get("scored_as"), None):
             raise InputError(
                 f"{path}: another checkpoint was scored; run `quantize evaluate` and `report` again"
             )

@@ -75,7 +75,8 @@ def result_digest(folder: RunDir, stage: Stage) -> str | None:
     if not (folder.path / stage.result).exists():
         return None
     digest = hashlib.sha256()
-    hash_files(digest, folder.path, sorted(_files(folder, stage)))
+    files = sorted(_files(folder, stage))
+    hash_files(digest, {str(file.relative_to(folder.path)): file for file in files})
     return digest.hexdigest()
 
 
@@ -113,6 +114,16 @@ def remember(folder: RunDir, stage: Stage, inputs: dict[str, str | None]) -> Non
         return
     entry = {"inputs": inputs, "result": result_digest(folder, stage)}
     write_json(folder.stages_json, _records(folder) | {stage.name: entry})
+
+
+def change_for(folder: RunDir, stage: Stage, unconcerned: Iterable[str]) -> None:
+    """Record that a stage's result was changed in what some of its readers do not depend on."""
+    records, result = _records(folder), result_digest(folder, stage)
+    records[stage.name]["result"] = result
+    for name in unconcerned:
+        if name in records:
+            records[name]["inputs"][stage.name] = result
+    write_json(folder.stages_json, records)
 
 
 def _records(folder: RunDir) -> dict[str, Any]:

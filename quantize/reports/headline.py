@@ -97,7 +97,8 @@ def chosen_point(content: Mapping[str, Any]) -> str:
         )
     return (
         f"Fastest of {len(points)} operating points whose whole loss, format and settings, fits: "
-        f"{best['name']}, {speed}."
+        f"{best['name']}, {speed}. generation_config.json has the settings of "
+        f"{content.get('served_at') or 'the model'}."
     )
 
 

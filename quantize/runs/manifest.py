@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quantize import __version__
-from quantize.checkpoints.reader import SETTINGS, TOKENIZER_FILES, Checkpoint, hub_commit
+from quantize.checkpoints.reader import (
+    GENERATION,
+    SETTINGS,
+    TOKENIZER_FILES,
+    Checkpoint,
+    hub_commit,
+)
 from quantize.host.resources import now
 from quantize.runs.folder import is_card
 
@@ -124,22 +130,27 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def fingerprint(checkpoint: Checkpoint) -> str:
+def fingerprint(checkpoint: Checkpoint, settings_of: Path | None = None) -> str:
     """Return a sha256 that tells whether a checkpoint would still give the same answers.
 
     It covers config.json, tokenizer, chat template, processor and generation settings, and every byte
-    of the shards; above 2 GB it covers sizes and samples, so that 52 GB take a second.
+    of the shards; above 2 GB it covers sizes and samples, so that 52 GB take a second. With
+    `settings_of` that folder's generation settings count in place of its own: answers are scored under
+    a sampler that is noted beside the weights, whatever the checkpoint states since.
     """
     digest = hashlib.sha256()
-    settings = _matching(checkpoint.folder, ("config.json", *SETTINGS))
-    hash_files(digest, checkpoint.folder, [*settings, *checkpoint.shards])
+    files = [*_matching(checkpoint.folder, ("config.json", *SETTINGS)), *checkpoint.shards]
+    found = {file.name: file for file in files}
+    if settings_of and GENERATION in found:
+        found[GENERATION] = settings_of / GENERATION
+    hash_files(digest, {name: file for name, file in found.items() if file.is_file()})
     return digest.hexdigest()
 
 
 def tokenizer_digest(folder: Path) -> str:
     """Return a sha256 over the files of a checkpoint's tokenizer and chat template."""
     digest = hashlib.sha256()
-    hash_files(digest, folder, _matching(folder, TOKENIZER_FILES))
+    hash_files(digest, {file.name: file for file in _matching(folder, TOKENIZER_FILES)})
     return digest.hexdigest()
 
 
@@ -151,12 +162,12 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
     )
 
 
-def hash_files(digest: Hash, root: Path, files: Sequence[Path]) -> None:
-    """Add files' names below `root`, sizes and bytes; above 2 GB, samples of large files."""
-    sizes = [file.stat().st_size for file in files]
+def hash_files(digest: Hash, files: Mapping[str, Path]) -> None:
+    """Add files, by name: their names, sizes and bytes; above 2 GB, samples of large files."""
+    sizes = [file.stat().st_size for file in files.values()]
     whole = sum(sizes) <= HASHED_WHOLE
-    for path, size in zip(files, sizes, strict=True):
-        digest.update(f"{path.relative_to(root)} {size}\n".encode())
+    for (name, path), size in zip(files.items(), sizes, strict=True):
+        digest.update(f"{name} {size}\n".encode())
         step = SAMPLE if whole else max(SAMPLE, size // SAMPLES)
         with path.open("rb") as file:
             for position in range(0, size, step):

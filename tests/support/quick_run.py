@@ -7,7 +7,7 @@ problem as told, so that the verdict is what a test wants it to be.
 import io
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from quantize.recipe.sections import Evaluation, Recipe, shipped_recipes
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
+from quantize.runs.models import AT_POINT
+from quantize.runtime import Sampler
 from quantize.stages.evaluate.compared_models import ModelOptions
 
 TASK = "word_problems"
@@ -61,17 +63,28 @@ def made_up_scores(
     **_: Any,
 ) -> dict[str, Any]:
     """Stand in for evaluate: the quantized model, in `dtype`, loses the first `lost` of 60 problems."""
-    quantized = fingerprint(Checkpoint.open(run.checkpoint))
+    quantized = fingerprint(Checkpoint.open(run.checkpoint), settings_of=source)
     sides = {"bf16": (digest, 0), "quantized": (quantized, lost)}
+    points = options.points if options else {}
+    sides |= {AT_POINT + name: (quantized, lost) for name in points}
     if options and options.noise_floor:
         sides["bf16-again"] = (digest, 0)
     for side, (model, wrong) in sides.items():
         scores = [0.0] * wrong + [1.0] * (PROBLEMS - wrong)
-        conditions = {"task": TASK, "seed": settings.seed, "sampler": {"max_denoising_steps": 48}}
+        sampler = asdict(Sampler.from_checkpoint(source))
+        if point := points.get(side.removeprefix(AT_POINT)):
+            sampler |= point.settings()
+        conditions = {"task": TASK, "seed": settings.seed, "sampler": sampler}
         made_with = {"model": {"weights": model, "activations": "none"}, "dtype": "torch.float32"}
         if side == "quantized":
             made_with["dtype"] = dtype
-        made_with |= {"device": "cpu", "versions": {"torch": "2"}, "batch_size": 1, "seed": 0}
+        made_with |= {
+            "sampler": sampler,
+            "device": "cpu",
+            "versions": {"torch": "2"},
+            "batch_size": 1,
+            "seed": 0,
+        }
         scoring = Scoring(TASK, rows(scores), conditions, made_with)
         write_scoring(run.evaluation / side, scoring)
     looks = {task: {"taken": 1, "of": 1} for task in settings.tasks}

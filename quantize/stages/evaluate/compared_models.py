@@ -191,10 +191,11 @@ def open_models(
         InputError: a server or a GGUF file has another model, or a mode means nothing to it.
         ResourceError: not one sample fits the GPU.
     """
+    sampler, artifact = Sampler.from_checkpoint(source), Checkpoint.open(checkpoint)
     named = candidates(settings.activations, options.modes)
     for _, mode in named:
-        check_mode(Checkpoint.open(checkpoint), mode)
-    sampler, quantized = Sampler.from_checkpoint(source), fingerprint(Checkpoint.open(checkpoint))
+        check_mode(artifact, mode)
+    quantized, weights = fingerprint(artifact), fingerprint(artifact, settings_of=source)
 
     def local(
         folder: Path, identity: str, mode: ActivationMode, sampler: Sampler = sampler
@@ -210,7 +211,7 @@ def open_models(
         candidate: Backend = (
             served(options.servers, quantized, options.server_revision)
             if options.servers
-            else local(checkpoint, quantized, mode)
+            else local(checkpoint, weights, mode)
         )
         models.append(ComparedModel(name, candidate, settings.seed))
     pack = None if options.base_servers else imported(models[0].backend)
@@ -234,8 +235,8 @@ def open_models(
                 f"the baseline's {sampler.max_denoising_steps}, so it would be slower; name fewer"
             )
         mode = point.activations or settings.activations
-        check_mode(Checkpoint.open(checkpoint), mode)
-        backend = local(checkpoint, quantized, mode, replace(sampler, **point.settings()))
+        check_mode(artifact, mode)
+        backend = local(checkpoint, weights, mode, replace(sampler, **point.settings()))
         models.append(ComparedModel(AT_POINT + name, backend, settings.seed))
     return models
 

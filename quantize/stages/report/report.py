@@ -15,8 +15,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from recovery.gate import Verdict, judge, judge_task, passing
-from recovery.pairing import SETTINGS
+from recovery.gate import Verdict, judge, judge_task
 from recovery.statistics import Comparison
 
 from quantize.checkpoints.targets import Target, module_class, sum_bytes
@@ -30,6 +29,7 @@ from quantize.reports.render import html, markdown
 from quantize.reports.scores import pair, read_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT, BASELINE, BASELINE_AGAIN, CANDIDATE, FURTHER
+from quantize.stages.report.points import judged_points, measured_speeds, settings_served
 
 DECODER_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
 FIDELITY = ("faults", "activations", "own_conditioning", "max_kl_nats")
@@ -113,7 +113,11 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
                 comparisons[task] = comparison
     fidelity = read_json(run.fidelity_json, *FIDELITY) if run.fidelity_json.exists() else None
     verdict = _verdict(verification, fidelity, tasks, comparisons)
-    speeds = _speeds(run, [BASELINE, CANDIDATE, *(AT_POINT + name for name in points)])
+    speeds = measured_speeds(run, [BASELINE, CANDIDATE, *(AT_POINT + name for name in points)])
+    at_points = judged_points(points, tasks, recipe, verdict, speeds)
+    served_at, unjudged = settings_served(run.checkpoint, tasks, at_points)
+    if unjudged and verdict.outcome == "PASS" and "judged" not in manifest:
+        verdict = Verdict("FAIL", unjudged, verdict.estimand)
     judged = {
         "model": manifest["source"],
         "versions": manifest["versions"],
@@ -130,7 +134,8 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
         "looks": done.get("looks", {}),
         "noise_floor": _noise_floor(run, recipe),
         "speeds": speeds,
-        "operating_points": _points(points, tasks, recipe, verdict, speeds),
+        "operating_points": at_points,
+        "served_at": served_at,
         "baseline": _imported(run, done["tasks"]),
         "fidelity": fidelity,
         "evidence": _evidence(run),
@@ -172,50 +177,6 @@ def _candidates(run: RunDir, task: str, recipe: Recipe) -> Mapping[str, str]:
         if (folder / f"{task}.jsonl").exists()
     }
     return {CANDIDATE: str(recipe.evaluation.activations)} | further | at_points
-
-
-def _points(
-    points: Mapping[str, Mapping[str, Comparison]],
-    tasks: Sequence[Mapping[str, Any]],
-    recipe: Recipe,
-    verdict: Verdict,
-    speeds: Mapping[str, Any] | None,
-) -> list[dict[str, Any]]:
-    """Return the operating points, the fastest first, each with whether it may be used."""
-    asked = [task for task in recipe.evaluation.tasks if any(t["task"] == task for t in tasks)]
-    whole = {
-        name: [each[t] for t in asked] for name, each in points.items() if set(each) == set(asked)
-    }
-    adjusted = passing(whole) if whole else {}
-    found: list[dict[str, Any]] = []
-    for name in points:
-        entries = [t for t in tasks if t["activations"] == f"at {name}"]
-        made = entries[0]["made_with"]
-        steps = [
-            (c["tokens_per_sample"] * c["samples"], c["tokens_per_forward"])
-            for c in (entry["quantized_counts"] for entry in entries)
-        ]
-        forwards = sum(tokens / rate for tokens, rate in steps)
-        p = adjusted.get(name)
-        fits = p is not None and p <= 1 - recipe.gate.confidence and verdict.outcome != "FAIL"
-        found.append({
-            "name": name,
-            "activations": made["model"]["activations"],
-            "settings": {key: made["sampler"][key] for key in sorted(SETTINGS)},
-            "tokens_per_forward": sum(tokens for tokens, _ in steps) / forwards,
-            "tokens_a_second": speeds and speeds["tokens_a_second"][AT_POINT + name],
-            "p": p,
-            "passes": fits,
-        })  # fmt: skip
-    by = "tokens_a_second" if speeds else "tokens_per_forward"
-    return sorted(found, key=lambda point: -point[by])
-
-
-def _speeds(run: RunDir, models: Sequence[str]) -> dict[str, Any] | None:
-    """Return tokens/s of models, where a GPU measured them all."""
-    path = run.evaluation / "speeds.json"
-    found = read_json(path, "device", "tokens_a_second") if path.exists() else None
-    return found if found and found["tokens_a_second"].keys() >= set(models) else None
 
 
 def _entry(

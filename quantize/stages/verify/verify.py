@@ -131,7 +131,8 @@ def verify(
     hashes = hashing.result()
     _check_unchanged(hashes, run.conversion_json, found.checks["unchanged"])
     # It ties this file to these bytes: a checkpoint that is written again, or rots, is not verified.
-    identity = {"artifact": fingerprint(artifact), "sha256": hashes}
+    identity: dict[str, Any] = {"artifact": fingerprint(artifact), "sha256": hashes}
+    identity["scored_as"] = fingerprint(artifact, settings_of=source.folder)
     write_json(run.verification_json, {**identity, **found.as_json()})
     return found
 

@@ -1,0 +1,80 @@
+"""Writes judged sampler settings into a run's checkpoint, so that servers serve what was judged.
+
+`generation_config.json` becomes the source's with the settings of an operating point that passed. It is
+verified with the other files again, and the report says which point the checkpoint states; answers and
+replay stand, since both were made under settings that are noted beside them.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantize.checkpoints.reader import GENERATION, Checkpoint
+from quantize.errors import GateError, InputError
+from quantize.host.files import read_json, write_bytes, write_json
+from quantize.pipeline.run import advance, opened
+from quantize.pipeline.stages import STAGES, Run, stage
+from quantize.pipeline.staleness import change_for, check_fresh
+from quantize.runs.manifest import checksums
+
+
+def adopt(path: Path, name: str | None, *, own: bool = False) -> int:
+    """Write the settings of an operating point, then verify and report again; return the exit code.
+
+    Args:
+        path: folder of a run whose report judged operating points.
+        name: the point, None for the fastest that passes.
+        own: write the model's own settings in its place.
+
+    Raises:
+        InputError: a result is stale, no such point was judged, or it has activations of its own.
+        GateError: the point, or none of them, passes.
+    """
+    with opened(path) as run:
+        check_fresh(run.folder, run.recipe, STAGES)
+        settings = {} if own else _settings(run, name)
+        _write(run, settings)
+        return advance(run)
+
+
+def _settings(run: Run, name: str | None) -> Mapping[str, Any]:
+    """Return the settings of the point of that name, or of the fastest that passes."""
+    report = read_json(run.folder.report_json, "operating_points", "tasks")
+    points = report["operating_points"]
+    if not points:
+        raise InputError(
+            f"{run.folder.report_json}: no operating points were judged; `quantize evaluate "
+            f"{run.folder.path} --steps T` judges one"
+        )
+    found = [p for p in points if (p["passes"] if name is None else p["name"] == name)]
+    if name is not None and not found:
+        judged = ", ".join(point["name"] for point in points)
+        raise InputError(f"no operating point {name!r} was judged; there are: {judged}")
+    if not found or not found[0]["passes"]:
+        raise GateError(f"{run.folder.report_json}: {name or 'no operating point'} does not pass")
+    candidate = next(task["made_with"] for task in report["tasks"] if task["gated"])
+    if found[0]["activations"] != candidate["model"]["activations"]:
+        raise InputError(
+            f"operating point {found[0]['name']} rounds activations {found[0]['activations']}, which "
+            f"{GENERATION} cannot state; serve it with --activations {found[0]['activations']}"
+        )
+    return found[0]["settings"]
+
+
+def _write(run: Run, settings: Mapping[str, Any]) -> None:
+    """Write generation_config.json, and enter it where convert listed what it wrote."""
+    source, file = run.source.folder / GENERATION, run.folder.checkpoint / GENERATION
+    if settings:
+        config = (read_json(source) if source.is_file() else {}) | settings
+        bound = {"entropy_bound": config.pop("entropy_bound")}
+        sampler = {"_cls_name": "EntropyBoundSamplerConfig", **bound}
+        write_json(file, config | {"sampler_config": sampler})
+    elif source.is_file():
+        write_bytes(file, source.read_bytes())
+    else:
+        file.unlink(missing_ok=True)
+    record = read_json(run.folder.conversion_json, "files")
+    others = {name: digest for name, digest in record["files"].items() if name != GENERATION}
+    files = checksums(Checkpoint.open(run.folder.checkpoint), others)
+    write_json(run.folder.conversion_json, record | {"files": files})
+    change_for(run.folder, stage("convert"), ("fidelity", "evaluate"))

@@ -1,0 +1,89 @@
+"""Operating points in a report: which fit the margin, and which one the checkpoint's settings are."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from recovery.gate import Verdict, passing
+from recovery.pairing import SETTINGS
+from recovery.statistics import Comparison
+
+from quantize.checkpoints.reader import GENERATION
+from quantize.host.files import read_json
+from quantize.recipe.sections import Recipe
+from quantize.runs.folder import RunDir
+from quantize.runs.models import AT_POINT
+
+
+def judged_points(
+    points: Mapping[str, Mapping[str, Comparison]],
+    tasks: Sequence[Mapping[str, Any]],
+    recipe: Recipe,
+    verdict: Verdict,
+    speeds: Mapping[str, Any] | None,
+) -> list[dict[str, Any]]:
+    """Return the operating points, the fastest first, each with whether it may be used."""
+    asked = [task for task in recipe.evaluation.tasks if any(t["task"] == task for t in tasks)]
+    whole = {
+        name: [each[t] for t in asked] for name, each in points.items() if set(each) == set(asked)
+    }
+    adjusted = passing(whole) if whole else {}
+    found: list[dict[str, Any]] = []
+    for name in points:
+        entries = [t for t in tasks if t["activations"] == f"at {name}"]
+        made = entries[0]["made_with"]
+        steps = [
+            (c["tokens_per_sample"] * c["samples"], c["tokens_per_forward"])
+            for c in (entry["quantized_counts"] for entry in entries)
+        ]
+        forwards = sum(tokens / rate for tokens, rate in steps)
+        p = adjusted.get(name)
+        fits = p is not None and p <= 1 - recipe.gate.confidence and verdict.outcome != "FAIL"
+        found.append({
+            "name": name,
+            "activations": made["model"]["activations"],
+            "settings": {key: made["sampler"][key] for key in sorted(SETTINGS)},
+            "tokens_per_forward": sum(tokens for tokens, _ in steps) / forwards,
+            "tokens_a_second": speeds and speeds["tokens_a_second"][AT_POINT + name],
+            "p": p,
+            "passes": fits,
+        })  # fmt: skip
+    by = "tokens_a_second" if speeds else "tokens_per_forward"
+    return sorted(found, key=lambda point: -point[by])
+
+
+def measured_speeds(run: RunDir, models: Sequence[str]) -> dict[str, Any] | None:
+    """Return tokens/s of models, where a GPU measured them all."""
+    path = run.evaluation / "speeds.json"
+    found = read_json(path, "device", "tokens_a_second") if path.exists() else None
+    return found if found and found["tokens_a_second"].keys() >= set(models) else None
+
+
+def settings_served(
+    checkpoint: Path, tasks: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]
+) -> tuple[str | None, str | None]:
+    """Compare the settings that a checkpoint states with those that were judged.
+
+    Returns:
+        The operating point that they are, None for the model's own; and what is wrong, where they are
+        neither these nor those of a point that passes.
+    """
+    path = checkpoint / GENERATION
+    stated = read_json(path) if path.is_file() else {}
+    stated |= stated.get("sampler_config") or {}
+    judged = next((t["made_with"].get("sampler", {}) for t in tasks if t["gated"]), {})
+
+    def differs(settings: Mapping[str, Any]) -> str | None:
+        keys = sorted(SETTINGS & stated.keys() & settings.keys())  # null is the model's own
+        return next((k for k in keys if stated[k] not in (None, settings[k])), None)
+
+    key = differs(judged)
+    if key is None:
+        return None, None
+    for point in points:
+        if point["passes"] and differs(point["settings"]) is None:
+            return point["name"], None
+    return None, (
+        f"{path}: {key} is {stated[key]}, and the answers were judged at {judged[key]}; `quantize "
+        f"adopt` writes the settings of a point that passes, or with --own the model's"
+    )
