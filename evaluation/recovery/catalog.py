@@ -1,11 +1,13 @@
 """Reads the tasks that ship, one YAML file each in `tasks/`, without loading lm-eval.
 
-A task NAME_thinking is NAME with the thinking channel on. The number of questions is noted in each file
-so that a plan can be judged before any data set is loaded, and beside it the margin of recipes that
-name none.
+A task NAME_thinking is NAME with the thinking channel on. `metadata.lm_eval` names the file of an
+lm-eval task whose fields hold where ours has none. The number of questions is noted in each file so
+that a plan can be judged before any data set is loaded, and beside it the margin of recipes that name
+none.
 """
 
 import importlib.resources
+import importlib.util
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -15,6 +17,8 @@ import yaml
 
 TASKS = Path(str(importlib.resources.files("recovery").joinpath("tasks")))
 THINKING = "_thinking"
+# Where lm-eval's own tasks lie, found without importing it.
+LM_EVAL = Path(next(iter(importlib.util.find_spec("lm_eval").submodule_search_locations))) / "tasks"  # type: ignore
 
 
 def known_tasks() -> list[str]:
@@ -39,6 +43,11 @@ def questions(task: str) -> int | None:
     return shipped(task)["metadata"].get("questions")
 
 
+def prompt_tokens(task: str) -> int:
+    """Return the most tokens of a task's prompts, 0 where they are as short as questions are."""
+    return shipped(task)["metadata"].get("prompt_tokens", 0)
+
+
 def default_margin_pp(task: str) -> float | None:
     """Return the loss that is allowed where a recipe does not say, None where the recipe must."""
     return shipped(task)["metadata"].get("margin_pp")
@@ -58,8 +67,18 @@ def token_limit(fields: Mapping[str, Any]) -> int:
 
 @cache
 def shipped(task: str) -> Mapping[str, Any]:
-    """Return the fields of a task that ships."""
-    return read_task(TASKS / f"{task}.yaml")
+    """Return the fields of a task that ships, those of lm-eval's own task below it included."""
+    fields: dict[str, Any] = {}
+    for file in files_of(task):
+        fields |= read_task(file)
+    return fields
+
+
+def files_of(task: str) -> list[Path]:
+    """Return the file of a task that ships, behind that of lm-eval's task that it rests on."""
+    own = TASKS / f"{task}.yaml"
+    base = read_task(own)["metadata"].get("lm_eval")
+    return [LM_EVAL / base, own] if base else [own]
 
 
 def read_task(file: Path) -> dict[str, Any]:

@@ -54,6 +54,21 @@ def integer(text: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def with_sentences(dataset: Any) -> Any:
+    """Return IFEval's documents (lm-eval's `process_docs`) where its checks can cut sentences.
+
+    Raises:
+        ValueError: NLTK's model of sentences is not there, which would show after hours of answers.
+    """
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError as error:
+        raise ValueError("NLTK lacks punkt_tab: `python -m nltk.downloader punkt_tab`") from error
+    return dataset
+
+
 def frozen_options(dataset: Any) -> Any:
     """Give each GPQA document the fields A, B, C, D and `letter` (lm-eval's `process_docs`)."""
     return dataset.map(_with_options)

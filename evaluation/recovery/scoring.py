@@ -27,7 +27,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
-from recovery.catalog import TASKS, THINKING, is_private, known_tasks
+from recovery.catalog import THINKING, files_of, is_private, known_tasks
 from recovery.filters import final_choice
 from recovery.health import text_signs, without_thinking
 from recovery.lm import BlockDiffusionLM, cut
@@ -182,7 +182,9 @@ def score(
             results = _evaluate(model, task, loaded, part.questions)
             if results is None or store.share.rank > 0:
                 continue
-            rows += _rows(results["samples"][task], model)
+            metrics = [each["metric"] for each in results["configs"][task]["metric_list"]]
+            metric = "exact_match" if "exact_match" in metrics else metrics[0]
+            rows += _rows(results["samples"][task], model, metric)
             conditions = _conditions(task, results, seed, sampler)
     if store.share.rank > 0:
         return None
@@ -273,7 +275,7 @@ def _manager(
     task: str, definition: Definition | None, data_file: Path | None, folder: Path
 ) -> TaskManager:
     """Return a manager of this one task, reading `data_file` where one is given."""
-    override = {**(definition or {"include": str(TASKS / f"{task}.yaml")}), "task": task}
+    override = {**(definition or {"include": list(map(str, files_of(task)))}), "task": task}
     if data_file is not None:
         override |= {
             "dataset_path": READERS[data_file.suffix],
@@ -322,8 +324,8 @@ def _evaluate(
     return results if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
 
 
-def _rows(samples: list[dict[str, Any]], model: BlockDiffusionLM) -> list[Row]:
-    """Merge lm-eval's rows, one a document and filter, into one a document."""
+def _rows(samples: list[dict[str, Any]], model: BlockDiffusionLM, metric: str) -> list[Row]:
+    """Merge lm-eval's rows, one a document and filter, into one a document, scored by `metric`."""
     merged: dict[int, list[dict[str, Any]]] = {}
     for sample in samples:
         merged.setdefault(sample["doc_id"], []).append(sample)
@@ -335,7 +337,7 @@ def _rows(samples: list[dict[str, Any]], model: BlockDiffusionLM) -> list[Row]:
             prompt_hash=first["prompt_hash"],
             target=str(first["target"]),
             answer=str(first["filtered_resps"][0]),
-            scores={sample["filter"]: float(sample["exact_match"]) for sample in (first, *others)},
+            scores={sample["filter"]: float(sample[metric]) for sample in (first, *others)},
             seed=model.requests[doc_id, model.repeat].seed,
             **asdict(model.completion(doc_id, model.repeat)),
         )

@@ -74,6 +74,8 @@ def _costs(task: Mapping[str, Any], repeats: int, rate: float) -> list[str]:
 
 def _data(task: Mapping[str, Any]) -> str:
     """Return where the questions of a task that ships come from."""
+    if "custom_dataset" in task:
+        return "made here, from a seed"
     if task["dataset_path"] == "json":
         return "ships with the bundled model"
     gated = ", gated: needs HF_TOKEN" if task["metadata"].get("private") else ""

@@ -3,7 +3,6 @@
 import csv
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,50 +18,12 @@ from recovery.catalog import TASKS
 from recovery.filters import final_choice, integer
 from recovery.lm import cut
 from recovery.own import Definition, finding, from_lm_eval, from_questions
-from recovery.samples import Batch, Completion, Finished, Request, SampleStore
+from recovery.samples import Request, SampleStore
 from recovery.scoring import Scoring, first_requests, known_tasks, score, size
 from recovery.sequential import Part
+from scripted import Answer, answering, run, write_jsonl
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
-Answer = Callable[[Request], str]
-
-
-def answering(answer: Answer) -> Callable[[Sequence[Batch]], Iterator[Finished]]:
-    def generate(batches: Sequence[Batch]) -> Iterator[Finished]:
-        for batch in batches:
-            yield batch, [Completion(answer(r), 5, [3], r.seed % 7 == 0) for r in batch]
-
-    return generate
-
-
-def run(
-    task: str,
-    folder: Path,
-    data: Path,
-    answer: Answer,
-    *,
-    repeats: int = 1,
-    limit: int | None = None,
-    definition: Definition | None = None,
-) -> Scoring:
-    questions = size(task, data, definition)[0] if limit is None else limit
-    return score(
-        task,
-        SampleStore(folder / f"{task}.samples.jsonl", {"model": "scripted"}),
-        answering(answer),
-        Part(range(questions), range(repeats)),
-        data_file=data,
-        definition=definition,
-        seed=0,
-        batch_size=8,
-        sampler={"entropy_bound": 0.1},
-        progress=lambda finished, _: finished,
-    )
-
-
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def problems(folder: Path, count: int = 4) -> Path:

@@ -89,7 +89,8 @@ def evaluate(
     canvas = int(config["canvas_length"])
     with joined() as processes:
         try:
-            context = scored_positions(config, longest)
+            room = max(task.token_limit + task.prompt_tokens for task in tasks)
+            context = scored_positions(config, room)
             imported = partial(_imported, imports(run.path.parent), digest, settings.seed, tasks)
             models = open_models(
                 source, digest, run.checkpoint, settings, options, context, imported

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from recovery.catalog import prompt_tokens, shipped
 from recovery.own import Definition
 from recovery.scoring import local_data, size
 from recovery.sequential import Plan
@@ -23,6 +24,7 @@ class Task:
     """One task: its local data, how much of it is planned, and the longest answer in tokens.
 
     `own` defines a task of the recipe's own, and `digest` is a hash over that definition.
+    `prompt_tokens` is the room that prompts longer than a question need.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Task:
     token_limit: int
     own: Definition | None = None
     digest: str | None = None
+    prompt_tokens: int = 0
 
     @property
     def samples(self) -> int:
@@ -66,7 +69,8 @@ def open_tasks(settings: Evaluation, gate: Gate | None, data_dir: Path | None) -
                 f"the least that two models can be compared on"
             )
         plan = Plan(estimand, questions, settings.repeats.get(name, 1), settings.seed)
-        found.append(Task(name, file, plan, token_limit, definition, own and own.digest()))
+        digest, room = (own.digest(), 0) if own else (None, prompt_tokens(name))
+        found.append(Task(name, file, plan, token_limit, definition, digest, room))
     return sorted(found, key=lambda task: task.cost)
 
 
@@ -79,6 +83,8 @@ def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | 
     own = settings.own_tasks.get(task)
     if own is not None and own.data is not None:
         return Path(own.data)
+    if own is None and "custom_dataset" in shipped(task):
+        return None  # it is made here
     if data_dir is None:
         return HELDOUT if task in BUNDLED_TASKS else None
     found = local_data(task, data_dir)

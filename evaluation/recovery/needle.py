@@ -1,0 +1,36 @@
+"""A needle in a haystack: a number that stands once in a text of so many words, at all depths.
+
+Every text is drawn from its index alone, so each machine asks the same. A word is a token or more, so a
+text of 1,024 words exceeds the sliding window of 1,024 tokens; prompts are some words longer.
+"""
+
+import random
+from typing import Any
+
+import datasets
+
+WORDS = [
+    "river", "house", "light", "morning", "paper", "table", "garden", "window", "story", "music",
+    "letter", "summer", "market", "bridge", "teacher", "captain", "forest", "silver", "winter",
+    "carries", "follows", "remembers", "between", "under", "slowly", "often", "quiet", "the",
+]  # fmt: skip
+ASKED = "In the text below one number belongs to the name {name}. Remember it.\n\n{text}\n\n"
+QUESTION = "Which number belongs to the name {name}? Answer with the number alone."
+
+
+def questions(words: int, questions: int, **_: Any) -> dict[str, datasets.Dataset]:
+    """Return lm-eval's `custom_dataset`: so many questions, each on a text of so many words."""
+    rows = [_question(index, words, index / max(questions - 1, 1)) for index in range(questions)]
+    return {"test": datasets.Dataset.from_list(rows)}
+
+
+def _question(index: int, words: int, depth: float) -> dict[str, str]:
+    """Return prompt and number of one text; `depth` 0 puts the number first, 1 last."""
+    drawn = random.Random(f"needle {words} {index}")
+    name = f"{drawn.choice(WORDS)}-{drawn.choice(WORDS)}"
+    number = str(drawn.randrange(1_000_000, 10_000_000))
+    sentences = [" ".join(drawn.choices(WORDS, k=8)).capitalize() + "." for _ in range(words // 8)]
+    needle = f"The number of the name {name} is {number}."
+    sentences.insert(round(depth * len(sentences)), needle)
+    asked = ASKED.format(name=name, text=" ".join(sentences)) + QUESTION.format(name=name)
+    return {"prompt": asked, "number": number}
