@@ -65,7 +65,8 @@ def _write(run: Run, settings: Mapping[str, Any]) -> None:
     """Write generation_config.json, and enter it where convert listed what it wrote."""
     source, file = run.source.folder / GENERATION, run.folder.checkpoint / GENERATION
     if settings:
-        config = (read_json(source) if source.is_file() else {}) | settings
+        config: dict[str, Any] = read_json(source) if source.is_file() else {}
+        config |= settings
         bound = {"entropy_bound": config.pop("entropy_bound")}
         sampler = {"_cls_name": "EntropyBoundSamplerConfig", **bound}
         write_json(file, config | {"sampler_config": sampler})

@@ -109,7 +109,8 @@ def code_digest() -> str:
     digest = hashlib.sha256(json.dumps(package_versions()).encode())
     for package in ("quantize", "fused_dequant"):
         root = Path(str(importlib.resources.files(package)))
-        hash_files(digest, root, sorted(root.rglob("*.py")))
+        files = sorted(root.rglob("*.py"))
+        hash_files(digest, {str(file.relative_to(root)): file for file in files})
     return digest.hexdigest()
 
 
