@@ -18,7 +18,7 @@ from quantize.runtime.fused.weights import load_packed
 from quantize.schemes.records import SCHEMES
 
 CALIBRATION = {
-    "datasets": ["bundled"], "prompts": 4, "canvases": 1, "batch_size": 4, "thinking": 0.5, "seed": 0,
+    "datasets": ["bundled"], "prompts": 2, "canvases": 1, "batch_size": 4, "thinking": 0.5, "seed": 0,
     "min_tokens_per_expert": 1,
 }  # fmt: skip
 CASES = [

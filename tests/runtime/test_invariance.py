@@ -17,7 +17,7 @@ from quantize.runtime import Sampler, generate
 from quantize.runtime.engine import complete
 from quantize.runtime.opening import open
 
-SAMPLER = Sampler(max_denoising_steps=5)
+SAMPLER = Sampler(max_denoising_steps=3)
 LENGTHS = (5, 16, 40, 41, 300)
 N = 7  # rows of a sequence
 

@@ -51,14 +51,14 @@ def prompts(count: int) -> list[list[int]]:
 def test_equal_logits_give_equal_samples(program: Path, file: Path):
     theirs, ours = LlamaCpp(program, file, 64), ModelEngine(load(CHECKPOINT), 1)
     torch.set_num_threads(1)
-    seeds = [5, 6, 7]
+    seeds = [5, 6]
     expected = [
         generate(ours, [prompt], [seed], max_new_tokens=128, sampler=SAMPLER)[0]
-        for prompt, seed in zip(prompts(3), seeds, strict=True)
+        for prompt, seed in zip(prompts(2), seeds, strict=True)
     ]
     found = [
         theirs.answer(prompt, seed, max_new_tokens=128, sampler=SAMPLER)
-        for prompt, seed in zip(prompts(3), seeds, strict=True)
+        for prompt, seed in zip(prompts(2), seeds, strict=True)
     ]
     theirs.close()
     assert [s.committed for s in found] == [s.committed for s in expected]
@@ -101,7 +101,7 @@ def test_a_program_that_does_not_start_is_named(tmp_path: Path, file: Path):
 def test_evaluate_scores_the_file_beside_the_checkpoint(program: Path, file: Path, tmp_path: Path):
     run = RunDir(tmp_path)
     copy_bundled(run.checkpoint)
-    settings = Evaluation(tasks=["word_problems"], limit={"word_problems": 3}, batch_size=2)
+    settings = Evaluation(tasks=["word_problems"], limit={"word_problems": 2}, batch_size=2)
     digest = fingerprint(Checkpoint.open(CHECKPOINT))
     evaluate(run, CHECKPOINT, digest, settings, options=ModelOptions(gguf=file, llama_cpp=program))
     base, ours, theirs = (

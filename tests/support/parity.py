@@ -1,6 +1,7 @@
 """The runtime beside transformers' own generate on the bundled model."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from quantize.runtime.chat import encode_chat, load_tokenizer
 NEW_TOKENS = 128  # two canvases
 
 
+@cache
 def prompts(thinking: bool) -> list[list[int]]:
     tokenizer = load_tokenizer(CHECKPOINT)
     rows = [json.loads(line) for line in HELDOUT.read_text("utf-8").splitlines()]
