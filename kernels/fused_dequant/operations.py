@@ -35,7 +35,7 @@ Both products read the same blocks, so their configurations share the rows of a 
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -53,6 +53,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def kernels_of(module: str, device: torch.device) -> Any:
+    """Return a module of kernels where a device launches them, None where torch computes."""
+    return import_module(f"fused_dequant.{module}") if launches(device) else None
+
+
 def with_kernels(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Have an operation launch the kernels of `module` on a GPU: what is decorated is torch's way."""
 
@@ -60,10 +65,10 @@ def with_kernels(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @wraps(in_torch)
         def operation(*args: P.args, **kwargs: P.kwargs) -> R:
             first = args[0]
-            if not launches((first[0] if isinstance(first, Draw) else first).device):
-                return in_torch(*args, **kwargs)
-            kernels = import_module(f"fused_dequant.{module}")
-            return getattr(kernels, in_torch.__name__)(*args, **kwargs)
+            device = (first[0] if isinstance(first, Draw) else first).device
+            kernels = kernels_of(module, device)
+            work = getattr(kernels, in_torch.__name__) if kernels else in_torch
+            return work(*args, **kwargs)
 
         return operation
 
@@ -109,9 +114,7 @@ def routed_experts(
     up, out = (weight.config("experts", len(expert_ids)) for weight in (gate_up, down))
     # A row for each choice makes each choice a token of its own; the slots stay the same.
     blocks = expert_ids.reshape(len(rows), -1)
-    if launches(x.device):
-        from fused_dequant import routing
-
+    if routing := kernels_of("routing", x.device):
         blocks = routing.route(blocks.contiguous(), gate_up.shape[0], tuning.block_rows(up))
     hidden, scale = (between or down.reads)(gate_up.multiply(rows, scale, up, blocks))
     y = down.multiply(hidden, scale, out, blocks, routing_weights.float().flatten())
@@ -127,10 +130,8 @@ def lm_head(
     """
     if x.shape[1] != embedding.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} does not fit an embedding {tuple(embedding.shape)}")
-    if launches(x.device):
-        from fused_dequant import vocabulary
-
-        return vocabulary.lm_head(x.contiguous(), embedding, softcap, out)
+    if kernels := kernels_of("vocabulary", x.device):
+        return kernels.lm_head(x.contiguous(), embedding, softcap, out)
     logits = reference.lm_head(x, in_float32(embedding), softcap).to(torch.bfloat16)
     return logits if out is None else out.copy_(logits)
 
@@ -150,10 +151,8 @@ def soft_embedding(
         raise ValueError(
             f"logits {tuple(logits.shape)} and embedding {tuple(embedding.shape)}: V differs"
         )
-    if launches(logits.device):
-        from fused_dequant import vocabulary
-
-        return vocabulary.soft_embedding(logits.contiguous(), embedding, inverse_temperature, out)
+    if kernels := kernels_of("vocabulary", logits.device):
+        return kernels.soft_embedding(logits.contiguous(), embedding, inverse_temperature, out)
     soft = reference.soft_embedding(logits, in_float32(embedding), inverse_temperature)
     return soft.to(torch.bfloat16) if out is None else out.copy_(soft)
 
@@ -241,10 +240,8 @@ def attention_heads(
     if qkv.shape[1] not in ((q_heads + kv_heads) * D, (q_heads + 2 * kv_heads) * D):
         raise ValueError(f"qkv {tuple(qkv.shape)} does not fit {q_heads} + {kv_heads} heads of {D}")
     _check_cells(qkv, keys, slots)
-    if launches(qkv.device):
-        from fused_dequant import attention
-
-        return attention.attention_heads(
+    if kernels := kernels_of("attention", qkv.device):
+        return kernels.attention_heads(
             qkv.contiguous(), q_weight, k_weight, cos, sin, slots, positions, keys, values,
             q_heads, eps,
         )  # fmt: skip
@@ -272,10 +269,8 @@ def attend(
     in `begin`.
     """
     _check_cells(q, keys, slots)
-    if launches(q.device):
-        from fused_dequant import attention
-
-        return attention.attend(q.contiguous(), keys, values, slots, first, last, scheme, shared)
+    if kernels := kernels_of("attention", q.device):
+        return kernels.attend(q.contiguous(), keys, values, slots, first, last, scheme, shared)
     rows = reference.attend(q.float(), keys, values, slots, first, last).to(q.dtype)
     return in_torch(rows.flatten(1), scheme, shared)
 
@@ -372,10 +367,8 @@ def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> 
         raise ValueError(
             f"logits {tuple(logits.shape)} do not fit a canvas {tuple(state.canvas.shape)}"
         )
-    if launches(logits.device):
-        from fused_dequant import sampling
-
-        return sampling.sample(logits.contiguous(), state, schedule)
+    if kernels := kernels_of("sampling", logits.device):
+        return kernels.sample(logits.contiguous(), state, schedule)
     return canvas.sample(logits, state, schedule)
 
 
