@@ -49,17 +49,12 @@ class Probabilities:
 class CanvasState:
     """Denoising state of B sequences; `accept` writes into these tensors.
 
-    Attributes:
-        seeds: int64 [B], one a sample.
-        canvas_index: int64 [B], index of the sequence's canvas, from 0.
-        step: int32 [B], the step about to be taken, from 1; it stays once a sequence is finished.
-        finished: bool [B], whether a sequence was stopped by its own criterion.
-        inverse_temperature: f32 [B, L], 1 / T of the last step taken, 0 before the first, for
-            `soft_embedding` in the next step.
-        canvas: int64 [B, L], tokens that the decoder reads next.
-        argmax: int64 [B, L], tokens that would be committed.
-        history: int64 [S, B, L], argmax of the last S = stability_threshold steps; -1 before the first.
-        accepted: bool [B, L], positions that the last step accepted.
+    [B]: `seeds` int64; `canvas_index` int64, from 0; `step` int32, the step about to be taken, from 1,
+    which stays once a sequence is `finished` (bool): stopped by its own criterion. [B, L]:
+    `inverse_temperature` f32, 1 / T of the last step taken, 0 before the first, for `soft_embedding`
+    in the next one; int64 `canvas`, which the decoder reads next, and `argmax`, which would be
+    committed; `accepted` bool, by the last step. `history` int64 [S, B, L], argmax of the last S =
+    stability_threshold steps, -1 before the first.
     """
 
     seeds: torch.Tensor

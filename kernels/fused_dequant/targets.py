@@ -47,11 +47,7 @@ def name_of(target: Capability) -> str:
 
 
 def forced() -> Capability | None:
-    """Return the capability that QUANTIZE_TARGET names, if it is set.
-
-    Raises:
-        ValueError: QUANTIZE_TARGET names none of TARGETS.
-    """
+    """Return the capability that QUANTIZE_TARGET names; raise ValueError where TARGETS has it not."""
     name = os.environ.get(FORCE)
     if not name:
         return None

@@ -54,9 +54,8 @@ class Weight:
 
     @property
     def multiply(self) -> Callable[..., torch.Tensor]:
-        """Return the product with this weight: a kernel's launch on a GPU, elsewhere torch.
-
-        `matmul.launch` has its arguments.
+        """Return the product with this weight: a kernel's launch (`matmul.launch`), elsewhere
+        torch.
         """
         if not launches(self.data.device):
             return partial(_multiply_in_torch, self)
@@ -66,8 +65,7 @@ class Weight:
     def config(self, verb: str, tokens: int) -> tuning.Config:
         """Choose how the kernel is launched for `tokens` rows; `verb` is linear or experts.
 
-        Raises:
-            ValueError: the device lacks the kernel's instructions.
+        Raise ValueError where the device lacks the kernel's instructions.
         """
         require(self.scheme, self.data.device)
         return tuning.choose(verb, self.scheme, tokens, *self.shape[1:], self.data.device)

@@ -37,11 +37,7 @@ class RunDir:
 
 
 def existing_run(path: Path) -> RunDir:
-    """Return the folder of a run that is there.
-
-    Raises:
-        InputError: there is no such folder, or no run in it.
-    """
+    """Return the folder of a run; raise InputError where there is no folder, or no run in it."""
     folder = RunDir(path)
     if not folder.manifest_json.exists():
         what = "no manifest.json there" if folder.path.is_dir() else "no such folder"

@@ -20,8 +20,7 @@ HALF_CHARACTER = "\ufffd"  # what an incomplete character is decoded to
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer of a checkpoint folder, from its JSON files alone.
 
-    Raises:
-        InputError: the folder has no tokenizer, or one without a chat template.
+    Raise InputError where there is none, or one without a chat template.
     """
     from transformers import AutoTokenizer
 

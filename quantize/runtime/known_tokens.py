@@ -62,10 +62,8 @@ class Given:
     guide: Guide | None = None
 
     def check(self, vocabulary: int) -> None:
-        """Refuse positions before the answer and tokens outside the vocabulary.
-
-        Raises:
-            InputError: it names the first of them.
+        """Raise InputError for the first position before the answer or token outside the
+        vocabulary.
         """
         for position, token in (*self.pinned.items(), *self.initial.items()):
             if position < 0 or not 0 <= token < vocabulary:

@@ -77,11 +77,7 @@ def record(
     held_out: bool,
     on_step: OnStep | None = None,
 ) -> list[Trajectory]:
-    """Generate from `prompts` as one batch and return the trajectories.
-
-    Raises:
-        InputError: as in `generate`.
-    """
+    """Generate from `prompts` as one batch, as `generate` does, and return the trajectories."""
     read: dict[tuple[int, int], list[Tensor]] = {}
 
     def remember(step: StepRecord) -> None:
@@ -204,11 +200,7 @@ def save_trajectories(folder: Path, trajectories: Sequence[Trajectory], sampler:
 
 
 def load_trajectories(folder: Path) -> tuple[list[Trajectory], Sampler]:
-    """Read what `save_trajectories` wrote.
-
-    Raises:
-        InputError: a file is missing.
-    """
+    """Read what `save_trajectories` wrote; raise InputError where a file is missing."""
     for name in (TENSORS, INDEX):
         if not (folder / name).is_file():
             raise InputError(f"{folder / name}: no recorded trajectories there; run calibrate")

@@ -30,8 +30,7 @@ def tiles_of(inputs: int) -> int:
 class Hessians:
     """Sums of x x^T and token counts of the inputs of chosen Linears, on the device of the inputs.
 
-    Attributes:
-        names: the inputs that are summed, as observers are told them.
+    `names` are those inputs, as observers are told them.
     """
 
     def __init__(self, names: Sequence[str], experts: int) -> None:

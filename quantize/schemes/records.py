@@ -48,11 +48,9 @@ GPTQ_ERRS = 1.5  # times the error of rounding to nearest that its weights may h
 
 @dataclass(frozen=True)
 class OnDisk:
-    """How one library writes a scheme.
+    """How one library writes a scheme, by compressed-tensors' format or ModelOpt's quant_algo.
 
-    Attributes:
-        name: compressed-tensors' format, or ModelOpt's quant_algo.
-        tensors: (out, in) -> the tensors of a Linear by suffix, codes first, in writing order.
+    `tensors` maps (out, in) to the tensors of a Linear by suffix, codes first, in writing order.
     """
 
     name: str

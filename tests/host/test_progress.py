@@ -55,7 +55,8 @@ def test_a_pipe_gets_a_line_every_so_often(
         meter.add(3, 30)
     last = capsys.readouterr().err.splitlines()[-1]
     assert lines[0] == "gsm8k, bf16: 4 samples to do"
-    spoken = next(line for line in lines if "1 of 4" in line)  # one may come before the first sample
+    # A line may have come before the first sample.
+    spoken = next(line for line in lines if "1 of 4" in line)
     assert spoken.startswith("gsm8k, bf16: 1 of 4 samples, 10 tokens (")
     assert spoken.endswith(" left")
     assert last.startswith("gsm8k, bf16: 4 samples done, 40 tokens (")

@@ -93,13 +93,9 @@ def how_read(rows: Rows) -> Read:
 class Packer:
     """Reads modules of a checkpoint, whose layout has been checked, to one device.
 
-    Args:
-        checkpoint: BF16 or of any scheme.
-        transfer: the way to the device.
-        text: transformers' configuration of the text stack.
-        in_fp8: whether NVFP4 weights are packed for FP8 products (activation mode `fp8`).
-        scales: global scales of every layer's inputs, a number each, for which NVFP4 weights are packed
-            for FP4 units.
+    `text` is transformers' configuration of the text stack. With `in_fp8` NVFP4 weights are packed for
+    FP8 products (activation mode `fp8`), with the global `scales` of every layer's inputs, a number
+    each, for FP4 units.
     """
 
     def __init__(

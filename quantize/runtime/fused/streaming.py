@@ -38,16 +38,9 @@ class StreamedLayers:
 
     A streamed layer's tensors are valid until the iteration goes on. One thread iterates.
 
-    Args:
-        resident: layers that stay, by index.
-        entrances: each layer's input norm, and how the normed input is read; the layer before
-            applies them.
-        pack: reads and packs a layer; called on a thread of its own.
-        slot_bytes: bytes of the largest streamed layer, as `kept_bytes` counts.
-        device: where layers go.
-
-    Raises:
-        Whatever `pack` raises, when the layer is taken.
+    `entrances` are each layer's input norm, and how the normed input is read; the layer before applies
+    them. `pack` reads and packs a layer, on a thread of its own: what it raises is raised when the
+    layer is taken. `slot_bytes` are those of the largest streamed layer, as `kept_bytes` counts.
     """
 
     def __init__(

@@ -112,14 +112,10 @@ class Fetched:
 
 
 class Transfer:
-    """The way from checkpoint files to one device. It is used by one thread at a time.
+    """The way from checkpoint files to one device, on the current stream, for one thread at a time.
 
-    Args:
-        device: where tensors go, on the current stream.
-        register: register files in memory with the driver, for repeated reading.
-
-    Attributes:
-        bytes_read: bytes read from the files so far.
+    With `register` files in memory are registered with the driver, for repeated reading. `bytes_read`
+    counts the bytes read from the files so far.
     """
 
     def __init__(self, device: torch.device, *, register: bool = False) -> None:

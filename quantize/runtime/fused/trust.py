@@ -75,11 +75,7 @@ def schemes_of(folder: Path) -> set[str]:
 def condition(
     folder: Path, activations: ActivationMode | None, device: torch.device
 ) -> dict[str, Any]:
-    """Return what scores depend on beyond the mode and the GPU: FP4 units, and kernels that failed.
-
-    Raises:
-        ResourceError: as `trust`.
-    """
+    """Return what scores depend on beyond mode and GPU: FP4 units, kernels that failed (`trust`)."""
     on_units = trust(schemes_of(folder), activations, device)
     units = {"products": "fp4 units"} if on_units else {}
     failed = {"distrusted": sorted(dispatch.distrusted)} if dispatch.distrusted else {}
@@ -135,10 +131,8 @@ class _Found:
         return self.faults[layout]
 
     def _end_if_broken(self, why: str | None) -> None:
-        """Refuse to go on in a process whose GPU answers nothing any more.
-
-        Raises:
-            ResourceError: the next process finds what this one has written.
+        """Raise ResourceError in a process whose GPU answers nothing: the next finds what is
+        written.
         """
         try:
             torch.cuda.synchronize(self.device)

@@ -139,10 +139,8 @@ def load_packed(
 def load_in_turns(folder: Path, device: str) -> TextWeights:
     """Load a BF16 text stack of which two layers at a time are on the device, and no vocabulary.
 
-    Layers are not read beforehand: a value that is not finite is an error when its layer is taken.
-
-    Raises:
-        InputError, ResourceError: as in `load_packed`.
+    It fails as `load_packed` does, but layers are not read beforehand: a value that is not finite is
+    an error when its layer is taken.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
