@@ -4,7 +4,7 @@
 # pyright: reportConstantRedefinition=false
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fused_dequant import cases, tuning
@@ -62,8 +62,12 @@ def products(target: Capability) -> Iterator[Product]:
         yield Product("soft_embedding", "bf16", M, cases.HIDDEN, cases.VOCABULARY)
 
 
-def _config(names: str, *values: int) -> Config:
-    return dict(zip(names.split(), values, strict=True))
+def _grid(**choices: Iterable[int | tuple[int, ...]]) -> Iterator[Config]:
+    """Yield a configuration for each combination; names with `_and_` between are chosen together."""
+    names = "_and_".join(choices).split("_and_")
+    for chosen in itertools.product(*choices.values()):
+        flat = (each if isinstance(each, tuple) else (each,) for each in chosen)
+        yield dict(zip(names, itertools.chain(*flat), strict=True))
 
 
 def candidates(product: Product, target: Capability) -> Iterator[Config]:
@@ -83,70 +87,53 @@ def _sweep(product: Product, shared: int) -> Iterator[Config]:
     """Yield configurations left open by kernels and earlier sweeps, in `shared` bytes of a block."""
     if product.verb == "soft_embedding":
         tiles = ((128, 256, 8), (128, 128, 8), (256, 128, 8), (64, 256, 4), (64, 128, 4))
-        for splits, (BM, BN, warps), BK, stages in itertools.product(
-            (3, 6, 12), tiles, (32, 64), (3, 4)
-        ):
-            yield _config("SPLITS BM BN BK num_warps num_stages", splits, BM, BN, BK, warps, stages)
+        yield from _grid(
+            SPLITS=(3, 6, 12), BM_and_BN_and_num_warps=tiles, BK=(32, 64), num_stages=(3, 4)
+        )
     elif product.verb == "lm_head":
-        for (BM, BN, warps), BK, stages in itertools.product(
-            ((128, 256, 8), (256, 128, 8), (128, 128, 8), (64, 128, 8)), (64, 128), (3, 4)
-        ):
-            yield _config("BM BN BK num_warps num_stages", BM, BN, BK, warps, stages)
+        tiles = ((128, 256, 8), (256, 128, 8), (128, 128, 8), (64, 128, 8))
+        yield from _grid(BM_and_BN_and_num_warps=tiles, BK=(64, 128), num_stages=(3, 4))
     elif KERNELS[product.scheme].module == "nvfp4_hopper":
-        for rows, (BN, warps), (BK, stages), parts in itertools.product(
-            _hopper_rows(product), *_hopper_shapes(product)
-        ):
+        tiles, steps, parts = _expert_tiles(product.M), itertools.product((64, 128), (3, 4)), (1,)
+        rows = _expert_rows(product.M)
+        if product.verb == "linear":
+            sizes = ((64, 0), (64, 32), (128, 0)) if product.M < 1024 else ((128, 0), (256, 0))
+            steps = ((64, 5), (64, 6), (128, 3), (128, 4), (128, 6), (256, 3))
+            rows, tiles, parts = _grid(BM_and_MORE=sizes), ((64, 4), (128, 8)), (1, 2)
+        shapes = list(_grid(BN_and_num_warps=tiles, BK_and_STAGES=steps, PARTS=parts))
+        for own, shape in itertools.product(rows, shapes):
+            BN, BK, stages = shape["BN"], shape["BK"], shape["STAGES"]
             token = 1 if product.scheme in EIGHT_BIT else 2
-            stage = token * tuning.block_rows(rows) * BK + BN * BK * 9 // 16
+            stage = token * tuning.block_rows(own) * BK + BN * BK * 9 // 16
+            parts = shape["PARTS"]
             fits = parts * stages * stage < shared and (parts == 1 or stages * BK >= 2 * BN)
             if product.N % BN == 0 and fits:
-                yield rows | _config("BN BK PARTS STAGES num_warps", BN, BK, parts, stages, warps)
+                yield own | shape
     elif KERNELS[product.scheme].module in ("nvfp4", "nvfp4_blackwell"):
-        rows = [{"BM": c["BM"]} for c in _expert_rows(product.M) if not c["MORE"]]
-        if product.verb == "linear":
-            rows = [{"BM": BM} for BM in (32, 64, 128)]
+        rows = [c["BM"] for c in _expert_rows(product.M) if not c["MORE"]]
         tiles = ((32, 4), (64, 4), (128, 4), (128, 8))
-        if product.scheme == FOUR_BIT:  # a tile of scales has 128 rows
-            tiles = tiles[2:]
-        for own, (BN, warps), BK, stages in itertools.product(
-            rows, tiles, (64, 128, 256), (2, 3, 4)
-        ):
-            yield own | _config("BN BK num_warps num_stages", BN, BK, warps, stages)
+        yield from _grid(
+            BM=(32, 64, 128) if product.verb == "linear" else rows,
+            BN_and_num_warps=tiles[2:] if product.scheme == FOUR_BIT else tiles,  # scales: 128 rows
+            BK=(64, 128, 256), num_stages=(2, 3, 4),
+        )  # fmt: skip
     elif product.verb.startswith("experts"):
         sides = (1,) if product.M < 2048 else (0, 1)  # few rows are the product's narrow side
         depths, deep = ((64, 128, 256), (2, 3, 4)) if product.M <= 256 else ((64, 128), (3, 4))
-        for rows, (BN, warps), BK, swap, stages in itertools.product(
-            _expert_rows(product.M), _expert_tiles(product.M), depths, sides, deep
-        ):
+        tiles = _expert_tiles(product.M)
+        shapes = list(_grid(BN_and_num_warps=tiles, BK=depths, SWAP=sides, num_stages=deep))
+        for rows, shape in itertools.product(_expert_rows(product.M), shapes):
             # 8-bit tensor cores take 64 rows and more on this side.
-            if swap or not rows["NARROWER"]:
-                yield rows | _config("BN BK SWAP num_warps num_stages", BN, BK, swap, warps, stages)
+            if shape["SWAP"] or not rows["NARROWER"]:
+                yield rows | shape
     else:
         tiles = ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4))
         tiles += ((128, 128, 8), (128, 256, 8), (256, 128, 8))
-        for (BM, BN, warps), swap, BK, stages in itertools.product(
-            tiles, (0, 1), (64, 128), (3, 4, 5)
+        for own in _grid(
+            BM_and_BN_and_num_warps=tiles, SWAP=(0, 1), BK=(64, 128), num_stages=(3, 4, 5)
         ):
-            if stages < 5 or BM * BN <= 64 * 128:
-                names = "BM MORE BN BK SWAP num_warps num_stages"
-                yield _config(names, BM, 0, BN, BK, swap, warps, stages)
-
-
-def _hopper_rows(product: Product) -> list[Config]:
-    if product.verb == "linear":
-        sizes = ((64, 0), (64, 32), (128, 0)) if product.M < 1024 else ((128, 0), (256, 0))
-        return [{"BM": BM, "MORE": MORE} for BM, MORE in sizes]
-    return _expert_rows(product.M)
-
-
-def _hopper_shapes(
-    product: Product,
-) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """Return the choices of (BN, warps), of (BK, stages) and of parts of K."""
-    if product.verb == "linear":
-        steps = ((64, 5), (64, 6), (128, 3), (128, 4), (128, 6), (256, 3))
-        return ((64, 4), (128, 8)), steps, (1, 2)
-    return _expert_tiles(product.M), tuple(itertools.product((64, 128), (3, 4))), (1,)
+            if own["num_stages"] < 5 or own["BM"] * own["BN"] <= 64 * 128:
+                yield own | {"MORE": 0}
 
 
 def _expert_tiles(M: int) -> tuple[tuple[int, int], ...]:
@@ -164,7 +151,7 @@ def _expert_rows(M: int) -> list[Config]:
         2048: ((64, 16, 2), (64, 16, 4), (128, 0, 0), (128, 0, 3)),
         8192: ((128, 0, 0), (128, 0, 3)),
     }[M]
-    return [_config("BM MORE NARROWER", *size) for size in sizes]
+    return list(_grid(BM_and_MORE_and_NARROWER=sizes))
 
 
 def distinct(jobs: list[tuple[Product, Config]]) -> list[tuple[Product, Config]]:
