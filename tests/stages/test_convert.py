@@ -101,7 +101,11 @@ def test_artifact_equals_compressed_tensors_module_by_module(
     parsed = QuantizationConfig.model_validate({k: v for k, v in config.items() if k != "version"})
 
     checked = 0
-    for group in linears_of(source):
+    groups = linears_of(source)
+    if observer == "memoryless_mse":  # whose oracle is slow: of a layer of each kind
+        ends = tuple(f"model.decoder.layers.{index}." for index in (0, LAYERS - 1))
+        groups = [group for group in groups if next(iter(group)).startswith(ends)]
+    for group in groups:
         kind = scheme_of(next(iter(group)), recipe)
         theirs = oracle(kind, list(group.values()), observer)
         args = next(g for g in parsed.config_groups.values() if group_matches(g, group))
@@ -117,8 +121,9 @@ def test_artifact_equals_compressed_tensors_module_by_module(
             compressor = BaseCompressor.get_value_from_registry(args.format)
             assert_same_bits(compressor.decompress(mine, args)["weight"], expected["decompressed"])
             checked += 1
-    assert checked == LAYERS * EXPERTS * 3 + DENSE == conversion.modules
-    assert sum(name.endswith("weight_scale") for name in written) == checked
+    assert checked == sum(map(len, groups)) >= 2 * EXPERTS * 3 + 13
+    assert conversion.modules == LAYERS * EXPERTS * 3 + DENSE == sum(map(len, linears_of(source)))
+    assert sum(name.endswith("weight_scale") for name in written) == conversion.modules
     assert conversion.bytes_out == sum_bytes(targets)[1] == sum(t.nbytes for t in written.values())
     assert config["format"] == ("mixed-precision" if scheme == MIXED else args.format)
 
