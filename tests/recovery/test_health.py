@@ -128,6 +128,14 @@ def test_weights_share_the_error_and_equal_ones_change_nothing() -> None:
     )
 
 
+@pytest.mark.parametrize(("p", "outcome"), [(0.0049, "FAIL"), (0.0051, "PASS")])
+def test_the_signs_of_a_task_share_the_error_of_one_hypothesis(p: float, outcome: str) -> None:
+    """Of 5 %, half is accuracy's, and each of five signs has a fifth of the other half."""
+    found = compared(scoring(), scoring())
+    health = {**found.health, "cut": replace(found.health["cut"], p_at_most_limit=p)}
+    assert judge({"t": replace(found, health=health)}).outcome == outcome
+
+
 def test_length_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     longer = scoring()
     longer = replace(longer, rows=[replace(row, tokens=66) for row in longer.rows])

@@ -186,6 +186,8 @@ def test_a_verdict_is_told_by_the_look_that_decided(outcome: str) -> None:
     by_the_last = replace(found, looks=({**first, "level": 0.0}, found.looks[-1]))
     if outcome == "FAIL":
         assert judge_task("t", by_the_last).reason.endswith(", on questions like these, 2 looks)")
+        alone = replace(by_the_last, looks=by_the_last.looks[:1])
+        assert judge_task("t", alone).reason.endswith(", on questions like these)")
 
 
 def test_looks_over_questions_take_them_in_random_order() -> None:

@@ -181,6 +181,11 @@ def test_sentences_of_a_run() -> None:
         assert verdict.reason == "; ".join(alone)
     with pytest.raises(ValueError, match=r"^no task was compared$"):
         judge({})
+    unknown = judge({"a": replace(passed, max_step_inflation=0.1)})
+    assert (unknown.outcome, unknown.reason) == (
+        "INCONCLUSIVE",
+        "a: an answer does not tell its denoising steps, so max_step_inflation is not judged",
+    )
 
 
 def test_reach_at_its_border() -> None:
