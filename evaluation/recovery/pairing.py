@@ -7,12 +7,13 @@ estimand for which they were planned the p-values are sequential.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from recovery.estimands import Estimand, units
 from recovery.gate import Verdict, not_comparable
 from recovery.health import OF_TEXT, SIGNS, Sign, compare_sign, limits_of
-from recovery.scoring import Scoring
+from recovery.scoring import Row, Scoring
 from recovery.sequential import Look, Plan, at_looks
 from recovery.statistics import Comparison, compare, tables
 from recovery.steps import StepInflation, share_at, step_inflation
@@ -134,7 +135,9 @@ def _health(
         unknown |= OF_TEXT
     if math.isinf(most_steps(base)) or not all(row.denoising_steps for row in rows):
         unknown.add("never_stopped")
-    shown = [_shown(each, most_steps(each)) for each in (base, other)]
+    shown = [
+        each.by_question(partial(Row.health, most_steps=most_steps(each))) for each in (base, other)
+    ]
     found: dict[str, Sign] = {}
     for sign in (sign for sign in SIGNS if sign not in unknown):
         both = [
@@ -142,14 +145,6 @@ def _health(
             for each in shown
         ]
         found[sign] = compare_sign(*tables(*both), estimand, confidence, limits_pp[sign])
-    return found
-
-
-def _shown(scoring: Scoring, most: float) -> dict[str, list[set[str]]]:
-    """Return question -> the signs of ill health of each of its answers."""
-    found: dict[str, list[set[str]]] = {}
-    for row in scoring.rows:
-        found.setdefault(scoring.names[row.doc_id], []).append(row.health(most))
     return found
 
 
@@ -165,11 +160,8 @@ def _length(base: Scoring, other: Scoring, confidence: float) -> list[float] | N
 
 def _costs(side: Scoring) -> dict[str, tuple[int, int]]:
     """Return question -> its denoising steps and tokens over all answers."""
-    sums: dict[str, tuple[int, int]] = {}
-    for row in side.rows:
-        steps, tokens = sums.get(side.names[row.doc_id], (0, 0))
-        sums[side.names[row.doc_id]] = steps + sum(row.denoising_steps), tokens + row.tokens
-    return sums
+    costs = side.by_question(lambda row: (sum(row.denoising_steps), row.tokens))
+    return {q: (sum(s for s, _ in each), sum(t for _, t in each)) for q, each in costs.items()}
 
 
 def _differs(

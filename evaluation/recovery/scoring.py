@@ -100,12 +100,14 @@ class Scoring:
         """Whether the task's questions and answers must not be shown."""
         return is_private(self.task) or bool(self.conditions.get("private"))
 
-    def by_question(self) -> dict[str, list[float]]:
-        """Return document -> its scores in the order of repeats."""
-        scores: dict[str, list[float]] = {}
+    def by_question(
+        self, value: Callable[[Row], Any] = lambda row: row.score
+    ) -> dict[str, list[Any]]:
+        """Return document -> the score of each of its rows, or another value, by repeat."""
+        found: dict[str, list[Any]] = {}
         for row in self.rows:
-            scores.setdefault(self.names[row.doc_id], []).append(row.score)
-        return scores
+            found.setdefault(self.names[row.doc_id], []).append(value(row))
+        return found
 
     @cached_property
     def names(self) -> dict[int, str]:

@@ -16,11 +16,13 @@ import pytest
 from recovery.gate import judge_task
 from recovery.samples import SampleStore
 from recovery.scoring import Row, Scoring, score
+from recovery.sequential import Part
 from recovery.statistics import compare
 from scipy import stats
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.runtime import Sampler
+from quantize.runtime.placement import Placement
 from quantize.stages.evaluate.local_model import Answerer
 
 TASK, REPEATS, COMPARISONS, MARGIN_PP = "word_problems", 8, 200, 2.0
@@ -34,14 +36,14 @@ def stored_scores(path: Path) -> dict[str, list[float]]:
 
 
 def fresh_scores(folder: Path) -> dict[str, list[float]]:
-    model = Answerer(CHECKPOINT, "bundled", "none", Sampler.from_checkpoint(CHECKPOINT), "cpu")
+    sampler = Sampler.from_checkpoint(CHECKPOINT)
+    model = Answerer(CHECKPOINT, "bundled", sampler, Placement("cpu"))
     found = score(
         TASK,
         SampleStore(folder / "samples.jsonl", {}),
         model,
+        Part(range(QUESTIONS), range(REPEATS)),
         data_file=HELDOUT,
-        limit=QUESTIONS,
-        repeats=REPEATS,
         seed=0,
         batch_size=64,
         sampler={},
