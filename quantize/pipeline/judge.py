@@ -8,7 +8,6 @@ quantization is not read. BF16's samples lie beside the folder, as those of runs
 gives a checkpoint of ours the same questions, and `quantize compare` pairs the two.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,11 @@ from quantize.checkpoints.targets import Target
 from quantize.errors import InputError
 from quantize.host.files import write_json, write_text
 from quantize.host.processes import best_device
-from quantize.host.progress import say
-from quantize.pipeline.run import look_ahead, make_folder, work, working_in
-from quantize.pipeline.stages import STAGES, Run
-from quantize.pipeline.staleness import why_stale
+from quantize.pipeline.run import Task, advance, begin, working_in
+from quantize.pipeline.stages import Run
 from quantize.recipe.sections import resolved
 from quantize.runs.folder import RunDir
-from quantize.runs.manifest import fingerprint, new_manifest
+from quantize.runs.manifest import fingerprint
 from quantize.stages.plan.plan import targets_as_csv
 from quantize.stages.verify.against_source import compare
 
@@ -83,37 +80,17 @@ def judge(
     found = inspect(checkpoint.folder)
     targets = _targets(found, inspect(source.folder))
     run = Run(folder, recipe, source, targets, against is None, options, gpu_memory)
-    make_folder(folder.path)
-    with working_in(folder):
-        if not folder.manifest_json.exists():
-            manifest = new_manifest(source, digest, recipe.name, against)
-            write_json(folder.manifest_json, manifest | {"judged": name})
-        elif not resume:
-            raise InputError(
-                f"{folder.path}: this judgement exists; --resume continues or shows it"
-            )
-        Console().print(inspection_table(found))
-        verify = partial(_verify, checkpoint, found, fine_tuned)
-        return _advance(run, checkpoint, verify)
-
-
-def _advance(run: Run, checkpoint: Checkpoint, verify: Callable[[Run], None]) -> int:
-    tasks: Mapping[str, Callable[[Run], None]] = {
+    tasks: dict[str, Task | None] = {
         "plan": _write_plan,
+        "calibrate": None,
+        "round": None,
         "convert": partial(_link, checkpoint),
-        "verify": verify,
+        "verify": partial(_verify, checkpoint, found, fine_tuned),
     }
-    code = 0
-    look_ahead(run, STAGES)
-    for stage in STAGES:
-        if stage.name in ("calibrate", "round"):
-            continue
-        if why_stale(run.folder, stage) or stage.lacks(run):
-            work(run, stage, tasks.get(stage.name))
-        else:
-            say(f"{stage.name}: done before ({stage.result})")
-        code = stage.verdict(run)
-    return code
+    with working_in(folder):
+        begin(run, digest, against, resume=resume, judged=name)
+        Console().print(inspection_table(found))
+        return advance(run, tasks=tasks)
 
 
 def _write_plan(run: Run) -> None:

@@ -10,6 +10,7 @@ versions, hardware, seconds and findings, and neither questions nor answers: it 
 says nothing of quality: so few answers decide nothing.
 """
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,15 +27,14 @@ from quantize.host.files import read_json, write_json
 from quantize.host.progress import say
 from quantize.host.resources import disk_rate
 from quantize.host.units import duration, size
-from quantize.pipeline.run import started, work
+from quantize.pipeline.run import memory_plans, started, work
 from quantize.pipeline.stages import STAGES, Run, Stage
 from quantize.pipeline.staleness import check_fresh, upstream, why_stale
 from quantize.recipe.sections import Recipe, resolved
 from quantize.runs.models import BASELINE, CANDIDATE
 from quantize.runtime.fused.rates import link_rate
-from quantize.runtime.memory import plan as fit
-from quantize.runtime.placement import budget_of, is_hopper
-from quantize.stages.memory_needs import HELD_OUT, needs
+from quantize.runtime.placement import budget_of
+from quantize.stages.memory_needs import HELD_OUT
 from quantize.stages.plan.estimate import Machine, cannot_pass
 from quantize.stages.plan.gpu_support import gpu_of
 from quantize.stages.plan.show import planned
@@ -83,8 +83,10 @@ def rehearse(
         small(whole), model, out, resume=True, revision=revision, gpu_memory=gpu_memory,
         data_dir=data_dir, go_on=True,
     ) as run:  # fmt: skip
-        checks = _checks(run, whole, data_dir)
-        tried = [_checked(run, name, check) for name, check in checks.items()]
+        tried: list[Tried] = []
+        for name, check in _checks(run, whole, data_dir).items():
+            say(f"rehearse: {name}")
+            tried.append(_tried(run, name, check))
         tried += [_staged(run, stage) for stage in STAGES if stage.is_needed(run.recipe)]
         found = projection(run, whole, data_dir) | by_rates(run, whole)
         content = {
@@ -132,11 +134,9 @@ def _checks(run: Run, whole: Recipe, data_dir: Path | None) -> Mapping[str, Chec
         return f"{size(free)} free, a checkpoint takes {size(after)}"
 
     def memory() -> str:
-        budget = budget_of(run.place)
-        if budget is None:
-            return "no GPU: nothing is planned"
-        plans = _plans(run, whole, budget)
-        return "; ".join(f"{stage} {size(plan.total)}" for stage, plan in plans.items())
+        plans = memory_plans(run, whole)
+        each = "; ".join(f"{stage} {size(plan.total)}" for stage, plan in plans.items())
+        return each or "no GPU: nothing is planned"
 
     def prompts() -> str:
         from quantize.stages.prompts import load_prompts
@@ -157,26 +157,12 @@ def _checks(run: Run, whole: Recipe, data_dir: Path | None) -> Mapping[str, Chec
     }  # fmt: skip
 
 
-def _plans(run: Run, whole: Recipe, budget: float) -> dict[str, Any]:
-    """Return how each stage of the whole run fits a budget of GPU memory."""
-    config = run.source.config
-    hopper = is_hopper(run.place.device)
-    wanted = needs(whole, config, run.source.tensors, run.targets, hopper=hopper)
-    return {need.stage: fit(need, config, budget) for need in wanted}
-
-
 def _tasks(recipe: Recipe, data_dir: Path | None) -> dict[str, int]:
     """Return task -> answers on a side."""
     from quantize.stages.evaluate.tasks import open_tasks
 
     found = open_tasks(recipe.evaluation, recipe.gate, data_dir)
     return {task.name: task.samples for task in found}
-
-
-def _checked(run: Run, name: str, check: Check) -> Tried:
-    """Look at one thing."""
-    say(f"rehearse: {name}")
-    return _tried(run, name, check)
 
 
 def _staged(run: Run, stage: Stage) -> Tried:
@@ -319,26 +305,20 @@ def _about(run: Run, whole: Recipe) -> dict[str, Any]:
 
 def _without_home(value: Any) -> Any:
     """Return a JSON value in which the user's home is a tilde."""
-    if isinstance(value, str):
-        return value.replace(str(Path.home()), "~") if Path.home() != Path("/") else value
-    if isinstance(value, dict):
-        return {key: _without_home(each) for key, each in value.items()}
-    return [_without_home(each) for each in value] if isinstance(value, list) else value
+    home = json.dumps(str(Path.home()))[1:-1]
+    return value if home == "/" else json.loads(json.dumps(value).replace(home, "~"))
 
 
 def _tried_table(tried: Sequence[Tried]) -> Table:
-    table = Table(title="rehearsal", title_justify="left")
-    for name in ("", "here", "would end a run"):
-        table.add_column(name)
+    table = Table("", "here", "would end a run", title="rehearsal", title_justify="left")
     for each in tried:
         table.add_row(each.name, each.found, each.finding or "")
     return table
 
 
 def _projection_table(found: Mapping[str, Any]) -> Table:
-    table = Table(title="the whole run, at most", title_justify="left")
-    for name in ("stage", "time", "by this machine's rates"):
-        table.add_column(name)
+    heads = ("stage", "time", "by this machine's rates")
+    table = Table(*heads, title="the whole run, at most", title_justify="left")
     for row in _rows(found):
         table.add_row(*row)
     return table

@@ -8,7 +8,7 @@ other: they meet in the files of the run folder. The manifest records versions, 
 and peak memory per stage; nothing that must be equal between two runs depends on it.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from quantize.pipeline.staleness import (
 from quantize.recipe.sections import Recipe, beside_a_model, read_recipe, resolved
 from quantize.runs.folder import RunDir, existing_run
 from quantize.runs.manifest import fingerprint, new_manifest
+from quantize.runtime.memory import Plan
 from quantize.runtime.memory import plan as fit
 from quantize.runtime.placement import budget_of, is_hopper
 from quantize.stages.memory_needs import needs
@@ -41,6 +42,8 @@ from quantize.stages.plan.plan import plan_table
 
 if TYPE_CHECKING:
     from quantize.hub.release import Request
+
+Task = Callable[[Run], None]
 
 
 @contextmanager
@@ -72,24 +75,15 @@ def started(
     named = recipe if isinstance(recipe, str) else recipe.name
     if isinstance(recipe, str):
         recipe = resolved(recipe, bundled=model is None, tasks=tasks, limit=limit)
-    source = Checkpoint.open(resolve(model, revision))
-    if source.is_quantized:
-        raise InputError(f"{source.folder}: already quantized; name the BF16 model")
+    source = bf16_model(model, revision)
     with beside_a_model(named):
         targets = plan_targets(source.tensors, recipe.quantization)
     digest = fingerprint(source)
     folder = RunDir(out / f"{recipe.name}-{recipe.digest(digest)}")
     run = Run(folder, recipe, source, targets, model is None, options, gpu_memory, scratch)
-    _check_memory(run)
-    make_folder(folder.path)
+    memory_plans(run, recipe)
     with working_in(folder):
-        if not folder.manifest_json.exists():
-            write_json(folder.manifest_json, new_manifest(source, digest, recipe.name, model))
-        elif not resume:
-            raise InputError(
-                f"{folder.path}: this run exists; --resume continues or shows it, --out starts "
-                f"elsewhere"
-            )
+        begin(run, digest, model, resume=resume)
         about = read_json(folder.manifest_json, "stages", "source.fingerprint")["source"]
         if about["fingerprint"] != digest:
             raise InputError(
@@ -101,12 +95,35 @@ def started(
         yield run
 
 
-def make_folder(path: Path) -> None:
-    """Make a run's folder.
+def bf16_model(model: str | None, revision: str | None = None) -> Checkpoint:
+    """Open the BF16 checkpoint that a user named.
 
     Raises:
-        InputError: a file stands where a folder should. ResourceError: the place cannot be written.
+        InputError: there is none, or it is quantized.
     """
+    source = Checkpoint.open(resolve(model, revision))
+    if source.is_quantized:
+        raise InputError(f"{source.folder}: already quantized; name the BF16 model")
+    return source
+
+
+def begin(run: Run, digest: str, model: str | None, *, resume: bool, **more: str) -> None:
+    """Write the manifest of a new run, of a model with the fingerprint `digest`, and `more` into it.
+
+    Raises:
+        InputError: the run exists and `resume` is off.
+    """
+    path = run.folder.manifest_json
+    if not path.exists():
+        write_json(path, new_manifest(run.source, digest, run.recipe.name, model) | more)
+    elif not resume:
+        raise InputError(
+            f"{run.folder.path}: this run exists; --resume continues or shows it, --out starts "
+            f"elsewhere"
+        )
+
+
+def _make(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -122,12 +139,14 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def working_in(folder: RunDir) -> Generator[None]:
-    """Hold a run's lock while the block runs, and keep tracebacks of unexpected errors.
+    """Make a run's folder, hold its lock while the block runs, keep tracebacks of unexpected errors.
 
     Raises:
-        ResourceError: another process works in the run.
+        InputError: a file stands where the folder should.
+        ResourceError: the place cannot be written, or another process works in the run.
         UnexpectedError: an unexpected error occurred; the traceback is in run.log.
     """
+    _make(folder.path)
     with (
         locked(folder.lock, str(folder.path)),
         noted(folder.progress_json),
@@ -174,49 +193,47 @@ def _open(
         raise InputError(f"{source.folder}: the BF16 model has changed since this run began")
     targets = plan_targets(source.tensors, recipe.quantization)
     run = Run(folder, recipe, source, targets, about["bundled"], options, gpu_memory, scratch)
-    _check_memory(run)
+    memory_plans(run, recipe)
     return run
 
 
-def _check_memory(run: Run) -> None:
-    """Plan every stage's GPU memory, so that a stage that cannot run fails before the first one.
+def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
+    """Return how each stage of a recipe fits the GPU, before any has begun; nothing without a GPU.
 
     Raises:
         ResourceError: a stage needs more memory than there is.
     """
     budget = budget_of(run.place)
     if budget is None:
-        return
-    config = run.source.config
-    hopper = is_hopper(run.place.device)
-    for need in needs(run.recipe, config, run.source.tensors, run.targets, hopper=hopper):
-        fit(need, config, budget)
+        return {}
+    config, hopper = run.source.config, is_hopper(run.place.device)
+    wanted = needs(recipe, config, run.source.tensors, run.targets, hopper=hopper)
+    return {need.stage: fit(need, config, budget) for need in wanted}
 
 
-def advance(run: Run, until: str = STAGES[-1].name) -> int:
+def advance(run: Run, until: str = STAGES[-1].name, tasks: Mapping[str, Task | None] = {}) -> int:
     """Run every stage up to `until` that is not done or stale; return the exit code.
 
-    0 means done and gate passed, 4 inconclusive or not comparable.
+    0 means done and gate passed, 4 inconclusive or not comparable. `tasks` are done in place of stages'
+    own work; a stage whose task is None is left out. Data that cannot be read is found before the first
+    stage, not after hours of others' work.
 
     Raises:
         GateError: verification, fidelity or the gate failed (exit code 1).
         InputError, ResourceError: a task's data cannot be read; then no stage has begun.
     """
-    code, last = 0, [stage.name for stage in STAGES].index(until)
-    look_ahead(run, STAGES[: last + 1])
-    for stage in STAGES[: last + 1]:
-        try:
-            code = _advance(run, stage)
-        except GateError as error:
-            raise GateError(f"{error}{_saved(run, stage)}") from error
-    return code
-
-
-def look_ahead(run: Run, stages: Sequence[Stage]) -> None:
-    """Find now what would end a stage after hours of others' work: data that cannot be read."""
+    names = [stage.name for stage in STAGES]
+    stages = [s for s in STAGES[: names.index(until) + 1] if tasks.get(s.name, s.work)]
     for stage in stages:
         if why_stale(run.folder, stage):
             stage.ahead(run)
+    code = 0
+    for stage in stages:
+        try:
+            code = _advance(run, stage, tasks.get(stage.name))
+        except GateError as error:
+            raise GateError(f"{error}{_saved(run, stage)}") from error
+    return code
 
 
 def _saved(run: Run, failed: Stage) -> str:
@@ -228,7 +245,7 @@ def _saved(run: Run, failed: Stage) -> str:
     return f"; evaluate was not begun, which saves about {hours:.1f} hours" if hours else ""
 
 
-def _advance(run: Run, stage: Stage) -> int:
+def _advance(run: Run, stage: Stage, task: Task | None) -> int:
     if not stage.is_needed(run.recipe):
         say(f"{stage.name}: this recipe has none")
         return 0
@@ -238,7 +255,7 @@ def _advance(run: Run, stage: Stage) -> int:
     else:
         if (run.folder.path / stage.result).exists():
             say(f"{stage.name}: {reason}")
-        work(run, stage)
+        work(run, stage, task)
     return stage.verdict(run)
 
 
@@ -304,7 +321,7 @@ def _is_stale(run: Run, stage: Stage) -> bool:
     return any(found)
 
 
-def work(run: Run, stage: Stage, task: Callable[[Run], None] | None = None) -> None:
+def work(run: Run, stage: Stage, task: Task | None = None) -> None:
     """Do a stage's work, or `task` in its place; record its time, memory, inputs and result.
 
     Raises:

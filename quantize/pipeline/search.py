@@ -20,16 +20,17 @@ schemes (`--scheme`) where FP4 matrix units are wanted.
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
 from safetensors.torch import load_file
 
-from quantize.checkpoints.reader import Checkpoint, read_header, resolve
+from quantize.checkpoints.reader import Checkpoint, read_header
 from quantize.checkpoints.shards import plan_shards, write_shards
 from quantize.checkpoints.targets import QUANTIZABLE, Target, plan_targets, sum_bytes
 from quantize.errors import InputError
@@ -37,8 +38,8 @@ from quantize.host.files import read_json, write_json, write_text
 from quantize.host.progress import console, say, track
 from quantize.host.units import size
 from quantize.pipeline.knapsack import Knapsack
-from quantize.pipeline.run import make_folder, working_in
-from quantize.recipe.sections import Quantization, Recipe, load_recipe
+from quantize.pipeline.run import bf16_model, working_in
+from quantize.recipe.sections import Quantization, Recipe, load_recipe, resolved
 from quantize.reports.charts import frontier
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
@@ -58,7 +59,7 @@ from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
 from quantize.stages.fidelity.reference_cache import Remembered
 from quantize.stages.fidelity.replay import Compared, remember, replay
 from quantize.stages.memory_needs import REPLAYED
-from quantize.stages.plan.gpu_support import gpu_of
+from quantize.stages.plan.gpu_support import floor, gpu_of
 
 if TYPE_CHECKING:
     from quantize.runtime.fused.gpus import Gpu
@@ -116,23 +117,17 @@ def search(
             bound, or the recipe has no calibration though a scheme needs it.
     """
     _check(nbytes, kl, schemes)
-    written = load_recipe(recipe_name)
-    recipe = written.for_bundled_model() if model is None else written
-    source = Checkpoint.open(resolve(model, revision))
-    if source.is_quantized:
-        raise InputError(f"{source.folder}: already quantized; name the BF16 model")
+    source = bf16_model(model, revision)
+    recipe = resolved(recipe_name, bundled=model is None)
     folder = RunDir(out / f"search-{recipe.name}-{recipe.digest(fingerprint(source))}")
-    make_folder(folder.path)
     with working_in(folder):
         searched = _Search(source, recipe, folder.path, schemes, Placement.here(gpu_memory))
         sack = Knapsack([[(o.nbytes, o.kl) for o in each] for each in searched.options.values()])
         fixed = searched.fixed_bytes
         picked = sack.cheapest(kl) if nbytes is None else sack.best(int(nbytes) - fixed)
-        chosen = {
-            group: options[at]
-            for (group, options), at in zip(searched.options.items(), picked, strict=True)
-        }
-        return _write(searched, written, chosen, sack, gpu_of(gpu))
+        pairs = zip(searched.options.items(), picked, strict=True)
+        chosen = {group: options[at] for (group, options), at in pairs}
+        return _write(searched, load_recipe(recipe_name), chosen, sack, gpu_of(gpu))
 
 
 def _check(nbytes: float | None, kl: float | None, schemes: Sequence[str]) -> None:
@@ -214,18 +209,18 @@ class _Search:
         ):
             name = f"{group[0]}.{group[1]}"
             if name not in known:
-                known[name] = _mean(self.measure(targets))
+                known[name] = fmean(self.measure(targets))
                 write_json(path, known)
             found[group] = known[name]
         return found
 
     def targets_of(self, chosen: Mapping[Group, Option]) -> list[Target]:
-        """Return the targets that a choice quantizes."""
+        """Return the targets of a choice; those that stay in BF16 have no scheme."""
+        kept = next(iter(self._plans.values()))
         return [
-            target
+            replace(target, scheme=None) if option.scheme == BF16 else target
             for group, option in chosen.items()
-            if option.scheme != BF16
-            for target in self._plans[option.scheme][group]
+            for target in self._plans.get(option.scheme, kept)[group]
         ]
 
     def measure(self, targets: Sequence[Target]) -> list[float]:
@@ -275,10 +270,6 @@ def _only(recipe: Recipe, scheme: str) -> Quantization:
     return recipe.quantization.model_copy(update=changes)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def partly_quantized(
     source: Checkpoint,
     targets: Sequence[Target],
@@ -326,33 +317,33 @@ def _write(
 ) -> Path:
     """Measure the choice; write its recipe, search.json and frontier.svg; show the table."""
     total = searched.fixed_bytes + sum(option.nbytes for option in chosen.values())
-    name = f"{written.name}_{total / searched.bf16_bytes * 1000:.0f}"
+    share = total / searched.bf16_bytes
+    name = f"{written.name}_{share * 1000:.0f}"
     recipe = recipe_of(written, chosen, name)
-    found = searched.measure(searched.targets_of(chosen))
+    targets = searched.targets_of(chosen)
+    found = searched.measure([target for target in targets if target.scheme])
     low, high = bootstrap_interval(found)
     predicted = sum(option.kl for option in chosen.values())
     facts = {
         "bytes": total,
-        "of_bf16": total / searched.bf16_bytes,
-        "kl_nats": {"predicted": predicted, "measured": _mean(found), "interval": [low, high]},
+        "of_bf16": share,
+        "kl_nats": {"predicted": predicted, "measured": fmean(found), "interval": [low, high]},
         "trajectories": len(found),
         "schemes": {f"{layer}.{kind}": o.scheme for (layer, kind), o in chosen.items()},
-        "estimated_ms": _milliseconds(searched, chosen, gpu),
+        "estimated_ms": _milliseconds(searched.source.config, targets, gpu),
     }
     points = [
         (100 * (searched.fixed_bytes + nbytes) / searched.bf16_bytes, kl)
         for nbytes, kl in sack.frontier(POINTS)
     ]
     write_json(searched.folder / f"{name}.json", facts | {"frontier": points})
-    here = 100 * total / searched.bf16_bytes
-    write_text(searched.folder / "frontier.svg", frontier(points, here, predicted, _mean(found)))
+    drawn = frontier(points, 100 * share, predicted, fmean(found))
+    write_text(searched.folder / "frontier.svg", drawn)
     path = searched.folder / f"{name}.yaml"
     write_text(path, recipe.to_yaml())
-    console.print(
-        _table(chosen, f"{name}: {size(total)}, {total / searched.bf16_bytes:.1%} of BF16")
-    )
+    console.print(_table(chosen, f"{name}: {size(total)}, {share:.1%} of BF16"))
     say(
-        f"KL from BF16, weights rounded to nearest: {predicted:.4g} nats predicted, {_mean(found):.4g} "
+        f"KL from BF16, weights rounded to nearest: {predicted:.4g} nats predicted, {fmean(found):.4g} "
         f"[{low:.4g}, {high:.4g}] measured on {len(found)} trajectories"
     )
     if facts["estimated_ms"] is not None and gpu is not None:
@@ -393,32 +384,18 @@ def recipe_of(base: Recipe, chosen: Mapping[Group, Option], name: str) -> Recipe
 
 
 def _milliseconds(
-    searched: _Search, chosen: Mapping[Group, Option], gpu: "Gpu | None"
+    config: Mapping[str, Any], targets: Sequence[Target], gpu: "Gpu | None"
 ) -> float | None:
     """Return the least ms that one canvas takes in the chosen Linears, None without known rates."""
     if gpu is None or gpu.rates is None:
         return None
-    config = searched.source.config
-    text, rows = config["text_config"], config["canvas_length"]
-    seconds = 0.0
-    schemes = {t.name: t for t in searched.targets_of(chosen)}
-    for target in plan_targets(searched.source.tensors, _only(searched.recipe, "NVFP4")):
-        if target.module_class in PATHS and target.scheme is not None:
-            found = schemes.get(target.name)
-            nbytes = found.bytes_after if found else target.bytes_before
-            kernel = found.scheme.kernel if found and found.scheme else "bf16"
-            experts = target.shape[0] if len(target.shape) == 3 else 1
-            active = text["top_k_experts"] if experts > 1 else 1
-            numel = target.bytes_before // 2
-            seconds += gpu.rates.seconds(nbytes, 2 * rows * numel * active / experts, kernel)
-    return 1e3 * seconds
+    least = floor(config, targets, gpu.rates, 1, 0)
+    return 1e3 * (least["experts"] + least["dense"])
 
 
 def _table(chosen: Mapping[Group, Option], title: str) -> Table:
     """Return a table of a choice: a row a layer."""
-    table = Table(title=title, title_justify="left")
-    for column in ("layer", *PATHS, "KL alone x 1000"):
-        table.add_column(column)
+    table = Table("layer", *PATHS, "KL alone x 1000", title=title, title_justify="left")
     for layer in sorted({layer for layer, _ in chosen}):
         own = {kind: chosen[layer, kind] for kind in PATHS if (layer, kind) in chosen}
         cells = [own[kind].scheme if kind in own else BF16 for kind in PATHS]
