@@ -28,7 +28,23 @@ T = TypeVar("T")
 
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds between tries, unless the Hub names a time
 TRANSIENT = {408, 429, 500, 502, 503, 504}
-BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, STALE_PARENT = 400, 401, 403, 404, 412
+STALE_PARENT = 412
+SAID: dict[int | None, tuple[type[QuantizeError], str]] = {  # by HTTP status
+    401: (
+        ResourceError,
+        "the Hub does not accept the token (401); set HF_TOKEN to one that is valid",
+    ),
+    403: (ResourceError, "this token may not do that (403); it needs write access"),
+    404: (
+        InputError,
+        "not found (404); check organisation and name, and that the token can see them",
+    ),
+    STALE_PARENT: (
+        ResourceError,
+        "somebody else committed there in the meantime; nothing of theirs was overwritten and no "
+        "model card was written; look at their commit, then push again",
+    ),
+}
 QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 LONGEST = 300  # characters of the Hub's own text in a message
 
@@ -73,24 +89,12 @@ def _explain(where: str, error: BaseException) -> QuantizeError:
         return ResourceError(f"{where}: HF_HUB_OFFLINE is set; unset it to reach the Hub")
     if isinstance(error, LocalTokenNotFoundError):
         return ResourceError(f"{where}: no token; set HF_TOKEN or run `hf auth login`")
-    if status == STALE_PARENT:
-        return ResourceError(
-            f"{where}: somebody else committed there in the meantime; nothing of theirs was "
-            f"overwritten and no model card was written; look at their commit, then push again"
-        )
-    if status == UNAUTHORIZED:
-        return ResourceError(
-            f"{where}: the Hub does not accept the token (401); set HF_TOKEN to one that is valid"
-        )
-    if status == FORBIDDEN:
-        return ResourceError(f"{where}: this token may not do that (403); it needs write access")
     if isinstance(error, RevisionNotFoundError):
         return InputError(f"{where}: no such revision (404)")
-    if status == NOT_FOUND:
-        return InputError(
-            f"{where}: not found (404); check organisation and name, and that the token can see them"
-        )
-    if status in (None, BAD_REQUEST) and isinstance(error, ValueError):
+    if status in SAID:
+        kind, text = SAID[status]
+        return kind(f"{where}: {text}")
+    if status in (None, 400) and isinstance(error, ValueError):
         return InputError(f"{where}: {_short(error)}")
     return ResourceError(f"{where}: {_short(error)}; what is uploaded stays; push again to go on")
 

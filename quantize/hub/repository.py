@@ -11,8 +11,10 @@ HfApi leaves to its caller is here and in `hub.calls`:
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,14 +26,7 @@ from huggingface_hub.utils import disable_progress_bars, logging
 
 from quantize.errors import GateError, InputError
 from quantize.host.progress import track
-from quantize.hub.calls import (
-    NOT_FOUND,
-    STALE_PARENT,
-    explained,
-    is_transient,
-    patiently,
-    status_of,
-)
+from quantize.hub.calls import STALE_PARENT, explained, is_transient, patiently, status_of
 
 T = TypeVar("T")
 
@@ -53,9 +48,10 @@ class File:
         """Read `content` once, and compute both checksums that the Hub may list."""
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
         sha256, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-        for block in _blocks(content):
-            sha256.update(block)
-            git.update(block)
+        with BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+            while block := file.read(BLOCK):
+                sha256.update(block)
+                git.update(block)
         return cls(path, content, size, sha256.hexdigest(), git.hexdigest())
 
     def is_at(self, remote: RepoFile | None) -> bool:
@@ -67,21 +63,11 @@ class File:
         return remote.blob_id == self.git_sha1
 
 
-def _blocks(content: Path | bytes) -> Iterator[bytes]:
-    if isinstance(content, bytes):
-        yield content
-        return
-    with content.open("rb") as file:
-        while block := file.read(BLOCK):
-            yield block
-
-
 @dataclass(frozen=True)
 class Repository:
     """What the Hub says about a repository before it is changed."""
 
     private: bool
-    head: str
     tags: dict[str, str]
     branches: dict[str, str]
 
@@ -97,86 +83,70 @@ class Hub:
 
     def account(self) -> str:
         """Return the name of the account that the token belongs to."""
-        return str(self._call("tell whose token this is", self.api.whoami)["name"])
+        found = self._call("tell whose token this is", lambda _: self.api.whoami())
+        return str(found["name"])
 
     def look(self) -> Repository | None:
         """Return the repository's state, or None when there is none (or it is hidden from us)."""
         info = self._call("look", self._info)
         if info is None:
             return None
-        refs = self._call("refs", lambda: self.api.list_repo_refs(self.repo))
-        return Repository(
-            private=bool(info.private),
-            head=str(info.sha),
-            tags={ref.name: ref.target_commit for ref in refs.tags},
-            branches={ref.name: ref.target_commit for ref in refs.branches},
+        refs = self._call("refs", self.api.list_repo_refs)
+        tags, branches = (
+            {ref.name: ref.target_commit for ref in each} for each in (refs.tags, refs.branches)
         )
+        return Repository(bool(info.private), tags, branches)
 
-    def _info(self) -> ModelInfo | None:
+    def _info(self, repo: str) -> ModelInfo | None:
         try:
-            return self.api.model_info(self.repo)
+            return self.api.model_info(repo)
         except RepositoryNotFoundError as error:
-            if status_of(error) == NOT_FOUND:
+            if status_of(error) == 404:
                 return None
             raise
 
     def head(self, revision: str) -> str:
         """Return the commit that a branch or pull request points to."""
-        found = self._call(
-            f"read {revision}", lambda: self.api.model_info(self.repo, revision=revision)
-        )
-        return str(found.sha)
+        return str(self._call(f"read {revision}", self.api.model_info, revision=revision).sha)
 
     def files(self, revision: str) -> dict[str, RepoFile]:
         """Return path -> what the Hub lists for it, checksums included."""
         return self._call(
             f"list the files of {revision}",
-            lambda: {
+            lambda repo: {
                 entry.path: entry
-                for entry in self.api.list_repo_tree(self.repo, revision=revision, recursive=True)
+                for entry in self.api.list_repo_tree(repo, revision=revision, recursive=True)
                 if isinstance(entry, RepoFile)
             },
         )
 
     def create(self) -> None:
         """Create the repository as a private one."""
-        self._call(
-            "create the repository",
-            lambda: self.api.create_repo(self.repo, private=True, exist_ok=True),
-        )
+        self._call("create the repository", self.api.create_repo, private=True, exist_ok=True)
 
     def create_branch(self, branch: str) -> None:
         """Create a branch from main."""
-        self._call(
-            f"create branch {branch}",
-            lambda: self.api.create_branch(self.repo, branch=branch, exist_ok=True),
-        )
+        doing = f"create branch {branch}"
+        self._call(doing, self.api.create_branch, branch=branch, exist_ok=True)
 
     def pull_request(self, title: str, description: str, account: str) -> int:
         """Return the number of our pull request with this title, opened as a draft if there is none."""
-        for found in self._call("list pull requests", lambda: self._pull_requests(account)):
-            if found.title == title:
+        for found in self._call(
+            "list pull requests",
+            lambda repo: list(
+                self.api.get_repo_discussions(repo, author=account, discussion_type="pull_request")
+            ),
+        ):
+            if found.title == title and found.status in ("draft", "open"):
                 return int(found.num)
-        opened = self._call(
-            "open a pull request",
-            lambda: self.api.create_pull_request(self.repo, title, description=description),
-        )
-        return int(opened.num)
-
-    def _pull_requests(self, account: str) -> list[Any]:
-        found = self.api.get_repo_discussions(
-            self.repo, author=account, discussion_type="pull_request"
-        )
-        return [request for request in found if request.status in ("draft", "open")]
+        create, doing = self.api.create_pull_request, "open a pull request"
+        return int(self._call(doing, create, title, description=description).num)
 
     def open_draft(self, number: int) -> None:
         """Take a pull request out of its draft state."""
-        details = self._call("read it", lambda: self.api.get_discussion_details(self.repo, number))
-        if details.status == "draft":
-            self._call(
-                "open it",
-                lambda: self.api.change_discussion_status(self.repo, number, new_status="open"),
-            )
+        if self._call("read it", self.api.get_discussion_details, number).status == "draft":
+            change = self.api.change_discussion_status
+            self._call("open it", change, number, new_status="open")
 
     def tag(self, name: str, commit: str) -> None:
         """Tag a commit.
@@ -184,11 +154,9 @@ class Hub:
         Raises:
             InputError: somebody else gave another commit that name meanwhile.
         """
-        self._call(
-            f"tag {name}",
-            lambda: self.api.create_tag(self.repo, tag=name, revision=commit, exist_ok=True),
-        )
-        refs = self._call("refs", lambda: self.api.list_repo_refs(self.repo))
+        create = self.api.create_tag
+        self._call(f"tag {name}", create, tag=name, revision=commit, exist_ok=True)
+        refs = self._call("refs", self.api.list_repo_refs)
         self.check_tag(name, {ref.name: ref.target_commit for ref in refs.tags}[name], commit)
 
     def check_tag(self, name: str, standing: str, commit: str | None) -> None:
@@ -201,9 +169,7 @@ class Hub:
 
     def make_public(self) -> None:
         """Make the repository public."""
-        self._call(
-            "make it public", lambda: self.api.update_repo_settings(self.repo, private=False)
-        )
+        self._call("make it public", self.api.update_repo_settings, private=False)
 
     def commit(
         self,
@@ -229,10 +195,10 @@ class Hub:
                 )
         operations = [*additions, *(CommitOperationDelete(path) for path in deleted)]
 
-        def send() -> str:
+        def send(repo: str) -> str:
             try:
                 return self.api.create_commit(
-                    self.repo, operations, revision=revision, parent_commit=parent,
+                    repo, operations, revision=revision, parent_commit=parent,
                     commit_message=message,
                 ).oid  # fmt: skip
             except (HfHubHTTPError, httpx.TransportError) as error:
@@ -269,8 +235,9 @@ class Hub:
                 f"release was written; push again"
             )
 
-    def _call(self, doing: str, call: Callable[[], T]) -> T:
-        return patiently(f"{self.repo}: cannot {doing}", call)
+    def _call(self, doing: str, call: Callable[..., T], *words: Any, **named: Any) -> T:
+        """Ask the API something of this repository, which is the call's first argument."""
+        return patiently(f"{self.repo}: cannot {doing}", partial(call, self.repo, *words, **named))
 
 
 def _addition(file: File) -> CommitOperationAdd:
