@@ -28,11 +28,22 @@ def all_charts(content: Mapping[str, Any]) -> dict[str, str]:
     if content["operating_points"]:
         plots["points"] = operating_points(content)
     if content["fidelity"]:
-        plots["kl"] = kl_by_step(content["fidelity"])
-        plots["routing"] = routing_by_layer(content["fidelity"])
-    if content["layers"]:
-        plots["error"] = error_by_layer(content["layers"])
-        plots["size"] = size_by_layer(content["layers"])
+        replays = content["fidelity"]["activations"].items()
+        kl = {mode: [(e["step"], e["kl_nats"]) for e in each["by_step"]] for mode, each in replays}
+        plots["kl"] = _lines(kl, "denoising step", "KL from BF16, nats")
+        others = {
+            mode: [(i, 100 - 100 * share) for i, share in enumerate(each["routing_overlap"])]
+            for mode, each in replays
+        }
+        plots["routing"] = _lines(others, "layer", "other experts than BF16's, %")
+    if layers := content["layers"]:
+        errors = {
+            kind: [(e["layer"], 100 * e["error"][kind]) for e in layers if kind in e["error"]]
+            for kind in CLASSES
+        }
+        shown = {kind: points for kind, points in errors.items() if points}
+        plots["error"] = _lines(shown, "layer", "relative error, %")
+        plots["size"] = size_by_layer(layers)
     if content["coverage"]:
         plots["coverage"] = coverage(content["coverage"])
     counts = ("bf16_counts", "quantized_counts")  # a server does not report its steps
@@ -50,21 +61,20 @@ def difference(tasks: Sequence[dict[str, Any]]) -> str:
     room = max(1.0, 0.05 * (max(ends) - min(ends)))
     x = _Scale(min(ends) - room, max(ends) + room)
     height = 30 + 34 * len(rows)
-    body = _x_axis(x, height, "") + _vertical(x(0), height, "hundred")
+    body = "".join(_path("grid", f"M{x(tick):.1f} 4V{height}") for tick in x.ticks())
+    body += "".join(_text(x(tick), height + 14, f"{tick:g}", "tick middle") for tick in x.ticks())
+    body += _path("hundred", f"M{x(0):.1f} 4V{height}")
     for i, (task, bound) in enumerate(zip(rows, bounds, strict=True)):
         y, mode = 22 + 34 * i, task["activations"]
         line, point = ("interval", "a") if mode else ("interval again", "hollow")
         body += _text(0, y - 6, f"{task['task']}, {mode or 'BF16 again'}", "label")
-        margin = x(-task["margin_pp"])
-        body += f'<path class="margin" d="M{margin:.1f} {y - 4}V{y + 16}"/>'
-        body += f'<path class="{line}" d="M{x(bound["low"]):.1f} {y + 6}H{x(bound["high"]):.1f}"/>'
-        middle = x(task["difference_pp"])
-        body += f'<circle class="{point}" cx="{middle:.1f}" cy="{y + 6}" r="4.5"/>'
+        body += _path("margin", f"M{x(-task['margin_pp']):.1f} {y - 4}V{y + 16}")
+        body += _path(line, f"M{x(bound['low']):.1f} {y + 6}H{x(bound['high']):.1f}")
+        body += _circle(point, x(task["difference_pp"]), y + 6, 4.5)
         value = f"{task['difference_pp']:+.1f} [{bound['low']:+.1f}, {bound['high']:+.1f}]"
         body += _text(0, y + 10, value.replace("-", "\u2212"), "value")
-    return _svg(
-        height + 22, "Accuracy minus BF16's in points, with one-sided bounds and margin", body
-    )
+    title = "Accuracy minus BF16's in points, with one-sided bounds and margin"
+    return _svg(height + 22, title, body)
 
 
 def operating_points(content: Mapping[str, Any]) -> str:
@@ -80,22 +90,17 @@ def operating_points(content: Mapping[str, Any]) -> str:
     margins = [-float(t["margin_pp"]) for *_, t in points]
     x = _Scale(0, 1.1 * max(rates.values() if rates else (speed for speed, *_ in points)), 44)
     y = _Scale(min(*ends, *margins) - 0.5, max(ends) + 0.5, 150, 8)
-    body = _y_axis(y, 44)
-    for tick in x.ticks():
-        body += _text(x(tick), 164, f"{tick:g}", "tick middle")
-    body += _text((44 + WIDTH - RIGHT) / 2, 178, unit, "label middle")
+    body = _axes(y, [(x(tick), f"{tick:g}") for tick in x.ticks()], unit)
     for margin in set(margins):
-        body += f'<path class="margin" d="M44 {y(margin):.1f}H{WIDTH - RIGHT}"/>'
+        body += _path("margin", f"M44 {y(margin):.1f}H{WIDTH - RIGHT}")
     for speed, difference, bound, task in points:
         at = x(speed)
-        body += (
-            f'<path class="interval" d="M{at:.1f} {y(bound["low"]):.1f}V{y(bound["high"]):.1f}"/>'
-        )
-        body += f'<circle class="a" cx="{at:.1f}" cy="{y(difference):.1f}" r="4"/>'
+        body += _path("interval", f"M{at:.1f} {y(bound['low']):.1f}V{y(bound['high']):.1f}")
+        body += _circle("a", at, y(difference), 4)
         name = task["activations"].removeprefix("at ") if not task["gated"] else "own"
         body += _text(at + 6, y(difference) + 4, name, "tick")
     if rates:
-        body += f'<circle class="hollow" cx="{x(rates["bf16"]):.1f}" cy="{y(0):.1f}" r="4"/>'
+        body += _circle("hollow", x(rates["bf16"]), y(0), 4)
         body += _text(x(rates["bf16"]) + 6, y(0) + 16, "BF16", "tick")
     return _svg(186, f"Accuracy minus BF16's in points, by {unit}, and the margin", body)
 
@@ -108,52 +113,23 @@ def _speed(task: dict[str, Any], rates: dict[str, float] | None) -> float:
     return rates["quantized" if task["gated"] else f"quantized-at-{at}"]
 
 
-def kl_by_step(fidelity: dict[str, Any]) -> str:
-    """Plot the mean KL divergence from BF16 at each denoising step, one line a mode."""
-    lines = {
-        mode: [(entry["step"], entry["kl_nats"]) for entry in result["by_step"]]
-        for mode, result in fidelity["activations"].items()
-    }
-    return _lines(lines, "denoising step", "KL from BF16, nats")
-
-
-def routing_by_layer(fidelity: dict[str, Any]) -> str:
-    """Plot the share of chosen experts that BF16's router does not choose, one line a mode."""
-    lines = {
-        mode: [(i, 100 - 100 * share) for i, share in enumerate(result["routing_overlap"])]
-        for mode, result in fidelity["activations"].items()
-    }
-    return _lines(lines, "layer", "other experts than BF16's, %")
-
-
-def error_by_layer(layers: Sequence[dict[str, Any]]) -> str:
-    """Plot the relative error of the weights by layer, one line a module class."""
-    lines = {
-        kind: [(e["layer"], 100 * e["error"][kind]) for e in layers if kind in e["error"]]
-        for kind in CLASSES
-    }
-    lines = {kind: points for kind, points in lines.items() if points}
-    return _lines(lines, "layer", "relative error, %")
-
-
 def size_by_layer(layers: Sequence[dict[str, Any]]) -> str:
     """Plot bytes by layer: BF16 as a frame, quantized filled."""
     most = max(entry["bytes_before"] for entry in layers)
     unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if most >= u / 10)
     y = _Scale(0, most / unit, 150, 8)
     step = (WIDTH - 44 - RIGHT) / len(layers)
-    body = _y_axis(y, 44)
-    for i, entry in enumerate(layers):
-        left = 44 + step * i + step * 0.1
+    lefts = [44 + step * i + step * 0.1 for i in range(len(layers))]
+    ticks = [
+        (left + step * 0.4, str(entry["layer"]))
+        for left, entry in zip(lefts, layers, strict=True)
+        if len(layers) <= 12 or entry["layer"] % 5 == 0
+    ]
+    body = _axes(y, ticks, f"layer; {name}")
+    for left, entry in zip(lefts, layers, strict=True):
         for css, key in (("frame", "bytes_before"), ("bar", "bytes_after")):
             top = y(entry[key] / unit)
-            body += (
-                f'<rect class="{css}" x="{left:.1f}" y="{top:.1f}" width="{step * 0.8:.1f}" '
-                f'height="{150 - top:.1f}"/>'
-            )
-        if len(layers) <= 12 or entry["layer"] % 5 == 0:
-            body += _text(left + step * 0.4, 164, str(entry["layer"]), "tick middle")
-    body += _text((44 + WIDTH - RIGHT) / 2, 178, f"layer; {name}", "label middle")
+            body += _rect(css, left, top, step * 0.8, 150 - top)
     return _svg(186, f"Size by layer in {name}, BF16 and quantized", body)
 
 
@@ -194,7 +170,7 @@ def step_inflation(tasks: Sequence[dict[str, Any]]) -> str:
         for j, (side, css) in enumerate(zip(sides, ("frame", "bar"), strict=True)):
             steps = task[side]["steps_per_canvas"]
             y = top + 5 + 15 * j
-            body += f'<rect class="{css}" x="0" y="{y}" width="{x(steps):.1f}" height="12"/>'
+            body += _rect(css, 0, y, x(steps), 12)
             body += _text(x(steps) + 5, y + 10, f"{steps:.2f}", "tick")
     title = "Denoising steps per canvas: frame BF16, filled quantized"
     return _svg(52 * len(tasks) + 6, title, body)
@@ -226,18 +202,13 @@ def _lines(lines: dict[str, list[tuple[int, float]]], x_name: str, y_name: str) 
     points = [point for line in lines.values() for point in line]
     x = _Scale(min(p[0] for p in points), max(p[0] for p in points), 44)
     y = _Scale(0, max(p[1] for p in points) * 1.05, 150, 8)
-    body = _y_axis(y, 44)
-    for tick in x.ticks():
-        if tick == int(tick):
-            body += _text(x(tick), 164, f"{int(tick)}", "tick middle")
-    body += _text((44 + WIDTH - RIGHT) / 2, 178, x_name, "label middle")
+    whole = [(x(tick), f"{int(tick)}") for tick in x.ticks() if tick == int(tick)]
+    body = _axes(y, whole, x_name)
     for i, (name, line) in enumerate(lines.items()):
         css = "abc"[i % 3]
-        path = "M" + "L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in line)
-        body += f'<path class="line {css}" d="{path}"/>'
-        for a, b in line:
-            body += f'<circle class="{css}" cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.2"/>'
-        body += f'<rect class="{css}" x="{44 + 125 * i}" y="187" width="10" height="10"/>'
+        body += _path(f"line {css}", _through(line, x, y))
+        body += "".join(_circle(css, x(a), y(b), 2.2) for a, b in line)
+        body += _rect(css, 44 + 125 * i, 187, 10, 10)
         body += _text(58 + 125 * i, 196, name, "label")
     return _svg(202, f"{y_name}, by {x_name}", body)
 
@@ -251,14 +222,10 @@ def frontier(
     """
     x = _Scale(points[0][0], points[-1][0], 44)
     y = _Scale(0, max(measured, predicted, *(kl for _, kl in points)) * 1.05, 150, 8)
-    body = _y_axis(y, 44)
-    for tick in x.ticks():
-        body += _text(x(tick), 164, f"{tick:g} %", "tick middle")
-    body += _text((44 + WIDTH - RIGHT) / 2, 178, "bytes, of BF16", "label middle")
-    path = "M" + "L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in points)
-    body += f'<path class="line" d="{path}"/>'
-    for css, kl in (("hollow", predicted), ("filled", measured)):
-        body += f'<circle class="{css}" cx="{x(chosen):.1f}" cy="{y(kl):.1f}" r="4"/>'
+    body = _axes(y, [(x(tick), f"{tick:g} %") for tick in x.ticks()], "bytes, of BF16")
+    body += _path("line", _through(points, x, y))
+    body += _circle("hollow", x(chosen), y(predicted), 4)
+    body += _circle("filled", x(chosen), y(measured), 4)
     body += _text(44, 196, "line and hollow: KL predicted, nats; filled: measured", "label")
     return alone(_svg(202, "KL from BF16 by bytes: predicted, and measured for the choice", body))
 
@@ -268,30 +235,40 @@ def alone(svg: str) -> str:
     return svg.replace(">", f' xmlns="http://www.w3.org/2000/svg">{STYLE}', 1)
 
 
-def _x_axis(x: _Scale, height: float, unit: str) -> str:
-    parts = [_vertical(x(tick), height, "grid") for tick in x.ticks()]
-    parts += [_text(x(t), height + 14, f"{t:g}{unit}", "tick middle") for t in x.ticks()]
-    return "".join(parts)
-
-
-def _y_axis(y: _Scale, left: float) -> str:
-    return "".join(
-        f'<path class="grid" d="M{left} {y(tick):.1f}H{WIDTH - RIGHT}"/>'
-        + _text(left - 5, y(tick) + 4, f"{tick:.6g}", "tick end")
+def _axes(y: _Scale, x_ticks: Iterable[tuple[float, str]], x_name: str) -> str:
+    """Return y's ticks at 44, texts below the drawing at places on x, and the name of x."""
+    body = "".join(
+        _path("grid", f"M44 {y(tick):.1f}H{WIDTH - RIGHT}")
+        + _text(39, y(tick) + 4, f"{tick:.6g}", "tick end")
         for tick in y.ticks()
     )
+    body += "".join(_text(at, 164, text, "tick middle") for at, text in x_ticks)
+    return body + _text((44 + WIDTH - RIGHT) / 2, 178, x_name, "label middle")
 
 
-def _vertical(x: float, height: float, css: str) -> str:
-    return f'<path class="{css}" d="M{x:.1f} 4V{height}"/>'
+def _through(points: Iterable[tuple[float, float]], x: _Scale, y: _Scale) -> str:
+    return "M" + "L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in points)
+
+
+def _path(css: str, way: str) -> str:
+    return f'<path class="{css}" d="{way}"/>'
+
+
+def _circle(css: str, x: float, y: float, radius: float) -> str:
+    return f'<circle class="{css}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>'
+
+
+def _rect(css: str, x: float, y: float, width: float, height: float) -> str:
+    size = f'width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect class="{css}" x="{x:.1f}" y="{y:.1f}" {size}/>'
 
 
 def _text(x: float, y: float, text: str, css: str) -> str:
     return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
 
 
-def _svg(height: float, title: str, body: str | Iterable[str]) -> str:
+def _svg(height: float, title: str, body: str) -> str:
     return (
         f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label={quoteattr(title)}>'
-        f"{''.join(body)}</svg>"
+        f"{body}</svg>"
     )
