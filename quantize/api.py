@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from quantize.checkpoints.load import load
+from quantize.checkpoints.load import load as load
 from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.errors import GateError
@@ -18,27 +18,12 @@ from quantize.pipeline.run import advance, opened, run_alone, started
 from quantize.pipeline.stages import STAGES, Run, stage
 from quantize.recipe.sections import beside_a_model, load_recipe
 from quantize.reports.compare import RunComparison, compare_runs
-from quantize.runs.folder import RunDir, existing_run
-from quantize.runtime import open
+from quantize.runs.folder import existing_run
+from quantize.runtime import open as open
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.convert.convert import Conversion
 from quantize.stages.convert.convert import convert as write_checkpoint
 from quantize.stages.plan.plan import described
-
-__all__ = [
-    "Run",
-    "compare",
-    "convert",
-    "evaluate",
-    "fidelity",
-    "judge",
-    "load",
-    "open",
-    "plan",
-    "report",
-    "run",
-    "search",
-]
 
 
 def run(
@@ -181,40 +166,33 @@ def judge(
         recipe: the recipe whose tasks and gate judge.
         out: the folder that holds the runs.
         resume: whether a judgement that exists is continued, or returned when it is complete.
-        options: of `quantize.pipeline.judge.judge`: limit, gpu_memory, and those of `evaluate`.
+        options: of `quantize.pipeline.judge.judging`: limit, gpu_memory, and those of `evaluate`.
 
     Raises:
         GateError: the inspection found a problem, so that there is no report.
         InputError: a checkpoint is of the wrong kind.
     """
-    from quantize.pipeline.judge import judge as judge_checkpoint
+    from quantize.pipeline.judge import judging
 
     bf16 = None if against is None else str(against)
-    failed: GateError | None = None
-    try:
-        judge_checkpoint(str(checkpoint), bf16, recipe, Path(out), resume=resume, **options)
-    except GateError as error:
-        failed = error
-    runs = (RunDir(folder) for folder in Path(out).glob("judge-*"))
-    folder = max(runs, key=lambda run: run.lock.stat().st_mtime_ns)  # it was held just now
-    if failed is not None and not folder.report_json.exists():
-        raise failed
-    return read_json(folder.report_json, "verdict")
+    with judging(str(checkpoint), bf16, recipe, Path(out), resume=resume, **options) as found:
+        try:
+            advance(found)
+        except GateError:
+            if not found.folder.report_json.exists():
+                raise
+        return read_json(found.folder.report_json, "verdict")
 
 
 def search(
     recipe: str = "nvfp4",
     model: str | None = None,
     out: str | Path = "outputs",
-    *,
-    nbytes: float | None = None,
-    kl: float | None = None,
-    schemes: Sequence[str] = ("NVFP4", "NVFP4A16", "FP8_DYNAMIC"),
-    revision: str | None = None,
-    gpu: str | None = None,
-    gpu_memory: float | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Choose a scheme for every layer's attention, MLP and experts, as `quantize search` does.
+
+    `options` are those of `quantize.pipeline.search.search`: nbytes or kl, schemes, gpu and so on.
 
     Returns:
         "recipe", the path of the recipe that was written; "schemes", part -> scheme; "bytes";
@@ -225,10 +203,7 @@ def search(
     """
     from quantize.pipeline.search import search as search_schemes
 
-    path = search_schemes(
-        recipe, model, Path(out), nbytes=nbytes, kl=kl, schemes=schemes, revision=revision, gpu=gpu,
-        gpu_memory=gpu_memory,
-    )  # fmt: skip
+    path = search_schemes(recipe, model, Path(out), **options)
     return read_json(path.with_suffix(".json"), "frontier") | {"recipe": path}
 
 

@@ -44,9 +44,11 @@ def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **option
     and gate judge it. `quantize compare` pairs its folder with a run of ours. Exit codes are those of
     `quantize run`.
     """
-    from quantize.pipeline.judge import judge as judge_checkpoint
+    from quantize.pipeline.judge import judging
+    from quantize.pipeline.run import advance
 
-    return judge_checkpoint(checkpoint, against, recipe, out, **options)
+    with judging(checkpoint, against, recipe, out, **options) as found:
+        return advance(found)
 
 
 @click.command()

@@ -8,6 +8,8 @@ quantization is not read. BF16's samples lie beside the folder, as those of runs
 gives a checkpoint of ours the same questions, and `quantize compare` pairs the two.
 """
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from quantize.checkpoints.targets import Target
 from quantize.errors import InputError
 from quantize.host.files import write_json, write_text
 from quantize.host.processes import best_device
-from quantize.pipeline.run import Task, advance, begin, working_in
+from quantize.pipeline.run import begin, working_in
 from quantize.pipeline.stages import Run
 from quantize.recipe.sections import resolved
 from quantize.runs.folder import RunDir
@@ -35,7 +37,8 @@ FINE_TUNED = {
 }  # fmt: skip
 
 
-def judge(
+@contextmanager
+def judging(
     name: str,
     against: str | None,
     recipe_name: str,
@@ -47,8 +50,8 @@ def judge(
     fine_tuned: bool = False,
     gpu_memory: float | None = None,
     **options: Any,
-) -> int:
-    """Judge a checkpoint; return the exit code, 0 where the gate passed and 4 where nothing is decided.
+) -> Generator[Run]:
+    """Open the judgement of a checkpoint as a run, which `advance` judges; hold it for the block.
 
     Args:
         name: folder or Hub id of the quantized checkpoint.
@@ -64,8 +67,6 @@ def judge(
 
     Raises:
         InputError: a checkpoint is of the wrong kind, or the judgement exists and `resume` is off.
-        GateError: the inspection or the comparison of weights found a problem, or fidelity or the gate
-            failed.
     """
     checkpoint, source = Checkpoint.open(resolve(name)), Checkpoint.open(resolve(against))
     if source.is_quantized or not checkpoint.is_quantized:
@@ -79,18 +80,15 @@ def judge(
     folder = RunDir(out / f"judge-{recipe.digest(*about)}")
     found = inspect(checkpoint.folder)
     targets = _targets(found, inspect(source.folder))
-    run = Run(folder, recipe, source, targets, against is None, options, gpu_memory)
-    tasks: dict[str, Task | None] = {
-        "plan": _write_plan,
-        "calibrate": None,
-        "round": None,
-        "convert": partial(_link, checkpoint),
-        "verify": partial(_verify, checkpoint, found, fine_tuned),
-    }
+    instead = {"plan": _write_plan, "calibrate": None, "round": None}
+    instead["convert"] = partial(_link, checkpoint)
+    instead["verify"] = partial(_verify, checkpoint, found, fine_tuned)
+    bundled = against is None
+    run = Run(folder, recipe, source, targets, bundled, options, gpu_memory, instead=instead)
     with working_in(folder):
         begin(run, digest, against, resume=resume, judged=name)
         Console().print(inspection_table(found))
-        return advance(run, tasks=tasks)
+        yield run
 
 
 def _write_plan(run: Run) -> None:

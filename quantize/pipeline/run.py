@@ -8,7 +8,7 @@ other: they meet in the files of the run folder. The manifest records versions, 
 and peak memory per stage; nothing that must be equal between two runs depends on it.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,8 +42,6 @@ from quantize.stages.plan.plan import plan_table
 
 if TYPE_CHECKING:
     from quantize.hub.release import Request
-
-Task = Callable[[Run], None]
 
 
 @contextmanager
@@ -211,26 +209,25 @@ def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
     return {need.stage: fit(need, config, budget) for need in wanted}
 
 
-def advance(run: Run, until: str = STAGES[-1].name, tasks: Mapping[str, Task | None] = {}) -> int:
+def advance(run: Run, until: str = STAGES[-1].name) -> int:
     """Run every stage up to `until` that is not done or stale; return the exit code.
 
-    0 means done and gate passed, 4 inconclusive or not comparable. `tasks` are done in place of stages'
-    own work; a stage whose task is None is left out. Data that cannot be read is found before the first
-    stage, not after hours of others' work.
+    0 means done and gate passed, 4 inconclusive or not comparable. Data that cannot be read is found
+    before the first stage, not after hours of others' work.
 
     Raises:
         GateError: verification, fidelity or the gate failed (exit code 1).
         InputError, ResourceError: a task's data cannot be read; then no stage has begun.
     """
     names = [stage.name for stage in STAGES]
-    stages = [s for s in STAGES[: names.index(until) + 1] if tasks.get(s.name, s.work)]
+    stages = [s for s in STAGES[: names.index(until) + 1] if run.instead.get(s.name, s.work)]
     for stage in stages:
         if why_stale(run.folder, stage):
             stage.ahead(run)
     code = 0
     for stage in stages:
         try:
-            code = _advance(run, stage, tasks.get(stage.name))
+            code = _advance(run, stage)
         except GateError as error:
             raise GateError(f"{error}{_saved(run, stage)}") from error
     return code
@@ -245,7 +242,7 @@ def _saved(run: Run, failed: Stage) -> str:
     return f"; evaluate was not begun, which saves about {hours:.1f} hours" if hours else ""
 
 
-def _advance(run: Run, stage: Stage, task: Task | None) -> int:
+def _advance(run: Run, stage: Stage) -> int:
     if not stage.is_needed(run.recipe):
         say(f"{stage.name}: this recipe has none")
         return 0
@@ -255,7 +252,7 @@ def _advance(run: Run, stage: Stage, task: Task | None) -> int:
     else:
         if (run.folder.path / stage.result).exists():
             say(f"{stage.name}: {reason}")
-        work(run, stage, task)
+        work(run, stage)
     return stage.verdict(run)
 
 
@@ -321,8 +318,8 @@ def _is_stale(run: Run, stage: Stage) -> bool:
     return any(found)
 
 
-def work(run: Run, stage: Stage, task: Task | None = None) -> None:
-    """Do a stage's work, or `task` in its place; record its time, memory, inputs and result.
+def work(run: Run, stage: Stage) -> None:
+    """Do a stage's work, or what the run has in its place; record its time, memory, inputs and result.
 
     Raises:
         InputError: torchrun started several processes, and the stage shares no work.
@@ -336,7 +333,7 @@ def work(run: Run, stage: Stage, task: Task | None = None) -> None:
         with measured() as facts, within(Meter(stage.name, None, "")):
             inputs = input_digests(run.folder, stage)
             forget(run.folder, stage)
-            (task or stage.work)(run)
+            (run.instead.get(stage.name) or stage.work)(run)
             remember(run.folder, stage, inputs)
     finally:  # a failed try's time is recorded too, but its error comes first
         seconds = before.get("seconds_in_all", 0.0) + facts["seconds"]

@@ -35,7 +35,8 @@ class Run:
     `options` are those of its stages: verify's `full`, fidelity's `modes`, those of `evaluate_more`,
     the report's `hourly_price`. `gpu_memory` is the bytes of a GPU that may be used, None for all that
     are free; results depend on it only where it makes a batch of answers smaller.
-    `scratch` is the folder for what only stages of this run read; None for the run's own.
+    `scratch` is the folder for what only stages of this run read; None for the run's own. `instead` has
+    what is done in place of stages' own work; a stage that has None there is left out.
     """
 
     folder: RunDir
@@ -46,6 +47,7 @@ class Run:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     gpu_memory: float | None = None
     scratch: "Path | None" = None
+    instead: "Mapping[str, Callable[[Run], None] | None]" = field(default_factory=dict[str, Any])
 
     @property
     def recording(self) -> "Path":
