@@ -21,10 +21,12 @@ def card(run: Path, repo: str | None) -> None:
     checksums.
     """
     from quantize.host.progress import say
-    from quantize.pipeline.run import card as write_card
+    from quantize.pipeline.run import reported
+    from quantize.reports.card import write_card
 
-    for path in write_card(run, repo):
-        say(f"card: {path}")
+    with reported(run) as (folder, recipe):
+        for path in write_card(folder, recipe, repo or folder.path.resolve().name):
+            say(f"card: {path}")
 
 
 @click.command()
@@ -88,8 +90,9 @@ def push(run: Path, allow: str | None, dry_run: bool, yes: bool, **request: Any)
     --dry-run shows what would be uploaded and, without a token or a network, what it could not check.
     The token comes from HF_TOKEN or from `hf auth login`. Interrupted? The same command goes on.
     """
+    from quantize.hub.publish import push as push_release
     from quantize.hub.release import Request
-    from quantize.pipeline.run import push as push_run
+    from quantize.pipeline.run import reported
 
     def confirm() -> bool:
         if not (yes or sys.stdin.isatty()):
@@ -97,7 +100,8 @@ def push(run: Path, allow: str | None, dry_run: bool, yes: bool, **request: Any)
         return yes or click.confirm("Upload this?", err=True)
 
     asked = Request(**request, allow_inconclusive=allow == "inconclusive")
-    return push_run(run, asked, dry_run=dry_run, confirm=confirm)
+    with reported(run) as (folder, _):
+        return push_release(folder, asked, dry_run=dry_run, confirm=confirm)
 
 
 @click.command("verify-signature")

@@ -74,7 +74,7 @@ class Release:
 def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Release:
     """Check that a run may be released, hash its files and write its card (not to disk).
 
-    Its stages are all fresh: `pipeline.push` has seen to that. `base` finds the BF16 model's Hub id
+    Its stages are all fresh: `pipeline.run.reported` sees to that. `base` finds the BF16 model's Hub id
     in place of `find_base`.
 
     Raises:

@@ -56,33 +56,16 @@ class Tried:
 
 
 def rehearse(
-    recipe_name: str,
-    model: str | None,
-    out: Path,
-    *,
-    revision: str | None = None,
-    gpu_memory: float | None = None,
-    data_dir: Path | None = None,
+    recipe_name: str, model: str | None, out: Path, *, data_dir: Path | None = None, **settings: Any
 ) -> int:
     """Rehearse a run; return 0, or the exit code of the first finding. It goes on where it stopped.
 
-    Args:
-        recipe_name: name or file of the recipe.
-        model: folder or Hub id of the BF16 model, None for the bundled one.
-        out: folder that holds runs.
-        revision: of a Hub model.
-        gpu_memory: bytes of a GPU that may be used, None for what is free.
-        data_dir: folder with the tasks' local files.
-
-    Raises:
-        InputError: recipe or model are wrong.
-        ResourceError: not even the rehearsal fits the GPU, or another process works in its folder.
+    `data_dir` is the folder with the tasks' local files, `settings` are revision and gpu_memory of
+    `started`, which raises what is wrong.
     """
     whole = resolved(recipe_name, bundled=model is None)
-    with started(
-        small(whole), model, out, resume=True, revision=revision, gpu_memory=gpu_memory,
-        data_dir=data_dir, go_on=True,
-    ) as run:  # fmt: skip
+    settings |= {"resume": True, "data_dir": data_dir, "go_on": True}
+    with started(small(whole), model, out, **settings) as run:
         tried: list[Tried] = []
         for name, check in _checks(run, whole, data_dir).items():
             say(f"rehearse: {name}")

@@ -8,10 +8,10 @@ other: they meet in the files of the run folder. The manifest records versions, 
 and peak memory per stage; nothing that must be equal between two runs depends on it.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import plan_targets
@@ -39,9 +39,6 @@ from quantize.runtime.placement import budget_of, is_hopper
 from quantize.stages.memory_needs import needs
 from quantize.stages.plan.estimate import cannot_pass, evaluation_seconds
 from quantize.stages.plan.plan import plan_table
-
-if TYPE_CHECKING:
-    from quantize.hub.release import Request
 
 
 @contextmanager
@@ -273,35 +270,13 @@ def run_alone(run: Run, stage: Stage) -> int:
     return stage.verdict(run) if is_first() else 0
 
 
-def push(path: Path, request: "Request", *, dry_run: bool, confirm: Callable[[], bool]) -> int:
-    """Publish a run whose results are all fresh and whose report is what its scores give.
+@contextmanager
+def reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
+    """Lock a run to publish it, whose results are all fresh and whose report its scores give.
 
     Raises:
         InputError: a stage is stale or missing, or the report differs from what the scores give.
     """
-    from quantize.hub.publish import push as push_release
-
-    with _reported(path) as (folder, _):
-        return push_release(folder, request, dry_run=dry_run, confirm=confirm)
-
-
-def card(path: Path, repo: str | None) -> list[Path]:
-    """Write the model card of a run into its checkpoint; return the files.
-
-    The card's commands name `repo`, or without it the run's folder.
-
-    Raises:
-        InputError: as in `push`.
-    """
-    from quantize.reports.card import write_card
-
-    with _reported(path) as (folder, recipe):
-        return write_card(folder, recipe, repo or folder.path.resolve().name)
-
-
-@contextmanager
-def _reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
-    """Lock a run whose results are all fresh and whose report is what its scores give."""
     from quantize.stages.report.report import check_report
 
     folder = existing_run(path)
