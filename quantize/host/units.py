@@ -22,3 +22,8 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02} s"
     return f"{minutes // 60:,} h {minutes % 60:02} min"
+
+
+def digits(value: float) -> float:
+    """Keep 6 significant digits: no float32 sum has more."""
+    return float(f"{value:.6g}")

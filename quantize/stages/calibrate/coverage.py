@@ -4,7 +4,6 @@ Both are observers for an engine's `watching`: they see encoder and decoder, and
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from quantize.host.processes import Processes
+from quantize.host.units import digits
 from quantize.recipe.sections import Calibration
 from quantize.runtime.batch import StepRecord
 
@@ -68,50 +68,17 @@ class Coverage:
         }
 
 
-@dataclass
-class _Magnitude:
-    """Running sums of |x| of one kind of input."""
-
-    amax: float = 0.0
-    total: float = 0.0
-    count: int = 0
-
-    def add(self, amax: float, total: float, count: int) -> None:
-        self.amax = max(self.amax, amax)
-        self.total += total
-        self.count += count
-
-    def summary(self) -> dict[str, float]:
-        return {"amax": _digits(self.amax), "mean_abs": _digits(self.total / self.count)}
-
-
-@dataclass
-class _Step:
-    """Statistics of one denoising step over all canvases; step 0 is the encoder."""
-
-    inputs: dict[str, _Magnitude] = field(default_factory=dict)
-    rows: int = 0
-    accepted: float = 0.0
-    entropy: float = 0.0
-    finished: int = 0
-
-    def add(self, other: "_Step") -> None:
-        for kind, seen in other.inputs.items():
-            self.inputs.setdefault(kind, _Magnitude()).add(seen.amax, seen.total, seen.count)
-        self.rows += other.rows
-        self.accepted += other.accepted
-        self.entropy += other.entropy
-        self.finished += other.finished
-
-
 class StepStatistics:
     """Magnitude of activations, acceptance and entropy by denoising step."""
 
     launches_alone = True
 
     def __init__(self) -> None:
-        self._pending: Tensor | None = None  # of each kind: largest |x|, sum, count; float64 [6, 3]
-        self._steps: dict[int, _Step] = {}
+        # Of each kind of input: largest |x|, sum, count; float64 [6, 3].
+        self._pending: Tensor | None = None
+        # Of each step, 0 being the encoder, over all canvases: the same [6, 3], and sums of canvases,
+        # accepted share, entropy and finished canvases, float64 [4].
+        self._steps: dict[int, tuple[Tensor, Tensor]] = {}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
         """Observe one input; an experts' row counts once for every expert that reads it."""
@@ -128,26 +95,20 @@ class StepStatistics:
 
     def on_encoded(self) -> None:
         """Add what a pass of the encoder has shown."""
-        self._flush(0)
+        self._flush(0, [0.0] * 4)
 
-    def _flush(self, step: int) -> _Step:
+    def _flush(self, step: int, sums: list[float]) -> None:
         """Add everything measured since the last call to `step`."""
-        entry = self._steps.setdefault(step, _Step())
-        if self._pending is None:
-            return entry
-        for kind, (amax, total, count) in zip(KINDS, self._pending.tolist(), strict=True):
-            if count:
-                entry.inputs.setdefault(kind, _Magnitude()).add(amax, total, int(count))
-        self._pending.zero_()
-        return entry
+        seen = torch.zeros(len(KINDS), 3) if self._pending is None else self._pending
+        self._add({step: (seen.double().cpu(), torch.tensor(sums, dtype=torch.float64))})
+        if self._pending is not None:
+            self._pending.zero_()
 
     def on_step(self, record: StepRecord) -> None:
         """Add one denoising step."""
-        entry = self._flush(record.step)
-        entry.rows += len(record.rows)
-        entry.accepted += record.accepted.float().mean(-1).sum().item()
-        entry.entropy += record.mean_entropy.sum().item()
-        entry.finished += int(record.finished.sum())
+        accepted = record.accepted.float().mean(-1).sum().item()
+        sums = [len(record.rows), accepted, record.mean_entropy.sum().item()]
+        self._flush(record.step, [*sums, record.finished.sum().item()])
 
     @classmethod
     def joined(cls, each: "Iterable[StepStatistics]") -> "StepStatistics":
@@ -162,30 +123,26 @@ class StepStatistics:
         for steps in processes.others(self._steps):
             self._add(steps)
 
-    def _add(self, steps: Mapping[int, _Step]) -> None:
-        for number, step in steps.items():
-            self._steps.setdefault(number, _Step()).add(step)
+    def _add(self, steps: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        for number, (seen, sums) in steps.items():
+            empty = torch.zeros_like(seen), torch.zeros_like(sums)
+            inputs, own = self._steps.setdefault(number, empty)
+            torch.maximum(inputs[:, 0], seen[:, 0], out=inputs[:, 0])
+            inputs[:, 1:] += seen[:, 1:]
+            own += sums
 
     def summary(self) -> Mapping[str, Any]:
         """Return what statistics.json holds."""
-        steps = sorted(self._steps.items())
-        return {
-            "encoder": {k: m.summary() for k, m in sorted(self._steps[0].inputs.items())},
-            "denoising_steps": [
-                {
-                    "step": number,
-                    "canvases": step.rows,
-                    "accepted_share": _digits(step.accepted / step.rows),
-                    "mean_entropy_nats": _digits(step.entropy / step.rows),
-                    "finished_share": _digits(step.finished / step.rows),
-                    "inputs": {k: m.summary() for k, m in sorted(step.inputs.items())},
-                }
-                for number, step in steps
-                if number > 0
-            ],
-        }
-
-
-def _digits(value: float) -> float:
-    """Keep 6 significant digits: no float32 sum has more."""
-    return float(f"{value:.6g}")
+        found: list[dict[str, Any]] = []
+        for number, (inputs, sums) in sorted(self._steps.items()):
+            canvases, *totals = sums.tolist()
+            entry: dict[str, Any] = {"step": number, "canvases": int(canvases)}
+            names = ("accepted_share", "mean_entropy_nats", "finished_share")
+            entry |= {k: digits(v / max(canvases, 1)) for k, v in zip(names, totals, strict=True)}
+            entry["inputs"] = {
+                kind: {"amax": digits(amax), "mean_abs": digits(total / count)}
+                for kind, (amax, total, count) in sorted(zip(KINDS, inputs.tolist(), strict=True))
+                if count
+            }
+            found.append(entry)
+        return {"encoder": found[0]["inputs"], "denoising_steps": found[1:]}

@@ -42,6 +42,7 @@ from quantize.checkpoints.layout import check_mode
 from quantize.checkpoints.reader import Checkpoint
 from quantize.host.files import write_json
 from quantize.host.processes import Processes, joined
+from quantize.host.units import digits
 from quantize.recipe.sections import Calibration
 from quantize.runtime import Placement, open, sized
 from quantize.runtime.engine import Engine
@@ -223,24 +224,21 @@ def summarize(
     kl = torch.cat([d.kl for d in distances])
     agrees = torch.cat([d.agrees for d in distances]).double()
     entropy = torch.cat([d.entropy for d in distances])
-    last = [d for d in distances if d.is_last]
     return {
-        "kl_nats": _with_interval(distances, lambda d: d.kl.mean().item())
-        | {"p99": _digits(_quantile(kl, 0.99)), "max": _digits(kl.max().item())},
-        "top1_agreement": _with_interval(distances, lambda d: d.agrees.double().mean().item()),
+        "kl_nats": _with_interval(distances, _kl)
+        | {"p99": digits(_quantile(kl, 0.99)), "max": digits(kl.max().item())},
+        "top1_agreement": _with_interval(distances, _agreement),
         "acceptance_jaccard": _with_interval(distances, lambda d: d.jaccard),
-        "commit_agreement": _with_interval(last, lambda d: d.agrees.double().mean().item()),
+        "commit_agreement": _with_interval([d for d in distances if d.is_last], _agreement),
         "routing_overlap": [
-            _digits(share) for share in torch.stack([d.routing for d in distances]).mean(0).tolist()
+            digits(share) for share in torch.stack([d.routing for d in distances]).mean(0).tolist()
         ],
         "by_step": [
             {
                 "step": step,
                 "canvases": len(here),
-                "kl_nats": _digits(sum(d.kl.mean().item() for d in here) / len(here)),
-                "top1_agreement": _digits(
-                    sum(d.agrees.double().mean().item() for d in here) / len(here)
-                ),
+                "kl_nats": digits(sum(map(_kl, here)) / len(here)),
+                "top1_agreement": digits(sum(map(_agreement, here)) / len(here)),
             }
             for step in sorted({d.step for d in distances})
             for here in [[d for d in distances if d.step == step]]
@@ -249,8 +247,8 @@ def summarize(
             {
                 "nats_from": low,
                 "positions": int(inside.sum()),
-                "kl_nats": _digits(kl[inside].mean().item()),
-                "top1_agreement": _digits(agrees[inside].mean().item()),
+                "kl_nats": digits(kl[inside].mean().item()),
+                "top1_agreement": digits(agrees[inside].mean().item()),
             }
             for low, high in pairwise(ENTROPY_BINS)
             for inside in [(entropy >= low) & (entropy < high)]
@@ -260,12 +258,20 @@ def summarize(
             {
                 "kind": kind,
                 "trajectories": len({d.trajectory for d in here}),
-                "kl_nats": _with_interval(here, lambda d: d.kl.mean().item()),
+                "kl_nats": _with_interval(here, _kl),
             }
             for kind in sorted(set(kinds or ()))
             for here in [[d for d in distances if kinds and kinds[d.trajectory] == kind]]
         ],
     }
+
+
+def _kl(distance: StepDistance) -> float:
+    return distance.kl.mean().item()
+
+
+def _agreement(distance: StepDistance) -> float:
+    return distance.agrees.double().mean().item()
 
 
 def by_trajectory(
@@ -281,14 +287,11 @@ def by_trajectory(
 def bootstrap_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Return the percentile bootstrap interval of the mean; the same values give the same interval."""
     data = torch.tensor(list(values), dtype=torch.float64)
-    picks = torch.randint(len(data), (RESAMPLES, len(data)), generator=_generator())
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.randint(len(data), (RESAMPLES, len(data)), generator=generator)
     means = data[picks].mean(-1)
     tail = (1 - confidence) / 2
     return _quantile(means, tail), _quantile(means, 1 - tail)
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def _with_interval(
@@ -296,15 +299,10 @@ def _with_interval(
 ) -> dict[str, Any]:
     means = list(by_trajectory(distances, value).values())
     low, high = bootstrap_interval(means)
-    return {"mean": _digits(sum(means) / len(means)), "interval": [_digits(low), _digits(high)]}
+    return {"mean": digits(sum(means) / len(means)), "interval": [digits(low), digits(high)]}
 
 
 def _quantile(values: Tensor, q: float) -> float:
     """Return a quantile, also of more than 2^24 values, which torch.quantile refuses."""
     ordered = values.flatten().sort().values
     return ordered[round(q * (len(ordered) - 1))].item()
-
-
-def _digits(value: float) -> float:
-    """Keep 6 significant digits: no float32 sum has more."""
-    return float(f"{value:.6g}")

@@ -37,6 +37,7 @@ from quantize.checkpoints.targets import Target, fused_units, linear_shape
 from quantize.errors import InputError
 from quantize.host.files import folder_when_complete, read_json, sync_file, write_json, write_text
 from quantize.host.progress import say, track
+from quantize.host.units import digits
 from quantize.recipe.sections import Recipe
 from quantize.runtime.engine import Observer
 from quantize.runtime.fused.layer_by_layer import LayerByLayer
@@ -173,14 +174,10 @@ def _facts(unit: Unit, done: Sequence[Rounded], hessians: Hessians) -> dict[str,
     return {
         "scheme": unit.scheme.name,
         "tokens": hessians.tokens(unit.reads).tolist(),
-        "layer_loss": _digits(loss.mean()),
-        "layer_loss_of_nearest": _digits(nearest.mean()),
+        "layer_loss": digits(loss.mean().item()),
+        "layer_loss_of_nearest": digits(nearest.mean().item()),
         "fell_back": torch.cat([d.fell_back for d in done]).nonzero().flatten().tolist(),
     }
-
-
-def _digits(value: Tensor) -> float:
-    return float(f"{value.item():.6g}")
 
 
 def round_weights(
