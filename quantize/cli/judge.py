@@ -5,38 +5,24 @@ from typing import Any
 
 import click
 
-from quantize.cli.options import (
-    CHECKPOINT,
-    GPU,
-    GPU_MEMORY,
-    LIMIT,
-    MODEL,
-    OUT,
-    RECIPE,
-    RESUME,
-    REVISION,
-    RUN_FOLDER,
-    SCORING,
-    TASK,
-    with_options,
-)
+from quantize.cli.options import with_options
 
 BUNDLES = click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 PACK = click.argument("pack", type=click.Path(path_type=Path, dir_okay=False))
 
 
 @click.command()
-@CHECKPOINT
+@with_options("checkpoint")
 @click.option(
     "--against", metavar="BF16",
     help="Folder or Hub id of the BF16 model; without it the checkpoint is one of the bundled model.",
 )  # fmt: skip
-@with_options(RECIPE, OUT, TASK, LIMIT)
+@with_options("recipe", "out", "task", "limit")
 @click.option(
     "--fine-tuned", is_flag=True,
     help="Weights differ from BF16's on purpose: they are not compared, and the report says so.",
 )  # fmt: skip
-@with_options(*SCORING, GPU_MEMORY, RESUME)
+@with_options("scoring", "gpu-memory", "resume")
 def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **options: Any) -> int:
     """Judge a checkpoint that others built: inspect, compare weights, replay, evaluate, report, gate.
 
@@ -89,7 +75,7 @@ def baseline() -> None:
 
 
 @baseline.command("export")
-@RUN_FOLDER
+@with_options("run")
 @PACK
 def export_(run: Path, pack: Path) -> None:
     """Write BF16's answers of a run to PACK, with what they were made with, and no question."""
@@ -101,7 +87,7 @@ def export_(run: Path, pack: Path) -> None:
 
 @baseline.command("import")
 @PACK
-@OUT
+@with_options("out")
 def import_(pack: Path, out: Path) -> None:
     """Let the runs in a folder take BF16's answers from PACK.
 
@@ -124,7 +110,7 @@ def import_(pack: Path, out: Path) -> None:
     "--scheme", "schemes", multiple=True, default=("NVFP4", "NVFP4A16", "FP8_DYNAMIC"),
     show_default=True, help="A scheme that a part may have beside BF16; repeat it.",
 )  # fmt: skip
-@with_options(MODEL, REVISION, OUT, GPU_MEMORY, GPU)
+@with_options("model", "revision", "out", "gpu-memory", "gpu")
 def search(recipe: str, model: str | None, out: Path, **options: Any) -> None:
     """Search a scheme for every layer's attention, MLP and experts; write the recipe of the best.
 

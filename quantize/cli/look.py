@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from quantize.cli.options import CHECKPOINT, OUT
+from quantize.cli.options import with_options
 
 ROW = "{:22}{:>10}{:>16}{:>16}{:>16}  {}"
 
@@ -83,7 +83,7 @@ def _data(task: Mapping[str, Any]) -> str:
 
 
 @click.command()
-@CHECKPOINT
+@with_options("checkpoint")
 def inspect(checkpoint: str) -> int:
     """Show what is in a checkpoint, quantized or not, and what is wrong.
 
@@ -105,7 +105,7 @@ def inspect(checkpoint: str) -> int:
 
 
 @click.command()
-@OUT
+@with_options("out")
 def doctor(out: Path) -> int:
     """Look at this machine: packages, compiler, GPUs and driver, memory, disk, caches.
 

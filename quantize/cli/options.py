@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 from click.decorators import FC
@@ -9,62 +10,83 @@ from click.decorators import FC
 from quantize.schemes.modes import ACTIVATION_MODES
 
 REAL_MODEL = "google/diffusiongemma-26B-A4B-it"
-RUN_FOLDER = click.argument("run", type=click.Path(path_type=Path))
-CHECKPOINT = click.argument("checkpoint")
-OUT = click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("outputs"), show_default=True,
-    help="Folder that holds the runs; in one folder they share BF16's samples.",
-)  # fmt: skip
-REVISION = click.option("--revision", help="Revision of a Hub model: branch, tag or commit.")
-MODEL = click.option(
-    "--model", callback=lambda _, __, model: None if model == "bundled" else model,
-    help="Checkpoint folder or Hub id (ORG/NAME@REVISION); else the bundled model.",
-)  # fmt: skip
-RECIPE = click.option("--recipe", default="nvfp4", show_default=True, help="Name or YAML file.")
-LIMIT = click.option(
-    "--limit", type=click.IntRange(min=2), help="Score only the first N problems a task."
-)
-TASK = click.option(
-    "--task", "tasks", multiple=True, metavar="NAME",
-    help="Score this task alone (`quantize tasks` lists them); may be given several times.",
-)  # fmt: skip
-RESUME = click.option(
-    "--resume", is_flag=True, help="Continue what was begun, or show it when it is complete."
-)
-GPU = click.option(
-    "--gpu", metavar="NAME",
-    help="Plan for a100, a6000, rtx3090, l40s, rtx4090, rtx4080, h100, h200, gh200, b200, b300, gb300, "
-    "dgxstation, rtxpro6000, rtx5090, rtx5080 or spark, or sm_NN with --gpu-memory; else for the GPU "
-    "that is here.",
-)  # fmt: skip
 GPU_MEMORY = click.option(
     "--gpu-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
     callback=lambda _, __, gb: None if gb is None else gb * 1e9,
     help="GPU memory to use, at most; weights that do not fit are streamed. Else all that is free.",
 )  # fmt: skip
-SCRATCH = click.option(
-    "--scratch", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
-    help="Where calibrate keeps for round what enters the first layer: up to 1.44 MB a canvas and step "
-    "of a 26B model, removed when round is done. Else the run's folder.",
-)  # fmt: skip
 ACTIVATIONS = click.option(
     "--activations", type=click.Choice(ACTIVATION_MODES),
     help="How a quantized model's activations are rounded; else as its kernels do, on a CPU not.",
 )  # fmt: skip
-MODES = click.option(
-    "--activations", "modes", multiple=True, type=click.Choice(ACTIVATION_MODES),
-    help="Measure this way of rounding activations too; may be given several times.",
-)  # fmt: skip
-HOURLY_PRICE = click.option(
-    "--hourly-price", type=click.FloatRange(min=0),
-    help="Price of an hour of the machine, with which the cost is stated.",
-)  # fmt: skip
-DATA_DIR = click.option(
-    "--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder with TASK.jsonl files, in place of data sets on the Hub.",
-)  # fmt: skip
-SCORING = (  # keywords of `quantize.pipeline.stages.evaluate_more`
-    DATA_DIR,
+SHARED: dict[str, Callable[[Any], Any]] = {
+    "run": click.argument("run", type=click.Path(path_type=Path)),
+    "checkpoint": click.argument("checkpoint"),
+    "out": click.option(
+        "--out", type=click.Path(path_type=Path), default=Path("outputs"), show_default=True,
+        help="Folder that holds the runs; in one folder they share BF16's samples.",
+    ),
+    "revision": click.option("--revision", help="Revision of a Hub model: branch, tag or commit."),
+    "model": click.option(
+        "--model", callback=lambda _, __, model: None if model == "bundled" else model,
+        help="Checkpoint folder or Hub id (ORG/NAME@REVISION); else the bundled model.",
+    ),
+    "recipe": click.option("--recipe", default="nvfp4", show_default=True, help="Name or YAML file."),
+    "limit": click.option(
+        "--limit", type=click.IntRange(min=2), help="Score only the first N problems a task."
+    ),
+    "task": click.option(
+        "--task", "tasks", multiple=True, metavar="NAME",
+        help="Score this task alone (`quantize tasks` lists them); may be given several times.",
+    ),
+    "resume": click.option(
+        "--resume", is_flag=True, help="Continue what was begun, or show it when it is complete."
+    ),
+    "gpu": click.option(
+        "--gpu", metavar="NAME",
+        help="Plan for a100, a6000, rtx3090, l40s, rtx4090, rtx4080, h100, h200, gh200, b200, b300, "
+        "gb300, dgxstation, rtxpro6000, rtx5090, rtx5080 or spark, or sm_NN with --gpu-memory; else "
+        "for the GPU that is here.",
+    ),
+    "gpu-memory": GPU_MEMORY,
+    "scratch": click.option(
+        "--scratch", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
+        help="Where calibrate keeps for round what enters the first layer: up to 1.44 MB a canvas and "
+        "step of a 26B model, removed when round is done. Else the run's folder.",
+    ),
+    "activations": ACTIVATIONS,
+    "modes": click.option(
+        "--activations", "modes", multiple=True, type=click.Choice(ACTIVATION_MODES),
+        help="Measure this way of rounding activations too; may be given several times.",
+    ),
+    "hourly-price": click.option(
+        "--hourly-price", type=click.FloatRange(min=0),
+        help="Price of an hour of the machine, with which the cost is stated.",
+    ),
+    "data-dir": click.option(
+        "--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
+        help="Folder with TASK.jsonl files, in place of data sets on the Hub.",
+    ),
+}  # fmt: skip
+
+
+def with_options(*options: str | Callable[[Any], Any]) -> Callable[[FC], FC]:
+    """Return the decorator that adds arguments and options, which help lists in this order.
+
+    A name stands for one that is shared.
+    """
+
+    def add(command: FC) -> FC:
+        for option in reversed(options):
+            command = (SHARED[option] if isinstance(option, str) else option)(command)
+        return command
+
+    return add
+
+
+# Keywords of `quantize.pipeline.stages.evaluate_more`.
+SHARED["scoring"] = with_options(
+    "data-dir",
     click.option(
         "--noise-floor", is_flag=True,
         help="Score BF16 once more with another seed: the difference that noise alone makes.",
@@ -98,17 +120,6 @@ SCORING = (  # keywords of `quantize.pipeline.stages.evaluate_more`
         help="Number of requests to each server at once.",
     ),
 )  # fmt: skip
-
-
-def with_options(*options: Callable[[FC], FC]) -> Callable[[FC], FC]:
-    """Return the decorator that adds arguments and options, which help lists in this order."""
-
-    def add(command: FC) -> FC:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
 
 
 def served_name(checkpoint: str, folder: Path) -> str:

@@ -5,21 +5,7 @@ from typing import Any
 
 import click
 
-from quantize.cli.options import (
-    DATA_DIR,
-    GPU_MEMORY,
-    LIMIT,
-    MODEL,
-    OUT,
-    RECIPE,
-    RESUME,
-    REVISION,
-    RUN_FOLDER,
-    SCORING,
-    SCRATCH,
-    TASK,
-    with_options,
-)
+from quantize.cli.options import with_options
 from quantize.pipeline.stages import STAGES
 
 UNTIL = click.option(
@@ -30,7 +16,8 @@ UNTIL = click.option(
 
 @click.command()
 @with_options(
-    RECIPE, MODEL, REVISION, OUT, TASK, LIMIT, UNTIL, *SCORING, GPU_MEMORY, SCRATCH, RESUME
+    "recipe", "model", "revision", "out", "task", "limit", UNTIL, "scoring", "gpu-memory", "scratch",
+    "resume",
 )  # fmt: skip
 def run(recipe: str, model: str | None, out: Path, until: str, **options: Any) -> int:
     """Do everything: plan, calibrate, convert, verify, replay, evaluate, report, gate."""
@@ -41,7 +28,7 @@ def run(recipe: str, model: str | None, out: Path, until: str, **options: Any) -
 
 
 @click.command()
-@with_options(RECIPE, MODEL, REVISION, OUT, DATA_DIR, GPU_MEMORY)
+@with_options("recipe", "model", "revision", "out", "data-dir", "gpu-memory")
 def rehearse(recipe: str, model: str | None, out: Path, **options: Any) -> int:
     """Try every stage on your own copy before the run that takes hours.
 
@@ -62,7 +49,7 @@ def rehearse(recipe: str, model: str | None, out: Path, **options: Any) -> int:
 
 
 @click.command()
-@RUN_FOLDER
+@with_options("run")
 def status(run: Path) -> None:
     """Say what is at work in a run, a search or a judgement: stage, task, look, rate, time left."""
     from quantize.errors import InputError

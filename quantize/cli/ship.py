@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from quantize.cli.options import RUN_FOLDER
+from quantize.cli.options import with_options
 
 
 @click.command()
-@RUN_FOLDER
+@with_options("run")
 @click.option(
     "--repo", metavar="ORG/NAME", help="Name in the card's commands; else the run's name."
 )
@@ -30,7 +30,7 @@ def card(run: Path, repo: str | None) -> None:
 
 
 @click.command()
-@RUN_FOLDER
+@with_options("run")
 @click.argument("point", required=False)
 @click.option("--own", is_flag=True, help="Write the model's own settings again.")
 def adopt(run: Path, point: str | None, own: bool) -> int:
@@ -47,7 +47,7 @@ def adopt(run: Path, point: str | None, own: bool) -> int:
 
 
 @click.command()
-@RUN_FOLDER
+@with_options("run")
 @click.option("--out", type=click.Path(path_type=Path), help="The file; else RUN's name and .zip.")
 def bundle(run: Path, out: Path | None) -> None:
     """Pack what a run found into one file: versions, times, memory, checks, scores and verdict.
@@ -63,7 +63,7 @@ def bundle(run: Path, out: Path | None) -> None:
 
 
 @click.command()
-@RUN_FOLDER
+@with_options("run")
 @click.option("--repo", required=True, metavar="ORG/NAME", help="Repository; a new one is private.")
 @click.option(
     "--to", default="pr", show_default=True, metavar="pr|main|BRANCH",

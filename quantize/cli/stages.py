@@ -5,21 +5,7 @@ from typing import Any
 
 import click
 
-from quantize.cli.options import (
-    GPU,
-    GPU_MEMORY,
-    HOURLY_PRICE,
-    MODEL,
-    MODES,
-    REAL_MODEL,
-    RECIPE,
-    REVISION,
-    RUN_FOLDER,
-    SCORING,
-    SCRATCH,
-    TASK,
-    with_options,
-)
+from quantize.cli.options import REAL_MODEL, with_options
 from quantize.pipeline.stages import STAGES, Stage
 
 EVALUATE = (
@@ -42,17 +28,17 @@ FULL = click.option(
     help="Compare all of it with BF16 again, whatever convert held in memory.",
 )
 OPTIONS = {  # of a stage's command, beside the run folder
-    "calibrate": (GPU_MEMORY, SCRATCH),
-    "round": (GPU_MEMORY, SCRATCH),
+    "calibrate": ("gpu-memory", "scratch"),
+    "round": ("gpu-memory", "scratch"),
     "verify": (FULL,),
-    "fidelity": (MODES, GPU_MEMORY),
-    "evaluate": (MODES, *SCORING, *EVALUATE, GPU_MEMORY),
-    "report": (HOURLY_PRICE,),
+    "fidelity": ("modes", "gpu-memory"),
+    "evaluate": ("modes", "scoring", *EVALUATE, "gpu-memory"),
+    "report": ("hourly-price",),
 }
 
 
 @click.command()
-@with_options(RECIPE, MODEL, REVISION, TASK, GPU_MEMORY, GPU)
+@with_options("recipe", "model", "revision", "task", "gpu-memory", "gpu")
 @click.option(
     "--serve", is_flag=True,
     help="Show instead how each format would be served: slots, memory, speed at best. Without --model, "
@@ -88,7 +74,7 @@ def command_of(stage: Stage) -> click.Command:
     """Return the command that runs one stage of a run folder again."""
 
     @click.command(name=stage.name, help=stage.summary)
-    @with_options(RUN_FOLDER, *OPTIONS.get(stage.name, ()))
+    @with_options("run", *OPTIONS.get(stage.name, ()))
     def command(run: Path, **options: Any) -> int:
         from quantize.pipeline.run import opened, run_alone
 

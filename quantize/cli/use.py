@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantize.cli.options import (
-    ACTIVATIONS,
-    CHECKPOINT,
-    GPU_MEMORY,
-    HOURLY_PRICE,
-    REAL_MODEL,
-    served_name,
-    with_options,
-)
+from quantize.cli.options import REAL_MODEL, served_name, with_options
 from quantize.cli.serve import serve
 
 if TYPE_CHECKING:
@@ -25,7 +17,7 @@ __all__ = ["bench", "export", "generate", "serve", "tune"]
 
 
 @click.command()
-@CHECKPOINT
+@with_options("checkpoint")
 @click.argument("prompt")
 @click.option(
     "--image", "pictures", multiple=True, type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -44,7 +36,7 @@ __all__ = ["bench", "export", "generate", "serve", "tune"]
     "--max-new-tokens", type=click.IntRange(min=1),
     help="Most tokens of the answer, rounded up to whole canvases.",
 )  # fmt: skip
-@with_options(ACTIVATIONS, GPU_MEMORY)
+@with_options("activations", "gpu-memory")
 @click.option(
     "--plain", is_flag=True,
     help="Write finished canvases and draw none, as it also does where stderr is a pipe.",
@@ -103,12 +95,12 @@ def generate(
     "--autoregressive", is_flag=True,
     help="Measure the same weights one token a forward too, as a model without canvases writes.",
 )  # fmt: skip
-@HOURLY_PRICE
+@with_options("hourly-price")
 @click.option(
     "--stops", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
     help="JSON list of steps that canvases take in adaptive rows, in turns, in place of their own.",
 )  # fmt: skip
-@with_options(ACTIVATIONS, GPU_MEMORY)
+@with_options("activations", "gpu-memory")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
     checkpoint: str | None,
@@ -166,7 +158,7 @@ def tune(only: str) -> None:
 
 
 @click.command()
-@CHECKPOINT
+@with_options("checkpoint")
 @click.option("--to", "format_", type=click.Choice(["gguf"]), required=True, help="Format of OUT.")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
