@@ -25,8 +25,6 @@ class QuantizeError(Exception):
 class InputError(QuantizeError):
     """The user's input is wrong: a foreign or damaged checkpoint, an unknown key, a bad option."""
 
-    exit_code = 2
-
 
 class ResourceError(QuantizeError):
     """The machine or account lacks something: GPU, memory, disk, token, dataset."""

@@ -22,17 +22,9 @@ from quantize.errors import InputError
 
 # What Auto classes add, and what cannot change a model that is read from a folder.
 HARMLESS = frozenset(
-    {
-        "_commit_hash",
-        "_from_auto",
-        "adapter_kwargs",
-        "config",
-        "local_files_only",
-        "low_cpu_mem_usage",
-        "trust_remote_code",
-        "use_safetensors",
-    }
-)
+    {"_commit_hash", "_from_auto", "adapter_kwargs", "config", "local_files_only", "low_cpu_mem_usage",
+     "trust_remote_code", "use_safetensors"}
+)  # fmt: skip
 
 _transformers: Any = DiffusionGemmaForBlockDiffusion.from_pretrained
 

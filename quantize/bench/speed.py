@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from quantize.bench.adaptive import NEVER, AdaptiveRow, adaptive_rows, random_prompts, read_stops
 from quantize.bench.one_token import Continuation, continuation
@@ -146,10 +146,16 @@ def bench(
     samplers, batches = {name: _sampler(name, checkpoint) for name in steps}, sorted(set(batches))
     stopping = None if stops is None else read_stops(stops)
     rates = measure_rates(torch.device("cuda"))
-    length = context + 2 * _canvas_length(checkpoint, config)  # an adaptive request's, too
+    own = Checkpoint.open(checkpoint).config if checkpoint else config or {}
+    length = context + 2 * model_config(own).canvas_length  # an adaptive request's, too
     model = checkpoint or _random(random, config, experts_hit)
-    engine, loaded = _loaded(model, replace(place, capacity=max(batches), max_context=length))
-    weights = engine.model.weights
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    started = time.monotonic()
+    engine = open(model, replace(place, capacity=max(batches), max_context=length))
+    torch.cuda.synchronize()
+    loaded, weights = time.monotonic() - started, engine.model.weights
+    say(f"{weights.nbytes / 1e9:.1f} GB of weights after {loaded:.0f} s")
     prompts = random_prompts(weights, context, max(batches))
     hit = _experts_hit(engine, prompts[0])
     if checkpoint is None:  # making random numbers took memory that loading would not
@@ -167,10 +173,10 @@ def bench(
         experts_hit=hit,
         rates=rates,
     )
-    if (own := samplers.pop(ADAPTIVE, None)) is not None:
+    if (adaptive := samplers.pop(ADAPTIVE, None)) is not None:
         for batch in batches:
             say(f"batch {batch}, adaptive steps")
-            result.adaptive.extend(adaptive_rows(engine, prompts[:batch], own, stopping))
+            result.adaptive.extend(adaptive_rows(engine, prompts[:batch], adaptive, stopping))
     for row in _rows(engine, prompts, rates, samplers, batches, canvases, autoregressive):
         result.rows.append(_priced(row, hourly_price))
     return replace(result, peak_bytes=torch.cuda.max_memory_allocated())
@@ -201,18 +207,6 @@ def _rows(
             yield _row(times, batch, name, engine.canvas_length, floor, hit)
 
 
-def _loaded(model: Path | RandomModel, place: Placement) -> tuple[FusedEngine, float]:
-    """Return the kernels' engine, and the seconds that loading took."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    started = time.monotonic()
-    engine = open(model, place)
-    torch.cuda.synchronize()
-    seconds = time.monotonic() - started
-    say(f"{engine.model.weights.nbytes / 1e9:.1f} GB of weights after {seconds:.0f} s")
-    return engine, seconds
-
-
 def _sampler(steps: str, checkpoint: Path | None) -> Sampler:
     own = Sampler.from_checkpoint(checkpoint) if checkpoint else Sampler()
     if steps == ADAPTIVE:
@@ -227,11 +221,6 @@ def _random(mix: str | None, config: dict[str, Any] | None, experts_hit: int | N
         raise InputError(f"random weights {mix!r}: one of {', '.join(MIXES)}")
     kinds = ("experts", "attention", "mlp")
     return RandomModel(config, dict(zip(kinds, MIXES[mix], strict=True)), experts_hit)
-
-
-def _canvas_length(checkpoint: Path | None, config: dict[str, Any] | None) -> int:
-    own = Checkpoint.open(checkpoint).config if checkpoint else config or {}
-    return model_config(own).canvas_length
 
 
 def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:
@@ -401,14 +390,11 @@ def tables(result: Bench) -> list[Table]:
         f"{result.peak_bytes / 1e9:.1f} GB at most, context {result.context}, "
         f"loaded in {result.load_seconds:.0f} s"
     )
-    speed = Table(title=title, title_justify="left")
     columns = ["batch", "steps", "ms/forward", "ms/canvas", "tokens/s", "tokens/J", "MHz"]
     columns += ["power-capped", "per million", "first canvas ms", "ms/step", "floor", "x floor"]
-    for name in columns:
-        speed.add_column(name, justify="right")
-    parts = Table(title="ms of one denoising step, and x floor", title_justify="left")
-    for name in ("batch", "steps", *PARTS, "rest", "unexplained"):
-        parts.add_column(name, justify="right")
+    speed = _table(title, *columns)
+    heads = ("batch", "steps", *PARTS, "rest", "unexplained")
+    parts = _table("ms of one denoising step, and x floor", *heads)
     for row in result.rows:
         price, frugal = row.price_a_million_tokens, row.tokens_a_joule
         clock = "" if row.clock_mhz is None else f"{row.clock_mhz:.0f}"
@@ -423,19 +409,18 @@ def tables(result: Bench) -> list[Table]:
         if row.parts:
             cells = [_part(row, name) for name in (*PARTS, "rest")]
             parts.add_row(str(row.batch), row.steps, *cells, f"{row.unexplained:.2f}")
-    return [*([speed, parts] if result.rows else []), *_adaptive_table(result)]
-
-
-def _adaptive_table(result: Bench) -> list[Table]:
-    if not result.adaptive:
-        return []
-    table = Table(title="canvases that stop by themselves", title_justify="left")
-    for name in ("batch", "slots go on", "tokens/s", "steps a canvas"):
-        table.add_column(name, justify="right")
+    adaptive = _table(
+        "canvases that stop by themselves", "batch", "slots go on", "tokens/s", "steps a canvas"
+    )
     for row in result.adaptive:
         mean = f"{statistics.mean(row.steps_of_canvases):.1f}"
-        table.add_row(str(row.batch), row.slots_go_on, f"{row.tokens_a_second:,.0f}", mean)
-    return [table]
+        adaptive.add_row(str(row.batch), row.slots_go_on, f"{row.tokens_a_second:,.0f}", mean)
+    return [*([speed, parts] if result.rows else []), *([adaptive] if result.adaptive else [])]
+
+
+def _table(title: str, *heads: str) -> Table:
+    columns = (Column(head, justify="right") for head in heads)
+    return Table(*columns, title=title, title_justify="left")
 
 
 def _part(row: Row, name: str) -> str:

@@ -65,7 +65,8 @@ def watch(
     sampler = sampler if steps is None else replace(sampler, max_denoising_steps=steps)
     config = model_config(Checkpoint.open(checkpoint).config)
     ids, images = _encode(tokenizer, config, prompt, pictures, soft_tokens, thinking=thinking)
-    budget, limit = max_new_tokens or sampler.max_new_tokens, _limit(config)
+    budget = max_new_tokens or sampler.max_new_tokens
+    limit = config.text_config.max_position_embeddings
     (canvases,) = canvas_budgets([ids], budget, sampler, limit, config.canvas_length)
     say(f"loading {checkpoint}")
     room = min(len(ids) + canvases * config.canvas_length, limit)
@@ -87,10 +88,6 @@ def watch(
             sample = answer(_Drawing(tokenizer, sampler.eos_token_ids, live))
     output.end(sample)
     say(_summary(sample, time.monotonic() - started))
-
-
-def _limit(config: Any) -> int:
-    return config.text_config.max_position_embeddings
 
 
 def _encode(

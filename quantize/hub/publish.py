@@ -20,7 +20,7 @@ from typing import Any
 
 from huggingface_hub.hf_api import RepoFile
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import write_json
@@ -92,10 +92,8 @@ def show(run: RunDir, request: Request) -> int:
             unchecked["whether the BF16 files are those of a revision on the Hub"] = error
             return stated_base(source, recipe)
 
-    asked = (
-        replace(request, sign=None) if request.sign == SIGSTORE else request
-    )  # it asks a network
-    release = prepare(run, asked, base)
+    sign = None if request.sign == SIGSTORE else request.sign  # Sigstore asks a network
+    release = prepare(run, replace(request, sign=sign), base)
     what = f"account, what {request.repo} holds{', whether the tag is free' if request.tag else ''}"
     plan = Plan(None, None, request.to, Changes(release.weights, release.card, []))
     try:
@@ -165,11 +163,10 @@ def preview(plan: Plan, release: Release, request: Request) -> Table:
     if release.override:
         verdict = f"{release.override.outcome}, overruled with {release.override.option}"
     table = Table(
+        *("file", Column("bytes", justify="right"), "what happens"),
         title=f"{release.name} -> {request.repo} ({seen}), {target}{tag}",
         caption=f"as {plan.account or 'nobody yet'}; {verdict}",
     )
-    for column in ("file", "bytes", "what happens"):
-        table.add_column(column, justify="right" if column == "bytes" else "left")
     new = {file.path for file in (*plan.changes.weights, *plan.changes.card)}
     for file in (*release.weights, *release.card):
         fate = "upload" if file.path in new else "there already"
@@ -187,10 +184,33 @@ def publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Pla
         GateError: the Hub holds other bytes than we sent. ResourceError: there is no access or no
             network, or somebody else committed meanwhile. After any of them the same call goes on.
     """
-    is_request = request.to == PULL_REQUEST
-    if is_request and not plan.changes:
+    if request.to == PULL_REQUEST and not plan.changes:
         say(f"push: {request.repo} holds this release already; no pull request is needed")
-        return _finish(hub, run, release, request, plan, MAIN, hub.head(MAIN))
+        revision, commit = MAIN, hub.head(MAIN)
+    else:
+        revision, commit = _committed(hub, release, request, plan)
+    if request.tag and not (plan.there and request.tag in plan.there.tags):
+        hub.tag(request.tag, commit)
+    if request.public and (plan.there is None or plan.there.private):
+        hub.make_public()
+    record = {
+        "request": asdict(request),
+        "account": plan.account,
+        "revision": revision,
+        "commit": commit,
+        "override": asdict(release.override) if release.override else None,
+        "files": {file.path: file.sha256 for file in (*release.weights, *release.card)},
+    }
+    write_json(run.path / PUBLICATION, record)
+    address = f"{hub.api.endpoint}/{request.repo}"
+    if revision.startswith("refs/pr/"):
+        return f"{address}/discussions/{revision.rsplit('/', 1)[1]}"
+    return f"{address}/tree/{request.tag or revision}"
+
+
+def _committed(hub: Hub, release: Release, request: Request, plan: Plan) -> tuple[str, str]:
+    """Upload a release where it goes; return that revision and its commit."""
+    is_request = request.to == PULL_REQUEST
     if plan.there is None:
         hub.create()
     revision, number = plan.revision, 0
@@ -205,7 +225,7 @@ def publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Pla
     commit = _upload(hub, release, revision, parent)
     if is_request:
         hub.open_draft(number)
-    return _finish(hub, run, release, request, plan, revision, commit)
+    return revision, commit
 
 
 def _request_texts(release: Release, request: Request) -> tuple[str, str]:
@@ -230,32 +250,3 @@ def _upload(hub: Hub, release: Release, revision: str, parent: str) -> str:
         parent = hub.commit(revision, parent, card, [], f"Model card of {release.name}")
     hub.verify(parent, [*release.weights, *release.card])
     return parent
-
-
-def _finish(
-    hub: Hub,
-    run: RunDir,
-    release: Release,
-    request: Request,
-    plan: Plan,
-    revision: str,
-    commit: str,
-) -> str:
-    """Tag the commit, make it public, record the push; return the address."""
-    if request.tag and not (plan.there and request.tag in plan.there.tags):
-        hub.tag(request.tag, commit)
-    if request.public and (plan.there is None or plan.there.private):
-        hub.make_public()
-    record = {
-        "request": asdict(request),
-        "account": plan.account,
-        "revision": revision,
-        "commit": commit,
-        "override": asdict(release.override) if release.override else None,
-        "files": {file.path: file.sha256 for file in (*release.weights, *release.card)},
-    }
-    write_json(run.path / PUBLICATION, record)
-    address = f"{hub.api.endpoint}/{request.repo}"
-    if revision.startswith("refs/pr/"):
-        return f"{address}/discussions/{revision.rsplit('/', 1)[1]}"
-    return f"{address}/tree/{request.tag or revision}"

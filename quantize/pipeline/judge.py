@@ -20,14 +20,14 @@ from quantize.checkpoints.inspect import Inspection, inspect, inspection_table
 from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import Target
 from quantize.errors import InputError
-from quantize.host.files import write_json, write_text
+from quantize.host.files import write_json
 from quantize.host.processes import best_device
 from quantize.pipeline.run import begin, working_in
-from quantize.pipeline.stages import Run
+from quantize.pipeline.stages import Run, Task
 from quantize.recipe.sections import resolved
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
-from quantize.stages.plan.plan import targets_as_csv
+from quantize.stages.plan.plan import write_plan
 from quantize.stages.verify.against_source import compare
 
 # The check that stands in the report where weights are not compared.
@@ -80,7 +80,8 @@ def judging(
     folder = RunDir(out / f"judge-{recipe.digest(*about)}")
     found = inspect(checkpoint.folder)
     targets = _targets(found, inspect(source.folder))
-    instead = {"plan": _write_plan, "calibrate": None, "round": None}
+    instead: dict[str, Task | None] = {"calibrate": None, "round": None}
+    instead["plan"] = lambda run: write_plan(run.folder, run.recipe, run.targets)
     instead["convert"] = partial(_link, checkpoint)
     instead["verify"] = partial(_verify, checkpoint, found, fine_tuned)
     bundled = against is None
@@ -89,11 +90,6 @@ def judging(
         begin(run, digest, against, resume=resume, judged=name)
         Console().print(inspection_table(found))
         yield run
-
-
-def _write_plan(run: Run) -> None:
-    write_text(run.folder.recipe_yaml, run.recipe.to_yaml())
-    write_text(run.folder.targets_csv, targets_as_csv(run.targets))
 
 
 def _link(checkpoint: Checkpoint, run: Run) -> None:

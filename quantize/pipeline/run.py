@@ -151,45 +151,40 @@ def working_in(folder: RunDir) -> Generator[None]:
 
 
 @contextmanager
-def opened(path: Path, **settings: Any) -> Generator[Run]:
-    """Open an existing run folder for a single stage; hold it while the block runs.
+def _ours(path: Path, stages: Sequence[Stage]) -> Generator[tuple[RunDir, Recipe]]:
+    """Lock a run that is there, with `stages` up to date; refuse one that was only judged here."""
+    folder = existing_run(path)
+    with working_in(folder):
+        if name := read_json(folder.manifest_json).get("judged"):
+            raise InputError(
+                f"{path}: a judgement of {name}, not a run of ours; `quantize judge ... --resume` goes "
+                f"on with it"
+            )
+        recipe = read_recipe(folder.recipe_yaml)
+        check_fresh(folder, recipe, stages)
+        yield folder, recipe
 
-    `settings` are gpu_memory, scratch and options of `Run`.
+
+@contextmanager
+def opened(
+    path: Path, gpu_memory: float | None = None, scratch: Path | None = None, **options: Any
+) -> Generator[Run]:
+    """Open an existing run folder for a single stage; hold it while the block runs.
 
     Raises:
         InputError: there is no run, or its source, recipe or plan has changed since.
         ResourceError: another process works in the run.
     """
-    folder = existing_run(path)
-    with working_in(folder):
-        _check_ours(folder)
-        yield _open(folder, **settings)
-
-
-def _check_ours(folder: RunDir) -> None:
-    """Raise InputError where the folder's checkpoint was built elsewhere and only judged here."""
-    if name := read_json(folder.manifest_json).get("judged"):
-        raise InputError(
-            f"{folder.path}: a judgement of {name}, not a run of ours; `quantize judge ... --resume` "
-            f"goes on with it"
-        )
-
-
-def _open(
-    folder: RunDir, gpu_memory: float | None = None, scratch: Path | None = None, **options: Any
-) -> Run:
-    about = read_json(
-        folder.manifest_json, "stages", "source.folder", "source.fingerprint", "source.bundled"
-    )["source"]
-    recipe = read_recipe(folder.recipe_yaml)
-    check_fresh(folder, recipe, STAGES[:1])
-    source = Checkpoint.open(Path(about["folder"]))
-    if fingerprint(source) != about["fingerprint"]:
-        raise InputError(f"{source.folder}: the BF16 model has changed since this run began")
-    targets = plan_targets(source.tensors, recipe.quantization)
-    run = Run(folder, recipe, source, targets, about["bundled"], options, gpu_memory, scratch)
-    memory_plans(run, recipe)
-    return run
+    with _ours(path, STAGES[:1]) as (folder, recipe):
+        keys = ("stages", "source.folder", "source.fingerprint", "source.bundled")
+        about = read_json(folder.manifest_json, *keys)["source"]
+        source = Checkpoint.open(Path(about["folder"]))
+        if fingerprint(source) != about["fingerprint"]:
+            raise InputError(f"{source.folder}: the BF16 model has changed since this run began")
+        targets = plan_targets(source.tensors, recipe.quantization)
+        run = Run(folder, recipe, source, targets, about["bundled"], options, gpu_memory, scratch)
+        memory_plans(run, recipe)
+        yield run
 
 
 def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
@@ -279,13 +274,9 @@ def reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
     """
     from quantize.stages.report.report import check_report
 
-    folder = existing_run(path)
-    with working_in(folder):
-        _check_ours(folder)
-        recipe = read_recipe(folder.recipe_yaml)
-        check_fresh(folder, recipe, STAGES)
-        check_report(folder, recipe)
-        yield folder, recipe
+    with _ours(path, STAGES) as found:
+        check_report(*found)
+        yield found
 
 
 def _is_stale(run: Run, stage: Stage) -> bool:

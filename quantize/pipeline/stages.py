@@ -47,7 +47,7 @@ class Run:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     gpu_memory: float | None = None
     scratch: "Path | None" = None
-    instead: "Mapping[str, Callable[[Run], None] | None]" = field(default_factory=dict[str, Any])
+    instead: "Mapping[str, Task | None]" = field(default_factory=dict[str, Any])
 
     @property
     def recording(self) -> "Path":
@@ -86,6 +86,9 @@ class Run:
         write_json(self.folder.manifest_json, manifest)
 
 
+Task = Callable[[Run], None]
+
+
 @dataclass(frozen=True)
 class Stage:
     """One stage.
@@ -108,7 +111,7 @@ class Stage:
     name: str
     result: str
     inputs: tuple[str, ...]
-    work: Callable[[Run], None]
+    work: Task
     summary: str = ""
     verdict: Callable[[Run], int] = lambda _: 0
     files: tuple[str, ...] = ()
@@ -286,10 +289,6 @@ def evaluate_more(
         measure_speeds(run.folder, run.source.folder, points, run.place)
 
 
-def _evaluate(run: Run) -> None:
-    evaluate_more(run, **run.options)
-
-
 def _report(run: Run) -> None:
     from quantize.stages.report.report import report
 
@@ -345,7 +344,8 @@ STAGES = (
         shares_work=True,
     ),
     Stage(
-        "evaluate", "evaluation/done.json", ("plan", "convert"), _evaluate,
+        "evaluate", "evaluation/done.json", ("plan", "convert"),
+        lambda run: evaluate_more(run, **run.options),
         "Score BF16 and quantized with the same prompts and seeds, where they are not scored yet.\n\n"
         "\b\nOn several GPUs, with the scores of one:\n"
         "  torchrun --nproc-per-node 8 -m quantize evaluate RUN",

@@ -172,12 +172,9 @@ def base_model(source: dict[str, Any], recipe: Recipe) -> str | None:
     if source["bundled"]:
         return None
     model = str(source["model"]).split("@")[0]
-    return recipe.model.id if Path(source["model"]).is_absolute() or _is_path(model) else model
-
-
-def _is_path(model: str) -> bool:
-    """Whether a model was named by folder; others then need the recipe's id in place of a path."""
-    return model.count("/") != 1 or model.startswith((".", "~")) or Path(model).is_dir()
+    is_folder = Path(source["model"]).is_absolute() or Path(model).is_dir()
+    is_path = is_folder or model.count("/") != 1 or model.startswith((".", "~"))
+    return recipe.model.id if is_path else model  # others need an id in place of a path
 
 
 def attributions(folder: Path) -> list[Path]:

@@ -131,16 +131,12 @@ def published_rows(content: Mapping[str, Any]) -> list[list[str]]:
     return [
         [
             *(row["name"], block["by"], f"{row['bf16']:.1f}"),
-            *(_printed(row, scheme) for scheme in ("fp8", "nvfp4")),
+            *("{:.1f} ({:.1f} %)".format(*row[s]) if s in row else "-" for s in ("fp8", "nvfp4")),
             *_beside(row["bf16"], ours.get(row.get("task"))),
         ]
         for block in _published(content)["scores"]
         for row in block["rows"]
     ]
-
-
-def _printed(row: Mapping[str, Any], scheme: str) -> str:
-    return "{:.1f} ({:.1f} %)".format(*row[scheme]) if scheme in row else "-"
 
 
 def _beside(printed: float, task: Mapping[str, Any] | None) -> list[str]:

@@ -24,32 +24,23 @@ def junit(content: dict[str, Any]) -> str:
     certain = "not asked: the verdict was certain before"
     cases += [(f"task {task}", "INCONCLUSIVE", [certain]) for task in content["not_asked"]]
     cases.append(("gate", verdict["outcome"], [verdict["reason"]]))
-    counted = {
-        tag: sum(OUTCOME_TAGS.get(c[1]) == tag for c in cases) for tag in OUTCOME_TAGS.values()
-    }
-    suite = ElementTree.Element(
-        "testsuite",
-        name=f"quantize {content['recipe']['name']}",
-        tests=str(len(cases)),
-        failures=str(counted["failure"]),
-        errors=str(counted["error"]),
-        skipped=str(counted["skipped"]),
-        time=f"{sum(_seconds(content).values()):.3f}",
-    )
+    # Of one check of several in a stage nobody knows the time.
+    seconds = {name: facts.get("seconds", 0.0) for name, facts in content["stages"].items()}
+    tags = [OUTCOME_TAGS.get(outcome) for _, outcome, _ in cases]
+    counted = {"tests": len(cases), "failures": tags.count("failure")}
+    counted |= {"errors": tags.count("error"), "skipped": tags.count("skipped")}
+    suite = ElementTree.Element("testsuite", name=f"quantize {content['recipe']['name']}")
+    suite.attrib |= {key: str(count) for key, count in counted.items()}
+    suite.set("time", f"{sum(seconds.values()):.3f}")
     for name, outcome, details in cases:
         case = ElementTree.SubElement(suite, "testcase", name=name, classname="quantize")
-        if name in (seconds := _seconds(content)):
+        if name in seconds:
             case.set("time", f"{seconds[name]:.3f}")
         if outcome in OUTCOME_TAGS:
             message = "; ".join(details) or "looked at nothing"
             ElementTree.SubElement(case, OUTCOME_TAGS[outcome], message=message)
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def _seconds(content: dict[str, Any]) -> dict[str, float]:
-    """Return the seconds of every stage, by its name; what one check of several took is not known."""
-    return {name: facts.get("seconds", 0.0) for name, facts in content["stages"].items()}
 
 
 def task_text(task: dict[str, Any]) -> str:

@@ -83,7 +83,9 @@ def scored_with(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
                 known = f"weights {model['weights'][:12]}, as the server says"
             text = f"a server's model {model['served']} ({known}), {seed}"
         elif "runtime" in model:
-            text = f"{model['runtime']} on {model['file'][:12]}, {seed}: {_judged(tasks)}"
+            others = [task for task in tasks if "runtime" in task["made_with"]["model"]]
+            judged = (f"{task['task']} {task['outcome'] or 'NOT COMPARABLE'}" for task in others)
+            text = f"{model['runtime']} on {model['file'][:12]}, {seed}: {', '.join(judged)}"
         else:
             dtype = str(made["dtype"]).removeprefix("torch.")
             text = f"{made['device']}, torch {made['versions']['torch']}, {dtype}, "
@@ -92,28 +94,13 @@ def scored_with(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(found)
 
 
-def _judged(tasks: Sequence[Mapping[str, Any]]) -> str:
-    """Return the gate's judgement of each task that another runtime answered."""
-    other = [task for task in tasks if "runtime" in task["made_with"]["model"]]
-    return ", ".join(f"{task['task']} {task['outcome'] or 'NOT COMPARABLE'}" for task in other)
-
-
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Return stage, seconds, seconds of all tries, peaks of memory, GPU and the end of each stage."""
-
-    def amount(count: float | None) -> str:
-        return "-" if count is None else size(count)
-
-    return [
-        (
-            name,
-            f"{facts['seconds']:.1f}",
-            f"{facts['seconds_in_all']:.1f}",
-            amount(facts["peak_rss_bytes"]),
-            amount(facts["peak_gpu_bytes"]),
-            facts["gpu"] or "-",
-            facts["ended"],
-        )
-        for name, facts in stages.items()
-        if "ended" in facts  # the report itself, and interrupted stages, have not ended
-    ]
+    found: list[tuple[str, ...]] = []
+    for name, facts in stages.items():
+        if "ended" in facts:  # the report itself, and interrupted stages, have not ended
+            times = (f"{facts[key]:.1f}" for key in ("seconds", "seconds_in_all"))
+            peaks = (facts[key] for key in ("peak_rss_bytes", "peak_gpu_bytes"))
+            sizes = ("-" if count is None else size(count) for count in peaks)
+            found.append((name, *times, *sizes, facts["gpu"] or "-", facts["ended"]))
+    return found

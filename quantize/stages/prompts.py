@@ -37,7 +37,10 @@ def load_prompts(checkpoint: Path, calibration: Calibration, count: int) -> list
     chats = [read_chats(name, calibration.seed) for name in calibration.datasets]
     prompts: list[Prompt] = []
     for messages in _take_turns(chats):
-        thinking = _thinks(len(prompts), calibration.thinking)
+        share, index = calibration.thinking, len(prompts)
+        thinking = int((index + 1) * share) > int(
+            index * share
+        )  # spread evenly: every second for 0.5
         ids, images = encode_chat(tokenizer, messages, thinking=thinking), None
         if paths := _pictures(messages):
             from quantize.checkpoints.layout import model_config
@@ -60,11 +63,6 @@ def _pictures(messages: list[Message]) -> list[Path]:
     contents = (message["content"] for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [Path(part["path"]) for part in parts if part["type"] == "image"]
-
-
-def _thinks(index: int, share: float) -> bool:
-    """Whether prompt `index` thinks; `share` of all do, evenly spread: every second for 0.5."""
-    return int((index + 1) * share) > int(index * share)
 
 
 def _take_turns(sources: list[Iterator[list[Message]]]) -> Iterator[list[Message]]:

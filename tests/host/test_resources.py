@@ -43,20 +43,23 @@ def test_where_the_peak_cannot_be_forgotten_none_is_told(
 
 def test_the_time_of_a_try_that_failed_is_counted(tmp_path: Path) -> None:
     source, recipe = Checkpoint.open(CHECKPOINT), load_recipe("nvfp4a16")
-    run = Run(RunDir(tmp_path / "run"), recipe, source, [], is_bundled=True)
-    write_json(run.folder.manifest_json, new_manifest(source, "digest", "nvfp4a16", None))
+    fails = [True]
 
-    def task(fails: bool) -> None:
+    def task(run: Run) -> None:
         time.sleep(0.05)
-        if fails:
+        if fails.pop():
             raise KeyboardInterrupt
         (run.folder.path / STAGES[0].result).write_text("")
 
+    folder = RunDir(tmp_path / "run")
+    run = Run(folder, recipe, source, [], is_bundled=True, instead={"plan": task})
+    write_json(run.folder.manifest_json, new_manifest(source, "digest", "nvfp4a16", None))
     with pytest.raises(KeyboardInterrupt):
-        work(run, STAGES[0], lambda _: task(fails=True))
+        work(run, STAGES[0])
     facts = read_json(run.folder.manifest_json)["stages"]["plan"]
     assert list(facts) == ["seconds_in_all"]
-    work(run, STAGES[0], lambda _: task(fails=False))
+    fails.append(False)
+    work(run, STAGES[0])
     again = read_json(run.folder.manifest_json)["stages"]["plan"]
     assert again["seconds_in_all"] >= facts["seconds_in_all"] + again["seconds"] - 0.02 >= 0.08
     assert again["ended"].endswith("+00:00")

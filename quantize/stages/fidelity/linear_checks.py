@@ -22,7 +22,6 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -139,16 +138,6 @@ class Errors:
         ]
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """One module's calibrated range, largest |x|, and numbers of values seen and beyond the range."""
-
-    range: float
-    amax: float
-    count: int
-    clipped: int
-
-
 class InputRanges:
     """Compares the inputs of each calibrated Linear with the range its input scale stands for."""
 
@@ -187,41 +176,30 @@ class InputRanges:
             count.index_add_(0, own, torch.full_like(largest, magnitude.shape[1]))
             clipped.index_add_(0, own, beyond.sum(-1).double())
 
-    def _modules(self) -> dict[str, _Seen]:
-        """Return what was seen of every calibrated module that a token reached."""
-        return {
-            module: _Seen(largest_allowed, amax, int(count), int(clipped))
-            for modules, found in self._found.items()
-            for module, (largest_allowed, amax, count, clipped) in zip(
-                modules, found.T.tolist(), strict=True
-            )
-            if count and module in self._ranges
-        }
-
     def faults(self) -> list[str]:
         """Return one sentence for every range that clips too much or is far from the inputs'."""
-        seen = self._modules()
+        seen = {
+            module: values
+            for modules, found in self._found.items()
+            for module, values in zip(modules, found.T.tolist(), strict=True)
+            if values[2] and module in self._ranges
+        }
         layers: dict[str, float] = {}  # an expert may have the range of its layer's largest
-        for module, each in seen.items():
+        for module, (_, amax, _, _) in seen.items():
             kind = EXPERT.sub(r"\1.\3", module)
-            layers[kind] = max(layers.get(kind, 0.0), each.amax)
-        return [
-            fault
-            for module, each in seen.items()
-            if (fault := _fault(module, each, layers[EXPERT.sub(r"\1.\3", module)]))
-        ]
-
-
-def _fault(module: str, seen: _Seen, largest: float) -> str | None:
-    clipped = seen.clipped / seen.count
-    if clipped > MAX_CLIPPED:
-        return (
-            f"{module}: its input scale clips {clipped:.2%} of held-out activations, above "
-            f"{MAX_CLIPPED:.2%}"
-        )
-    if not seen.amax / RANGE_FACTOR <= seen.range <= largest * RANGE_FACTOR:
-        return (
-            f"{module}: its input scale stands for a range of {seen.range:.4g}, and held-out "
-            f"activations reach {seen.amax:.4g}; calibrate again"
-        )
-    return None
+            layers[kind] = max(layers.get(kind, 0.0), amax)
+        faults: list[str] = []
+        for module, (limit, amax, count, clipped) in seen.items():
+            if clipped / count > MAX_CLIPPED:
+                faults.append(
+                    f"{module}: its input scale clips {clipped / count:.2%} of held-out activations, "
+                    f"above {MAX_CLIPPED:.2%}"
+                )
+                continue
+            largest = layers[EXPERT.sub(r"\1.\3", module)]
+            if not amax / RANGE_FACTOR <= limit <= largest * RANGE_FACTOR:
+                faults.append(
+                    f"{module}: its input scale stands for a range of {limit:.4g}, and held-out "
+                    f"activations reach {amax:.4g}; calibrate again"
+                )
+        return faults

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from quantize.host.processes import ALONE, Processes
-from quantize.host.progress import metered
+from quantize.host.progress import Meter, metered
 from quantize.runtime.engine import Decoded, joined
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Trajectory
-from quantize.stages.fidelity.reference_cache import Noting, Remembered, Replayed
+from quantize.stages.fidelity.reference_cache import Noted, Remembered, Replayed
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,13 @@ def remember(
     """Run the reference of a replay alone; return what stands for it in replays of the same."""
     batches, steps = _shared(trajectories, batch_size, processes)
     with metered("reading BF16's steps", steps, "steps") as meter:
-        noting = Noting(reference, meter)
+        found: list[Noted] = []
         for own in batches:
-            for _ in _Batch(noting, [], own).replay(sampler):
+            batch = _Batch(reference, [], own, meter)
+            for _ in batch.replay(sampler):
                 pass  # nothing is compared
-    return Remembered(noting.batches)
+            found.append(batch.noted)
+    return Remembered(found)
 
 
 def _shared(
@@ -122,10 +124,17 @@ def _shared(
 
 
 class _Batch:
-    """Some trajectories, and every model's passes over them; an engine has one set of passes."""
+    """Some trajectories, and every model's passes over them; an engine has one set of passes.
+
+    With a meter what the reference decodes is noted, and its steps are counted.
+    """
 
     def __init__(
-        self, reference: Replayed, compared: Sequence[Compared], trajectories: dict[int, Trajectory]
+        self,
+        reference: Replayed,
+        compared: Sequence[Compared],
+        trajectories: dict[int, Trajectory],
+        meter: Meter | None = None,
     ) -> None:
         self._names = list(trajectories)
         self._trajectories = list(trajectories.values())
@@ -135,7 +144,8 @@ class _Batch:
         self._passes = {key: engine.passes(prompts, images) for key, engine in engines.items()}
         self._runs = [self._passes[id(item.engine)] for item in compared]
         self._own = [item.own_conditioning for item in compared]
-        self._reference = self._passes[id(reference)]
+        own = self._reference = self._passes[id(reference)]
+        self._meter, self.noted = meter, Noted(own.device, own.canvas_length, own.vocabulary)
 
     def replay(self, sampler: Sampler) -> Iterator[tuple[int, StepDistance]]:
         """Yield (index of the compared model, distance), step by step."""
@@ -184,6 +194,9 @@ class _Batch:
             passes.decode(rows, canvas.to(passes.device), conditioning)
             for passes, conditioning in zip(runs, given, strict=True)
         ]
+        if self._meter is not None:
+            self.noted.noted.append(decoded[0].to("cpu"))
+            self._meter.add(len(rows))
         T = temperature.to(self._reference.device)
         following: list[list[Tensor]] = [[] for _ in runs]
         found: list[list[tuple[Tensor, ...]]] = [[] for _ in self._runs]

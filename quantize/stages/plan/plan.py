@@ -54,9 +54,14 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, run: RunDir) -> list[Target]:
     """
     check_tokenizer(checkpoint.folder)
     targets = plan_targets(checkpoint.tensors, recipe.quantization)
+    write_plan(run, recipe, targets)
+    return targets
+
+
+def write_plan(run: RunDir, recipe: Recipe, targets: list[Target]) -> None:
+    """Write targets.csv and recipe.yaml."""
     write_text(run.recipe_yaml, recipe.to_yaml())
     write_text(run.targets_csv, targets_as_csv(targets))
-    return targets
 
 
 def config_of_known(model: str) -> dict[str, Any] | None:
@@ -104,17 +109,9 @@ def targets_as_csv(targets: list[Target]) -> str:
     """Return one row a source tensor: what becomes of it, why, and its bytes."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    columns = (
-        "tensor",
-        "class",
-        "scheme",
-        "reason_kept",
-        "shape",
-        "modules",
-        "bytes",
-        "bytes_after",
+    writer.writerow(
+        ("tensor", "class", "scheme", "reason_kept", "shape", "modules", "bytes", "bytes_after")
     )
-    writer.writerow(columns)
     for t in targets:
         shape = "x".join(str(n) for n in t.shape)
         row = (t.name, t.module_class, t.scheme or "", t.reason, shape, len(t.modules))
@@ -142,15 +139,9 @@ def plan_table(targets: list[Target], title: str) -> Table:
         numeric = name in ("count", "before", "after")
         table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric)
     for g in group(targets):
-        count = g.modules or g.tensors
-        table.add_row(
-            g.module_class,
-            f"{count:,}",
-            g.scheme or "BF16",
-            size(g.bytes_before),
-            size(g.bytes_after),
-            g.reason,
-        )
+        sizes = size(g.bytes_before), size(g.bytes_after)
+        count = f"{g.modules or g.tensors:,}"
+        table.add_row(g.module_class, count, g.scheme or "BF16", *sizes, g.reason)
     before, after = sum_bytes(targets)
     modules = sum(len(t.modules) for t in targets)
     table.add_section()

@@ -91,12 +91,8 @@ def units_of(targets: Sequence[Target]) -> list[Unit]:
 
 def _input_name(tensor: str) -> str:
     """Return the name of an observed input, which is that of the first Linear that reads it."""
-    name = tensor.removesuffix(".weight")
-    return re.sub(r"(self_attn\.)[kv]_proj$|(mlp\.)up_proj$", _first_reader, name)
-
-
-def _first_reader(match: re.Match[str]) -> str:
-    return f"{match[1]}q_proj" if match[1] else f"{match[2]}gate_proj"
+    name = re.sub(r"self_attn\.[kv]_proj$", "self_attn.q_proj", tensor.removesuffix(".weight"))
+    return re.sub(r"mlp\.up_proj$", "mlp.gate_proj", name)
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class Done:
 
 def round_unit(unit: Unit, weights: Sequence[Tensor], hessians: Hessians) -> Done:
     """Round a unit's weights, one [E, out, in] or [out, in] for each of its targets."""
-    stacked = [_stack(weight) for weight in weights]
+    stacked = [weight if weight.dim() == 3 else weight[None] for weight in weights]
     experts, _, inputs = stacked[0].shape
     step = experts_at_once(experts, sum(weight.shape[1] for weight in stacked), inputs)
     done: list[Rounded] = []
@@ -142,11 +138,6 @@ def experts_at_once(experts: int, out: int, inputs: int) -> int:
     each = 4 * inputs * (2 * inputs + 6.5 * out)
     most = max(1, int((ROUNDING_BYTES - 56 * inputs**2) // each))
     return math.ceil(experts / math.ceil(experts / most))
-
-
-def _stack(weight: Tensor) -> Tensor:
-    """View a dense weight as one expert: [1, out, in]; fused experts stay as they are."""
-    return weight if weight.dim() == 3 else weight[None]
 
 
 def _pieces(unit: Unit, tensors: Mapping[str, Tensor]) -> list[Piece]:
