@@ -35,9 +35,8 @@ from quantize.runs.models import BASELINE, CANDIDATE
 from quantize.runtime.fused.rates import link_rate
 from quantize.runtime.placement import budget_of
 from quantize.stages.memory_needs import HELD_OUT
-from quantize.stages.plan.estimate import Machine, cannot_pass
+from quantize.stages.plan.estimate import Machine, cannot_pass, planned
 from quantize.stages.plan.gpu_support import gpu_of
-from quantize.stages.plan.show import planned
 
 RESULT = "rehearsal.json"
 PROMPTS, CANVASES = 32, 1

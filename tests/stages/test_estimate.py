@@ -27,11 +27,12 @@ from quantize.stages.plan.estimate import (
     calibration_steps,
     convert_seconds,
     evaluation_seconds,
+    planned,
     tokens_by_task,
 )
 from quantize.stages.plan.plan import plans_of, tensors_from_config
 from quantize.stages.plan.serving import serving_table
-from quantize.stages.plan.show import planned, stage_table, task_table
+from quantize.stages.plan.show import stage_table, task_table
 
 GOLDEN = Path(__file__).parents[1] / "data/plans.txt"
 CONFIG = known_config(REAL_MODEL) or {}

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from recovery.sequential import Plan, out_of_reach
 
+from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target, sum_bytes
 from quantize.errors import ResourceError
 from quantize.recipe.sections import Recipe
 from quantize.runtime.memory import Need, fitted
-from quantize.stages.memory_needs import HELD_OUT, REPLAYED
+from quantize.stages.memory_needs import HELD_OUT, REPLAYED, needs
 from quantize.stages.plan.gpu_support import CONTEXT, floor
 
 if TYPE_CHECKING:
@@ -119,22 +120,18 @@ class Row:
     lacks: ResourceError | None = None
 
 
-def rows(
+def planned(
     recipe: Recipe,
     config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
     targets: Sequence[Target],
-    needed: Sequence[Need],
     machine: Machine,
 ) -> list[Row]:
     """Return what each stage of a recipe takes on a machine with a GPU.
 
-    Args:
-        recipe: the recipe.
-        config: config.json of the model.
-        targets: its plan.
-        needed: what the stages ask of a GPU (`memory_needs.needs`).
-        machine: the GPU, and how much of it.
+    `config` and `tensors` are the BF16 model's, `targets` its plan.
     """
+    needed = needs(recipe, config, tensors, targets, hopper=machine.hopper)
     return _Stages(recipe, config, targets, needed, machine).all()
 
 

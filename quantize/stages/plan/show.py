@@ -8,18 +8,17 @@ from rich.console import Console
 from rich.table import Table
 
 from quantize.checkpoints.reader import TensorInfo
-from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
+from quantize.checkpoints.targets import plan_targets, sum_bytes
 from quantize.host.progress import say
 from quantize.host.units import size
 from quantize.recipe.sections import Recipe, beside_a_model, load_recipe, resolved
-from quantize.stages.memory_needs import needs
 from quantize.stages.plan.estimate import (
     Machine,
     Row,
     cannot_pass,
     least_of,
     on_cpu,
-    rows,
+    planned,
     tokens_by_task,
 )
 from quantize.stages.plan.gpu_support import gpu_of, gpu_table, runs
@@ -74,18 +73,6 @@ def show_plan(
         screen.print(recipes_table(config, tensors, machine))
     if gpu_memory is not None and (lacks := next((r.lacks for r in found if r.lacks), None)):
         raise lacks
-
-
-def planned(
-    recipe: Recipe,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
-    targets: Sequence[Target],
-    machine: Machine,
-) -> list[Row]:
-    """Return a row for each stage of a recipe."""
-    needed = needs(recipe, config, tensors, targets, hopper=machine.hopper)
-    return rows(recipe, config, targets, needed, machine)
 
 
 def stage_table(name: str, found: Sequence[Row], machine: Machine) -> Table:
