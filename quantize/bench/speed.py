@@ -122,20 +122,11 @@ def bench(
 ) -> Bench:
     """Measure a checkpoint, or random weights, at every batch size and number of steps.
 
-    Args:
-        checkpoint: a folder, or None with `random`.
-        random: a key of MIXES: random weights of `config` in that mix.
-        config: config.json of the random model.
-        steps: numbers of fixed steps, or "adaptive".
-        batches: canvases denoised together.
-        context: tokens of the prompt.
-        canvases: canvases measured for each row, at least 1.
-        place: the GPU, what of its memory may be used, and how activations are rounded.
-        experts_hit: number of experts that random weights route to; None for all.
-        autoregressive: measure the same weights one token a forward too.
-        hourly_price: price of an hour of the machine, for the cost of a million tokens.
-        stops: JSON list of the numbers of steps that canvases take in adaptive rows, in turns; None for
-            their own.
+    It is the folder `checkpoint`, or random weights of `config` in the mix `random`, a key of MIXES,
+    routed to `experts_hit` experts (None: all). `steps` are numbers of fixed steps or "adaptive":
+    canvases then stop by themselves, or take the steps of the JSON list `stops` in turns. `context` are
+    tokens of the prompt, `canvases` those measured for each row, `hourly_price` is the machine's.
+    `autoregressive` measures the same weights one token a forward too.
 
     Raises:
         ResourceError: there is no GPU, or too little memory on it.

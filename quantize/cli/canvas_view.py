@@ -43,20 +43,10 @@ def watch(
     soft_tokens: int,
     write: Write,
 ) -> None:
-    """Generate the answer to a prompt.
+    """Generate the answer to a prompt; options are those of `quantize generate`.
 
-    Args:
-        checkpoint: folder of a BF16 or quantized checkpoint.
-        prompt: the user's message.
-        thinking: whether the model gets a thinking channel.
-        steps: most denoising steps of a canvas, None for the checkpoint's own.
-        seed: seed of the sampling noise; the same seed gives the same answer.
-        max_new_tokens: budget, rounded up to whole canvases; None for the checkpoint's own.
-        where: where the model runs, and how its activations are rounded.
-        plain: draw nothing while it denoises, write what is finished instead.
-        pictures: files that the prompt shows before its text.
-        soft_tokens: most tokens a picture takes.
-        write: takes the answer, without thoughts and special tokens: in pieces, or whole if drawn.
+    The model of the folder `checkpoint` runs at `where`. `write` takes the answer, without thoughts and
+    special tokens: whole, or in pieces with `plain`, which draws nothing.
 
     Raises:
         InputError: a checkpoint or picture cannot be loaded, or the prompt is too long for the model.

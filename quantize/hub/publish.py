@@ -62,12 +62,8 @@ class Plan:
 def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], bool]) -> int:
     """Check, show, ask and publish, as `quantize push` does; return the exit code.
 
-    Args:
-        run: a finished run.
-        request: repository, target and options of the push.
-        dry_run: stop after showing what can be known without a token or a network, if need be; nothing
-            is written, here or on the Hub.
-        confirm: asks the user whether to go on.
+    `dry_run` stops after showing what can be known, without a token or a network if need be; nothing is
+    written, here or on the Hub. `confirm` asks the user whether to go on.
     """
     if dry_run:
         return show(run, request)
@@ -215,7 +211,11 @@ def _committed(hub: Hub, release: Release, request: Request, plan: Plan) -> tupl
         hub.create()
     revision, number = plan.revision, 0
     if is_request:
-        number = hub.pull_request(*_request_texts(release, request), plan.account or hub.account())
+        title = f"Quantized checkpoint {release.name}"  # a resumed push finds the request by it
+        about = f"{len(release.weights)} files and a model card from run `{release.name}`."
+        if release.override:
+            about += f" The gate was overruled: `{release.override.option}`."
+        number = hub.pull_request(title, about, plan.account or hub.account())
         revision = f"refs/pr/{number}"
     elif revision != MAIN and not (plan.there and revision in plan.there.branches):
         hub.create_branch(revision)
@@ -226,14 +226,6 @@ def _committed(hub: Hub, release: Release, request: Request, plan: Plan) -> tupl
     if is_request:
         hub.open_draft(number)
     return revision, commit
-
-
-def _request_texts(release: Release, request: Request) -> tuple[str, str]:
-    """Return title and description; a resumed push finds the request by the run in its title."""
-    description = f"{len(release.weights)} files and a model card from run `{release.name}`."
-    if release.override:
-        description += f" The gate was overruled: `{release.override.option}`."
-    return f"Quantized checkpoint {release.name}", description
 
 
 def _upload(hub: Hub, release: Release, revision: str, parent: str) -> str:

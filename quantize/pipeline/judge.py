@@ -53,17 +53,9 @@ def judging(
 ) -> Generator[Run]:
     """Open the judgement of a checkpoint as a run, which `advance` judges; hold it for the block.
 
-    Args:
-        name: folder or Hub id of the quantized checkpoint.
-        against: folder or Hub id of the BF16 model, None for the bundled one.
-        recipe_name: recipe whose tasks and gate are used.
-        out: folder that holds runs.
-        resume: whether to go on with a judgement that was begun.
-        tasks: those to score, none for the recipe's.
-        limit: problems a task, None for the recipe's.
-        fine_tuned: whether weights differ from the BF16 model's on purpose; the report says so.
-        gpu_memory: bytes of a GPU that may be used, None for what is free.
-        options: those of `evaluate_more`.
+    `name` and `against` are folders or Hub ids of the quantized checkpoint and of the BF16 model, None
+    for the bundled one. `tasks`, `limit`, `gpu_memory` and `options` are those of `started`. With
+    `fine_tuned` weights differ from BF16's on purpose, and the report says so.
 
     Raises:
         InputError: a checkpoint is of the wrong kind, or the judgement exists and `resume` is off.

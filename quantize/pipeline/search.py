@@ -100,17 +100,10 @@ def search(
 ) -> Path:
     """Search, measure the choice, write its recipe and the frontier; return the recipe's path.
 
-    Args:
-        recipe_name: recipe that gives calibration, `ignore`, activations and everything that is not
-            searched.
-        model: folder or Hub id of the BF16 model, None for the bundled one.
-        out: folder for the search's own folder, `search-RECIPE-HASH`.
-        nbytes: the most bytes that the checkpoint may have; or
-        kl: the largest predicted KL in nats.
-        schemes: schemes that a group may have beside BF16.
-        revision: of a Hub model.
-        gpu: the GPU whose milliseconds are estimated, None for the one that is here.
-        gpu_memory: bytes of a GPU that may be used, None for what is free.
+    `recipe_name` gives calibration, `ignore`, activations and everything that is not searched; `out`
+    gets the search's own folder, `search-RECIPE-HASH`. The checkpoint may have `nbytes`, or the
+    predicted KL be `kl` nats, at most. `schemes` are those of a group beside BF16; milliseconds are
+    estimated for `gpu`, None for the one that is here. `gpu_memory` is in bytes, None for what is free.
 
     Raises:
         InputError: not one of `nbytes` and `kl` is given, a scheme is unknown, no choice reaches the

@@ -30,11 +30,7 @@ def measure_speeds(
 ) -> None:
     """Write evaluation/speeds.json: tokens/s of BF16, the candidate and its operating points.
 
-    Args:
-        run: folder of a run whose points have been scored.
-        source: folder of the BF16 checkpoint.
-        points: the operating points.
-        place: the GPU, and what of it may be used.
+    The points have been scored; `source` is the folder of the BF16 checkpoint.
     """
     served: dict[tuple[Path, ActivationMode | None], list[str]] = {(source, None): [BASELINE]}
     served[run.checkpoint, None] = [CANDIDATE]

@@ -138,9 +138,7 @@ def questions_and_canvases(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return what report.json holds under `questions` and `canvases`.
 
-    Args:
-        run: run whose evaluation wrote questions and canvases.
-        scorings: task -> the scorings of baseline and candidate.
+    `scorings` are of baseline and candidate, by task.
     """
     vocabulary: dict[str, str] = {}
     problems: list[dict[str, Any]] = []

@@ -25,12 +25,7 @@ def pair(
 ) -> tuple[dict[str, Any], Comparison | None]:
     """Compare two scorings (`recovery.pairing.paired`) as an entry of report.json and for the gate.
 
-    Args:
-        base: scoring that `bf16_counts` describes.
-        other: scoring that `quantized_counts` describes.
-        estimand: what the difference is judged on.
-        margin_pp: allowed loss in percentage points.
-        terms: further terms of `paired`.
+    `base` becomes `bf16_counts`, `other` `quantized_counts`; `terms` are further ones of `paired`.
     """
     found = paired(base, other, estimand=estimand, margin_pp=margin_pp, **terms)
     base, other, _ = in_common(base, other)

@@ -47,12 +47,7 @@ INPUT_SCALE = "input_global_scale"
 
 
 def calibrate(
-    source: Path,
-    recipe: Recipe,
-    out: Path,
-    place: Placement = CPU,
-    *,
-    scratch: Path | None = None,
+    source: Path, recipe: Recipe, out: Path, place: Placement = CPU, *, scratch: Path | None = None
 ) -> None:
     """Run the denoising loop on the recipe's prompts; write scales, coverage and trajectories.
 

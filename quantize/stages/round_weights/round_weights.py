@@ -185,7 +185,7 @@ def round_weights(
     Args:
         source: the BF16 checkpoint.
         targets: its plan.
-        recipe: recipe whose `calibration` section names the prompts.
+        recipe: its `calibration` section names the prompts.
         out: folder for layer-NN.safetensors and rounding.json; it appears when it is complete.
         place: where the layers, the Hessians and the rounding run.
         scratch: folder of the recording that calibrate left; None for one beside `out`.
@@ -200,7 +200,9 @@ def round_weights(
     units, scratch = units_of(targets), scratch or out.with_name(SCRATCH)
     denoising = Denoising(source.folder, recipe.calibration, place)
     with folder_when_complete(out, keep_partial=True) as folder:
-        _start(folder, _identity(units, denoising))
+        schemes = [(unit.reads, unit.scheme.name) for unit in units]
+        facts = [denoising.identity, schemes, DAMPING, E2M1_GROUPS.neighbours, SWEEPS]
+        _start(folder, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
         left = [unit for unit in units if not (folder / _file(unit.layer)).exists()]
         if left:
             recording = denoising.recording(scratch)
@@ -239,11 +241,7 @@ def round_layers(
 ) -> None:
     """Round layer after layer, while the next one's weights are read and the last one's file written.
 
-    Args:
-        folder: gets a file a layer.
-        units: those of some layers.
-        source: the BF16 checkpoint.
-        hessians: of each of these layers, in order.
+    `folder` gets a file a layer; `hessians` are of each layer that `units` are of, in order.
 
     Raises:
         QuantizeError: an input saw no token, or one that was not finite.
@@ -281,13 +279,6 @@ def write_layer(folder: Path, units: Sequence[Unit], done: Sequence[Done]) -> No
     write_pieces(temporary, pieces)
     sync_file(temporary)
     temporary.replace(folder / name)
-
-
-def _identity(units: Sequence[Unit], denoising: Denoising) -> str:
-    """Return a digest of everything that the rounded weights depend on."""
-    schemes = [(unit.reads, unit.scheme.name) for unit in units]
-    facts = [denoising.identity, schemes, DAMPING, E2M1_GROUPS.neighbours, SWEEPS]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _start(folder: Path, identity: str) -> None:
