@@ -32,12 +32,8 @@ def run(
     out: str | Path = "outputs",
     *,
     resume: bool = False,
-    tasks: Sequence[str] = (),
-    limit: int | None = None,
     until: str = STAGES[-1].name,
-    revision: str | None = None,
-    gpu_memory: float | None = None,
-    **scoring: Any,
+    **options: Any,
 ) -> Run:
     """Run every stage of a recipe on a model, as `quantize run` does, and return the run.
 
@@ -46,23 +42,17 @@ def run(
         model: a checkpoint folder or a Hub id; None for the bundled model.
         out: the folder that holds the runs.
         resume: whether a run that exists is continued, or returned when it is complete.
-        tasks: score these alone, none for the recipe's.
-        limit: score only so many problems a task.
         until: the last stage.
-        revision: of a Hub model: a branch, tag or commit.
-        gpu_memory: bytes of a GPU that may be used, None for all that are free.
-        scoring: options of `quantize.pipeline.stages.evaluate_more`: noise_floor, batch_size,
-            data_dir, server and so on.
+        options: `tasks`, those to score, `limit`, problems of each, `revision` of a Hub model,
+            `gpu_memory`, bytes that may be used, and those of
+            `quantize.pipeline.stages.evaluate_more`: noise_floor, batch_size, data_dir and so on.
 
     Raises:
         GateError: verification, fidelity or the gate failed. `report(run.folder.path)` says why.
         InputError: recipe or model are wrong, or the run exists and `resume` is off.
         ResourceError: the machine lacks something.
     """
-    with started(
-        recipe, model, Path(out), resume=resume, revision=revision, tasks=tasks,
-        limit=limit, gpu_memory=gpu_memory, **scoring,
-    ) as found:  # fmt: skip
+    with started(recipe, model, Path(out), resume=resume, **options) as found:
         advance(found, until)
     return found
 

@@ -186,7 +186,11 @@ class Hub:
         Raises:
             ResourceError: `revision` no longer points to `parent`, or the Hub cannot be reached.
         """
-        additions = [_addition(file) for file in files]
+        additions: list[CommitOperationAdd] = []
+        for file in files:
+            addition = CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=file.content)
+            addition.upload_info.sha256 = bytes.fromhex(file.sha256)  # saves reading it once more
+            additions.append(addition)
         # Files go one by one: a shard is large, and the bar counts files.
         for addition in track(additions, "upload", unit="files"):
             with explained(f"{self.repo}: cannot upload {addition.path_in_repo}"):
@@ -238,9 +242,3 @@ class Hub:
     def _call(self, doing: str, call: Callable[..., T], *words: Any, **named: Any) -> T:
         """Ask the API something of this repository, which is the call's first argument."""
         return patiently(f"{self.repo}: cannot {doing}", partial(call, self.repo, *words, **named))
-
-
-def _addition(file: File) -> CommitOperationAdd:
-    addition = CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=file.content)
-    addition.upload_info.sha256 = bytes.fromhex(file.sha256)  # saves reading the file once more
-    return addition

@@ -54,23 +54,19 @@ class Tried:
     exit_code: int = 0
 
 
-def rehearse(
-    recipe_name: str, model: str | None, out: Path, *, data_dir: Path | None = None, **settings: Any
-) -> int:
+def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) -> int:
     """Rehearse a run; return 0, or the exit code of the first finding. It goes on where it stopped.
 
-    `data_dir` is the folder with the tasks' local files, `settings` are revision and gpu_memory of
-    `started`, which raises what is wrong.
+    `settings` are revision, gpu_memory and data_dir of `started`, which raises what is wrong.
     """
     whole = resolved(recipe_name, bundled=model is None)
-    settings |= {"resume": True, "data_dir": data_dir, "go_on": True}
-    with started(small(whole), model, out, **settings) as run:
+    with started(small(whole), model, out, resume=True, go_on=True, **settings) as run:
         tried: list[Tried] = []
-        for name, check in _checks(run, whole, data_dir).items():
+        for name, check in _checks(run, whole).items():
             say(f"rehearse: {name}")
             tried.append(_tried(run, name, check))
         tried += [_staged(run, stage) for stage in STAGES if stage.is_needed(run.recipe)]
-        found = projection(run, whole, data_dir) | by_rates(run, whole)
+        found = projection(run, whole) | by_rates(run, whole)
         content = {
             **_about(run, whole),
             "tried": [asdict(each) for each in tried],
@@ -96,7 +92,7 @@ def small(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changed | {"name": f"{recipe.name}_rehearsal"})
 
 
-def _checks(run: Run, whole: Recipe, data_dir: Path | None) -> Mapping[str, Check]:
+def _checks(run: Run, whole: Recipe) -> Mapping[str, Check]:
     """Return what is looked at before the first stage, each as the whole run needs it."""
 
     def weights() -> str:
@@ -130,7 +126,7 @@ def _checks(run: Run, whole: Recipe, data_dir: Path | None) -> Mapping[str, Chec
         return f"{len(found)} prompts of {min(map(len, (p.ids for p in found)))} tokens or more"
 
     def tasks() -> str:
-        found = _tasks(whole, data_dir)
+        found = _tasks(run, whole)
         return ", ".join(f"{name} {samples:,} answers" for name, samples in found.items())
 
     return {
@@ -139,11 +135,11 @@ def _checks(run: Run, whole: Recipe, data_dir: Path | None) -> Mapping[str, Chec
     }  # fmt: skip
 
 
-def _tasks(recipe: Recipe, data_dir: Path | None) -> dict[str, int]:
+def _tasks(run: Run, recipe: Recipe) -> dict[str, int]:
     """Return task -> answers on a side."""
     from quantize.stages.evaluate.tasks import open_tasks
 
-    found = open_tasks(recipe.evaluation, recipe.gate, data_dir)
+    found = open_tasks(recipe.evaluation, recipe.gate, run.options.get("data_dir"))
     return {task.name: task.samples for task in found}
 
 
@@ -195,7 +191,7 @@ def _measured(run: Run, stage: Stage) -> str:
     return ", ".join(parts)
 
 
-def projection(run: Run, whole: Recipe, data_dir: Path | None) -> dict[str, Any]:
+def projection(run: Run, whole: Recipe) -> dict[str, Any]:
     """Return seconds of every stage of the whole run, and its disk; None where nothing was measured.
 
     Calibration and replay grow with prompts and canvases, evaluation with answers, each of as many
@@ -211,7 +207,7 @@ def projection(run: Run, whole: Recipe, data_dir: Path | None) -> dict[str, Any]
             seconds[stage.name] = measured and measured * grows.get(stage.name, 1.0)
         elif stage.is_needed(whole):
             rates = stages.get("evaluate", {}).get("rates", {})
-            seconds[stage.name] = _evaluation_seconds(run, whole, data_dir, rates)
+            seconds[stage.name] = _evaluation_seconds(run, whole, rates)
     return {
         "seconds": seconds,
         "disk_bytes": run.source.nbytes + sum_bytes(run.targets)[1],
@@ -250,15 +246,13 @@ def _growth(here: Recipe, whole: Recipe) -> dict[str, float]:
     }
 
 
-def _evaluation_seconds(
-    run: Run, whole: Recipe, data_dir: Path | None, rates: Mapping[str, Any]
-) -> float | None:
+def _evaluation_seconds(run: Run, whole: Recipe, rates: Mapping[str, Any]) -> float | None:
     """Return the seconds of all answers on both sides, None where a side was not measured."""
     from quantize.reports.scores import read_scoring
 
     seconds = 0.0
     try:
-        samples = _tasks(whole, data_dir)
+        samples = _tasks(run, whole)
         for name in (BASELINE, CANDIDATE):
             for task, count in samples.items():
                 rows = read_scoring(run.folder.evaluation / name, task).rows

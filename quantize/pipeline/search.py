@@ -109,9 +109,12 @@ def search(
         InputError: not one of `nbytes` and `kl` is given, a scheme is unknown, no choice reaches the
             bound, or the recipe has no calibration though a scheme needs it.
     """
-    _check(nbytes, kl, schemes)
-    source = bf16_model(model, revision)
+    if (nbytes is None) == (kl is None):
+        raise InputError("name one bound: --bytes N, or --kl X")
+    if unknown := next((name for name in schemes if name not in SCHEMES), None):
+        raise InputError(f"no scheme named {unknown!r}; there are: {', '.join(SCHEMES)}")
     recipe = resolved(recipe_name, bundled=model is None)
+    source = bf16_model(model, revision)
     folder = RunDir(out / f"search-{recipe.name}-{recipe.digest(fingerprint(source))}")
     with working_in(folder):
         searched = _Search(source, recipe, folder.path, schemes, Placement.here(gpu_memory))
@@ -121,14 +124,6 @@ def search(
         pairs = zip(searched.options.items(), picked, strict=True)
         chosen = {group: options[at] for (group, options), at in pairs}
         return _write(searched, load_recipe(recipe_name), chosen, sack, gpu_of(gpu))
-
-
-def _check(nbytes: float | None, kl: float | None, schemes: Sequence[str]) -> None:
-    if (nbytes is None) == (kl is None):
-        raise InputError("name one bound: --bytes N, or --kl X")
-    for name in schemes:
-        if name not in SCHEMES:
-            raise InputError(f"no scheme named {name!r}; there are: {', '.join(SCHEMES)}")
 
 
 class _Search:

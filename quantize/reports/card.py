@@ -95,6 +95,8 @@ def card(
     report, manifest = read_json(run.report_json), read_json(run.manifest_json)
     config = read_json(run.checkpoint / "config.json")
     canvas = int(config["canvas_length"])
+    uses_gptq = recipe.quantization.rounding == "gptq"
+    calibrated = ["input scales"] * recipe.needs_calibration + ["GPTQ's Hessians"] * uses_gptq
     scores = score_table(report["tasks"], recipe.gate.estimand, card=True)
     return _template().render(
         front_matter=front_matter(run, recipe, manifest, base),
@@ -109,7 +111,7 @@ def card(
         looks=[*looks_lines(report), *baseline_lines(report)],
         chosen_point=chosen_point({"operating_points": [], "speeds": None, **report}),
         recipe=recipe,
-        calibrated=_calibrated(recipe),
+        calibrated=calibrated if recipe.calibration else [],
         pictures=_pictures(run, recipe),
         schemes=list(recipe.quantization.targets_by_scheme()),
         recipe_yaml=recipe.to_yaml().strip(),
@@ -213,14 +215,6 @@ def source_card(folder: Path) -> dict[str, Any]:
     parts = path.read_text("utf-8").split("---\n", 2)
     head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
     return head if isinstance(head, dict) else {}
-
-
-def _calibrated(recipe: Recipe) -> list[str]:
-    """Return what of a checkpoint rests on the recipe's prompts."""
-    if recipe.calibration is None:
-        return []
-    scales = ["input scales"] if recipe.needs_calibration else []
-    return [*scales, *(["GPTQ's Hessians"] if recipe.quantization.rounding == "gptq" else [])]
 
 
 def _pictures(run: RunDir, recipe: Recipe) -> str:

@@ -11,7 +11,7 @@ Hub datasets are read from their first row on.
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def load_prompts(checkpoint: Path, calibration: Calibration, count: int) -> list
     tokenizer = load_tokenizer(checkpoint)
     chats = [read_chats(name, calibration.seed) for name in calibration.datasets]
     prompts: list[Prompt] = []
-    for messages in _take_turns(chats):
+    for messages in (each for turn in zip_longest(*chats) for each in turn if each is not None):
         share, index = calibration.thinking, len(prompts)
         thinking = int((index + 1) * share) > int(
             index * share
@@ -63,18 +63,6 @@ def _pictures(messages: list[Message]) -> list[Path]:
     contents = (message["content"] for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [Path(part["path"]) for part in parts if part["type"] == "image"]
-
-
-def _take_turns(sources: list[Iterator[list[Message]]]) -> Iterator[list[Message]]:
-    """Yield one item of each source in turn until all are empty."""
-    live = list(sources)
-    while live:
-        for source in list(live):
-            item = next(source, None)
-            if item is None:
-                live.remove(source)
-            else:
-                yield item
 
 
 def read_chats(name: str, seed: int) -> Iterator[list[Message]]:

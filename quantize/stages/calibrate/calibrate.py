@@ -85,7 +85,9 @@ def calibrate(
         return
     with folder_when_complete(out) as folder:
         save_file({f"{m}.{INPUT_SCALE}": s for m, s in scales.items()}, folder / SCALES)
-        write_json(folder / "coverage.json", coverage.summary(settings, fallbacks))
+        least = {"min_tokens_per_expert": settings.min_tokens_per_expert}
+        covered = {"fallbacks": fallbacks, "tokens_per_expert": coverage.tokens}
+        write_json(folder / "coverage.json", least | covered)
         write_json(folder / "statistics.json", statistics.summary())
         save_trajectories(folder, trajectories, denoising.sampler)
 

@@ -12,7 +12,6 @@ from torch.linalg import vector_norm
 
 from quantize.host.processes import Processes
 from quantize.host.units import digits
-from quantize.recipe.sections import Calibration
 from quantize.runtime.batch import StepRecord
 
 # One Linear of each group that reads the same input: end of its name -> name of the input.
@@ -58,14 +57,6 @@ class Coverage:
         for counts in processes.others({name: found.cpu() for name, found in self._counts.items()}):
             for layer, found in counts.items():
                 self._add(layer, found)
-
-    def summary(self, settings: Calibration, fallbacks: list[str]) -> dict[str, Any]:
-        """Return what coverage.json holds."""
-        return {
-            "min_tokens_per_expert": settings.min_tokens_per_expert,
-            "fallbacks": fallbacks,
-            "tokens_per_expert": self.tokens,
-        }
 
 
 class StepStatistics:

@@ -304,12 +304,10 @@ def on_cpu(targets: Sequence[Target]) -> str:
     )
 
 
-def calibration_steps(recipe: Recipe, steps: int = STEPS) -> int:
+def calibration_steps(recipe: Recipe) -> int:
     """Return the most denoising steps a calibration makes: prompts x canvases x steps."""
     settings = recipe.calibration
-    if settings is None:
-        return 0
-    return settings.prompts * settings.canvases * steps
+    return settings.prompts * settings.canvases * STEPS if settings else 0
 
 
 def tokens_by_task(recipe: Recipe) -> dict[str, int]:

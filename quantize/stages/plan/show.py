@@ -170,9 +170,8 @@ def recipes_table(
 def _made(found: Sequence[Row]) -> str:
     """Return how long the stages that make a checkpoint take, or why they cannot."""
     making = [row for row in found if row.stage in MADE_BY]
-    if lacking := next((row for row in making if row.lacks), None):
-        assert lacking.lacks is not None
-        return f"{lacking.stage} needs {least_of(lacking.lacks)}"
+    if lacking := [f"{row.stage} needs {least_of(row.lacks)}" for row in making if row.lacks]:
+        return lacking[0]
     if any(row.seconds is None for row in making):
         return "?"
     return rounded(sum(row.seconds[1] for row in making if row.seconds))
