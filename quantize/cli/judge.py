@@ -129,7 +129,7 @@ def nemo() -> None:
 
 
 @nemo.command("export")
-@RUN_FOLDER
+@with_options("run")
 @BUNDLES
 def nemo_export(run: Path, folder: Path) -> None:
     """Write the scores of a run to FOLDER/bf16 and FOLDER/quantized, without any text."""
