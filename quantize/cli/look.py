@@ -46,9 +46,8 @@ def tasks(recipe: str | None, rate: float | None) -> None:
     from quantize.stages.plan.estimate import EVALUATED_TOKENS_A_SECOND
 
     loaded = load_recipe(recipe) if recipe else None
-    parts = (
-        [part for part in (loaded.bundled.evaluation, loaded.evaluation) if part] if loaded else []
-    )
+    sections = (loaded.bundled.evaluation, loaded.evaluation) if loaded else ()
+    parts = [part for part in sections if part]
     found: dict[str, tuple[Mapping[str, Any], str]] = {
         name: (own.definition(), str(own.data or own.lm_eval))
         for part in parts

@@ -127,9 +127,8 @@ def _make(path: Path) -> None:
             f"--out"
         ) from error
     except OSError as error:
-        raise ResourceError(
-            f"{path}: cannot be made ({error.strerror}); name another --out"
-        ) from error
+        said = f"{path}: cannot be made ({error.strerror}); name another --out"
+        raise ResourceError(said) from error
 
 
 @contextmanager

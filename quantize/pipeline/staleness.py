@@ -35,9 +35,8 @@ def why_stale(folder: RunDir, stage: Stage) -> str | None:
     if record["result"] != result:
         return f"{' or '.join(stage.files or (stage.result,))} changed after it was made"
     inputs = input_digests(folder, stage)
-    changed = sorted(
-        k for k in record["inputs"] | inputs if record["inputs"].get(k) != inputs.get(k)
-    )
+    before = record["inputs"]
+    changed = sorted(name for name in before | inputs if before.get(name) != inputs.get(name))
     return f"{changed[0]} changed since" if changed else None
 
 
@@ -83,14 +82,10 @@ def result_digest(folder: RunDir, stage: Stage) -> str | None:
 def _files(folder: RunDir, stage: Stage) -> Iterable[Path]:
     for name in stage.files or (stage.result,):
         path = folder.path / name
-        found = path.rglob("*") if path.is_dir() else [path]
-        yield from (
-            file
-            for file in found
-            if file.is_file()
-            and UNFINISHED not in file.name
-            and not (path.is_dir() and is_card(file.relative_to(path).as_posix()))
-        )
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            is_whole = file.is_file() and UNFINISHED not in file.name
+            if is_whole and not (file != path and is_card(file.relative_to(path).as_posix())):
+                yield file
 
 
 def forget(folder: RunDir, stage: Stage) -> None:

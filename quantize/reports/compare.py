@@ -49,10 +49,12 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
     Raises:
         InputError: a run has no finished scores.
     """
-    tasks_of = [_tasks(run) for run in (a, b)]
+    tasks_of, figures = [_tasks(run) for run in (a, b)], [_figures(run) for run in (a, b)]
+    names = figures[0] | figures[1]
+    facts = {name: (figures[0].get(name), figures[1].get(name)) for name in names}
     if tasks_of[0] != tasks_of[1]:
         lists = " and ".join(", ".join(tasks) for tasks in tasks_of)
-        return RunComparison({}, {}, _facts(a, b), f"tasks differ: {lists}")
+        return RunComparison({}, {}, facts, f"tasks differ: {lists}")
     entries: dict[str, dict[str, Any]] = {}
     questions: dict[str, list[dict[str, Any]]] = {}
     for task in tasks_of[0]:
@@ -63,7 +65,7 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
         )  # fmt: skip
         questions[task] = [] if entries[task]["not_comparable"] else differing(ours, theirs)
     reasons = (f"{t}: {e['not_comparable']}" for t, e in entries.items() if e["not_comparable"])
-    return RunComparison(entries, questions, _facts(a, b), next(reasons, None))
+    return RunComparison(entries, questions, facts, next(reasons, None))
 
 
 def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:
@@ -112,11 +114,6 @@ def _tasks(run: RunDir) -> list[str]:
     if not done.exists():
         raise InputError(f"{done}: missing; run `quantize evaluate {run.path}` first")
     return sorted(read_json(done, "tasks")["tasks"])
-
-
-def _facts(a: RunDir, b: RunDir) -> dict[str, tuple[float | None, float | None]]:
-    ours, theirs = _figures(a), _figures(b)
-    return {name: (ours.get(name), theirs.get(name)) for name in ours | theirs}
 
 
 def _figures(run: RunDir) -> dict[str, float]:

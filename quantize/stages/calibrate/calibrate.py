@@ -177,13 +177,12 @@ def check_scales(scales: Mapping[str, Tensor]) -> None:
                 f"{module}: calibrated input_global_scale is {scale.tolist()}; no token reached it, or "
                 f"its input was not finite"
             )
-        for first, others in (("gate_proj", ("up_proj",)), ("q_proj", ("k_proj", "v_proj"))):
-            if not module.endswith(first):
-                continue
-            for other in others:
-                twin = scales.get(module.removesuffix(first) + other, scale)
-                if not torch.equal(twin, scale):
-                    raise QuantizeError(
-                        f"{module} and its {other} read the same input and have the scales "
-                        f"{scale.item()} and {twin.item()}"
-                    )
+    for first, other in (("gate_proj", "up_proj"), ("q_proj", "k_proj"), ("q_proj", "v_proj")):
+        for module in (module for module in scales if module.endswith(first)):
+            scale = scales[module]
+            twin = scales.get(module.removesuffix(first) + other, scale)
+            if not torch.equal(twin, scale):
+                raise QuantizeError(
+                    f"{module} and its {other} read the same input and have the scales "
+                    f"{scale.item()} and {twin.item()}"
+                )

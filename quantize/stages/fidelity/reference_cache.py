@@ -9,23 +9,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quantize.runtime.engine import Decoded, Passes
 from quantize.runtime.images import Images
-
-
-class Replayed(Protocol):
-    """What a replay asks of a model: an engine, or `Remembered` in its place."""
-
-    def passes(
-        self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
-    ) -> Passes:
-        """Encode `prompts` as a batch whose passes the caller orders."""
-        ...
 
 
 @dataclass

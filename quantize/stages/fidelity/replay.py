@@ -16,10 +16,10 @@ from torch import Tensor
 
 from quantize.host.processes import ALONE, Processes
 from quantize.host.progress import Meter, metered
-from quantize.runtime.engine import Decoded, joined
+from quantize.runtime.engine import BatchEngine, Decoded, joined
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Trajectory
-from quantize.stages.fidelity.reference_cache import Noted, Remembered, Replayed
+from quantize.stages.fidelity.reference_cache import Noted, Remembered
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class StepDistance:
 class Compared:
     """A model to compare; with `own_conditioning` it reads its own logits of the step before."""
 
-    engine: Replayed
+    engine: BatchEngine
     own_conditioning: bool = False
 
 
 def replay(
-    reference: Replayed,
+    reference: BatchEngine | Remembered,
     compared: Sequence[Compared],
     trajectories: Sequence[Trajectory],
     sampler: Sampler,
@@ -94,7 +94,7 @@ def replay(
 
 
 def remember(
-    reference: Replayed,
+    reference: BatchEngine | Remembered,
     trajectories: Sequence[Trajectory],
     sampler: Sampler,
     *,
@@ -131,7 +131,7 @@ class _Batch:
 
     def __init__(
         self,
-        reference: Replayed,
+        reference: BatchEngine | Remembered,
         compared: Sequence[Compared],
         trajectories: dict[int, Trajectory],
         meter: Meter | None = None,

@@ -111,9 +111,8 @@ def gpu_table(
 
     units = gpu.fp4 and mode == "per_layer"
     memory = f", {gpu.memory / 1e9:.0f} GB" if gpu.memory else ""
-    table = Table(title=f"{gpu.name} ({gpu.target}{memory})", title_justify="left")
-    for column in ("part", "scheme", "kernels", ""):
-        table.add_column(column)
+    title = f"{gpu.name} ({gpu.target}{memory})"
+    table = Table("part", "scheme", "kernels", "", title=title, title_justify="left")
     for kind, scheme in kernel_schemes(targets, units=units).items():
         found = verdict(scheme, gpu)
         table.add_row(kind, found.scheme, found.kernels or "cannot run", found.note)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from quantize.checkpoints.layout import bf16_layout
 from quantize.checkpoints.reader import (
@@ -134,10 +134,9 @@ def group(targets: Iterable[Target]) -> list[Group]:
 
 def plan_table(targets: list[Target], title: str) -> Table:
     """Return the plan as a table for the terminal."""
-    table = Table(title=title, title_justify="left")
-    for name in ("modules", "count", "becomes", "before", "after", "kept because"):
-        numeric = name in ("count", "before", "after")
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric)
+    count, *sizes = (Column(n, justify="right", no_wrap=True) for n in ("count", "before", "after"))
+    heads = ("modules", count, "becomes", *sizes, "kept because")
+    table = Table(*heads, title=title, title_justify="left")
     for g in group(targets):
         sizes = size(g.bytes_before), size(g.bytes_after)
         count = f"{g.modules or g.tensors:,}"

@@ -216,9 +216,9 @@ def round_weights(
 
 def _hessians(layers: LayerByLayer, units: Sequence[Unit]) -> Iterator[Hessians]:
     """Yield the Hessians of each layer that has units, from the first such layer on."""
-    names = {
-        layer: [u.reads for u in units if u.layer == layer] for layer in {u.layer for u in units}
-    }
+    names: dict[int, list[str]] = {}
+    for unit in units:
+        names.setdefault(unit.layer, []).append(unit.reads)
     found: dict[int, Hessians] = {}
 
     def observers(layer: int) -> list[Observer]:
