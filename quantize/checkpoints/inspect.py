@@ -173,7 +173,8 @@ def _problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
     quantized = [module for module in modules if module.quantized]
     wrong = [m.name for m in quantized if m.kind not in QUANTIZABLE]
     yield from _summed(wrong, "quantized, but servers read it in BF16")
-    yield from _summed(_collisions(checkpoint), "has two tensors once servers merge both trees")
+    twice = [name for name, count in owners(checkpoint).items() if count > 1]
+    yield from _summed(twice, "has two tensors once servers merge both trees")
     half = [m.name for m in quantized if m.scheme == "incomplete"]
     yield from _summed(half, "lacks tensors of its scheme, or has some of two")
     yield from _expert_problems(checkpoint, modules)
@@ -181,9 +182,13 @@ def _problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
     if stated != bool(quantized):
         yield f"config.json says {'quantized' if stated else 'nothing'}, {len(quantized)} modules are"
     yield from _scale_problems(checkpoint)
-    yield from _refusals(partial(check_total_size, checkpoint))
-    yield from _refusals(partial(check_tokenizer, checkpoint.folder))
-    yield from _layout_problems(checkpoint)
+    looks: list[Callable[[], object]] = [
+        partial(check_total_size, checkpoint), partial(check_tokenizer, checkpoint.folder)
+    ]  # fmt: skip
+    config = checkpoint.config.get("quantization_config") or {}
+    if not config or config.get("quant_method") in ("compressed-tensors", "modelopt"):
+        looks.append(partial(check_layout, checkpoint))
+    yield from filter(None, map(refusal, looks))
 
 
 def _summed(names: list[str], what: str) -> Iterator[str]:
@@ -192,14 +197,13 @@ def _summed(names: list[str], what: str) -> Iterator[str]:
         yield f"{names[0]}: {what}{more}"
 
 
-def _collisions(checkpoint: Checkpoint) -> list[str]:
-    """Return names that two tensors share once both trees' prefixes are shortened to `model.`."""
-    merged = Counter(
+def owners(checkpoint: Checkpoint) -> Counter[str]:
+    """Count the tensors of each name, once both trees' prefixes are shortened to `model.`."""
+    return Counter(
         re.sub(r"^model\.(decoder|encoder\.language_model)\.", "model.", name)
         for name in checkpoint.tensors
         if not name.endswith("layer_scalar")
     )
-    return [name for name, count in merged.items() if count > 1]
 
 
 def _expert_problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
@@ -218,19 +222,13 @@ def _expert_problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[
             yield f"{layer}: several schemes in one layer ({', '.join(sorted(schemes))})"
 
 
-def _layout_problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the first difference from what config.json calls for, where we know the format."""
-    stated = checkpoint.config.get("quantization_config") or {}
-    if stated and stated.get("quant_method") not in ("compressed-tensors", "modelopt"):
-        return
-    yield from _refusals(partial(check_layout, checkpoint))
-
-
-def _refusals(check: Callable[[], object]) -> Iterator[str]:
+def refusal(look: Callable[[], object]) -> str:
+    """Return what a check raises as InputError, "" where it raises nothing."""
     try:
-        check()
+        look()
     except InputError as error:
-        yield str(error)
+        return str(error)
+    return ""
 
 
 def _scale_problems(checkpoint: Checkpoint) -> Iterator[str]:

@@ -11,13 +11,13 @@ compare against this.
 import json
 import math
 import textwrap
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from quantize.checkpoints.architecture import spelled_out
 from quantize.checkpoints.modelopt import ModelOptSchemes
 from quantize.checkpoints.reader import FIX, Checkpoint, TensorSpec, check_total_size
-from quantize.checkpoints.targets import DROPPED, linear_modules, linear_shape, named_by
+from quantize.checkpoints.targets import DROPPED, linear_modules, linear_shape, named_by, specs
 from quantize.errors import InputError
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import SUFFIXES, OnDisk, Scheme, refusal, scheme_of_group
@@ -105,7 +105,8 @@ def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
         out, inputs = linear_shape(spec.shape, modules)
         for module, scheme in by_module.items():
             if scheme is not None:
-                layout |= schemes.tensors(module, scheme, out, inputs)
+                tensors = specs(schemes.on_disk(scheme), out, inputs)
+                layout |= {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
     if all(name in plain for name in layout):
         raise InputError("quantization_config: it matches no Linear of this model")
     return layout
@@ -152,20 +153,6 @@ def module_tensors(checkpoint: Checkpoint, module: str) -> list[str]:
     """Return the names of a quantized Linear's tensors, once `check_layout` found them all there."""
     names = (f"{module}.{suffix}" for suffix in SUFFIXES)
     return [name for name in names if name in checkpoint.tensors]
-
-
-def scheme_tensors(
-    module: str, scheme: Scheme, out_features: int, in_features: int
-) -> dict[str, TensorSpec]:
-    """Return the tensors that a quantized Linear [out, in] becomes on disk, in writing order."""
-    specs = _specs(scheme.compressed, out_features, in_features)
-    return {f"{module}.{suffix}": spec for suffix, spec in specs}
-
-
-@cache
-def _specs(layout: OnDisk, out: int, inputs: int) -> tuple[tuple[str, TensorSpec], ...]:
-    """Return a Linear's tensors by suffix; thousands of experts share them."""
-    return tuple((name, TensorSpec(*spec)) for name, spec in layout.tensors(out, inputs).items())
 
 
 def parameters(config: dict[str, Any]) -> int:
@@ -232,9 +219,9 @@ class ConfigSchemes:
         """The schemes that modules can have."""
         return {scheme for _, scheme in self.groups.values()}
 
-    def tensors(self, module: str, scheme: Scheme, out: int, inputs: int) -> dict[str, TensorSpec]:
-        """Return the tensors that a quantized Linear [out, inputs] has on disk."""
-        return scheme_tensors(module, scheme, out, inputs)
+    def on_disk(self, scheme: Scheme) -> OnDisk:
+        """Return how a scheme is written here."""
+        return scheme.compressed
 
     def of(self, module: str) -> Scheme | None:
         """Return the scheme of a Linear module, None when it stays BF16."""

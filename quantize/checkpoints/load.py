@@ -16,7 +16,6 @@ import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.utils import logging
 
-from quantize.checkpoints.experts import fuse_experts
 from quantize.checkpoints.layout import (
     bf16_layout,
     check_layout,
@@ -118,7 +117,7 @@ def read_weight(
     if not modules:
         return read_finite(checkpoint, name)
     parts = [read_module(checkpoint, module, schemes[module]) for module in modules]
-    return parts[0] if len(shape) == 2 else fuse_experts(parts, shape)
+    return torch.stack(parts).view(shape) if len(shape) == 3 else parts[0]
 
 
 def read_module(

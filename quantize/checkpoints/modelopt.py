@@ -17,9 +17,8 @@ import re
 from fnmatch import fnmatchcase
 from typing import Any
 
-from quantize.checkpoints.reader import TensorSpec
 from quantize.errors import InputError
-from quantize.schemes.records import SCHEMES, Scheme
+from quantize.schemes.records import SCHEMES, OnDisk, Scheme
 
 ALGORITHMS = {s.modelopt.name: s for s in SCHEMES.values() if s.modelopt}
 KV_SCALES = re.compile(r".+\.self_attn\.[kv]_proj\.[kv]_scale")
@@ -52,12 +51,10 @@ class ModelOptSchemes:
         nearest = max((p for p in above if p in self._schemes), key=len, default=None)
         return None if nearest is None else self._schemes[nearest]
 
-    def tensors(self, module: str, scheme: Scheme, out: int, inputs: int) -> dict[str, TensorSpec]:
-        """Return the tensors that a quantized Linear [out, inputs] has on disk."""
-        if scheme.modelopt is None:
-            raise InputError(f"quantization_config: ModelOpt has no scheme {scheme}")
-        tensors = scheme.modelopt.tensors(out, inputs)
-        return {f"{module}.{suffix}": TensorSpec(*spec) for suffix, spec in tensors.items()}
+    def on_disk(self, scheme: Scheme) -> OnDisk:
+        """Return how a scheme is written here, of which ModelOpt has all that `of` returns."""
+        assert scheme.modelopt is not None
+        return scheme.modelopt
 
 
 def _scheme(entry: dict[str, Any]) -> Scheme:

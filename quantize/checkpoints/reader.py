@@ -205,8 +205,7 @@ class Checkpoint:
 
     def read(self, name: str, *, pinned: bool = False) -> torch.Tensor:
         """Read one whole tensor into memory of its own, pinned for a GPU where that is asked for."""
-        info = self._info(name)
-        return _read_range(info, info.begin, info.shape, pinned)
+        return self.read_stacked([name], pinned=pinned)[0]
 
     def read_rows(self, name: str, start: int, stop: int, *, pinned: bool = False) -> torch.Tensor:
         """Read rows `start:stop` of dimension 0, touching only their bytes."""
@@ -215,8 +214,9 @@ class Checkpoint:
         if not 0 <= start <= stop <= rows:
             raise IndexError(f"rows {start}:{stop} of {name!r}, which has {rows}")
         row_bytes = info.nbytes // rows
-        shape = (stop - start, *info.shape[1:])
-        return _read_range(info, info.begin + start * row_bytes, shape, pinned)
+        data = torch.empty((stop - start) * row_bytes, dtype=torch.uint8, pin_memory=pinned)
+        _fill(data, info, info.begin + start * row_bytes)
+        return data.view(DTYPES[info.dtype]).view(stop - start, *info.shape[1:])
 
     def read_stacked(self, names: Sequence[str], *, pinned: bool = False) -> torch.Tensor:
         """Read tensors of one dtype and shape as one tensor [len(names), *shape].
@@ -231,25 +231,16 @@ class Checkpoint:
                     f"{info.file}: tensor {info.name!r} is {info.dtype} {list(info.shape)}, and "
                     f"{names[0]!r} is {infos[0].dtype} {list(infos[0].shape)}; {FIX}"
                 )
-        rows = torch.empty((len(infos), infos[0].nbytes), dtype=torch.uint8, pin_memory=pinned)
-        for info, row in zip(infos, rows, strict=True):
-            _fill(row, info, info.begin)
-        return rows.view(DTYPES[infos[0].dtype]).view(len(infos), *infos[0].shape)
+        size = infos[0].nbytes
+        data = torch.empty(len(infos) * size, dtype=torch.uint8, pin_memory=pinned)
+        for index, info in enumerate(infos):
+            _fill(data[index * size : (index + 1) * size], info, info.begin)
+        return data.view(DTYPES[infos[0].dtype]).view(len(infos), *infos[0].shape)
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             raise InputError(f"{self.folder}: tensor {name!r} is missing; {FIX}")
         return self.tensors[name]
-
-
-def _read_range(info: TensorInfo, begin: int, shape: tuple[int, ...], pinned: bool) -> torch.Tensor:
-    dtype = DTYPES[info.dtype]
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
-    data = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-    _fill(data, info, begin)
-    return data.view(dtype).view(shape)
 
 
 def _fill(data: torch.Tensor, info: TensorInfo, begin: int) -> None:

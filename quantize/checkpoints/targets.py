@@ -12,6 +12,7 @@ the router and self-conditioning without a quantization config; its embedding ta
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from quantize.checkpoints.reader import TensorInfo, TensorSpec
@@ -252,11 +253,15 @@ def _check_allowed(info: TensorInfo, scheme: Scheme) -> None:
         )
 
 
-def layout_bytes(layout: OnDisk, out_features: int, in_features: int) -> int:
+@cache
+def specs(layout: OnDisk, out: int, inputs: int) -> Mapping[str, TensorSpec]:
+    """Return the tensors of a Linear [out, inputs] by suffix, in writing order; experts share them."""
+    return {suffix: TensorSpec(*spec) for suffix, spec in layout.tensors(out, inputs).items()}
+
+
+def layout_bytes(layout: OnDisk, out: int, inputs: int) -> int:
     """Return the bytes of one quantized Linear, codes and scales, as written or as packed."""
-    return sum(
-        TensorSpec(*spec).nbytes for spec in layout.tensors(out_features, in_features).values()
-    )
+    return sum(spec.nbytes for spec in specs(layout, out, inputs).values())
 
 
 def sum_bytes(targets: Sequence[Target]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny import EXPERTS, LAYERS
 
 from quantize.checkpoints import load as load_module
-from quantize.checkpoints.layout import ConfigSchemes, scheme_tensors
+from quantize.checkpoints.layout import ConfigSchemes
 from quantize.checkpoints.load import lazy_weights, load, read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
@@ -64,7 +64,7 @@ def test_every_quantized_weight_equals_compressed_tensors_decompression(artifact
                 mine = mine.chunk(2)[part == "up_proj"]
         else:
             mine = weights[f"{module}.weight"]
-        suffixes = [name.removeprefix(".") for name in scheme_tensors("", scheme, *mine.shape)]
+        suffixes = scheme.compressed.tensors(*mine.shape)
         stored = {suffix: checkpoint.read(f"{module}.{suffix}") for suffix in suffixes}
         theirs = decompressor.weight(str(groups.group_of(module)), stored)
         assert mine.dtype == theirs.dtype == torch.bfloat16

@@ -98,9 +98,9 @@ def convert(
     check_layout(source)
     before = _stamps(source.shards)
     scales = _read_input_scales(input_scales, targets)
-    found = _read_rounded(rounded) if rounded else {}
+    found = _read_rounded(rounded) if rounded else None
     observer = recipe.quantization.observer
-    exact = observer == "memoryless_minmax" and not found
+    exact = observer == "memoryless_minmax" and found is None
     where = Device(device if exact else "cpu")
     pieces = Quantizer(source, observer, scales, found, where, look).plan(targets)
     shards = plan_shards(pieces, max_shard_bytes)
@@ -160,19 +160,16 @@ def _read_input_scales(path: Path | None, targets: list[Target]) -> dict[str, fl
     return {module: _positive(reader, name) for name, module in wanted.items()}
 
 
-def _read_rounded(folder: Path) -> dict[str, Checkpoint]:
-    """Return tensor name -> the file that holds it.
+def _read_rounded(folder: Path) -> Checkpoint:
+    """Return the rounded layers of a folder.
 
     Raises:
-        InputError: the folder holds no rounded layer.
+        InputError: the folder holds none.
     """
-    found: dict[str, Checkpoint] = {}
-    for path in sorted(folder.glob(LAYERS)):
-        header = read_header(path)
-        found |= dict.fromkeys(header, Checkpoint(folder, {}, header))
-    if not found:
+    headers = [read_header(path) for path in sorted(folder.glob(LAYERS))]
+    if not headers:
         raise InputError(f"{folder}: no rounded weights there; run `quantize round RUN`")
-    return found
+    return Checkpoint(folder, {}, {name: at for header in headers for name, at in header.items()})
 
 
 def _positive(reader: Checkpoint, name: str) -> float:

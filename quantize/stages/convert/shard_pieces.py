@@ -18,11 +18,9 @@ from functools import partial
 
 import torch
 
-from quantize.checkpoints.experts import split_experts
-from quantize.checkpoints.layout import TensorSpec, scheme_tensors
-from quantize.checkpoints.reader import DTYPES, FIX, Checkpoint, TensorInfo
+from quantize.checkpoints.reader import DTYPES, FIX, Checkpoint, TensorInfo, TensorSpec
 from quantize.checkpoints.shards import Piece
-from quantize.checkpoints.targets import Target, fused_units, linear_shape
+from quantize.checkpoints.targets import Target, fused_units, linear_shape, specs
 from quantize.errors import InputError
 from quantize.schemes.records import Scheme
 from quantize.schemes.rounding import Observer, all_finite, global_scale
@@ -30,6 +28,7 @@ from quantize.stages.device import Device
 
 # Limit on a quantized weight: rounded up, larger ones exceed BF16's largest number, 3.39e38.
 LARGEST = 1e38
+Layout = dict[str, TensorSpec]
 # Called with a target, its rows (experts) start:stop and their encoded bytes, uint8 [n].
 Look = Callable[[Target, int, int, torch.Tensor], object]
 
@@ -42,8 +41,7 @@ class Quantizer:
         source: the BF16 checkpoint.
         observer: name of the observer that finds the ranges of weights.
         input_scales: module -> input global scale, for NVFP4.
-        rounded: tensor name -> file with its codes and scales from `round_weights`; empty for rounding
-            to nearest.
+        rounded: codes and scales from `round_weights`; None for rounding to nearest.
         device: where weights are quantized; the bytes are the same everywhere (see `convert`).
         look: called with each part of a tensor when it is encoded, by many threads.
     """
@@ -51,7 +49,7 @@ class Quantizer:
     source: Checkpoint
     observer: Observer
     input_scales: Mapping[str, float]
-    rounded: Mapping[str, Checkpoint] = field(default_factory=dict[str, Checkpoint])
+    rounded: Checkpoint | None = None
     device: Device = field(default_factory=Device)
     look: Look = lambda *_: None
 
@@ -70,7 +68,9 @@ class Quantizer:
         elif len(unit[0].shape) == 3:
             yield from self._experts(unit[0], scheme)
         else:
-            layout = _layout([t for target in unit for t in _linears(target)], scheme)
+            layout: Layout = {}
+            for target in unit:
+                layout |= _layout(target, scheme)
             yield Piece(layout, (partial(self._quantize_linears, unit, scheme),))
 
     def _kept(self, target: Target) -> Piece:
@@ -80,10 +80,9 @@ class Quantizer:
         return Piece({info.name: TensorSpec(info.dtype, info.shape)}, tasks)
 
     def _experts(self, target: Target, scheme: Scheme) -> Iterator[Piece]:
-        linears = _linears(target)
-        each = len(linears) // target.shape[0]  # Linears an expert: gate and up, or down
+        each = len(target.modules) // target.shape[0]  # Linears an expert: gate and up, or down
         for start, stop in self.device.runs(target.shape[0], target.bytes_before):
-            layout = _layout(linears[start * each : stop * each], scheme)
+            layout = _layout(target, scheme, start * each, stop * each)
             yield Piece(layout, (partial(self._quantize_experts, target, scheme, start, stop),))
 
     def _copy(self, target: Target, start: int, stop: int) -> torch.Tensor:
@@ -103,7 +102,7 @@ class Quantizer:
         read = self.source.read_rows(target.name, start, stop, pinned=self.device.pinned)
         with self.device.turn:
             fused = self.device.take(read)  # [e, each * out, in]
-            weight = split_experts(fused, each)  # [e, each, out, in]
+            weight = fused.unflatten(1, (each, -1))  # [e, each, out, in]
             ranges = scheme.observe(weight, self.observer)
             if bad := _bad(ranges):
                 info, where = self.source.tensors[target.name], f"in expert {start + bad[0]}"
@@ -146,35 +145,27 @@ class Quantizer:
         shared: torch.Tensor | None,
     ) -> torch.Tensor:
         """Quantize weights [modules, out, in] to the bytes of one module after the other."""
-        specs = scheme_tensors("", scheme, *weight.shape[1:])
-        size = sum(spec.nbytes for spec in specs.values())
-        records = torch.empty((len(modules), size), dtype=torch.uint8, device=weight.device)
-        columns = records.split([spec.nbytes for spec in specs.values()], dim=1)
-        shape, dtype = next((spec.shape, DTYPES[spec.dtype]) for spec in specs.values())
-        codes = columns[0].view(dtype).unflatten(1, shape)  # a view: codes are written in place
-        if self.rounded:
-            tensors = self._rounded(modules, specs)
-            codes.copy_(tensors[next(iter(tensors))])
+        layout = specs(scheme.compressed, *weight.shape[1:])
+        sizes = [spec.nbytes for spec in layout.values()]
+        records = torch.empty((len(modules), sum(sizes)), dtype=torch.uint8, device=weight.device)
+        (first, spec), *rest = layout.items()
+        column, *columns = records.split(sizes, dim=1)
+        codes = column.view(DTYPES[spec.dtype]).unflatten(1, spec.shape)  # a view, written in place
+        if self.rounded is not None:
+            tensors = {
+                suffix: self.rounded.read_stacked([f"{module}.{suffix}" for module in modules])
+                for suffix in layout
+                if suffix != "input_global_scale"
+            }
+            codes.copy_(tensors[first])
         else:
             tensors = scheme.quantize(weight, ranges, shared, codes)
         if scheme.calibrated:
             values = [[self.input_scales[module]] for module in modules]
             tensors["input_global_scale"] = ranges.new_tensor(values, dtype=torch.float32)
-        for name, column in list(zip(specs, columns, strict=True))[1:]:
-            column.copy_(tensors[name.removeprefix(".")].flatten(1).view(torch.uint8))
+        for (suffix, _), column in zip(rest, columns, strict=True):
+            column.copy_(tensors[suffix].flatten(1).view(torch.uint8))
         return records.flatten()
-
-    def _rounded(
-        self, modules: Sequence[str], specs: Mapping[str, TensorSpec]
-    ) -> dict[str, torch.Tensor]:
-        """Read the modules' tensors and stack them: suffix -> [modules, ...]."""
-        return {
-            name.removeprefix("."): torch.stack(
-                [self.rounded[module + name].read(module + name) for module in modules]
-            )
-            for name in specs
-            if name != ".input_global_scale"
-        }
 
 
 def _one_scheme(unit: list[Target]) -> Scheme | None:
@@ -185,17 +176,11 @@ def _one_scheme(unit: list[Target]) -> Scheme | None:
     return schemes.pop()
 
 
-def _linears(target: Target) -> list[tuple[str, int, int]]:
-    """Return (module, out, in) of each Linear in a tensor."""
-    out, inputs = linear_shape(target.shape, target.modules)
-    return [(module, out, inputs) for module in target.modules]
-
-
-def _layout(linears: Sequence[tuple[str, int, int]], scheme: Scheme) -> dict[str, TensorSpec]:
-    layout: dict[str, TensorSpec] = {}
-    for module, out, inputs in linears:
-        layout |= scheme_tensors(module, scheme, out, inputs)
-    return layout
+def _layout(target: Target, scheme: Scheme, first: int = 0, end: int | None = None) -> Layout:
+    """Return the tensors of a target's Linears `first` to `end`, by name."""
+    tensors = specs(scheme.compressed, *linear_shape(target.shape, target.modules))
+    modules = target.modules[first:end]
+    return {f"{module}.{suffix}": tensors[suffix] for module in modules for suffix in tensors}
 
 
 def _bad(ranges: torch.Tensor) -> list[int]:

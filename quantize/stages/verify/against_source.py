@@ -106,7 +106,7 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
         checks["length"].expect(abs(one.length - 1) <= STRETCH, stretched)
     worst = found[0] if found else None
     return {
-        "checks": [{**asdict(check), "passed": check.passed} for check in checks.values()],
+        "checks": [check.as_json() for check in checks.values()],
         "relative_error": {name: ratio(*total) for name, total in sums.items()},
         "worst": worst and {**asdict(worst), "error": worst.error},
     }

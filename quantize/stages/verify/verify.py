@@ -34,16 +34,18 @@ and in the short form:
   read back     5 % of the parts, compared with the source once more
 """
 
-from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quantize.checkpoints.inspect import owners, refusal
 from quantize.checkpoints.layout import check_layout, schemes_by_module
 from quantize.checkpoints.reader import Checkpoint, check_tokenizer, read_header
 from quantize.checkpoints.scales import read_scales, shared
-from quantize.checkpoints.targets import Target
+from quantize.checkpoints.targets import Target, sum_bytes
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.host.progress import say
@@ -88,7 +90,7 @@ class Verification:
         """Return what verification.json holds."""
         return {
             "passed": self.passed,
-            "checks": [{**asdict(c), "passed": c.passed} for c in self.checks.values()],
+            "checks": [check.as_json() for check in self.checks.values()],
             "relative_error": self.relative_error,
         }
 
@@ -117,9 +119,13 @@ def verify(
         hashing = beside.submit(checksums, artifact)
         _check_config(artifact, source, targets, found.checks["config"])
         _check_counts(artifact, targets, found.checks["counts"])
-        _check_owner(artifact, found.checks["one owner"])
-        _check_tokenizer(artifact, found.checks["tokenizer"])
-        if _check_layout(artifact, found.checks["layout"]):
+        for name, count in owners(artifact).items():
+            fault = f"{count} tensors of the artifact map to {name}"
+            found.checks["one owner"].expect(count == 1, fault)
+        _expect_sound(found.checks["tokenizer"], partial(check_tokenizer, artifact.folder))
+        _expect_sound(found.checks["layout"], partial(check_layout, artifact))
+        if found.checks["layout"].passed:
+            found.checks["layout"].looked_at = len(artifact.tensors)
             _check_scales(artifact, targets, run.calibration, found.checks)
             where, checks = Device(device), found.checks
             errors = (
@@ -143,70 +149,57 @@ def _names(targets: list[Target], recipe: Recipe) -> list[str]:
     return [*names, "calibrated"] if recipe.needs_calibration else names
 
 
+def _expect_equal(
+    check: Check,
+    mine: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    fault: str,
+    default: Any = None,
+) -> None:
+    """Expect equal values under every name; `fault` has places for name, mine and theirs."""
+    for name in sorted(mine.keys() | theirs.keys()):
+        both = mine.get(name, default), theirs.get(name, default)
+        check.expect(both[0] == both[1], fault.format(name, *both))
+
+
+def _expect_sound(check: Check, look: Callable[[], object]) -> None:
+    why = refusal(look)
+    check.expect(not why, why)
+
+
 def _check_unchanged(hashes: dict[str, str], record: Path, check: Check) -> None:
     """Compare every file with convert's record, so that nothing newer is verified."""
     if not record.is_file():
         check.expect(False, f"{record} is missing: nothing says what convert wrote; {CONVERT}")
         return
     written: dict[str, str] = read_json(record, "files")["files"]
-    for name in sorted(written.keys() | hashes.keys()):
-        is_same = written.get(name) == hashes.get(name)
-        check.expect(is_same, f"{name} is not what convert wrote; {CONVERT}")
+    _expect_equal(check, hashes, written, f"{{}} is not what convert wrote; {CONVERT}")
 
 
 def _check_config(
     artifact: Checkpoint, source: Checkpoint, targets: list[Target], check: Check
 ) -> None:
     plain = {key: value for key, value in artifact.config.items() if key != "quantization_config"}
-    for key in sorted(plain.keys() | source.config.keys()):
-        mine, theirs = plain.get(key), source.config.get(key)
-        check.expect(mine == theirs, f"config.json: {key} differs from the source's; {CONVERT}")
+    fault = f"config.json: {{}} differs from the source's; {CONVERT}"
+    _expect_equal(check, plain, source.config, fault)
     planned = {module: t.scheme for t in targets if t.scheme for module in t.modules}
     try:
         stated = schemes_by_module(artifact.config)
     except InputError as error:
         check.expect(False, str(error))
         return
-    for module in sorted(planned.keys() | stated.keys()):
-        mine, theirs = stated.get(module, "BF16"), planned.get(module, "BF16")
-        check.expect(mine == theirs, f"config.json: {module} is {mine}; the plan has {theirs}")
-
-
-def _check_tokenizer(artifact: Checkpoint, check: Check) -> None:
-    try:
-        check_tokenizer(artifact.folder)
-        check.expect(True, "")
-    except InputError as error:
-        check.expect(False, str(error))
-
-
-def _check_layout(artifact: Checkpoint, check: Check) -> bool:
-    try:
-        check.looked_at = len(check_layout(artifact))
-    except InputError as error:
-        check.expect(False, str(error))
-    return check.passed
+    _expect_equal(check, stated, planned, "config.json: {} is {}; the plan has {}", "BF16")
 
 
 def _check_counts(artifact: Checkpoint, targets: list[Target], check: Check) -> None:
     scaled = [n.rsplit(".", 1)[0] for n in artifact.tensors if n.endswith(".weight_scale")]
     planned = sum(len(target.modules) for target in targets)
     check.expect(len(scaled) == planned, f"{len(scaled)} modules quantized; the plan has {planned}")
-    after = sum(target.bytes_after for target in targets)
+    after = sum_bytes(targets)[1]
     check.expect(artifact.nbytes == after, f"{artifact.nbytes} bytes; the plan has {after}")
     quantizable = {module for target in targets for module in target.modules}
     for module in scaled:
         check.expect(module in quantizable, f"{module} is quantized and must stay BF16")
-
-
-def _check_owner(artifact: Checkpoint, check: Check) -> None:
-    merged = Counter(
-        name.replace("model.encoder.language_model.", "model.").replace("model.decoder.", "model.")
-        for name in artifact.tensors
-        if not name.endswith("layer_scalar")
-    )
-    for name, count in merged.items():
-        check.expect(count == 1, f"{count} tensors of the artifact map to {name}")
 
 
 def _check_scales(
@@ -230,8 +223,6 @@ def _check_calibrated(written: dict[str, float], path: Path, check: Check) -> No
     except InputError as error:
         check.expect(False, str(error))
         return
-    names = {f"{module}.input_global_scale": module for module in written}
-    for name in sorted(names.keys() | reader.tensors.keys()):
-        found = reader.read(name).tolist() if name in reader.tensors else None
-        mine = [written[names[name]]] if name in names else None
-        check.expect(mine == found, f"{name} is {mine} and calibration found {found}; {CONVERT}")
+    found = {name: reader.read(name).tolist() for name in reader.tensors}
+    mine = {f"{module}.input_global_scale": [value] for module, value in written.items()}
+    _expect_equal(check, mine, found, f"{{}} is {{}} and calibration found {{}}; {CONVERT}")

@@ -11,14 +11,14 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from quantize.checkpoints.reader import DTYPES, Checkpoint, TensorSpec
-from quantize.checkpoints.targets import Target, linear_shape
+from quantize.checkpoints.targets import Target, linear_shape, specs
 from quantize.host.progress import track
 from quantize.recipe.sections import Recipe
 from quantize.schemes.records import Scheme, sound_each
@@ -53,6 +53,10 @@ class Check:
         self.looked_at += 1
         if not ok and len(self.faults) < FAULTS_KEPT:
             self.faults.append(fault)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what verification.json holds of it."""
+        return asdict(self) | {"passed": self.passed}
 
     def add(self, other: "Check") -> None:
         """Add the counts and faults of another check."""
@@ -185,21 +189,19 @@ class Comparer:
 
     def parse(self, part: PartOf, data: Tensor) -> Encoded:
         """Find a part's tensors in its bytes as they stand in a file: uint8 [n]."""
-        specs, (_, start, stop) = self._specs(part[0]), part
+        layout, (_, start, stop) = self._specs(part[0]), part
         count = len(modules_of(part)[1]) or stop - start
-        columns = data.view(count, -1).split([spec.nbytes for spec in specs.values()], dim=1)
+        columns = data.view(count, -1).split([spec.nbytes for spec in layout.values()], dim=1)
         return {
             suffix: column.contiguous().view(DTYPES[spec.dtype]).view(count, *spec.shape)
-            for (suffix, spec), column in zip(specs.items(), columns, strict=True)
+            for (suffix, spec), column in zip(layout.items(), columns, strict=True)
         }
 
-    def _specs(self, target: Target) -> dict[str, TensorSpec]:
+    def _specs(self, target: Target) -> Mapping[str, TensorSpec]:
         """Return dtype and shape of what each Linear, or row that is kept, has on disk, by suffix."""
         if target.scheme is None:
             return {"": TensorSpec(self.source.tensors[target.name].dtype, target.shape[1:])}
-        shape = linear_shape(target.shape, target.modules)
-        tensors = target.scheme.compressed.tensors(*shape)
-        return {suffix: TensorSpec(*spec) for suffix, spec in tensors.items()}
+        return specs(target.scheme.compressed, *linear_shape(target.shape, target.modules))
 
     def check(self, part: PartOf, encoded: Encoded) -> Part:
         """Check a part's tensors."""
