@@ -12,7 +12,7 @@ scales that are 0, missing, or not the same where a server fuses Linears, no tok
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -171,17 +171,28 @@ def _format(checkpoint: Checkpoint, modules: list[Module]) -> str:
 def _problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
     """Yield every problem as one line, the grave ones first."""
     quantized = [module for module in modules if module.quantized]
-    wrong = [m.name for m in quantized if m.kind not in QUANTIZABLE]
-    yield from _summed(wrong, "quantized, but servers read it in BF16")
-    twice = [name for name, count in owners(checkpoint).items() if count > 1]
-    yield from _summed(twice, "has two tensors once servers merge both trees")
-    half = [m.name for m in quantized if m.scheme == "incomplete"]
-    yield from _summed(half, "lacks tensors of its scheme, or has some of two")
+    for names, what in (
+        (
+            [m.name for m in quantized if m.kind not in QUANTIZABLE],
+            "quantized, but servers read it in BF16",
+        ),
+        (
+            [name for name, count in owners(checkpoint).items() if count > 1],
+            "has two tensors once servers merge both trees",
+        ),
+        (
+            [m.name for m in quantized if m.scheme == "incomplete"],
+            "lacks tensors of its scheme, or has some of two",
+        ),
+    ):
+        yield from _first([f"{name}: {what}" for name in names])
     yield from _expert_problems(checkpoint, modules)
     stated = checkpoint.is_quantized
     if stated != bool(quantized):
         yield f"config.json says {'quantized' if stated else 'nothing'}, {len(quantized)} modules are"
-    yield from _scale_problems(checkpoint)
+    scales = read_scales(checkpoint)
+    for check in (positive, complete, shared):
+        yield from _first([fault for ok, fault in check(scales) if not ok])
     looks: list[Callable[[], object]] = [
         partial(check_total_size, checkpoint), partial(check_tokenizer, checkpoint.folder)
     ]  # fmt: skip
@@ -191,10 +202,9 @@ def _problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
     yield from filter(None, map(refusal, looks))
 
 
-def _summed(names: list[str], what: str) -> Iterator[str]:
-    if names:
-        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        yield f"{names[0]}: {what}{more}"
+def _first(faults: Sequence[str]) -> Iterator[str]:
+    if faults:
+        yield faults[0] + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else "")
 
 
 def owners(checkpoint: Checkpoint) -> Counter[str]:
@@ -229,16 +239,6 @@ def refusal(look: Callable[[], object]) -> str:
     except InputError as error:
         return str(error)
     return ""
-
-
-def _scale_problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the first scale of each kind, of a whole matrix, that a server would misread."""
-    scales = read_scales(checkpoint)
-    for check in (positive, complete, shared):
-        faults = [fault for ok, fault in check(scales) if not ok]
-        if faults:
-            more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-            yield faults[0] + more
 
 
 def inspection_table(found: Inspection) -> Table:

@@ -135,18 +135,14 @@ def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
         )
     for name, spec in wanted.items():
         info = found[name]
-        if info.shape != spec.shape or info.dtype not in _dtypes(name, spec):
+        row_scale = name.endswith(".weight_scale") and spec.dtype == "BF16"
+        dtypes = (spec.dtype, "F32") if row_scale else (spec.dtype,)  # others write FP32
+        if info.shape != spec.shape or info.dtype not in dtypes:
             raise InputError(
                 f"{info.file}: tensor {name!r} is {info.dtype} {list(info.shape)} and config.json "
                 f"calls for {spec.dtype} {list(spec.shape)}; {FIX}"
             )
     return wanted
-
-
-def _dtypes(name: str, spec: TensorSpec) -> tuple[str, ...]:
-    """Return the dtypes a tensor may have; row scales, which we write in BF16, may be FP32 too."""
-    row_scale = name.endswith(".weight_scale") and spec.dtype == "BF16"
-    return (spec.dtype, "F32") if row_scale else (spec.dtype,)
 
 
 def module_tensors(checkpoint: Checkpoint, module: str) -> list[str]:

@@ -320,16 +320,14 @@ def _check_against_index(
     index: Path, shard: str, header: dict[str, TensorInfo], weight_map: dict[str, str]
 ) -> None:
     listed = {name for name, file in weight_map.items() if file == shard}
-    if missing := sorted(listed - header.keys()):
-        raise InputError(
-            f"{index.parent / shard}: tensor {missing[0]!r} ({len(missing)} in all) is listed in "
-            f"{index.name} and missing in the shard; {FIX}"
-        )
-    if extra := sorted(header.keys() - listed):
-        raise InputError(
-            f"{index.parent / shard}: tensor {extra[0]!r} ({len(extra)} in all) is not listed for "
-            f"this shard in {index.name}; {FIX}"
-        )
+    for names, what in (
+        (listed - header.keys(), f"listed in {index.name} and missing in the shard"),
+        (header.keys() - listed, f"not listed for this shard in {index.name}"),
+    ):
+        if names:
+            raise InputError(
+                f"{index.parent / shard}: tensor {min(names)!r} ({len(names)} in all) is {what}; {FIX}"
+            )
 
 
 def _shard_path(folder: Path, name: str) -> Path:

@@ -18,7 +18,7 @@ import io
 import json
 import os
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -107,23 +107,17 @@ def plan_shards(pieces: Sequence[Piece], max_shard_bytes: float) -> list[Shard]:
             filled = 0
         groups[-1].append(piece)
         filled += piece.nbytes
-    _refuse_duplicates(pieces)
+    named = Counter(name for piece in pieces for name in piece.layout)
+    if twice := [name for name, count in named.items() if count > 1]:
+        raise InputError(
+            f"tensor {twice[0]!r} would be written twice: two source tensors map to it"
+        )
     names = (
         [SINGLE]
         if len(groups) == 1
         else [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
     )
     return [Shard(n, _header(g), tuple(g)) for n, g in zip(names, groups, strict=True)]
-
-
-def _refuse_duplicates(pieces: Sequence[Piece]) -> None:
-    seen: set[str] = set()
-    for name in (name for piece in pieces for name in piece.layout):
-        if name in seen:
-            raise InputError(
-                f"tensor {name!r} would be written twice: two source tensors map to it"
-            )
-        seen.add(name)
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:
@@ -254,13 +248,13 @@ def state_path(folder: Path) -> Path:
     return folder.with_name(folder.name + ".state.json")
 
 
+@dataclass(frozen=True)
 class _State:
     """The record of finished shards. `finish` runs on one thread."""
 
-    def __init__(self, folder: Path, identity: str, finished: dict[str, str]) -> None:
-        self.folder = folder
-        self.identity = identity
-        self.finished = finished
+    folder: Path
+    identity: str
+    finished: dict[str, str]
 
     @classmethod
     def open(cls, folder: Path, shards: Sequence[Shard], identity: str) -> "_State":
@@ -382,15 +376,11 @@ def write_pieces(path: Path, pieces: Sequence[Piece]) -> None:
 
     Other threads run meanwhile: safetensors' `save_file` holds Python's lock until all is written.
     """
-    ordered = sorted(pieces, key=lambda piece: -_item_bytes(piece))
+    ordered = sorted(pieces, key=lambda p: -DTYPES[next(iter(p.layout.values())).dtype].itemsize)
     with path.open("wb", buffering=0) as file:
         _write_fully(file, memoryview(_header(ordered)))
         for block in (task() for piece in ordered for task in piece.tasks):
             _write_fully(file, bytes_of(block))
-
-
-def _item_bytes(piece: Piece) -> int:
-    return DTYPES[next(iter(piece.layout.values())).dtype].itemsize
 
 
 def _write_fully(file: io.FileIO, data: memoryview) -> None:

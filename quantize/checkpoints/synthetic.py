@@ -37,6 +37,7 @@ from quantize.host.files import folder_when_complete, write_json, write_text
 MODEL = "google/diffusiongemma-26B-A4B-it"
 MAX_SHARD_BYTES = 5e9
 BLOCK_VALUES = 1 << 24
+Fill = Callable[..., torch.Tensor]  # fills a tensor in place with values of a generator
 SLIDING_PER_FULL = 5
 GENERATION = {
     "max_new_tokens": 256,
@@ -108,36 +109,27 @@ def _piece(name: str, spec: TensorSpec, seed: int) -> Piece:
     return Piece({name: spec}, tuple(tasks))
 
 
-def _block(
-    key: str, count: int, fill: Callable[[torch.Tensor, torch.Generator], None]
-) -> torch.Tensor:
+def _block(key: str, count: int, fill: Fill) -> torch.Tensor:
     digest = hashlib.sha256(key.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     values = torch.empty(count, dtype=torch.bfloat16)
-    fill(values, generator)
+    fill(values, generator=generator)
     return values.view(torch.uint8)
 
 
-def _filling(name: str, shape: tuple[int, ...]) -> Callable[[torch.Tensor, torch.Generator], None]:
+def _filling(name: str, shape: tuple[int, ...]) -> Fill:
     """Return the function that fills a tensor of the name's class with random values."""
     kind = module_class(name)
     if kind == "layer_scalar":
-        return lambda values, generator: _uniform(values, generator, 0.1, 0.2)
+        return partial(torch.Tensor.uniform_, **{"from": 0.1, "to": 0.2})
+    mean, std = 0.0, shape[-1] ** -0.5
     if kind == "router" and name.endswith("proj.weight"):
-        return lambda values, generator: _normal(values, generator, 0.0, 1.0)
-    if name.endswith("std_bias"):
-        return lambda values, generator: _normal(values, generator, 0.0, 0.01)
-    if len(shape) == 1:  # norms, router scales, the vision tower's std_scale
-        return lambda values, generator: _normal(values, generator, 1.0, 0.05)
-    return lambda values, generator: _normal(values, generator, 0.0, shape[-1] ** -0.5)
-
-
-def _normal(values: torch.Tensor, generator: torch.Generator, mean: float, std: float) -> None:
-    values.normal_(mean, std, generator=generator)
-
-
-def _uniform(values: torch.Tensor, generator: torch.Generator, low: float, high: float) -> None:
-    values.uniform_(low, high, generator=generator)
+        std = 1.0
+    elif name.endswith("std_bias"):
+        std = 0.01
+    elif len(shape) == 1:  # norms, router scales, the vision tower's std_scale
+        mean, std = 1.0, 0.05
+    return partial(torch.Tensor.normal_, mean=mean, std=std)
 
 
 def _write_tokenizer(folder: Path, config: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from quantize.checkpoints.reader import TensorInfo, TensorSpec
 from quantize.errors import InputError
@@ -119,8 +118,11 @@ def plan_targets(tensors: Mapping[str, TensorInfo], quantization: Quantization) 
     """
     kept = [info for name, info in tensors.items() if not DROPPED.fullmatch(name)]
     chosen = _chosen_by(quantization)
-    _check_kinds(kept, chosen)
     targets = [_target(info, chosen) for info in kept]
+    _check_kinds(targets)
+    for info, target in zip(kept, targets, strict=True):
+        if target.scheme is not None:
+            _check_allowed(info, target.scheme)
     _check_patterns(targets, quantization)
     for name in quantization.targets_by_scheme():
         if not any(target.scheme is SCHEMES[name] for target in targets):
@@ -145,36 +147,28 @@ def _check_patterns(targets: list[Target], quantization: Quantization) -> None:
             )
 
 
-def _check_kinds(tensors: Sequence[TensorInfo], chosen: Chosen) -> None:
+def _check_kinds(targets: Sequence[Target]) -> None:
     """Refuse a recipe that would quantize what must stay BF16, and say what `ignore` lacks."""
     found: dict[str, str] = {}
-    for info in tensors:
-        kind = _class_of(info)
-        if kind not in QUANTIZABLE and kind not in found:
-            modules = linear_modules(info.name, info.shape)
-            if _scheme(info.name, modules, chosen) is not None:
-                found[kind] = info.name
+    for target in targets:
+        if target.scheme is not None and target.module_class not in QUANTIZABLE:
+            found.setdefault(target.module_class, target.name)
     if found:
         what = "; ".join(f"{name} ({kind}: {WHY_KEPT[kind]})" for kind, name in found.items())
         add = ", ".join(f'"{KEPT_LINEARS[kind]}"' for kind in found)
         raise InputError(f"the recipe would quantize {what}; add to quantization.ignore: {add}")
 
 
-def _class_of(info: TensorInfo) -> str:
+def _target(info: TensorInfo, chosen: Chosen) -> Target:
     try:
-        return module_class(info.name)
+        kind = module_class(info.name)
     except InputError as error:
         raise InputError(f"{info.file}: {error}") from error
-
-
-def _target(info: TensorInfo, chosen: Chosen) -> Target:
-    kind = _class_of(info)
     modules = linear_modules(info.name, info.shape)
     scheme = _scheme(info.name, modules, chosen)
     if scheme is None:
         reason = WHY_KEPT.get(kind, "ignored by the recipe")
         return Target(info.name, kind, None, reason, info.shape, (), info.nbytes, info.nbytes)
-    _check_allowed(info, scheme)
     after = len(modules) * layout_bytes(scheme.compressed, *linear_shape(info.shape, modules))
     return Target(info.name, kind, scheme, "", info.shape, modules, info.nbytes, after)
 
@@ -281,13 +275,3 @@ def ignore_for_config(targets: list[Target]) -> list[str]:
         if kept_linear:
             ignore += linear_modules(target.name, target.shape)
     return ignore
-
-
-def describe(config: dict[str, Any]) -> str:
-    """Return one line that says which DiffusionGemma this is, from its config."""
-    text = config["text_config"]
-    return (
-        f"{text['num_hidden_layers']} layers, hidden {text['hidden_size']}, "
-        f"{text['num_experts']} experts top-{text['top_k_experts']}, "
-        f"canvas {config['canvas_length']}"
-    )

@@ -108,7 +108,7 @@ def test_only_a_sample_of_the_source_is_read_again(
     assert len(read) == check.looked_at < len(run.targets) / 10
     first = list(read)
     run.verify()
-    assert read == first * 2  # the sample is seeded
+    assert sorted(read) == sorted(first * 2)  # the sample is seeded
 
 
 # What a writer may do to bytes that were right in memory: the file changes, its headers do not.

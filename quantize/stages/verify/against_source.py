@@ -40,28 +40,15 @@ STRETCH = 0.05
 
 @dataclass(frozen=True)
 class Likeness:
-    """One Linear beside BF16's: sums of squares, and its errors as shares of |W|.
-
-    Attributes:
-        module: its name.
-        scheme: its scheme's name.
-        norm: |W|^2.
-        distance: |W - W'|^2.
-        nearest: |W - W''| / |W|, W'' being W rounded to nearest.
-        length: <W, W'> / <W, W>.
-    """
+    """One Linear beside BF16's: sums of squares, and its errors as shares of |W|."""
 
     module: str
     scheme: str
-    norm: float
-    distance: float
-    nearest: float
-    length: float
-
-    @property
-    def error(self) -> float:
-        """|W - W'| / |W|."""
-        return ratio(self.distance, self.norm)
+    norm: float  # |W|^2
+    distance: float  # |W - W'|^2
+    error: float  # |W - W'| / |W|
+    nearest: float  # |W - W''| / |W|, W'' being W rounded to nearest
+    length: float  # <W, W'> / <W, W>
 
     @property
     def times(self) -> float:
@@ -108,7 +95,7 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
     return {
         "checks": [check.as_json() for check in checks.values()],
         "relative_error": {name: ratio(*total) for name, total in sums.items()},
-        "worst": worst and {**asdict(worst), "error": worst.error},
+        "worst": worst and asdict(worst),
     }
 
 
@@ -172,4 +159,5 @@ class _Comparer:
             sums = (own * own, (own - mine).square(), (own - nearest).square(), own * mine)
             norm, distance, least, inner = torch.stack([each.sum() for each in sums]).tolist()
         length = inner / norm if norm else 1.0
-        return Likeness(module, str(scheme), norm, distance, ratio(least, norm), length)
+        errors = ratio(distance, norm), ratio(least, norm)
+        return Likeness(module, str(scheme), norm, distance, *errors, length)

@@ -14,7 +14,6 @@ import math
 import random
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from threading import Lock
 from typing import Any
 
 import torch
@@ -61,14 +60,12 @@ class Witness:
     ) -> None:
         self._comparer = Comparer(source, recipe, Device(device), Decompressor(config))
         self._found: dict[tuple[str, int], tuple[PartOf, Part, str]] = {}
-        self._lock = Lock()
 
     def check(self, target: Target, start: int, stop: int, encoded: torch.Tensor) -> None:
         """Check rows (experts) start:stop of a source tensor, encoded: uint8 [n], as in a file."""
         part = target, start, stop
-        found = self._comparer.check(part, self._comparer.parse(part, encoded)), _digest(encoded)
-        with self._lock:
-            self._found[target.name, start] = part, *found
+        found = self._comparer.check(part, self._comparer.parse(part, encoded))
+        self._found[target.name, start] = part, found, _digest(encoded)
 
     def write(self, targets: list[Target], run: RunDir) -> None:
         """Write what was found of `targets`, beside convert's own record."""
