@@ -1,5 +1,6 @@
 """Behind convert, verify trusts what convert's witness saw in memory, and nothing else."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -356,6 +357,14 @@ def change_recipe(run: Run, patch: pytest.MonkeyPatch) -> str:
     return "is of another recipe"
 
 
+def touch_source(run: Run, patch: pytest.MonkeyPatch) -> str:
+    source = run.folder.path.with_name("bf16")
+    shutil.copytree(run.source.folder, source)
+    os.utime(source / SHARD)
+    run.source = Checkpoint.open(source)
+    return "is of another source"
+
+
 def convert_again(run: Run, patch: pytest.MonkeyPatch) -> str:
     files = read_json(run.folder.conversion_json)["files"]
     write_json(run.folder.conversion_json, {"files": files | {"LICENSE": "0"}})
@@ -363,7 +372,9 @@ def convert_again(run: Run, patch: pytest.MonkeyPatch) -> str:
     return "is of another checkpoint"
 
 
-DISTRUSTED = [remove, damage, interrupt, edit_code, change_recipe, convert_again]
+DISTRUSTED = [
+    remove, damage, interrupt, edit_code, change_recipe, touch_source, convert_again,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", DISTRUSTED)
