@@ -1,7 +1,7 @@
 """Fused dequantize-and-multiply kernels for DiffusionGemma: FP8, INT8 and NVFP4, dense and grouped.
 
     from fused_dequant import linear, weights
-    w = weights.build("fp8", weight, weight_scale)    # or weights.nvfp4(...), weights.bf16(...)
+    w = weights.build("fp8", weight, weight_scale)    # or weights.bf16(...)
     y = linear(x, w)                                  # bf16
 
 `operations` is the face: every operation, on a GPU as Triton or Gluon kernels, elsewhere in torch.

@@ -173,24 +173,6 @@ def bf16(weight: torch.Tensor) -> Weight:
     return build("bf16", weight.to(torch.bfloat16))
 
 
-def nvfp4(
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor,
-    *,
-    in_fp8: bool = False,
-    shared: torch.Tensor | None = None,
-) -> Weight:
-    """Return a weight of canonical NVFP4 (see `formats`), laid out for the device that holds it.
-
-    packed uint8 [N, K/2] or [E, N, K/2]; global_scale f32 [1], [E] or, for gate and up, [E, 2]. On
-    Hopper the weight is repacked into fragments when N and K are multiples of 64; no block scale may be
-    negative or NaN there. `in_fp8` and `shared` are as for `build`.
-    """
-    factor = 128.0 / global_scale.float()
-    return build("nvfp4", packed, scale, factor, in_fp8=in_fp8, shared=shared)
-
-
 def _in_whole_fragments(data: torch.Tensor, scheme: str) -> bool:
     whole = data.shape[1] % w4a16.FRAGMENT == 0 and data.shape[2] % (w4a16.FRAGMENT // 2) == 0
     return whole and in_fragments(data.device, scheme)

@@ -308,7 +308,7 @@ def test_nvfp4_extreme_scales() -> None:
     packed[:, :8] = torch.arange(8, device=DEVICE, dtype=torch.uint8) * 0x22 + 0x10  # all codes
     bytes_ = torch.tensor([0x00, 0x01, 0x07, 0x08, 0x38, 0x7E, 0x40, 0x30], dtype=torch.uint8)
     scale = bytes_.to(DEVICE).repeat(64, 1).view(torch.float8_e4m3fn)
-    weight = weights.nvfp4(packed, scale, torch.tensor([1.0], device=DEVICE))
+    weight = weights.build("nvfp4", packed, scale, torch.tensor([128.0], device=DEVICE))
     x = torch.zeros(128, 128, dtype=torch.bfloat16, device=DEVICE)
     x[range(128), range(128)] = 1  # picks out the weight: the result is the decode, exactly
     y = fd.linear(x, weight)
@@ -409,7 +409,7 @@ def test_fragments_equal_the_plain_loop() -> None:
     w = torch.randn(256, 704, device="cuda") / 26
     global_scale = 2688 / w.abs().max()
     packed, scale = formats.quantize_nvfp4(w, global_scale)
-    fragments = weights.nvfp4(packed, scale, global_scale)
+    fragments = weights.build("nvfp4", packed, scale, 128 / global_scale)
     assert fragments.scheme == "nvfp4_fragments"
     x = cases.random_tokens(48, 704, "cuda")
     factor = (128 / global_scale).repeat(1, 2)

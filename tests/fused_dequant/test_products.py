@@ -151,7 +151,7 @@ def test_nvfp4_in_fp8_is_the_nearest_e4m3() -> None:
     assert 0.01 < error < 2**-5  # the largest error of one weight
     # e2m1 * scale <= 1.5 where a block counts as zero, of 2,688
     assert float(exact[small].abs().max()) * 8 < 1.5
-    weight = weights.nvfp4(packed, scale, torch.tensor([[64.0, 32.0]] * 2), in_fp8=True)
+    weight = weights.build("nvfp4", packed, scale, torch.tensor([[2.0, 4.0]] * 2), in_fp8=True)
     assert weight.scheme == "fp8"
     assert weight.scale is not None
     assert weight.scale[0, :32].tolist() == ([0.125] * 8 + [0.25] * 8) * 2
@@ -243,7 +243,7 @@ def test_split_global_scales_of_gate_and_up() -> None:
     parts = [formats.quantize_nvfp4(w, s) for w, s in zip((gate, up), scales, strict=True)]
     packed = formats.interleave_gate_up(parts[0][0], parts[1][0])
     scale = formats.interleave_gate_up(*(p[1].view(torch.uint8) for p in parts))
-    weight = weights.nvfp4(packed, scale.view(torch.float8_e4m3fn), scales[None])
+    weight = weights.build("nvfp4", packed, scale.view(torch.float8_e4m3fn), 128 / scales[None])
     expected = formats.interleave_gate_up(
         *(formats.dequantize_nvfp4(*p, s) for p, s in zip(parts, scales, strict=True))
     )

@@ -73,7 +73,7 @@ def random_weight(
     if E == 1:
         packed, scale = packed[0], scale[0]
     inputs = None if simulate else torch.full((1,), SCALE, device=device)
-    return Made(weights.nvfp4(packed, scale, shared, shared=inputs), values)
+    return Made(weights.build("nvfp4", packed, scale, 128 / shared, shared=inputs), values)
 
 
 def rounded(x: torch.Tensor, scale: float = SCALE) -> torch.Tensor:

@@ -92,7 +92,8 @@ def operands(scheme: str, experts: int) -> tuple[weights.Weight, weights.Weight]
             found.append(weights.bf16(values))
         elif scheme == "nvfp4":
             own = 100.0 + torch.arange(2 * experts).view(experts, 2)
-            found.append(weights.nvfp4(*fd.formats.quantize_nvfp4(values, own[:, :1, None]), own))
+            codes = fd.formats.quantize_nvfp4(values, own[:, :1, None])
+            found.append(weights.build(scheme, *codes, 128 / own))
         else:
             codes, scales = fd.formats.quantize_rows(values, torch.float8_e4m3fn)
             found.append(weights.build(scheme, codes, scales))

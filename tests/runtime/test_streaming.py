@@ -361,7 +361,7 @@ def test_slots_hold_every_tensor_of_a_weight() -> None:
     """A weight of three tensors of odd sizes fits exactly where `kept_bytes` says that it does."""
     packed = torch.arange(2 * 6 * 24, dtype=torch.uint8).view(2, 6, 24)
     scale = torch.ones(2, 6, 3).to(torch.float8_e4m3fn)
-    weight = kernel_weights.nvfp4(packed, scale, torch.tensor([3.0, 5.0]))
+    weight = kernel_weights.build("nvfp4", packed, scale, 128 / torch.tensor([3.0, 5.0]))
     from quantize.runtime.fused.streaming import _Slot
 
     slot = _Slot(kept_bytes([weight]), CPU)
