@@ -173,7 +173,7 @@ def score(
     rows: list[Row] = []
     conditions: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        loaded = _loaded(task, definition, data_file, Path(folder))
+        loaded = _loaded(task, definition, data_file, Path(folder), part.questions)
         keep = _keeping(task, definition)
 
         def complete(requests: Sequence[Request]) -> None:
@@ -214,7 +214,8 @@ def first_requests(
 
     model = BlockDiffusionLM(done, note, seed=seed, part=Part(questions, range(1)))
     with tempfile.TemporaryDirectory() as folder:
-        _evaluate(model, task, _loaded(task, definition, data_file, Path(folder)), questions)
+        loaded = _loaded(task, definition, data_file, Path(folder), questions)
+        _evaluate(model, task, loaded, questions)
     return [model.requests[key] for key in sorted(model.requests)]
 
 
@@ -293,9 +294,16 @@ def _manager(
 
 
 def _loaded(
-    task: str, definition: Definition | None, data_file: Path | None, folder: Path
+    task: str,
+    definition: Definition | None,
+    data_file: Path | None,
+    folder: Path,
+    questions: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Load a task and its data set, as lm-eval's `simple_evaluate` does before it evaluates."""
+    """Load a task and its data set, as lm-eval's `simple_evaluate` does before it evaluates.
+
+    Of documents other than `questions` only their number is kept, where there are any.
+    """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # Their bars would cut into the caller's own.
     datasets.disable_progress_bars()
@@ -304,6 +312,10 @@ def _loaded(
     asked = loaded["tasks"][task]
     asked.set_config(key="num_fewshot", value=asked.get_config("num_fewshot") or 0)
     asked.set_fewshot_seed(seed=FEWSHOT_SEED)
+    if questions:  # lm-eval decodes every document again for each repeat and filter
+        docs, wanted = asked.eval_docs, set(questions)
+        few = [docs[i] if i in wanted else None for i in range(len(docs))]
+        asked.has_test_docs, asked.test_docs = (lambda: True), (lambda: few)
     return loaded
 
 
