@@ -103,6 +103,11 @@ LONGEST = (
 )  # fmt: skip
 
 
+def pytest_configure() -> None:
+    """Do not wait for the disk: no test loses power, and a wrong descriptor still raises."""
+    os.fsync = os.fstat  # type: ignore[assignment]
+
+
 def pytest_collection() -> None:
     """Import transformers without scikit-learn, which it wants for an assisted generation of its own.
 
