@@ -11,33 +11,17 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from jinja2 import Environment, select_autoescape
 from starlette.exceptions import HTTPException
-from starlette.responses import (
-    FileResponse,
-    HTMLResponse,
-    JSONResponse,
-    PlainTextResponse,
-    Response,
-)
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
 from quantize import __version__
 from quantize.errors import InputError
+from quantize.serve import schemas
 from quantize.serve.failures import RequestError, from_validation
 from quantize.serve.guard import Guard
 from quantize.serve.metrics import Metrics
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 from quantize.serve.response_events import Answer
 from quantize.serve.responses import ResponsesRequest
-from quantize.serve.schemas import (
-    ASKED,
-    REFUSED,
-    ChatCompletion,
-    Health,
-    Model,
-    Models,
-    TextCompletion,
-    Version,
-    streamed,
-)
 from quantize.serve.service import Service
 
 STATIC = Path(__file__).parent / "static"
@@ -86,8 +70,8 @@ def create_app(service: Service, metrics: Metrics) -> Guard:
 def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/chat/completions",
-        response_model=ChatCompletion,
-        responses=streamed("chunks of OpenAI's chat.completion.chunk"),
+        response_model=schemas.ChatCompletion,
+        responses=schemas.streamed("chunks of OpenAI's chat.completion.chunk"),
     )
     async def chat(body: ChatRequest) -> Response:
         """Answer a chat; with `stream` as server-sent events, one delta for each finished canvas."""
@@ -95,24 +79,28 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post(
         "/v1/completions",
-        response_model=TextCompletion,
-        responses=streamed("chunks in the shape of the answer"),
+        response_model=schemas.TextCompletion,
+        responses=schemas.streamed("chunks in the shape of the answer"),
     )
     async def complete(body: CompletionRequest) -> Response:
         """Continue text or tokens, without a chat template."""
         return (await service.complete(body)).response
 
-    @app.post("/v1/responses", responses=streamed("events of OpenAI's Responses API"))
+    @app.post("/v1/responses", responses=schemas.streamed("events of OpenAI's Responses API"))
     async def respond(body: ResponsesRequest) -> Response:
         """Answer a chat in the shape of the Responses API; nothing is stored."""
         return Answer(body).of(await service.chat(body.chat))
 
-    @app.get("/v1/models", response_model=Models, responses=ASKED)
+    @app.get("/v1/models", response_model=schemas.Models, responses=schemas.ASKED)
     async def models() -> Response:
         """List the one model."""
         return JSONResponse({"object": "list", "data": [service.model]})
 
-    @app.get("/v1/models/{name:path}", response_model=Model, responses=ASKED | {404: REFUSED[404]})
+    @app.get(
+        "/v1/models/{name:path}",
+        response_model=schemas.Model,
+        responses=schemas.ASKED | {404: schemas.REFUSED[404]},
+    )
     async def model(name: str) -> Response:
         """Describe the one model."""
         service.check_model(name)
@@ -120,13 +108,15 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
 
 def _add_pages(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    @app.get("/version", response_model=Version, responses=ASKED)
+    @app.get("/version", response_model=schemas.Version, responses=schemas.ASKED)
     async def version() -> Response:
         """Name the version of this server."""
         return JSONResponse({"version": __version__})
 
     @app.get(
-        "/health", response_model=Health, responses={403: REFUSED[403], 503: {"model": Health}}
+        "/health",
+        response_model=schemas.Health,
+        responses={403: schemas.REFUSED[403], 503: {"model": schemas.Health}},
     )
     async def health() -> Response:
         """Return whether new requests are taken, and how many run and wait."""
@@ -138,24 +128,18 @@ def _add_pages(app: FastAPI, service: Service, metrics: Metrics) -> None:
             200 if healthy else 503,
         )
 
-    @app.get("/metrics", response_class=PlainTextResponse, responses=ASKED)
+    @app.get("/metrics", response_class=PlainTextResponse, responses=schemas.ASKED)
     async def metrics_page() -> Response:
         """Return the counters in Prometheus' text format."""
         return Response(metrics.page(), media_type="text/plain; version=0.0.4")
 
     @app.get("/docs", include_in_schema=False)
-    async def documentation() -> HTMLResponse:
-        return HTMLResponse(page(app.openapi()))
+    async def documentation() -> Response:
+        return Response(page(app.openapi()), media_type="text/html")
 
-    for path, name in (
-        ("/", "index.html"),
-        ("/page.js", "page.js"),
-        ("/page.css", "page.css"),
-        ("/icon.svg", "icon.svg"),
-    ):
-        app.add_api_route(
-            path, lambda name=name: FileResponse(STATIC / name), include_in_schema=False
-        )
+    for path in ("/", "/page.js", "/page.css", "/icon.svg"):
+        file = STATIC / (path[1:] or "index.html")
+        app.add_api_route(path, lambda file=file: FileResponse(file), include_in_schema=False)
 
 
 def _add_failures(app: FastAPI) -> None:

@@ -128,15 +128,12 @@ class Scheduler:
         with self._changed:
             if self._draining:
                 raise shutting_down()
-            waiting = len(self._waiting) + self._reserved
+            waiting = self.load[1]
             if waiting + count > self.max_queue:
                 wait = 1 + int(self._seconds * waiting / self.engine.capacity)
-                raise RequestError(
-                    429,
-                    f"the queue is full: {waiting} of {self.max_queue} are waiting",
-                    code="queue_full",
-                    retry_after=min(wait, LONGEST_RETRY),
-                )
+                message = f"the queue is full: {waiting} of {self.max_queue} are waiting"
+                later = min(wait, LONGEST_RETRY)
+                raise RequestError(429, message, code="queue_full", retry_after=later)
             self._reserved += count
 
     def give_back(self, count: int) -> None:
@@ -297,10 +294,9 @@ class Scheduler:
         self._failures += 1
         self.metrics.failures.inc()
         log.exception("the engine failed; %d samples are lost", len(jobs))
+        message = "the engine failed; see the server's log"
         for job in jobs:
-            job.emit(
-                RequestError(500, "the engine failed; see the server's log", code="engine_failed")
-            )
+            job.emit(RequestError(500, message, code="engine_failed"))
 
 
 def shutting_down() -> RequestError:
