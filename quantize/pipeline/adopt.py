@@ -51,7 +51,8 @@ def _settings(run: Run, name: str | None) -> Mapping[str, Any]:
         judged = ", ".join(point["name"] for point in points)
         raise InputError(f"no operating point {name!r} was judged; there are: {judged}")
     if not found or not found[0]["passes"]:
-        raise GateError(f"{run.folder.report_json}: {name or 'no operating point'} does not pass")
+        what = f"operating point {name} does not pass" if name else "no operating point passes"
+        raise GateError(f"{run.folder.report_json}: {what}")
     candidate = next(task["made_with"] for task in report["tasks"] if task["gated"])
     if found[0]["activations"] != candidate["model"]["activations"]:
         raise InputError(

@@ -77,7 +77,7 @@ def test_another_file_beside_new_settings_is_not_verified(quick: Quick) -> None:
         (("t7",), 2, "no operating point 't7' was judged; there are: t10, t20"),
         (("t10", "--own"), 2, "name a point, or --own, not both"),
         (("none",), 2, "no operating points were judged; `quantize evaluate"),
-        (("lost",), 1, "t10 does not pass"),
+        (("lost",), 1, "operating point t10 does not pass"),
         (("mode",), 2, "operating point t10 rounds activations fp8"),
     ],
 )
