@@ -14,8 +14,9 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -172,22 +173,21 @@ def score(
         raise ValueError(f"no task named {task!r}; there are {', '.join(known_tasks())}")
     rows: list[Row] = []
     conditions: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        loaded = _loaded(task, definition, data_file, Path(folder), part.questions)
-        keep = _keeping(task, definition)
+    loaded = _loaded(task, definition, data_file, part.questions)
+    keep = _keeping(task, definition)
 
-        def complete(requests: Sequence[Request]) -> None:
-            store.complete(requests, generate, batch_size, progress, keep)
+    def complete(requests: Sequence[Request]) -> None:
+        store.complete(requests, generate, batch_size, progress, keep)
 
-        model = BlockDiffusionLM(store.done, complete, seed=seed, part=part)
-        for model.repeat in part.repeats:
-            results = _evaluate(model, task, loaded, part.questions)
-            if results is None or store.share.rank > 0:
-                continue
-            metrics = [each["metric"] for each in results["configs"][task]["metric_list"]]
-            metric = "exact_match" if "exact_match" in metrics else metrics[0]
-            rows += _rows(results["samples"][task], model, metric)
-            conditions = _conditions(task, results, seed, sampler)
+    model = BlockDiffusionLM(store.done, complete, seed=seed, part=part)
+    for model.repeat in part.repeats:
+        results = _evaluate(model, task, loaded, part.questions)
+        if results is None or store.share.rank > 0:
+            continue
+        metrics = [each["metric"] for each in results["configs"][task]["metric_list"]]
+        metric = "exact_match" if "exact_match" in metrics else metrics[0]
+        rows += _rows(results["samples"][task], model, metric)
+        conditions = _conditions(task, results, seed, sampler)
     if store.share.rank > 0:
         return None
     if not rows:
@@ -213,9 +213,7 @@ def first_requests(
         done.update({request.key: Completion("", 1, [1], True) for request in requests})
 
     model = BlockDiffusionLM(done, note, seed=seed, part=Part(questions, range(1)))
-    with tempfile.TemporaryDirectory() as folder:
-        loaded = _loaded(task, definition, data_file, Path(folder), questions)
-        _evaluate(model, task, loaded, questions)
+    _evaluate(model, task, _loaded(task, definition, data_file, questions), questions)
     return [model.requests[key] for key in sorted(model.requests)]
 
 
@@ -228,10 +226,9 @@ def size(
         ValueError: the data set cannot be fetched or read; the message says what to do.
     """
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            found = _loaded(task, definition, data_file, Path(folder))["tasks"][task]
-            limit = int(found.config.generation_kwargs["max_gen_toks"])
-            return len(list(found.eval_docs)), limit
+        found = _loaded(task, definition, data_file)["tasks"][task]
+        limit = int(found.config.generation_kwargs["max_gen_toks"])
+        return len(list(found.eval_docs)), limit
     except Exception as error:  # datasets and its readers raise a dozen unrelated types
         private = is_private(task, definition)
         what = "" if private else " ".join(str(error).split())[:200]
@@ -297,26 +294,36 @@ def _loaded(
     task: str,
     definition: Definition | None,
     data_file: Path | None,
-    folder: Path,
     questions: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Load a task and its data set, as lm-eval's `simple_evaluate` does before it evaluates.
 
     Of documents other than `questions` only their number is kept, where there are any.
     """
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # Their bars would cut into the caller's own.
-    datasets.disable_progress_bars()
-    harness.tqdm = partial(tqdm, disable=True)  # type: ignore
-    loaded: Any = _manager(task, definition, data_file, folder).load([task])
-    asked = loaded["tasks"][task]
+    stamp = None if data_file is None else data_file.stat()
+    version = None if stamp is None else (stamp.st_mtime_ns, stamp.st_size)
+    loaded = _read(task, json.dumps(definition), data_file, version)
+    asked = copy(loaded["tasks"][task])
     asked.set_config(key="num_fewshot", value=asked.get_config("num_fewshot") or 0)
     asked.set_fewshot_seed(seed=FEWSHOT_SEED)
     if questions:  # lm-eval decodes every document again for each repeat and filter
         docs, wanted = asked.eval_docs, set(questions)
         few = [docs[i] if i in wanted else None for i in range(len(docs))]
         asked.has_test_docs, asked.test_docs = (lambda: True), (lambda: few)
-    return loaded
+    return loaded | {"tasks": {task: asked}}
+
+
+@lru_cache(8)  # every look at every model asks for it
+def _read(
+    task: str, definition: str, data_file: Path | None, version: tuple[int, int] | None
+) -> dict[str, Any]:
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    # Their bars would cut into the caller's own.
+    datasets.disable_progress_bars()
+    harness.tqdm = partial(tqdm, disable=True)  # type: ignore
+    with tempfile.TemporaryDirectory() as folder:
+        manager: Any = _manager(task, json.loads(definition), data_file, Path(folder))
+        return manager.load([task])
 
 
 def _evaluate(

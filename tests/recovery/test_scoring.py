@@ -432,3 +432,12 @@ def test_every_task_is_complete() -> None:
     assert {"word_problems", "gsm8k", "svamp", "aime25", "gpqa_diamond"} < set(known_tasks())
     for task in known_tasks():
         assert task.removesuffix("_thinking") in known_tasks()
+
+
+def test_a_data_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    """What is unchanged is read once a process."""
+    file = tmp_path / "gsm8k.jsonl"
+    for count in (2, 3):
+        rows = [{"question": f"{i} + 0?", "answer": f"#### {i}"} for i in range(count)]
+        file.write_text("\n".join(map(json.dumps, rows)))
+        assert size("gsm8k", file)[0] == count
