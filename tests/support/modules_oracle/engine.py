@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 from unittest import mock
 
-import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from modules_oracle.batch import ModulePasses
@@ -30,11 +29,8 @@ class ModelEngine:
     ) -> None:
         self.model, self.capacity, self._noise = model, capacity, noise
         self.canvas_length = canvas_length(model)
+        self.device = model.device
         self.max_length: int = text_config(model).max_position_embeddings
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
 
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
