@@ -18,7 +18,7 @@ import release
 import quantize
 
 ROOT = Path(__file__).parent.parent
-OURS = {"quantize", "fused_dequant", "recovery"}
+OURS = {"quantize", "fused_dequant"}
 
 
 def test_source_roots_are_not_packages() -> None:
@@ -32,7 +32,7 @@ def test_hugging_face_kernels_wins_over_the_folder_of_that_name() -> None:
 
     So it does in this process, whose tests of models import transformers.
     """
-    script = "import kernels, fused_dequant, recovery, quantize.recipes; print(kernels.__file__)"
+    script = "import kernels, fused_dequant, quantize.recipes; print(kernels.__file__)"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -43,7 +43,6 @@ SOURCES = {  # folder in the repository -> package
     "quantize": "quantize",
     "recipes": "quantize/recipes",
     "kernels/fused_dequant": "fused_dequant",
-    "evaluation/recovery": "recovery",
 }
 OF_ITS_OWN = "quantize/serve/vllm_plugin/"  # another distribution
 
@@ -114,7 +113,7 @@ def test_wheel_carries_its_data(wheel_names: list[str]) -> None:
         "quantize/bundled/data/heldout.jsonl",
     ):
         assert needed in wheel_names
-    for folder in ("recovery/tasks/", "fused_dequant/tuning/"):
+    for folder in ("quantize/recovery/tasks/", "fused_dequant/tuning/"):
         assert any(name.startswith(folder) for name in wheel_names), folder
 
 

@@ -20,7 +20,6 @@ from statistics import mean
 
 import click
 import torch
-from recovery.samples import Request, sample_seed
 
 from experiments.bundled.score import FINAL_ANSWER
 from experiments.routing import BATCH, CANVASES, heldout
@@ -30,6 +29,7 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.host.files import read_json, write_json
 from quantize.host.progress import say
 from quantize.recipe.sections import Quantization, Recipe, load_recipe
+from quantize.recovery.samples import Request, sample_seed
 from quantize.runtime import Placement, open
 from quantize.runtime.engine import Engine
 from quantize.runtime.sampler import Sampler

@@ -40,9 +40,8 @@ def tasks(recipe: str | None, rate: float | None) -> None:
     as the `repeats` of --recipe say, and the hours that these take. Most answers end earlier. A
     question mark stands where a data set's size is not known beforehand.
     """
-    from recovery.catalog import known_tasks, shipped
-
     from quantize.recipe.sections import load_recipe
+    from quantize.recovery.catalog import known_tasks, shipped
     from quantize.stages.plan.estimate import EVALUATED_TOKENS_A_SECOND
 
     loaded = load_recipe(recipe) if recipe else None

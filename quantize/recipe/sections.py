@@ -25,12 +25,18 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from recovery.catalog import default_margin_pp, known_tasks, questions, shipped, token_limit
-from recovery.health import SIGNS
-from recovery.own import Definition, from_lm_eval, from_questions
 
 from quantize.errors import InputError
 from quantize.recipe.llm_compressor import is_llm_compressor, quantization_of
+from quantize.recovery.catalog import (
+    default_margin_pp,
+    known_tasks,
+    questions,
+    shipped,
+    token_limit,
+)
+from quantize.recovery.health import SIGNS
+from quantize.recovery.own import Definition, from_lm_eval, from_questions
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import SCHEMES, refusal
 from quantize.schemes.rounding import Observer

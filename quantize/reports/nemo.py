@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import AliasPath, BaseModel, Field, ValidationError
-from recovery.estimands import Estimand
-from recovery.gate import Verdict, judge
-from recovery.pairing import in_common, paired
-from recovery.scoring import Row, Scoring
-from recovery.sequential import Plan
-from recovery.statistics import Comparison
 
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json, write_text
+from quantize.recovery.estimands import Estimand
+from quantize.recovery.gate import Verdict, judge
+from quantize.recovery.pairing import in_common, paired
+from quantize.recovery.scoring import Row, Scoring
+from quantize.recovery.sequential import Plan
+from quantize.recovery.statistics import Comparison
 from quantize.reports.scores import read_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.models import BASELINE, CANDIDATE

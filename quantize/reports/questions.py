@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from recovery.scoring import Row, Scoring
-
 from quantize.host.files import read_json
+from quantize.recovery.scoring import Row, Scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.models import BASELINE, CANDIDATE
 

@@ -9,15 +9,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from recovery.estimands import Estimand
-from recovery.gate import Verdict
-from recovery.pairing import in_common, paired
-from recovery.scoring import Row, Scoring
-from recovery.sequential import nominal_levels
-from recovery.statistics import Comparison
-
 from quantize.errors import InputError
 from quantize.host.files import REDO, read_json, write_json, write_text
+from quantize.recovery.estimands import Estimand
+from quantize.recovery.gate import Verdict
+from quantize.recovery.pairing import in_common, paired
+from quantize.recovery.scoring import Row, Scoring
+from quantize.recovery.sequential import nominal_levels
+from quantize.recovery.statistics import Comparison
 
 
 def pair(

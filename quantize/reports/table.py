@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from recovery.health import SIGNS
+from quantize.recovery.health import SIGNS
 
 Task = Mapping[str, Any]  # an entry of report.json's `tasks` or `noise_floor`
 OTHER_INTERVAL = {  # estimand -> name of the other estimand's interval

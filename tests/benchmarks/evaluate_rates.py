@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from recovery.samples import Finished, Request, SampleStore
 from rich.console import Console
 from rich.table import Table
 
+from quantize.recovery.samples import Finished, Request, SampleStore
 from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
 
 WAVES, CANVASES = 2, 4  # chats a slot, canvases a chat

@@ -23,9 +23,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from recovery.samples import Completion, Request
 
 from quantize.bundled import CHECKPOINT, HELDOUT
+from quantize.recovery.samples import Completion, Request
 from quantize.runtime import Placement, Sampler
 from quantize.stages.evaluate.local_model import Answerer
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from quantize.bundled import CHECKPOINT
 from quantize.cli import COMMANDS, GROUPS, cli
 
-HELP = {"torch", "numpy", "pydantic", "yaml", "rich", "safetensors", "scipy", "recovery"}
+HELP = {"torch", "numpy", "pydantic", "yaml", "rich", "safetensors", "scipy"}
 ENGINES = {
     "transformers", "triton", "compressed_tensors", "huggingface_hub", "datasets",
     "lm_eval", "sklearn", "pandas", "fastapi", "uvicorn", "jinja2", "httpx", "accelerate", "gguf",

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from recovery.catalog import is_private, known_tasks, token_limit
 
 from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.recipe.sections import Evaluation, OwnTask, load_recipe, parse_recipe, shipped_recipes
+from quantize.recovery.catalog import is_private, known_tasks, token_limit
 from quantize.stages.evaluate.tasks import open_tasks
 from quantize.stages.plan.estimate import cannot_pass
 

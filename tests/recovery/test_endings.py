@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from recovery.filters import boxed_integer, final_choice, integer
-from recovery.samples import Batch, Completion, Finished, SampleStore
-from recovery.scoring import Row, score, size
-from recovery.sequential import Part
+
+from quantize.recovery.filters import boxed_integer, final_choice, integer
+from quantize.recovery.samples import Batch, Completion, Finished, SampleStore
+from quantize.recovery.scoring import Row, score, size
+from quantize.recovery.sequential import Part
 
 GOLD = 336  # of every AIME ending below; None: no answer, False: another one
 AIME: list[tuple[str, bool | None]] = [

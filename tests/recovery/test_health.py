@@ -6,14 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 from faulty import scoring
-from recovery.estimands import Estimand, Floats, margin_p_values, total, units
-from recovery.gate import judge
-from recovery.health import SIGNS, compare_sign, limits_of, text_signs
-from recovery.pairing import paired
-from recovery.scoring import Scoring
-from recovery.sequential import Plan, nominal_levels, plan_looks
-from recovery.statistics import Comparison, holm
 from worlds import RECIPES, Bench, World, many_answers, questions, three_sigma
+
+from quantize.recovery.estimands import Estimand, Floats, margin_p_values, total, units
+from quantize.recovery.gate import judge
+from quantize.recovery.health import SIGNS, compare_sign, limits_of, text_signs
+from quantize.recovery.pairing import paired
+from quantize.recovery.scoring import Scoring
+from quantize.recovery.sequential import Plan, nominal_levels, plan_looks
+from quantize.recovery.statistics import Comparison, holm
 
 LOOP = "Then Ruth gives away 19 coins and sells 6. " * 3
 

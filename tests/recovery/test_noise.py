@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recovery.gate import judge_task
-from recovery.samples import SampleStore
-from recovery.scoring import Row, Scoring, score
-from recovery.sequential import Part
-from recovery.statistics import compare
 from scipy import stats
 
 from quantize.bundled import CHECKPOINT, HELDOUT
+from quantize.recovery.gate import judge_task
+from quantize.recovery.samples import SampleStore
+from quantize.recovery.scoring import Row, Scoring, score
+from quantize.recovery.sequential import Part
+from quantize.recovery.statistics import compare
 from quantize.runtime import Sampler
 from quantize.runtime.placement import Placement
 from quantize.stages.evaluate.local_model import Answerer

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 from faulty import scoring
-from recovery.gate import Verdict, passing
-from recovery.pairing import paired
-from recovery.statistics import Comparison
 
 from quantize.errors import InputError
 from quantize.recipe.sections import OperatingPoint, load_recipe, parse_recipe
+from quantize.recovery.gate import Verdict, passing
+from quantize.recovery.pairing import paired
+from quantize.recovery.statistics import Comparison
 from quantize.reports.headline import chosen_point
 from quantize.runtime import Sampler
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recovery.estimands import Estimand, Floats, margin_p_values, total
-from recovery.gate import passing
-from recovery.sequential import Plan, at_looks, nominal_levels, plan_looks, until_decided
-from recovery.statistics import Comparison, compare
 from worlds import RECIPES, Bench, by_name, many_points, three_sigma
+
+from quantize.recovery.estimands import Estimand, Floats, margin_p_values, total
+from quantize.recovery.gate import passing
+from quantize.recovery.sequential import Plan, at_looks, nominal_levels, plan_looks, until_decided
+from quantize.recovery.statistics import Comparison, compare
 
 ALPHA, BLOCK, MOST = 0.05, 100, 6
 SHORT = Bench(200, 1, 0.75, 10)

@@ -9,8 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from recovery.samples import Batch, Completion, Finished, Request, SampleStore, Share, sample_seed
 from syncs import noted_syncs
+
+from quantize.recovery.samples import (
+    Batch,
+    Completion,
+    Finished,
+    Request,
+    SampleStore,
+    Share,
+    sample_seed,
+)
 
 REQUESTS = [Request("x" * (i % 5 + 1) + str(i), i, 64) for i in range(10)]
 MADE_WITH = {"model": "a", "sampler": {"t": 1}}

@@ -14,14 +14,15 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
-from recovery.catalog import TASKS
-from recovery.filters import final_choice, integer
-from recovery.lm import cut
-from recovery.own import Definition, finding, from_lm_eval, from_questions
-from recovery.samples import Request, SampleStore
-from recovery.scoring import Scoring, first_requests, known_tasks, score, size
-from recovery.sequential import Part
 from scripted import Answer, answering, run, write_jsonl
+
+from quantize.recovery.catalog import TASKS
+from quantize.recovery.filters import final_choice, integer
+from quantize.recovery.lm import cut
+from quantize.recovery.own import Definition, finding, from_lm_eval, from_questions
+from quantize.recovery.samples import Request, SampleStore
+from quantize.recovery.scoring import Scoring, first_requests, known_tasks, score, size
+from quantize.recovery.sequential import Part
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
 

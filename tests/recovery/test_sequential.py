@@ -9,9 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recovery.estimands import ESTIMANDS, Estimand, margin_p_values, total
-from recovery.gate import judge, judge_task
-from recovery.sequential import (
+from scipy.special import ndtri
+from worlds import CERTAIN, DAMAGE, RECIPES, SHIPPED, Bench, World, answers, by_name, three_sigma
+
+from quantize.recipe.sections import load_recipe
+from quantize.recovery.estimands import ESTIMANDS, Estimand, margin_p_values, total
+from quantize.recovery.gate import judge, judge_task
+from quantize.recovery.sequential import (
     FRACTIONS,
     Plan,
     at_looks,
@@ -23,11 +27,7 @@ from recovery.sequential import (
     still_open,
     until_decided,
 )
-from recovery.statistics import compare
-from scipy.special import ndtri
-from worlds import CERTAIN, DAMAGE, RECIPES, SHIPPED, Bench, World, answers, by_name, three_sigma
-
-from quantize.recipe.sections import load_recipe
+from quantize.recovery.statistics import compare
 from quantize.stages.plan.estimate import SEQUENTIAL, tokens_by_task
 
 EVENLY = (0.2, 0.4, 0.6, 0.8, 1.0)

@@ -11,18 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from recovery.estimands import (
-    ESTIMANDS,
-    Estimand,
-    Floats,
-    Total,
-    limits,
-    margin_p_values,
-    ratio_limits,
-    total,
-)
-from recovery.gate import judge_task
-from recovery.statistics import Interval, compare
 from scipy.special import bdtr, ndtr, stdtrit
 from worlds import (
     CERTAIN,
@@ -36,6 +24,19 @@ from worlds import (
     questions,
     three_sigma,
 )
+
+from quantize.recovery.estimands import (
+    ESTIMANDS,
+    Estimand,
+    Floats,
+    Total,
+    limits,
+    margin_p_values,
+    ratio_limits,
+    total,
+)
+from quantize.recovery.gate import judge_task
+from quantize.recovery.statistics import Interval, compare
 
 BLOCK = 100  # rounds
 ROUNDS = 1000

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recovery.estimands import ESTIMANDS, Estimand, Total, limits, total, unseen_loss_p
-from recovery.gate import judge, judge_task, not_comparable
-from recovery.sequential import Plan, at_looks, out_of_reach
-from recovery.statistics import Comparison, compare, holm, mcnemar
 from scipy import stats
+
+from quantize.recovery.estimands import ESTIMANDS, Estimand, Total, limits, total, unseen_loss_p
+from quantize.recovery.gate import judge, judge_task, not_comparable
+from quantize.recovery.sequential import Plan, at_looks, out_of_reach
+from quantize.recovery.statistics import Comparison, compare, holm, mcnemar
 
 
 def scores(values: list[float]) -> dict[str, list[float]]:

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from recovery.estimands import ESTIMANDS, Estimand, Floats
-from recovery.gate import judge
-from recovery.sequential import nominal_levels, plan_looks
-from recovery.statistics import Comparison, compare
-from recovery.steps import exceeds_p, log_ratio, share_at, step_inflation
 from scipy import stats
 from worlds import RECIPES, Bench, by_name, many_costs, three_sigma
+
+from quantize.recovery.estimands import ESTIMANDS, Estimand, Floats
+from quantize.recovery.gate import judge
+from quantize.recovery.sequential import nominal_levels, plan_looks
+from quantize.recovery.statistics import Comparison, compare
+from quantize.recovery.steps import exceeds_p, log_ratio, share_at, step_inflation
 
 NEVER, LIMIT = (0.0, 0.0), 0.1
 

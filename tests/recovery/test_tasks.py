@@ -5,10 +5,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from recovery.samples import Request, SampleStore
-from recovery.scoring import first_requests, score, size
-from recovery.sequential import Part
 from scripted import answering, run, write_jsonl
+
+from quantize.recovery.samples import Request, SampleStore
+from quantize.recovery.scoring import first_requests, score, size
+from quantize.recovery.sequential import Part
 
 
 def test_ifeval_is_checked_by_lm_evals_own_program(

@@ -6,10 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recovery.estimands import ESTIMANDS, Estimand, Total, limits, margin_p_values, needed, total
-from recovery.gate import judge, judge_task, not_comparable
-from recovery.sequential import Plan, out_of_reach
-from recovery.statistics import Comparison, compare
+
+from quantize.recovery.estimands import (
+    ESTIMANDS,
+    Estimand,
+    Total,
+    limits,
+    margin_p_values,
+    needed,
+    total,
+)
+from quantize.recovery.gate import judge, judge_task, not_comparable
+from quantize.recovery.sequential import Plan, out_of_reach
+from quantize.recovery.statistics import Comparison, compare
 
 # 40 questions, 3 answers each: base, quantized; 6 questions lose some answers, 2 win one.
 BASE = np.ones((40, 3))

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from quick_run import TASK, rows
-from recovery.scoring import Scoring
-from recovery.sequential import Plan
-from recovery.statistics import compare
 
 from quantize.host.files import write_json
+from quantize.recovery.scoring import Scoring
+from quantize.recovery.sequential import Plan
+from quantize.recovery.statistics import compare
 from quantize.reports.compare import compare_runs
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir

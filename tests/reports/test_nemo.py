@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from quick_run import TASK, rows
-from recovery.gate import judge
-from recovery.pairing import paired
-from recovery.scoring import Scoring
-from recovery.sequential import Plan
-from recovery.statistics import Comparison
 
 from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.host.files import write_json
+from quantize.recovery.gate import judge
+from quantize.recovery.pairing import paired
+from quantize.recovery.scoring import Scoring
+from quantize.recovery.sequential import Plan
+from quantize.recovery.statistics import Comparison
 from quantize.reports.nemo import export, judge_bundles
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir

@@ -17,9 +17,6 @@ from xml.etree import ElementTree
 
 import jsonschema_rs  # schemathesis brings it
 import pytest
-from recovery.gate import Verdict, judge
-from recovery.health import SIGNS
-from recovery.scoring import Row, Scoring
 from scripted_run import (
     GSM8K,
     HOSTILE,
@@ -37,6 +34,9 @@ from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.host.files import read_json, write_json, write_text
+from quantize.recovery.gate import Verdict, judge
+from quantize.recovery.health import SIGNS
+from quantize.recovery.scoring import Row, Scoring
 from quantize.reports.compare import compare_runs, question_tables
 from quantize.reports.junit import junit
 from quantize.reports.questions import parting, question_counts, questions_and_canvases

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recovery.samples import Completion, Request
-from recovery.scoring import first_requests
-from recovery.served import Servers
 from serving import SAMPLER, Running, engine_of, in_process, running, text_of, tokenizer
 
 from quantize.bundled import HELDOUT
+from quantize.recovery.samples import Completion, Request
+from quantize.recovery.scoring import first_requests
+from quantize.recovery.served import Servers
 from quantize.runtime import generate
 from quantize.runtime.chat import encode_chat
 

@@ -18,7 +18,6 @@ import openai
 import pytest
 from click.testing import CliRunner
 from pictures import part
-from recovery.served import Server
 from serving import (
     QUESTION,
     SAMPLER,
@@ -34,6 +33,7 @@ from quantize import __version__
 from quantize.cli import cli
 from quantize.cli.options import served_name
 from quantize.errors import InputError, ResourceError
+from quantize.recovery.served import Server
 from quantize.serve import guard
 from quantize.serve.options import Options
 

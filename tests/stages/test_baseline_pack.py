@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import pytest
 from quick_run import TASK
-from recovery.samples import Batch, Completion, Finished
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Evaluation, Gate
+from quantize.recovery.samples import Batch, Completion, Finished
 from quantize.reports.provenance import baseline_lines
 from quantize.reports.scores import read_scoring
 from quantize.runs.folder import RunDir

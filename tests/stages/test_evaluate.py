@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from recovery.samples import Completion, Request
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
@@ -20,6 +19,7 @@ from quantize.errors import InputError
 from quantize.host.files import write_json
 from quantize.pipeline.stages import Run, evaluate_more
 from quantize.recipe.sections import Evaluation, load_recipe, shipped_recipes
+from quantize.recovery.samples import Completion, Request
 from quantize.runs.folder import RunDir
 from quantize.runs.models import FURTHER
 from quantize.runtime import Placement, Sampler

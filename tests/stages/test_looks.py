@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recovery.gate import Verdict
-from recovery.samples import Batch, Completion, Finished, Request
 
 from quantize.bundled import CHECKPOINT
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Evaluation, Gate, OperatingPoint, load_recipe
+from quantize.recovery.gate import Verdict
+from quantize.recovery.samples import Batch, Completion, Finished, Request
 from quantize.runs.folder import RunDir
 from quantize.stages.evaluate import answers, compared_models, evaluate, local_model
 from quantize.stages.evaluate.local_model import Answerer

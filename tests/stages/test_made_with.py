@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from quick_run import TASK, rows
-from recovery.samples import Batch, Completion, Finished
-from recovery.scoring import Scoring
 
 from quantize.bundled import CHECKPOINT
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import read_json, write_json
 from quantize.host.locks import locked
 from quantize.recipe.sections import Evaluation
+from quantize.recovery.samples import Batch, Completion, Finished
+from quantize.recovery.scoring import Scoring
 from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import tokenizer_digest

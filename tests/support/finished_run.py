@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from quick_run import rows
-from recovery.scoring import Scoring
 from safetensors.numpy import save, save_file
 
 from quantize.checkpoints.reader import Checkpoint
@@ -14,6 +13,7 @@ from quantize.host.files import write_json, write_text
 from quantize.pipeline.stages import STAGES
 from quantize.pipeline.staleness import input_digests, remember
 from quantize.recipe.sections import load_recipe
+from quantize.recovery.scoring import Scoring
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import checksums, fingerprint

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 from conversions import write_input_scales
-from recovery.scoring import Row, Scoring
 
 from quantize import cli
 from quantize.bundled import CHECKPOINT
@@ -22,6 +21,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.host.files import folder_when_complete, write_json
 from quantize.recipe.sections import Evaluation, Recipe, shipped_recipes
+from quantize.recovery.scoring import Row, Scoring
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint

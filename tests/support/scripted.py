@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from recovery.own import Definition
-from recovery.samples import Batch, Completion, Finished, Request, SampleStore
-from recovery.scoring import Scoring, score, size
-from recovery.sequential import Part
+from quantize.recovery.own import Definition
+from quantize.recovery.samples import Batch, Completion, Finished, Request, SampleStore
+from quantize.recovery.scoring import Scoring, score, size
+from quantize.recovery.sequential import Part
 
 Answer = Callable[[Request], str]
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
-from recovery.samples import Batch, Completion, Finished, Request
 
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.host.files import write_json
 from quantize.recipe.sections import Evaluation, Recipe, parse_recipe, shipped_recipes
+from quantize.recovery.samples import Batch, Completion, Finished, Request
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint, new_manifest
 from quantize.stages.evaluate import compared_models, evaluate

@@ -32,11 +32,11 @@ WINGS = (
     "quantize/runs",
     "quantize/checkpoints",
     "quantize/recipe",
+    "quantize/recovery",
     "quantize/schemes",
     "quantize/host",
     "quantize/bundled",
     "kernels/fused_dequant",
-    "evaluation/recovery",
     "evaluation/experiments",
     "evaluation/experiments/bundled",
 )  # fmt: skip

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from recovery.estimands import Estimand, Floats
+
+from quantize.recovery.estimands import Estimand, Floats
 
 BETWEEN = 0.55
 DAMAGE = ("single", "whole")

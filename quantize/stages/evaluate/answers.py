@@ -6,19 +6,18 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from recovery.gate import judge_task
-from recovery.pairing import in_common, paired
-from recovery.samples import Finished, SampleStore, Share
-from recovery.scoring import Scoring, score
-from recovery.sequential import Part
-from recovery.statistics import Comparison
-
 from quantize.errors import InputError
 from quantize.host.files import TEMPORARY_SUFFIX
 from quantize.host.processes import Processes
 from quantize.host.progress import metered, say
 from quantize.host.units import duration
 from quantize.recipe.sections import Gate
+from quantize.recovery.gate import judge_task
+from quantize.recovery.pairing import in_common, paired
+from quantize.recovery.samples import Finished, SampleStore, Share
+from quantize.recovery.scoring import Scoring, score
+from quantize.recovery.sequential import Part
+from quantize.recovery.statistics import Comparison
 from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.folder import EARLIER, RunDir
 from quantize.runs.models import AT_POINT, BASELINE

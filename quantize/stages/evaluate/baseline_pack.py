@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
-from recovery.samples import Batch, Completion, Finished, SampleStore, Share
 
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_bytes
 from quantize.host.locks import locked
+from quantize.recovery.samples import Batch, Completion, Finished, SampleStore, Share
 from quantize.reports.scores import read_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.models import BASELINE

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from recovery.samples import Batch, Finished
-from recovery.served import Servers
-
 from quantize.checkpoints.layout import check_mode
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.host.progress import say
 from quantize.recipe.sections import Evaluation, OperatingPoint
+from quantize.recovery.samples import Batch, Finished
+from quantize.recovery.served import Servers
 from quantize.runs.manifest import fingerprint, package_versions
 from quantize.runs.models import AT_POINT, BASELINE, BASELINE_AGAIN, CANDIDATE, EXPORTED, in_mode
 from quantize.runtime import Placement, Sampler

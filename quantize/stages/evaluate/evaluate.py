@@ -23,16 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recovery.gate import judge
-from recovery.sequential import out_of_reach, until_decided
-from recovery.served import ServerError
-from recovery.statistics import Comparison
-
 from quantize.errors import ResourceError
 from quantize.host.files import read_json, write_json
 from quantize.host.processes import joined
 from quantize.host.progress import say
 from quantize.recipe.sections import Evaluation, Gate
+from quantize.recovery.gate import judge
+from quantize.recovery.sequential import out_of_reach, until_decided
+from quantize.recovery.served import ServerError
+from quantize.recovery.statistics import Comparison
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT, BASELINE
 from quantize.stages.evaluate.answers import DONE, Answers, Rates

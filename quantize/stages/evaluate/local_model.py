@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recovery.samples import Batch, Completion, Finished, Request
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.recipe.sections import AT_ONCE
+from quantize.recovery.samples import Batch, Completion, Finished, Request
 from quantize.runs.manifest import package_versions, tokenizer_digest
 from quantize.runtime import Placement, Sample, Sampler, StepRecord, generate, open, sized
 from quantize.runtime.chat import encode_chat, load_tokenizer

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from recovery.catalog import is_private
-from recovery.own import Definition
-from recovery.samples import Request
-from recovery.scoring import Row, Scoring, first_requests
-
 from quantize.host.files import read_json, write_json
+from quantize.recovery.catalog import is_private
+from quantize.recovery.own import Definition
+from quantize.recovery.samples import Request
+from quantize.recovery.scoring import Row, Scoring, first_requests
 from quantize.reports.questions import differing
 from quantize.reports.scores import read_scoring
 from quantize.runs.models import BASELINE, CANDIDATE

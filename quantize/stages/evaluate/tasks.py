@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recovery.catalog import prompt_tokens, shipped
-from recovery.own import Definition
-from recovery.scoring import local_data, size
-from recovery.sequential import Plan
-
 from quantize.bundled import HELDOUT
 from quantize.errors import InputError, ResourceError
 from quantize.recipe.sections import LEAST, Evaluation, Gate
+from quantize.recovery.catalog import prompt_tokens, shipped
+from quantize.recovery.own import Definition
+from quantize.recovery.scoring import local_data, size
+from quantize.recovery.sequential import Plan
 
 BUNDLED_TASKS = ("word_problems", "word_problems_thinking")
 

@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from recovery.sequential import Plan, out_of_reach
-
 from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target, sum_bytes
 from quantize.errors import ResourceError
 from quantize.recipe.sections import Recipe
+from quantize.recovery.sequential import Plan, out_of_reach
 from quantize.runtime.memory import Need, fitted
 from quantize.stages.memory_needs import HELD_OUT, REPLAYED, needs
 from quantize.stages.plan.gpu_support import CONTEXT, floor

@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recovery.gate import Verdict, passing
-from recovery.pairing import SETTINGS
-from recovery.statistics import Comparison
-
 from quantize.checkpoints.reader import GENERATION
 from quantize.host.files import read_json
 from quantize.recipe.sections import Recipe
+from quantize.recovery.gate import Verdict, passing
+from quantize.recovery.pairing import SETTINGS
+from quantize.recovery.statistics import Comparison
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT
 

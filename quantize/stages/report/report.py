@@ -15,13 +15,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from recovery.gate import Verdict, judge, judge_task
-from recovery.statistics import Comparison
-
 from quantize.checkpoints.targets import Target, module_class, sum_bytes
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json, write_text
 from quantize.recipe.sections import Recipe
+from quantize.recovery.gate import Verdict, judge, judge_task
+from quantize.recovery.statistics import Comparison
 from quantize.reports.junit import junit
 from quantize.reports.provenance import made
 from quantize.reports.questions import questions_and_canvases

@@ -22,7 +22,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import bdtr
 
-from recovery.estimands import (
+from quantize.recovery.estimands import (
     Estimand,
     Floats,
     Total,
@@ -32,8 +32,8 @@ from recovery.estimands import (
     ratio_limits,
     total,
 )
-from recovery.health import Sign
-from recovery.steps import StepInflation
+from quantize.recovery.health import Sign
+from quantize.recovery.steps import StepInflation
 
 Name = TypeVar("Name")
 Scores = Mapping[str, Sequence[float]]  # question -> its k scores, 0..1

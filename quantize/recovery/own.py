@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from recovery.catalog import read_task, token_limit
+from quantize.recovery.catalog import read_task, token_limit
 
 Definition = Mapping[str, Any]
 FORGIVEN = [",", r"\$", r"\.$"]  # ignored when answer and target are compared, as case is

@@ -25,7 +25,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from recovery.estimands import Estimand, Floats, limits, margin_p_values, total
+from quantize.recovery.estimands import Estimand, Floats, limits, margin_p_values, total
 
 SIGNS = {
     "empty": "empty",

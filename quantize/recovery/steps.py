@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
-from recovery.estimands import Floats
+from quantize.recovery.estimands import Floats
 
 Costs = Mapping[
     str, tuple[int, int]

@@ -13,9 +13,9 @@ from typing import Any, cast
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from recovery.health import without_thinking
-from recovery.samples import Completion, Request, sample_seed
-from recovery.sequential import Part
+from quantize.recovery.health import without_thinking
+from quantize.recovery.samples import Completion, Request, sample_seed
+from quantize.recovery.sequential import Part
 
 
 class BlockDiffusionLM(LM):

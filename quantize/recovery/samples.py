@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from recovery.health import text_signs
+from quantize.recovery.health import text_signs
 
 
 @dataclass(frozen=True)

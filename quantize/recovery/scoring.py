@@ -28,13 +28,13 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
-from recovery.catalog import THINKING, files_of, is_private, known_tasks
-from recovery.filters import final_choice
-from recovery.health import text_signs, without_thinking
-from recovery.lm import BlockDiffusionLM, cut
-from recovery.own import Definition, finding
-from recovery.samples import Completion, Generate, Progress, Request, SampleStore
-from recovery.sequential import Answer, Part
+from quantize.recovery.catalog import THINKING, files_of, is_private, known_tasks
+from quantize.recovery.filters import final_choice
+from quantize.recovery.health import text_signs, without_thinking
+from quantize.recovery.lm import BlockDiffusionLM, cut
+from quantize.recovery.own import Definition, finding
+from quantize.recovery.samples import Completion, Generate, Progress, Request, SampleStore
+from quantize.recovery.sequential import Answer, Part
 
 READERS = {".jsonl": "json", ".csv": "csv"}  # suffix of a local data set -> its reader
 FEWSHOT_SEED = 1234  # lm-eval's default, which orders a task's examples

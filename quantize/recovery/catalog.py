@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-TASKS = Path(str(importlib.resources.files("recovery").joinpath("tasks")))
+TASKS = Path(str(importlib.resources.files("quantize.recovery").joinpath("tasks")))
 THINKING = "_thinking"
 # Where lm-eval's own tasks lie, found without importing it.
 LM_EVAL = Path(next(iter(importlib.util.find_spec("lm_eval").submodule_search_locations))) / "tasks"  # type: ignore

@@ -38,9 +38,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from recovery.estimands import ROUNDING, Estimand
-from recovery.health import SIGNS
-from recovery.statistics import Comparison, holm
+from quantize.recovery.estimands import ROUNDING, Estimand
+from quantize.recovery.health import SIGNS
+from quantize.recovery.statistics import Comparison, holm
 
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT COMPARABLE"]
 EXIT_CODES: dict[Outcome, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 4, "NOT COMPARABLE": 4}

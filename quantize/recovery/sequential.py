@@ -35,10 +35,10 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
-from recovery.estimands import ROUNDING, Estimand, Floats, units, unseen_loss_p
-from recovery.gate import IN_WORDS, judge, passes, steps_p
-from recovery.health import limits_of
-from recovery.statistics import Comparison
+from quantize.recovery.estimands import ROUNDING, Estimand, Floats, units, unseen_loss_p
+from quantize.recovery.gate import IN_WORDS, judge, passes, steps_p
+from quantize.recovery.health import limits_of
+from quantize.recovery.statistics import Comparison
 
 # Fractions of the units. Nothing is decided before 0.3; an undamaged run is mostly at 0.4 or 0.5.
 FRACTIONS = (0.3, 0.4, 0.5, 0.7, 1.0)

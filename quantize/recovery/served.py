@@ -22,8 +22,8 @@ from http.client import HTTPException
 from itertools import islice
 from typing import Any
 
-from recovery.health import END_OF_THINKING, THINKING
-from recovery.samples import Batch, Completion, Finished, Request
+from quantize.recovery.health import END_OF_THINKING, THINKING
+from quantize.recovery.samples import Batch, Completion, Finished, Request
 
 MEANING = {401: "set OPENAI_API_KEY", 404: "is the URL right, and the model's name?"}
 LONGEST_WAIT = 60.0

@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from recovery.estimands import Estimand, units
-from recovery.gate import Verdict, not_comparable
-from recovery.health import OF_TEXT, SIGNS, Sign, compare_sign, limits_of
-from recovery.scoring import Row, Scoring
-from recovery.sequential import Look, Plan, at_looks
-from recovery.statistics import Comparison, compare, tables
-from recovery.steps import StepInflation, share_at, step_inflation
+from quantize.recovery.estimands import Estimand, units
+from quantize.recovery.gate import Verdict, not_comparable
+from quantize.recovery.health import OF_TEXT, SIGNS, Sign, compare_sign, limits_of
+from quantize.recovery.scoring import Row, Scoring
+from quantize.recovery.sequential import Look, Plan, at_looks
+from quantize.recovery.statistics import Comparison, compare, tables
+from quantize.recovery.steps import StepInflation, share_at, step_inflation
 
 # Settings of the sampler that an operating point may have of its own.
 SETTINGS = {
