@@ -14,22 +14,37 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from quantize.runtime.engine import BatchEngine, DrawingPasses, Observer
 from quantize.runtime.fused.passes import Pass
+from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.images import Images
-
-if TYPE_CHECKING:
-    from quantize.runtime.fused.engine import FusedEngine
 
 T = TypeVar("T")
 
 
-def in_lockstep(engine: "FusedEngine", works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
+class LaneEngine(BatchEngine, Protocol):
+    """The engine whose slots are cut into lanes."""
+
+    model: FusedModel
+    lanes: int
+
+    def passes_from(
+        self,
+        first: int,
+        run: Callable[[Pass], Tensor],
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Images | None] | None,
+    ) -> DrawingPasses:
+        """Do `passes` in the slots from `first` on; `run` takes each pass through the layers."""
+        ...
+
+
+def in_lockstep(engine: LaneEngine, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
     """Do works, each with a batch of its own, in as many lanes as the engine has."""
     waiting, free = deque(enumerate(works)), list(range(engine.lanes))
     asked: dict[Lane[T], Pass | None] = {}  # by every lane that has not ended
@@ -83,7 +98,7 @@ class Lane(Generic[T]):
 
     def __init__(
         self,
-        engine: "FusedEngine",
+        engine: LaneEngine,
         index: int,
         number: int,
         work: Callable[[BatchEngine], T],
@@ -152,6 +167,6 @@ class Lane(Generic[T]):
             self._said.put(error)
 
 
-def _watch_of(engine: "FusedEngine") -> tuple[Any, Any, Any]:
+def _watch_of(engine: LaneEngine) -> tuple[Any, Any, Any]:
     """Return what shows a batch's passes to somebody: each lane has its own."""
     return engine.model.inputs, engine.model.on_encoded, engine.model.on_pass
