@@ -529,7 +529,7 @@ def nvfp4_hopper_kernel(
 
 
 def launch(weight, x, x_scale, config, routing=None, share=None):
-    """Multiply as `matmul.launch` does, with fragments; rows are bf16, or e4m3 beside `nvfp4_e4m3`.
+    """Multiply as `matmul.launch` does, with fragments; x is bf16, or e4m3 for `nvfp4_e4m3`.
 
     Raises:
         ValueError: a dense product in FP8, which this kernel does not have.

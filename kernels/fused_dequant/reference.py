@@ -22,7 +22,7 @@ def matmul(
 
 
 def matmul_each(x: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return x @ weight.T in float32, multiplying so many rows at once."""
+    """Return x @ weight.T in float32, multiplying `rows` rows of x at a time."""
     matrix, y = weight.float().T, torch.empty(len(x), len(weight), device=x.device)
     for own, out in zip(x.float().split(rows), y.split(rows), strict=True):
         torch.mm(own, matrix, out=out)

@@ -1,4 +1,4 @@
-"""What a release manager reads first: facts of a run, what it did not test, and published figures.
+"""What stands below a report's verdict: facts of a run, what it did not test, and published figures.
 
 All are made of report.json, once for report.md and report.html.
 """

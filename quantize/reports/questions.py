@@ -188,7 +188,7 @@ def question_counts(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def question_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return an entry as the cells of `QUESTION_COLUMNS`, only hash and outcome if private."""
+    """Return an entry's cells by `QUESTION_COLUMNS`; of a private one only its hash and outcome."""
     hidden = entry["target"] is None
     name = f"hash {entry['hash'][:12]}" if hidden else str(entry["question"])
     return (

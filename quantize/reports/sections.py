@@ -1,4 +1,4 @@
-"""What a report says, described once: `render` shows it in Markdown and on a page.
+"""A report's content, its first sentence (`head`) included; `render` shows it in Markdown and HTML.
 
 Everything comes from report.json.
 """

@@ -1,4 +1,4 @@
-"""GPTQ on block-scaled formats: it rounds weights to keep the layer's output near, not the weight.
+"""GPTQ: rounds weights, trying block scales near amax / 6, so that a layer's output stays near.
 
 A Linear y = x W^T with inputs x seen in calibration has the loss
 

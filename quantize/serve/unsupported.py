@@ -1,4 +1,4 @@
-"""What OpenAI's protocol and its servers have and block diffusion has not, each with a way out.
+"""OpenAI's fields that `serve` ignores or refuses, each with a way out: block diffusion lacks them.
 
 There are three kinds. IGNORABLE parameters steer how tokens are sampled one by one, or what is done
 beside the answer: without them the answer answers the same question. They are ignored and named, since

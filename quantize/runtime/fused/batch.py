@@ -29,7 +29,7 @@ class FusedPasses:
     """The passes of one batch in slots of its own; making them encodes its prompts.
 
     Args:
-        model: text stack over a cache with so many slots.
+        model: text stack, whose cache holds these slots.
         prompts: token ids, checked.
         chunk: tokens that a pass of the encoder may add to a row.
         encoded: positions that each slot holds already, or 0; a prompt with any (pictures) is skipped.

@@ -117,7 +117,7 @@ class Pass:
         return self.inputs is not None and self.inputs.shown
 
     def of(self, sequences: slice) -> "Pass":
-        """Return the pass of some sequences alone, which nobody watches."""
+        """Return the part of this pass for some sequences; no observer may be watching it."""
         n = self.rows.rows_each
         rows = slice(sequences.start * n, sequences.stop * n)
         x, scale = self.x

@@ -27,7 +27,7 @@ class Noted:
     noted: deque[Decoded] = field(default_factory=deque)
 
     def encode(self, rows: list[int], tokens: Tensor) -> None:
-        """Do nothing: what follows is known."""
+        """Do nothing: the results of the next steps are noted already."""
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
         """Return the next step."""

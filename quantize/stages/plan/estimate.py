@@ -94,17 +94,17 @@ class Machine:
 
 @dataclass(frozen=True)
 class Row:
-    """What a stage takes.
+    """What one stage of a run takes.
 
     Attributes:
         stage: its name.
-        seconds: typically and at most; None where the GPU's rates are not known.
-        bound: what its time follows from.
+        seconds: typical and largest; None where the GPU's rates are not known.
+        bound: what limits its speed.
         gpu: bytes of the GPU's memory.
         streamed: bytes that a pass streams.
         host: bytes of host memory that it holds for itself.
-        disk: bytes that it writes, `scratch` those that are removed again.
-        scratch: see `disk`.
+        disk: bytes that it writes and leaves.
+        scratch: bytes that it writes and removes again.
         lacks: what the GPU lacks; then nothing else is known.
     """
 

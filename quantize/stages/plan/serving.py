@@ -76,7 +76,7 @@ def serving_line(
     targets: Sequence[Target],
     machine: Machine,
 ) -> str:
-    """Return how `quantize serve` would hold a recipe's checkpoint at its defaults."""
+    """Return one line on how `quantize serve`, at its defaults, would place a recipe's checkpoint."""
     context = min(DEFAULT_CONTEXT, config["text_config"]["max_position_embeddings"])
     stack = quantized_stack("", targets, hopper=machine.hopper)
     cells = _cells(Need("", stack, CLIENTS, context), config, targets, machine)
