@@ -67,7 +67,7 @@ def test_a_stage_that_shares_no_work_is_one_process(
     monkeypatch.setenv("WORLD_SIZE", "2")
     run: Any = None
     with pytest.raises(InputError, match=f"`quantize {stage.name}` is one process"):
-        pipeline.work(run, stage, stage.work)
+        pipeline.work(run, stage)
 
 
 def test_without_torchrun_there_is_one() -> None:
