@@ -53,9 +53,11 @@ def export(run: RunDir, folder: Path) -> None:
     """
     if folder.exists():
         raise InputError(f"{folder}: it is there already; name a new folder")
-    for task in read_json(run.evaluation / "done.json", "tasks")["tasks"]:
-        scored = (read_scoring(run.evaluation / model, task) for model in (BASELINE, CANDIDATE))
-        for model, scoring in zip((BASELINE, CANDIDATE), in_common(*scored)[:2], strict=True):
+    models = BASELINE, CANDIDATE
+    tasks = read_json(run.evaluation / "done.json", "tasks")["tasks"]
+    pairs = [in_common(*(read_scoring(run.evaluation / m, task) for m in models)) for task in tasks]
+    for task, pair in zip(tasks, pairs, strict=True):  # all are read before one is written
+        for model, scoring in zip(models, pair[:2], strict=True):
             place, rows = folder / model / task, scoring.rows
             place.mkdir(parents=True)
             answers = (
@@ -63,11 +65,8 @@ def export(run: RunDir, folder: Path) -> None:
             )
             write_text(place / "results.jsonl", "".join(f"{json.dumps(a)}\n" for a in answers))
             mean = sum(row.score for row in rows) / len(rows)
-            config = {
-                "benchmark": task,
-                "model": model,
-                "planned": scoring.made_with.get("planned"),
-            }
+            planned = scoring.made_with.get("planned")
+            config = {"benchmark": task, "model": model, "planned": planned}
             benchmark = {"name": task, "scores": {"mean_reward": {"value": mean}}}
             write_json(place / f"eval-{task}.json", {"config": config, "benchmark": benchmark})
 

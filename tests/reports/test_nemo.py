@@ -60,6 +60,16 @@ def test_a_run_that_ended_at_a_look_has_its_verdict_behind_their_files(
         export(run, tmp_path / "theirs")
 
 
+def test_a_run_that_lacks_a_tasks_scores_leaves_no_folder(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    for name in ("bf16", "quantized"):
+        write_scoring(run.evaluation / name, scored(0, 2))
+    write_json(run.evaluation / "done.json", {"tasks": [TASK, "gone"]})
+    with pytest.raises(InputError, match="gone"):
+        export(run, tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
 def bundle(folder: Path, rewards: Sequence[float], **more: Any) -> Path:
     """Write a flat bundle as their documentation shows it, two repeats of each problem."""
     folder.mkdir()
