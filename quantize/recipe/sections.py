@@ -70,12 +70,35 @@ FilePath = Annotated[str, AfterValidator(_absolute)]
 Pattern = Annotated[str, AfterValidator(_valid_pattern)]
 LEAST = 2  # questions of a task: two sides are compared by how their differences vary
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Optional keys that hashes cover at their defaults too, as they did when these were all there were. A
+# later key counts where it is set, so that it renames no run and asks no answer again.
+FIRST_KEYS = frozenset("""
+    activations batch_size bundled calibration confidence confidence_threshold data entropy_bound
+    evaluation extract fixed gate health_pp limit lm_eval margin_pp max_denoising_steps max_kl_nats
+    max_prompt_tokens max_step_inflation max_tokens min_tokens_per_expert observer operating_points
+    own_tasks private prompt repeats revision rounding seed stability_threshold target targets thinking
+""".split())  # fmt: skip
 
 
 class Section(BaseModel):
     """Base of every section: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def counted(self) -> dict[str, Any]:
+        """Return the JSON object that hashes cover."""
+        stated = self.model_dump(mode="json", exclude_defaults=True)
+        return _counted(self.model_dump(mode="json"), stated)
+
+
+def _counted(value: Any, stated: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _counted(own, stated.get(key, {}))
+        for key, own in value.items()
+        if key in stated or key in FIRST_KEYS
+    }
 
 
 class Model(Section):
@@ -187,7 +210,7 @@ class OwnTask(Section):
 
     def digest(self) -> str:
         """Return 16 hex digits of a hash over the task's definition."""
-        text = json.dumps(self.model_dump(mode="json"))
+        text = json.dumps(self.counted())
         data = Path(self.lm_eval or self.data or "").read_bytes()
         return hashlib.sha256(text.encode() + data).hexdigest()[:16]
 
@@ -404,7 +427,7 @@ class Recipe(Section):
 
     def digest(self, *more: str) -> str:
         """Return 7 hex digits of a hash over the resolved recipe and `more` (the model's revision)."""
-        text = json.dumps([self.model_dump(mode="json"), *more], sort_keys=True)
+        text = json.dumps([self.counted(), *more], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:7]
 
 

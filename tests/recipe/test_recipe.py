@@ -8,10 +8,19 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
+from pydantic import create_model
 
 from quantize.cli import cli
 from quantize.errors import InputError
-from quantize.recipe.sections import Evaluation, OwnTask, load_recipe, parse_recipe, shipped_recipes
+from quantize.recipe.sections import (
+    Evaluation,
+    Gate,
+    OwnTask,
+    Recipe,
+    load_recipe,
+    parse_recipe,
+    shipped_recipes,
+)
 from quantize.recovery.catalog import is_private, known_tasks, token_limit
 from quantize.stages.evaluate.tasks import open_tasks
 from quantize.stages.plan.estimate import cannot_pass
@@ -212,6 +221,18 @@ def test_digest_depends_on_recipe_and_model() -> None:
     assert recipe.digest("a") != recipe.digest("b")
     assert recipe.digest("a") != recipe.for_bundled_model().digest("a")
     assert recipe.digest("a") == load_recipe("nvfp4").digest("a")
+
+
+def test_a_key_that_comes_later_counts_where_it_is_set() -> None:
+    """It must rename no run that does not set it, in whichever section it stands."""
+    recipe = load_recipe("nvfp4")
+    newer_gate: Any = create_model("NewerGate", __base__=Gate, later=(int, 0))
+    newer: Any = create_model("Newer", __base__=Recipe, gate=(newer_gate, ...), also=(bool, False))
+    fields = recipe.model_dump(mode="json")
+    assert newer(**fields).digest("a") == recipe.digest("a")
+    assert newer(**fields, also=True).digest("a") != recipe.digest("a")
+    deeper = fields | {"gate": fields["gate"] | {"later": 1}}
+    assert newer(**deeper).digest("a") != recipe.digest("a")
 
 
 QUESTIONS = "\n".join(f'{{"question": "{i} + 1?", "answer": "{i + 1}"}}' for i in range(5))

@@ -26,8 +26,8 @@ from quantize.stages.plan.plan import described, plan_table, plans_of
 from quantize.stages.plan.serving import serving_line
 
 MADE_BY = ("calibrate", "round", "convert", "verify")  # stages that make a checkpoint
-# Bytes of published checkpoints, which a plan can be compared with.
-PUBLISHED = {"fp8_dynamic": "27.2 GB, RedHatAI", "nvfp4": "18.9 GB, NVIDIA"}
+# Checkpoints that others published of the model of so many BF16 bytes.
+PUBLISHED = {51_647_562_456: {"fp8_dynamic": "27.2 GB, RedHatAI", "nvfp4": "18.9 GB, NVIDIA"}}
 # The recipes in the order in which one would take them, as far as a GPU can make and run them.
 PREFERRED = ("nvfp4", "nvfp4_w4a4", "nvfp4a16", "fp8_dynamic", "int8_dynamic")
 
@@ -159,7 +159,8 @@ def recipes_table(
         elif "needs" not in made:
             able[name] = made
         before, after = sum_bytes(targets)
-        table.add_row(name, size(after), f"{after / before:.1%}", made, PUBLISHED.get(name, ""))
+        others = PUBLISHED.get(before, {}).get(name, "")
+        table.add_row(name, size(after), f"{after / before:.1%}", made, others)
     ways = [f"{name} ({able[name]})" for name in PREFERRED if name in able]
     if ways:
         table.caption = f"take {ways[0]}; else {', '.join(ways[1:3])}"
