@@ -102,29 +102,29 @@ def convert(
     return write_checkpoint(source, targets, Path(out), recipe=loaded, input_scales=scales)
 
 
-def evaluate(run: str | Path, *, gpu_memory: float | None = None, **options: Any) -> None:
+def evaluate(run: str | Path, **options: Any) -> None:
     """Score what is not scored yet of a run, as `quantize evaluate RUN` does.
 
     Args:
         run: its folder.
-        gpu_memory: bytes of a GPU that may be used.
-        options: of `quantize.pipeline.stages.evaluate_more`: modes, noise_floor, server, ...
+        options: of `quantize.pipeline.stages`' `Machine` and `evaluate_more`: gpu_memory, bytes that
+            may be used, modes, noise_floor, servers, ...
     """
-    with opened(Path(run), gpu_memory=gpu_memory, **options) as found:
+    with opened(Path(run), **options) as found:
         run_alone(found, stage("evaluate"))
 
 
 def fidelity(
-    run: str | Path, modes: Sequence[ActivationMode] = (), *, gpu_memory: float | None = None
+    run: str | Path, modes: Sequence[ActivationMode] = (), **options: Any
 ) -> dict[str, Any]:
     """Replay a run's trajectories through its quantized model and return fidelity.json.
 
     Args:
         run: its folder.
         modes: activation modes to replay beside those of the recipe.
-        gpu_memory: bytes of a GPU that may be used.
+        options: of `quantize.pipeline.stages.Machine`: gpu_memory, bytes that may be used.
     """
-    with opened(Path(run), gpu_memory=gpu_memory, modes=tuple(modes)) as found:
+    with opened(Path(run), modes=tuple(modes), **options) as found:
         with suppress(GateError):
             run_alone(found, stage("fidelity"))
         return read_json(found.folder.fidelity_json, "activations")

@@ -22,7 +22,7 @@ PACK = click.argument("pack", type=click.Path(path_type=Path, dir_okay=False))
     "--fine-tuned", is_flag=True,
     help="Weights differ from BF16's on purpose: they are not compared, and the report says so.",
 )  # fmt: skip
-@with_options("scoring", "gpu-memory", "resume")
+@with_options("scoring", "machine", "resume")
 def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **options: Any) -> int:
     """Judge a checkpoint that others built: inspect, compare weights, replay, evaluate, report, gate.
 

@@ -63,6 +63,22 @@ SHARED: dict[str, Callable[[Any], Any]] = {
         "--hourly-price", type=click.FloatRange(min=0),
         help="Price of an hour of the machine, with which the cost is stated.",
     ),
+    "full": click.option(
+        "--full", is_flag=True,
+        help="Compare all of it with BF16 again, whatever convert held in memory.",
+    ),
+    "gguf": click.option(
+        "--gguf", type=click.Path(path_type=Path),
+        help="Score the exported file too, in llama.cpp, with the same prompts and noise.",
+    ),
+    "llama-cpp": click.option(
+        "--llama-cpp", type=click.Path(path_type=Path), metavar="PROGRAM",
+        help="llama.cpp's llama-diffusion-gemma-server, which --gguf needs.",
+    ),
+    "steps": click.option(
+        "--steps", multiple=True, type=click.IntRange(1, 1000), metavar="T",
+        help="Judge the candidate with at most T steps of a canvas too; may be given several times.",
+    ),
     "data-dir": click.option(
         "--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
         help="Folder with TASK.jsonl files, in place of data sets on the Hub.",
@@ -84,6 +100,8 @@ def with_options(*options: str | Callable[[Any], Any]) -> Callable[[FC], FC]:
     return add
 
 
+# Fields of `quantize.pipeline.stages.Machine` that hold for whole runs and for stages that open models.
+SHARED["machine"] = with_options("gpu-memory")
 # Keywords of `quantize.pipeline.stages.evaluate_more`.
 SHARED["scoring"] = with_options(
     "data-dir",

@@ -16,7 +16,7 @@ UNTIL = click.option(
 
 @click.command()
 @with_options(
-    "recipe", "model", "revision", "out", "task", "limit", UNTIL, "scoring", "gpu-memory", "scratch",
+    "recipe", "model", "revision", "out", "task", "limit", UNTIL, "scoring", "machine", "scratch",
     "resume",
 )  # fmt: skip
 def run(recipe: str, model: str | None, out: Path, until: str, **options: Any) -> int:
@@ -28,7 +28,7 @@ def run(recipe: str, model: str | None, out: Path, until: str, **options: Any) -
 
 
 @click.command()
-@with_options("recipe", "model", "revision", "out", "data-dir", "gpu-memory")
+@with_options("recipe", "model", "revision", "out", "data-dir", "machine")
 def rehearse(recipe: str, model: str | None, out: Path, **options: Any) -> int:
     """Try every stage on your own copy before the run that takes hours.
 

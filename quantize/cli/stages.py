@@ -8,34 +8,6 @@ import click
 from quantize.cli.options import REAL_MODEL, with_options
 from quantize.pipeline.stages import STAGES, Stage
 
-EVALUATE = (
-    click.option(
-        "--gguf", type=click.Path(path_type=Path),
-        help="Score the exported file too, in llama.cpp, with the same prompts and noise.",
-    ),
-    click.option(
-        "--llama-cpp", type=click.Path(path_type=Path), metavar="PROGRAM",
-        help="llama.cpp's llama-diffusion-gemma-server, which --gguf needs.",
-    ),
-    click.option(
-        "--steps", multiple=True, type=click.IntRange(1, 1000), metavar="T",
-        help="Judge the candidate with at most T steps of a canvas too; may be given several times.",
-    ),
-)  # fmt: skip
-FULL = click.option(
-    "--full",
-    is_flag=True,
-    help="Compare all of it with BF16 again, whatever convert held in memory.",
-)
-OPTIONS = {  # of a stage's command, beside the run folder
-    "calibrate": ("gpu-memory", "scratch"),
-    "round": ("gpu-memory", "scratch"),
-    "verify": (FULL,),
-    "fidelity": ("modes", "gpu-memory"),
-    "evaluate": ("modes", "scoring", *EVALUATE, "gpu-memory"),
-    "report": ("hourly-price",),
-}
-
 
 @click.command()
 @with_options("recipe", "model", "revision", "task", "gpu-memory", "gpu")
@@ -74,7 +46,7 @@ def command_of(stage: Stage) -> click.Command:
     """Return the command that runs one stage of a run folder again."""
 
     @click.command(name=stage.name, help=stage.summary)
-    @with_options("run", *OPTIONS.get(stage.name, ()))
+    @with_options("run", *stage.options)
     def command(run: Path, **options: Any) -> int:
         from quantize.pipeline.run import opened, run_alone
 
@@ -84,4 +56,4 @@ def command_of(stage: Stage) -> click.Command:
     return command
 
 
-calibrate, round, convert, verify, fidelity, evaluate, report = map(command_of, STAGES[1:])
+globals().update({stage.name: command_of(stage) for stage in STAGES[1:]})

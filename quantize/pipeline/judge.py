@@ -48,13 +48,12 @@ def judging(
     tasks: Sequence[str] = (),
     limit: int | None = None,
     fine_tuned: bool = False,
-    gpu_memory: float | None = None,
     **options: Any,
 ) -> Generator[Run]:
     """Open the judgement of a checkpoint as a run, which `advance` judges; hold it for the block.
 
     `name` and `against` are folders or Hub ids of the quantized checkpoint and of the BF16 model, None
-    for the bundled one. `tasks`, `limit`, `gpu_memory` and `options` are those of `started`. With
+    for the bundled one. `tasks`, `limit` and `options` are those of `started`. With
     `fine_tuned` weights differ from BF16's on purpose, and the report says so.
 
     Raises:
@@ -77,7 +76,7 @@ def judging(
     instead["convert"] = partial(_link, checkpoint)
     instead["verify"] = partial(_verify, checkpoint, found, fine_tuned)
     bundled = against is None
-    run = Run(folder, recipe, source, targets, bundled, options, gpu_memory, instead=instead)
+    run = Run(folder, recipe, source, targets, bundled, options, instead=instead)
     with working_in(folder):
         begin(run, digest, against, resume=resume, judged=name)
         Console().print(inspection_table(found))

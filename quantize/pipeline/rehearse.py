@@ -222,10 +222,11 @@ def by_rates(run: Run, whole: Recipe) -> dict[str, Any]:
     On a GPU: seconds of every stage of the whole run at most, where the GPU's other rates are known.
     """
     rates: dict[str, float | None] = {"disk": disk_rate(run.folder.path), "link": None}
-    gpu, budget = gpu_of(None), budget_of(run.place)
+    place = run.machine.place
+    gpu, budget = gpu_of(None), budget_of(place)
     seconds: dict[str, float] = {}
     if gpu is not None and budget is not None:
-        rates["link"] = link_rate(run.place.device)
+        rates["link"] = link_rate(place.device)
         machine = Machine(gpu, budget, rates["link"], rates["disk"])
         source = run.source
         rows = planned(whole, source.config, source.tensors, run.targets, machine)
@@ -276,7 +277,7 @@ def _about(run: Run, whole: Recipe) -> dict[str, Any]:
         name: recipe.model_dump(mode="json", exclude={"bundled"})
         for name, recipe in (("whole", whole), ("here", run.recipe))
     }
-    return facts | {"source": source, "recipe": recipes, "gpu_memory": run.gpu_memory}
+    return facts | {"source": source, "recipe": recipes, "gpu_memory": run.machine.gpu_memory}
 
 
 def _without_home(value: Any) -> Any:

@@ -51,14 +51,12 @@ def started(
     revision: str | None = None,
     tasks: Sequence[str] = (),
     limit: int | None = None,
-    gpu_memory: float | None = None,
-    scratch: Path | None = None,
     **options: Any,
 ) -> Generator[Run]:
     """Resolve recipe and model, name the run folder, show the plan; lock the run for the block.
 
     A recipe that is named is adapted to the bundled model, `tasks` and `limit`; one that is given is
-    taken as it is. `gpu_memory`, `scratch` and `options` are those of `Run`.
+    taken as it is. `options` are those of `Run`.
 
     Raises:
         InputError: the run exists and `resume` is off, recipe or model are wrong, no folder can be made
@@ -75,7 +73,7 @@ def started(
         targets = plan_targets(source.tensors, recipe.quantization)
     digest = fingerprint(source)
     folder = RunDir(out / f"{recipe.name}-{recipe.digest(digest)}")
-    run = Run(folder, recipe, source, targets, model is None, options, gpu_memory, scratch)
+    run = Run(folder, recipe, source, targets, model is None, options)
     memory_plans(run, recipe)
     with working_in(folder):
         begin(run, digest, model, resume=resume)
@@ -165,10 +163,10 @@ def _ours(path: Path, stages: Sequence[Stage]) -> Generator[tuple[RunDir, Recipe
 
 
 @contextmanager
-def opened(
-    path: Path, gpu_memory: float | None = None, scratch: Path | None = None, **options: Any
-) -> Generator[Run]:
+def opened(path: Path, **options: Any) -> Generator[Run]:
     """Open an existing run folder for a single stage; hold it while the block runs.
+
+    `options` are those of `Run`.
 
     Raises:
         InputError: there is no run, or its source, recipe or plan has changed since.
@@ -181,7 +179,7 @@ def opened(
         if fingerprint(source) != about["fingerprint"]:
             raise InputError(f"{source.folder}: the BF16 model has changed since this run began")
         targets = plan_targets(source.tensors, recipe.quantization)
-        run = Run(folder, recipe, source, targets, about["bundled"], options, gpu_memory, scratch)
+        run = Run(folder, recipe, source, targets, about["bundled"], options)
         memory_plans(run, recipe)
         yield run
 
@@ -192,10 +190,11 @@ def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
     Raises:
         ResourceError: a stage needs more memory than there is.
     """
-    budget = budget_of(run.place)
+    place = run.machine.place
+    budget = budget_of(place)
     if budget is None:
         return {}
-    config, hopper = run.source.config, is_hopper(run.place.device)
+    config, hopper = run.source.config, is_hopper(place.device)
     wanted = needs(recipe, config, run.source.tensors, run.targets, hopper=hopper)
     return {need.stage: fit(need, config, budget) for need in wanted}
 

@@ -10,7 +10,7 @@ called, so reading the list is cheap.
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from quantize.errors import GateError, InputError
@@ -29,14 +29,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Machine:
+    """What a run may use of the machine: an option that holds for every stage is a field of it.
+
+    Attributes:
+        gpu_memory: bytes of a GPU, None for all that are free; results depend on it only where it makes
+            a batch of answers smaller.
+        scratch: folder for what only stages of the run read, None for the run's own.
+    """
+
+    gpu_memory: float | None = None
+    scratch: "Path | None" = None
+
+    @property
+    def place(self) -> "Placement":
+        """Where models run."""
+        from quantize.runtime.placement import Placement
+
+        return Placement.here(self.gpu_memory)
+
+
+@dataclass(frozen=True)
 class Run:
     """One run: its folder, resolved recipe, source checkpoint and plan.
 
-    `options` are those of its stages: verify's `full`, fidelity's `modes`, those of `evaluate_more`,
-    the report's `hourly_price`. `gpu_memory` is the bytes of a GPU that may be used, None for all that
-    are free; results depend on it only where it makes a batch of answers smaller.
-    `scratch` is the folder for what only stages of this run read; None for the run's own. `instead` has
-    what is done in place of stages' own work; a stage that has None there is left out.
+    `options` are `Machine`'s, and those of its stages: verify's `full`, fidelity's `modes`, those of
+    `evaluate_more`, the report's `hourly_price`. `instead` has what is done in place of stages' own
+    work; a stage that has None there is left out.
     """
 
     folder: RunDir
@@ -45,23 +64,19 @@ class Run:
     targets: "list[Target]"
     is_bundled: bool
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    gpu_memory: float | None = None
-    scratch: "Path | None" = None
     instead: "Mapping[str, Task | None]" = field(default_factory=dict[str, Any])
+
+    @property
+    def machine(self) -> Machine:
+        """What it may use."""
+        return Machine(**{name: self.options[name] for name in MACHINE & self.options.keys()})
 
     @property
     def recording(self) -> "Path":
         """What calibrate keeps for round; both remove what they find there."""
-        if self.scratch is None:
+        if self.machine.scratch is None:
             return self.folder.path / "recording"
-        return self.scratch / f"{self.folder.path.name}-recording"
-
-    @property
-    def place(self) -> "Placement":
-        """Where its models run."""
-        from quantize.runtime.placement import Placement
-
-        return Placement(best_device(), self.gpu_memory)
+        return self.machine.scratch / f"{self.folder.path.name}-recording"
 
     def __post_init__(self) -> None:
         """Refuse a limit on denoising steps, which no server reports, before anything is done."""
@@ -87,6 +102,7 @@ class Run:
 
 
 Task = Callable[[Run], None]
+MACHINE = {each.name for each in fields(Machine)}
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,7 @@ class Stage:
         ahead: looks, before the first stage of a run, at what this one will read from elsewhere.
         shares_work: whether torchrun's processes share its work; else there may be one alone.
         adds: whether its work leaves a result that stands until the new one is whole.
+        options: those of its command, by their names in `cli.options`.
     """
 
     name: str
@@ -120,6 +137,7 @@ class Stage:
     ahead: Callable[[Run], object] = lambda _: None
     shares_work: bool = False
     adds: bool = False
+    options: tuple[str, ...] = ()
 
     def command(self, run: RunDir) -> str:
         """Return the command that makes a run's result again."""
@@ -138,14 +156,16 @@ def _calibrate(run: Run) -> None:
     from quantize.stages.calibrate.calibrate import calibrate
 
     out = run.folder.calibration
-    calibrate(run.source.folder, run.recipe, out, place=run.place, scratch=run.recording)
+    calibrate(run.source.folder, run.recipe, out, place=run.machine.place, scratch=run.recording)
 
 
 def _round(run: Run) -> None:
     from quantize.stages.round_weights.round_weights import round_weights
 
     out, scratch = run.folder.rounding, run.recording
-    round_weights(run.source, run.targets, run.recipe, out, place=run.place, scratch=scratch)
+    round_weights(
+        run.source, run.targets, run.recipe, out, place=run.machine.place, scratch=scratch
+    )
 
 
 def _rounds_weights(recipe: "Recipe") -> bool:
@@ -204,7 +224,7 @@ def _fidelity(run: Run) -> None:
         activations=run.recipe.evaluation.activations,
         limits=run.recipe.gate.max_kl_nats,
         more=run.options.get("modes", ()),
-        place=run.place,
+        place=run.machine.place,
     )
 
 
@@ -275,7 +295,7 @@ def evaluate_more(
         gate=run.recipe.gate,
         options=ModelOptions(
             modes=[mode for mode in ACTIVATION_MODES if mode in modes],
-            place=run.place,
+            place=run.machine.place,
             points=points,
             **models,
         ),
@@ -283,10 +303,10 @@ def evaluate_more(
         go_on=go_on,
     )
     run.record("evaluate", {"rates": rates})
-    if points and is_first() and run.place.device != "cpu":
+    if points and is_first() and run.machine.place.device != "cpu":
         from quantize.pipeline.speeds import measure_speeds
 
-        measure_speeds(run.folder, run.source.folder, points, run.place)
+        measure_speeds(run.folder, run.source.folder, points, run.machine.place)
 
 
 def _report(run: Run) -> None:
@@ -319,13 +339,14 @@ STAGES = (
         "On several GPUs, with the files of one:\n"
         "  torchrun --nproc-per-node 8 -m quantize calibrate RUN",
         is_needed=lambda recipe: recipe.needs_calibration, shares_work=True,
+        options=("machine", "scratch"),
     ),
     Stage(
         "round", "rounding", ("plan",), _round,
         "Round the weights of a run again: GPTQ on Hessians of denoising canvases.\n\n"
         "What calibrate recorded goes through one layer after the other; what is gone or damaged is "
         "recorded again.",
-        is_needed=_rounds_weights,
+        is_needed=_rounds_weights, options=("machine", "scratch"),
     ),
     Stage(
         "convert", "checkpoint", ("plan", "calibrate", "round"), _convert,
@@ -336,20 +357,21 @@ STAGES = (
         "Check the quantized checkpoint of a run statically.\n\n"
         "Convert compared all values with BF16's while they were in memory. Behind it every byte on "
         "disk is compared with what was there, and a sample with BF16; without its record, all.",
-        _verified,
+        _verified, options=("full",),
     ),
     Stage(
         "fidelity", "fidelity.json", ("plan", "calibrate", "convert"), _fidelity,
         "Replay recorded trajectories: distance of the quantized model from BF16.", _close_enough,
-        shares_work=True,
+        shares_work=True, options=("modes", "machine"),
     ),
     Stage(
         "evaluate", "evaluation/done.json", ("plan", "convert"),
-        lambda run: evaluate_more(run, **run.options),
+        lambda run: evaluate_more(run, **{k: v for k, v in run.options.items() if k not in MACHINE}),
         "Score BF16 and quantized with the same prompts and seeds, where they are not scored yet.\n\n"
         "\b\nOn several GPUs, with the scores of one:\n"
         "  torchrun --nproc-per-node 8 -m quantize evaluate RUN",
         files=("evaluation",), adds=True, lacks=_lacks_samples, ahead=_open_tasks, shares_work=True,
+        options=("modes", "scoring", "gguf", "llama-cpp", "steps", "machine"),
     ),
     Stage(
         "report", "report.json", ("plan", "calibrate", "convert", "verify", "fidelity", "evaluate"),
@@ -357,6 +379,7 @@ STAGES = (
         "Write the report of a run, and its verdict: report.json, .md, .html and junit.xml.\n\n"
         "In a job of GitHub Actions report.md also becomes the job's summary (docs/ci.md).",
         _judged, files=("report.json", "report.md", "report.html", "junit.xml"),
+        options=("hourly-price",),
     ),
 )  # fmt: skip
 

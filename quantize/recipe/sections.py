@@ -72,12 +72,14 @@ LEAST = 2  # questions of a task: two sides are compared by how their difference
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # Optional keys that hashes cover at their defaults too, as they did when these were all there were. A
 # later key counts where it is set, so that it renames no run and asks no answer again.
-FIRST_KEYS = frozenset("""
-    activations batch_size bundled calibration confidence confidence_threshold data entropy_bound
-    evaluation extract fixed gate health_pp limit lm_eval margin_pp max_denoising_steps max_kl_nats
-    max_prompt_tokens max_step_inflation max_tokens min_tokens_per_expert observer operating_points
-    own_tasks private prompt repeats revision rounding seed stability_threshold target targets thinking
-""".split())  # fmt: skip
+FIRST_KEYS = {
+    "activations", "batch_size", "bundled", "calibration", "confidence", "confidence_threshold",
+    "data", "entropy_bound", "evaluation", "extract", "fixed", "gate", "health_pp", "limit",
+    "lm_eval", "margin_pp", "max_denoising_steps", "max_kl_nats", "max_prompt_tokens",
+    "max_step_inflation", "max_tokens", "min_tokens_per_expert", "observer", "operating_points",
+    "own_tasks", "private", "prompt", "repeats", "revision", "rounding", "seed",
+    "stability_threshold", "target", "targets", "thinking",
+}  # fmt: skip
 
 
 class Section(BaseModel):

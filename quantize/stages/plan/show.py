@@ -1,6 +1,7 @@
 """Shows a plan: what becomes of the weights, a row a stage, and what a GPU could do else."""
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -25,7 +26,6 @@ from quantize.stages.plan.gpu_support import gpu_of, gpu_table, runs
 from quantize.stages.plan.plan import described, plan_table, plans_of
 from quantize.stages.plan.serving import serving_line
 
-MADE_BY = ("calibrate", "round", "convert", "verify")  # stages that make a checkpoint
 # Checkpoints that others published of the model of so many BF16 bytes.
 PUBLISHED = {51_647_562_456: {"fp8_dynamic": "27.2 GB, RedHatAI", "nvfp4": "18.9 GB, NVIDIA"}}
 # The recipes in the order in which one would take them, as far as a GPU can make and run them.
@@ -170,7 +170,7 @@ def recipes_table(
 
 def _made(found: Sequence[Row]) -> str:
     """Return how long the stages that make a checkpoint take, or why they cannot."""
-    making = [row for row in found if row.stage in MADE_BY]
+    making = [*takewhile(lambda row: row.stage != "fidelity", found)]
     if lacking := [f"{row.stage} needs {least_of(row.lacks)}" for row in making if row.lacks]:
         return lacking[0]
     if any(row.seconds is None for row in making):
