@@ -194,7 +194,7 @@ def sampler_rows() -> Iterator[Row]:
 def sampler_step(logits: Tensor, state: fd.CanvasState, schedule: Tensor) -> fd.Draw:
     """Draw and accept, as at the end of a denoising step."""
     draw = fd.sample(logits, state, schedule)
-    fd.accept(draw, state, schedule, entropy_bound=0.1, confidence_threshold=0.005)
+    fd.accept(draw, state, schedule, fd.Rules(0.1, 0.005))
     return draw
 
 

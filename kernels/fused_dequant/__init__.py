@@ -10,7 +10,7 @@
 
 from fused_dequant import formats, reference, weights
 from fused_dequant.activations import quantize_rows
-from fused_dequant.canvas import CanvasState, Draw, Probabilities
+from fused_dequant.canvas import CanvasState, Draw, Probabilities, Rules
 from fused_dequant.formats import Activation
 from fused_dequant.operations import (
     CELLS,
@@ -40,6 +40,7 @@ __all__ = [
     "CanvasState",
     "Draw",
     "Probabilities",
+    "Rules",
     "Weight",
     "accept",
     "after_attention",

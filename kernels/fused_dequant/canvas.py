@@ -37,6 +37,13 @@ class Draw(NamedTuple):
         return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
+class Rules(NamedTuple):
+    """What a step decides by, in nats: the sampler's controls as the kernel takes them."""
+
+    entropy_bound: float
+    confidence_threshold: float
+
+
 @dataclass(frozen=True)
 class Probabilities:
     """softmax(logits / T) times a number of each row: p bf16 [M, V], and their sums, total f32 [M]."""
@@ -100,11 +107,11 @@ def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> 
     return Draw(sampled, replacement, scaled.argmax(-1), token_entropy(scaled))
 
 
-def accept(draw, state, schedule, *, entropy_bound, confidence_threshold):
+def accept(draw, state, schedule, rules):
     """See `operations.accept`."""
     s = state
     live = ~s.finished & (s.step <= len(schedule))
-    taken = accepted(draw.entropy, entropy_bound)
+    taken = accepted(draw.entropy, rules.entropy_bound)
     after = {
         "accepted": taken,
         "canvas": torch.where(taken, draw.sampled, draw.replacement),
@@ -112,7 +119,7 @@ def accept(draw, state, schedule, *, entropy_bound, confidence_threshold):
         "history": torch.cat([s.history, draw.argmax[None]])[1:],
         "inverse_temperature": 1 / _temperature(s, schedule)[:, None],
     }
-    stop = stopped(s.history, draw.argmax, draw.entropy, confidence_threshold)
+    stop = stopped(s.history, draw.argmax, draw.entropy, rules.confidence_threshold)
     for name, new in after.items():
         old: torch.Tensor = getattr(s, name)
         old.copy_(torch.where(live[:, None], new, old))

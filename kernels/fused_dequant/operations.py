@@ -41,7 +41,7 @@ import torch
 
 from fused_dequant import canvas, reference, tuning
 from fused_dequant.activations import in_torch
-from fused_dequant.canvas import CanvasState, Draw, Probabilities
+from fused_dequant.canvas import CanvasState, Draw, Probabilities, Rules
 from fused_dequant.dispatch import launches
 from fused_dequant.formats import Activation
 from fused_dequant.kept import in_float32
@@ -373,14 +373,6 @@ def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> 
 
 
 @with_kernels("sampling")
-def accept(
-    draw: Draw,
-    state: CanvasState,
-    schedule: torch.Tensor,
-    *,
-    entropy_bound: float,
-    confidence_threshold: float,
-) -> None:
+def accept(draw: Draw, state: CanvasState, schedule: torch.Tensor, rules: Rules) -> None:
     """Write the next state into `CanvasState`; sequences that finished or passed step N stay."""
-    bounds = {"entropy_bound": entropy_bound, "confidence_threshold": confidence_threshold}
-    canvas.accept(draw, state, schedule, **bounds)
+    canvas.accept(draw, state, schedule, rules)

@@ -268,12 +268,12 @@ def accept_kernel(
     tl.store(step + b, now + 1)
 
 
-def accept(draw, state, schedule, *, entropy_bound, confidence_threshold):
+def accept(draw, state, schedule, rules):
     """See `operations.accept`."""
     B, L = state.canvas.shape
     accept_kernel[(B,)](
         *draw, schedule, state.canvas, state.argmax, state.history, state.accepted, state.step,
-        state.finished, state.inverse_temperature, entropy_bound, confidence_threshold,
+        state.finished, state.inverse_temperature, *rules,
         L, len(schedule), state.history.stride(0),
         STABILITY=len(state.history), POSITIONS=triton.next_power_of_2(L), COLUMNS=32, num_warps=16,
         **chained(state.canvas.device),

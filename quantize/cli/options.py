@@ -7,9 +7,11 @@ from typing import Any
 import click
 from click.decorators import FC
 
+from quantize.recipe.controls import bounds_of
 from quantize.schemes.modes import ACTIVATION_MODES
 
 REAL_MODEL = "google/diffusiongemma-26B-A4B-it"
+STEPS = click.IntRange(*bounds_of("max_denoising_steps"))
 GPU_MEMORY = click.option(
     "--gpu-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
     callback=lambda _, __, gb: None if gb is None else gb * 1e9,
@@ -76,7 +78,7 @@ SHARED: dict[str, Callable[[Any], Any]] = {
         help="llama.cpp's llama-diffusion-gemma-server, which --gguf needs.",
     ),
     "steps": click.option(
-        "--steps", multiple=True, type=click.IntRange(1, 1000), metavar="T",
+        "--steps", multiple=True, type=STEPS, metavar="T",
         help="Judge the candidate with at most T steps of a canvas too; may be given several times.",
     ),
     "data-dir": click.option(

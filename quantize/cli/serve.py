@@ -2,11 +2,13 @@
 
 import os
 from functools import partial
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantize.cli.options import ACTIVATIONS, GPU_MEMORY, served_name
+from quantize.recipe.controls import REQUEST_NAMES
 
 if TYPE_CHECKING:
     from quantize.schemes.modes import ActivationMode
@@ -30,8 +32,7 @@ Honoured: max_tokens, stop, seed, n, stream with stream_options.include_usage,
   image_url parts of a user's message (data URLs of PNG, JPEG or WebP; image_tokens, 70
   to 1120, is the most that one takes; nothing is fetched),
   chat_template_kwargs.enable_thinking (thoughts come back as reasoning_content),
-  the sampler's num_inference_steps, entropy_bound, t_min, t_max,
-  confidence_threshold, stability_threshold,
+  the sampler's CONTROLS,
   the canvas: suffix of a completion, pinned [{position, text}], initial_text,
   tools with tool_choice and parallel_tool_calls, response_format (json_object, json_schema),
   guided_json, guided_regex, logprobs with top_logprobs up to 20, reasoning_effort (none or not).
@@ -45,7 +46,7 @@ Choice j of a request with a seed has the noise of seed + j, whatever else is se
 on a GPU roundings depend on the batch, unless --batch-invariant.
 --data-parallel N serves with N GPUs, a copy of the weights each; header X-Worker says which.
 SIGTERM lets running requests finish and refuses those that wait.
-"""
+""".replace("CONTROLS", fill(", ".join(REQUEST_NAMES), 72, subsequent_indent="  "))
 
 
 option = partial(click.option, show_default=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantize.cli.options import REAL_MODEL, served_name, with_options
+from quantize.cli.options import REAL_MODEL, STEPS, served_name, with_options
 from quantize.cli.serve import serve
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ __all__ = ["bench", "export", "generate", "serve", "tune"]
 )  # fmt: skip
 @click.option("--thinking", is_flag=True, help="Let the model think before it answers.")
 @click.option(
-    "--steps", type=click.IntRange(1, 1000), metavar="T", help="Most denoising steps of a canvas."
+    "--steps",
+    type=STEPS,
+    metavar="T",
+    help="Most denoising steps of a canvas.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the sampling noise.")
 @click.option(

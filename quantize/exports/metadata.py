@@ -10,6 +10,7 @@ from typing import Any
 from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint, read_json_object
 from quantize.errors import InputError
+from quantize.recipe.controls import CONTROLS
 
 ARCHITECTURE = "diffusion-gemma"
 # That runtime computes no other values.
@@ -103,14 +104,8 @@ def _diffusion(source: Checkpoint) -> dict[str, Any]:
         return found
     stated = read_json_object(path)
     stated = (stated.get("sampler_config") or {}) | stated
-    for ours, theirs, kind in (
-        ("max_denoising_steps", "eb_max_steps", int),
-        ("t_min", "eb_t_min", float),
-        ("t_max", "eb_t_max", float),
-        ("entropy_bound", "eb_entropy_bound", float),
-        ("stability_threshold", "eb_stability_threshold", int),
-        ("confidence_threshold", "eb_confidence_threshold", float),
-    ):
-        if stated.get(ours) is not None:
-            found[f"diffusion.{theirs}"] = kind(stated[ours])
+    for name, each in CONTROLS.items():
+        if each.metadata["gguf"] and stated.get(name) is not None:
+            kind: Any = each.type
+            found[f"diffusion.{each.metadata['gguf']}"] = kind(stated[name])
     return found

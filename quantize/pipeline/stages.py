@@ -283,7 +283,10 @@ def evaluate_more(
         raise InputError(
             f"recipe {run.recipe.name}: no evaluation.operating_points; write some, or use --steps"
         )
-    points |= {f"t{count}": OperatingPoint(max_denoising_steps=count) for count in steps}
+    points |= {
+        f"t{count}": OperatingPoint.model_validate({"max_denoising_steps": count})
+        for count in steps
+    }
     if batch_size is not None:
         settings = settings.model_copy(update={"batch_size": batch_size})
     digest = read_json(run.folder.manifest_json, "source.fingerprint")["source"]["fingerprint"]

@@ -23,10 +23,12 @@ from pydantic import (
     Field,
     PositiveInt,
     ValidationError,
+    create_model,
     model_validator,
 )
 
 from quantize.errors import InputError
+from quantize.recipe.controls import JUDGED, optional
 from quantize.recipe.llm_compressor import is_llm_compressor, quantization_of
 from quantize.recovery.catalog import (
     default_margin_pp,
@@ -217,28 +219,22 @@ class OwnTask(Section):
         return hashlib.sha256(text.encode() + data).hexdigest()[:16]
 
 
-class OperatingPoint(Section):
+class OperatingPoint(create_model("Judged", __base__=Section, **optional(JUDGED, "bounds"))):
     """Sampler settings under which the candidate is judged too; what is not named stays the model's.
 
     `max_denoising_steps` is the most steps of a canvas (T); with `fixed` every canvas takes all of
-    them. `entropy_bound`, `confidence_threshold` and `stability_threshold` are the sampler's
-    (docs/runtime.md), `activations` an activation mode.
+    them. The other settings of the sampler are in docs/runtime.md; `activations` is an activation mode.
     """
 
-    max_denoising_steps: int | None = Field(default=None, ge=1, le=1000)
     fixed: bool = False
-    entropy_bound: Limit | None = None
-    confidence_threshold: Limit | None = None
-    stability_threshold: int | None = Field(default=None, ge=0)
     activations: ActivationMode | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> "OperatingPoint":
-        if not self.model_dump(exclude_defaults=True):
+        own = self.model_dump(exclude_defaults=True)
+        if not own:
             raise ValueError("names no setting, so it would be the model's own")
-        if self.fixed and (
-            self.max_denoising_steps is None or self.stability_threshold is not None
-        ):
+        if self.fixed and ("max_denoising_steps" not in own or "stability_threshold" in own):
             raise ValueError("fixed needs max_denoising_steps, and no stability_threshold")
         return self
 
@@ -248,7 +244,9 @@ class OperatingPoint(Section):
         A canvas never stops early where its argmax must be stable over more steps than there are.
         """
         fields = self.model_dump(exclude={"fixed", "activations"}, exclude_none=True)
-        return fields | ({"stability_threshold": self.max_denoising_steps} if self.fixed else {})
+        return fields | (
+            {"stability_threshold": fields["max_denoising_steps"]} if self.fixed else {}
+        )
 
 
 class Evaluation(Section):

@@ -5,7 +5,7 @@ estimand for which they were planned the p-values are sequential.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +17,6 @@ from quantize.recovery.scoring import Row, Scoring
 from quantize.recovery.sequential import Look, Plan, at_looks
 from quantize.recovery.statistics import Comparison, compare, tables
 from quantize.recovery.steps import StepInflation, share_at, step_inflation
-
-# Settings of the sampler that an operating point may have of its own.
-SETTINGS = {
-    "max_denoising_steps", "entropy_bound", "confidence_threshold", "stability_threshold",
-}  # fmt: skip
 
 
 def in_common(base: Scoring, other: Scoring) -> tuple[Scoring, Scoring, list[Look]]:
@@ -44,7 +39,7 @@ def paired(
     max_step_inflation: float | None = None,
     health_pp: Mapping[str, float | None] | None = None,
     other_seed: bool = False,
-    other_settings: bool = False,
+    other_settings: Collection[str] = (),
 ) -> Comparison | Verdict:
     """Compare two scorings of a task, or return why they are not comparable.
 
@@ -58,7 +53,7 @@ def paired(
         health_pp: sign of ill health -> points by which it may be more frequent, in place of
             `health.limits_of`'s; None judges no sign.
         other_seed: whether the two must have different seeds (the noise floor).
-        other_settings: whether the sampler's `SETTINGS` may differ, being judged (operating points).
+        other_settings: settings of the sampler that may differ, being judged (operating points).
     """
     base, other, looks = in_common(base, other)
     if differs := _differs(base, other, other_seed=other_seed, other_settings=other_settings):
@@ -165,7 +160,7 @@ def _costs(side: Scoring) -> dict[str, tuple[int, int]]:
 
 
 def _differs(
-    base: Scoring, other: Scoring, *, other_seed: bool, other_settings: bool
+    base: Scoring, other: Scoring, *, other_seed: bool, other_settings: Collection[str]
 ) -> Verdict | None:
     """Return why two scorings cannot be compared, None where they can."""
     ignored = {"seed", "seeds"} if other_seed else set[str]()
@@ -173,7 +168,7 @@ def _differs(
     def kept(facts: Mapping[str, Any], *unlike: str) -> dict[str, Any]:
         found = {key: value for key, value in facts.items() if key not in ignored.union(unlike)}
         if other_settings and isinstance(sampler := found.get("sampler"), Mapping):
-            found["sampler"] = {k: v for k, v in sampler.items() if k not in SETTINGS}
+            found["sampler"] = {k: v for k, v in sampler.items() if k not in other_settings}
         return found
 
     if other_seed and any(a.seed == b.seed for a, b in zip(base.rows, other.rows, strict=False)):

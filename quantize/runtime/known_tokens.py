@@ -101,4 +101,5 @@ def put(known: Tensor, tokens: Tensor) -> Tensor:
 def holding(draw: Draw, pinned: Tensor) -> Draw:
     """Return the draw with the tokens of `pinned` [B, L] put in, at entropy 0."""
     entropy = torch.where(pinned == FREE, draw.entropy, 0.0)
-    return Draw(put(pinned, draw.sampled), draw.replacement, put(pinned, draw.argmax), entropy)
+    tokens = {name: put(pinned, getattr(draw, name)) for name in ("sampled", "argmax")}
+    return draw._replace(**tokens, entropy=entropy)

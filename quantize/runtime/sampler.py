@@ -13,18 +13,21 @@ Entropy-bound acceptance: arXiv 2505.24857; the algorithm is that of transformer
 `generation_diffusion_gemma.py`.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from fused_dequant import CanvasState, Draw, accept
-from fused_dequant.canvas import accepted
+from fused_dequant.canvas import Rules, accepted
 from torch import Tensor
 
 from quantize.checkpoints.reader import read_json_object
 from quantize.errors import InputError
+from quantize.recipe.controls import CONTROLS, Controls
 from quantize.runtime.known_tokens import holding
 
 # Fields of generation_config.json that cannot change what this runtime returns.
@@ -38,45 +41,36 @@ WITHOUT_EFFECT = frozenset(
         "_from_model_config",
     }
 )
+# The bounds that a checkpoint's settings are held to.
+LEAST = {"gt": (operator.gt, "above"), "ge": (operator.ge, "at least")}
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """Settings of block-diffusion generation; the defaults are transformers'.
+@dataclass(frozen=True, kw_only=True)
+class Sampler(Controls):
+    """Settings of block-diffusion generation: the canvas' controls, and when a sample ends.
 
     Attributes:
         max_new_tokens: default budget; whole canvases are generated until it is reached.
         max_length: limit on prompt plus new tokens, None for none.
-        max_denoising_steps: N, steps of a canvas at most.
-        entropy_bound: largest sum of lower entropies (nats) at which a token is still accepted.
-        t_min, t_max: temperature after the last and at the first step.
-        stability_threshold: steps over which the argmax canvas must not change.
-        confidence_threshold: mean entropy (nats) below which a stable canvas is finished.
         eos_token_ids: any of these ends the sample.
         pad_token_id: fills a canvas after its end; None leaves the tokens there.
     """
 
     max_new_tokens: int = 256
     max_length: int | None = None
-    max_denoising_steps: int = 48
-    entropy_bound: float = 0.1
-    t_min: float = 0.4
-    t_max: float = 0.8
-    stability_threshold: int = 1
-    confidence_threshold: float = 0.005
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        above_0 = ("max_new_tokens", "max_denoising_steps", "max_length", "entropy_bound")
-        for field in (*above_0, "confidence_threshold"):
-            value = getattr(self, field)
-            if value is not None and value <= 0:
-                raise InputError(f"generation config: {field} must be above 0, not {value}")
-        if not self.t_max > self.t_min >= 0 or self.stability_threshold < 0:
+        bounds = {name: each.metadata["bounds"] for name, each in CONTROLS.items()}
+        bounds |= {name: {"gt": 0} for name in ("max_new_tokens", "max_length")}
+        for (name, own), (bound, (fits, says)) in product(bounds.items(), LEAST.items()):
+            value, least = getattr(self, name), own.get(bound)
+            if value is not None and least is not None and not fits(value, least):
+                raise InputError(f"generation config: {name} must be {says} {least}, not {value}")
+        if not self.t_max > self.t_min:
             raise InputError(
-                f"generation config: needs t_max > t_min >= 0 and stability_threshold >= 0, has "
-                f"{self.t_max}, {self.t_min} and {self.stability_threshold}"
+                f"generation config: needs t_max > t_min, has {self.t_max} and {self.t_min}"
             )
 
     @classmethod
@@ -134,10 +128,8 @@ class Sampler:
 
         Launches alone: it can be captured in a CUDA graph.
         """
-        accept(
-            draw if pinned is None else holding(draw, pinned), state, schedule,
-            entropy_bound=self.entropy_bound, confidence_threshold=self.confidence_threshold,
-        )  # fmt: skip
+        rules = Rules(*(getattr(self, name) for name in Rules._fields))
+        accept(draw if pinned is None else holding(draw, pinned), state, schedule, rules)
 
 
 def _entropy_bound(config: Any) -> dict[str, Any]:

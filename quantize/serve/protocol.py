@@ -4,25 +4,20 @@ Whatever is not listed is refused by name. A field that is null counts as not gi
 whole messages with nulls). `unsupported` says what cannot be honoured, and what of it is ignored: its
 values are held to OpenAI's ranges all the same.
 
-Diffusion controls are extra fields (`extra_body` in OpenAI's client), named as in generation_config:
-
-    num_inference_steps    denoising steps of a canvas at most (max_denoising_steps there)
-    entropy_bound          nats; the uncertainty that a step may accept
-    t_min, t_max           temperature at the last and at the first step
-    confidence_threshold   nats; mean entropy below which a stable canvas is finished
-    stability_threshold    steps over which a stable canvas does not change
-    initial_text, pinned   known text of the answer (`infill`); completions have `suffix` too
+Extra fields (`extra_body` in OpenAI's client) are the sampler's controls (`recipe.controls`), and what
+is known of an answer (`infill`): initial_text, pinned, and suffix of completions.
 
 A chat's `image_tokens` is the most tokens that each of its pictures may take.
 """
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from quantize.errors import InputError
+from quantize.recipe.controls import CONTROLS, optional
 from quantize.runtime import Sampler
 from quantize.serve.fields import Json, Strict, String
 from quantize.serve.messages import (
@@ -36,7 +31,7 @@ from quantize.serve.messages import (
     stray_results,
 )
 
-MAX_STOPS, MAX_CHOICES, MAX_STEPS, MAX_STABILITY = 16, 16, 256, 16
+MAX_STOPS, MAX_CHOICES = 16, 16
 MAX_PINNED, MAX_POSITION = 64, 1 << 20
 MAX_LOGPROBS, MAX_PATTERN = 20, 10_000
 INT64 = 2**63
@@ -45,7 +40,6 @@ FIXED_SEED = 0  # of temperature 0: clients that send it want the same answer ea
 Unused = Field(None, description="Accepted and neither used nor logged.")
 IGNORED = "Ignored, and named in the header X-Ignored-Parameters; with --strict refused."
 Refused = Field(None, description="Refused, but for the value that asks for nothing.")
-Positive = Field(gt=0, le=1000, allow_inf_nan=False)
 Form = tuple[str, str, Any]  # parameter, kind of form, definition
 
 
@@ -82,7 +76,7 @@ class Asked(Strict):
     prompt_cache_key: str | None = Unused
 
 
-class _Generation(Asked):
+class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS, "asked"))):
     """The fields that chats and plain completions share."""
 
     max_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
@@ -90,13 +84,6 @@ class _Generation(Asked):
     seed: int | None = Field(None, ge=-INT64, le=INT64 - 1)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream_options: StreamOptions | None = None
-
-    max_denoising_steps: int | None = Field(None, ge=1, le=MAX_STEPS, alias="num_inference_steps")
-    entropy_bound: Annotated[float, Positive] | None = None
-    t_min: float | None = Field(None, ge=0, le=10, allow_inf_nan=False)
-    t_max: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
-    confidence_threshold: Annotated[float, Positive] | None = None
-    stability_threshold: int | None = Field(None, ge=0, le=MAX_STABILITY)
 
     initial_text: String | None = Field(
         None, description="Stands in the canvas before the first step, in place of noise."
@@ -175,9 +162,8 @@ class _Generation(Asked):
         Raises:
             InputError: the controls contradict each other.
         """
-        controls = {field.name for field in fields(Sampler)}
         try:
-            return replace(base, **self.model_dump(include=controls, exclude_none=True))
+            return replace(base, **self.model_dump(include={*CONTROLS}, exclude_none=True))
         except InputError as error:
             raise InputError(str(error).removeprefix("generation config: ")) from error
 

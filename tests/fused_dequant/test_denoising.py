@@ -186,7 +186,7 @@ def test_one_graph_replays_every_step() -> None:
 
     def step(state: CanvasState) -> None:
         draw = fd.sample(logits, state, temperatures)
-        fd.accept(draw, state, temperatures, entropy_bound=2.0, confidence_threshold=1e-6)
+        fd.accept(draw, state, temperatures, fd.Rules(2.0, 1e-6))
 
     step(begin(2, 256, 4096, 2))
     graph = torch.cuda.CUDAGraph()

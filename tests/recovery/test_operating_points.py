@@ -7,6 +7,7 @@ import pytest
 from faulty import scoring
 
 from quantize.errors import InputError
+from quantize.recipe.controls import JUDGED
 from quantize.recipe.sections import OperatingPoint, load_recipe, parse_recipe
 from quantize.recovery.gate import Verdict, passing
 from quantize.recovery.pairing import paired
@@ -25,7 +26,7 @@ def at(steps: int, **fault: Any) -> Comparison | Verdict:
     base = replace(base, conditions=base.conditions | {"sampler": own})
     return paired(
         base, other, estimand="such_questions", margin_pp=5, confidence=0.95, health_pp={},
-        other_settings=True,
+        other_settings=JUDGED,
     )  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def test_settings_that_are_judged_may_differ_by_name_and_no_others() -> None:
     base, other = scoring(), scoring()
     warmer = replace(other, conditions={"sampler": {"max_denoising_steps": 48, "t_min": 0.5}})
     found = paired(
-        base, warmer, estimand="such_questions", margin_pp=5, confidence=0.95, other_settings=True
+        base, warmer, estimand="such_questions", margin_pp=5, confidence=0.95, other_settings=JUDGED
     )
     assert isinstance(found, Verdict)
     assert found.outcome == "NOT COMPARABLE"

@@ -134,8 +134,9 @@ def test_settings_come_from_transformers_own_file(tmp_path: Path) -> None:
     )
     config.save_pretrained(tmp_path)
     assert Sampler.from_checkpoint(tmp_path) == Sampler(
-        512, None, 24, 0.2, 0.3, 0.9, 2, 0.01, (1, 106, 50), 0
-    )
+        max_new_tokens=512, max_denoising_steps=24, entropy_bound=0.2, t_min=0.3, t_max=0.9,
+        stability_threshold=2, confidence_threshold=0.01, eos_token_ids=(1, 106, 50), pad_token_id=0,
+    )  # fmt: skip
     assert Sampler.from_checkpoint(tmp_path / "none") == Sampler()
     assert Sampler.from_config({"eos_token_id": 1, "t_min": None}).eos_token_ids == (1,)
 

@@ -11,6 +11,7 @@ from quantize.host.files import TEMPORARY_SUFFIX
 from quantize.host.processes import Processes
 from quantize.host.progress import metered, say
 from quantize.host.units import duration
+from quantize.recipe.controls import JUDGED
 from quantize.recipe.sections import Gate
 from quantize.recovery.gate import judge_task
 from quantize.recovery.pairing import in_common, paired
@@ -111,7 +112,8 @@ class Answers:
             found = paired(
                 ours, theirs, estimand=gate.estimand, margin_pp=gate.margin_pp[task.name],
                 confidence=gate.confidence, max_step_inflation=gate.max_step_inflation,
-                health_pp=gate.health_pp, other_settings=judged[1].name.startswith(AT_POINT),
+                health_pp=gate.health_pp,
+                other_settings=JUDGED if judged[1].name.startswith(AT_POINT) else (),
             )  # fmt: skip
         comparison = found if isinstance(found, Comparison) else None
         return self._processes.of_first((looks, comparison))

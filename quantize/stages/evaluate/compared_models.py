@@ -228,14 +228,15 @@ def open_models(
         exported = ExportedAnswerer(checkpoint, quantized, options.gguf, options.llama_cpp, bf16)
         models.append(ComparedModel(EXPORTED, exported, settings.seed))
     for name, point in options.points.items():
-        if (point.max_denoising_steps or 0) > sampler.max_denoising_steps:
+        own = point.settings()
+        if (steps := own.get("max_denoising_steps", 0)) > sampler.max_denoising_steps:
             raise InputError(
-                f"operating point {name}: {point.max_denoising_steps} steps of a canvas are more than "
+                f"operating point {name}: {steps} steps of a canvas are more than "
                 f"the baseline's {sampler.max_denoising_steps}, so it would be slower; name fewer"
             )
         mode = point.activations or settings.activations
         check_mode(artifact, mode)
-        backend = local(checkpoint, weights, mode, replace(sampler, **point.settings()))
+        backend = local(checkpoint, weights, mode, replace(sampler, **own))
         models.append(ComparedModel(AT_POINT + name, backend, settings.seed))
     return models
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from quantize.checkpoints.reader import GENERATION
 from quantize.host.files import read_json
+from quantize.recipe.controls import JUDGED
 from quantize.recipe.sections import Recipe
 from quantize.recovery.gate import Verdict, passing
-from quantize.recovery.pairing import SETTINGS
 from quantize.recovery.statistics import Comparison
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT
@@ -41,7 +41,7 @@ def judged_points(
         found.append({
             "name": name,
             "activations": made["model"]["activations"],
-            "settings": {key: made["sampler"][key] for key in sorted(SETTINGS)},
+            "settings": {key: made["sampler"][key] for key in sorted(JUDGED)},
             "tokens_per_forward": sum(tokens for tokens, _ in steps) / forwards,
             "tokens_a_second": speeds and speeds["tokens_a_second"][AT_POINT + name],
             "p": p,
@@ -73,7 +73,7 @@ def settings_served(
     judged = next((t["made_with"].get("sampler", {}) for t in tasks if t["gated"]), {})
 
     def differs(settings: Mapping[str, Any]) -> str | None:
-        keys = sorted(SETTINGS & stated.keys() & settings.keys())  # null is the model's own
+        keys = sorted(JUDGED & stated.keys() & settings.keys())  # null is the model's own
         return next((k for k in keys if stated[k] not in (None, settings[k])), None)
 
     key = differs(judged)

@@ -18,6 +18,7 @@ from typing import Any
 from quantize.checkpoints.targets import Target, module_class, sum_bytes
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json, write_text
+from quantize.recipe.controls import JUDGED
 from quantize.recipe.sections import Recipe
 from quantize.recovery.gate import Verdict, judge, judge_task
 from quantize.recovery.statistics import Comparison
@@ -191,7 +192,7 @@ def _entry(
         max_step_inflation=None if name.startswith(AT_POINT) else recipe.gate.max_step_inflation,
         health_pp=recipe.gate.health_pp,
         other_seed=other_seed,
-        other_settings=name.startswith(AT_POINT),
+        other_settings=JUDGED if name.startswith(AT_POINT) else (),
     )
 
 

@@ -246,7 +246,7 @@ def _canvases(B: int) -> tuple[fd.CanvasState, Tensor]:
 def _sampler(B: int) -> None:
     state, schedule = _canvases(B)
     draw = fd.sample(blank(B, 256, VOCABULARY), state, schedule)
-    fd.accept(draw, state, schedule, entropy_bound=0.1, confidence_threshold=0.005)
+    fd.accept(draw, state, schedule, fd.Rules(0.1, 0.005))
 
 
 def _rounding(codes: str, neighbours: int) -> None:

@@ -1,0 +1,88 @@
+"""The sampler's controls, each declared once: its default, its bounds, and its names elsewhere.
+
+Samplers, operating points of recipes, fields of requests, ranges and help of the command line and keys
+of GGUF files are made from these declarations. What a control does to a canvas: `fused_dequant.canvas`.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+
+def _control(
+    default: float,
+    says: str,
+    *,
+    asked: dict[str, Any],
+    alias: str | None = None,
+    gguf: str | None = None,
+    judged: bool = True,
+    **bounds: Any,
+) -> Any:
+    """Declare a control; `bounds` and `asked` are keywords of pydantic's `Field`.
+
+    Args:
+        default: transformers' own.
+        says: what it is, with its unit.
+        asked: what holds for requests beside `bounds`.
+        alias: its name in requests.
+        gguf: its name among llama.cpp's, None for a control which that runtime lacks.
+        judged: whether an operating point may have a value of its own.
+        **bounds: what holds everywhere.
+    """
+    about = {"says": says, "bounds": bounds, "asked": {**bounds, **asked, "alias": alias}}
+    return field(default=default, metadata=about | {"gguf": gguf, "judged": judged})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controls:
+    """How a canvas is denoised; the defaults are transformers'."""
+
+    max_denoising_steps: int = _control(
+        48, "Denoising steps of a canvas, at most.",
+        ge=1, le=1000, asked={"le": 256}, alias="num_inference_steps", gguf="eb_max_steps",
+    )  # fmt: skip
+    entropy_bound: float = _control(
+        0.1, "Largest sum of lower entropies, in nats, at which a step still accepts a token.",
+        gt=0, allow_inf_nan=False, asked={"le": 1000}, gguf="eb_entropy_bound",
+    )  # fmt: skip
+    t_min: float = _control(
+        0.4, "Temperature after the last step.", judged=False,
+        ge=0, allow_inf_nan=False, asked={"le": 10}, gguf="eb_t_min",
+    )  # fmt: skip
+    t_max: float = _control(
+        0.8, "Temperature at the first step.", judged=False,
+        allow_inf_nan=False, asked={"ge": 0.01, "le": 10}, gguf="eb_t_max",
+    )  # fmt: skip
+    confidence_threshold: float = _control(
+        0.005, "Mean entropy, in nats, below which a stable canvas is finished.",
+        gt=0, allow_inf_nan=False, asked={"le": 1000}, gguf="eb_confidence_threshold",
+    )  # fmt: skip
+    stability_threshold: int = _control(
+        1, "Steps over which a stable canvas does not change.",
+        ge=0, asked={"le": 16}, gguf="eb_stability_threshold",
+    )  # fmt: skip
+
+
+CONTROLS = {each.name: each for each in fields(Controls)}
+JUDGED = {name for name, each in CONTROLS.items() if each.metadata["judged"]}
+REQUEST_NAMES = [each.metadata["asked"]["alias"] or name for name, each in CONTROLS.items()]
+
+
+def bounds_of(name: str) -> tuple[int, int]:
+    """Return the least and the largest value of a control that counts something."""
+    bounds = CONTROLS[name].metadata["bounds"]
+    return bounds["ge"], bounds["le"]
+
+
+def optional(names: Collection[str], of: Literal["bounds", "asked"]) -> dict[str, Any]:
+    """Return controls as fields for pydantic's `create_model`: None, or a value within bounds."""
+    from pydantic import Field  # help of the command line does without it
+
+    made: dict[str, Any] = {}
+    for name, each in CONTROLS.items():
+        if name in names:
+            about = each.metadata
+            kind: Any = each.type
+            made[name] = kind | None, Field(None, description=about["says"], **about[of])
+    return made
