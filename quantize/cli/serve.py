@@ -37,7 +37,8 @@ Honoured: max_tokens, stop, seed, n, stream with stream_options.include_usage,
   tools with tool_choice and parallel_tool_calls, response_format (json_object, json_schema),
   guided_json, guided_regex, logprobs with top_logprobs up to 20, reasoning_effort (none or not).
 What steers sampling token by token (temperature, top_p, top_k, min_p, penalties) has no meaning
-  here: it is ignored, and named in the header X-Ignored-Parameters; --strict refuses it.
+  here: it is ignored, and named in the header X-Ignored-Parameters; --strict refuses it. So are
+  a message's name and a picture's detail.
   temperature 0 without a seed takes a fixed one. Anything else is refused with 400 and its name.
 A stream sends finished canvases; stream_options.include_drafts shows them denoise.
 
@@ -104,6 +105,10 @@ COUNT = click.IntRange(min=1)
     help="Refuse temperature, top_p, penalties and the like; else they are ignored and named.",
 )  # fmt: skip
 @option("--ignore-unsupported", is_flag=True, expose_value=False, hidden=True)
+@option(
+    "--allow-origin", "origins", multiple=True, metavar="URL",
+    help="Web pages from there may ask, as https://chat.example; * for all; may be repeated.",
+)  # fmt: skip
 @option("--log-prompts", is_flag=True, help="Log prompts and answers; else neither is logged.")
 def serve(
     checkpoint: str,

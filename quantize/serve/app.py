@@ -12,12 +12,13 @@ from fastapi.exceptions import RequestValidationError
 from jinja2 import Environment, select_autoescape
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp
 
 from quantize import __version__
 from quantize.errors import InputError
 from quantize.serve import schemas
 from quantize.serve.failures import RequestError, from_validation
-from quantize.serve.guard import Guard
+from quantize.serve.guard import guarded
 from quantize.serve.metrics import Metrics
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 from quantize.serve.response_events import Answer
@@ -25,6 +26,10 @@ from quantize.serve.responses import ResponsesRequest
 from quantize.serve.service import Service
 
 STATIC = Path(__file__).parent / "static"
+SAID = {  # what Starlette says of a status, in words that help
+    400: ("the body cannot be read as JSON", "invalid_body"),
+    404: ("no such path; GET /docs lists them, and a client's base URL ends in /v1", "not_found"),
+}
 
 
 def page(schema: dict[str, Any]) -> str:
@@ -44,7 +49,7 @@ def _brief(kind: dict[str, Any]) -> str:
     return json.dumps({k: v for k, v in kind.items() if k not in ("title", "description")})
 
 
-def create_app(service: Service, metrics: Metrics) -> Guard:
+def create_app(service: Service, metrics: Metrics) -> ASGIApp:
     """Return the application: routes behind their guard."""
 
     @asynccontextmanager
@@ -64,7 +69,7 @@ def create_app(service: Service, metrics: Metrics) -> Guard:
     _add_answers(app, service)
     _add_pages(app, service, metrics)
     _add_failures(app)
-    return Guard(app, service.options, metrics)
+    return guarded(app, service.options, metrics)
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
@@ -152,7 +157,8 @@ def _add_failures(app: FastAPI) -> None:
             case InputError():
                 refusal = RequestError(400, str(error), code="invalid_value")
             case HTTPException():
-                refusal = RequestError(error.status_code, str(error.detail))
+                message, code = SAID.get(error.status_code, (str(error.detail), None))
+                refusal = RequestError(error.status_code, message, code=code)
                 refusal.headers |= dict(error.headers or {})
             case _:
                 message = "an error of the server; see its log"

@@ -62,7 +62,8 @@ def invalid(param: str, reason: object, code: str = "invalid_value") -> RequestE
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     """Return the refusal of a body that pydantic rejected; it names the first fault."""
-    first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
+    order = ["extra_forbidden", "literal_error"]  # what is not known says more than what it lacks
+    first = min(errors, key=lambda error: [*order, error["type"]].index(error["type"]))
     reason = str(first["msg"]).removeprefix("Value error, ")
     where = [str(part) for part in first["loc"] if part != "body"]
     if where[:1] == ["messages"]:

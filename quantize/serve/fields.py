@@ -2,9 +2,11 @@
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 
 MAX_DEPTH = 64
+Unused = Field(None, description="Accepted and neither used nor logged.")
+IGNORED = "Ignored, and named in the header X-Ignored-Parameters; with --strict refused."
 
 
 def _utf8(text: str) -> str:
@@ -29,6 +31,10 @@ def _check(value: Any) -> Any:
     return value
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 String = Annotated[str, AfterValidator(_utf8)]
 Json = Annotated[dict[str, Any], AfterValidator(_check)]
 
@@ -43,13 +49,13 @@ def by_type(otherwise: str, **tags: str) -> Discriminator:
 
 
 class Strict(BaseModel):
-    """A body in which unknown fields are errors and nulls are absent."""
+    """A body in which unknown fields are errors, nulls are absent, and 5.0 is 5 as in JSON."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
+    def _as_in_json(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {k: v for k, v in value.items() if v is not None}
+        return {k: _whole(v) for k, v in value.items() if v is not None}

@@ -26,13 +26,13 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quantize.errors import ResourceError
 from quantize.host.progress import say
 from quantize.runtime import Placement
 from quantize.serve.failures import RequestError
-from quantize.serve.guard import Guard
+from quantize.serve.guard import guarded
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
 from quantize.serve.server import announce, listening_socket
@@ -130,7 +130,7 @@ class _Front(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def application(fleet: Fleet) -> Guard:
+def application(fleet: Fleet) -> ASGIApp:
     """Return the front: its own health and metrics, all else relayed, behind the servers' guard."""
 
     @asynccontextmanager
@@ -150,7 +150,7 @@ def application(fleet: Fleet) -> Guard:
         lifespan=lifespan,
         exception_handlers={RequestError: refused},
     )
-    return Guard(app, fleet.options, Metrics())
+    return guarded(app, fleet.options, Metrics())
 
 
 def serve(checkpoint: Path, options: Options, place: Placement, count: int) -> None:

@@ -13,6 +13,7 @@ import traceback
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -33,6 +34,17 @@ OUT = {
 log = logging.getLogger(__name__)
 
 
+def guarded(app: ASGIApp, options: Options, metrics: Metrics) -> ASGIApp:
+    """Return an application behind its guard, and before that the answers to browsers' preflights."""
+    guard = Guard(app, options, metrics)
+    if not options.origins:
+        return guard
+    told = ["X-Ignored-Parameters", "X-Worker", "Retry-After"]
+    return CORSMiddleware(
+        guard, options.origins, ["GET", "POST"], allow_headers=["*"], expose_headers=told
+    )
+
+
 class Guard:
     """Wraps an application with checks of host, key and size.
 
@@ -51,6 +63,8 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # the server leaves the body out
+            scope = {**scope, "method": "GET"}
         status, ended, started = 0, False, time.monotonic()
 
         async def out(message: Message) -> None:
@@ -88,7 +102,7 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if self.key is None:
-            name = headers.get("host", "").rsplit(":", 1)[0].strip("[]")
+            name = headers.get("host", "").rsplit(":", 1)[0].strip("[]").lower()
             if name not in ("127.0.0.1", "localhost", "::1", self.options.host):
                 raise RequestError(403, f"host {name[:100]!r} is not a name of this server")
         elif scope["path"] not in PUBLIC:

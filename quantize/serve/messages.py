@@ -14,10 +14,11 @@ from pydantic import (
     model_validator,
 )
 
-from quantize.serve.fields import Json, Strict, String, by_type
+from quantize.serve.fields import IGNORED, Json, Strict, String, Unused, by_type
 
 MAX_TOOLS = 128
 NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
+Detail = Annotated[Literal["auto", "low", "high"] | None, Field(description=IGNORED)]
 
 
 class TextPart(Strict):
@@ -31,7 +32,7 @@ class ImageUrl(Strict):
     """A picture as a data URL; the request's `image_tokens` limits its tokens."""
 
     url: String
-    detail: Literal["auto"] | None = None
+    detail: Detail = None
 
 
 class ImagePart(Strict):
@@ -81,6 +82,8 @@ class ToolCall(Strict):
 
 
 class _Turn(Strict):
+    name: String | None = Field(None, exclude=True, description=IGNORED)
+
     @property
     def turn(self) -> dict[str, Any]:
         """Return what the chat template reads, which writes a call's arguments in its own way."""
@@ -110,6 +113,7 @@ class Reply(_Turn):
     role: Literal["assistant"]
     content: TextContent | None = None
     reasoning_content: String | None = None
+    annotations: list[Any] | None = Unused
     tool_calls: list[ToolCall] = Field(default_factory=list[ToolCall], max_length=MAX_TOOLS)
 
     @model_validator(mode="after")
@@ -135,6 +139,17 @@ class Result(_Turn):
 
 
 Message = Annotated[Instruction | Question | Reply | Result, Field(discriminator="role")]
+
+
+def hints(messages: Sequence[Message]) -> dict[str, str | None]:
+    """Return what is ignored of messages: a speaker's name, and the detail of a picture."""
+    names = (message.name for message in messages if not isinstance(message, Result))
+    parts = (part for turn in messages if isinstance(turn.content, list) for part in turn.content)
+    details = (part.image_url.detail for part in parts if isinstance(part, ImagePart))
+    return {
+        "name": next(filter(None, names), None),
+        "detail": next((found for found in details if found not in (None, "auto")), None),
+    }
 
 
 def stray_results(messages: Sequence[Message]) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The settings that a server takes from its command line."""
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quantize.errors import InputError
@@ -38,6 +39,7 @@ class Options:
     shutdown_grace: float = 30.0
     strict: bool = False
     log_prompts: bool = False
+    origins: Sequence[str] = ()
     fingerprint: str | None = None
     activations: str = "none"
 

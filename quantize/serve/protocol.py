@@ -19,7 +19,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 from quantize.errors import InputError
 from quantize.recipe.controls import CONTROLS, optional
 from quantize.runtime import Sampler
-from quantize.serve.fields import Json, Strict, String
+from quantize.serve.fields import IGNORED, Json, Strict, String, Unused
 from quantize.serve.messages import (
     MAX_TOOLS,
     NAME,
@@ -37,8 +37,6 @@ MAX_LOGPROBS, MAX_PATTERN = 20, 10_000
 INT64 = 2**63
 FIXED_SEED = 0  # of temperature 0: clients that send it want the same answer each time
 
-Unused = Field(None, description="Accepted and neither used nor logged.")
-IGNORED = "Ignored, and named in the header X-Ignored-Parameters; with --strict refused."
 Refused = Field(None, description="Refused, but for the value that asks for nothing.")
 Form = tuple[str, str, Any]  # parameter, kind of form, definition
 
@@ -48,6 +46,7 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     include_drafts: bool = False
+    include_obfuscation: bool | None = Unused
 
 
 class PinnedText(Strict):
@@ -74,6 +73,7 @@ class Asked(Strict):
     metadata: dict[str, str] | None = Unused
     safety_identifier: str | None = Unused
     prompt_cache_key: str | None = Unused
+    prompt_cache_retention: str | None = Unused
 
 
 class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS, "asked"))):
@@ -104,6 +104,8 @@ class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description=IGNORED)
     logit_bias: dict[str, float] | None = Refused
     best_of: int | None = Refused
+    echo: bool | None = Refused
+    modalities: list[str] | None = Refused
 
     @field_validator("stop")
     @classmethod
@@ -129,7 +131,8 @@ class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS
         if self.stop and self.top is not None:
             yield "stop: not with logprobs, which are told of whole tokens"
         for field in ("stop", "pinned", "suffix") if forms else ():
-            if getattr(self, field, None):
+            # a call has no text that a stop string could end
+            if getattr(self, field, None) and (field, forms[0]) != ("stop", "tool_choice"):
                 yield f"{field}: not with {forms[0]}, which says how the answer ends"
 
     @property
@@ -234,7 +237,7 @@ class ChatRequest(_Generation):
             yield "tool_choice: required, and the request has no tools"
         if self.top_logprobs and not self.logprobs:
             yield "top_logprobs: only with logprobs true"
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
+        if self.max_tokens and self.max_completion_tokens not in (None, self.max_tokens):
             yield "max_tokens: give it or max_completion_tokens, not both"
 
     @property

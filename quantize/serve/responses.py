@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from quantize.serve.failures import from_validation
-from quantize.serve.fields import Json, Strict, String, by_type
-from quantize.serve.messages import MAX_TOOLS, NAME, ChosenFunction, Function
-from quantize.serve.protocol import INT64, Asked, ChatRequest, Unused
+from quantize.serve.fields import Json, Strict, String, Unused, by_type
+from quantize.serve.messages import MAX_TOOLS, NAME, ChosenFunction, Detail, Function
+from quantize.serve.protocol import INT64, Asked, ChatRequest
 
 STORED = "nothing is stored here; send the items of earlier answers themselves (store: false)"
 Text = Annotated[String, Tag("text")]
@@ -42,7 +42,7 @@ class ImagePart(Strict):
 
     type: Literal["input_image"]
     image_url: String
-    detail: Literal["auto"] | None = None
+    detail: Detail = None
 
 
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
@@ -136,6 +136,7 @@ class ReasoningOptions(Strict):
     """How much is thought: as `reasoning_effort` of a chat."""
 
     effort: String | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = Unused  # thoughts come whole
 
 
 class ResponsesRequest(Asked):
@@ -155,6 +156,7 @@ class ResponsesRequest(Asked):
     reasoning: ReasoningOptions = ReasoningOptions()
     truncation: Literal["disabled"] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = Unused
+    background: Literal[False] | None = Unused
 
     @model_validator(mode="before")
     @classmethod
@@ -243,6 +245,6 @@ def _content(content: str | Sequence[TextPart | ImagePart]) -> str | list[dict[s
     return [
         {"type": "text", "text": part.text}
         if isinstance(part, TextPart)
-        else {"type": "image_url", "image_url": {"url": part.image_url}}
+        else {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
         for part in content
     ]

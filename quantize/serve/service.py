@@ -22,6 +22,7 @@ from quantize.serve.exchange import Exchange
 from quantize.serve.failures import RequestError, invalid
 from quantize.serve.forms import Forms
 from quantize.serve.guides import AnswerGuide
+from quantize.serve.messages import hints
 from quantize.serve.options import Options
 from quantize.serve.pictures import Pictures
 from quantize.serve.protocol import INT64, ChatRequest, CompletionRequest
@@ -162,6 +163,7 @@ class Service:
         """
         ignored: list[str] = []
         given = body.model_dump(include={*unsupported.NEUTRAL_ONLY, *unsupported.IGNORABLE})
+        given |= hints(body.messages) if isinstance(body, ChatRequest) else {}
         for name, message, refused in unsupported.asked(given, strict=self.options.strict):
             if refused:
                 raise RequestError(400, message, param=name, code="unsupported_parameter")
@@ -233,7 +235,8 @@ class Service:
 
     def _empty(self, body: Body, sampler: Sampler, limit: int, canvases: int) -> Answer:
         """Return an empty answer, which its canvases will fill."""
-        limits = (sampler, limit, canvases, list(body.stop))
+        called = any(kind == "calls" for _, kind, _ in body.forms)
+        limits = (sampler, limit, canvases, [] if called else list(body.stop))
         if isinstance(body, CompletionRequest):
             return Answer(self.text.whole, *limits)
         split = partial(self.text.split, calls=bool(body.callable))

@@ -26,6 +26,8 @@ IGNORABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "verbosity": (("medium",), "the model has no such setting; ask for it in the prompt"),
     "service_tier": (("auto", "default"), "there is one queue; leave it out"),
     "store": ((False,), "nothing is stored; leave it out"),
+    "name": ((), "the chat template has no place for a speaker; name it in the text"),
+    "detail": (("auto",), "set image_tokens, the most that each picture may take"),
 }
 # the same, of what is refused with any other value
 NEUTRAL_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -34,6 +36,8 @@ NEUTRAL_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
         f"{PENALTY} hold the answer to a form with guided_regex, or leave it out",
     ),
     "best_of": ((1,), "an answer has no likelihood to compare; set n, and choose"),
+    "echo": ((False,), "an answer holds no prompt; put it before the text yourself"),
+    "modalities": ((["text"],), "the model writes text alone; leave it out"),
 }
 STRICT = (
     "this server runs with --strict; without it, the default, {} is ignored and named in a header"
@@ -42,12 +46,10 @@ STRICT = (
 REFUSED = {
     "functions": "this is the older form; set tools",
     "function_call": "this is the older form; set tool_choice",
-    "echo": "an answer holds no prompt; put it before the text yourself",
     "suffix": "a chat has none; pin text with pinned, or use /v1/completions",
     "guided_choice": "this is another server's name; set guided_regex to (one|other)",
     "guided_grammar": "grammars are not read; set guided_json or guided_regex",
     "structured_outputs": "this is another server's name; set guided_json or guided_regex",
-    "modalities": "the model writes text alone; leave it out",
     "image_url": "only messages of the user hold pictures; put it into one of them",
     "audio": "the model writes text alone; leave it out",
     "prediction": "nothing is speculated; leave it out",

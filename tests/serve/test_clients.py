@@ -65,6 +65,46 @@ def test_what_clients_send(server: Running, found: dict[str, Any]) -> None:
     assert counted(server) == before | {name: before.get(name, 0) + 1 for name in names}
 
 
+SAID = {"role": "user", "content": "How many?"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "ignored"),
+    [
+        ({"messages": [SAID | {"name": "ann"}]}, "name"),
+        ({"messages": [{"role": "system", "name": "x", "content": "y"}, SAID]}, "name"),
+        ({"messages": [SAID, {"role": "assistant", "content": "5", "annotations": []}, SAID]}, ""),
+        ({"modalities": ["text"]}, ""),
+        ({"echo": False}, ""),
+        ({"max_tokens": 20, "max_completion_tokens": 20}, ""),
+        ({"stream": True, "stream_options": {"include_obfuscation": False}}, ""),
+        ({"prompt_cache_retention": "24h"}, ""),
+        ({"max_tokens": 32.0, "seed": 5.0, "top_k": 40.0}, "top_k"),
+        ({"input": "How many?", "reasoning": {"effort": "low", "summary": "auto"}}, ""),
+        ({"input": "How many?", "background": False}, ""),
+    ],
+)  # fmt: skip
+def test_what_no_recording_holds_and_people_send(
+    server: Running, asked: dict[str, Any], ignored: str
+) -> None:
+    """It is answered; what is ignored of it is named, and refused with --strict."""
+    chat = {} if "input" in asked else {"messages": [SAID]}
+    path = "/v1/responses" if "input" in asked else "/v1/chat/completions"
+    reply = server.http.post(path, json={"model": "bundled"} | chat | asked)
+    if server.service.options.strict and ignored:
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, ignored)
+        return
+    assert (reply.status_code, reply.headers.get("X-Ignored-Parameters", "")) == (200, ignored)
+
+
+def test_a_speakers_name_does_not_reach_the_template() -> None:
+    engine = Repeating()
+    with running(engine, text_with_tools()) as server:
+        for message in (SAID, SAID | {"name": "ann"}):
+            server.openai.chat.completions.create(model="bundled", messages=[message])  # type: ignore
+    assert engine.prompts[0] == engine.prompts[1]
+
+
 def test_temperature_0_is_the_same_answer_each_time() -> None:
     with running(Repeating(), text_with_tools()) as server:
         seeds = [server.ask(temperature=0).choices[0].seed for _ in range(2)]

@@ -61,6 +61,15 @@ def test_a_picture_is_what_the_runtime_sees(server: Running, soft_tokens: int) -
     assert reply.usage.prompt_tokens == text_only + count + 2  # between its begin and its end
 
 
+def test_the_detail_of_a_picture_is_ignored_and_named(server: Running) -> None:
+    seen = part(PNG)
+    seen["image_url"]["detail"] = "high"
+    body = {"model": "bundled", "messages": [{"role": "user", "content": [part(PNG), seen]}]}
+    asked = body | {"num_inference_steps": 1, "max_tokens": 8}
+    reply = server.http.post("/v1/chat/completions", json=asked)
+    assert (reply.status_code, reply.headers["X-Ignored-Parameters"]) == (200, "detail")
+
+
 def test_several_pictures_of_all_formats_keep_their_order(server: Running) -> None:
     shown = [picture(0), picture(1, (64, 96)), picture(2, (50, 50))]
     kinds = ("png", "jpeg", "webp")

@@ -118,7 +118,7 @@ def test_an_answer_that_is_cut_is_incomplete(server: Running) -> None:
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "no such call"),
         ({"input": []}, "at least 1"),
         ({"input": 3}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
         ({"tools": TOOLS * 2}, "same name"),
         ({"tool_choice": {"type": "function", "name": "g"}}, "no tool of the request"),
         ({"text": {"format": {"type": "json_schema"}}}, "json_schema"),

@@ -264,6 +264,45 @@ def test_the_server_says_how_it_encodes_canvases(server: Running) -> None:
     assert Server(server.url).commit_pass == "plain"
 
 
+@pytest.mark.parametrize(
+    ("path", "status"), [("/", 200), ("/health", 200), ("/v1/models", 200), ("/v1/responses", 405)]
+)
+def test_head_is_get_without_a_body(server: Running, path: str, status: int) -> None:
+    reply = server.http.head(path)
+    assert (reply.status_code, reply.content) == (status, b"")
+    assert server.http.get(path).status_code == status  # on the same connection
+
+
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization",
+}
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed"), [("https://chat.example", True), ("https://evil.example", False)]
+)
+def test_pages_of_an_origin_that_is_allowed_may_ask(origin: str, allowed: bool) -> None:
+    settings: dict[str, Any] = {"api_key": "k", "origins": ["https://chat.example"]}
+    with running(ScriptedEngine(), **settings) as server:
+        asked = {"Origin": origin} | PREFLIGHT
+        before = httpx.options(f"{server.url}/v1/chat/completions", headers=asked)
+        reply = server.http.get("/v1/models", headers={"Origin": origin})
+        keyless = httpx.get(f"{server.url}/v1/models", headers={"Origin": origin})
+    assert (before.status_code, reply.status_code, keyless.status_code) == (
+        200 if allowed else 400, 200, 401,
+    )  # fmt: skip
+    for found in (before, reply, keyless):
+        told = found.headers.get("Access-Control-Allow-Origin")
+        assert told == (origin if allowed else None)
+
+
+def test_without_origins_other_pages_get_nothing(server: Running) -> None:
+    asked = {"Origin": "https://chat.example"} | PREFLIGHT
+    reply = server.http.options("/v1/chat/completions", headers=asked)
+    assert (reply.status_code, "Access-Control-Allow-Origin" in reply.headers) == (405, False)
+
+
 def test_the_model_is_listed(server: Running) -> None:
     (model,) = server.openai.models.list().data
     assert (model.id, model.max_model_len) == ("bundled", 4096)  # type: ignore[attr-defined]
@@ -394,6 +433,7 @@ def test_malformed_bodies(
     reply = server.http.post("/v1/chat/completions", content=body, headers=headers)
     assert reply.status_code == status
     assert reply.json()["error"]["message"]
+    assert reply.json()["error"]["code"]
 
 
 def test_a_body_without_a_length_is_limited_too(server: Running) -> None:
@@ -408,6 +448,8 @@ def test_a_body_without_a_length_is_limited_too(server: Running) -> None:
 
 def test_no_route_and_wrong_method_have_openais_shape(server: Running) -> None:
     assert server.http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+    lost = server.http.post("/chat/completions", json={}).json()["error"]["message"]
+    assert "a client's base URL ends in /v1" in lost
     wrong = server.http.get("/v1/chat/completions")
     assert (wrong.status_code, wrong.json()["error"]["message"]) == (405, "Method Not Allowed")
 
@@ -419,7 +461,7 @@ def test_another_name_of_this_machine_gets_nothing(server: Running) -> None:
     reply = server.http.get("/v1/models", headers={"Host": "rebound.example:80"})
     assert (reply.status_code, "bundled" in reply.text) == (403, False)
     port = server.url.rsplit(":", 1)[1]
-    for name in (f"localhost:{port}", f"[::1]:{port}", "127.0.0.1"):
+    for name in (f"localhost:{port}", f"[::1]:{port}", "127.0.0.1", "LocalHost"):
         assert server.http.get("/v1/models", headers={"Host": name}).status_code == 200
 
 

@@ -48,6 +48,15 @@ def test_a_call_is_told_apart_from_text_and_thoughts() -> None:
     assert 'declaration:weather{description:<|"|>Weather of a city.<|"|>' in prompt_of(engine)
 
 
+def test_stop_strings_end_text_and_no_call() -> None:
+    """smolagents sends them beside a call that must be made."""
+    choice, _ = asked(PARIS, tool_choice="required", stop=["Observation:", "Paris"])
+    (call,) = choice.message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    with pytest.raises(openai.BadRequestError, match="stop: not with response_format"):
+        asked("{}", response_format={"type": "json_object"}, stop="x")
+
+
 def test_several_calls_at_once_and_no_text() -> None:
     choice, _ = asked(PARIS + TIME + PARIS)
     calls = choice.message.tool_calls
