@@ -8,15 +8,15 @@ included. Random weights never stop: their canvases take recorded numbers of ste
 """
 
 import itertools
-import json
 import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 
 from quantize.errors import InputError
 from quantize.runtime import Placement, Sampler, open
@@ -25,6 +25,7 @@ from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import TextWeights
 
 REQUESTS = 4  # of each slot
+STOPS = TypeAdapter(Annotated[list[PositiveInt], Field(min_length=1)])
 NEVER = 1e-30  # nats: no canvas has a mean entropy below it
 
 
@@ -139,12 +140,9 @@ def read_stops(path: Path) -> list[int]:
         InputError: the file holds no JSON list of numbers above 0.
     """
     try:
-        found: Any = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(found, list) or not found:
-        raise InputError(f"{path}: not a JSON list of numbers of steps")
-    counts: list[Any] = found
-    if any(type(count) is not int or count < 1 for count in counts):
-        raise InputError(f"{path}: a number of steps is a whole number above 0")
-    return counts
+        return STOPS.validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        wrong = error.errors()[0]["msg"]
+        raise InputError(
+            f"{path}: not a JSON list of numbers of steps above 0 ({wrong})"
+        ) from error

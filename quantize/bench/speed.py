@@ -21,7 +21,7 @@ Random weights have the model's exact shapes and routing, but their answers are 
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,8 @@ from quantize.runtime.opening import RandomModel
 ADAPTIVE = "adaptive"  # in place of a number of steps
 SECONDS = 2.0  # of work between two readings of the energy counter
 ONE_TOKEN = "one token"  # in place of a number of steps
-MIXES = {
-    "bf16": ("bf16", "bf16", "bf16"),
-    "fp8": ("fp8", "fp8", "fp8"),
-    "int8": ("int8", "int8", "int8"),
-    "nvfp4": ("nvfp4", "nvfp4", "nvfp4"),
-    "nvfp4_fp8": ("nvfp4", "fp8", "fp8"),
-}  # experts, attention, dense MLP
+MIXES = {name: (name,) * 3 for name in ("bf16", "fp8", "int8", "nvfp4")}
+MIXES["nvfp4_fp8"] = ("nvfp4", "fp8", "fp8")  # experts, attention, dense MLP
 
 
 @dataclass(frozen=True)
@@ -168,34 +163,19 @@ def bench(
         for batch in batches:
             say(f"batch {batch}, adaptive steps")
             result.adaptive.extend(adaptive_rows(engine, prompts[:batch], adaptive, stopping))
-    for row in _rows(engine, prompts, rates, samplers, batches, canvases, autoregressive):
-        result.rows.append(_priced(row, hourly_price))
-    return replace(result, peak_bytes=torch.cuda.max_memory_allocated())
-
-
-def _rows(
-    engine: FusedEngine,
-    prompts: list[list[int]],
-    rates: Rates,
-    samplers: dict[str, Sampler],
-    batches: Sequence[int],
-    canvases: int,
-    autoregressive: bool,
-) -> Iterator[Row]:
-    """Measure every batch size, first one token a forward if asked for, then block by block."""
-    weights, context = engine.model.weights, len(prompts[0])
-    hit = statistics.mean(_experts_hit(engine, prompts[0]))
     for batch in batches:
+        own = prompts[:batch]
         if autoregressive:
             say(f"batch {batch}, one token a forward")
-            times, own_hit = _measure_tokens(engine, prompts[:batch], canvases)
+            times, own_hit = _measure_tokens(engine, own, canvases)
             floor = pass_floor(weights, rates, (batch, 1), context, own_hit)
-            yield _row(times, batch, ONE_TOKEN, engine.canvas_length, floor, own_hit)
-        floor = decoder_floor(weights, rates, batch, context, hit)
+            result.rows.append(_row(batch, ONE_TOKEN, own_hit, floor, times, hourly_price))
+        floor = decoder_floor(weights, rates, batch, context, statistics.mean(hit))
         for name, sampler in samplers.items():
             say(f"batch {batch}, {name} steps")
-            times = _measure(engine, prompts[:batch], sampler, canvases)
-            yield _row(times, batch, name, engine.canvas_length, floor, hit)
+            times = _measure(engine, own, sampler, canvases)
+            result.rows.append(_row(batch, name, statistics.mean(hit), floor, times, hourly_price))
+    return replace(result, peak_bytes=torch.cuda.max_memory_allocated())
 
 
 def _sampler(steps: str, checkpoint: Path | None) -> Sampler:
@@ -224,40 +204,13 @@ def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:
     return [int(ids.unique().numel()) for ids in step]
 
 
-@dataclass(frozen=True)
-class _Canvases:
-    """The same canvas again and again.
-
-    Attributes:
-        seconds: median of one.
-        passes: mean of what one took.
-        joules: of one; None where the GPU does not say.
-        clocks: behind each; empty where it does not say.
-    """
-
-    seconds: float
-    passes: float
-    joules: float | None
-    clocks: list[Clock]
-
-
-@dataclass(frozen=True)
-class _Times:
-    """Times in milliseconds; `step` is a forward's where every forward is a step."""
-
-    first_canvas: float
-    canvases: _Canvases
-    forwards: float
-    step: float
-    parts: dict[str, float]
-
-
 def _measure(
     engine: FusedEngine, prompts: list[list[int]], sampler: Sampler, canvases: int
-) -> _Times:
+) -> dict[str, Any]:
     """Time the first canvas from its prompt on, then canvases with the encoding of the one before.
 
-    The later ones stand behind as many tokens as the prompts have, a canvas' tokens among them.
+    The later ones stand behind as many tokens as the prompts have, a canvas' tokens among them. Returns
+    what a row says of them.
     """
     slots = list(range(len(prompts)))
 
@@ -281,16 +234,16 @@ def _measure(
         done = engine.denoise(slots)
         for slot, own in zip(slots, before, strict=True):
             engine.rewind(slot, own.tokens if own else [])
-        return max(canvas.steps for canvas in done if canvas)
+        return max(canvas.steps for canvas in done if canvas) + 1
 
-    own = _repeated(canvas, canvases, engine.device)
-    step, parts = time_step(engine, slots), profile_step(engine, slots)
-    return _Times(first * 1e3, own, own.passes + 1, step, parts)
+    times = _repeated(canvas, canvases, engine.device, len(slots) * engine.canvas_length)
+    times |= {"ms_a_step": time_step(engine, slots), "parts": profile_step(engine, slots)}
+    return times | {"first_canvas_ms": first * 1e3}
 
 
 def _measure_tokens(
     engine: FusedEngine, prompts: list[list[int]], canvases: int
-) -> tuple[_Times, float]:
+) -> tuple[dict[str, Any], float]:
     """Time as many tokens as a canvas has, one a forward; return the experts that one hits too.
 
     On average they stand behind as many tokens as the prompts have.
@@ -317,61 +270,64 @@ def _measure_tokens(
         texts.run(length)
         return length
 
-    own = _repeated(canvas, canvases, engine.device)
+    times = _repeated(canvas, canvases, engine.device, len(slots) * length)
     for slot in slots:
         engine.release(slot)
-    return _Times(first * 1e3, own, own.passes, own.seconds * 1e3 / own.passes, {}), hit
+    own = {"first_canvas_ms": first * 1e3, "ms_a_step": times["ms_a_forward"], "parts": {}}
+    return times | own, hit
 
 
-def _repeated(canvas: Callable[[], int], count: int, device: torch.device) -> _Canvases:
-    """Write the same canvas `count` times, or longer where energy can be read."""
+def _repeated(
+    canvas: Callable[[], int], count: int, device: torch.device, tokens: int
+) -> dict[str, Any]:
+    """Write the same canvas `count` times, or longer where energy can be read.
+
+    Args:
+        canvas: writes it, and returns how many forwards it took.
+        count: how often, at least.
+        device: the GPU that the driver is asked about.
+        tokens: of the canvas, in all slots.
+    """
     gauge = Gauge.of(device)
     before = gauge.joules() if gauge else None
     least = 0.0 if before is None else SECONDS
     seconds: list[float] = []
     clocks: list[Clock] = []
-    passes = 0
+    forwards = 0
     while len(seconds) < count or sum(seconds) < least:
         started = time.perf_counter()
-        passes += canvas()
+        forwards += canvas()
         seconds.append(time.perf_counter() - started)
         clock = gauge.clock() if gauge else None
         clocks += [clock] if clock else []
     after = gauge.joules() if gauge else None
     joules = None if before is None or after is None else (after - before) / len(seconds)
-    return _Canvases(statistics.median(seconds), passes / len(seconds), joules, clocks)
+    median, each = statistics.median(seconds), forwards / len(seconds)
+    return {
+        "forwards_a_canvas": each,
+        "ms_a_canvas": median * 1e3,
+        "ms_a_forward": median * 1e3 / each,
+        "tokens_a_second": tokens / median,
+        "tokens_a_joule": tokens / joules if joules else None,
+        "clock_mhz": statistics.mean(clock.mhz for clock in clocks) if clocks else None,
+        "power_capped": statistics.mean(clock.capped for clock in clocks) if clocks else None,
+    }
 
 
 def _row(
-    times: _Times, batch: int, steps: str, length: int, floor: dict[str, float], hit: float
+    batch: int,
+    steps: str,
+    hit: float,
+    floor: dict[str, float],
+    times: dict[str, Any],
+    hourly_price: float | None,
 ) -> Row:
-    tokens, own = batch * length, times.canvases
-    capped, ms = [clock.capped for clock in own.clocks], own.seconds * 1e3
+    price = hourly_price and hourly_price / times["tokens_a_second"] / 3600 * 1e6
+    parts = {name: value * 1e3 for name, value in floor.items()}
     return Row(
-        batch=batch,
-        steps=steps,
-        forwards_a_canvas=times.forwards,
-        ms_a_canvas=ms,
-        ms_a_forward=ms / times.forwards,
-        tokens_a_second=tokens / own.seconds,
-        tokens_a_joule=tokens / own.joules if own.joules else None,
-        clock_mhz=statistics.mean(clock.mhz for clock in own.clocks) if capped else None,
-        power_capped=statistics.mean(capped) if capped else None,
-        first_canvas_ms=times.first_canvas,
-        experts_hit=hit,
-        ms_a_step=times.step,
-        floor_ms_a_step=sum(floor.values()) * 1e3,
-        parts=times.parts,
-        floor_parts={name: value * 1e3 for name, value in floor.items()},
-        price_a_million_tokens=None,
-    )
-
-
-def _priced(row: Row, hourly_price: float | None) -> Row:
-    """Return a row with the price of a million tokens at an hour's price of the machine."""
-    if hourly_price is None:
-        return row
-    return replace(row, price_a_million_tokens=hourly_price / row.tokens_a_second / 3600 * 1e6)
+        batch=batch, steps=steps, experts_hit=hit, price_a_million_tokens=price,
+        floor_ms_a_step=sum(floor.values()) * 1e3, floor_parts=parts, **times,
+    )  # fmt: skip
 
 
 def tables(result: Bench) -> list[Table]:

@@ -123,18 +123,13 @@ def _header(keys: dict[str, Any], tensors: Sequence[GGUFTensor]) -> bytes:
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Add a key: integers as U32, floats as F32; lists by their first value."""
-    kinds = {
-        bool: gguf.GGUFValueType.BOOL,
-        int: gguf.GGUFValueType.UINT32,
-        float: gguf.GGUFValueType.FLOAT32,
-        str: gguf.GGUFValueType.STRING,
-    }
-    if not isinstance(value, list):
-        writer.add_key_value(key, value, kinds[type(value)])
-        return
-    kind = gguf.GGUFValueType.INT32 if type(value[0]) is int else kinds[type(value[0])]
-    writer.add_key_value(key, value, gguf.GGUFValueType.ARRAY, kind)
+    """Add a key: integers as U32, those of lists as I32, floats as F32."""
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif type(value) is int:
+        writer.add_uint32(key, value)
+    else:
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
 
 
 def _stretches(

@@ -18,8 +18,9 @@ BUILT_IN: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
     "tie_word_embeddings": True,
+    "rope_parameters.full_attention.rope_type": "proportional",
+    "rope_parameters.sliding_attention.rope_type": "default",
 }
-ROPE_BUILT_IN = {"full_attention": "proportional", "sliding_attention": "default"}
 
 
 def metadata(source: Checkpoint) -> dict[str, Any]:
@@ -30,8 +31,7 @@ def metadata(source: Checkpoint) -> dict[str, Any]:
     """
     text = text_config(source)
     _check_built_in(text)
-    keys = _sizes(source, text)
-    named = {f"{ARCHITECTURE}.{key}": value for key, value in keys.items()}
+    named = {f"{ARCHITECTURE}.{key}": value for key, value in _sizes(source, text).items()}
     return named | _diffusion(source)
 
 
@@ -41,17 +41,14 @@ def text_config(source: Checkpoint) -> dict[str, Any]:
 
 
 def _check_built_in(text: dict[str, Any]) -> None:
-    stated = {key: text.get(key) for key in BUILT_IN}
-    wanted = dict(BUILT_IN)
-    for kind, rope_type in ROPE_BUILT_IN.items():
-        rope = (text.get("rope_parameters") or {}).get(kind) or {}
-        stated[f"rope_parameters.{kind}.rope_type"] = rope.get("rope_type")
-        wanted[f"rope_parameters.{kind}.rope_type"] = rope_type
-    for key, value in stated.items():
-        if value != wanted[key]:
+    for key, wanted in BUILT_IN.items():
+        value: Any = text
+        for part in key.split("."):
+            value = (value or {}).get(part)
+        if value != wanted:
             raise InputError(
                 f"config.json: text_config.{key} is {value!r}; llama.cpp's diffusion-gemma computes "
-                f"{wanted[key]!r} only, so this model cannot be exported"
+                f"{wanted!r} only, so this model cannot be exported"
             )
 
 
@@ -88,12 +85,9 @@ def _sizes(source: Checkpoint, text: dict[str, Any]) -> dict[str, Any]:
 def _heads(source: Checkpoint, layer: int) -> tuple[int, int]:
     attention = f"model.decoder.layers.{layer}.self_attn."
     size = source.tensors[f"{attention}k_norm.weight"].shape[0]
-    return size, _rows(source, f"{attention}k_proj") // size
-
-
-def _rows(source: Checkpoint, module: str) -> int:
-    stored = (f"{module}.{suffix}" for suffix in ("weight", "weight_packed"))
-    return next(source.tensors[name].shape[0] for name in stored if name in source.tensors)
+    stored = (f"{attention}k_proj.{suffix}" for suffix in ("weight", "weight_packed"))
+    rows = next(source.tensors[name].shape[0] for name in stored if name in source.tensors)
+    return size, rows // size
 
 
 def _diffusion(source: Checkpoint) -> dict[str, Any]:

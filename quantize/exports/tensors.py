@@ -47,38 +47,17 @@ TASK_BYTES = 1 << 22  # source bytes read at once, as in convert
 LARGEST_Q8_0 = 127 * 65504.0  # beyond it the F16 scale of a block is infinite
 NO_ROTATION = 1e30
 
-TOP = {
-    "model.decoder.embed_tokens": "token_embd",
-    "model.decoder.norm": "output_norm",
-    "model.decoder.self_conditioning.pre_norm": "self_cond_pre_norm",
-    "model.decoder.self_conditioning.gate_proj": "self_cond_gate",
-    "model.decoder.self_conditioning.up_proj": "self_cond_up",
-    "model.decoder.self_conditioning.down_proj": "self_cond_down",
-}
-LAYER = re.compile(r"model\.(decoder|encoder\.language_model)\.layers\.(\d+)\.(.+)")
-IN_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "post_feedforward_layernorm_1": "post_ffw_norm_1",
-    "post_feedforward_layernorm_2": "post_ffw_norm_2",
-    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-    "router.proj": "ffn_gate_inp",
+NAME = re.compile(
+    r"model\.(decoder|encoder\.language_model)\.(?:layers\.(\d+)\.)?(.+?)(?:\.weight)?"
+)
+OF_GEMMA = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, n_blocks=1)
+OWN = {  # what llama.cpp's Gemma 4 does not have
+    "self_conditioning.pre_norm": "self_cond_pre_norm",
+    "self_conditioning.gate_proj": "self_cond_gate",
+    "self_conditioning.up_proj": "self_cond_up",
+    "self_conditioning.down_proj": "self_cond_down",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
-    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
-    "experts.down_proj": "ffn_down_exps.weight",
-    "layer_scalar": "layer_output_scale.weight",
 }
 ROUTER_SCALE = "router.per_expert_scale"
 
@@ -110,16 +89,14 @@ def gguf_name(name: str) -> str | None:
     """
     if name.startswith(("model.encoder.vision_tower.", "model.encoder.embed_vision.")):
         return None
-    layer = LAYER.fullmatch(name)
-    plain = (layer[3] if layer else name).removesuffix(".weight")
-    found = (IN_LAYER if layer else TOP).get(plain)
-    if found is None:
+    tree, layer, plain = found.groups() if (found := NAME.fullmatch(name)) else ("", None, name)
+    here = "model.layers.0." if layer else "model."
+    known = OWN.get(plain) or (OF_GEMMA.get_name(here + plain) or "").removeprefix("blk.0.")
+    if not known or (layer is None and tree != "decoder"):
         raise InputError(f"{name}: llama.cpp's diffusion-gemma has no such tensor")
-    suffix = "" if "." in found else ".weight"
-    if layer is None:
-        return found + suffix
-    encoder = "" if layer[1] == "decoder" else "enc_"
-    return f"blk.{layer[2]}.{encoder}{found}{suffix}"
+    place = f"blk.{layer}." if layer else ""
+    encoder = "" if tree == "decoder" else "enc_"
+    return f"{place}{encoder}{known}{'' if '.' in known else '.weight'}"
 
 
 def plan_tensors(source: Checkpoint, kept_as: KeptAs) -> list[GGUFTensor]:

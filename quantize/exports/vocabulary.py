@@ -59,22 +59,15 @@ def vocabulary(folder: Path, size: int) -> dict[str, Any]:
         merges = [_merge(path, merge) for merge in stated["model"]["merges"]]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"{path}: not a tokenizer.json ({error!r}); {FIX}") from error
-    keys: dict[str, Any] = {
-        "model": model,
-        "pre": pre,
-        "tokens": texts,
-        "token_type": types,
-        "merges": merges,
-        "add_bos_token": True,  # that runtime drops the one that the template writes
-        "add_space_prefix": False,
-    }
+    keys: dict[str, Any] = {"model": model, "pre": pre, "merges": merges}
+    keys |= {"tokens": texts, "token_type": types}
+    keys["add_bos_token"] = True  # that runtime drops the one that the template writes
+    keys["add_space_prefix"] = False
     if model == "gemma4":
         keys["scores"] = [-1000.0] * size  # required but never read: merges have ranks
     keys |= _special_ids(folder, texts)
-    template = _chat_template(folder)
-    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | {
-        "tokenizer.chat_template": template
-    }
+    named = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    return named | {"tokenizer.chat_template": _chat_template(folder)}
 
 
 def _kind(path: Path, stated: dict[str, Any]) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """What `quantize bench` times, on a CPU: the figures themselves need a GPU."""
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -39,8 +40,8 @@ def test_canvases_stand_behind_the_context(context: int, monkeypatch: pytest.Mon
     sampler = replace(Sampler(), max_denoising_steps=2, confidence_threshold=1e-30)
     prompts = [[5] * context] * 2
     times = bench._measure(engine, prompts, sampler, 3)
-    assert times.forwards == 3
-    assert times.canvases.joules is None
+    assert times["forwards_a_canvas"] == 3
+    assert times["tokens_a_joule"] is None
     timed = before[4:]
     assert len(timed) == 3
     assert all(sum(parts) == max(context, 1 + length) for parts in timed), before
@@ -75,30 +76,41 @@ def test_tokens_one_by_one_stand_around_the_context(
     )
     prompts = [list(range(200, 200 + context)), list(range(300, 300 + context))]
     times, hit = bench._measure_tokens(engine, prompts, 2)
-    assert times.forwards == 8
+    assert times["forwards_a_canvas"] == 8
     assert began[-4:] == [max(1, context - 1 - 4)] * 4
     topk = engine.model.topk
     assert topk <= hit <= 2 * topk
     assert not engine._slots
 
 
-def test_rows_say_what_a_token_costs() -> None:
+def repeated(
+    monkeypatch: pytest.MonkeyPatch, forwards: int, count: int, seconds: float, gauge: Any
+) -> dict[str, Any]:
+    """What bench says of 1,024 tokens that take `seconds`."""
+    now = itertools.accumulate(itertools.cycle([seconds, 0.0]), initial=0.0).__next__
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=now))
+    monkeypatch.setattr(bench.Gauge, "of", lambda device: gauge)
+    return bench._repeated(lambda: forwards, count, torch.device("cpu"), 1024)
+
+
+def test_rows_say_what_a_token_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens a second and a joule, price a million, clock, and their table; worked by hand."""
     clocks = [Clock(1500, True), Clock(1600, True), Clock(1980, False), Clock(1500, True)]
+    gauge = SimpleNamespace(joules=iter([0.0, 400.0]).__next__, clock=iter(clocks).__next__)
+    monkeypatch.setattr(bench, "SECONDS", 0.0)
+    own = repeated(monkeypatch, 17, 4, 0.25, gauge)
     parts = dict.fromkeys((*bench.PARTS, "rest"), 0.0) | {"experts": 5.5}
-    own = bench._Canvases(seconds=0.2, passes=16, joules=100.0, clocks=clocks)
-    times = bench._Times(first_canvas=50.0, canvases=own, forwards=17, step=8.0, parts=parts)
-    row = bench._row(times, 4, "16", 256, {"experts": 0.005}, 127.0)
-    assert row.tokens_a_second == 4 * 256 / 0.2
+    more = {"first_canvas_ms": 50.0, "ms_a_step": 8.0, "parts": parts}
+    row = bench._row(4, "16", 127.0, {"experts": 0.005}, own | more, 3.6)
+    assert row.tokens_a_second == 1024 / 0.25
     assert row.tokens_a_joule == 10.24
     assert (row.clock_mhz, row.power_capped) == (1645, 0.75)
-    assert row.ms_a_forward == pytest.approx(200 / 17)
+    assert row.ms_a_forward == pytest.approx(250 / 17)
     assert (row.ms_a_step, row.unexplained) == (8.0, 2.5)
-    price = bench._priced(row, 3.6).price_a_million_tokens
-    assert price == pytest.approx(1e6 / 5120 / 3600 * 3.6)
-    assert bench._priced(row, None).price_a_million_tokens is None
-    mute = replace(times, canvases=replace(own, joules=None, clocks=[]))
-    silent = bench._row(mute, 4, "16", 256, {"experts": 0.005}, 127.0)
+    assert row.price_a_million_tokens == pytest.approx(1e6 / 4096 / 3600 * 3.6)
+    mute = repeated(monkeypatch, 17, 4, 0.25, None)
+    silent = bench._row(4, "16", 127.0, {"experts": 0.005}, mute | more, None)
+    assert silent.price_a_million_tokens is None
     assert (silent.tokens_a_joule, silent.clock_mhz, silent.power_capped) == (None, None, None)
     result = bench.Bench("m", "GPU", "2", 1024, 1, 1, 1.0, [], Rates(1.0, 1.0, 1.0), [row, silent])
     shown = list(bench.tables(result)[0].columns)
@@ -194,16 +206,10 @@ def test_a_clock_that_the_driver_does_not_tell_is_none(
 
 def test_canvases_are_repeated_until_energy_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a counter as often as asked; with one for SECONDS, each canvas its share of joules."""
-    clock = Clock(1600, True)
-    gauge = SimpleNamespace(joules=iter([100.0, 160.0]).__next__, clock=lambda: clock)
-    monkeypatch.setattr(bench.Gauge, "of", lambda device: gauge)
-    now = iter([0, 1, 10, 11, 20, 21]).__next__  # a second a canvas
-    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=now))
+    read: list[Clock] = []
+    clock = lambda: read.append(Clock(1600, True)) or read[-1]  # noqa: E731
+    gauge = SimpleNamespace(joules=iter([100.0, 160.0]).__next__, clock=clock)
     monkeypatch.setattr(bench, "SECONDS", 3.0)
-    own = bench._repeated(lambda: 17, 1, torch.device("cpu"))
-    assert own == bench._Canvases(1, 17, 20.0, [clock] * 3)
-    monkeypatch.setattr(bench.Gauge, "of", lambda device: None)
-    now = iter([0, 1, 10, 11]).__next__
-    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=now))
-    own = bench._repeated(lambda: 17, 2, torch.device("cpu"))
-    assert own == bench._Canvases(1, 17, None, [])
+    assert repeated(monkeypatch, 17, 1, 1.0, gauge)["tokens_a_joule"] == 1024 / 20
+    assert len(read) == 3
+    assert repeated(monkeypatch, 17, 2, 1.0, None)["tokens_a_joule"] is None
