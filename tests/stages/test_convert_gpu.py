@@ -28,8 +28,9 @@ def assert_same_files(one: Path, other: Path) -> None:
     assert filecmp.cmpfiles(one, other, names, shallow=False) == (names, [], [])
 
 
-@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+@pytest.mark.parametrize("name", sorted(shipped_recipes().keys() - {"mxfp4a16"}))
 def test_every_shipped_recipe(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
+    """Of the tiny model, whose experts are narrower than MXFP4's blocks: see `test_all_numbers`."""
     recipe = load_recipe(name)
     run(tiny_checkpoint, tmp_path / "cpu", recipe)
     torch.cuda.reset_peak_memory_stats()

@@ -86,10 +86,12 @@ class FusedPasses:
         elif self._pool is None or model.inputs is None or not model.inputs.replayable:
             _, h, experts = self._decoded(*given, conditioning.flatten(0, 1))
         else:
+            replayed = B in self._steps  # the first call is kernel by kernel: that shows its pass
             step = self._steps.setdefault(B, Replayed(self._decoded, self._pool))
             entered, *found = step(*given, conditioning.flatten(0, 1))
             h, experts = (own.clone() for own in found)  # or the next step would overwrite them
-            model.on_pass(entered)
+            if replayed:
+                model.on_pass(entered)
         head = partial(_logits, model.cores, model.weights.embedding, model.softcap)
         return Decoded((B, L, self.vocabulary), experts, h, head)
 
