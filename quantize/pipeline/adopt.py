@@ -18,7 +18,7 @@ from quantize.pipeline.staleness import change_for, check_fresh
 from quantize.runs.manifest import checksums
 
 
-def adopt(path: Path, name: str | None, *, own: bool = False) -> int:
+def adopt(path: Path, name: str | None, *, own: bool) -> int:
     """Write the settings of an operating point, then verify and report again; return the exit code.
 
     Args:

@@ -80,6 +80,25 @@ def test_a_block_is_found_only_behind_the_blocks_it_was_kept_behind() -> None:
     assert cache.find([5, 6, 3, 4]) == ["[5, 6]"]
 
 
+def test_a_block_is_of_use_only_where_those_before_it_are() -> None:
+    cache = PrefixCache[str](20, 2)
+    cache.keep([1, 2, 3, 4], "b", 10)  # [1, 2] is not there
+    assert (cache.find([1, 2, 3, 4]), cache.nbytes) == ([], 10)
+    cache.keep([1, 2], "a", 10)
+    cache.keep([1, 2], "again", 10)  # counts once
+    assert (cache.find([1, 2, 3, 4]), cache.nbytes) == (["a", "b"], 20)
+    cache.keep([5, 6], "as large as the budget", 20)
+    assert cache.find([5, 6]) == ["as large as the budget"]
+
+
+def test_a_block_refreshes_those_before_it() -> None:
+    cache = PrefixCache[str](30, 2)
+    for prompt in ([1, 2], [5, 6], [1, 2, 3, 4], [7, 8]):
+        cache.keep(prompt, str(prompt), 10)
+    assert cache.find([5, 6]) == []  # the oldest by then
+    assert cache.find([1, 2, 3, 4]) == ["[1, 2]", "[1, 2, 3, 4]"]
+
+
 def test_the_budget_holds_and_the_oldest_go_first() -> None:
     cache = PrefixCache[str](30, 2)
     cache.keep([1, 2], "a", 10)
