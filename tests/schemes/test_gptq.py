@@ -12,7 +12,6 @@ from torch import Tensor
 from quantize.errors import QuantizeError
 from quantize.schemes import gptq as module
 from quantize.schemes.gptq import Rounded, gptq, layer_loss, shrunk
-from quantize.schemes.hessians import TILE, tiles_of, whole
 from quantize.schemes.records import SCHEMES
 from quantize.schemes.rounding import E2M1_GROUPS, Codes, global_scale
 
@@ -248,17 +247,6 @@ def test_the_hessian_is_left_as_it_was() -> None:
     before = hessian.clone()
     rounded_nvfp4(weight, hessian)
     assert torch.equal(hessian, before)
-
-
-@pytest.mark.parametrize("inputs", [128, 300])
-def test_a_hessian_is_symmetric_though_its_tiles_are_not(inputs: int) -> None:
-    """Some BLAS kernels sum a product and its mirror image differently: the upper half counts."""
-    tiles = torch.rand(2, tiles_of(inputs), TILE, TILE)
-    found = whole(tiles, inputs)
-    assert torch.equal(found, found.mT)
-    assert torch.equal(found[:, :128, :128].triu(), tiles[:, 0].triu())
-    if inputs > 256:
-        assert torch.equal(found[:, :128, 256:], tiles[:, 3, :, : inputs - 256])  # as they were
 
 
 def test_unseen_and_broken_hessians_are_named() -> None:
