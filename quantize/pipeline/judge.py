@@ -86,7 +86,7 @@ def judging(
 def _link(checkpoint: Checkpoint, run: Run) -> None:
     """Let the run's checkpoint be the one that is judged; nothing is written into it."""
     run.folder.checkpoint.unlink(missing_ok=True)
-    run.folder.checkpoint.symlink_to(checkpoint.folder.resolve(), target_is_directory=True)
+    run.folder.checkpoint.symlink_to(checkpoint.folder.resolve())
 
 
 def _verify(checkpoint: Checkpoint, found: Inspection, fine_tuned: bool, run: Run) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import quantize
 from quantize.errors import GateError
-from quantize.host.files import read_json
+from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import read_recipe
 from quantize.reports.compare import compare_runs, comparison_table
 from quantize.runs.folder import RunDir
@@ -25,6 +25,7 @@ def test_a_checkpoint_is_judged(quick: Quick) -> None:
     done = quick(*words)
     assert done.code == 0, done.err
     assert done.redone() == ["plan", "convert", "verify", "fidelity", "evaluate", "report"]
+    assert "quantized Linears" in done.out  # the inspection
     (folder,) = quick.out.glob("judge-*")
     report = read_json(folder / "report.json")
     ours = read_json(quick.folder.report_json)
@@ -40,6 +41,10 @@ def test_a_checkpoint_is_judged(quick: Quick) -> None:
     assert (shown.code, shown.redone()) == (0, [])
     asked = (theirs, quick.model, str(quick.recipe), quick.out)
     assert quantize.judge(*asked, resume=True) == report
+    stages = read_json(folder / "stages.json")
+    del stages["convert"]  # as a kill behind the link leaves it
+    write_json(folder / "stages.json", stages)
+    assert quick(*words, "--resume").redone() == ["convert"]
     pair = quantize.compare(quick.folder.path, folder)
     assert {task: entry["difference_pp"] for task, entry in pair.tasks.items()} == dict.fromkeys(
         pair.tasks, 0.0
@@ -83,6 +88,7 @@ def test_weights_that_are_not_bf16s_fail_unless_they_differ_on_purpose(quick: Qu
     done = quick(*words, "--fine-tuned")
     assert done.code == 0, done.err
     (tuned,) = set(quick.out.glob("judge-*")) - {failed}
+    assert read_json(tuned / "verification.json")["checks"][1]["looked_at"] == 0
     assert "not compared with BF16's" in (tuned / "report.md").read_text()
     assert "not compared with BF16's" in (tuned / "report.html").read_text().replace("&#39;", "'")
 
