@@ -112,9 +112,12 @@ def test_the_next_layer_comes_while_one_is_in_use_and_no_other(tiny_checkpoint: 
     whole = load_packed(tiny_checkpoint, "cpu")
     assert isinstance(whole.layers, tuple)
     begun: list[int] = []
-    both = threading.Event()
+    both, packing = threading.Event(), threading.Lock()
 
     def pack(index: int, keep: Keep) -> LayerWeights:
+        assert packing.acquire(blocking=False)  # what reads and packs has buffers of its own
+        threading.Event().wait(0.01)
+        packing.release()
         begun.append(index)
         if len(begun) == 2:
             both.set()

@@ -88,7 +88,6 @@ class StreamedLayers:
         for coming in self._coming:
             coming.arrival.exception()
         self._coming.clear()
-        self._in_use = None
 
     def _take(self, index: int) -> LayerWeights:
         """Wait for a streamed layer; a pass that was broken off begins anew."""
