@@ -25,7 +25,16 @@ from rich.table import Column, Table
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import write_json
 from quantize.host.progress import say
-from quantize.hub.release import EVIDENCE, MAIN, PULL_REQUEST, Release, Request, find_base, prepare
+from quantize.hub.release import (
+    BILL,
+    EVIDENCE,
+    MAIN,
+    PULL_REQUEST,
+    Release,
+    Request,
+    find_base,
+    prepare,
+)
 from quantize.hub.repository import File, Hub, Repository
 from quantize.hub.signing import SIGNATURE, SIGSTORE
 from quantize.recipe.sections import Recipe
@@ -34,7 +43,7 @@ from quantize.runs.folder import README, RESULTS, RunDir
 
 PUBLICATION = "publication.json"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-RELEASE = (README, f"{RESULTS}/*.yaml", SIGNATURE, f"{EVIDENCE}/*.json")
+RELEASE = (README, f"{RESULTS}/*.yaml", SIGNATURE, BILL, f"{EVIDENCE}/*.json")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from quantize.runs.manifest import fingerprint
 from quantize.runs.models import CANDIDATE
 
 PULL_REQUEST, MAIN = "pr", "main"
-EVIDENCE = "evidence"
+EVIDENCE, BILL = "evidence", "bom.cdx.json"
 FindBase = Callable[[dict[str, Any], Recipe], str | None]  # from a manifest's source
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -90,6 +90,7 @@ def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Rele
     texts = card_files(run, recipe, request.repo, override, found)
     if request.sign:
         texts |= evidence(run)
+        texts[BILL] = signing.extra("quantize.hub.bom").bill(run, recipe, request.repo, found)
         texts[README] += how_to_verify(request.repo, request.sign)
     cards = [File.of(path, text.encode()) for path, text in texts.items()]
     if request.sign:

@@ -12,7 +12,8 @@ import importlib
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,16 +47,14 @@ def sign(folder: Path, key: Path | None, out: Path | None = None) -> Path:
         InputError: as in `fingerprint`. ResourceError: the package is missing, or
             Sigstore cannot be reached.
     """
-    library = _library("signing").Config().set_hashing_config(_hashing())
+    config = extra("model_signing.signing").Config().set_hashing_config(_hashing())
     written = out or folder / SIGNATURE
     if key is not None:
         fingerprint(key)  # says in one line what is wrong with a key
-        library.use_elliptic_key_signer(private_key=key).sign(folder, written)
+        config.use_elliptic_key_signer(private_key=key).sign(folder, written)
         return written
-    try:
-        library.use_sigstore_signer().sign(folder, written)
-    except Exception as error:  # its client raises errors of many libraries
-        raise ResourceError(f"Sigstore: {_line(error)}") from None
+    with _sigstore():  # as the account that CI is logged in as; else a browser asks
+        config.use_sigstore_signer(use_ambient_credentials=True).sign(folder, written)
     return written
 
 
@@ -77,23 +76,26 @@ def verify(folder: Path, signer: Signer) -> int:
 
     Raises:
         GateError: there is no signature, it is another's, or a file differs from what was signed.
-        InputError: there is no such public key. ResourceError: the package is missing.
+        InputError: there is no such public key. ResourceError: the package is missing, or
+            Sigstore cannot be reached.
     """
     signature = folder / SIGNATURE
     if not signature.is_file():
         raise GateError(f"{signature}: missing; this folder is not signed")
     signed = _signed_files(signature)
-    library = _library("verifying").Config().set_hashing_config(_hashing())
+    config = extra("model_signing.verifying").Config().set_hashing_config(_hashing())
     if signer.key is not None:
         if not signer.key.is_file():
             raise InputError(f"{signer.key}: no such public key")
         who = str(signer.key)
-        library = _public_key(library, signer.key)
+        config = _public_key(config, signer.key)
     else:
         who = f"{signer.identity} at {signer.issuer}"
-        library = library.use_sigstore_verifier(identity=signer.identity, oidc_issuer=signer.issuer)
+        account = {"identity": signer.identity, "oidc_issuer": signer.issuer}
+        with _sigstore():  # asks for the roots of trust
+            config = config.use_sigstore_verifier(**account)
     try:
-        library.verify(folder, signature)
+        config.verify(folder, signature)
     except Exception as error:  # the package raises errors of many libraries
         text = _line(error)
         if text.startswith("Signature mismatch:"):
@@ -122,9 +124,17 @@ def fingerprint(key: Path) -> str:
     return hashlib.sha256(found.public_key().public_bytes(encoding, form)).hexdigest()
 
 
-def _public_key(library: Any, key: Path) -> Any:
+@contextmanager
+def _sigstore() -> Generator[None]:
     try:
-        return library.use_elliptic_key_verifier(public_key=key)
+        yield
+    except Exception as error:  # its client raises errors of many libraries
+        raise ResourceError(f"Sigstore: {_line(error)}") from None
+
+
+def _public_key(config: Any, key: Path) -> Any:
+    try:
+        return config.use_elliptic_key_verifier(public_key=key)
     except (ValueError, TypeError) as error:
         raise InputError(f"{key}: no public key that can verify ({_line(error)})") from error
 
@@ -154,13 +164,18 @@ def _differences(text: str) -> str:
 
 def _hashing() -> Any:
     """Return how files are read: links followed, the signature and caches left out."""
-    found = _library("hashing").Config().set_allow_symlinks(True)
+    found = extra("model_signing.hashing").Config().set_allow_symlinks(True)
     return found.set_ignored_paths(paths=[SIGNATURE, *CACHES], ignore_git_paths=True)
 
 
-def _library(module: str) -> Any:
+def extra(module: str) -> Any:
+    """Return a module that the extra `sign` brings, or that needs it.
+
+    Raises:
+        ResourceError: it is not installed.
+    """
     try:
-        return importlib.import_module(f"model_signing.{module}")
+        return importlib.import_module(module)
     except ImportError as error:
         raise ResourceError(
             f"signatures need {error.name}: pip install 'diffusiongemma-quantize[sign]'"

@@ -4,8 +4,10 @@ import base64
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +90,28 @@ def test_what_was_signed_is_all_there_is(folder: Path, keys: Path) -> None:
     assert (report["verdict"]["outcome"], report["model"]["folder"]) == ("PASS", None)
 
 
+def test_the_bill_names_what_the_model_is_made_of(folder: Path) -> None:
+    """It is valid by CycloneDX's schema, and names base model, revision, data, recipe, versions."""
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    text = (folder / "bom.cdx.json").read_text()
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    told = json.loads(text)
+    model = told["metadata"]["component"]
+    assert (model["name"], model["licenses"]) == ("org/model", [{"license": {"id": "Apache-2.0"}}])
+    (origin,) = model["pedigree"]["ancestors"]
+    assert origin["version"] == "0f28bc42f588fbd8f71e08102b1c3960298a1358"
+    parts = {part["name"]: part for part in told["components"]}
+    assert parts["torch"]["purl"] == "pkg:pypi/torch@2.13.0"
+    assert parts["openai/gsm8k"]["licenses"] == [{"license": {"id": "MIT"}}]
+    (digest,) = parts["recipe.yaml"]["hashes"]
+    assert (digest["alg"], len(digest["content"])) == ("SHA-256", 64)
+    said = [each["value"] for part in parts.values() for each in part.get("properties", ())]
+    assert {"calibration", "evaluation: gsm8k"} <= set(said)
+    assert str(folder) not in text
+
+
 def shard(folder: Path) -> Path:
     return sorted(folder.glob("*.safetensors"))[0]
 
@@ -146,6 +170,7 @@ def of_nothing(folder: Path) -> None:
         (edit("config.json"), "changed config.json"),
         (edit("README.md"), "changed README.md"),
         (edit("evidence/report.json"), "changed evidence/report.json"),
+        (edit("bom.cdx.json"), "changed bom.cdx.json"),
         (edit(".eval_results/gsm8k.yaml"), "changed .eval_results/gsm8k.yaml"),
         (payload, "not a signature of"),
         (of_nothing, "cannot be read as a signature"),
@@ -208,3 +233,96 @@ def test_without_the_package_it_is_named(folder: Path, keys: Path, monkeypatch: 
     monkeypatch.setitem(__import__("sys").modules, "model_signing.signing", None)
     with pytest.raises(ResourceError, match=r"pip install 'diffusiongemma-quantize\[sign\]'"):
         sign(folder, keys / "ours")
+
+
+ACCOUNT = {"identity": "release@example.org", "issuer": "https://accounts.example.org"}
+
+
+@pytest.fixture
+def sigstore(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Sigstore's client in model-signing without a network: it signs by saying who signs."""
+    from model_signing._signing import sign_sigstore
+
+    known = SimpleNamespace(
+        trusted_root=None, signing_config=SimpleNamespace(get_oidc_url=lambda: ACCOUNT["issuer"])
+    )
+    found = SimpleNamespace(online=True, ambient="token of " + ACCOUNT["identity"])
+
+    class Bundle:
+        def __init__(self, told: dict[str, Any]) -> None:
+            self.told = told
+
+        @classmethod
+        def from_json(cls, text: str) -> "Bundle":
+            return cls(json.loads(text))
+
+        def to_json(self) -> str:
+            return json.dumps(self.told)
+
+    class Context:
+        @classmethod
+        def from_trust_config(cls, config: Any) -> "Context":
+            assert config is known
+            return cls()
+
+        @contextmanager
+        def signer(self, token: str) -> Generator[SimpleNamespace]:
+            def sign_dsse(statement: Any) -> Bundle:
+                payload = base64.b64encode(statement._contents).decode()
+                return Bundle({"dsseEnvelope": {"payload": payload}, "by": token})
+
+            yield SimpleNamespace(sign_dsse=sign_dsse)
+
+    class Checks:
+        def __init__(self, trusted_root: Any) -> None:
+            assert trusted_root is None
+
+        def verify_dsse(self, bundle: Bundle, policy: Any) -> tuple[str, bytes]:
+            if bundle.told["by"] != f"token of {policy._identity}":
+                raise ValueError("Certificate's SANs do not match")
+            envelope = bundle.told["dsseEnvelope"]
+            return "application/vnd.in-toto+json", base64.b64decode(envelope["payload"])
+
+    def production() -> SimpleNamespace:
+        if not found.online:
+            raise OSError("Failed to refresh TUF metadata")
+        return known
+
+    def ask(**_: Any) -> str:
+        raise AssertionError("a browser would be opened")
+
+    models = SimpleNamespace(
+        ClientTrustConfig=SimpleNamespace(production=production), Bundle=Bundle
+    )
+    oidc = SimpleNamespace(
+        Issuer=lambda _: SimpleNamespace(identity_token=ask),
+        detect_credential=lambda _: found.ambient,
+        IdentityToken=lambda token, _: token,
+    )
+    policy = sign_sigstore.sigstore_verifier.policy
+    monkeypatch.setattr(sign_sigstore, "sigstore_models", models)
+    monkeypatch.setattr(sign_sigstore, "sigstore_oidc", oidc)
+    monkeypatch.setattr(sign_sigstore, "sigstore_signer", SimpleNamespace(SigningContext=Context))
+    monkeypatch.setattr(
+        sign_sigstore, "sigstore_verifier", SimpleNamespace(Verifier=Checks, policy=policy)
+    )
+    return found
+
+
+def test_an_account_signs_by_sigstore(folder: Path, sigstore: SimpleNamespace) -> None:
+    """The account is the one that CI is logged in as: no browser is opened there."""
+    (folder / SIGNATURE).unlink()
+    assert sign(folder, None) == folder / SIGNATURE
+    assert verify(folder, Signer(**ACCOUNT)) > 10
+    with pytest.raises(GateError, match="not a signature of other@example"):
+        verify(folder, Signer(**(ACCOUNT | {"identity": "other@example.org"})))
+    flip(folder)
+    with pytest.raises(GateError, match="changed model-00001"):
+        verify(folder, Signer(**ACCOUNT))
+
+
+def test_without_a_network_sigstore_is_named(folder: Path, sigstore: SimpleNamespace) -> None:
+    sigstore.online = False
+    for ask in (lambda: sign(folder, None), lambda: verify(folder, Signer(**ACCOUNT))):
+        with pytest.raises(ResourceError, match="Sigstore: Failed to refresh TUF metadata"):
+            ask()
