@@ -51,7 +51,8 @@ def counted(server: Running) -> dict[str, float]:
 def test_what_clients_send(server: Running, found: dict[str, Any]) -> None:
     """200, the header and the counter by default; with --strict 400 and the parameter's name."""
     body = found["body"] | {"model": "bundled"}
-    names = [name for name in IGNORABLE if body.get(name, NEUTRAL.get(name)) != NEUTRAL.get(name)]
+    said = {"name": any("name" in turn for turn in body.get("messages", ())) or None} | body
+    names = [name for name in IGNORABLE if said.get(name, NEUTRAL.get(name)) != NEUTRAL.get(name)]
     before = counted(server)
     reply = server.http.post(found["path"], json=body)
     if server.service.options.strict and names:
