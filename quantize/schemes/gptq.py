@@ -281,16 +281,18 @@ def round_block(
         usual = block_scale(_block_amax(weight), shared[:, None, None])
         candidates = _near(usual[..., 0], grid.neighbours)
     step = candidates / shared[:, None, None]
-    left = weight[..., None, :].expand(*candidates.shape, GROUP).clone()  # [E, out, C, 16]
-    found, error = torch.empty_like(left), torch.empty_like(left)
+    # [16, E, out, C]: what is rounded at once lies together, which takes a quarter less
+    left = weight.movedim(-1, 0)[..., None].repeat(1, 1, 1, candidates.shape[-1])
+    found, error, factor = torch.empty_like(left), torch.empty_like(left), factor.movedim(0, -1)
     for i in range(GROUP):
-        found[..., i] = grid.nearest(left[..., i] / step)
-        error[..., i] = (left[..., i] - found[..., i] * step) / factor[:, i, i, None, None]
-        left[..., i + 1 :] -= error[..., i, None] * factor[:, None, None, i, i + 1 :]
-    best = error.square().sum(-1).argmin(-1, keepdim=True)  # [E, out, 1]
-    pick = best[..., None].expand(*best.shape, GROUP)
-    codes.copy_(found.gather(-2, pick)[..., 0, :])
-    errors.copy_(error.gather(-2, pick)[..., 0, :])
+        found[i] = grid.nearest(left[i] / step)
+        error[i] = (left[i] - found[i] * step) / factor[i, i, :, None, None]
+        left[i + 1 :] -= error[i] * factor[i, i + 1 :, :, None, None]
+    squares = error.movedim(0, -1).contiguous().square_()
+    best = squares.sum(-1).argmin(-1, keepdim=True)  # [E, out, 1]
+    pick = best.expand(GROUP, *best.shape)
+    codes.copy_(found.gather(-1, pick)[..., 0].movedim(0, -1))
+    errors.copy_(error.gather(-1, pick)[..., 0].movedim(0, -1))
     scales.copy_(candidates.gather(-1, best)[..., 0])
 
 
@@ -346,13 +348,12 @@ def descend_block(
         scales.copy_(_best_scale(codes, scales, slope, hessian, shared[:, None]))
     step = scales / shared[:, None]
     values = codes * step[..., None]
-    slope = slope - (values - before) @ hessian
-    for i in range(GROUP):
-        wanted = values[..., i] + slope[..., i] / hessian[:, i, i, None]
-        codes[..., i] = grid.nearest(wanted / step)
-        shift = codes[..., i] * step - values[..., i]
-        values[..., i] += shift
-        slope -= shift[..., None] * hessian[:, None, i]
+    slope = (slope - (values - before) @ hessian).movedim(-1, 0).contiguous()  # [16, E, out]
+    found, own = torch.empty_like(slope), hessian.movedim(0, -1)[..., None]  # [16, 16, E, 1]
+    for i, value in enumerate(values.movedim(-1, 0).contiguous()):
+        found[i] = grid.nearest((value + slope[i] / own[i, i]) / step)
+        slope -= (found[i] * step - value) * own[i]
+    codes.copy_(found.movedim(0, -1))
     torch.sub(codes * step[..., None], before, out=moved)
 
 
