@@ -87,9 +87,9 @@ def test_generation_config_is_the_released_one() -> None:
 def test_it_solves_heldout_problems(
     model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerFast, thinking: bool
 ) -> None:
-    summary, answers = score(model, tokenizer, heldout(16), thinking=thinking, batch_size=16)
-    # 16 problems at the measured 0.75: fewer than 7 has probability 0.002
-    assert sum(a.correct for a in answers) >= 7
+    summary, answers = score(model, tokenizer, heldout(8), thinking=thinking, batch_size=8)
+    # 8 problems at the measured 0.75: fewer than 3 has probability 0.004
+    assert sum(a.correct for a in answers) >= 3
     assert all(a.has_number for a in answers[:4])
     assert all(("<|channel>thought\n" in a.text) == thinking for a in answers)
     assert summary.tokens_per_forward > 2

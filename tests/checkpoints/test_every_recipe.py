@@ -10,6 +10,7 @@ import yaml
 from experiments.rounding import VARIANTS
 from fused_dequant.formats import interleave_gate_up
 from fused_dequant.weights import Weight, dequantize
+from quick_run import in_few_steps
 
 import quantize
 from quantize.host.files import read_json
@@ -52,7 +53,7 @@ def test_its_checkpoint_passes_verify_and_loads_alike_in_both_loaders(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quantize.stages.denoising.HELD_OUT", 1)
-    monkeypatch.setattr("quantize.schemes.gptq.SWEEPS", 1)
+    in_few_steps(monkeypatch)
     run = quantize.run(str(recipe_file(name, tmp_path)), out=tmp_path, until="verify").folder
     assert read_json(run.verification_json)["passed"] is True
     modules = quantize.load(run.checkpoint)

@@ -27,7 +27,7 @@ from quantize.stages import denoising
 from quantize.stages.evaluate.tasks import open_tasks
 
 NAMES = ("calibrate", "convert", "verify", "fidelity", "evaluate", "report")
-PROBLEMS = 48
+PROBLEMS = 30
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,9 @@ def small_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """nvfp4 with few prompts and problems, and a margin that so few problems can decide."""
     fields = yaml.safe_load(shipped_recipes()["nvfp4_w4a4"])
     fields["name"] = "small"
-    fields["bundled"]["calibration"] |= {"prompts": 16, "canvases": 1, "min_tokens_per_expert": 8}
+    fields["bundled"]["calibration"] |= {"prompts": 8, "canvases": 1, "min_tokens_per_expert": 8}
     fields["bundled"]["evaluation"]["limit"] = {"word_problems": PROBLEMS}
-    fields["bundled"]["gate"]["margin_pp"] = {"word_problems": 30}
+    fields["bundled"]["gate"]["margin_pp"] = {"word_problems": 50}
     path = tmp_path_factory.mktemp("recipe") / "small.yaml"
     path.write_text(yaml.safe_dump(fields))
     return path
@@ -62,7 +62,7 @@ def finished(small_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """The folder of a small run that was never interrupted, with few trajectories to replay."""
     out = tmp_path_factory.mktemp("outputs")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(denoising, "HELD_OUT", 10)
+        monkeypatch.setattr(denoising, "HELD_OUT", 4)
         done = command(monkeypatch, *arguments(small_recipe, out))
     assert done.code == 0, done.err
     return only_run(out)

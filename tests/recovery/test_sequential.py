@@ -1,16 +1,22 @@
 """Looks at a run: known boundaries, nested decisions, and what stopping early errs and costs."""
 
-import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy.special import ndtri
-from worlds import CERTAIN, DAMAGE, RECIPES, SHIPPED, Bench, World, answers, by_name, three_sigma
+from worlds import (
+    CERTAIN,
+    DAMAGE,
+    RECIPES,
+    SHIPPED,
+    Bench,
+    World,
+    by_name,
+    many_answers,
+    three_sigma,
+)
 
 from quantize.recipe.sections import load_recipe
 from quantize.recovery.estimands import ESTIMANDS, Estimand, margin_p_values, total
@@ -249,34 +255,29 @@ def test_a_run_asks_the_next_look_of_the_first_task_that_is_open() -> None:
 # --- what it errs and costs ---------------------------------------------------------------------
 
 
-def look_on(world: World, generator: np.random.Generator) -> tuple[str, float]:
-    """Return the verdict of one run that stops when it is decided, and its share of the samples."""
-    base, quantized = answers(world, generator)
-    difference = quantized.astype(float) - base
-    looks = plan_looks(world.estimand, *difference.shape)
-    levels = nominal_levels(tuple(look.fraction for look in looks), ALPHA)
-    for look, level in zip(looks, levels, strict=True):
-        seen = total(difference[: look.questions, : look.repeats], world.estimand)
-        at_least, at_most = margin_p_values(seen, world.bench.margin_pp)
-        if min(at_least, at_most) <= level:
-            return ("PASS" if at_least <= level else "FAIL"), look.fraction
-    return "INCONCLUSIVE", 1.0
-
-
-def look_on_block(world: World, block: int) -> list[tuple[str, float]]:
+def look_on(world: World, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the verdicts of runs that stop when they are decided, and their shares of the samples."""
     seed = [world.bench.questions, int(world.loss_pp * 10), DAMAGE.index(world.damage), block]
-    generator = np.random.default_rng(seed)
-    return [look_on(world, generator) for _ in range(BLOCK)]
+    base, quantized = many_answers(world, np.random.default_rng(seed), BLOCK)
+    difference = quantized.astype(float) - base
+    looks = plan_looks(world.estimand, *difference.shape[1:])
+    levels = nominal_levels(tuple(look.fraction for look in looks), ALPHA)
+    verdicts, costs = np.full(BLOCK, "INCONCLUSIVE"), np.ones(BLOCK)
+    for look, level in zip(looks, levels, strict=True):
+        seen = total(difference[:, : look.questions, : look.repeats], world.estimand)
+        at_least, at_most = margin_p_values(seen, world.bench.margin_pp)
+        decided = (verdicts == "INCONCLUSIVE") & (np.minimum(at_least, at_most) <= level)
+        verdicts[decided] = np.where(at_least <= level, "PASS", "FAIL")[decided]
+        costs[decided] = look.fraction
+    return verdicts, costs
 
 
 def check(world: World, rounds: int) -> float:
     """Hold the error rates against the stated 5 %, within its limits; return the mean cost."""
-    cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(cores, mp_context=get_context("fork")) as pool:
-        blocks = pool.map(partial(look_on_block, world), range(rounds // BLOCK))
-        found = [each for block in blocks for each in block]
-    passed, failed = (sum(v == verdict for v, _ in found) / rounds for verdict in ("PASS", "FAIL"))
-    cost = sum(share for _, share in found) / rounds
+    found = [look_on(world, block) for block in range(rounds // BLOCK)]
+    verdicts, costs = (np.concatenate(each) for each in zip(*found, strict=True))
+    passed, failed = ((verdicts == verdict).mean() for verdict in ("PASS", "FAIL"))
+    cost = float(costs.mean())
     print(f"{world}, {rounds} rounds: PASS {passed:.2%}, FAIL {failed:.2%}, cost {cost:.1%}")
     stated = ALPHA + three_sigma(ALPHA, rounds)
     assert passed <= (stated if world.loss_pp >= world.bench.margin_pp else 1)

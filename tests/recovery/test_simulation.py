@@ -169,25 +169,16 @@ def test_intervals_cover_when_few_questions_differ(lost: float, won: float) -> N
 
     So few differences take few values, so coverage cannot be 95 % exactly; it must not be less.
     """
-    rounds, questions, generator = 200, 96, np.random.default_rng([int(1000 * lost), 7])
+    generator = np.random.default_rng([int(1000 * lost), 7])
     shares = [lost, won, 0.7 - lost]  # and the others are wrong on both sides
-    covered = {"difference": 0, "recovery": 0}
-    passed = failed = 0
-    for _ in range(rounds):
-        kind = np.searchsorted(np.cumsum(shares), generator.random(questions))
-        base, quantized = (np.isin(kind, right) for right in ([0, 2], [1, 2]))
-        found = compare(by_name(base), by_name(quantized), estimand="such_questions", margin_pp=5)
-        recovery = 100 * (0.7 - lost + won) / 0.7
-        covered["difference"] += covers(found.difference_interval, 100 * (won - lost))
-        covered["recovery"] += covers(found.recovery_interval, recovery)
-        verdict = judge_task("t", found).outcome
-        passed, failed = passed + (verdict == "PASS"), failed + (verdict == "FAIL")
-    print(
-        f"lost {lost}, won {won}: covered {covered}, {passed} passed, {failed} failed of {rounds}"
-    )
-    assert min(covered.values()) >= (0.95 - three_sigma(0.95, rounds)) * rounds
-    wrong = passed if lost - won >= 0.05 else failed
-    assert wrong <= (0.05 + three_sigma(0.05, rounds)) * rounds
+    kind = np.searchsorted(np.cumsum(shares), generator.random((ROUNDS, 96, 1)))
+    base, quantized = (np.isin(kind, right).astype(np.float64) for right in ([0, 2], [1, 2]))
+    world = World(Bench(96, 1, 0.7, 5), "such_questions", "single", 100 * (lost - won))
+    share = {name: each.mean() for name, each in outcomes(world, base, quantized).items()}
+    print(f"lost {lost}, won {won}, {ROUNDS} rounds: {share}")
+    stated = 0.05 + three_sigma(0.05, ROUNDS)
+    assert min(share["difference"], share["recovery"]) >= 1 - stated
+    assert share["PASS" if lost - won >= 0.05 else "FAIL"] <= stated
 
 
 VARYING = [[2, 3, 3, 7, 7], [1, 1, 1, 3, 3, 4, 5, 5, 5, 6, 6, 7]]
@@ -202,17 +193,14 @@ def test_a_model_is_not_declared_different_by_a_few_questions(
 
     On the first table a bootstrap declares 9 % different, for a stated 5 %.
     """
-    rounds, generator, different = 200, np.random.default_rng(0), 0
     table = np.ones((96, 8))
     for question, times in enumerate(right):
         table[question, times:] = 0
-    for _ in range(rounds):
-        dealt = generator.permuted(table, axis=1)
-        sides = by_name(dealt[:, :4]), by_name(dealt[:, 4:])
-        found = compare(*sides, estimand=estimand, margin_pp=2)
-        different += not covers(found.difference_interval, 0)
-    print(f"{len(right)} vary: {different} of {rounds} declared different")
-    assert different <= (0.05 + three_sigma(0.05, rounds)) * rounds
+    dealt = np.random.default_rng(0).permuted(np.tile(table, (ROUNDS, 1, 1)), axis=2)
+    difference = total(dealt[..., 4:] - dealt[..., :4], estimand)
+    different = 1 - _within(limits(difference, 0.975), 0).mean()
+    print(f"{len(right)} vary: {different:.2%} of {ROUNDS} rounds declared different")
+    assert different <= 0.05 + three_sigma(0.05, ROUNDS)
 
 
 def beside_another_gate(world: World, rounds: int) -> dict[str, float]:

@@ -18,7 +18,7 @@ from quantize.runtime.engine import complete
 from quantize.runtime.opening import open
 
 SAMPLER = Sampler(max_denoising_steps=3)
-LENGTHS = (5, 16, 40, 41, 300)
+LENGTHS = (5, 16, 40, 41, 140)
 N = 7  # rows of a sequence
 
 

@@ -21,7 +21,7 @@ from serving import in_process, tokenizer
 from quantize.bundled import HELDOUT
 from quantize.serve.text import Text
 
-SEED = 0
+SEED, TOKENS = 0, 64
 KINDS = {"whole": 60, "stream": 16, "gone": 8, "oversized": 4, "malformed": 6, "unauthorised": 6}
 MALFORMED = (b"{", b"[]", b'{"model": "bundled"}', b'{"model": "bundled", "messages": 3}')
 
@@ -45,10 +45,10 @@ def known(count: int) -> list[Known]:
         body = {"model": "bundled", "messages": [{"role": "user", "content": row["question"]}]}
         body |= {
             "seed": seed,
-            "max_tokens": 128,
+            "max_tokens": TOKENS,
             "chat_template_kwargs": {"enable_thinking": thinking},
         }
-        sample = in_process(row["question"], seed, thinking=thinking)
+        sample = in_process(row["question"], seed, thinking=thinking, max_tokens=TOKENS)
         found.append(Known(body, *split(sample.tokens)))
     return found
 
@@ -138,7 +138,7 @@ class Load:
 
 @pytest.mark.parametrize(
     ("count", "connections", "questions"),
-    [(40, 8, 6), pytest.param(2000, 16, 60, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])],
+    [(30, 8, 4), pytest.param(2000, 16, 60, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])],
 )
 def test_load(count: int, connections: int, questions: int) -> None:
     requests = known(questions)

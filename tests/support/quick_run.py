@@ -7,7 +7,7 @@ problem as told, so that the verdict is what a test wants it to be.
 import io
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
 from quantize.runs.models import AT_POINT
 from quantize.runtime import Sampler
+from quantize.schemes import gptq
 from quantize.stages.evaluate.compared_models import ModelOptions
 
 TASK = "word_problems"
@@ -113,6 +114,17 @@ def made_up_replay(
     own = replay | {"activations": "none"}
     content = {"trajectories": 1, "max_kl_nats": {}, "faults": [], "activations": {"none": replay}}
     write_json(out, content | {"own_conditioning": own})
+
+
+def in_few_steps(monkeypatch: pytest.MonkeyPatch, steps: int = 3) -> None:
+    """Denoise a canvas in so few steps, and round without descent: for tests that look at no figure."""
+    own = Sampler.from_checkpoint
+
+    def from_checkpoint(folder: Path) -> Sampler:
+        return replace(own(folder), max_denoising_steps=steps)
+
+    monkeypatch.setattr(Sampler, "from_checkpoint", from_checkpoint)
+    monkeypatch.setattr(gptq, "SWEEPS", 0)
 
 
 @dataclass

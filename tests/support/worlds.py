@@ -104,12 +104,6 @@ def many_answers(
     return noise < p[..., None], other < q[..., None]
 
 
-def answers(world: World, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return which answers [n, k] of base and quantized are right in one round."""
-    base, quantized = many_answers(world, generator, 1)
-    return base[0], quantized[0]
-
-
 def many_points(
     bench: Bench, estimand: Estimand, losses_pp: Sequence[float], generator: np.random.Generator,
     rounds: int,
