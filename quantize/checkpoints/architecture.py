@@ -1,16 +1,13 @@
-"""The tensors of a DiffusionGemma by name and shape, from its config alone: H hidden, V vocabulary.
+"""The tensors of a DiffusionGemma by name and shape, from its config alone.
 
 They are those of the model that transformers builds, without importing it. Only configs that say
 everything a shape depends on are spelled out, so that no default of a library is written down a second
 time; a test compares every name and shape with transformers'.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from quantize.checkpoints.reader import TensorSpec
-
-Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 TEXT_SIZES = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "num_experts", "num_attention_heads",
@@ -23,6 +20,37 @@ VISION_SIZES = (
 )  # fmt: skip
 LARGEST = 1 << 24  # the largest size spelled out here; transformers may refuse what is larger
 
+# Names, each with a letter for each size of the tensor: H hidden, V vocabulary, F of a dense MLP, E
+# experts, I of one, U of its gate and up, Q queries, K keys, D of a head, C of a patch, P positions;
+# T is the text's H beside the tower's.
+DECODER = """
+    embed_tokens.weight VH  norm.weight H  self_conditioning.pre_norm.weight H
+    self_conditioning.gate_proj.weight FH  self_conditioning.up_proj.weight FH
+    self_conditioning.down_proj.weight HF
+"""
+LAYER = """
+    layer_scalar 1  self_attn.q_proj.weight QH  self_attn.k_proj.weight KH  self_attn.v_proj.weight KH
+    self_attn.o_proj.weight HQ  self_attn.q_norm.weight D  self_attn.k_norm.weight D
+    mlp.gate_proj.weight FH  mlp.up_proj.weight FH  mlp.down_proj.weight HF
+    router.scale H  router.per_expert_scale E  router.proj.weight EH
+    experts.gate_up_proj EUH  experts.down_proj EHI
+    input_layernorm.weight H  post_attention_layernorm.weight H  pre_feedforward_layernorm.weight H
+    post_feedforward_layernorm.weight H  post_feedforward_layernorm_1.weight H
+    post_feedforward_layernorm_2.weight H  pre_feedforward_layernorm_2.weight H
+"""
+TOWER = """
+    std_bias H  std_scale H  patch_embedder.position_embedding_table 2PH
+    patch_embedder.input_proj.weight HC
+"""
+TOWER_LAYER = """
+    self_attn.q_proj.linear.weight QH  self_attn.k_proj.linear.weight KH
+    self_attn.v_proj.linear.weight KH  self_attn.o_proj.linear.weight HQ
+    self_attn.q_norm.weight D  self_attn.k_norm.weight D
+    mlp.gate_proj.linear.weight FH  mlp.up_proj.linear.weight FH  mlp.down_proj.linear.weight HF
+    input_layernorm.weight H  post_attention_layernorm.weight H  pre_feedforward_layernorm.weight H
+    post_feedforward_layernorm.weight H
+"""
+
 
 def spelled_out(config: dict[str, Any]) -> dict[str, TensorSpec] | None:
     """Return on-disk name -> spec of the BF16 checkpoint, None where the config leaves a shape open."""
@@ -31,10 +59,39 @@ def spelled_out(config: dict[str, Any]) -> dict[str, TensorSpec] | None:
         isinstance(text, dict) and isinstance(vision, dict) and _says_all(config, text, vision)
     ):
         return None
-    H = text["hidden_size"]
-    shapes = dict(_text(text)) | dict(_tower(vision))
-    shapes["model.encoder.embed_vision.embedding_projection.weight"] = (H, vision["hidden_size"])
-    return {name: TensorSpec("BF16", shape) for name, shape in shapes.items()}
+    sizes = {"1": 1, "H": text["hidden_size"], "V": text["vocab_size"], "E": text["num_experts"]}
+    sizes |= {"F": text["intermediate_size"], "I": text["moe_intermediate_size"]}
+    sizes["U"] = 2 * sizes["I"]
+    found = _specs("model.decoder", DECODER, sizes)
+    for index, kind in enumerate(text["layer_types"]):
+        layer, full = f"layers.{index}", kind == "full_attention"
+        D = text["global_head_dim" if full else "head_dim"]
+        heads = text["num_global_key_value_heads" if full else "num_key_value_heads"]
+        own = sizes | {"D": D, "Q": text["num_attention_heads"] * D, "K": heads * D}
+        found |= _specs(f"model.encoder.language_model.{layer}", "layer_scalar 1", own)
+        found |= _specs(f"model.decoder.{layer}", LAYER, own)
+        if full:  # its keys are its values
+            del found[f"model.decoder.{layer}.self_attn.v_proj.weight"]
+    return found | _tower(vision, text["hidden_size"])
+
+
+def _tower(vision: dict[str, Any], hidden: int) -> dict[str, TensorSpec]:
+    D, root = vision["head_dim"], "model.encoder.vision_tower"
+    sizes = {"2": 2, "P": vision["position_embedding_size"], "C": 3 * vision["patch_size"] ** 2}
+    sizes |= {"H": vision["hidden_size"], "F": vision["intermediate_size"], "D": D, "T": hidden}
+    sizes |= {"Q": vision["num_attention_heads"] * D, "K": vision["num_key_value_heads"] * D}
+    found = _specs(root, TOWER, sizes)
+    for index in range(vision["num_hidden_layers"]):
+        found |= _specs(f"{root}.encoder.layers.{index}", TOWER_LAYER, sizes)
+    return found | _specs("model.encoder.embed_vision", "embedding_projection.weight TH", sizes)
+
+
+def _specs(root: str, table: str, sizes: dict[str, int]) -> dict[str, TensorSpec]:
+    words = table.split()
+    return {
+        f"{root}.{name}": TensorSpec("BF16", tuple(sizes[letter] for letter in letters))
+        for name, letters in zip(words[::2], words[1::2], strict=True)
+    }
 
 
 def _says_all(config: dict[str, Any], text: dict[str, Any], vision: dict[str, Any]) -> bool:
@@ -54,84 +111,3 @@ def _says_all(config: dict[str, Any], text: dict[str, Any], vision: dict[str, An
         and vision.get("standardize") is True
         and vision.get("use_clipped_linears") is False
     )
-
-
-def _text(text: dict[str, Any]) -> Shapes:
-    H, F = text["hidden_size"], text["intermediate_size"]
-    root = "model.decoder"
-    yield f"{root}.embed_tokens.weight", (text["vocab_size"], H)
-    yield f"{root}.norm.weight", (H,)
-    yield f"{root}.self_conditioning.pre_norm.weight", (H,)
-    yield from _mlp(f"{root}.self_conditioning", H, F)
-    for index, kind in enumerate(text["layer_types"]):
-        layer = f"{root}.layers.{index}"
-        yield f"model.encoder.language_model.layers.{index}.layer_scalar", (1,)
-        yield f"{layer}.layer_scalar", (1,)
-        yield from _attention(layer, text, is_full=kind == "full_attention")
-        yield from _mlp(f"{layer}.mlp", H, F)
-        yield from _mixture(layer, text)
-
-
-def _attention(layer: str, text: dict[str, Any], *, is_full: bool) -> Shapes:
-    """Full attention has its own widths, and its keys are its values."""
-    D = text["global_head_dim" if is_full else "head_dim"]
-    wide = text["num_attention_heads"] * D
-    narrow = text["num_global_key_value_heads" if is_full else "num_key_value_heads"] * D
-    H = text["hidden_size"]
-    yield f"{layer}.self_attn.q_proj.weight", (wide, H)
-    yield f"{layer}.self_attn.k_proj.weight", (narrow, H)
-    if not is_full:
-        yield f"{layer}.self_attn.v_proj.weight", (narrow, H)
-    yield f"{layer}.self_attn.o_proj.weight", (H, wide)
-    yield from _norms(f"{layer}.self_attn", D, "q_norm", "k_norm")
-
-
-def _mixture(layer: str, text: dict[str, Any]) -> Shapes:
-    """Router and experts, and the norms around them and around the layer's other halves."""
-    H, E, F = text["hidden_size"], text["num_experts"], text["moe_intermediate_size"]
-    yield f"{layer}.router.scale", (H,)
-    yield f"{layer}.router.per_expert_scale", (E,)
-    yield f"{layer}.router.proj.weight", (E, H)
-    yield f"{layer}.experts.gate_up_proj", (E, 2 * F, H)
-    yield f"{layer}.experts.down_proj", (E, H, F)
-    norms = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
-    yield from _norms(layer, H, *BLOCK_NORMS, *norms, "pre_feedforward_layernorm_2")
-
-
-BLOCK_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-
-
-def _norms(root: str, width: int, *names: str) -> Shapes:
-    for name in names:
-        yield f"{root}.{name}.weight", (width,)
-
-
-def _mlp(root: str, H: int, F: int, kind: str = "weight") -> Shapes:
-    yield f"{root}.gate_proj.{kind}", (F, H)
-    yield f"{root}.up_proj.{kind}", (F, H)
-    yield f"{root}.down_proj.{kind}", (H, F)
-
-
-def _tower(vision: dict[str, Any]) -> Shapes:
-    """The vision tower, whose Linears lie one level deeper."""
-    H, D = vision["hidden_size"], vision["head_dim"]
-    wide, narrow = vision["num_attention_heads"] * D, vision["num_key_value_heads"] * D
-    root = "model.encoder.vision_tower"
-    yield f"{root}.std_bias", (H,)
-    yield f"{root}.std_scale", (H,)
-    table = (2, vision["position_embedding_size"], H)
-    yield f"{root}.patch_embedder.position_embedding_table", table
-    yield f"{root}.patch_embedder.input_proj.weight", (H, 3 * vision["patch_size"] ** 2)
-    for index in range(vision["num_hidden_layers"]):
-        layer = f"{root}.encoder.layers.{index}"
-        shapes = {"q": (wide, H), "k": (narrow, H), "v": (narrow, H), "o": (H, wide)}
-        for letter, shape in shapes.items():
-            yield f"{layer}.self_attn.{letter}_proj.linear.weight", shape
-        yield from _norms(f"{layer}.self_attn", D, "q_norm", "k_norm")
-        yield from _mlp(f"{layer}.mlp", H, vision["intermediate_size"], "linear.weight")
-        yield from _norms(layer, H, *BLOCK_NORMS)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from quantize.checkpoints.layout import check_layout
 from quantize.checkpoints.reader import Checkpoint, TensorInfo, check_tokenizer, check_total_size
@@ -171,21 +171,12 @@ def _format(checkpoint: Checkpoint, modules: list[Module]) -> str:
 def _problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
     """Yield every problem as one line, the grave ones first."""
     quantized = [module for module in modules if module.quantized]
-    for names, what in (
-        (
-            [m.name for m in quantized if m.kind not in QUANTIZABLE],
-            "quantized, but servers read it in BF16",
-        ),
-        (
-            [name for name, count in owners(checkpoint).items() if count > 1],
-            "has two tensors once servers merge both trees",
-        ),
-        (
-            [m.name for m in quantized if m.scheme == "incomplete"],
-            "lacks tensors of its scheme, or has some of two",
-        ),
-    ):
-        yield from _first([f"{name}: {what}" for name in names])
+    kept = [m.name for m in quantized if m.kind not in QUANTIZABLE]
+    twice = [name for name, count in owners(checkpoint).items() if count > 1]
+    incomplete = [m.name for m in quantized if m.scheme == "incomplete"]
+    yield from _first(kept, ": quantized, but servers read it in BF16")
+    yield from _first(twice, ": has two tensors once servers merge both trees")
+    yield from _first(incomplete, ": lacks tensors of its scheme, or has some of two")
     yield from _expert_problems(checkpoint, modules)
     stated = checkpoint.is_quantized
     if stated != bool(quantized):
@@ -202,9 +193,9 @@ def _problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
     yield from filter(None, map(refusal, looks))
 
 
-def _first(faults: Sequence[str]) -> Iterator[str]:
+def _first(faults: Sequence[str], what: str = "") -> Iterator[str]:
     if faults:
-        yield faults[0] + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else "")
+        yield faults[0] + what + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else "")
 
 
 def owners(checkpoint: Checkpoint) -> Counter[str]:
@@ -243,16 +234,13 @@ def refusal(look: Callable[[], object]) -> str:
 
 def inspection_table(found: Inspection) -> Table:
     """Return an inspection as a table for the terminal."""
-    table = Table(title=f"{found.folder}: {found.format}", title_justify="left")
-    for name in ("modules", "scheme", "count", "size"):
-        table.add_column(name, justify="right" if name in ("count", "size") else "left")
+    count, nbytes = (Column(name, justify="right") for name in ("count", "size"))
+    title = f"{found.folder}: {found.format}"
+    table = Table("modules", "scheme", count, nbytes, title=title, title_justify="left")
     for row in found.rows:
         table.add_row(row.kind, row.scheme, f"{row.count:,}", size(row.nbytes))
     table.add_section()
-    table.add_row(
-        f"{found.tensors:,} tensors in {found.shards} shards",
-        "quantized Linears",
-        f"{found.quantized_modules:,}",
-        size(found.nbytes),
-    )
+    all_of_it = f"{found.tensors:,} tensors in {found.shards} shards"
+    quantized = f"{found.quantized_modules:,}"
+    table.add_row(all_of_it, "quantized Linears", quantized, size(found.nbytes))
     return table

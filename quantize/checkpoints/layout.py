@@ -165,11 +165,8 @@ def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes |
     stated = config.get("quantization_config")
     if stated is None:
         return None
-    return (
-        ModelOptSchemes(stated)
-        if stated.get("quant_method") == "modelopt"
-        else ConfigSchemes(stated)
-    )
+    modelopt = stated.get("quant_method") == "modelopt"
+    return ModelOptSchemes(stated) if modelopt else ConfigSchemes(stated)
 
 
 def check_mode(checkpoint: Checkpoint, activations: ActivationMode) -> None:
@@ -190,11 +187,11 @@ class ConfigSchemes:
     passed_over = None
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
-        if quantization_config.get("quant_method") != "compressed-tensors":
+        method = quantization_config.get("quant_method")
+        if method != "compressed-tensors":
             raise InputError(
-                f"quantization_config: quant_method is "
-                f"{quantization_config.get('quant_method')!r}, not 'compressed-tensors' or 'modelopt'; "
-                f"{SCHEME_FIX}"
+                f"quantization_config: quant_method is {method!r}, not 'compressed-tensors' or "
+                f"'modelopt'; {SCHEME_FIX}"
             )
         self._ignored = named_by(quantization_config.get("ignore") or [])
         groups = quantization_config.get("config_groups") or {}
@@ -202,18 +199,13 @@ class ConfigSchemes:
             raise InputError(
                 "quantization_config: it has no config_groups, so nothing is quantized"
             )
-        self.groups: dict[str, tuple[list[str], Scheme]] = {
-            name: (group["targets"], _group_scheme(name, group)) for name, group in groups.items()
-        }
-        self._rules = {
-            name: None if "Linear" in targets else named_by(targets)
-            for name, (targets, _) in self.groups.items()
-        }
+        self._schemes = {name: _group_scheme(name, group) for name, group in groups.items()}
+        self._rules = {name: named_by(group["targets"]) for name, group in groups.items()}
 
     @property
     def used(self) -> set[Scheme]:
         """The schemes that modules can have."""
-        return {scheme for _, scheme in self.groups.values()}
+        return set(self._schemes.values())
 
     def on_disk(self, scheme: Scheme) -> OnDisk:
         """Return how a scheme is written here."""
@@ -222,13 +214,13 @@ class ConfigSchemes:
     def of(self, module: str) -> Scheme | None:
         """Return the scheme of a Linear module, None when it stays BF16."""
         name = self.group_of(module)
-        return None if name is None else self.groups[name][1]
+        return None if name is None else self._schemes[name]
 
     def group_of(self, module: str) -> str | None:
         """Return the name of the config group that a Linear module belongs to."""
         if self._ignored(module):
             return None
-        return next((name for name, own in self._rules.items() if own is None or own(module)), None)
+        return next((name for name, own in self._rules.items() if own(module)), None)
 
 
 def _group_scheme(name: str, group: dict[str, Any]) -> Scheme:

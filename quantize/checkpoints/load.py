@@ -32,10 +32,7 @@ from quantize.schemes.rounding import all_finite, sound_scales
 
 
 def load(
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> DiffusionGemmaForBlockDiffusion:
     """Load a BF16 or quantized checkpoint as a transformers model in evaluation mode.
 
@@ -133,27 +130,22 @@ def read_module(
 
 def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Read a tensor, refusing NaN, infinity and a global scale that is not above 0."""
-    tensor = checkpoint.read(name)
+    tensor, place = checkpoint.read(name), f"{checkpoint.tensors[name].file}: tensor {name!r}"
     if not all_finite(tensor):
-        raise InputError(
-            f"{checkpoint.tensors[name].file}: tensor {name!r} holds NaN or infinity; {FIX}"
-        )
+        raise InputError(f"{place} holds NaN or infinity; {FIX}")
     if name.endswith(".weight_scale") and not sound_scales(tensor):
-        raise InputError(
-            f"{checkpoint.tensors[name].file}: {name!r} has negative or NaN scales; {FIX}"
-        )
+        raise InputError(f"{place} has negative or NaN scales; {FIX}")
     if name.endswith(TENSOR_SCALES) and not (tensor > 0).all():
-        raise InputError(f"{checkpoint.tensors[name].file}: {name!r} is not above 0; {FIX}")
+        raise InputError(f"{place} is not above 0; {FIX}")
     return tensor
 
 
 def read_input_schemes(checkpoint: Checkpoint) -> dict[str, tuple[Scheme, float | None]]:
     """Return module -> (scheme, input global scale or None) of every quantized Linear."""
-    result: dict[str, tuple[Scheme, float | None]] = {}
-    for module, scheme in schemes_by_module(checkpoint.config).items():
-        scale = _input_global_scale(checkpoint, module) if scheme.calibrated else None
-        result[module] = (scheme, scale)
-    return result
+    return {
+        module: (scheme, _input_global_scale(checkpoint, module) if scheme.calibrated else None)
+        for module, scheme in schemes_by_module(checkpoint.config).items()
+    }
 
 
 def _input_global_scale(checkpoint: Checkpoint, module: str) -> float:

@@ -13,15 +13,17 @@ import io
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from quantize.errors import InputError, ResourceError
+from quantize.host.files import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -29,15 +31,10 @@ TOKENIZER = "tokenizer.json"
 CONFIG = "config.json"
 MODELOPT = "hf_quant_config.json"  # where ModelOpt said what is quantized before config.json did
 MODEL_TYPE = "diffusion_gemma"
-MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
     "chat_template*",
-)
+)  # fmt: skip
 # Files besides config.json and weights that can change an answer.
 GENERATION = "generation_config.json"
 SETTINGS = (GENERATION, *TOKENIZER_FILES, "*processor*.json")
@@ -45,19 +42,10 @@ CARD_FILES = ("README.md", "LICENSE*", "NOTICE*")  # say under which terms a mod
 FIX = "download or write the checkpoint again"
 
 DTYPES: dict[str, torch.dtype] = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "BOOL": torch.bool,
-}
+    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
+    "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,79 +79,31 @@ class TensorSpec:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read and check the header of one safetensors file.
+    """Read the header of one safetensors file, which the library of that name has checked.
+
+    It checks that names, shapes and offsets are well-formed and cover the whole file without gaps.
 
     Raises:
-        InputError: the file is missing, truncated, not safetensors, or its header contradicts itself.
+        InputError: the file is missing, truncated, not safetensors, or of a dtype that is not read.
     """
-    header, data_start, size = _read_raw_header(path)
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise InputError(f"{path}: __metadata__ in the header is not an object; {FIX}")
-    infos = [_tensor_info(path, name, entry, data_start) for name, entry in header.items()]
-    infos.sort(key=lambda info: (info.begin, info.end))
-    position = data_start
-    for info in infos:
-        if info.begin != position:
-            word = "overlaps another tensor" if info.begin < position else "leaves a gap before it"
-            raise InputError(f"{path}: tensor {info.name!r} {word} at byte {info.begin}; {FIX}")
-        position = info.end
-    if position != size:
-        raise InputError(
-            f"{path}: truncated or overlong: its header describes {position} bytes and the file has "
-            f"{size}; {FIX}"
-        )
-    return {info.name: info for info in infos}
-
-
-def _read_raw_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return (header, position of the first data byte, file size)."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with safe_open(path, "pt"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise InputError(
-                    f"{path}: not a safetensors file, or truncated: its first 8 bytes claim a header "
-                    f"of {length} bytes and the file has {size}; {FIX}"
-                )
-            raw = file.read(length)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); {FIX}") from error
-    try:
-        header = json.loads(raw, object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: the header is not valid JSON ({error}); {FIX}") from error
-    if not isinstance(header, dict):
-        raise InputError(f"{path}: the header is not a JSON object; {FIX}")
-    return header, 8 + length, size
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a JSON object with a repeated key, which would lose one of two tensors."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return result
-
-
-def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    """Check that a header entry has a known dtype, a sane shape, and offsets that fit both."""
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: tensor {name!r} has a malformed header entry; {FIX}") from error
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise InputError(f"{path}: tensor {name!r} has the unsupported dtype {dtype!r}; {FIX}")
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise InputError(f"{path}: tensor {name!r} has a malformed shape or offset; {FIX}")
-    expected = math.prod(shape) * DTYPES[dtype].itemsize
-    if end - begin != expected:
+            header: dict[str, Any] = json.loads(file.read(length))
+    except (OSError, SafetensorError) as error:
         raise InputError(
-            f"{path}: tensor {name!r} of shape {list(shape)} and dtype {dtype} needs {expected} bytes "
-            f"and has {end - begin}; {FIX}"
-        )
-    return TensorInfo(name, dtype, shape, path, data_start + begin, data_start + end)
+            f"{path}: truncated or overlong, or not a safetensors file ({error}); {FIX}"
+        ) from error
+    header.pop("__metadata__", None)
+    infos = [_tensor_info(path, name, entry, 8 + length) for name, entry in header.items()]
+    return {info.name: info for info in sorted(infos, key=lambda info: (info.begin, info.end))}
+
+
+def _tensor_info(path: Path, name: str, entry: dict[str, Any], start: int) -> TensorInfo:
+    dtype, (begin, end) = entry["dtype"], entry["data_offsets"]
+    if dtype not in DTYPES:
+        raise InputError(f"{path}: tensor {name!r} has the unsupported dtype {dtype!r}; {FIX}")
+    return TensorInfo(name, dtype, tuple(entry["shape"]), path, start + begin, start + end)
 
 
 @dataclass(frozen=True)
@@ -308,26 +248,23 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
         raise InputError(f"{index}: no weight_map in it; {FIX}")
     tensors: dict[str, TensorInfo] = {}
     names = sorted({str(name) for name in weight_map.values()})
-    paths = [_shard_path(folder, name) for name in names]
-    for shard, path in zip(names, paths, strict=True):
+    for path in [_shard_path(folder, name) for name in names]:
         header = read_header(path)
-        _check_against_index(index, shard, header, weight_map)
+        _check_listed(
+            path, header.keys(), {n for n, file in weight_map.items() if file == path.name}
+        )
         tensors |= header
     return tensors
 
 
-def _check_against_index(
-    index: Path, shard: str, header: dict[str, TensorInfo], weight_map: dict[str, str]
-) -> None:
-    listed = {name for name, file in weight_map.items() if file == shard}
+def _check_listed(shard: Path, there: Set[str], listed: Set[str]) -> None:
     for names, what in (
-        (listed - header.keys(), f"listed in {index.name} and missing in the shard"),
-        (header.keys() - listed, f"not listed for this shard in {index.name}"),
+        (listed - there, f"listed in {INDEX} and missing in the shard"),
+        (there - listed, f"not listed for this shard in {INDEX}"),
     ):
         if names:
-            raise InputError(
-                f"{index.parent / shard}: tensor {min(names)!r} ({len(names)} in all) is {what}; {FIX}"
-            )
+            first = f"tensor {min(names)!r} ({len(names)} in all)"
+            raise InputError(f"{shard}: {first} is {what}; {FIX}")
 
 
 def _shard_path(folder: Path, name: str) -> Path:
@@ -354,12 +291,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
         InputError: the file cannot be read, or holds something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json(path, remedy=FIX)
+    except OSError as error:
         raise InputError(f"{path}: not readable as JSON ({error}); {FIX}") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: not a JSON object; {FIX}")
-    return value
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -381,10 +315,10 @@ def check_total_size(checkpoint: Checkpoint) -> None:
         InputError: it is not; the message names both numbers.
     """
     path = checkpoint.folder / INDEX
-    metadata: Any = read_json_object(path).get("metadata", {}) if path.is_file() else {}
+    metadata = read_json_object(path).get("metadata", {}) if path.is_file() else {}
     if not isinstance(metadata, dict):
         raise InputError(f"{path}: metadata is not an object; {FIX}")
-    total = cast(dict[str, Any], metadata).get("total_size", checkpoint.nbytes)
+    total = metadata.get("total_size", checkpoint.nbytes)
     if total != checkpoint.nbytes:
         raise InputError(
             f"{path}: total_size is {total}, the tensors have {checkpoint.nbytes} bytes; {FIX}"
@@ -449,27 +383,20 @@ def hub_commit(folder: Path) -> str | None:
 
 
 def _download(model: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", *CARD_FILES]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise ResourceError(
             f"{model}: gated on the Hub; accept its terms there and set HF_TOKEN"
         ) from error
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise InputError(
             f"{model}: the Hub has no such model or revision {revision!r}, or HF_TOKEN lacks access"
         ) from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
         raise ResourceError(
             f"{model}: not in the local cache and the Hub cannot be reached "
             f"({type(error).__name__}); give a local folder instead"

@@ -40,16 +40,11 @@ BLOCK_VALUES = 1 << 24
 Fill = Callable[..., torch.Tensor]  # fills a tensor in place with values of a generator
 SLIDING_PER_FULL = 5
 GENERATION = {
-    "max_new_tokens": 256,
-    "max_denoising_steps": 48,
+    "max_new_tokens": 256, "max_denoising_steps": 48, "t_max": 0.8, "t_min": 0.4,
     "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.1},
-    "t_max": 0.8,
-    "t_min": 0.4,
-    "stability_threshold": 1,
-    "confidence_threshold": 0.005,
-    "eos_token_id": [1, 106, 50],
+    "stability_threshold": 1, "confidence_threshold": 0.005, "eos_token_id": [1, 106, 50],
     "pad_token_id": 0,
-}
+}  # fmt: skip
 
 
 def synthetic_config(
@@ -100,12 +95,11 @@ def write_synthetic(
 
 
 def _piece(name: str, spec: TensorSpec, seed: int) -> Piece:
-    count = math.prod(spec.shape)
-    fill = _filling(name, spec.shape)
-    starts = range(0, count, BLOCK_VALUES)
-    tasks = [
-        partial(_block, f"{seed} {name} {s}", min(BLOCK_VALUES, count - s), fill) for s in starts
-    ]
+    count, fill = math.prod(spec.shape), _filling(name, spec.shape)
+    tasks = (
+        partial(_block, f"{seed} {name} {start}", min(BLOCK_VALUES, count - start), fill)
+        for start in range(0, count, BLOCK_VALUES)
+    )
     return Piece({name: spec}, tuple(tasks))
 
 

@@ -211,14 +211,13 @@ def _chosen_by(quantization: Quantization) -> Chosen:
     """Return what names the scheme of a module, or None."""
     ignored = named_by([entry.removeprefix(OPTIONAL) for entry in quantization.ignore])
     rules = {
-        name: None if "Linear" in patterns else named_by(patterns)
-        for name, patterns in quantization.targets_by_scheme().items()
+        name: named_by(patterns) for name, patterns in quantization.targets_by_scheme().items()
     }
 
     def chosen(module: str) -> str | None:
         if ignored(module):
             return None
-        names = [name for name, named in rules.items() if named is None or named(module)]
+        names = [name for name, named in rules.items() if named(module)]
         if len(names) > 1:
             raise InputError(
                 f"{module}: matched by two schemes of the recipe, {' and '.join(names)}"
@@ -229,8 +228,13 @@ def _chosen_by(quantization: Quantization) -> Chosen:
 
 
 def named_by(entries: Sequence[str]) -> Callable[[str], bool]:
-    """Return whether an entry names a module, by compressed-tensors' rule: `re:` or the exact name."""
+    """Return whether an entry names a Linear, by compressed-tensors' rule.
+
+    An entry is `Linear`, which names all, `re:` and a pattern, or the exact name of a module.
+    """
     exact = {entry for entry in entries if not entry.startswith("re:")}
+    if "Linear" in exact:
+        return lambda _: True
     patterns = [re.compile(entry[3:]).match for entry in entries if entry.startswith("re:")]
     return lambda module: module in exact or any(match(module) for match in patterns)
 

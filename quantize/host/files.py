@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from quantize.errors import InputError
 
@@ -39,8 +39,8 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: Path, *keys: str) -> Any:
-    """Read a JSON object from a file of a run.
+def read_json(path: Path, *keys: str, remedy: str = REDO) -> Any:
+    """Read a JSON object from a file; without a `remedy` it is one of a run.
 
     All `keys` must be present; "source.folder" is the key "folder" within "source".
 
@@ -48,17 +48,17 @@ def read_json(path: Path, *keys: str) -> Any:
         InputError: the file is not JSON, is not an object, or lacks a key.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value: Any = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON ({error}); {REDO}") from error
+        raise InputError(f"{path}: not readable as JSON ({error}); {remedy}") from error
     if not isinstance(value, dict):
-        raise InputError(f"{path}: not a JSON object; {REDO}")
+        raise InputError(f"{path}: not a JSON object; {remedy}")
     for key in keys:
         found: Any = value
         for part in key.split("."):
             if not isinstance(found, dict) or part not in found:
-                raise InputError(f"{path}: {key!r} is missing there; {REDO}")
-            found = cast(dict[str, Any], found)[part]
+                raise InputError(f"{path}: {key!r} is missing there; {remedy}")
+            found = found[part]
     return value
 
 

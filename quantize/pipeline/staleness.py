@@ -8,7 +8,6 @@ A stage is stale when it has no entry, when its files are not the ones it wrote,
 inputs has changed since. Digests cover every byte; for results over 2 GB, sizes and samples.
 """
 
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from quantize.host.processes import is_first
 from quantize.pipeline.stages import STAGES, Stage
 from quantize.recipe.sections import Recipe
 from quantize.runs.folder import RunDir, is_card
-from quantize.runs.manifest import hash_files
+from quantize.runs.manifest import hashed
 
 UNFINISHED = ".partial"  # suffix of temporary files, and of samples of a task not yet scored
 
@@ -73,10 +72,7 @@ def result_digest(folder: RunDir, stage: Stage) -> str | None:
     """Return a sha256 over a stage's files, None when its result is not there."""
     if not (folder.path / stage.result).exists():
         return None
-    digest = hashlib.sha256()
-    files = sorted(_files(folder, stage))
-    hash_files(digest, {str(file.relative_to(folder.path)): file for file in files})
-    return digest.hexdigest()
+    return hashed({str(f.relative_to(folder.path)): f for f in sorted(_files(folder, stage))})
 
 
 def _files(folder: RunDir, stage: Stage) -> Iterable[Path]:

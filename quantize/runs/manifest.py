@@ -8,10 +8,11 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from quantize import __version__
 from quantize.checkpoints.reader import (
@@ -25,25 +26,12 @@ from quantize.host.resources import now
 from quantize.runs.folder import is_card
 
 PACKAGES = (
-    "diffusiongemma-quantize",
-    "torch",
-    "transformers",
-    "compressed-tensors",
-    "safetensors",
-    "lm-eval",
+    "diffusiongemma-quantize", "torch", "transformers", "compressed-tensors", "safetensors", "lm-eval",
     "triton",
-)
+)  # fmt: skip
 HASHED_WHOLE = 2_000_000_000  # bytes of a checkpoint up to which every byte is hashed
 SAMPLE, SAMPLES = 65536, 64  # above that, bytes of a sample, and samples of each shard
 HASHED_AT_ONCE = 1 << 24
-
-
-class Hash(Protocol):
-    """A hash object of hashlib."""
-
-    def update(self, data: bytes, /) -> None:
-        """Add bytes to the hash."""
-        ...
 
 
 def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None) -> dict[str, Any]:
@@ -71,10 +59,8 @@ def tool() -> dict[str, Any]:
     found = {"version": __version__, "commit": None, "modified": None}
     checkout = Path(__file__).parents[2]
     if (checkout / ".git").exists():
-        state = [
-            _git(checkout, "rev-parse", "HEAD"),
-            _git(checkout, "status", "--porcelain", "-uno"),
-        ]
+        words = ("rev-parse", "HEAD"), ("status", "--porcelain", "-uno")
+        state = [_git(checkout, *each) for each in words]
         if None not in state:
             found |= {"commit": state[0], "modified": bool(state[1])}
     elif (text := distribution(PACKAGES[0]).read_text("direct_url.json")) is not None:
@@ -97,21 +83,18 @@ def package_versions() -> dict[str, str]:
     """Return name -> version of the packages whose behaviour a run depends on."""
     found: dict[str, str] = {}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
 def code_digest() -> str:
     """Return a sha256 over this code, and over the versions of the packages that it computes with."""
-    digest = hashlib.sha256(json.dumps(package_versions()).encode())
+    found = [json.dumps(package_versions())]
     for package in ("quantize", "fused_dequant"):
         root = Path(str(importlib.resources.files(package)))
-        files = sorted(root.rglob("*.py"))
-        hash_files(digest, {str(file.relative_to(root)): file for file in files})
-    return digest.hexdigest()
+        found.append(hashed({str(f.relative_to(root)): f for f in sorted(root.rglob("*.py"))}))
+    return hashlib.sha256("".join(found).encode()).hexdigest()
 
 
 def hardware() -> dict[str, Any]:
@@ -139,20 +122,16 @@ def fingerprint(checkpoint: Checkpoint, settings_of: Path | None = None) -> str:
     `settings_of` that folder's generation settings count in place of its own: answers are scored under
     a sampler that is noted beside the weights, whatever the checkpoint states since.
     """
-    digest = hashlib.sha256()
     files = [*_matching(checkpoint.folder, ("config.json", *SETTINGS)), *checkpoint.shards]
     found = {file.name: file for file in files}
     if settings_of and GENERATION in found:
         found[GENERATION] = settings_of / GENERATION
-    hash_files(digest, {name: file for name, file in found.items() if file.is_file()})
-    return digest.hexdigest()
+    return hashed({name: file for name, file in found.items() if file.is_file()})
 
 
 def tokenizer_digest(folder: Path) -> str:
     """Return a sha256 over the files of a checkpoint's tokenizer and chat template."""
-    digest = hashlib.sha256()
-    hash_files(digest, {file.name: file for file in _matching(folder, TOKENIZER_FILES)})
-    return digest.hexdigest()
+    return hashed({file.name: file for file in _matching(folder, TOKENIZER_FILES)})
 
 
 def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
@@ -163,8 +142,9 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
     )
 
 
-def hash_files(digest: Hash, files: Mapping[str, Path]) -> None:
-    """Add files, by name: their names, sizes and bytes; above 2 GB, samples of large files."""
+def hashed(files: Mapping[str, Path]) -> str:
+    """Return a sha256 over files' names, sizes and bytes; above 2 GB, over samples of large ones."""
+    digest = hashlib.sha256()
     sizes = [file.stat().st_size for file in files.values()]
     whole = sum(sizes) <= HASHED_WHOLE
     for (name, path), size in zip(files.items(), sizes, strict=True):
@@ -174,6 +154,7 @@ def hash_files(digest: Hash, files: Mapping[str, Path]) -> None:
             for position in range(0, size, step):
                 file.seek(position)
                 digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
 
 
 def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -191,9 +172,5 @@ def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) ->
 
 def _sha256(path: Path) -> str:
     # In large parts: threads that compute beside this one take the interpreter at each.
-    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        room = memoryview(bytearray(min(HASHED_AT_ONCE, os.fstat(file.fileno()).st_size)))
-        while count := file.readinto(room):
-            digest.update(room[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256", _bufsize=HASHED_AT_ONCE).hexdigest()
