@@ -12,7 +12,7 @@ says nothing of quality: so few answers decide nothing.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,13 @@ def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) ->
         }
         path = run.folder.path / RESULT
         write_json(path, _without_home(content))
-        Console().print(_tried_table(tried), _projection_table(found))
+        rows = [(each.name, each.found, each.finding or "") for each in tried]
+        Console().print(
+            _table("rehearsal", ("", "here", "would end a run"), rows),
+            _table(
+                "the whole run, at most", ("stage", "time", "by this machine's rates"), _rows(found)
+            ),
+        )
         say(f"rehearse: {path} says the same, and what it was done on")
     return next((each.exit_code for each in tried if each.finding), 0)
 
@@ -286,17 +292,9 @@ def _without_home(value: Any) -> Any:
     return value if home == "/" else json.loads(json.dumps(value).replace(home, "~"))
 
 
-def _tried_table(tried: Sequence[Tried]) -> Table:
-    table = Table("", "here", "would end a run", title="rehearsal", title_justify="left")
-    for each in tried:
-        table.add_row(each.name, each.found, each.finding or "")
-    return table
-
-
-def _projection_table(found: Mapping[str, Any]) -> Table:
-    heads = ("stage", "time", "by this machine's rates")
-    table = Table(*heads, title="the whole run, at most", title_justify="left")
-    for row in _rows(found):
+def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(*heads, title=title, title_justify="left")
+    for row in rows:
         table.add_row(*row)
     return table
 

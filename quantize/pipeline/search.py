@@ -147,16 +147,11 @@ class _Search:
         self._scales, self._trajectories, self._sampler = self._calibrated()
         groups = self._plans[schemes[0]]
         found = {name: self._kl(name) for name in schemes}
-        self.options = {
-            group: [
-                *(
-                    Option(name, sum_bytes(self._plans[name][group])[1], found[name][group])
-                    for name in schemes
-                ),
-                Option(BF16, sum_bytes(targets)[0], 0.0),
-            ]
-            for group, targets in groups.items()
-        }
+        self.options: dict[Group, list[Option]] = {}
+        for group, targets in groups.items():
+            sizes = {name: sum_bytes(self._plans[name][group])[1] for name in schemes}
+            own = [Option(name, nbytes, found[name][group]) for name, nbytes in sizes.items()]
+            self.options[group] = [*own, Option(BF16, sum_bytes(targets)[0], 0.0)]
         everything = plan_targets(source.tensors, _only(recipe, schemes[0]))
         searched = {target.name for targets in groups.values() for target in targets}
         self.bf16_bytes = sum_bytes(everything)[0]
@@ -188,13 +183,10 @@ class _Search:
         path = self.folder / f"alone-{scheme}.json"
         known: dict[str, float] = read_json(path) if path.exists() else {}
         found: dict[Group, float] = {}
-        plans = self._plans[scheme].items()
         for group, targets in track(
-            plans,
-            f"{scheme} alone",
-            unit="groups",
+            self._plans[scheme].items(), f"{scheme} alone", unit="groups",
             name=lambda plan: "layer {} {}".format(*plan[0]),
-        ):
+        ):  # fmt: skip
             name = f"{group[0]}.{group[1]}"
             if name not in known:
                 known[name] = fmean(self.measure(targets))

@@ -189,7 +189,6 @@ def calibrate(folder: Path, prompts: int, steps: int) -> Facts:
     return {
         "scales": len(read_header(out / "input_scales.safetensors")),
         "fallbacks": len(coverage["fallbacks"]),
-        "steps": len(read_json(out / "statistics.json")["denoising_steps"]),
     }
 
 

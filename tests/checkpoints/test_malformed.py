@@ -174,7 +174,10 @@ CASES: dict[str, tuple[Edit, str]] = {
     "one byte short": (data(lambda b: b[:-1]), "truncated"),
     "one byte long": (data(lambda b: b + b"\0"), "overlong"),
     "half a header": (data(lambda b: b[:2000]), "invalid header length"),
-    "header length 2^63": (data(lambda b: (1 << 63).to_bytes(8, "little") + b[8:]), "header too large"),
+    "header length 2^63": (
+        data(lambda b: (1 << 63).to_bytes(8, "little") + b[8:]),
+        "header too large",
+    ),
     "header length 0": (data(lambda b: bytes(8) + b[8:]), "invalid JSON in header"),
     "header one short": (
         data(lambda b: (int.from_bytes(b[:8], "little") - 9).to_bytes(8, "little") + b[8:]),

@@ -21,7 +21,7 @@ from quantize.runtime.placement import Placement
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import Trajectory
 from quantize.schemes.hessians import Hessians
-from quantize.stages.calibrate.coverage import Coverage, StepStatistics
+from quantize.stages.calibrate.coverage import Coverage
 from quantize.stages.denoising import Denoising
 
 pytestmark = pytest.mark.gpu
@@ -62,12 +62,7 @@ def run(
     denoising._opened = lambda: engine
     found = Hessians(NAMES, EXPERTS)
 
-    def nothing(*_: object) -> None: ...
-
-    made = denoising.run(
-        title="", watchers=lambda _: ((found.see,), nothing, nothing), recorder=Recorder(folder)
-    )
-    return found, made
+    return found, denoising.run(title="", observers=[found.see], recorder=Recorder(folder))
 
 
 def test_layers_show_what_the_loop_showed(
@@ -86,22 +81,18 @@ def test_layers_show_what_the_loop_showed(
 
 def test_replayed_steps_are_those_of_kernel_by_kernel(source: Path, tmp_path: Path) -> None:
     """Samples, what is recorded, and what observers that the graphs hold saw."""
-    found: list[tuple[dict[str, list[float]], object, object, list[Trajectory]]] = []
+    found: list[tuple[dict[str, list[float]], object, list[Trajectory]]] = []
     for graphs in (False, True):
         denoising, weights = denoising_of(source), load_packed(source, "cuda:0")
         engine = FusedEngine(weights, capacity=2, max_context=CONTEXT, graphs=graphs)
         denoising._opened = lambda own=engine: own
-        ranges, coverage, statistics = Ranges(EXPERTS), Coverage(EXPERTS), StepStatistics()
-        made = denoising.run(
-            title="", recorder=Recorder(tmp_path / str(graphs)),
-            watchers=lambda _, r=ranges, c=coverage, s=statistics: (
-                (r.see, c.see, s.see), s.on_encoded, s.on_step
-            ),
-        )  # fmt: skip
+        ranges, coverage = Ranges(EXPERTS), Coverage(EXPERTS)
+        observers, recorder = (ranges.see, coverage.see), Recorder(tmp_path / str(graphs))
+        made = denoising.run(title="", observers=observers, recorder=recorder)
         amax = {name: own.tolist() for name, own in ranges._amax.items()}
-        found.append((amax, coverage.tokens, statistics.summary(), made))
-    assert found[0][:3] == found[1][:3]
-    for one, other in zip(found[0][3], found[1][3], strict=True):
+        found.append((amax, coverage.tokens, made))
+    assert found[0][:2] == found[1][:2]
+    for one, other in zip(found[0][2], found[1][2], strict=True):
         assert torch.equal(one.committed, other.committed)
         assert all(map(torch.equal, one.steps, other.steps))
     for path in sorted((tmp_path / "True").glob("batch-*")):

@@ -37,7 +37,7 @@ from quantize.stages.calibrate.calibrate import (
     fall_back,
     input_scales,
 )
-from quantize.stages.calibrate.coverage import KINDS, Coverage, StepStatistics
+from quantize.stages.calibrate.coverage import Coverage
 from quantize.stages.fidelity.replay import replay
 from quantize.stages.prompts import load_prompts
 
@@ -171,31 +171,6 @@ def test_coverage_counts_every_routed_token(calibrated: Path) -> None:
         assert sum(counts) == 2 * tokens  # top-2 routing
 
 
-def test_statistics_by_denoising_step(calibrated: Path) -> None:
-    statistics = read_json(calibrated / "statistics.json")
-    steps = statistics["denoising_steps"]
-    assert [step["step"] for step in steps] == [1, 2, 3]
-    kinds = {
-        "attention.qkv",
-        "attention.o",
-        "mlp.gate_up",
-        "mlp.down",
-        "experts.gate_up",
-        "experts.down",
-    }
-    for entry in [statistics["encoder"], *(step["inputs"] for step in steps)]:
-        assert entry.keys() == kinds
-        assert all(0 < value["mean_abs"] < value["amax"] for value in entry.values())
-    assert all(0 < step["accepted_share"] < 1 for step in steps)
-    scales = scales_of(calibrated)
-    widest = min(
-        v.item() for k, v in scales.items() if k.endswith("mlp.down_proj.input_global_scale")
-    )
-    largest = max(entry["mlp.down"]["amax"] for entry in
-                  [statistics["encoder"], *(step["inputs"] for step in steps)])  # fmt: skip
-    assert largest == pytest.approx(2688 / widest, rel=1e-4)
-
-
 def test_trajectories_replay_their_own_generation(source: Path, calibrated: Path) -> None:
     trajectories, sampler = load_trajectories(calibrated)
     assert [t.held_out for t in trajectories] == [False] * 6 + [True] * 16
@@ -219,8 +194,7 @@ def test_the_same_inputs_give_the_same_bytes(
     calibrate(source, recipe_for(source), tmp_path / "again")
     names = sorted(file.name for file in calibrated.iterdir())
     assert names == sorted(
-        ["coverage.json", "input_scales.safetensors", "statistics.json", "trajectories.json",
-         "trajectories.safetensors"]
+        ["coverage.json", "input_scales.safetensors", "trajectories.json", "trajectories.safetensors"]
     )  # fmt: skip
     for name in names:
         assert (tmp_path / "again" / name).read_bytes() == (calibrated / name).read_bytes(), name
@@ -315,7 +289,7 @@ def test_scales_are_those_of_llm_compressors_oneshot(source: Path) -> None:
 
 def test_observers_keep_their_tensors_where_they_are() -> None:
     """Or a replayed graph would write to memory that is no longer theirs."""
-    ranges, coverage, statistics = observers = Ranges(4), Coverage(4), StepStatistics()
+    ranges, coverage = observers = Ranges(4), Coverage(4)
     rows, ids = torch.randn(6, 8), torch.randint(4, (6, 2))
     found: list[list[int]] = []
     for factor in (1, 3):
@@ -323,18 +297,13 @@ def test_observers_keep_their_tensors_where_they_are() -> None:
             for own in observers:
                 assert own.launches_alone
                 own.see(f"model.decoder.layers.0.{end}", factor * rows, experts)
-        assert statistics._pending is not None
-        kept = (*ranges._amax.values(), *coverage._counts.values(), statistics._pending)
+        kept = (*ranges._amax.values(), *coverage._counts.values())
         found.append([tensor.data_ptr() for tensor in kept])
-        statistics.on_encoded()
     assert found[0] == found[1]
     assert ranges.amax("model.decoder.layers.0.self_attn.q_proj") == 3 * rows.abs().max()
     assert coverage.tokens == {
         "model.decoder.layers.0.experts": (2 * ids.flatten().bincount(minlength=4)).tolist()
     }
-    _, total, count = statistics._steps[0][0][KINDS.index("experts.gate_up")].tolist()
-    assert count == 2 * 2 * rows.numel()
-    assert total == pytest.approx(4 * 2 * rows.abs().sum().item(), rel=1e-6)
 
 
 def test_a_graph_holds_only_observers_that_launch_alone() -> None:

@@ -39,8 +39,8 @@ from quantize.runtime.placement import CPU, Placement
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import Trajectory, save_trajectories
 from quantize.schemes.rounding import E2M1_MAX, FP8_MAX
-from quantize.stages.calibrate.coverage import Coverage, StepStatistics
-from quantize.stages.denoising import SCRATCH, Denoising, Watched
+from quantize.stages.calibrate.coverage import Coverage
+from quantize.stages.denoising import SCRATCH, Denoising
 
 SCALES = "input_scales.safetensors"
 INPUT_SCALE = "input_global_scale"
@@ -55,8 +55,7 @@ def calibrate(
         source: folder of the BF16 checkpoint.
         recipe: needs a `calibration` section and NVFP4 among its schemes.
         out: folder to create, whole or not at all: input_scales.safetensors, coverage.json,
-            statistics.json, trajectories.safetensors, trajectories.json. The same inputs give the
-            same bytes.
+            trajectories.safetensors, trajectories.json. The same inputs give the same bytes.
         place: where the model runs.
         scratch: folder for what GPTQ goes through again, if the recipe rounds with it; None for one
             beside `out`.
@@ -75,9 +74,7 @@ def calibrate(
         recorder = None
         if recipe.quantization.rounding == "gptq":
             recorder = Recorder(scratch or out.with_name(SCRATCH), processes)
-        ranges, coverage, statistics, trajectories = _denoise(
-            source, denoising, recorder, processes
-        )
+        ranges, coverage, trajectories = _denoise(source, denoising, recorder, processes)
     scales = input_scales(ranges, modules)
     scales, fallbacks = fall_back(scales, coverage.tokens, settings.min_tokens_per_expert)
     check_scales(scales)
@@ -88,29 +85,22 @@ def calibrate(
         least = {"min_tokens_per_expert": settings.min_tokens_per_expert}
         covered = {"fallbacks": fallbacks, "tokens_per_expert": coverage.tokens}
         write_json(folder / "coverage.json", least | covered)
-        write_json(folder / "statistics.json", statistics.summary())
         save_trajectories(folder, trajectories, denoising.sampler)
 
 
 def _denoise(
     source: Path, denoising: Denoising, recorder: Recorder | None, processes: Processes
-) -> tuple[Ranges, Coverage, StepStatistics, list[Trajectory]]:
+) -> tuple[Ranges, Coverage, list[Trajectory]]:
     """Run the loop; return what all processes saw. The held-out prompts are not observed."""
     experts: int = Checkpoint.open(source).config["text_config"]["num_experts"]
     ranges, coverage = Ranges(experts), Coverage(experts)
-    each: dict[int, StepStatistics] = {}  # by batch: several may denoise side by side
-
-    def watchers(start: int) -> Watched:
-        own = each[start] = StepStatistics()
-        return (ranges.see, coverage.see, own.see), own.on_encoded, own.on_step
-
     trajectories = denoising.run(
-        title="calibrating", watchers=watchers, recorder=recorder, processes=processes
-    )
-    statistics = StepStatistics.joined(each[start] for start in sorted(each))
-    for observer in (ranges, coverage, statistics):
-        observer.pool(processes)
-    return ranges, coverage, statistics, trajectories
+        title="calibrating", observers=(ranges.see, coverage.see), recorder=recorder,
+        processes=processes,
+    )  # fmt: skip
+    ranges.pool(processes)
+    coverage.pool(processes)
+    return ranges, coverage, trajectories
 
 
 def calibrated_modules(source: Path, quantization: Quantization) -> list[str]:
