@@ -21,7 +21,7 @@ import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -112,11 +112,8 @@ def plan_shards(pieces: Sequence[Piece], max_shard_bytes: float) -> list[Shard]:
         raise InputError(
             f"tensor {twice[0]!r} would be written twice: two source tensors map to it"
         )
-    names = (
-        [SINGLE]
-        if len(groups) == 1
-        else [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
-    )
+    many = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+    names = many if len(groups) > 1 else [SINGLE]
     return [Shard(n, _header(g), tuple(g)) for n, g in zip(names, groups, strict=True)]
 
 
@@ -214,14 +211,10 @@ class _Lane:
         tasks = [task for shard in shards for piece in shard.pieces for task in piece.tasks]
         blocks = self._counted(_in_order(self.makers, tasks, self.ahead))
         with ThreadPoolExecutor(1) as syncer, ThreadPoolExecutor(1) as hasher:
-            finished = [
-                self.recorder.submit(
-                    self.state.finish,
-                    shard,
-                    _write(self.state.folder / shard.name, shard, blocks, hasher, syncer),
-                )
-                for shard in shards
-            ]
+            finished: list[Future[None]] = []
+            for shard in shards:
+                digest = _write(self.state.folder / shard.name, shard, blocks, hasher, syncer)
+                finished.append(self.recorder.submit(self.state.finish, shard, digest))
             next(blocks, None)  # the last block counts as done when the next one is asked for
             for future in finished:
                 future.result()
@@ -298,14 +291,12 @@ def _recorded_shards(path: Path, identity: str) -> dict[str, str]:
     """Return key -> sha256 of the shards an earlier try with this identity finished."""
     if not path.is_file():
         return {}
-    try:
-        state = read_json(path)
-        same, finished = state["identity"] == identity, dict(state["finished"])
-    except (InputError, ValueError, KeyError, TypeError):
-        same, finished = False, {}
-    if not same:
-        say(f"{path}: belongs to another source or plan; starting over")
-    return finished if same else {}
+    with suppress(InputError, ValueError, TypeError):
+        state = read_json(path, "identity", "finished")
+        if state["identity"] == identity:
+            return dict(state["finished"])
+    say(f"{path}: belongs to another source or plan; starting over")
+    return {}
 
 
 def _sha256(path: Path, shard: Shard) -> str:
@@ -341,12 +332,9 @@ def _in_order(
 
 
 def _write(
-    path: Path,
-    shard: Shard,
-    blocks: Iterator[torch.Tensor],
-    hasher: ThreadPoolExecutor,
+    path: Path, shard: Shard, blocks: Iterator[torch.Tensor], hasher: ThreadPoolExecutor,
     syncer: ThreadPoolExecutor,
-) -> str:
+) -> str:  # fmt: skip
     """Write one shard from the next blocks, hashing and syncing on the way; return the sha256."""
     digest = hashlib.sha256(shard.header)
     begun = shard.begin  # position at which the last sync began

@@ -151,11 +151,9 @@ def _write_tokenizer(folder: Path, config: dict[str, Any]) -> None:
 @click.option("--vision-layers", default=27, show_default=True)
 @click.option("--vocabulary", default=262_144, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-def main(
-    out: Path, layers: int, experts: int, vision_layers: int, vocabulary: int, seed: int
-) -> None:
+def main(out: Path, seed: int, **shape: int) -> None:
     """Write a random checkpoint in the real model's layout to OUT."""
-    write_synthetic(out, synthetic_config(layers, experts, vision_layers, vocabulary), seed=seed)
+    write_synthetic(out, synthetic_config(**shape), seed=seed)
 
 
 if __name__ == "__main__":

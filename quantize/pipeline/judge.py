@@ -67,8 +67,8 @@ def judging(
         )
     recipe = resolved(recipe_name, bundled=against is None, tasks=tasks, limit=limit)
     digest, judged = fingerprint(source), fingerprint(checkpoint)
-    about = (digest, judged, "fine-tuned") if fine_tuned else (digest, judged)
-    folder = RunDir(out / f"judge-{recipe.digest(*about)}")
+    more = ["fine-tuned"] if fine_tuned else []
+    folder = RunDir(out / f"judge-{recipe.digest(digest, judged, *more)}")
     found = inspect(checkpoint.folder)
     targets = _targets(found, inspect(source.folder))
     instead: dict[str, Task | None] = {"calibrate": None, "round": None}

@@ -354,44 +354,34 @@ class Recipe(Section):
     bundled: Bundled = Bundled()
 
     @model_validator(mode="after")
-    def _has_every_limit(self) -> "Recipe":
+    def _holds_together(self) -> "Recipe":
         """Report a missing limit now, not after hours of work."""
-        limits = self.verification.max_relative_error
-        for scheme in self.quantization.targets_by_scheme():
-            if scheme not in limits:
-                raise ValueError(
-                    f"verification.max_relative_error has no limit for scheme {scheme}"
-                )
-        bundled = self.bundled
-        _every_task_has_a_margin("", self.evaluation, self.gate)
-        _every_task_has_a_margin(
-            "bundled.", bundled.evaluation or self.evaluation, bundled.gate or self.gate
+        schemes, limits = (
+            self.quantization.targets_by_scheme(),
+            self.verification.max_relative_error,
         )
+        if missing := [scheme for scheme in schemes if scheme not in limits]:
+            raise ValueError(
+                f"verification.max_relative_error has no limit for scheme {missing[0]}"
+            )
+        if self.quantization.rounding == "gptq" and self.calibration is None:
+            raise ValueError("quantization.rounding gptq needs a `calibration` section")
+        kernels = [SCHEMES[name].kernel for name in schemes]
+        for where, part in {"": self, "bundled.": self.bundled}.items():
+            evaluation, gate = part.evaluation or self.evaluation, part.gate or self.gate
+            _every_task_has_a_margin(where, evaluation, gate)
+            modes = [("gate.max_kl_nats", mode) for mode in gate.max_kl_nats]
+            for key, mode in [*modes, ("evaluation.activations", evaluation.activations)]:
+                if why := refusal(mode, kernels):
+                    raise ValueError(f"{where}{key}: {why}")
         return self
 
     def for_bundled_model(self) -> "Recipe":
         """Return the recipe with its `bundled` sections in force."""
-        overrides = {
-            key: value
-            for key in ("calibration", "evaluation", "gate")
-            if (value := getattr(self.bundled, key)) is not None
-        }
+        found = {key: own for key, own in self.bundled if own is not None}
         if self.calibration is None:
-            overrides.pop("calibration", None)
-        return self.model_copy(update=overrides)
-
-    @model_validator(mode="after")
-    def _fp8_has_nvfp4(self) -> "Recipe":
-        kernels = [SCHEMES[name].kernel for name in self.quantization.targets_by_scheme()]
-        for where, part in {"": self, "bundled.": self.bundled}.items():
-            limited = part.gate.max_kl_nats if part.gate else ()
-            named = [("gate.max_kl_nats", mode) for mode in limited]
-            if part.evaluation:
-                named.append(("evaluation.activations", part.evaluation.activations))
-            for key, mode in named:
-                if why := refusal(mode, kernels):
-                    raise ValueError(f"{where}{key}: {why}")
-        return self
+            found.pop("calibration", None)
+        return self.model_copy(update=found)
 
     def asking(self, tasks: Sequence[str] = (), problems: int | None = None) -> "Recipe":
         """Return the recipe with these tasks, or its own, each limited to its first `problems`.
@@ -409,12 +399,6 @@ class Recipe(Section):
         except ValueError as error:
             raise InputError(f"--task: {error}") from error
         return self.model_copy(update={"evaluation": evaluation})
-
-    @model_validator(mode="after")
-    def _gptq_has_prompts(self) -> "Recipe":
-        if self.quantization.rounding == "gptq" and self.calibration is None:
-            raise ValueError("quantization.rounding gptq needs a `calibration` section")
-        return self
 
     @property
     def needs_calibration(self) -> bool:
@@ -443,12 +427,9 @@ def _every_task_has_a_margin(where: str, evaluation: Evaluation, gate: Gate) -> 
 
 def shipped_recipes() -> dict[str, str]:
     """Return name -> YAML text of every recipe that ships with quantize."""
-    folder = importlib.resources.files("quantize.recipes")
-    files = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
-    return {
-        file.name.removesuffix(".yaml"): file.read_text("utf-8")
-        for file in sorted(files, key=lambda file: file.name)
-    }
+    files = {file.name: file for file in importlib.resources.files("quantize.recipes").iterdir()}
+    names = sorted(name for name in files if name.endswith(".yaml"))
+    return {name.removesuffix(".yaml"): files[name].read_text("utf-8") for name in names}
 
 
 def load_recipe(name_or_path: str) -> Recipe:

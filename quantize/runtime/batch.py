@@ -44,11 +44,6 @@ class StepRecord:
     finished: Tensor
     ends: Tensor
 
-    @property
-    def mean_entropy(self) -> Tensor:
-        """Mean entropy of each row, [B] nats."""
-        return self.entropy.mean(-1)
-
     def stopped(self) -> tuple[list[int], list[list[int]]]:
         """Return the rows whose canvas ends with this step, and the tokens of each."""
         places = self.ends.nonzero()[:, 0]

@@ -109,7 +109,7 @@ def _gptq_groups(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor
         "weight_global_scale": shared.clone(),
     }
     found = (_values(c, s / own) for c, s in ((codes, scales), (nearest, usual)))
-    loss, plain = _losses(weight, found, hessian)
+    loss, plain = losses(weight, found, hessian)
     return Rounded(tensors, loss, plain, singular)
 
 
@@ -125,7 +125,7 @@ def _gptq_fixed(scheme: Scheme, weight: Tensor, hessian: Tensor) -> Rounded:
     one = weight.new_ones(len(weight))
     codes, _, singular = _round_all(weight, hessian, nearest, steps, one, grid)
     tensors = plain | {next(iter(plain)): grid.store(codes)}
-    loss, own = _losses(weight, (_values(each, steps) for each in (codes, nearest)), hessian)
+    loss, own = losses(weight, (_values(each, steps) for each in (codes, nearest)), hessian)
     return Rounded(tensors, loss, own, singular)
 
 
@@ -148,14 +148,10 @@ def _round_all(
     return torch.where(lost, nearest, codes), torch.where(lost, usual, scales), singular
 
 
-def _losses(weight: Tensor, found: Iterable[Tensor], hessian: Tensor) -> list[Tensor]:
+def losses(weight: Tensor, found: Iterable[Tensor], hessian: Tensor) -> list[Tensor]:
+    """Return tr (W - Q) H (W - Q)^T over tr W H W^T of every Q [E, out, in]: [E] float32 each."""
     whole = _energy(weight, hessian).clamp(min=1e-30)
     return [_energy(weight - each, hessian) / whole for each in found]
-
-
-def layer_loss(weight: Tensor, rounded: Tensor, hessian: Tensor) -> Tensor:
-    """Return tr (W - Q) H (W - Q)^T over tr W H W^T of [E, out, in]: [E] float32."""
-    return _losses(weight, [rounded], hessian)[0]
 
 
 def _energy(x: Tensor, hessian: Tensor) -> Tensor:
@@ -272,9 +268,7 @@ def round_block(
     if launches(weight.device):
         from fused_dequant import gptq
 
-        gptq.round_block(
-            weight, factor, shared, scales, codes, errors, grid.name, grid.neighbours
-        )  # fmt: skip
+        gptq.round_block(weight, factor, shared, scales, codes, errors, grid.name, grid.neighbours)
         return
     candidates = scales[..., None]  # [E, out, C]
     if grid.neighbours:  # around the scale of the block's values as they are by now

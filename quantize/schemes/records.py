@@ -84,17 +84,17 @@ class Scheme:
     name: str
     compressed: OnDisk
     packed: OnDisk
-    modelopt: OnDisk | None
     config_weights: tuple[str, int, str]
-    config_activations: Literal[True, "local"] | None
     codes: Codes
     quantize: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], dict[str, Tensor]]
     dequantize: Callable[[Mapping[str, Tensor]], Tensor]
-    round_activations: Callable[[Tensor, float | None], Tensor] | None
-    calibrated: bool
     kernel: Literal["fp8", "int8", "nvfp4", "mxfp4"]
     max_relative_error: float
     convert_seconds: float
+    modelopt: OnDisk | None = None
+    config_activations: Literal[True, "local"] | None = None
+    round_activations: Callable[[Tensor, float | None], Tensor] | None = None
+    calibrated: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -222,7 +222,6 @@ _ALL = (
         quantize=partial(rounding.quantize_rows, E4M3_ROWS),
         dequantize=rounding.dequantize_rows,
         round_activations=partial(rounding.round_tokens, FP8),
-        calibrated=False,
         kernel="fp8",
         max_relative_error=0.04,
         convert_seconds=1.5,
@@ -257,14 +256,12 @@ _ALL = (
         name="INT8_DYNAMIC",
         compressed=_INT8_ROWS,
         packed=_INT8_ROWS,
-        modelopt=None,
         config_weights=("int", 8, "channel"),
         config_activations=True,
         codes=INT8_ROWS,
         quantize=partial(rounding.quantize_rows, INT8_ROWS),
         dequantize=rounding.dequantize_rows,
         round_activations=partial(rounding.round_tokens, torch.int8),
-        calibrated=False,
         kernel="int8",
         max_relative_error=0.03,
         convert_seconds=2.3,

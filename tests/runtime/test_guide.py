@@ -64,7 +64,7 @@ def one_stops_first(engine: Engine) -> Sampler:
     generate(
         engine, [PROMPT] * 2, [0, 1], max_new_tokens=CANVAS, sampler=SAMPLER, on_step=steps.append
     )
-    return replace(SAMPLER, confidence_threshold=float(steps[0].mean_entropy.mean()))
+    return replace(SAMPLER, confidence_threshold=float(steps[0].entropy.mean()))
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -28,7 +28,7 @@ from quantize.runtime.fused import recording, shuttle
 from quantize.runtime.fused.recording import Recorder, Recording
 from quantize.runtime.fused.shuttle import Shuttle
 from quantize.runtime.placement import CPU
-from quantize.schemes.gptq import layer_loss
+from quantize.schemes.gptq import losses
 from quantize.schemes.hessians import Hessians
 from quantize.schemes.records import SCHEMES
 from quantize.stages.convert.convert import convert
@@ -150,7 +150,7 @@ def test_the_output_of_a_layer_is_nearer_on_inputs_not_seen(
     ranges = scheme.observe(weight.bfloat16(), "memoryless_minmax")
     plain = scheme.quantize(weight.bfloat16(), ranges, None, None)
     losses = [
-        layer_loss(weight, scheme.dequantize(each).float(), other.sum(name)).item()
+        losses(weight, [scheme.dequantize(each).float()], other.sum(name))[0].item()
         for each in (gptq, plain)
     ]
     assert losses[0] < losses[1]
@@ -349,7 +349,7 @@ def foreign(path: Path) -> None:
         ("batch-00000.rows", flip, "batch-00000.rows was changed or damaged"),
         ("batch-00000.passes", flip, "batch-00000.passes was changed or damaged"),
         ("batch-00000.passes", Path.unlink, "No such file"),
-        ("recording.json", cut, "not JSON"),
+        ("recording.json", cut, "not readable as JSON"),
         ("recording.json", foreign, "it is of another run"),
     ],
 )

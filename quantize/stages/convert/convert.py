@@ -72,13 +72,13 @@ def convert(
 ) -> Conversion:
     """Write the quantized checkpoint that `targets` plans to the folder `out`.
 
-    `out` appears when it is complete. After an interruption the same call goes on behind the last
-    finished shard, and the result is the same bytes.
+    `out` appears when it is complete; it must not exist, unless `overwrite`. After an interruption the
+    same call goes on behind the last finished shard, and the result is the same bytes.
 
     Args:
         source: the BF16 checkpoint.
-        targets: its plan, `plan_targets(source.tensors, recipe.quantization)`.
-        out: must not exist, unless `overwrite`.
+        targets: its plan.
+        out: the folder.
         recipe: gives the weight observer and the config groups.
         input_scales: `<module>.input_global_scale` FP32 [1] of every NVFP4 module, from calibrate.
         rounded: folder of codes and scales that `round_weights` found; None rounds to nearest.
