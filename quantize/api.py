@@ -18,7 +18,7 @@ from quantize.pipeline.run import advance, opened, run_alone, started
 from quantize.pipeline.stages import STAGES, Run, stage
 from quantize.recipe.sections import beside_a_model, load_recipe
 from quantize.reports.compare import RunComparison, compare_runs
-from quantize.runs.folder import existing_run
+from quantize.runs.folder import RunDir, existing_run
 from quantize.runtime import open as open
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.convert.convert import Conversion
@@ -110,8 +110,7 @@ def evaluate(run: str | Path, **options: Any) -> None:
         options: of `quantize.pipeline.stages`' `Machine` and `evaluate_more`: gpu_memory, bytes that
             may be used, modes, noise_floor, servers, ...
     """
-    with opened(Path(run), **options) as found:
-        run_alone(found, stage("evaluate"))
+    _again(run, "evaluate", **options)
 
 
 def fidelity(
@@ -124,10 +123,8 @@ def fidelity(
         modes: activation modes to replay beside those of the recipe.
         options: of `quantize.pipeline.stages.Machine`: gpu_memory, bytes that may be used.
     """
-    with opened(Path(run), modes=tuple(modes), **options) as found:
-        with suppress(GateError):
-            run_alone(found, stage("fidelity"))
-        return read_json(found.folder.fidelity_json, "activations")
+    _again(run, "fidelity", modes=tuple(modes), **options)
+    return read_json(RunDir(Path(run)).fidelity_json, "activations")
 
 
 def compare(a: str | Path, b: str | Path) -> RunComparison:
@@ -199,7 +196,11 @@ def search(
 
 def report(run: str | Path) -> dict[str, Any]:
     """Write the report of a run again and return report.json; a FAIL is told there, and not raised."""
-    with opened(Path(run)) as found:
-        with suppress(GateError):
-            run_alone(found, stage("report"))
-        return read_json(found.folder.report_json, "verdict")
+    _again(run, "report")
+    return read_json(RunDir(Path(run)).report_json, "verdict")
+
+
+def _again(run: str | Path, name: str, **options: Any) -> None:
+    """Run one stage of a run again; what fails the gate stands in its result."""
+    with opened(Path(run), **options) as found, suppress(GateError):
+        run_alone(found, stage(name))

@@ -190,11 +190,9 @@ def _tried(run: Run, name: str, attempt: Check) -> Tried:
 def _measured(run: Run, stage: Stage) -> str:
     """Return what the manifest says that a stage took."""
     facts = read_json(run.folder.manifest_json, "stages")["stages"].get(stage.name, {})
-    parts = [duration(facts.get("seconds", 0.0))]
-    for key, what in (("peak_rss_bytes", "of memory"), ("peak_gpu_bytes", "of the GPU's")):
-        if facts.get(key):
-            parts.append(f"{size(facts[key])} {what}")
-    return ", ".join(parts)
+    peaks = {"peak_rss_bytes": "of memory", "peak_gpu_bytes": "of the GPU's"}
+    taken = [f"{size(facts[key])} {what}" for key, what in peaks.items() if facts.get(key)]
+    return ", ".join([duration(facts.get("seconds", 0.0)), *taken])
 
 
 def projection(run: Run, whole: Recipe) -> dict[str, Any]:
@@ -207,13 +205,11 @@ def projection(run: Run, whole: Recipe) -> dict[str, Any]:
     stages = read_json(run.folder.manifest_json, "stages")["stages"]
     grows = _growth(run.recipe, whole)
     seconds: dict[str, float | None] = {}
-    for stage in STAGES[1:]:
-        if stage.is_needed(whole) and stage.name != "evaluate":
-            measured = stages.get(stage.name, {}).get("seconds")
-            seconds[stage.name] = measured and measured * grows.get(stage.name, 1.0)
-        elif stage.is_needed(whole):
-            rates = stages.get("evaluate", {}).get("rates", {})
-            seconds[stage.name] = _evaluation_seconds(run, whole, rates)
+    for name in (stage.name for stage in STAGES[1:] if stage.is_needed(whole)):
+        measured = stages.get(name, {}).get("seconds")
+        seconds[name] = measured and measured * grows.get(name, 1.0)
+    rates = stages.get("evaluate", {}).get("rates", {})
+    seconds["evaluate"] = _evaluation_seconds(run, whole, rates)
     return {
         "seconds": seconds,
         "disk_bytes": run.source.nbytes + sum_bytes(run.targets)[1],

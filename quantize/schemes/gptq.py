@@ -109,7 +109,7 @@ def _gptq_groups(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor
         "weight_global_scale": shared.clone(),
     }
     found = (_values(c, s / own) for c, s in ((codes, scales), (nearest, usual)))
-    loss, plain = losses(weight, found, hessian)
+    loss, plain = layer_losses(weight, found, hessian)
     return Rounded(tensors, loss, plain, singular)
 
 
@@ -125,7 +125,7 @@ def _gptq_fixed(scheme: Scheme, weight: Tensor, hessian: Tensor) -> Rounded:
     one = weight.new_ones(len(weight))
     codes, _, singular = _round_all(weight, hessian, nearest, steps, one, grid)
     tensors = plain | {next(iter(plain)): grid.store(codes)}
-    loss, own = losses(weight, (_values(each, steps) for each in (codes, nearest)), hessian)
+    loss, own = layer_losses(weight, (_values(each, steps) for each in (codes, nearest)), hessian)
     return Rounded(tensors, loss, own, singular)
 
 
@@ -148,7 +148,7 @@ def _round_all(
     return torch.where(lost, nearest, codes), torch.where(lost, usual, scales), singular
 
 
-def losses(weight: Tensor, found: Iterable[Tensor], hessian: Tensor) -> list[Tensor]:
+def layer_losses(weight: Tensor, found: Iterable[Tensor], hessian: Tensor) -> list[Tensor]:
     """Return tr (W - Q) H (W - Q)^T over tr W H W^T of every Q [E, out, in]: [E] float32 each."""
     whole = _energy(weight, hessian).clamp(min=1e-30)
     return [_energy(weight - each, hessian) / whole for each in found]

@@ -6,22 +6,25 @@ for less. `convert` and `verify` hold a few pieces of weights, by arithmetic les
 CUDA context; fidelity, which every run has, needs more, so they are not listed.
 """
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantize.checkpoints.reader import TensorInfo
-from quantize.checkpoints.targets import Target, layout_bytes, linear_shape
+from quantize.checkpoints.targets import Target, fused_units, layout_bytes, linear_shape
 from quantize.recipe.sections import AT_ONCE, Recipe
 from quantize.runtime.memory import EMBEDDING, Need, Stack, repacked
 from quantize.schemes.modes import ActivationMode
 
+TILE = 128  # side of the tiles that Hessians are held in (`schemes.hessians`)
 HELD_OUT = 16  # prompts that are recorded for the replay, and not observed
 REPLAYED = 16  # trajectories that are replayed at once
-HESSIAN_BYTES = 4 << 30  # GPTQ's Hessians of a layer, 2.4 GB at 26B
+# Rows of six inputs that wait to be added to Hessians, 256 MB each at most, and their order.
+WAITING_BYTES = 1.817e9
 SHUTTLE_BYTES = 0.4e9  # rows of recorded passes on their way (`fused.shuttle`)
-# GPU bytes of GPTQ beside them, by arithmetic: of 32 experts of 2,816 inputs and 1,408 rows at a time
-# 2 float32 Hessians and 6.5 copies of a weight (5.3 GB), and 7 matrices in float64 (0.4 GB). A dense
-# Linear of 8,192 inputs takes 4.9 GB.
+# What GPTQ may take of a GPU to round several experts at once: 32 of 2,816 inputs and 1,408 rows take
+# 5.8 GB. A single Linear may take more: one of 8,192 inputs takes 4.9 GB.
 ROUNDING_BYTES = 6e9
 QUESTION_TOKENS = 1024  # room for a question; a longer one gets room when it comes
 FRESH_TOKENS = 2048  # of a prompt that is recorded for the replay where nothing was calibrated
@@ -55,7 +58,7 @@ def needs(
         found.append(Need("calibrate", bf16, batch, replayed, fixed_batch=True))
     if recipe.quantization.rounding == "gptq" and (settings := recipe.calibration):
         length = settings.max_prompt_tokens + settings.canvases * canvas
-        found.append(_rounding(bf16, settings.batch_size, length))
+        found.append(_rounding(bf16, targets, settings.batch_size, length))
     vocabulary = tensors[EMBEDDING].nbytes  # of BF16, whose layers are gone when the other comes
     found.append(Need("fidelity BF16", bf16, REPLAYED, replayed, True))
     scored = recipe.evaluation.activations
@@ -91,11 +94,29 @@ def scored_positions(config: Mapping[str, Any], longest: int) -> int:
     return min(room, config["text_config"]["max_position_embeddings"])
 
 
-def _rounding(bf16: Stack, batch: int, length: int) -> Need:
+def _rounding(bf16: Stack, targets: Sequence[Target], batch: int, length: int) -> Need:
     """Return what GPTQ takes at any budget: two layers in turns, and one's Hessians and rounding."""
     in_turns = Stack(f"{bf16.name}, a layer at a time", bf16.streaming, (0.0,), 0.0)
-    beside = HESSIAN_BYTES + ROUNDING_BYTES + SHUTTLE_BYTES
+    hessians: Counter[str] = Counter()  # of each layer, a byte a square of a tile's side
+    rounding = 0.0
+    for unit in fused_units([target for target in targets if target.scheme]):
+        *experts, _, inputs = unit[0].shape
+        blocks, count = -(-inputs // TILE), math.prod(experts)
+        layer = unit[0].name.partition(".layers.")[2].partition(".")[0]
+        hessians[layer] += 4 * TILE**2 * count * blocks * (blocks + 1) // 2
+        fixed, each = rounding_bytes(sum(target.shape[-2] for target in unit), inputs)
+        rounding = max(rounding, fixed + each, min(ROUNDING_BYTES, fixed + count * each))
+    beside = max(hessians.values(), default=0) + WAITING_BYTES + rounding + SHUTTLE_BYTES
     return Need("round", in_turns, batch, length, beside=beside, fixed_batch=True, one_layer=True)
+
+
+def rounding_bytes(out: int, inputs: int) -> tuple[float, float]:
+    """Return the bytes that GPTQ takes at any number of experts [out, inputs], and for each of them.
+
+    Of each it holds, in float32, its Hessian, the factor and six copies of its weight, beside it in
+    BF16; and seven matrices of float64 while one Hessian is factored.
+    """
+    return 56 * inputs**2, 4 * inputs * (2 * inputs + 6.5 * out)
 
 
 def _packed(target: Target, mode: ActivationMode, hopper: bool) -> int:

@@ -5,10 +5,12 @@ import math
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 import torch
+from fused_dequant import gram
 
 from quantize import cli, runtime
 from quantize.checkpoints.layout import model_config
@@ -33,13 +35,9 @@ from quantize.runtime.memory import (
 )
 from quantize.runtime.placement import Placement, budget_of, sized
 from quantize.runtime.sampler import Sampler
+from quantize.schemes.hessians import tiles_of
 from quantize.stages.evaluate import local_model
-from quantize.stages.memory_needs import (
-    HESSIAN_BYTES,
-    ROUNDING_BYTES,
-    SHUTTLE_BYTES,
-    needs,
-)
+from quantize.stages.memory_needs import SHUTTLE_BYTES, TILE, WAITING_BYTES, needs
 from quantize.stages.plan.plan import tensors_from_config
 
 REAL = known_config("google/diffusiongemma-26B-A4B-it") or {}
@@ -54,16 +52,41 @@ def real_needs(name: str, activations: str = "none", *, hopper: bool = True) -> 
     return {need.stage: need for need in found}
 
 
-def test_gptq_plans_its_hessians_beside_the_model() -> None:
-    """A recipe without it has no such stage; one with it fails at plan time where they do not fit."""
-    recipe, tensors = load_recipe("nvfp4_w4a4"), tensors_from_config(REAL)
-    assert "round" not in real_needs("nvfp4_w4a4")
+def needs_of_gptq(config: dict[str, Any]) -> list[Need]:
+    recipe, tensors = load_recipe("nvfp4_w4a4"), tensors_from_config(config)
     quantization = recipe.quantization.model_copy(update={"rounding": "gptq"})
     recipe = recipe.model_copy(update={"quantization": quantization})
-    found = needs(recipe, REAL, tensors, plan_targets(tensors, quantization), hopper=True)
+    return needs(recipe, config, tensors, plan_targets(tensors, quantization), hopper=True)
+
+
+def test_gptq_s_memory_follows_the_model_s_shape() -> None:
+    """Hessians are those of `schemes.hessians`; a Linear that is alone too wide is still rounded."""
+    text = REAL["text_config"]
+    small = REAL | {"text_config": text | {"hidden_size": 1408, "num_experts": 64}}
+    wide = REAL | {"text_config": text | {"hidden_size": 11264, "num_attention_heads": 32}}
+    besides: list[float] = []
+    for config in (small, REAL, wide):
+        own = config["text_config"]
+        hidden, heads = own["hidden_size"], own["num_attention_heads"] * own["global_head_dim"]
+        each = own["num_experts"] * (tiles_of(hidden) + tiles_of(own["moe_intermediate_size"]))
+        dense = 2 * tiles_of(hidden) + tiles_of(heads) + tiles_of(own["intermediate_size"])
+        beside = needs_of_gptq(config)[1].beside
+        besides.append(beside - 4 * TILE**2 * (each + dense) - WAITING_BYTES - SHUTTLE_BYTES)
+    narrow, wide = (
+        4 * inputs * (2 * inputs + 6.5 * out) + 56 * inputs**2  # of o_proj alone
+        for out, inputs in ((1408, 8192), (11264, 16384))
+    )
+    assert besides == [narrow, 6e9, wide]
+    assert TILE == gram.TILE
+
+
+def test_gptq_plans_its_hessians_beside_the_model() -> None:
+    """A recipe without it has no such stage; one with it fails at plan time where they do not fit."""
+    assert "round" not in real_needs("nvfp4_w4a4")
+    found = needs_of_gptq(REAL)
     assert [need.stage for need in found[:3]] == ["calibrate", "round", "fidelity BF16"]
     need = found[1]
-    assert need.beside == HESSIAN_BYTES + ROUNDING_BYTES + SHUTTLE_BYTES
+    assert need.beside == pytest.approx((4 << 30) + 6e9 + SHUTTLE_BYTES, abs=1e6)
     small, large = (
         plan(need, REAL, gb) for gb in (22e9, 141e9)
     )  # two layers in turns, at any budget

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantize.errors import QuantizeError
 from quantize.schemes import gptq as module
-from quantize.schemes.gptq import Rounded, gptq, losses, shrunk
+from quantize.schemes.gptq import Rounded, gptq, layer_losses, shrunk
 from quantize.schemes.records import SCHEMES
 from quantize.schemes.rounding import E2M1_GROUPS, Codes, global_scale
 
@@ -65,7 +65,7 @@ def test_the_loss_is_not_above_llm_compressors(scheme: str) -> None:
         found = rounded_nvfp4(weight, hessian)
     else:
         found = gptq(SCHEMES["FP8_DYNAMIC"], weight, hessian)
-    theirs = losses(weight[:1].float(), [oracle(scheme, weight, hessian)], hessian[:1])[0]
+    theirs = layer_losses(weight[:1].float(), [oracle(scheme, weight, hessian)], hessian[:1])[0]
     assert theirs < found.nearest[0]  # the oracle is GPTQ, not rounding to nearest
     assert found.loss[0] <= theirs
 
@@ -234,7 +234,7 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, hessian = torch.rand(1, 300, 512), torch.rand(1, 512, 512)
     for count in (1, 2, 4):
         torch.set_num_threads(count)
-        losses.append(losses(x, [0.9 * x.round(decimals=1)], hessian)[0].item())
+        losses.append(layer_losses(x, [0.9 * x.round(decimals=1)], hessian)[0].item())
         module._factored(torch.eye(32)[None])
         assert torch.get_num_threads() == count
     torch.set_num_threads(before)

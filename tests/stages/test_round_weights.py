@@ -28,7 +28,7 @@ from quantize.runtime.fused import recording, shuttle
 from quantize.runtime.fused.recording import Recorder, Recording
 from quantize.runtime.fused.shuttle import Shuttle
 from quantize.runtime.placement import CPU
-from quantize.schemes.gptq import losses
+from quantize.schemes.gptq import layer_losses
 from quantize.schemes.hessians import Hessians
 from quantize.schemes.records import SCHEMES
 from quantize.stages.convert.convert import convert
@@ -150,7 +150,7 @@ def test_the_output_of_a_layer_is_nearer_on_inputs_not_seen(
     ranges = scheme.observe(weight.bfloat16(), "memoryless_minmax")
     plain = scheme.quantize(weight.bfloat16(), ranges, None, None)
     losses = [
-        losses(weight, [scheme.dequantize(each).float()], other.sum(name))[0].item()
+        layer_losses(weight, [scheme.dequantize(each).float()], other.sum(name))[0].item()
         for each in (gptq, plain)
     ]
     assert losses[0] < losses[1]

@@ -109,11 +109,10 @@ def targets_as_csv(targets: list[Target]) -> str:
     """Return one row a source tensor: what becomes of it, why, and its bytes."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        ("tensor", "class", "scheme", "reason_kept", "shape", "modules", "bytes", "bytes_after")
-    )
+    heads = ("class", "scheme", "reason_kept", "shape", "modules", "bytes", "bytes_after")
+    writer.writerow(("tensor", *heads))
     for t in targets:
-        shape = "x".join(str(n) for n in t.shape)
+        shape = "x".join(map(str, t.shape))
         row = (t.name, t.module_class, t.scheme or "", t.reason, shape, len(t.modules))
         writer.writerow((*row, t.bytes_before, t.bytes_after))
     return text.getvalue()

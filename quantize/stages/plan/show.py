@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import plan_targets, sum_bytes
@@ -105,12 +105,11 @@ def task_table(recipe: Recipe, seconds: tuple[float, float]) -> Table:
     for task in recipe.evaluation.tasks:
         margin = f"{recipe.gate.margin_pp[task]:g} points"
         limit = recipe.evaluation.answer_tokens(task)
-        if task not in tokens:
-            table.add_row(task, "?", f"{limit:,}", margin, "?")
-            continue
-        share = tokens[task] / sum(tokens.values())
-        time = between((share * seconds[0], share * seconds[1]))
-        table.add_row(task, f"{tokens[task] // limit:,}", f"{limit:,}", margin, time)
+        answers, time = "?", None
+        if task in tokens:
+            share = tokens[task] / sum(tokens.values())
+            answers, time = f"{tokens[task] // limit:,}", (share * seconds[0], share * seconds[1])
+        table.add_row(task, answers, f"{limit:,}", margin, between(time))
     return table
 
 
@@ -148,9 +147,11 @@ def recipes_table(
     config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], machine: Machine
 ) -> Table:
     """Return what every shipped recipe would make of these tensors, and which to take."""
-    table = Table(title="all recipes", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("recipe", "size", "of BF16", "made in", "published"):
-        table.add_column(name, justify="right" if name in ("size", "of BF16") else "left")
+    numbers = (Column(name, justify="right") for name in ("size", "of BF16"))
+    table = Table(
+        "recipe", *numbers, "made in", "published", title="all recipes", title_justify="left",
+        caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
+    )  # fmt: skip
     able: dict[str, str] = {}
     for name, targets in plans_of(tensors).items():
         made = _made(planned(load_recipe(name), config, tensors, targets, machine))
@@ -164,7 +165,6 @@ def recipes_table(
     ways = [f"{name} ({able[name]})" for name in PREFERRED if name in able]
     if ways:
         table.caption = f"take {ways[0]}; else {', '.join(ways[1:3])}"
-    table.caption_justify = "left"
     return table
 
 

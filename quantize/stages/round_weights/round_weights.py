@@ -47,7 +47,7 @@ from quantize.schemes.hessians import Hessians
 from quantize.schemes.records import Scheme
 from quantize.schemes.rounding import E2M1_GROUPS, global_scale
 from quantize.stages.denoising import SCRATCH, Denoising
-from quantize.stages.memory_needs import ROUNDING_BYTES
+from quantize.stages.memory_needs import ROUNDING_BYTES, rounding_bytes
 
 IDENTITY, SUMMARY = "identity.json", "rounding.json"
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -131,12 +131,10 @@ def _sent(tensor: Tensor) -> Tensor:
 def experts_at_once(experts: int, out: int, inputs: int) -> int:
     """Return how many experts are rounded together, so that each round has as many, but for the last.
 
-    `ROUNDING_BYTES` hold of each expert, in float32, its Hessian, the factor and six copies of its
-    weight, beside it in BF16; and seven matrices of float64 while one Hessian is factored. The number
-    does not depend on the GPU's memory, since a product's sums may depend on how many are batched.
+    They take `ROUNDING_BYTES` on any GPU: a product's sums may depend on how many are batched.
     """
-    each = 4 * inputs * (2 * inputs + 6.5 * out)
-    most = max(1, int((ROUNDING_BYTES - 56 * inputs**2) // each))
+    fixed, each = rounding_bytes(out, inputs)
+    most = max(1, int((ROUNDING_BYTES - fixed) // each))
     return math.ceil(experts / math.ceil(experts / most))
 
 
