@@ -62,7 +62,12 @@ def run(
     denoising._opened = lambda: engine
     found = Hessians(NAMES, EXPERTS)
 
-    return found, denoising.run(title="", observers=[found.see], recorder=Recorder(folder))
+    def nothing(*_: object) -> None: ...
+
+    made = denoising.run(
+        title="", watchers=lambda _: ((found.see,), nothing, nothing), recorder=Recorder(folder)
+    )
+    return found, made
 
 
 def test_layers_show_what_the_loop_showed(
@@ -88,7 +93,10 @@ def test_replayed_steps_are_those_of_kernel_by_kernel(source: Path, tmp_path: Pa
         denoising._opened = lambda own=engine: own
         ranges, coverage = Ranges(EXPERTS), Coverage(EXPERTS)
         observers, recorder = (ranges.see, coverage.see), Recorder(tmp_path / str(graphs))
-        made = denoising.run(title="", observers=observers, recorder=recorder)
+        made = denoising.run(
+            title="", recorder=recorder,
+            watchers=lambda _, own=observers: (own, lambda: None, lambda _: None),
+        )  # fmt: skip
         amax = {name: own.tolist() for name, own in ranges._amax.items()}
         found.append((amax, coverage.tokens, made))
     assert found[0][:2] == found[1][:2]

@@ -95,8 +95,8 @@ def _denoise(
     experts: int = Checkpoint.open(source).config["text_config"]["num_experts"]
     ranges, coverage = Ranges(experts), Coverage(experts)
     trajectories = denoising.run(
-        title="calibrating", observers=(ranges.see, coverage.see), recorder=recorder,
-        processes=processes,
+        title="calibrating", recorder=recorder, processes=processes,
+        watchers=lambda _: ((ranges.see, coverage.see), lambda: None, lambda _: None),
     )  # fmt: skip
     ranges.pool(processes)
     coverage.pool(processes)
