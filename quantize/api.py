@@ -81,14 +81,10 @@ def convert(
     input_scales: str | Path | None = None,
     revision: str | None = None,
 ) -> Conversion:
-    """Write the quantized checkpoint of a BF16 model to the folder `out`; nothing is calibrated.
+    """Write the quantized checkpoint of a BF16 model to the new folder `out`; nothing is calibrated.
 
-    Args:
-        model: a checkpoint folder or a Hub id; None for the bundled model.
-        out: a folder that does not exist yet.
-        recipe: its name or YAML file; NVFP4 with calibrated activations needs `input_scales`.
-        input_scales: `calibration/input_scales.safetensors` of a run.
-        revision: of a Hub model.
+    Model and recipe are named as in `run`. NVFP4 with calibrated activations needs `input_scales`, the
+    file `calibration/input_scales.safetensors` of a run.
 
     Raises:
         InputError: `out` exists, or input scales are missing.
@@ -105,10 +101,8 @@ def convert(
 def evaluate(run: str | Path, **options: Any) -> None:
     """Score what is not scored yet of a run, as `quantize evaluate RUN` does.
 
-    Args:
-        run: its folder.
-        options: of `quantize.pipeline.stages`' `Machine` and `evaluate_more`: gpu_memory, bytes that
-            may be used, modes, noise_floor, servers, ...
+    `options` are those of `quantize.pipeline.stages`' `Machine` and `evaluate_more`: gpu_memory, bytes
+    that may be used, modes, noise_floor, servers, ...
     """
     _again(run, "evaluate", **options)
 
@@ -118,10 +112,8 @@ def fidelity(
 ) -> dict[str, Any]:
     """Replay a run's trajectories through its quantized model and return fidelity.json.
 
-    Args:
-        run: its folder.
-        modes: activation modes to replay beside those of the recipe.
-        options: of `quantize.pipeline.stages.Machine`: gpu_memory, bytes that may be used.
+    `modes` are replayed beside those of the recipe; `options` are those of
+    `quantize.pipeline.stages.Machine`: gpu_memory, bytes that may be used.
     """
     _again(run, "fidelity", modes=tuple(modes), **options)
     return read_json(RunDir(Path(run)).fidelity_json, "activations")
@@ -147,13 +139,8 @@ def judge(
 ) -> dict[str, Any]:
     """Judge a checkpoint that others built, as `quantize judge` does; return its report.json.
 
-    Args:
-        checkpoint: a folder or a Hub id.
-        against: the same of its BF16 model; None for the bundled one.
-        recipe: the recipe whose tasks and gate judge.
-        out: the folder that holds the runs.
-        resume: whether a judgement that exists is continued, or returned when it is complete.
-        options: of `quantize.pipeline.judge.judging`: limit, gpu_memory, and those of `evaluate`.
+    `checkpoint` and its BF16 model, `against`, are folders or Hub ids; None is the bundled one. The
+    recipe gives tasks and gate; `out`, `resume` and `options` are those of `run`, and `fine_tuned`.
 
     Raises:
         GateError: the inspection found a problem, so that there is no report.

@@ -36,10 +36,8 @@ def load(
 ) -> DiffusionGemmaForBlockDiffusion:
     """Load a BF16 or quantized checkpoint as a transformers model in evaluation mode.
 
-    Args:
-        folder: a checkpoint in Google's BF16 layout or in the layout `quantize convert` writes.
-        dtype: dtype of the model; weights are dequantized to BF16 first, then cast.
-        device: where the model ends up.
+    The folder has Google's BF16 layout or the one that `quantize convert` writes. Weights are
+    dequantized to BF16 first, then cast to `dtype`.
 
     Raises:
         InputError: a tensor is missing, unexpected, misshapen or not finite; file and key are named.

@@ -259,12 +259,8 @@ def partly_quantized(
 ) -> Checkpoint:
     """Return the checkpoint in which only some targets are quantized, by rounding to nearest.
 
-    Args:
-        source: the BF16 checkpoint, whose files hold everything else.
-        targets: what is quantized; whole groups.
-        scales: module -> input global scale, of calibrated schemes' modules.
-        recipe: gives the observer, and what is never quantized.
-        folder: where the quantized tensors are written.
+    `targets` are whole groups, whose tensors are written to `folder`; the files of `source` hold
+    everything else. `scales` are input global scales by module, of calibrated schemes.
     """
     observer = recipe.quantization.observer
     pieces = Quantizer(source, observer, scales).plan(targets)

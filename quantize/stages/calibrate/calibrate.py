@@ -51,14 +51,10 @@ def calibrate(
 ) -> None:
     """Run the denoising loop on the recipe's prompts; write scales, coverage and trajectories.
 
-    Args:
-        source: folder of the BF16 checkpoint.
-        recipe: needs a `calibration` section and NVFP4 among its schemes.
-        out: folder to create, whole or not at all: input_scales.safetensors, coverage.json,
-            trajectories.safetensors, trajectories.json. The same inputs give the same bytes.
-        place: where the model runs.
-        scratch: folder for what GPTQ goes through again, if the recipe rounds with it; None for one
-            beside `out`.
+    The recipe needs a `calibration` section and NVFP4 among its schemes. `out` appears when it is
+    whole: input_scales.safetensors, coverage.json, trajectories.safetensors, trajectories.json. The
+    same inputs give the same bytes. `scratch` is the folder for what GPTQ goes through again, if the
+    recipe rounds with it; None for one beside `out`.
 
     Raises:
         InputError, ResourceError: the recipe, the prompts or the checkpoint are wrong or missing, a
@@ -126,15 +122,10 @@ def input_scales(ranges: Ranges, modules: list[str]) -> dict[str, Tensor]:
 def fall_back(
     scales: Mapping[str, Tensor], tokens: Mapping[str, list[int]], minimum: int
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Give under-covered experts their layer's largest amax, that is its smallest scale.
+    """Give experts of fewer than `minimum` tokens their layer's largest amax, its smallest scale.
 
-    Args:
-        scales: module -> input_global_scale.
-        tokens: `<layer>.experts` -> tokens routed to each of its experts.
-        minimum: an expert with fewer tokens falls back.
-
-    Returns:
-        The scales, and the names `<layer>.experts.<expert>` that fell back.
+    `scales` are input_global_scale by module, `tokens` those of each expert, by `<layer>.experts`.
+    Return the scales, and the names `<layer>.experts.<expert>` that fell back.
 
     Raises:
         QuantizeError: no expert of a layer has seen a token.

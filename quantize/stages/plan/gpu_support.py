@@ -56,14 +56,8 @@ def floor(
 ) -> dict[str, float]:
     """Return the least seconds of one denoising step by part, every expert hit, from stated rates.
 
-    Args:
-        config: config.json of the model.
-        targets: its plan; with `bf16` as if it quantized nothing.
-        rates: the GPU's rates.
-        batch: number of canvases.
-        context: positions before each canvas.
-        bf16: whether the BF16 model takes the step.
-        units: whether FP4 units multiply NVFP4 whose inputs are calibrated.
+    `batch` canvases have `context` positions before each. With `bf16` the BF16 model takes the step;
+    with `units` FP4 units multiply NVFP4 whose inputs are calibrated.
     """
     text, L = config["text_config"], config["canvas_length"]
     V, H, experts = text["vocab_size"], text["hidden_size"], text["num_experts"]

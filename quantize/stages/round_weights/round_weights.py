@@ -180,13 +180,9 @@ def round_weights(
 ) -> None:
     """Write the codes and scales of every quantized Linear, one file a layer, to the folder `out`.
 
-    Args:
-        source: the BF16 checkpoint.
-        targets: its plan.
-        recipe: its `calibration` section names the prompts.
-        out: folder for layer-NN.safetensors and rounding.json; it appears when it is complete.
-        place: where the layers, the Hessians and the rounding run.
-        scratch: folder of the recording that calibrate left; None for one beside `out`.
+    `targets` is the plan of the BF16 checkpoint; the recipe's `calibration` section names the prompts.
+    `out` gets layer-NN.safetensors and rounding.json, and appears when it is complete. `scratch` is the
+    folder of the recording that calibrate left; None for one beside `out`.
 
     Raises:
         InputError: there is nothing to round, or no calibration section.
