@@ -7,11 +7,12 @@ missing: the class that transformers builds from the config gives every name and
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
 from quantize.checkpoints.layout import bf16_layout
@@ -129,6 +130,17 @@ def group(targets: Iterable[Target]) -> list[Group]:
         for (kind, scheme, reason), ts in groups.items()
     ]
     return sorted(summed, key=lambda g: -g.bytes_before)
+
+
+def narrow_table(title: str | None, names: Sequence[str], numbers: Sequence[str]) -> Table:
+    """Return a table without rows for 80 columns; `numbers` names the columns that hold numbers."""
+    columns = [
+        Column(name, justify="right" if name in numbers else "left", no_wrap=True) for name in names
+    ]
+    return Table(
+        *columns, title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )  # fmt: skip
 
 
 def plan_table(targets: list[Target], title: str) -> Table:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -15,10 +14,11 @@ from quantize.runtime.memory import BEGUN_BYTES, CONTEXT_BYTES, DEFAULT_CONTEXT,
 from quantize.stages.memory_needs import bf16_stack, quantized_stack
 from quantize.stages.plan.estimate import Machine, least_of
 from quantize.stages.plan.gpu_support import floor, gpu_of, runs
-from quantize.stages.plan.plan import described, plans_of
+from quantize.stages.plan.plan import described, narrow_table, plans_of
 
 STEPS = 16  # of a canvas; it is encoded in one more forward
 CLIENTS = 4  # requests at once
+NUMBERS = ("slots", "GPU", "streamed", "ms", "tokens/s")
 
 
 def show_serving(
@@ -54,15 +54,14 @@ def serving_table(
 
     What fits is what `quantize serve --max-num-seqs CLIENTS --max-context CONTEXT` will hold.
     """
-    table = Table(
-        title=f"serving on {machine.gpu.name}, {machine.budget / 1e9:.0f} GB: {clients} clients, "
+    table = narrow_table(
+        f"serving on {machine.gpu.name}, {machine.budget / 1e9:.0f} GB: {clients} clients, "
         f"{context:,} positions each",
-        caption=f"by arithmetic: ms of a forward at least, tokens/s at most ({STEPS} steps a canvas)",
-        title_justify="left", caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
+        ("format", "weights", *NUMBERS), NUMBERS,
     )  # fmt: skip
-    for name in ("format", "weights", "slots", "GPU", "streamed", "ms", "tokens/s"):
-        left = name in ("format", "weights")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    table.caption = (
+        f"by arithmetic: ms of a forward at least, tokens/s at most ({STEPS} steps a canvas)"
+    )
     for name, targets in {"BF16": next(iter(plans.values())), **plans}.items():
         quantized = quantized_stack(name, targets, hopper=machine.hopper)
         stack = bf16_stack(tensors) if name == "BF16" else quantized

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import plan_targets, sum_bytes
@@ -23,7 +22,7 @@ from quantize.stages.plan.estimate import (
     tokens_by_task,
 )
 from quantize.stages.plan.gpu_support import gpu_of, gpu_table, runs
-from quantize.stages.plan.plan import described, plan_table, plans_of
+from quantize.stages.plan.plan import described, narrow_table, plan_table, plans_of
 from quantize.stages.plan.serving import serving_line
 
 # Checkpoints that others published of the model of so many BF16 bytes.
@@ -79,10 +78,8 @@ def stage_table(name: str, found: Sequence[Row], machine: Machine) -> Table:
     """Return a table of what each stage takes, a row a stage, 80 columns wide at most."""
     link = f", {machine.link_rate / 1e9:.0f} GB/s from the host" if machine.link_rate else ""
     title = f"{name} on {machine.gpu.name}, {machine.budget / 1e9:.0f} GB{link}: estimates"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("stage", "time", "bound", "GPU", "streamed", "host", "disk"):
-        right = column not in ("stage", "time", "bound")
-        table.add_column(column, justify="right" if right else "left", no_wrap=True)
+    numbers = ("GPU", "streamed", "host", "disk")
+    table = narrow_table(title, ("stage", "time", "bound", *numbers), numbers)
     for row in found:
         if row.lacks is not None:
             table.add_row(row.stage, f"needs {least_of(row.lacks)}")
@@ -92,15 +89,13 @@ def stage_table(name: str, found: Sequence[Row], machine: Machine) -> Table:
         cells = (size(row.gpu), streamed, size(row.host), disk + ("*" if row.scratch else ""))
         table.add_row(row.stage, between(row.seconds), row.bound, *cells)
     table.caption = "streamed: of each pass; *: scratch that is removed again is in it"
-    table.caption_justify = "left"
     return table
 
 
 def task_table(recipe: Recipe, seconds: tuple[float, float]) -> Table:
     """Return what each task takes of an evaluation's seconds, by the most tokens of its answers."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("task", "answers", "tokens each", "margin", "time"):
-        table.add_column(name, justify="left" if name in ("task", "time") else "right")
+    numbers = ("answers", "tokens each", "margin")
+    table = narrow_table(None, ("task", *numbers, "time"), numbers)
     tokens = tokens_by_task(recipe)
     for task in recipe.evaluation.tasks:
         margin = f"{recipe.gate.margin_pp[task]:g} points"
@@ -147,11 +142,8 @@ def recipes_table(
     config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], machine: Machine
 ) -> Table:
     """Return what every shipped recipe would make of these tensors, and which to take."""
-    numbers = (Column(name, justify="right") for name in ("size", "of BF16"))
-    table = Table(
-        "recipe", *numbers, "made in", "published", title="all recipes", title_justify="left",
-        caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
-    )  # fmt: skip
+    numbers = ("size", "of BF16")
+    table = narrow_table("all recipes", ("recipe", *numbers, "made in", "published"), numbers)
     able: dict[str, str] = {}
     for name, targets in plans_of(tensors).items():
         made = _made(planned(load_recipe(name), config, tensors, targets, machine))
