@@ -45,8 +45,8 @@ class AdaptiveRow:
 class SomeSlots:
     """The first slots of an engine; with `whole` a batch waits for its slowest canvas."""
 
-    def __init__(self, engine: Engine, capacity: int, *, whole: bool) -> None:
-        self._engine, self.capacity, self._whole = engine, capacity, whole
+    def __init__(self, engine: Engine, slots: int, *, whole: bool) -> None:
+        self._engine, self.slots, self._whole = engine, slots, whole
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -8,7 +8,7 @@ its own, so a sample does not depend on who shares its canvases, or on when they
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -150,7 +150,7 @@ class BatchEngine(Protocol):
 
 
 class Engine(BatchEngine, Protocol):
-    """A model that denoises one canvas at a time for up to `capacity` samples, each in a slot.
+    """A model that denoises one canvas at a time for up to `slots` samples, each in a slot.
 
     `admit` puts a prompt into a free slot and refuses, with an InputError, one the model cannot take.
     `denoise` works on the canvases of `slots` (distinct, admitted, in any order, of any age and
@@ -161,10 +161,12 @@ class Engine(BatchEngine, Protocol):
     state. The caller looks for EOS, counts the budget and calls from one thread. Of `sampler` only the
     denoising settings are read. `on_draft` may be called from other threads; `meanwhile` is called from
     the caller's, at most once, while the device works: what it does then costs no time. `prefixes` are
-    beginnings of prompts that are kept encoded, None where none are.
+    beginnings of prompts that are kept encoded, None where none are. Passes have at most `capacity`
+    samples.
     """
 
     prefixes: PrefixCache[Any] | None
+    slots: int
 
     def admit(
         self,
@@ -213,14 +215,6 @@ class Engine(BatchEngine, Protocol):
         ...
 
 
-def by_sampler(samplers: Mapping[int, Sampler]) -> dict[Sampler, list[int]]:
-    """Group slots by their settings, in the order in which they come."""
-    groups: dict[Sampler, list[int]] = {}
-    for slot, sampler in samplers.items():
-        groups.setdefault(sampler, []).append(slot)
-    return groups
-
-
 def each_completed(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -248,7 +242,7 @@ def each_completed(
     waiting, running = deque(range(len(prompts))), dict[int, int]()
     try:
         while waiting or running:
-            for slot in range(engine.capacity):
+            for slot in range(engine.slots):
                 if waiting and slot not in running:
                     index = waiting.popleft()
                     engine.admit(slot, prompts[index], seeds[index], sampler, given[index])

@@ -96,9 +96,9 @@ def test_long_prompts_are_filled_up_where_there_is_room(
     engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=2, max_context=room)
     engine._chunk = 256
     taken: list[int] = []
-    run = passes_of.Commit.run
+    encode = FusedEngine._encode
     monkeypatch.setattr(
-        passes_of.Commit, "run", lambda self, graphs: (taken.append(1), run(self, graphs))
+        FusedEngine, "_encode", lambda self, *rows: (taken.append(1), encode(self, *rows))
     )
     prompt, canvas = tokens(1, 300), tokens(1, engine.canvas_length, seed=1)
     engine.admit(1, prompt[0].tolist(), 0, SAMPLER)
@@ -299,8 +299,8 @@ def test_batch_invariant_engine(tiny_checkpoint: Path) -> None:
         engine.admit(slot, prompts[slot], slot, SAMPLER)
         alone = [engine.denoise([slot])[0] for _ in range(2)]
         assert alone == [canvases[slot] for canvases in together]
-    assert {rows for rows, _ in engine._steps._lasting} == {4}
-    assert not engine._steps._captured
+    assert {rows for rows, _ in engine._steps[0, False]._lasting} == {4}
+    assert not engine._steps[0, False]._captured
     assert set(engine._commits) == {(1, 16), (1, 256)}  # canvases, and prompts longer than one
 
 

@@ -33,7 +33,7 @@ class FusedPasses:
         prompts: token ids, checked.
         chunk: tokens that a pass of the encoder may add to a row.
         encoded: positions that each slot holds already, or 0; a prompt with any (pictures) is skipped.
-        first: the first of its slots, which follow one another.
+        lane: whose slots it takes, from the first on.
         run: takes a pass through the layers, alone or beside those of other batches.
         pool: memory of graphs; None captures none.
     """
@@ -44,11 +44,11 @@ class FusedPasses:
         prompts: Sequence[Sequence[int]],
         chunk: int,
         encoded: Sequence[int],
-        first: int,
+        lane: int,
         run: Callable[[Pass], Tensor],
         pool: Pool = None,
     ) -> None:
-        self._model, self._first, self._run = model, first, run
+        self._model, self._lane, self._run = model, lane, run
         self._pool, self._steps = pool, dict[int, Replayed]()
         config = model.weights.config
         self.device = model.weights.device
@@ -71,7 +71,9 @@ class FusedPasses:
         start = self._integers([self._context[row] for row in tokens])
         with self._model.showing(torch.tensor(real, device=self.device)):
             tokens_of_rows = torch.tensor(filled, device=self.device)
-            self._run(self._model.encoding(tokens_of_rows, self._slots(tokens), start))
+            added = [(row, self._context[row], len(own)) for row, own in tokens.items()]
+            given = tokens_of_rows, self._integers(tokens), start
+            self._run(self._model.encoding(*given, lane=self._lane, added=added))
             self._model.on_encoded()
         for row, own in tokens.items():
             self._context[row] += len(own)
@@ -80,7 +82,7 @@ class FusedPasses:
         """Decode `canvas` [B, L] behind `rows`; `condition` made `conditioning`, bf16 [B, L, H]."""
         model, (B, L) = self._model, canvas.shape
         context = self._integers([self._context[row] for row in rows])
-        given = canvas, self._slots(rows), context
+        given = canvas, self._integers(rows), context
         if conditioning is None:
             _, h, experts = self._decoded(*given, None)
         elif self._pool is None or model.inputs is None or not model.inputs.replayable:
@@ -101,7 +103,7 @@ class FusedPasses:
         """Return a pass as it enters the first layer, and what `decode` makes of its end."""
         (B, L), model = canvas.shape, self._model
         own = model.decoding(canvas, model.behind(slots, context, L), signal)
-        own.routed = []
+        own.routed, own.lane = [], self._lane
         entered, h = replace(own), self._run(own).view(B, L, -1)
         return entered, h, torch.stack([ids.view(B, L, -1) for ids in own.routed], 1)
 
@@ -131,9 +133,6 @@ class FusedPasses:
             return self._model.soft_embedding(rows, inverse).view(*own.shape[:2], -1)
 
         return _canvas_by_canvas(self._model.cores, soft, logits)
-
-    def _slots(self, rows: list[int] | dict[int, list[int]]) -> Tensor:
-        return self._integers([self._first + row for row in rows])
 
     def _integers(self, values: Sequence[int] | dict[int, list[int]]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)

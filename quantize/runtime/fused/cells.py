@@ -1,12 +1,30 @@
-"""The cells of keys and values: whole for full layers, a ring of window and chunk for sliding ones."""
+"""The cells of keys and values: whole for full layers, a ring of window and chunk for sliding ones.
 
-from collections.abc import Sequence
+They lie on the device, or where many lanes go in lockstep on the host (`HostCells`). Then those of one
+lane and layer are on the device while they are worked on, and the next come beside that work:
+
+    place 0   lane 0, layer 0 | lane 2, layer 0 | ...
+    place 1                   | lane 1, layer 0 | lane 0, layer 1 | ...
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
 from fused_dequant import CELLS
 from torch import Tensor
+
+from quantize.runtime.fused.passes import Added
+from quantize.runtime.fused.transfer import pinned_until
+
+Event = Any  # torch.cuda.Event, of which torch's stubs have two
+Visits = Iterator[
+    tuple[Tensor, Tensor]
+]  # keys and values of the next lane's slots at the next layer
 
 
 def _rounded_up(n: int, multiple: int) -> int:
@@ -17,12 +35,14 @@ def _rounded_up(n: int, multiple: int) -> int:
 class Cache:
     """Keys and values of every layer: bf16 [slots, capacity, key heads, head dim].
 
-    Full layers hold `max_context` positions, sliding ones a ring of a window and a chunk.
+    Full layers hold `max_context` positions, sliding ones a ring of a window and a chunk. The slots are
+    those of `lanes`, one after the other.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     window: int
+    lanes: int = 1
 
     @classmethod
     def allocate(
@@ -33,11 +53,13 @@ class Cache:
         chunk: int,
         device: torch.device,
         *,
+        lanes: int = 1,
         one_layer: bool = False,
     ) -> "Cache":
-        """Allocate zeros for `slots` sequences, to which at most `chunk` tokens are added at once.
+        """Allocate zeros for `slots` sequences a lane.
 
-        With `one_layer` layers of a kind share their cells: passes go through a layer at a time.
+        At most `chunk` tokens are added at once. With `one_layer` layers of a kind share their cells:
+        passes go through a layer at a time.
         """
         text = config.text_config
         full = _rounded_up(max_context, CELLS)
@@ -46,14 +68,32 @@ class Cache:
         for i, kind in enumerate(text.layer_types):
             own = text.per_layer_config[i]
             cells = ring if kind == "sliding_attention" else full
-            shape = (2, slots, cells, own.num_key_value_heads, own.head_dim)
+            shape = (2, slots * lanes, cells, own.num_key_value_heads, own.head_dim)
             known = next((kv for kv in layers if one_layer and kv.shape == shape), None)
             new = (
                 torch.zeros(shape, dtype=torch.bfloat16, device=device) if known is None else known
             )
             layers.append(new)
         keys, values = (tuple(kv[n] for kv in layers) for n in range(2))
-        return cls(keys, values, text.sliding_window)
+        return cls(keys, values, text.sliding_window, lanes)
+
+    def visits(self, layers: int, added: Mapping[int, Sequence[Added]]) -> Visits:
+        """Yield keys and values of the slots of some lanes, at one layer after the other."""
+        for index in range(layers):
+            for lane in added:
+                slots = len(self.keys[index]) // self.lanes
+                own = slice(lane * slots, (lane + 1) * slots)
+                yield self.keys[index][own], self.values[index][own]
+
+    def runs(self, index: int, start: int, end: int) -> list[slice]:
+        """Return the cells of those positions `start` to `end` that further tokens see, as slices."""
+        ring = self.keys[index].shape[1]
+        if ring < max(keys.shape[1] for keys in self.keys):
+            start = max(start, end - self.window + 1)
+        if start >= end:
+            return []
+        first, last = start % ring, (end - 1) % ring + 1
+        return [slice(first, last)] if first < last else [slice(first, ring), slice(0, last)]
 
     def block(self, slot: int, start: int, end: int) -> list[Tensor]:
         """Copy what further tokens need of positions `start` to `end`: see `restore`.
@@ -85,3 +125,90 @@ class Cache:
     def nbytes(self) -> int:
         """Bytes of all cells."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+
+class HostCells:
+    """Keys and values of `lanes` times `slots` sequences on the host; the arguments are a `Cache`'s."""
+
+    def __init__(
+        self,
+        config: Any,
+        slots: int,
+        max_context: int,
+        chunk: int,
+        device: torch.device,
+        lanes: int,
+    ) -> None:
+        how = config, slots, max_context, chunk
+        self._host = Cache.allocate(*how, torch.device("cpu"), lanes=lanes)
+        self._places = [Cache.allocate(*how, device, one_layer=True) for _ in range(2)]
+        self._slots, self._encoded = slots, [0] * (slots * lanes)
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            for keys in self._host.keys:  # and the values, in the same memory
+                pinned_until(self, keys, device)
+
+    def clear(self, slot: int) -> None:
+        """Forget what a slot has encoded."""
+        self._encoded[slot] = 0
+
+    def visits(self, layers: int, added: Mapping[int, Sequence[Added]]) -> Visits:
+        """Yield keys and values of the slots of some lanes, at one layer after the other.
+
+        Those are valid until the next are asked for. What `added` names goes back to the host.
+        """
+        tokens = [(lane * self._slots + slot, *own) for lane in added for slot, *own in added[lane]]
+        for slot, start, _ in tokens:
+            self._encoded[slot] = start
+        order = [(index, lane) for index in range(layers) for lane in added]
+        visits = [(*at, place) for at, place in zip(order, cycle(self._places), strict=False)]
+        if self._stream is not None:  # a run that broke off may still be at work in a place
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        arrived = deque([self._fetch(*visits[0])])
+        for number, (index, lane, place) in enumerate(visits):
+            arrived.extend(self._fetch(*each) for each in visits[number + 1 : number + 2])
+            if (event := arrived.popleft()) is not None:
+                torch.cuda.current_stream().wait_event(event)
+            yield place.keys[index], place.values[index]
+            self._take_back(index, lane, place, added[lane])
+        for slot, start, count in tokens:
+            self._encoded[slot] = start + count
+
+    def _fetch(self, index: int, lane: int, place: Cache) -> Event | None:
+        """Copy what a lane's slots have encoded; return the event after which it is there."""
+        with self._beside():
+            place.values[index].zero_()  # no NaN of another lane may meet a probability of 0
+            for slot in range(self._slots):
+                self._copy(index, lane, slot, (0, self._encoded[lane * self._slots + slot]), place)
+        return None if self._stream is None else self._stream.record_event()
+
+    def _take_back(self, index: int, lane: int, place: Cache, added: Sequence[Added]) -> None:
+        """Copy what was encoded, once what has been launched is done."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with self._beside():
+            for slot, start, count in added:
+                self._copy(index, lane, slot, (start, start + count), place, back=True)
+
+    def _copy(
+        self,
+        index: int,
+        lane: int,
+        slot: int,
+        span: tuple[int, int],
+        place: Cache,
+        *,
+        back: bool = False,
+    ) -> None:
+        for cells in self._host.runs(index, *span):
+            for host, own in (
+                (self._host.keys[index], place.keys[index]),
+                (self._host.values[index], place.values[index]),
+            ):
+                ends = own[slot, cells], host[lane * self._slots + slot, cells]
+                to, source = reversed(ends) if back else ends
+                to.copy_(source, non_blocking=True)
+
+    def _beside(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

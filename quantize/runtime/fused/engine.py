@@ -21,7 +21,7 @@ has pictures. On a CPU the same calls run without graphs, on the kernels' torch 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -29,13 +29,13 @@ from fused_dequant import CanvasState, Probabilities
 from torch import Tensor
 
 from quantize.errors import InputError, ResourceError
-from quantize.runtime.engine import BatchEngine, Canvas, Meanwhile, Observer, OnDraft, by_sampler
+from quantize.runtime.engine import BatchEngine, Canvas, Meanwhile, Observer, OnDraft
 from quantize.runtime.fused.batch import FusedPasses
-from quantize.runtime.fused.cells import Cache
-from quantize.runtime.fused.graphs import Commit, Pool, Step, Steps
+from quantize.runtime.fused.cells import Cache, HostCells
+from quantize.runtime.fused.graphs import Pool, Replayed, Running, Step, Steps, until_finished
 from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.lockstep import in_lockstep
-from quantize.runtime.fused.passes import Pass
+from quantize.runtime.fused.passes import Pass, SoftTokens
 from quantize.runtime.fused.prompt_pieces import Span, pictures, pieces, soft_tokens
 from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.fused.weights import TextWeights
@@ -46,6 +46,7 @@ from quantize.runtime.prefixes import PrefixCache
 from quantize.runtime.sampler import Sampler
 
 T = TypeVar("T")
+Row = tuple[int, int, list[int]]  # slot, context, tokens behind it
 
 
 @dataclass
@@ -103,7 +104,7 @@ class FusedEngine:
 
     Args:
         weights: from `load_packed` or `random_weights`.
-        capacity: number of slots; a power of two wastes nothing.
+        capacity: number of slots of a pass; a power of two wastes nothing.
         max_context: positions a sequence may take, prompt and answer; None for 8,192 or the model's
             limit, whichever is less. Full layers' keys are allocated for all of them.
         batch_invariant: run every step at the shape of a full engine, so that a sample's tokens are the
@@ -113,7 +114,9 @@ class FusedEngine:
         graphs: replay CUDA graphs. Without, or with streamed weights, steps run kernel by kernel.
         inputs: rounds or shows the rows that enter products; None leaves them as the kernels serve.
         prefix_bytes: memory for beginnings of prompts that are kept encoded; 0 keeps none.
-        lanes: batches of `capacity` whose passes `each` takes through the layers together.
+        lanes: batches of `capacity` whose passes go through the layers together. With more than one
+            slots are those of all lanes, one after the other, and canvases are encoded one by one.
+        on_host: keep keys and values on the host, and on the device those of a lane and a layer.
 
     Attributes:
         stops: None, or what returns, of a sample's seed and the index of a canvas, the most steps that
@@ -134,12 +137,13 @@ class FusedEngine:
         inputs: Inputs | None = None,
         prefix_bytes: int = 0,
         lanes: int = 1,
+        on_host: bool = False,
     ) -> None:
         config = weights.config
         limit: int = config.text_config.max_position_embeddings
         if max_context is not None and not 0 < max_context <= limit:
             raise InputError(f"max_context {max_context}: this model takes 1 to {limit} positions")
-        self.capacity, self.lanes = capacity, lanes
+        self.capacity, self.lanes, self.slots = capacity, lanes, capacity * lanes
         self.canvas_length: int = config.canvas_length
         self.max_length = min(max_context or DEFAULT_CONTEXT, limit)
         self.device = weights.device
@@ -149,29 +153,35 @@ class FusedEngine:
         self._placeholder: int | None = config.image_token_id
         self._inputs = inputs
         try:
-            slots = capacity * lanes
-            cache = Cache.allocate(config, slots, self.max_length, self._chunk, self.device)
+            make = HostCells if on_host else Cache.allocate
+            cache = make(config, capacity, self.max_length, self._chunk, self.device, lanes=lanes)
         except torch.OutOfMemoryError as error:
             raise ResourceError(
-                f"no GPU memory for {capacity * lanes} sequences of {self.max_length} positions beside "
+                f"no GPU memory for {self.slots} sequences of {self.max_length} positions beside "
                 f"{weights.nbytes / 1e9:.1f} GB of weights; lower the context or the batch"
             ) from error
         self.model = FusedModel(weights, cache, inputs)
         on_gpu = self.model.cores is None
         self._smallest = _bucket(capacity) if batch_invariant and on_gpu else 1
         # commits and first steps in one pass
-        self._joins = not batch_invariant and inputs is None and on_gpu
+        self._joins = (
+            not batch_invariant and inputs is None and on_gpu and lanes == 1 and not on_host
+        )
         self.graphs = graphs and self.device.type == "cuda" and not weights.streamed
         self.pool: Pool = torch.cuda.graph_pool_handle() if self.graphs else None
         self._slots: dict[int, _Sequence] = {}
         self.prefixes = (
-            PrefixCache[list[Tensor]](prefix_bytes, self._chunk) if prefix_bytes else None
+            PrefixCache[list[Tensor]](prefix_bytes, self._chunk)
+            if prefix_bytes and isinstance(cache, Cache)
+            else None
         )
-        self._steps, self._guided_steps = (
-            Steps(lambda rows, sampler, keep=keep: self._step(rows, sampler, keep))
-            for keep in (False, True)
-        )
-        self._commits: dict[tuple[int, int], Commit] = {}
+        # by lane, and whether guides decide its canvases
+        self._steps = {
+            (lane, guided): Steps(partial(self._step, lane=lane, keep=guided))
+            for lane in range(lanes)
+            for guided in (False, True)
+        }
+        self._commits: dict[tuple[int, int], Replayed] = {}
         self.stops: Callable[[int, int], int] | None = None
 
     def admit(
@@ -190,14 +200,14 @@ class FusedEngine:
                 not fit its images, or leaves no room for a canvas; or the slot is not free.
             ResourceError: there is no memory for the vision tower.
         """
-        if slot in self._slots or not 0 <= slot < self.capacity:
-            raise InputError(f"slot {slot} of {self.capacity} is not free")
+        if slot in self._slots or not 0 <= slot < self.slots:
+            raise InputError(f"slot {slot} of {self.slots} is not free")
         self._check(prompt, images)
         if given is not None:
             given.check(self._vocabulary)
         self.model.cache.clear(slot)
         sequence = _Sequence(seed, _denoising(sampler), unencoded=list(prompt), given=given)
-        if images is not None or len(prompt) > self._short:
+        if images is not None or not self._waits(len(prompt)):
             self._encode_long(slot, sequence, images)
         self._slots[slot] = sequence
 
@@ -213,21 +223,33 @@ class FusedEngine:
             if sequence.context + len(sequence.unencoded) + self.canvas_length > self.max_length:
                 raise InputError(f"slot {slot}: no canvas fits within {self.max_length} positions")
         alone = [slot for slot in slots if not self._joins_step(self._slots[slot])]
-        self.encode_last(alone)
+        entering = self._encodings(alone)
         waiting = [_nothing if meanwhile is None else meanwhile]
 
         def launched() -> None:
             if waiting:
                 waiting.pop()()
 
+        kinds: dict[tuple[int, bool, Sampler], list[int]] = {}
+        for slot in slots:
+            sequence = self._slots[slot]
+            kind = slot // self.capacity, sequence.guided, sequence.sampler
+            kinds.setdefault(kind, []).append(slot)
         done: dict[int, Canvas] = {}
         while not done:  # but for guides that have all canvases denoised again, once
-            for guided in (False, True):
-                chosen = {s: self._slots[s] for s in slots if self._slots[s].guided == guided}
-                samplers = {slot: sequence.sampler for slot, sequence in chosen.items()}
-                for sampler, group in by_sampler(samplers).items():
-                    done |= self._denoise(group, sampler, guided, launched, on_draft)
+            done = self._denoise(kinds, entering, launched, on_draft)
+            entering = []
         return [done.get(slot) for slot in slots]
+
+    def _waits(self, length: int) -> bool:
+        """Whether a prompt of text is encoded by `denoise`: a short one, or what one pass encodes.
+
+        The second only where weights are streamed: that pass then costs no pass over them.
+        """
+        if length <= self._short:
+            return True
+        room = self._padded(length) <= min(self._chunk, self.max_length)
+        return self.model.weights.streamed and self.prefixes is None and room
 
     def _joins_step(self, sequence: _Sequence) -> bool:
         """Whether what a sequence has to encode is encoded with the first step of its canvas.
@@ -236,10 +258,10 @@ class FusedEngine:
         """
         return self._joins and len(sequence.unencoded) == self.canvas_length
 
-    def _step(self, rows: int, sampler: Sampler, keep: bool) -> Step:
+    def _step(self, rows: int, sampler: Sampler, *, lane: int, keep: bool) -> Step:
         coldest = min(sampler.t_min, sampler.t_max)
         left = self._probabilities if self.model.looks(coldest) else None
-        return Step(self.model, rows, sampler, self._logits, self.pool, keep, left)
+        return Step(self.model, rows, sampler, self._logits, self.pool, keep, left, lane)
 
     def release(self, slot: int) -> None:
         """Free a slot; a free slot stays free."""
@@ -270,24 +292,24 @@ class FusedEngine:
 
     def passes_from(
         self,
-        first: int,
+        lane: int,
         run: Callable[[Pass], Tensor],
         prompts: Sequence[Sequence[int]],
         images: Sequence[Images | None] | None,
     ) -> FusedPasses:
-        """Do `passes` in the slots from `first` on; `run` takes each pass through the layers."""
+        """Do `passes` in a lane's slots; `run` takes each pass through the layers."""
         if self._slots or len(prompts) > self.capacity:
             raise InputError(f"{len(prompts)} prompts for {self.capacity} slots that must be free")
         encoded = [0] * len(prompts)
         given = [None] * len(prompts) if images is None else images
         for row, (prompt, own) in enumerate(zip(prompts, given, strict=True)):
             self._check(prompt, own)
-            self.model.cache.clear(first + row)
+            self.model.cache.clear(lane * self.capacity + row)
             if own is not None:
                 sequence = _Sequence(0, Sampler(), unencoded=list(prompt))
-                self._encode_long(first + row, sequence, own)
+                self._encode_long(lane * self.capacity + row, sequence, own)
                 encoded[row] = sequence.context
-        return FusedPasses(self.model, prompts, self._chunk, encoded, first, run, self.pool)
+        return FusedPasses(self.model, prompts, self._chunk, encoded, lane, run, self.pool)
 
     def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
         """Do works, each with a batch of its own, as many side by side as there are lanes."""
@@ -345,10 +367,10 @@ class FusedEngine:
             for _ in range(min(2, (self.max_length - len(prompt)) // self.canvas_length)):
                 self.denoise(slots)
             if self.graphs and self._joins:
-                self._steps.get(bucket, _denoising(sampler))[0].capture_commits()
+                self._steps[0, False].get(bucket, _denoising(sampler))[0].capture_commits()
             for slot in slots:
                 self.release(slot)
-            self._steps.hold()
+            self._steps[0, False].hold()
             bucket *= 2
         self.stops = before
 
@@ -370,7 +392,7 @@ class FusedEngine:
         """Begin the next canvases of slots that share their settings, behind all that they hold."""
         self.encode_last(slots)
         rows = self._rows_for(slots)
-        step, worth = self._steps.get(rows, self._slots[slots[0]].sampler)
+        step, worth = self._steps[0, False].get(rows, self._slots[slots[0]].sampler)
         self._begin(step, list(slots), self.graphs and worth)
         return step, self.graphs and worth
 
@@ -424,19 +446,18 @@ class FusedEngine:
             if not watched and soft is None and start + length <= self.max_length:
                 self._encode([(slot, start, prompt[start:end])], length)
                 if self.prefixes and images is None and end - start == self._chunk:
-                    block = self.model.cache.block(slot, start, end)
+                    block = self._resident.block(slot, start, end)
                     nbytes = sum(kept.numel() * kept.element_size() for kept in block)
                     self.prefixes.keep(prompt[:end], block, nbytes)
                 continue
-            tokens = torch.tensor([prompt[start:end]], device=self.device)
-            self.model.encode(tokens, self._integers([slot]), self._integers([start]), soft)
+            self._run_now([self._pass([(slot, start, prompt[start:end])], end - start, soft)])
         sequence.context = len(prompt)
 
     def _restore(self, slot: int, prompt: Sequence[int]) -> int:
         """Fill a slot with what is known of a prompt; return how many chunks that is."""
         found = [] if self.prefixes is None else self.prefixes.find(prompt)
         for n, block in enumerate(found):
-            self.model.cache.restore(slot, n * self._chunk, (n + 1) * self._chunk, block)
+            self._resident.restore(slot, n * self._chunk, (n + 1) * self._chunk, block)
         return len(found)
 
     def _soft(self, images: Images, seen: list[Span]) -> Tensor:
@@ -453,91 +474,125 @@ class FusedEngine:
         return embeddings
 
     def encode_last(self, slots: Sequence[int]) -> None:
-        """Encode the slots' unencoded tokens: canvases in one pass, short prompts in another.
+        """Encode the slots' unencoded tokens, as `denoise` does before or with its first step."""
+        self._run_now(self._encodings(slots))
 
-        Where a sample must not depend on its batch each has a pass of its own: few canvases end at
-        once, and a pass of a full engine's shape would cost as much as a step. Streamed weights are
-        read once for all of these passes.
+    def _encodings(self, slots: Sequence[int]) -> list[Pass]:
+        """Return the passes that encode the slots' unencoded tokens, which count as encoded.
+
+        Canvases are in one pass, prompts of a length in another. Where a sample must not depend on its
+        batch each has a pass of its own: few canvases end at once, and a pass of a full engine's shape
+        would cost as much as a step. Streamed weights are read once for all of these passes and the
+        first step's; on a GPU that holds all weights they are done here, and none is returned.
         """
-        pending = [slot for slot in slots if self._slots[slot].unencoded]
-        rows = [(slot, self._slots[slot].context, self._slots[slot].unencoded) for slot in pending]
-        groups: dict[int, list[tuple[int, int, list[int]]]] = {}
-        for row in rows:
-            groups.setdefault(self._padded(len(row[2])), []).append(row)
-        if self.model.cores and groups:
-            self.model.encode_each([self._filled(alike, n) for n, alike in groups.items()])
-        else:
-            for length, alike in groups.items():
-                self._encode_together(alike, length)
-        for slot in pending:
+        kinds: dict[tuple[int, int], list[Row]] = {}
+        for slot in slots:
             sequence = self._slots[slot]
-            sequence.context += len(sequence.unencoded)
-            sequence.unencoded = []
+            if run := sequence.unencoded:
+                kind = slot // self.capacity, self._padded(len(run))
+                kinds.setdefault(kind, []).append((slot, sequence.context, run))
+                sequence.context += len(run)
+                sequence.unencoded = []
+        passes = [(rows, n) for (_, n), alike in kinds.items() for rows in self._together(alike)]
+        if self.model.cores or self.model.weights.streamed:
+            return [self._pass(rows, length) for rows, length in passes]
+        for rows, length in passes:
+            self._encode(rows, length)
+        return []
 
     def _padded(self, length: int) -> int:
-        """Return the length that a short run of tokens is encoded at."""
+        """Return the length that a run of tokens is encoded at."""
         if self.model.cores:
             return length
-        return self.canvas_length if length <= self.canvas_length else self._short
+        if length <= self.canvas_length:
+            return self.canvas_length
+        return self._short if length <= self._short else -(-length // SHORT) * SHORT
 
-    def _encode_together(self, rows: list[tuple[int, int, list[int]]], length: int) -> None:
-        """Encode rows as `_encode` does, in as few passes as may be."""
+    def _together(self, rows: list[Row]) -> list[list[Row]]:
+        """Return rows of a length in as few passes as may be."""
+        if self.model.cores:
+            return [rows]
         if self._smallest == 1:
-            self._encode(rows + rows[:1] * (_bucket(len(rows)) - len(rows)), length)
-        elif self.model.weights.streamed:
-            self.model.encode_each([self._filled([row], length) for row in rows])
-        else:
-            for row in rows:
-                self._encode([row], length)
+            return [rows + rows[:1] * (_bucket(len(rows)) - len(rows))]
+        return [[row] for row in rows]
 
-    def _encode(self, rows: list[tuple[int, int, list[int]]], length: int) -> None:
-        """Encode rows (slot, context, tokens behind it) as one pass of `length` tokens a row.
+    def _encode(self, rows: list[Row], length: int) -> None:
+        """Encode rows as one pass of `length` tokens a row."""
+        replayed = self._commits.setdefault(
+            (len(rows), length), Replayed(self.model.encode, self.pool)
+        )
+        if self.graphs:
+            replayed(*self._filled(rows, length))
+        else:
+            self._run_now([self._pass(rows, length)])
+
+    def _run_now(self, passes: list[Pass]) -> None:
+        if passes:
+            self.model.run(passes)
+            self.model.on_encoded()
+
+    def _pass(self, rows: list[Row], length: int, soft: SoftTokens | None = None) -> Pass:
+        """Return the pass that encodes rows of one lane, `length` tokens a row.
 
         Fewer tokens are padded. The padding's keys and values lie behind them, where no row sees them
         before they are overwritten.
         """
-        if self.model.cores:
-            self.model.encode(*self._filled(rows, length))
-            return
-        commit = self._commits.get((len(rows), length))
-        if commit is None:
-            commit = Commit(self.model, len(rows), length, self.pool)
-            self._commits[len(rows), length] = commit
-        given = self._filled(rows, length)
-        for own, new in zip((commit.tokens, commit.slots, commit.start), given, strict=True):
-            own.copy_(new)
-        commit.run(self.graphs)
+        added = [(slot % self.capacity, start, len(run)) for slot, start, run in rows]
+        lane = rows[0][0] // self.capacity
+        return self.model.encoding(*self._filled(rows, length), soft, lane=lane, added=added)
 
-    def _filled(
-        self, rows: list[tuple[int, int, list[int]]], length: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _filled(self, rows: list[Row], length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `FusedModel.encode` takes of such rows."""
         slots, contexts, runs = zip(*rows, strict=True)
         filled = [run + [0] * (length - len(run)) for run in runs]
         tokens = torch.tensor(filled, device=self.device)
-        return tokens, self._integers(slots), self._integers(contexts)
+        places = [slot % self.capacity for slot in slots]
+        return tokens, self._integers(places), self._integers(contexts)
+
+    @property
+    def _resident(self) -> Cache:
+        assert isinstance(self.model.cache, Cache)  # or no prefixes are kept
+        return self.model.cache
 
     def _denoise(
         self,
-        slots: list[int],
-        sampler: Sampler,
-        guided: bool,
+        kinds: Mapping[tuple[int, bool, Sampler], list[int]],
+        entering: list[Pass],
         launched: Callable[[], None],
         on_draft: OnDraft | None,
     ) -> dict[int, Canvas]:
-        """Take steps until a canvas of some slots is finished; return those that are."""
-        steps = self._guided_steps if guided else self._steps
-        step, worth = steps.get(self._rows_for(slots), sampler)
-        graphs = self.graphs and worth
-        standing, committed = self._begin(step, slots, graphs)
-        taken, most = [s.taken for s in standing], [self._most_steps(s) for s in standing]
-        sequences = {slot: self._slots[slot] for slot in slots}
-        rows = {slot: sequence.row for slot, sequence in sequences.items()}
-        show = None if on_draft is None else lambda: _show(step.state, rows, on_draft)
-        told = step.run(taken, most, committed, graphs, launched, show)
+        """Take steps until a canvas of some slots is finished; return those that are.
+
+        `kinds` are slots by lane, whether guides decide their canvases, and settings: batches.
+        """
+        batches: list[Running] = []
+        for (lane, guided, sampler), slots in kinds.items():
+            step, worth = self._steps[lane, guided].get(self._rows_for(slots), sampler)
+            graphs = self.graphs and worth
+            standing, committed = self._begin(step, slots, graphs)
+            taken, most = [s.taken for s in standing], [self._most_steps(s) for s in standing]
+            batches.append(Running(step, taken, most, committed, graphs))
+        held = [{slot: self._slots[slot].row for slot in slots} for slots in kinds.values()]
+
+        def show() -> None:
+            for own, rows in zip(batches, held, strict=True):
+                if on_draft is not None:
+                    _show(own.step.state, rows, on_draft)
+
+        told = until_finished(self.model, batches, entering, launched, show)
         done: dict[int, Canvas] = {}
-        for slot, sequence in sequences.items():
-            tokens, sequence.taken, finished = told[sequence.row]
+        for own, rows, found in zip(batches, held, told, strict=True):
+            done |= self._ended(own.step, rows, found)
+        return done
+
+    def _ended(
+        self, step: Step, rows: Mapping[int, int], told: list[tuple[list[int], int, bool]]
+    ) -> dict[int, Canvas]:
+        """Take note of the steps that a batch has taken; return its finished canvases by slot."""
+        done: dict[int, Canvas] = {}
+        for slot, row in rows.items():
+            sequence = self._slots[slot]
+            tokens, sequence.taken, finished = told[row]
             if not finished:
                 continue
             verdict = Verdict(tokens)
@@ -561,7 +616,7 @@ class FusedEngine:
         """
         new = {slot for slot in slots if not self._slots[slot].under_way}
         rows = self._seat(step, slots)
-        runs: list[tuple[int, int, list[int]]] = []
+        runs: list[Row] = []
         for slot in slots:
             sequence = self._slots[slot]
             if sequence.unencoded:
@@ -571,7 +626,7 @@ class FusedEngine:
             if sequence.begun is None:
                 sequence.begun = lead(sequence.given)
         standing = [(slot, self._slots[slot]) for slot in rows]
-        given = [(t, s.context, s.seed, s.canvases, t in new) for t, s in standing]
+        given = [(t % self.capacity, s.context, s.seed, s.canvases, t in new) for t, s in standing]
         known = None
         if any(s.given is not None for _, s in standing):
             begin, pins = (
@@ -579,7 +634,7 @@ class FusedEngine:
                 for what in (initial, pinned)
             )
             known = begin, pins
-        committed = step.commit(runs)
+        committed = step.commit([(slot % self.capacity, at, run) for slot, at, run in runs])
         step.begin(given, known, graphs)
         return [sequence for _, sequence in standing], committed
 

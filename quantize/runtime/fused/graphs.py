@@ -6,7 +6,8 @@ settings freely, so `Steps` bounds what is captured for them.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from fused_dequant.canvas import random_tokens
 from torch import Tensor
 from torch.profiler import record_function as part
 
+from quantize.runtime.fused.passes import Pass
 from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.known_tokens import FREE, put
 from quantize.runtime.memory import CANVASES_A_PIECE  # 1.1 GB of the real vocabulary's logits
@@ -48,55 +50,30 @@ def captured(work: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
 class Replayed:
     """A function of tensors of fixed shapes, called kernel by kernel at first and then as a graph.
 
-    The first call compiles every kernel; the second captures what the others replay. What a replay
-    returns lies where it lay before.
+    The first call compiles every kernel, and captures what the others replay. What a replay returns
+    lies where it lay before.
     """
 
     def __init__(self, work: Callable[..., Any], pool: Pool) -> None:
         self._work, self._pool = work, pool
-        self._given: list[Tensor] | None = None
+        self._given: list[Tensor] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._found: Any = None
 
     def __call__(self, *given: Tensor) -> Any:
         """Return what the function returns."""
-        if self._given is None:
-            self._given = [own.clone() for own in given]
-            return self._work(*given)
-        for own, new in zip(self._given, given, strict=True):
-            own.copy_(new)
         if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
+            self._given = [own.clone() for own in given]
+            found, self._graph = self._work(*given), torch.cuda.CUDAGraph()
             with torch.cuda.graph(
                 self._graph, pool=self._pool, capture_error_mode="thread_local"
             ):  # rows leave on another thread meanwhile
                 self._found = self._work(*self._given)
+            return found
+        for own, new in zip(self._given, given, strict=True):
+            own.copy_(new)
         self._graph.replay()
         return self._found
-
-
-class Commit:
-    """The encoder's pass over `length` tokens of `rows` sequences."""
-
-    def __init__(self, model: FusedModel, rows: int, length: int, pool: Pool) -> None:
-        device = model.weights.device
-        self._pool = pool
-        self.tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
-        self.slots, self.start = torch.zeros(2, rows, dtype=torch.int32, device=device)
-        self._model = model
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def run(self, graphs: bool) -> None:
-        """Encode the tokens that are set; a capture's own run encodes them too, to no harm."""
-        if not graphs:
-            self._encode()
-            return
-        if self._graph is None:
-            self._graph = captured(self._encode, self._pool)
-        self._graph.replay()
-
-    def _encode(self) -> None:
-        self._model.encode(self.tokens, self.slots, self.start)
 
 
 class Step:
@@ -120,7 +97,9 @@ class Step:
         pool: Pool,
         keep: bool = False,
         probabilities: Probabilities | None = None,
+        lane: int = 0,
     ) -> None:
+        self._lane, self.limit = lane, sampler.max_denoising_steps  # steps of a canvas, at most
         device, length = model.weights.device, model.weights.config.canvas_length
         self._model, self._sampler, self._pool = model, sampler, pool
         self._logits, self.rows, self._length = logits, rows, length
@@ -149,7 +128,7 @@ class Step:
         self._graphs: dict[Name, torch.cuda.CUDAGraph] = {}
         # of each row: argmax, number of the step that comes next, whether it has stopped by itself
         self._report = torch.zeros(rows, length + 2, dtype=torch.int64, device=device)
-        self._told = torch.zeros(
+        self.told = torch.zeros(
             self._report.shape, dtype=torch.int64, pin_memory=device.type == "cuda"
         )
 
@@ -210,62 +189,30 @@ class Step:
         self._signal.unflatten(0, self.state.canvas.shape).masked_fill_(fresh[:, None, None], 0)
         self._rows.copy_(self._model.behind(slots, context, self._length))
 
-    def run(
-        self,
-        taken: list[int],
-        most: list[int],
-        committed: int,
-        graphs: bool,
-        launched: Callable[[], None],
-        show: Callable[[], None] | None,
-    ) -> list[tuple[list[int], int, bool]]:
-        """Take steps until a canvas is finished.
-
-        Args:
-            taken: steps that the canvas of each row has taken.
-            most: steps that it may take; fewer than the sampler's end it there.
-            committed: what `commit` returned.
-            graphs: replay graphs.
-            launched: called when the first step is on its way.
-            show: called after every step.
-
-        Returns:
-            Of each row: its tokens, how many steps its canvas has taken, and whether it is finished.
-        """
-        ends = torch.tensor(most)
-        step = 0
-        while True:
-            step += 1
-            self._compute(committed, graphs)
-            arrived = self._send_report()
-            if min(taken) + step < self._sampler.max_denoising_steps:  # else no step follows
-                self._launch("condition", self.condition, graphs)
-            if step == 1:
-                launched()
-            if show is not None:
-                show()
-            if arrived is not None:
-                arrived.synchronize()
-            over = (self._told[:, -1] != 0) | (self._told[:, -2] > ends)
-            if bool(over.any()):
-                rows = zip(self._told.tolist(), over.tolist(), strict=True)
-                return [(row[:-2], row[-2] - 1, finished) for row, finished in rows]
-            committed = 0
-
     def take(self, graphs: bool) -> None:
         """Take one step."""
-        self._compute(0, graphs)
+        self.take_on(None, 0, graphs)
         self._launch("condition", self.condition, graphs)
 
-    def _compute(self, committed: int, graphs: bool) -> None:
-        self._launch((committed, self._knows), lambda: self.compute(committed), graphs)
+    def take_on(self, h: Tensor | None, committed: int, graphs: bool) -> None:
+        """Take a step up to its report; `h` is what its pass gave, None where that is still to run."""
+        if h is None:
+            self._launch((committed, self._knows), lambda: self.compute(committed), graphs)
+        else:
+            self._leave(h)
 
-    def _send_report(self) -> torch.cuda.Event | None:
-        self._told.copy_(self._report, non_blocking=True)
-        if not self._told.is_pinned():
-            return None
-        arrived = torch.cuda.Event()
-        arrived.record()
+    def send_report(self, going_on: bool, graphs: bool) -> Any:
+        """Send the report, and condition the step that follows, if one does.
+
+        Returns the event after which the report has arrived, None where that is at once.
+        """
+        self.told.copy_(self._report, non_blocking=True)
+        arrived = None
+        if self.told.is_pinned():
+            arrived = torch.cuda.Event()
+            arrived.record()
+        if going_on:
+            self._launch("condition", self.condition, graphs)
         return arrived
 
     def _launch(self, name: Name, work: Callable[[], None], graphs: bool) -> None:
@@ -293,11 +240,21 @@ class Step:
 
     def compute(self, committed: int) -> None:
         """Take one step up to its report, kernel by kernel; encode what was committed with it."""
-        state, more = self.state, None
+        self._leave(self._model.run([self.enter(committed)])[0])
+
+    def enter(self, committed: int) -> Pass:
+        """Return a step's pass, at the first layer."""
+        more = None
         if committed:
             slots, starts = self._places[:, :committed]
             more = self._committed[:committed], slots, starts
-        h = self._model.decode(state.canvas, self._rows, self._signal, more)
+        own = self._model.decoding(self.state.canvas, self._rows, self._signal, more)
+        own.lane = self._lane
+        return own
+
+    def _leave(self, h: Tensor) -> None:
+        """Decide the next canvases by what a pass gave, and make the report."""
+        state = self.state
         if self._last is not None:
             live = ~state.finished & (state.step <= len(self._schedule))
             self._last.copy_(torch.where(live[:, None, None], h.view_as(self._last), self._last))
@@ -364,6 +321,66 @@ class Step:
         count, first = state.canvas.numel(), start * self._length
         own = first if self._model.cores else 0  # sequences that run side by side share no logits
         return state, slice(first, first + count), self._logits[own : own + count]
+
+
+@dataclass
+class Running:
+    """Canvases of one batch on their way.
+
+    Attributes:
+        step: takes them on.
+        taken: steps that the canvas of each row has taken.
+        most: steps that it may take; fewer than the sampler's end it there.
+        committed: what `Step.commit` returned.
+        graphs: replay graphs.
+    """
+
+    step: Step
+    taken: list[int]
+    most: list[int]
+    committed: int
+    graphs: bool
+
+    def launch(self, h: Tensor | None, count: int) -> Any:
+        """Take the step with this number of a run; return the event after which `told` may be read."""
+        self.step.take_on(h, self.committed, self.graphs)
+        self.committed = 0
+        return self.step.send_report(min(self.taken) + count < self.step.limit, self.graphs)
+
+    def told(self) -> list[tuple[list[int], int, bool]]:
+        """Return of each row: its tokens, the steps its canvas has taken, whether it is finished."""
+        rows = zip(self.step.told.tolist(), self.most, strict=True)
+        return [(r[:-2], r[-2] - 1, r[-1] != 0 or r[-2] > most) for r, most in rows]
+
+
+def until_finished(
+    model: FusedModel,
+    batches: Sequence[Running],
+    entering: Sequence[Pass],
+    launched: Callable[[], None],
+    show: Callable[[], None],
+) -> list[list[tuple[list[int], int, bool]]]:
+    """Take steps of all batches until a canvas is finished; return what each is told.
+
+    Passes that no graph replays go through the layers together, `entering` beside those of the first
+    step. `launched` is called when that is on its way, `show` after every step.
+    """
+    count = 0
+    while True:
+        count += 1
+        passes = [*entering, *(own.step.enter(own.committed) for own in batches if not own.graphs)]
+        ends = iter(model.run(passes)[len(entering) :] if passes else [])
+        arrived = [own.launch(None if own.graphs else next(ends), count) for own in batches]
+        entering = []
+        if count == 1:
+            launched()
+        show()
+        for event in arrived:
+            if event is not None:
+                event.synchronize()
+        told = [own.told() for own in batches]
+        if any(finished for rows in told for *_, finished in rows):
+            return told
 
 
 class Steps:

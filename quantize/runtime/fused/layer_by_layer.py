@@ -50,11 +50,11 @@ class LayerByLayer:
         self._hidden: int = text.hidden_size
         self.experts: int = text.num_experts
         self._inputs = Inputs(text, None, bf16=True)
-        cache = Cache.allocate(
+        self._cache = Cache.allocate(
             self._weights.config, recording.shape.capacity, recording.shape.max_length,
             chunk_of(self._weights.config.canvas_length), self._device, one_layer=True,
         )  # fmt: skip
-        self._model = FusedModel(self._weights, cache, self._inputs)
+        self._model = FusedModel(self._weights, self._cache, self._inputs)
         most = max(own.count for batch in recording.batches for own in batch.passes)
         like: Any = {"dtype": torch.bfloat16, "device": self._device}
         self._dense = torch.zeros(most, self._hidden, **like)
@@ -94,13 +94,14 @@ class LayerByLayer:
 
     def _take(self, index: int, layer: LayerWeights, piece: Piece, rows: Tensor) -> None:
         if piece.rows.start == 0:  # a batch begins: no value of another one may meet a 0
-            self._model.cache.values[index].zero_()
+            self._cache.values[index].zero_()
             self._last = None
         for own in piece.passes:
             at = slice(own.rows.start - piece.rows.start, own.rows.stop - piece.rows.start)
             real = None if own.real is None else own.real.to(self._device)
             x, where = self._entered(index, rows[at]), self._placement(own)
             each = Pass(rows[at], x, where, own.decoded, self._inputs, True, real)
+            each.cells = self._cache.keys[index], self._cache.values[index]
             self._model.through(index, layer, each)
             rows[at] = each.h
 

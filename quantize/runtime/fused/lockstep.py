@@ -35,12 +35,12 @@ class LaneEngine(BatchEngine, Protocol):
 
     def passes_from(
         self,
-        first: int,
+        lane: int,
         run: Callable[[Pass], Tensor],
         prompts: Sequence[Sequence[int]],
         images: Sequence[Images | None] | None,
     ) -> DrawingPasses:
-        """Do `passes` in the slots from `first` on; `run` takes each pass through the layers."""
+        """Do `passes` in a lane's slots; `run` takes each pass through the layers."""
         ...
 
 
@@ -118,7 +118,7 @@ class Lane(Generic[T]):
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> DrawingPasses:
         """Encode `prompts` as the engine does, in the lane's slots."""
-        return self._engine.passes_from(self.index * self.capacity, self._ask, prompts, images)
+        return self._engine.passes_from(self.index, self._ask, prompts, images)
 
     def watching(
         self,

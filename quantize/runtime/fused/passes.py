@@ -1,5 +1,6 @@
 """One pass through the layers: its rows, where they stand, and which positions they see."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,6 +8,8 @@ from fused_dequant import Activation
 from torch import Tensor
 
 from quantize.runtime.fused.inputs import Inputs
+
+Added = tuple[int, int, int]  # slot, first position and number of tokens
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,9 @@ class Pass:
         whole: whether the encoder's rows are wanted behind the last layer.
         real: int64, the rows that are no padding; None for all.
         routed: None, or a list that gets the expert ids [M, topk] of each layer.
+        lane: whose slots they are; slots count from the lane's first one.
+        added: which tokens stay encoded.
+        cells: keys and values of the lane's slots at this layer.
     """
 
     h: Tensor
@@ -110,6 +116,9 @@ class Pass:
     whole: bool = False
     real: Tensor | None = None
     routed: list[Tensor] | None = None
+    lane: int = 0
+    added: Sequence[Added] = ()
+    cells: tuple[Tensor, Tensor] | None = None
 
     @property
     def watched(self) -> bool:

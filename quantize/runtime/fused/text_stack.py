@@ -22,7 +22,7 @@ transformers' bf16 model rounds; logits are bf16 after their softcap, where tran
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -54,11 +54,11 @@ from fused_dequant.dispatch import sequences_of
 from torch import Tensor
 from torch.profiler import record_function as part
 
-from quantize.runtime.fused.cells import Cache
+from quantize.runtime.fused.cells import Cache, HostCells
 from quantize.runtime.fused.cores import cores_of
 from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.packing import BF16, Entrance, LayerWeights, Read, Rows, how_read
-from quantize.runtime.fused.passes import Pass, PassRows, SoftTokens
+from quantize.runtime.fused.passes import Added, Pass, PassRows, SoftTokens
 from quantize.runtime.fused.weights import TextWeights
 
 BESIDE = True  # whether the dense branch has a stream of its own
@@ -72,7 +72,7 @@ class FusedModel:
 
     Args:
         weights: from `load_packed` or `random_weights`.
-        cache: from `Cache.allocate`.
+        cache: from `Cache.allocate`, or `HostCells`.
 
     Attributes:
         routed: None, or a list to which every pass adds the expert ids [M, topk] of each layer.
@@ -82,7 +82,9 @@ class FusedModel:
         cores: None where the kernels run; on a CPU threads that take some sequences of a pass each.
     """
 
-    def __init__(self, weights: TextWeights, cache: Cache, inputs: Inputs | None = None) -> None:
+    def __init__(
+        self, weights: TextWeights, cache: Cache | HostCells, inputs: Inputs | None = None
+    ) -> None:
         self.weights, self.cache, self.inputs = weights, cache, inputs
         self.routed: list[Tensor] | None = None
         self.on_encoded: Callable[[], object] = lambda: None
@@ -110,11 +112,6 @@ class FusedModel:
         self.run([self.encoding(tokens, slots, start, soft)])
         self.on_encoded()
 
-    def encode_each(self, passes: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Do passes of `encode` side by side, each as it is alone: a streamed layer serves them all."""
-        self.run([self.encoding(*each) for each in passes])
-        self.on_encoded()
-
     def encode_and_read(self, tokens: Tensor, slots: Tensor, start: Tensor) -> Tensor:
         """Append tokens as `encode` does; return what `logits` reads behind them, bf16 [B * n, H]."""
         return self.run([self.encoding(tokens, slots, start, whole=True)])[0]
@@ -127,9 +124,13 @@ class FusedModel:
         soft: SoftTokens | None = None,
         *,
         whole: bool = False,
+        lane: int = 0,
+        added: Sequence[Added] = (),
     ) -> Pass:
-        """Return a pass of `encode`, at the first layer."""
-        return self.alone(lambda: self._encoding(tokens, slots, start, soft, whole=whole))
+        """Return a pass of `encode`, at the first layer; `lane` and `added` are those of a `Pass`."""
+        own = self.alone(lambda: self._encoding(tokens, slots, start, soft, whole=whole))
+        own.lane, own.added = lane, added
+        return own
 
     def _encoding(
         self,
@@ -217,17 +218,35 @@ class FusedModel:
         """Take passes through the layers side by side, each as it is alone; return their last rows.
 
         These are normalised, bf16 [decoded, H], or of all rows where a pass is `whole`. Each pass is at
-        the first layer. A streamed layer serves all of them.
+        the first layer. A streamed layer serves all of them, lane by lane; of a lane's passes those of
+        the encoder go first, so canvases see what is encoded beside their step.
         """
         parts = [self._parts(own) for own in passes]
-        work = [(copy(self), part) for of in parts for part in of]
+        lanes: dict[int, tuple[list[Pass], list[Pass]]] = {}
+        for own in chain(*parts):
+            lanes.setdefault(own.lane, ([], []))[own.decoded > 0].append(own)
+        added = {lane: [a for p in passes if p.lane == lane for a in p.added] for lane in lanes}
+        visits = self.cache.visits(len(self.weights.layers), added)
         for index, layer in enumerate(self.weights.layers):
-            take = partial(_take, index, layer)
-            if self.cores is None or any(part.watched for _, part in work):
-                self.alone(lambda take=take: [take(each) for each in work])
-            else:
-                self.cores.each(take, work)
+            for turns, cells in zip(lanes.values(), visits, strict=False):
+                for turn in turns:
+                    self._take(index, layer, turn, cells)
+        next(visits, None)  # the last one's cells go back
         return [_last_rows(own, of) for own, of in zip(passes, parts, strict=True)]
+
+    def _take(
+        self, index: int, layer: LayerWeights, parts: list[Pass], cells: tuple[Tensor, Tensor]
+    ) -> None:
+        """Take passes through a layer side by side, each by a model of its own."""
+
+        def through(own: Pass) -> None:
+            own.cells = cells
+            copy(self).through(index, layer, own)
+
+        if self.cores is None or any(own.watched for own in parts):
+            self.alone(lambda: [through(own) for own in parts])
+        else:
+            self.cores.each(through, parts)
 
     def alone(self, work: Callable[[], T]) -> T:
         """Return what some work returns, on a CPU computed on one core."""
@@ -248,14 +267,16 @@ class FusedModel:
         self.inputs, self.routed = own.inputs, own.routed
         if self.inputs is not None:
             self.inputs.real = own.real
-        q = self._heads(index, layer, own.x, own.rows)
+        assert own.cells is not None
+        q = self._heads(index, layer, own.x, own.rows, own.cells)
         last = index + 1 == len(self.weights.entrances)
         if last and not (own.whole or own.watched):
             if not own.decoded:
                 return
             decoded = own.decoded
             own.h, q, own.rows = own.h[:decoded], q[:decoded], own.rows.first_rows(decoded)
-        own.h, own.x = self._rest(index, layer, own.h, q, own.rows, own.decoded)
+        o = self._attended(index, layer, q, own.rows, own.cells)
+        own.h, own.x = self._rest(index, layer, own.h, o, own.rows, own.decoded)
 
     @contextmanager
     def showing(self, real: Tensor) -> Generator[None]:
@@ -313,33 +334,48 @@ class FusedModel:
         embedding, factor = self.weights.embedding, self.embed_scale
         return begin(tokens, embedding, factor, update, norm, decoded, scheme, self.eps, shared)
 
-    def _heads(self, index: int, layer: LayerWeights, x: Activation, rows: PassRows) -> Tensor:
+    def _heads(
+        self,
+        index: int,
+        layer: LayerWeights,
+        x: Activation,
+        rows: PassRows,
+        cells: tuple[Tensor, Tensor],
+    ) -> Tensor:
         with part("dense"), sequences_of(rows.rows_each):
             qkv = self._product(index, "qkv", x, layer.qkv)
         with part("attention"):
             return attention_heads(
                 qkv, layer.q_norm, layer.k_norm, *rows.angles[layer.sliding],
-                rows.slots, rows.positions,
-                self.cache.keys[index], self.cache.values[index], self.heads, self.eps,
+                rows.slots, rows.positions, *cells, self.heads, self.eps,
             )  # fmt: skip
+
+    def _attended(
+        self,
+        index: int,
+        layer: LayerWeights,
+        q: Tensor,
+        rows: PassRows,
+        cells: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        visible = rows.visible[layer.sliding]
+        with sequences_of(rows.rows_each):
+            with part("attention"):
+                o = attend(q, *cells, rows.slots, *visible, *self._read((layer.o,)))
+            with part("dense"):
+                return self._product(index, "o", o, (layer.o,))
 
     def _rest(
         self,
         index: int,
         layer: LayerWeights,
         h: Tensor,
-        q: Tensor,
+        o: Tensor,
         rows: PassRows,
         decoded: int,
     ) -> tuple[Tensor, Activation]:
-        """Attend, run the dense and the routed branch; return h and the next layer's input."""
+        """Run the dense and the routed branch; return h and the next layer's input."""
         with sequences_of(rows.rows_each):
-            visible = rows.visible[layer.sliding]
-            keys, values = self.cache.keys[index], self.cache.values[index]
-            with part("attention"):
-                o = attend(q, keys, values, rows.slots, *visible, *self._read((layer.o,)))
-            with part("dense"):
-                o = self._product(index, "o", o, (layer.o,))
             n = layer.norms
             before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
             scheme, shared = self._read(layer.gate_up)
@@ -450,12 +486,6 @@ class FusedModel:
         if self.cores is None:
             return function(angles).flatten(0, 1).to(torch.bfloat16)
         return self.alone(lambda: torch.cat([function(own) for own in angles])).to(torch.bfloat16)
-
-
-def _take(index: int, layer: LayerWeights, work: tuple[FusedModel, Pass]) -> None:
-    """Take a pass through a layer by a model of its own: they go side by side."""
-    model, own = work
-    model.through(index, layer, own)
 
 
 def _last_rows(own: Pass, parts: list[Pass]) -> Tensor:

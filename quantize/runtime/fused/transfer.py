@@ -145,7 +145,11 @@ class Transfer:
         if self.device.type != "cuda":
             self._read(run.file, run.begin, out)
         elif (mapped := self._mapped(run.file)) is not None:
-            out.copy_(mapped[run.begin : run.end], non_blocking=True)
+            # In pieces, or keys and values of the layer in use would wait for the whole next layer.
+            for part, own in zip(
+                mapped[run.begin : run.end].split(PINNED), out.split(PINNED), strict=True
+            ):
+                own.copy_(part, non_blocking=True)
         else:
             self._through_pinned(run, out)
 
@@ -226,21 +230,26 @@ def _close(files: dict[Path, int]) -> None:
 
 def _registered(owner: object, handle: int, device: torch.device) -> Tensor | None:
     """Map a whole file and register it until `owner` is gone; None where the driver refuses."""
-    runtime = _cuda_runtime()
-    if runtime is None:
-        return None
     view = mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors
         mapped = torch.frombuffer(view, dtype=torch.uint8)
-    address = ctypes.c_void_p(mapped.data_ptr())
+    return mapped if pinned_until(owner, mapped, device, REGISTER_READ_ONLY) else None
+
+
+def pinned_until(owner: object, tensor: Tensor, device: torch.device, flags: int = 0) -> bool:
+    """Register all memory of a host tensor with the driver until `owner` is gone, if that may be."""
+    if (runtime := _cuda_runtime()) is None:
+        return False
+    memory = tensor.untyped_storage()
+    address = ctypes.c_void_p(memory.data_ptr())
     with torch.cuda.device(device):
-        if runtime.cudaHostRegister(address, ctypes.c_size_t(len(mapped)), REGISTER_READ_ONLY):
+        if runtime.cudaHostRegister(address, ctypes.c_size_t(memory.nbytes()), flags):
             runtime.cudaGetLastError()  # or torch reports it at its next kernel
-            return None
+            return False
     unregister: Callable[..., int] = runtime.cudaHostUnregister
-    weakref.finalize(owner, _unregister, unregister, address, mapped, device).atexit = False
-    return mapped
+    weakref.finalize(owner, _unregister, unregister, address, tensor, device).atexit = False
+    return True
 
 
 def _unregister(
