@@ -3,7 +3,8 @@
     fixed        embedding, norms, routers, self-conditioning: always on the GPU
     layers       the products' weights of layers that stay
     streaming    two slots of the largest streamed layer, and what packing a layer takes
-    cache        keys and values of every slot
+    cache        keys and values of every slot; of two layers and lanes where they lie on the host
+    lanes        rows between two layers of the batches that go in lockstep
     vocabulary   bf16 logits and probabilities of a piece of the rows, partial soft embeddings
     activations  tensors of one pass' rows
     comparison   float32 logits of one canvas, where models are compared
@@ -11,12 +12,13 @@
     CUDA         the context, compiled kernels, what the allocator cannot use
 
 A batch is part of a result's conditions, so layers leave the GPU first; the batch is halved only where
-that is not enough. Bytes are computed from shapes.
+that is not enough. Where weights are streamed and more than one batch is to be done, as many go in
+lockstep as take the fewest bytes over the link. Bytes are computed from shapes.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +40,10 @@ SPLITS = 16  # partial sums of the soft embedding, at most
 EMBEDDING = "model.decoder.embed_tokens.weight"
 PRODUCT = re.compile(r"model\.decoder\.layers\.(\d+)\.(experts|self_attn\.\w_proj|mlp)\b")
 SCALE = ".weight_scale"  # behind the name of every quantized Linear
+LANE_ROWS = 5  # rows of a hidden size that a canvas position of every lane holds between two layers
+MOST_CANVASES = 128  # in lockstep: the rows and sums of more take longer than their weights' way
+HOST_BYTES = 64e9  # of host memory that keys and values take, at most
+MANY = 1000  # batches, where there are as many as one likes
 FLOAT_PASSES = 8  # float32 tensors of a canvas' logits that a comparison holds at once
 
 
@@ -86,10 +92,14 @@ class Need:
         compares: whether its logits are compared with another model's.
         caches: engines of the model, each with keys and values of its own.
         beside: bytes that the stage itself holds.
+        batches: how many batches there are to do, which may go in lockstep.
+        host: bytes of host memory that keys and values may take.
         fixed_batch: whether a result depends on the batch, so that it is not halved where it does not
             fit.
         one_layer: whether passes go through a layer at a time: keys and values are those of one, and no
             logits are made.
+        lanes: batches that go in lockstep.
+        on_host: whether keys and values lie on the host.
     """
 
     stage: str
@@ -99,18 +109,30 @@ class Need:
     compares: bool = False
     caches: int = 1
     beside: float = 0.0
+    batches: int = 1
+    host: float = HOST_BYTES
     fixed_batch: bool = False
     one_layer: bool = False
+    lanes: int = 1
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a stage fits a GPU: resident layers, canvases at once, bytes by part."""
+    """How a stage fits a GPU: its need with what fits, resident layers, bytes by part.
+
+    `moved` are the bytes of keys and values that a pass of all lanes takes from the host.
+    """
 
     need: Need
-    batch: int
     resident: int
     parts: dict[str, float]
+    moved: float
+
+    @property
+    def batch(self) -> int:
+        """Canvases of a pass."""
+        return self.need.batch
 
     @property
     def total(self) -> float:
@@ -122,6 +144,12 @@ class Plan:
         """Bytes that one pass takes from the files."""
         layers = self.need.stack.layers
         return sum(layers) * (1 - self.resident / len(layers))
+
+    @property
+    def cost(self) -> tuple[float, int, bool]:
+        """Bytes over the link for a pass of every batch; of equal ones few lanes come first."""
+        rounds = math.ceil(self.need.batches / self.need.lanes)
+        return rounds * (self.streamed + self.moved), self.need.lanes, self.need.on_host
 
 
 def packed_sizes(
@@ -169,9 +197,9 @@ def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
     """
     batch = need.batch
     while batch >= 1:
-        found = _fit(replace(need, batch=batch), config, budget)
-        if found is not None:
-            return replace(found, need=need)
+        fits = (_fit(way, config, budget) for way in _ways(replace(need, batch=batch), config))
+        if found := [each for each in fits if each is not None]:
+            return min(found, key=lambda each: each.cost)
         if need.fixed_batch:
             break
         batch //= 2
@@ -186,34 +214,21 @@ def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
     )
 
 
-def fitted(
-    need: Need, config: Mapping[str, Any], budget: float, batches: int | None = None
-) -> tuple[Plan, int]:
-    """Fit a stage as `plan` does; return also how many of `batches` denoise in lockstep.
-
-    That is one unless weights are streamed. Each has keys and values of its own, which leave less room
-    for layers that stay. What counts is what all steps stream together: a pass for each round of
-    batches. Of equal ones the fewest lanes are taken.
-
-    Raises:
-        ResourceError: as in `plan`.
-    """
-    found = plan(need, config, budget)
-    if batches is None or not found.streamed:
-        return found, 1
-    choices = [
-        (each.streamed * math.ceil(batches / lanes), lanes, each)
-        for lanes in range(1, batches + 1)
-        if (each := _fit(replace(need, caches=need.caches * lanes), config, budget))
-    ]
-    _, lanes, found = min(choices, key=lambda choice: choice[:2])
-    return found, lanes
+def _ways(need: Need, config: Mapping[str, Any]) -> Iterator[Need]:
+    """Yield a need in every way of lockstep that there is."""
+    yield need
+    cells = need.batch * cache_bytes(config, need.context)
+    for lanes in range(1, min(need.batches, MOST_CANVASES // need.batch) + 1):
+        yield replace(need, lanes=lanes)
+        if need.batches > 1 and lanes * cells <= need.host:
+            yield replace(need, lanes=lanes, on_host=True)
 
 
 def least_bytes(need: Need, config: Mapping[str, Any]) -> float:
     """Return the bytes that a stage needs with one canvas, or its fixed batch, over streamed layers."""
-    one = _parts(need if need.fixed_batch else replace(need, batch=1), config)
-    return sum(one.values()) + need.stack.fixed + need.stack.streaming
+    one = need if need.fixed_batch else replace(need, batch=1)
+    least = min(sum(_parts(way, config).values()) for way in _ways(one, config))
+    return least + need.stack.fixed + need.stack.streaming
 
 
 def _fit(need: Need, config: Mapping[str, Any], budget: float) -> Plan | None:
@@ -221,14 +236,15 @@ def _fit(need: Need, config: Mapping[str, Any], budget: float) -> Plan | None:
     parts, stack = _parts(need, config), need.stack
     left = budget - sum(parts.values()) - stack.fixed
     weights = {"fixed": stack.fixed, "layers": float(sum(stack.layers)), "streaming": 0.0}
+    moved = need.lanes * need.batch * _seen_bytes(config, need.context) if need.on_host else 0.0
     if left >= weights["layers"]:
-        return Plan(need, need.batch, len(stack.layers), weights | parts)
+        return Plan(need, len(stack.layers), weights | parts, moved)
     left -= stack.streaming
     if left < 0:
         return None
     kept = min(len(stack.layers) - 1, int(left / max(stack.layers)))
     weights |= {"layers": kept * max(stack.layers), "streaming": stack.streaming}
-    return Plan(need, need.batch, kept, weights | parts)
+    return Plan(need, kept, weights | parts, moved)
 
 
 def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
@@ -240,15 +256,20 @@ def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
     heads = text["num_attention_heads"] * (text.get("global_head_dim") or text["head_dim"])
     experts = text["top_k_experts"] * (2 * H + 3 * text["moe_intermediate_size"])
     each = 2 * (10 * H + experts + 4 * text["intermediate_size"] + 4 * heads)
-    cache = (max if need.one_layer else sum)(layer_cache_bytes(config, need.context))
+    layers = layer_cache_bytes(config, need.context)
+    cache = need.caches * need.lanes * (max if need.one_layer else sum)(layers)
+    if need.on_host:
+        cache = 2 * sum(set(layers))  # a sliding and a full layer
     parts = {
-        "cache": need.caches * need.batch * cache,
+        "cache": need.batch * cache,
         "vocabulary": 0
         if need.one_layer
         else min(need.batch, CANVASES_A_PIECE) * L * (4 * V + 4 * SPLITS * H),
         "activations": passed * each,
         "CUDA": CONTEXT_BYTES,
     }
+    if need.lanes > 1:
+        parts["lanes"] = need.lanes * rows * LANE_ROWS * 2 * H
     if need.compares:
         parts["comparison"] = 4 * FLOAT_PASSES * L * V
     if need.beside:
@@ -263,15 +284,28 @@ def cache_bytes(config: Mapping[str, Any], context: int) -> int:
 
 def layer_cache_bytes(config: Mapping[str, Any], context: int) -> list[int]:
     """Return those bytes by layer."""
-    text = config["text_config"]
     full = _rounded_up(context)
-    ring = min(
-        full, _rounded_up(text["sliding_window"] - 1 + max(CHUNK, 2 * config["canvas_length"]))
+    window: int = config["text_config"]["sliding_window"]
+    ring = min(full, _rounded_up(window - 1 + max(CHUNK, 2 * config["canvas_length"])))
+    return [each * (ring if sliding else full) for each, sliding in _position_bytes(config)]
+
+
+def _seen_bytes(config: Mapping[str, Any], context: int) -> float:
+    """Return the bytes of a slot that a pass reads, on average of a sample that grows to `context`."""
+    window = min(config["text_config"]["sliding_window"], context)
+    return sum(
+        each * (window if sliding else context / 2) for each, sliding in _position_bytes(config)
     )
-    sliding = 4 * ring * text["num_key_value_heads"] * text["head_dim"]
+
+
+def _position_bytes(config: Mapping[str, Any]) -> list[tuple[int, bool]]:
+    """Return, by layer, the bytes of a position's keys and values, and whether the layer slides."""
+    text = config["text_config"]
+    own = text["num_key_value_heads"] * text["head_dim"]
     heads = text.get("num_global_key_value_heads") or text["num_key_value_heads"]
-    whole = 4 * full * heads * (text.get("global_head_dim") or text["head_dim"])
-    return [sliding if kind == "sliding_attention" else whole for kind in text["layer_types"]]
+    other = heads * (text.get("global_head_dim") or text["head_dim"])
+    sliding = [kind == "sliding_attention" for kind in text["layer_types"]]
+    return [(4 * (own if slides else other), slides) for slides in sliding]
 
 
 def _rounded_up(cells: int) -> int:

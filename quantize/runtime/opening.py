@@ -90,7 +90,8 @@ def open(
         inputs = inputs_of(Checkpoint.open(checkpoint), weights, activations)
     return FusedEngine(
         weights, capacity=place.capacity, max_context=place.max_context, lanes=place.lanes,
-        batch_invariant=batch_invariant, inputs=inputs, prefix_bytes=prefix_bytes,
+        on_host=place.on_host, batch_invariant=batch_invariant, inputs=inputs,
+        prefix_bytes=prefix_bytes,
     )  # fmt: skip
 
 

@@ -20,10 +20,11 @@ from quantize.runtime.memory import (
     BEGUN_BYTES,
     CONTEXT_BYTES,
     DEFAULT_CONTEXT,
+    HOST_BYTES,
     Need,
     Stack,
-    fitted,
     packed_sizes,
+    plan,
 )
 from quantize.schemes.modes import ActivationMode
 
@@ -39,29 +40,32 @@ class Placement:
         activations: how a quantized model's activations are rounded, None for as its engine does; the
             mode `fp8` packs weights in its own way.
         max_context: positions that a sample may take; None for the engine's own limit.
-        batches: how many batches of `capacity` samples are denoised whose results depend on the batch,
-            so that it is never made smaller; None where samples come and go.
+        batches: how many batches of `capacity` samples there are to denoise; they go in lockstep where
+            weights are streamed.
+        fixed_batch: whether results depend on the batch, so that it is never made smaller.
         caches: engines that share the weights.
         compares: whether logits are compared with another model's.
         beside: bytes that its user holds on the device beside the model.
-        capacity: slots, that is, samples denoised together; where `batches` is None, fewer if they do
-            not fit.
+        capacity: samples of a pass; fewer if they do not fit, unless the batch is fixed.
         resident: layers that stay, while the others are streamed from the files in every pass; None for
             all.
         lanes: batches that denoise in lockstep.
+        on_host: whether their keys and values lie on the host.
     """
 
     device: str = "cpu"
     gpu_memory: float | None = None
     activations: ActivationMode | None = None
     max_context: int | None = None
-    batches: int | None = None
+    batches: int = 1
+    fixed_batch: bool = False
     caches: int = 1
     compares: bool = False
     beside: float = 0.0
     capacity: int = 4
     resident: int | None = None
     lanes: int = 1
+    on_host: bool = False
 
     @classmethod
     def here(cls, gpu_memory: float | None = None) -> "Placement":
@@ -75,6 +79,7 @@ class Placement:
 
 
 CPU = Placement()
+LEFT_BYTES = 8e9  # of host memory, for everything else
 DECODED_BYTES = 4  # of a weight as torch multiplies it, which a CPU keeps: `fused_dequant.kept`
 
 
@@ -82,7 +87,7 @@ def sized(checkpoint: Path, place: Placement) -> Placement:
     """Return a place with what of a checkpoint fits there; no weights are read.
 
     Raises:
-        ResourceError: not even one slot over streamed layers fits, or with `batches` not `capacity`.
+        ResourceError: not even one slot over streamed layers fits, or not the batch if it is fixed.
     """
     free_unused(place.device)
     opened = Checkpoint.open(checkpoint)
@@ -95,15 +100,19 @@ def sized(checkpoint: Path, place: Placement) -> Placement:
     stack = Stack.of(checkpoint.name, sizes, quantized=opened.is_quantized)
     need = Need(
         str(checkpoint), stack, place.capacity, context, place.compares, place.caches, place.beside,
-        fixed_batch=place.batches is not None,
+        place.batches, _host_room(opened), place.fixed_batch,
     )  # fmt: skip
-    found, lanes = fitted(need, opened.config, budget, place.batches)
+    found = plan(need, opened.config, budget)
+    lanes, on_host = found.need.lanes, found.need.on_host
     if found.streamed or found.batch < place.capacity:
         say(
             f"{checkpoint}: {found.resident} layers stay in {budget / 1e9:.1f} GB of GPU memory, "
-            f"{found.streamed / 1e9:.1f} GB are streamed a pass, {found.batch * lanes} canvases at once"
+            f"{(found.streamed + found.moved) / 1e9:.1f} GB are streamed a pass, "
+            f"{found.batch * lanes} canvases at once"
         )
-    return replace(place, capacity=found.batch, resident=found.resident, lanes=lanes)
+    return replace(
+        place, capacity=found.batch, resident=found.resident, lanes=lanes, on_host=on_host
+    )
 
 
 def is_hopper(device: str) -> bool:
@@ -147,6 +156,18 @@ def free_unused(device: str) -> None:
     gc.collect()
     if device != "cpu":
         torch.cuda.empty_cache()
+
+
+def _host_room(checkpoint: Checkpoint) -> float:
+    """Return the bytes of host memory that keys and values may take.
+
+    A file on a disk is streamed fast only as long as the system keeps all of it in memory too.
+    """
+    from quantize.runtime.fused.transfer import in_memory
+
+    files = {info.file for info in checkpoint.tensors.values()}
+    cached = sum(file.stat().st_size for file in files if not in_memory(file))
+    return min(HOST_BYTES, psutil.virtual_memory().available - cached - LEFT_BYTES)
 
 
 def _check_host(checkpoint: Path, needed: int) -> None:

@@ -124,7 +124,9 @@ class Denoising:
         ids = [prompt.ids for prompt in self._prompts]
         context = context_of(self._source, ids, self._settings.canvases)
         batches = sum(-(-n // size) for n in (self._settings.prompts, self._held_out))
-        place = replace(self._place, capacity=size, max_context=context, batches=batches)
+        place = replace(
+            self._place, capacity=size, max_context=context, batches=batches, fixed_batch=True
+        )
         return open(self._source, place)
 
     def recording(self, folder: Path) -> Recording:

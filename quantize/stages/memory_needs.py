@@ -14,7 +14,7 @@ from typing import Any
 from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target, fused_units, layout_bytes, linear_shape
 from quantize.recipe.sections import AT_ONCE, Recipe
-from quantize.runtime.memory import EMBEDDING, Need, Stack, repacked
+from quantize.runtime.memory import EMBEDDING, MANY, Need, Stack, repacked
 from quantize.schemes.modes import ActivationMode
 
 TILE = 128  # side of the tiles that Hessians are held in (`schemes.hessians`)
@@ -55,7 +55,8 @@ def needs(
     if recipe.needs_calibration and (settings := recipe.calibration):
         replayed = settings.max_prompt_tokens + settings.canvases * canvas
         batch = settings.batch_size
-        found.append(Need("calibrate", bf16, batch, replayed, fixed_batch=True))
+        batches = sum(-(-n // batch) for n in (settings.prompts, HELD_OUT))
+        found.append(Need("calibrate", bf16, batch, replayed, batches=batches, fixed_batch=True))
     if recipe.quantization.rounding == "gptq" and (settings := recipe.calibration):
         length = settings.max_prompt_tokens + settings.canvases * canvas
         found.append(_rounding(bf16, targets, settings.batch_size, length))
@@ -70,7 +71,7 @@ def needs(
     for stack in (bf16, quantized(scored)):
         name = f"evaluate {stack.name}"
         batch = recipe.evaluation.batch_size or AT_ONCE
-        found.append(Need(name, stack, batch, scored_positions(config, longest)))
+        found.append(Need(name, stack, batch, scored_positions(config, longest), batches=MANY))
     return found
 
 

@@ -133,7 +133,7 @@ def test_a_failure_is_raised_and_the_engine_can_be_used_again(
         engine.admit(1, second, 2, SAMPLER)
         with monkeypatch.context() as patch:
             if fault:
-                patch.setattr(FusedModel, "decode", fail)
+                patch.setattr(FusedModel, "decoding", fail)
                 with pytest.raises(RuntimeError, match="out of memory"):
                     engine.denoise([0, 1])
                 engine.release(0)

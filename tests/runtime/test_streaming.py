@@ -285,6 +285,32 @@ def test_an_engine_over_streamed_weights(fp8_artifact: Path, batch_invariant: bo
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("resident", [None, 1])
+def test_canvases_of_lanes_are_those_of_one(
+    fp8_artifact: Path, on_host: bool, resident: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of all lengths, past the window too, come and go in three lanes of two slots."""
+    sampler = Sampler(max_denoising_steps=3, eos_token_ids=(1,), confidence_threshold=1e-30)
+    prompts = [[5 + i] * n for i, n in enumerate((3, 30, 9, 50, 16, 20, 1, 40, 33))]
+    how: Any = {"max_new_tokens": 48, "sampler": sampler}
+    seeds = list(range(len(prompts)))
+
+    def answers(stay: int | None, **lanes: Any) -> Any:
+        weights = load_packed(fp8_artifact, "cpu", resident=stay)
+        engine = FusedEngine(weights, capacity=2, max_context=112, batch_invariant=True, **lanes)
+        return complete(engine, prompts, seeds, **how)
+
+    alone = answers(None)
+    runs: list[int] = []
+    run = FusedModel.run
+    monkeypatch.setattr(FusedModel, "run", lambda own, p: (runs.append(len(p)), run(own, p))[1])
+    assert answers(resident, lanes=3, on_host=on_host) == alone
+    if resident is not None:  # a canvas takes three passes over the layers, whoever encodes beside it
+        assert max(runs) >= 3
+        assert len(runs) == 3 * 3 * 2
+
+
 def test_passes_of_one_shape_share_what_is_streamed(
     fp8_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

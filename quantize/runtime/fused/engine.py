@@ -167,7 +167,8 @@ class FusedEngine:
         self._joins = (
             not batch_invariant and inputs is None and on_gpu and lanes == 1 and not on_host
         )
-        self.graphs = graphs and self.device.type == "cuda" and not weights.streamed
+        self._lockstep = weights.streamed or on_host  # passes go through the layers together
+        self.graphs = graphs and self.device.type == "cuda" and not self._lockstep
         self.pool: Pool = torch.cuda.graph_pool_handle() if self.graphs else None
         self._slots: dict[int, _Sequence] = {}
         self.prefixes = (
@@ -249,7 +250,7 @@ class FusedEngine:
         if length <= self._short:
             return True
         room = self._padded(length) <= min(self._chunk, self.max_length)
-        return self.model.weights.streamed and self.prefixes is None and room
+        return self._lockstep and self.prefixes is None and room
 
     def _joins_step(self, sequence: _Sequence) -> bool:
         """Whether what a sequence has to encode is encoded with the first step of its canvas.
@@ -494,7 +495,7 @@ class FusedEngine:
                 sequence.context += len(run)
                 sequence.unencoded = []
         passes = [(rows, n) for (_, n), alike in kinds.items() for rows in self._together(alike)]
-        if self.model.cores or self.model.weights.streamed:
+        if self.model.cores or self._lockstep:
             return [self._pass(rows, length) for rows, length in passes]
         for rows, length in passes:
             self._encode(rows, length)

@@ -27,6 +27,7 @@ from quantize.runtime.engine import Engine, each_completed
 from quantize.runtime.fused.gpus import launches_digest
 from quantize.runtime.fused.trust import condition
 from quantize.runtime.llama_cpp import LlamaCpp, made_from
+from quantize.runtime.memory import MANY
 from quantize.runtime.placement import free_unused
 
 RECORDED_CANVASES = 2
@@ -41,7 +42,8 @@ class Answerer:
         sampler: settings of both models that are compared.
         place: where the model runs and how activations are rounded; `max_context` is what the longest
             prompt and answer may take, where that is known.
-        capacity: samples that are denoised together, at most; None for `recipe.AT_ONCE`.
+        capacity: samples of a pass, at most; None for `recipe.AT_ONCE`. Where weights are streamed
+            several passes go in lockstep.
 
     Attributes:
         batch_size: requests that are answered as one batch: 1, for samples depend on nothing else.
@@ -64,7 +66,7 @@ class Answerer:
         capacity: int | None = None,
     ) -> None:
         device, self.folder = place.device, folder
-        self._asked = replace(place, capacity=capacity or AT_ONCE)
+        self._asked = replace(place, capacity=capacity or AT_ONCE, batches=MANY)
         self._place = sized(folder, self._asked)
         model: dict[str, Any] = {"weights": digest, "activations": place.activations}
         model |= condition(folder, place.activations, torch.device(device))
@@ -96,7 +98,7 @@ class Answerer:
 
     @property
     def capacity(self) -> int:
-        """Samples that are denoised together: fewer than asked for where they do not fit."""
+        """Samples of a pass: fewer than asked for where they do not fit."""
         return self._place.capacity
 
     def engine(self, context: int) -> Engine:

@@ -19,7 +19,7 @@ from quantize.checkpoints.targets import Target, sum_bytes
 from quantize.errors import ResourceError
 from quantize.recipe.sections import Recipe
 from quantize.recovery.sequential import Plan, out_of_reach
-from quantize.runtime.memory import Need, fitted
+from quantize.runtime.memory import Need, cache_bytes, plan
 from quantize.stages.memory_needs import HELD_OUT, REPLAYED, needs
 from quantize.stages.plan.gpu_support import CONTEXT, floor
 
@@ -169,18 +169,19 @@ class _Stages:
         except ResourceError as error:
             return Row(stage, lacks=error)
 
-    def _passes(
-        self, need: Need, count: float, factor: float, batches: int | None = None
-    ) -> tuple[Row, float, float]:
+    def _passes(self, need: Need, count: float, factor: float) -> tuple[Row, float, float]:
         """Return a row without seconds, and the seconds that `count` passes compute and stream."""
-        plan, lanes = fitted(need, self._config, self._machine.budget, batches)
-        count *= need.batch / plan.batch
-        row = Row(need.stage.split()[0], gpu=plan.total, streamed=plan.streamed)
+        found = plan(need, self._config, self._machine.budget)
+        count *= need.batch / found.batch
+        carried, host = found.streamed + found.moved, OWN_BYTES
+        if found.need.on_host:
+            host += found.need.lanes * found.batch * cache_bytes(self._config, need.context)
+        row = Row(need.stage.split()[0], gpu=found.total, streamed=carried, host=host)
         if (rates := self._machine.gpu.rates) is None:
             return row, 0.0, 0.0
         is_bf16 = need.stack.name == "BF16"
-        least = floor(self._config, self._targets, rates, plan.batch, CONTEXT, bf16=is_bf16)
-        streamed = STREAMED * count / lanes * plan.streamed / self._machine.link_rate
+        least = floor(self._config, self._targets, rates, found.batch, CONTEXT, bf16=is_bf16)
+        streamed = STREAMED * count / found.need.lanes * carried / self._machine.link_rate
         return row, count * factor * sum(least.values()), streamed
 
     def _timed(self, row: Row, fixed: float, *parts: tuple[str, float], least: float = 1.0) -> Row:
@@ -197,10 +198,8 @@ class _Stages:
     def _calibrate(self, need: Need) -> Row:
         settings = self._recipe.calibration
         assert settings is not None
-        batches = sum(-(-n // settings.batch_size) for n in (settings.prompts, HELD_OUT))
-        row, compute, link = self._passes(
-            need, batches * settings.canvases * STEPS, CALIBRATING, batches
-        )
+        count = need.batches * settings.canvases * STEPS
+        row, compute, link = self._passes(need, count, CALIBRATING)
         loading = self._read(self._before, LOADING_SECONDS * self._before / 1e9)
         row = replace(row, scratch=self._rows_bytes())
         return self._timed(row, loading, ("compute", compute), ("link", link))
@@ -217,14 +216,14 @@ class _Stages:
         return 2.0 * self._config["text_config"]["hidden_size"] * tokens
 
     def _round(self, need: Need) -> Row:
-        plan, _ = fitted(need, self._config, self._machine.budget)
+        gpu = plan(need, self._config, self._machine.budget).total
         rates, layers = self._machine.gpu.rates, self._config["text_config"]["num_hidden_layers"]
         slower = BF16_FLOP / rates.bf16 if rates else 0.0
         rounding = slower * layers * ROUNDING_LAYER_SECONDS
         passes = slower * calibration_steps(self._recipe) * HESSIAN_STEP_SECONDS
         moved = 2 * layers * self._rows_bytes() if rates else 0.0  # to the GPU and back, by layer
         row = Row(
-            "round", gpu=plan.total, streamed=self._before, host=HOST_BYTES["round"],
+            "round", gpu=gpu, streamed=self._before, host=HOST_BYTES["round"],
             disk=self._after, scratch=3 * self._rows_bytes(),
         )  # fmt: skip
         parts = [("compute", rounding + passes), ("link", moved / (self._machine.link_rate or 1))]
@@ -271,7 +270,7 @@ class _Stages:
     ) -> Row:
         """Return the row of a stage that runs both models, one after the other."""
         larger = max(bf16, quantized, key=lambda row: row.gpu)
-        row = Row(larger.stage, gpu=larger.gpu, streamed=bf16.streamed)
+        row = Row(larger.stage, gpu=larger.gpu, streamed=bf16.streamed, host=larger.host)
         seconds = sum(max(each) for each in (one, other))
         bound = "link" if one[1] + other[1] > one[0] + other[0] else "compute"
         nbytes = self._before + self._after
