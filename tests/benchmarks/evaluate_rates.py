@@ -1,11 +1,13 @@
 """Tokens/s of evaluation beside those of `quantize bench`, and what a recipe's evaluation would take.
 
     python tests/benchmarks/evaluate_rates.py measure CHECKPOINT REPORT.jsonl [--activations none]
+    python tests/benchmarks/evaluate_rates.py measure CHECKPOINT REPORT.jsonl --gpu-memory 22 --slots 16
     python tests/benchmarks/evaluate_rates.py project REPORT.jsonl [REPORT.jsonl ...]
 
 `measure` needs a GPU. At each number of slots it answers twice as many chats, of four canvases
 each and a fixed number of steps, as evaluation does: batch-invariantly, slots refilled as samples end,
 every answer stored and synced. Loading and the first chats, which compile and capture, are left out.
+Within `--gpu-memory` weights may be streamed, in lockstep: `slots` are those of a pass, `at_once` of all.
 `bench` then measures the same checkpoint at the same batches and steps behind 512 tokens, which is the
 mean of what these canvases stand behind. A line of REPORT.jsonl is one number of slots.
 
@@ -69,7 +71,9 @@ def chats(count: int, tokens: int, first: int = 0) -> list[Request]:
     ]  # fmt: skip
 
 
-def evaluated(folder: Path, activations: ActivationMode, capacity: int, steps: int) -> Facts:
+def evaluated(
+    folder: Path, activations: ActivationMode, capacity: int, steps: int, gpu_memory: float | None
+) -> Facts:
     """Answer chats as evaluation does, and return what it took."""
     from quantize.bench.speed import NEVER
     from quantize.checkpoints.reader import Checkpoint
@@ -84,18 +88,20 @@ def evaluated(folder: Path, activations: ActivationMode, capacity: int, steps: i
     canvas: int = Checkpoint.open(folder).config["canvas_length"]
     answerer = Answerer(
         folder, "measured", sampler,
-        Placement(best_device(), None, activations, CONTEXT + CANVASES * canvas),
+        Placement(best_device(), gpu_memory, activations, CONTEXT + CANVASES * canvas),
         capacity=capacity,
     )  # fmt: skip
     for _ in answerer([[request] for request in chats(answerer.capacity, 2 * canvas)]):
         pass  # loads, compiles and captures
-    asked = chats(WAVES * answerer.capacity, CANVASES * canvas, first=1000)
+    at_once = answerer.engine(0).slots
+    asked = chats(WAVES * at_once, CANVASES * canvas, first=1000)
     clock = Clock(canvas)
     with tempfile.TemporaryDirectory() as scratch:
         store = SampleStore(Path(scratch) / "samples.jsonl", {})
         store.complete(asked, answerer, 1, clock.timed)
     facts: Facts = {
         "slots": answerer.capacity,
+        "at_once": at_once,
         "tokens_a_second": round(clock.tokens / clock.seconds, 1),
         "tokens": clock.tokens,
         "seconds": round(clock.seconds, 2),
@@ -142,21 +148,26 @@ def main() -> None:
 @click.option("--slots", multiple=True, type=int, default=(4, 16, 32), show_default=True)
 @click.option("--steps", default=16, show_default=True, help="Denoising steps of every canvas.")
 @click.option("--bench/--no-bench", "with_bench", default=True)
+@click.option(
+    "--gpu-memory", type=float, help="GB of the GPU that may be used; `bench` is left out."
+)
 def measure(
     checkpoint: Path, report: Path, name: str | None, modes: tuple[ActivationMode, ...],
-    slots: tuple[int, ...], steps: int, with_bench: bool,
+    slots: tuple[int, ...], steps: int, with_bench: bool, gpu_memory: float | None,
 ) -> None:  # fmt: skip
     """Measure CHECKPOINT; REPORT gets a JSON line a number of slots."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    rates = benched(checkpoint, list(slots), steps) if with_bench else {}
+    budget = None if gpu_memory is None else gpu_memory * 1e9
+    rates = benched(checkpoint, list(slots), steps) if with_bench and budget is None else {}
     with report.open("a") as file:
         for mode in modes or (served_mode(checkpoint),):
             for capacity in slots:
                 facts = {"model": name or checkpoint.resolve().name, "activations": mode}
+                facts |= {"gpu_memory": gpu_memory}
                 facts |= {"device": device, "steps": steps}
-                facts |= evaluated(checkpoint, mode, capacity, steps)
+                facts |= evaluated(checkpoint, mode, capacity, steps, budget)
                 if own := rates.get(capacity):
                     facts["bench_tokens_a_second"] = round(own, 1)
                     facts["share_of_bench"] = round(facts["tokens_a_second"] / own, 3)

@@ -124,18 +124,22 @@ def test_memory(folder: Path) -> None:
 
 
 def test_an_engine(folder: Path) -> None:
+    """Also in lockstep, keys and values on the GPU or on the host: the tokens of one batch alone."""
     sampler = Sampler(max_denoising_steps=4, confidence_threshold=1e-30)
-    found = [
+    prompts = [list(range(20, 20 + n)) for n in (3, 380, 256, 1, 1500, 257, 90)]
+    alone, *others = (
         complete(
             FusedEngine(
-                load_packed(folder, "cuda", resident=resident), capacity=2, max_context=1024,
-                batch_invariant=True, graphs=False,
+                load_packed(folder, "cuda", resident=resident), capacity=2, max_context=2560,
+                batch_invariant=True, graphs=False, lanes=lanes, on_host=on_host,
             ),
-            [[5, 6, 7], list(range(20, 400))], [0, 1], max_new_tokens=512, sampler=sampler,
+            prompts, list(range(len(prompts))), max_new_tokens=512, sampler=sampler,
         )
-        for resident in (None, 1)
-    ]  # fmt: skip
-    assert found[0] == found[1]
+        for resident, lanes, on_host in (
+            (None, 1, False), (1, 1, False), (1, 3, False), (1, 3, True), (None, 2, True),
+        )
+    )  # fmt: skip
+    assert others == [alone] * 4
 
 
 @pytest.mark.parametrize("register", [False, True])

@@ -101,7 +101,7 @@ class Row:
         seconds: typical and largest; None where the GPU's rates are not known.
         bound: what limits its speed.
         gpu: bytes of the GPU's memory.
-        streamed: bytes that a pass streams.
+        streamed: bytes that a pass, of all batches in lockstep, takes over the link.
         host: bytes of host memory that it holds for itself.
         disk: bytes that it writes and leaves.
         scratch: bytes that it writes and removes again.
