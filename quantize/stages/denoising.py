@@ -105,7 +105,7 @@ class Denoising:
                     yield on_step
                 return
             with (
-                recorder.batch(start, own.capacity) as add,
+                recorder.batch(start) as add,
                 own.watching(*observers, on_encoded=on_encoded, on_pass=add),
             ):
                 yield on_step

@@ -7,7 +7,7 @@
 `measure` needs a GPU. At each number of slots it answers twice as many chats, of four canvases
 each and a fixed number of steps, as evaluation does: batch-invariantly, slots refilled as samples end,
 every answer stored and synced. Loading and the first chats, which compile and capture, are left out.
-Within `--gpu-memory` weights may be streamed, in lockstep: `slots` are those of a pass, `at_once` of all.
+Within `--gpu-memory` weights may be streamed, in lockstep: `slots` are those of a pass, `at_once` all.
 `bench` then measures the same checkpoint at the same batches and steps behind 512 tokens, which is the
 mean of what these canvases stand behind. A line of REPORT.jsonl is one number of slots.
 

@@ -35,7 +35,7 @@ def work(number: int, folder: Path, shown: dict[int, list[Any]]) -> Callable[[Ba
             return record(engine, prompts, seeds, **how)
         own = shown.setdefault(number, [])
         with (
-            Recorder(folder / str(number)).batch(0, ROWS) as add,
+            Recorder(folder / str(number)).batch(0) as add,
             engine.watching(
                 lambda name, x, _: own.append((name, x.shape, x.double().sum().item())),
                 on_encoded=lambda: own.append("encoded"), on_pass=add,

@@ -122,7 +122,7 @@ def test_lockstep_streams_least_over_all_batches() -> None:
 
 
 def test_canvases_in_lockstep_at_22_gb() -> None:
-    """A task of 1,024 positions: 64 canvases and more, so each carries less than 1.2 GB over the link."""
+    """Answers of 1,536 positions: 128 canvases, so that each takes little of the link."""
     need = replace(real_needs("nvfp4")["evaluate BF16"], context=1536)
     found = plan(need, REAL, 22e9)
     canvases = found.batch * found.need.lanes

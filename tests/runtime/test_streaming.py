@@ -316,7 +316,7 @@ def test_canvases_of_lanes_are_those_of_one(
 def test_passes_of_one_shape_share_what_is_streamed(
     fp8_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batch-invariant, two prompts are encoded alone, in one pass over the files with the first step."""
+    """Batch-invariant, two prompts are encoded alone, in one pass over the files with a step."""
     read: list[int] = []
     monkeypatch.setattr(
         StreamedLayers,

@@ -148,7 +148,7 @@ def test_sixteen_gb_are_told_what_they_lack() -> None:
     )  # fmt: skip
     assert shown.exit_code != 0
     assert "round      needs 19.9 GB" in shown.output
-    assert "take nvfp4a16" in shown.output
+    assert "take nvfp4_w4a4" in shown.output
     assert max(map(len, shown.output.splitlines())) <= 80
 
 

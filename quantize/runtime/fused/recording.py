@@ -93,14 +93,14 @@ class Recorder:
         processes.wait()
 
     @contextmanager
-    def batch(self, start: int, capacity: int) -> Generator[Callable[[Pass], None]]:
-        """Yield what takes the passes of a batch; it is written when the block ends well.
+    def batch(self, start: int) -> Generator[Callable[[Pass], None]]:
+        """Yield what takes the passes of a batch, named by its first prompt's index.
 
-        `start` is the index of its first prompt. Slots count modulo `capacity`.
+        It is written when the block ends well.
         """
         path = self.folder / f"batch-{start:05}.rows"
         with _kept_in(self.folder), ThreadPoolExecutor(1) as beside, path.open("wb") as file:
-            batch = _Batch(file.fileno(), capacity, beside)
+            batch = _Batch(file.fileno(), beside)
             yield batch.add
             crc = batch.end()
         with _kept_in(self.folder):
@@ -137,8 +137,8 @@ def _kept_in(folder: Path) -> Generator[None]:
 class _Batch:
     """Rows on their way to a file, and where they stand."""
 
-    def __init__(self, file: int, capacity: int, beside: ThreadPoolExecutor) -> None:
-        self._file, self._capacity, self._beside = file, capacity, beside
+    def __init__(self, file: int, beside: ThreadPoolExecutor) -> None:
+        self._file, self._beside = file, beside
         self._writing: Future[None] | None = None
         self._crc, self.count = 0, 0
         self._table: list[tuple[int, int, int, int]] = []
@@ -151,7 +151,7 @@ class _Batch:
         places = torch.stack(
             [own.rows.positions, *own.rows.visible[True], *own.rows.visible[False]]
         )
-        self._slots.append(own.rows.slots % self._capacity)
+        self._slots.append(own.rows.slots)
         self._places.append(places)
         real = -1 if own.real is None else len(own.real)
         if own.real is not None:
