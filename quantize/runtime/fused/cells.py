@@ -168,15 +168,16 @@ class HostCells:
         arrived = deque([self._fetch(*visits[0])])
         for number, (index, lane, place) in enumerate(visits):
             arrived.extend(self._fetch(*each) for each in visits[number + 1 : number + 2])
-            if (event := arrived.popleft()) is not None:
-                torch.cuda.current_stream().wait_event(event)
+            event = arrived.popleft()
+            if self._stream is not None:
+                torch.cuda.current_stream(self._stream.device).wait_event(event)
             yield place.keys[index], place.values[index]
             self._take_back(index, lane, place, added[lane])
         for slot, start, count in tokens:
             self._encoded[slot] = start + count
 
-    def _fetch(self, index: int, lane: int, place: Cache) -> Event | None:
-        """Copy what a lane's slots have encoded; return the event after which it is there."""
+    def _fetch(self, index: int, lane: int, place: Cache) -> Event:
+        """Copy what a lane's slots have encoded; return the event after which it is there, None on a CPU."""
         with self._beside():
             place.values[index].zero_()  # no NaN of another lane may meet a probability of 0
             for slot in range(self._slots):
