@@ -177,7 +177,7 @@ class HostCells:
             self._encoded[slot] = start + count
 
     def _fetch(self, index: int, lane: int, place: Cache) -> Event:
-        """Copy what a lane's slots have encoded; return the event after which it is there, None on a CPU."""
+        """Copy what a lane's slots have encoded; return the event of arrival, None on a CPU."""
         with self._beside():
             place.values[index].zero_()  # no NaN of another lane may meet a probability of 0
             for slot in range(self._slots):
