@@ -20,7 +20,7 @@ from quantize.runtime.fused import graphs as passes_of
 from quantize.runtime.fused import text_stack
 from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.graphs import CAPTURED, WORTH, Steps
+from quantize.runtime.fused.graphs import CAPTURED, WORTH, Steps, bucket
 from quantize.runtime.fused.prompt_pieces import pictures, pieces, soft_tokens
 from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.fused.weights import load_packed
@@ -285,21 +285,22 @@ def test_the_caller_is_free_while_the_engine_encodes(tiny_checkpoint: Path) -> N
 
 
 @pytest.mark.usefixtures("in_the_ways_of_a_gpu")
-def test_batch_invariant_engine(tiny_checkpoint: Path) -> None:
+@pytest.mark.parametrize(("count", "rows"), [(3, 3), (4, 4), (5, 6), (12, 12)])
+def test_batch_invariant_engine(tiny_checkpoint: Path, count: int, rows: int) -> None:
     """Every step has the shape of a full engine: alone, together, and after a warm-up."""
     weights = load_packed(tiny_checkpoint, "cpu")
-    engine = FusedEngine(weights, capacity=3, max_context=256, batch_invariant=True)
+    engine = FusedEngine(weights, capacity=count, max_context=256, batch_invariant=True)
     engine.warm_up(SAMPLER)
-    prompts = tokens(3, 20).tolist()
-    for slot in range(3):
+    prompts = tokens(count, 20).tolist()
+    for slot in range(count):
         engine.admit(slot, prompts[slot], slot, SAMPLER)
-    together = [engine.denoise(range(3)) for _ in range(2)]
-    for slot in range(3):
+    together = [engine.denoise(range(count)) for _ in range(2)]
+    for slot in range(count):
         engine.release(slot)
         engine.admit(slot, prompts[slot], slot, SAMPLER)
         alone = [engine.denoise([slot])[0] for _ in range(2)]
         assert alone == [canvases[slot] for canvases in together]
-    assert {rows for rows, _ in engine._steps[0, False]._lasting} == {4}
+    assert {of for of, _ in engine._steps[0, False]._lasting} == {rows}
     assert not engine._steps[0, False]._captured
     assert set(engine._commits) == {(1, 16), (1, 256)}  # canvases, and prompts longer than one
 
@@ -418,3 +419,8 @@ def test_engine_refuses(tiny_checkpoint: Path) -> None:
         engine.denoise([0])
     with pytest.raises(InputError, match="max_context"):
         FusedEngine(weights, max_context=1 << 20)
+
+
+def test_buckets_of_sequences() -> None:
+    found = [bucket(count) for count in (1, 2, 3, 4, 5, 6, 7, 9, 12, 13, 17)]
+    assert found == [1, 2, 3, 4, 6, 6, 8, 12, 12, 16, 32]

@@ -25,6 +25,7 @@ from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.checkpoints.targets import plan_targets
 from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler
+from quantize.runtime.engine import Canvas
 from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.engine import FusedEngine, _denoising
 from quantize.runtime.fused.inputs import DENSE, EXPERTS, Inputs
@@ -228,6 +229,25 @@ def test_alone_and_in_a_batch(artifact: tuple[str, Path]) -> None:
         alone = engine.denoise([slot])[0].tokens
         differing += sum(a != b for a, b in zip(alone, together[slot].tokens, strict=True))
     print(f"{artifact[0]}: {differing / 1024:.4f} of the tokens differ between batch 1 and batch 4")
+
+
+@pytest.mark.parametrize("count", [3, 5, 6, 12])
+def test_buckets_between_powers_of_two(artifact: tuple[str, Path], count: int) -> None:
+    """A full engine of such a bucket gives each sequence the tokens that it has alone there."""
+    weights = load_packed(artifact[1], "cuda")
+    engine = FusedEngine(weights, capacity=count, max_context=2048, batch_invariant=True)
+    engine.warm_up(SAMPLER)
+    prompts = [tokens(64 + 16 * slot, seed=slot).tolist() for slot in range(count)]
+    for slot, prompt in enumerate(prompts):
+        engine.admit(slot, prompt, slot, SAMPLER)
+    full: dict[int, Canvas] = {}
+    while len(full) < count:
+        left = [slot for slot in range(count) if slot not in full]
+        full |= {s: c for s, c in zip(left, engine.denoise(left), strict=True) if c is not None}
+    for slot, prompt in enumerate(prompts):
+        engine.release(slot)
+        engine.admit(slot, prompt, slot, SAMPLER)
+        assert engine.denoise([slot]) == [full[slot]]
 
 
 @torch.no_grad()

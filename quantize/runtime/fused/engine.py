@@ -5,9 +5,10 @@ A step of B sequences is a replay of two graphs:
     decoder -> lm_head -> sample -> accept          soft embedding of the logits, for the next step
 
 All that changes between replays is in device memory: canvas, step, temperature, slots, context. Graphs
-are captured for a bucket of sequences (1, 2, 4, 8, ...) and a sampler's settings, as far as `Steps`
-allows; a batch between two buckets repeats its first sequence, which writes the same values to the same
-cells. The host learns who has finished while the soft embedding is made: the GPU need not wait for it.
+are captured for a bucket of sequences (1, 2, 3, 4, 6, 8, 12, 16, 32, ...) and a sampler's settings, as
+far as `Steps` allows; a batch between two buckets repeats its first sequence, which writes the same
+values to the same cells. The host learns who has finished while the soft embedding is made: the GPU
+need not wait for it.
 
 Every sequence is at a step of its own: as soon as one canvas is finished, `denoise` returns it, and its
 slot may go on with its next canvas, or be given to another prompt, beside the others' next step. That
@@ -32,7 +33,15 @@ from quantize.errors import InputError, ResourceError
 from quantize.runtime.engine import BatchEngine, Canvas, Meanwhile, Observer, OnDraft
 from quantize.runtime.fused.batch import FusedPasses
 from quantize.runtime.fused.cells import Cache, HostCells
-from quantize.runtime.fused.graphs import Pool, Replayed, Running, Step, Steps, until_finished
+from quantize.runtime.fused.graphs import (
+    Pool,
+    Replayed,
+    Running,
+    Step,
+    Steps,
+    bucket,
+    until_finished,
+)
 from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.lockstep import in_lockstep
 from quantize.runtime.fused.passes import Pass, SoftTokens
@@ -104,7 +113,7 @@ class FusedEngine:
 
     Args:
         weights: from `load_packed` or `random_weights`.
-        capacity: number of slots of a pass; a power of two wastes nothing.
+        capacity: number of slots of a pass; a power of two, 3, 6 or 12 wastes nothing.
         max_context: positions a sequence may take, prompt and answer; None for 8,192 or the model's
             limit, whichever is less. Full layers' keys are allocated for all of them.
         batch_invariant: run every step at the shape of a full engine, so that a sample's tokens are the
@@ -162,7 +171,7 @@ class FusedEngine:
             ) from error
         self.model = FusedModel(weights, cache, inputs)
         on_gpu = self.model.cores is None
-        self._smallest = _bucket(capacity) if batch_invariant and on_gpu else 1
+        self._smallest = bucket(capacity) if batch_invariant and on_gpu else 1
         # commits and first steps in one pass
         self._joins = (
             not batch_invariant and inputs is None and on_gpu and lanes == 1 and not on_host
@@ -271,7 +280,7 @@ class FusedEngine:
     @cached_property
     def _logits(self) -> Tensor:
         """The buffer that a step writes the logits of its pieces into, bf16 [rows, V]."""
-        rows = self.capacity if self.model.cores else min(_bucket(self.capacity), CANVASES_A_PIECE)
+        rows = self.capacity if self.model.cores else min(bucket(self.capacity), CANVASES_A_PIECE)
         rows *= self.canvas_length
         return torch.empty(rows, self._vocabulary, dtype=torch.bfloat16, device=self.device)
 
@@ -359,20 +368,18 @@ class FusedEngine:
         # A prompt one token longer than a canvas takes the pass of short prompts, if that is another.
         over = 1 if self._short == self.canvas_length else self.canvas_length + 1
         prompt = [1] * min(over, self.max_length - self.canvas_length)
-        bucket = self._smallest
-        while bucket <= _bucket(self.capacity):
-            slots = range(min(bucket, self.capacity))
+        for rows in sorted({self._bucket(n) for n in range(1, self.capacity + 1)}):
+            slots = range(min(rows, self.capacity))
             for slot in slots:
                 self.admit(slot, prompt, slot, sampler)
             # The second canvas encodes what the first committed.
             for _ in range(min(2, (self.max_length - len(prompt)) // self.canvas_length)):
                 self.denoise(slots)
             if self.graphs and self._joins:
-                self._steps[0, False].get(bucket, _denoising(sampler))[0].capture_commits()
+                self._steps[0, False].get(rows, _denoising(sampler))[0].capture_commits()
             for slot in slots:
                 self.release(slot)
             self._steps[0, False].hold()
-            bucket *= 2
         self.stops = before
 
     def context(self, slot: int) -> int:
@@ -406,7 +413,10 @@ class FusedEngine:
         """Return the number of rows of a step of some slots."""
         if self.model.cores:
             return len(slots)
-        return max(self._smallest, _bucket(len(slots)))
+        return self._bucket(len(slots))
+
+    def _bucket(self, sequences: int) -> int:
+        return max(self._smallest, bucket(sequences))
 
     def _check(self, prompt: Sequence[int], images: Images | None) -> None:
         if not prompt:
@@ -514,7 +524,7 @@ class FusedEngine:
         if self.model.cores:
             return [rows]
         if self._smallest == 1:
-            return [rows + rows[:1] * (_bucket(len(rows)) - len(rows))]
+            return [rows + rows[:1] * (bucket(len(rows)) - len(rows))]
         return [[row] for row in rows]
 
     def _encode(self, rows: list[Row], length: int) -> None:
@@ -683,11 +693,6 @@ def _nothing() -> None:
 
 def _ignored(_: Pass) -> None:
     pass
-
-
-def _bucket(rows: int) -> int:
-    """Return the smallest power of two that is at least `rows`."""
-    return 1 << (rows - 1).bit_length()
 
 
 def _show(state: CanvasState, rows: Mapping[int, int], on_draft: OnDraft) -> None:

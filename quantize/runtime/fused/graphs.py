@@ -26,9 +26,21 @@ from quantize.runtime.sampler import Sampler
 CAPTURED = 8  # (rows, settings) whose graphs are kept, beside those of the warm-up
 WORTH = 8  # canvases after which further settings are worth a capture
 
+BETWEEN = (3, 6, 12)  # rows of steps beside the powers of two
+
 # Of a step's graphs: canvases encoded with it, and whether any token is pinned.
 Name = str | tuple[int, bool]
 Pool = Any  # torch's handle of CUDA graphs' memory; None where nothing is captured
+
+
+def bucket(rows: int) -> int:
+    """Return the number of rows, at least `rows`, of the step that so many sequences share."""
+    return min(count for count in (*BETWEEN, _power(rows)) if count >= rows)
+
+
+def _power(count: int) -> int:
+    """Return the smallest power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()
 
 
 def captured(work: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
@@ -141,11 +153,11 @@ class Step:
     def commit(self, runs: list[tuple[int, int, list[int]]]) -> int:
         """Have the next step encode canvases, given as slot, position and tokens; return their number.
 
-        The number is a power of two: the first canvas is repeated.
+        The number is a power of two, or that of all rows: the first canvas is repeated.
         """
         if not runs:
             return 0
-        count = 1 << (len(runs) - 1).bit_length()
+        count = min(_power(len(runs)), self.rows)
         runs = runs + runs[:1] * (count - len(runs))
         slots, starts, tokens = zip(*runs, strict=True)
         self._committed[:count].copy_(torch.tensor(tokens))
@@ -234,8 +246,7 @@ class Step:
 
     def capture_commits(self) -> None:
         """Capture the steps that encode 1, 2, 4, ... canvases, up to one of each row."""
-        for power in range(self.rows.bit_length()):
-            count = 1 << power
+        for count in sorted({min(_power(n), self.rows) for n in range(1, self.rows + 1)}):
             self._capture((count, False), lambda count=count: self.compute(count))
 
     def compute(self, committed: int) -> None:
