@@ -124,10 +124,11 @@ def served_mode(folder: Path) -> ActivationMode:
 def benched(folder: Path, slots: list[int], steps: int) -> dict[int, float]:
     """Return `bench`'s tokens/s by batch."""
     from quantize.bench.speed import bench
+    from quantize.runtime import Placement
 
     found = bench(
         folder, random=None, config=None, steps=[str(steps)], batches=slots, context=CONTEXT,
-        canvases=5,
+        canvases=5, place=Placement.here(None),
     )  # fmt: skip
     return {row.batch: row.tokens_a_second for row in found.rows}
 

@@ -169,9 +169,8 @@ def load(folder: Path, name: str) -> Facts:
 
 def calibrate(folder: Path, prompts: int, steps: int) -> Facts:
     """Calibrate NVFP4 on prompts x 1 canvas x steps."""
-    import torch
-
     from quantize.host.files import read_json
+    from quantize.runtime import Placement
     from quantize.stages.calibrate.calibrate import calibrate as calibrate_checkpoint
 
     source = folder / "bf16"
@@ -183,8 +182,8 @@ def calibrate(folder: Path, prompts: int, steps: int) -> Facts:
     settings.write_text(json.dumps(changed))
     out = folder / "calibration"
     shutil.rmtree(out, ignore_errors=True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    calibrate_checkpoint(source, calibration_recipe(path, prompts), out, device=device)
+    place = Placement.here(None)
+    calibrate_checkpoint(source, calibration_recipe(path, prompts), out, place)
     coverage = read_json(out / "coverage.json")
     return {
         "scales": len(read_header(out / "input_scales.safetensors")),

@@ -161,14 +161,14 @@ def measured(report: Path, words: list[str]) -> int:
         taken.append(layout.size)
         return fetch(self, layout)
 
-    def watched(run: Any, stage: Any, task: Any) -> None:
+    def watched(run: Any, stage: Any) -> None:
         taken.clear()
         if link is not None:
             torch.cuda.reset_peak_memory_stats()
         peak, started, done = Peak(), time.perf_counter(), False
         try:
             with peak.watching():
-                work(run, stage, task)
+                work(run, stage)
             done = True
         finally:
             facts: Facts = {

@@ -1,6 +1,6 @@
 """The server on a GPU at the real size.
 
-    python tests/benchmarks/full_size_serve.py CHECKPOINT REPORT.json
+    PYTHONPATH=tests/support python tests/benchmarks/full_size_serve.py CHECKPOINT REPORT.json
 
 Serves CHECKPOINT from this process, asks it over HTTP from another, and then takes its engine for the
 same work without a server: 16 fixed steps a canvas, twelve canvases, prompts of 1,020 tokens. It tells
