@@ -2,11 +2,14 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from chats import add_chats
 from PIL import Image
+from safetensors.torch import load_file
 from tiny import CANVAS, EXPERTS, LAYERS
 
 from quantize.checkpoints.layout import model_config
@@ -92,3 +95,14 @@ def test_layers_that_nobody_watches_hand_on_the_same_rows(source: Path, tmp_path
             pass
         last.append(seen.sums(NAMES[-1]))
     assert torch.equal(*last)
+
+
+def test_a_pass_keeps_its_slots_where_a_graph_fills_them_again(tmp_path: Path) -> None:
+    slots, rows = torch.tensor([0, 1], dtype=torch.int32), torch.arange(4)
+    visible = dict.fromkeys((True, False), (rows, rows))
+    placed = SimpleNamespace(positions=rows, visible=visible, slots=slots)
+    own = SimpleNamespace(h=torch.zeros(4, 2), rows=placed, real=None, decoded=4)
+    with Recorder(tmp_path).batch(0) as add:
+        add(cast("Any", own))
+        slots += 5
+    assert load_file(tmp_path / "batch-00000.passes")["slots"].tolist() == [0, 1]

@@ -227,7 +227,7 @@ class FusedEngine:
         on_draft: OnDraft | None = None,
         meanwhile: Meanwhile | None = None,
     ) -> list[Canvas | None]:
-        """Denoise until a canvas is finished in each batch: slots of equal settings form one."""
+        """Denoise until a canvas is finished; slots of a lane with equal settings form a batch."""
         for slot in slots:
             sequence = self._slots[slot]
             if sequence.context + len(sequence.unencoded) + self.canvas_length > self.max_length:

@@ -151,7 +151,7 @@ class _Batch:
         places = torch.stack(
             [own.rows.positions, *own.rows.visible[True], *own.rows.visible[False]]
         )
-        self._slots.append(own.rows.slots)
+        self._slots.append(own.rows.slots.clone())  # a graph fills it again
         self._places.append(places)
         real = -1 if own.real is None else len(own.real)
         if own.real is not None:
