@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.utils import logging
@@ -27,6 +26,7 @@ from quantize.checkpoints.layout import (
 from quantize.checkpoints.reader import FIX, Checkpoint
 from quantize.checkpoints.targets import linear_modules
 from quantize.errors import InputError, ResourceError
+from quantize.host.resources import free_memory
 from quantize.schemes.records import TENSOR_SCALES, Scheme
 from quantize.schemes.rounding import all_finite, sound_scales
 
@@ -72,7 +72,7 @@ def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Non
         ResourceError: they do not; the message says how much is needed and how much is free.
     """
     needed = parameters(checkpoint.config) * dtype.itemsize
-    free = psutil.virtual_memory().available
+    free = free_memory()
     if device != "cpu":
         free, _ = torch.cuda.mem_get_info(device)
     if needed > free:

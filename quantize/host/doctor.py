@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 from platformdirs import user_cache_dir
 
+from quantize.host.resources import free_memory
 from quantize.host.units import size
 
 DISTRIBUTION = "diffusiongemma-quantize"
@@ -45,8 +46,8 @@ def findings(out: Path) -> Iterator[Finding]:
     yield from _packages()
     yield from _compiler()
     yield from _gpus()
-    free = psutil.virtual_memory()
-    yield Finding("memory", f"{size(free.available)} free of {size(free.total)}")
+    total = psutil.virtual_memory().total
+    yield Finding("memory", f"{size(free_memory())} free of {size(total)}")
     yield _disk(out)
     yield from _caches()
 

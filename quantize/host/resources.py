@@ -1,4 +1,4 @@
-"""Measures a block of work: seconds, peak memory of this process and of the GPU, end, device.
+"""Measures a block of work (seconds, peak memory of this process and of the GPU), and what is free.
 
 Linux remembers the most memory that a process had; writing 5 to /proc/self/clear_refs makes it forget,
 so that each stage has a figure of its own. Where that is not allowed the figure is None, never the
@@ -14,7 +14,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 FORGET, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+CGROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
 
 
 def now() -> str:
@@ -35,6 +38,20 @@ def disk_rate(folder: Path) -> float:
         return 16 * len(block) / (time.monotonic() - began)
     finally:
         path.unlink(missing_ok=True)
+
+
+def free_memory() -> int:
+    """Return the bytes of host memory that may still be taken: a container's limit may leave fewer.
+
+    What files take in memory counts as free, as it does where no container is.
+    """
+    free: int = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # no file, or "max": there is no limit
+        limit, used = (int((CGROUP / f"memory.{n}").read_text()) for n in ("max", "current"))
+        lines = (line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        files = sum(int(n) for name, n in lines if name in ("active_file", "inactive_file"))
+        free = min(free, limit - used + files)
+    return free
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import gc
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 
 from quantize.checkpoints.layout import parameters
@@ -16,6 +15,7 @@ from quantize.checkpoints.targets import DROPPED
 from quantize.errors import ResourceError
 from quantize.host.processes import best_device
 from quantize.host.progress import say
+from quantize.host.resources import free_memory
 from quantize.runtime.memory import (
     BEGUN_BYTES,
     CONTEXT_BYTES,
@@ -167,12 +167,12 @@ def _host_room(checkpoint: Checkpoint) -> float:
 
     files = {info.file for info in checkpoint.tensors.values()}
     cached = sum(file.stat().st_size for file in files if not in_memory(file))
-    return min(HOST_BYTES, psutil.virtual_memory().available - cached - LEFT_BYTES)
+    return min(HOST_BYTES, free_memory() - cached - LEFT_BYTES)
 
 
 def _check_host(checkpoint: Path, needed: int) -> None:
     """Refuse a CPU with too little free memory, before a byte is read."""
-    free = psutil.virtual_memory().available
+    free = free_memory()
     if needed > free:
         raise ResourceError(
             f"{checkpoint}: {needed / 1e9:.1f} GB of weights, and cpu has {free / 1e9:.1f} GB free; "

@@ -13,7 +13,6 @@ from rich.live import Live
 from rich.text import Text
 
 from quantize.bundled import CHECKPOINT
-from quantize.checkpoints import load as loading
 from quantize.checkpoints.load import load
 from quantize.cli import canvas_view as watching
 from quantize.cli import cli
@@ -180,7 +179,7 @@ def test_a_model_larger_than_the_memory_is_refused(
     class Memory:
         available = 1000
 
-    monkeypatch.setattr(loading.psutil, "virtual_memory", Memory)
+    monkeypatch.setattr("psutil.virtual_memory", Memory)
     with pytest.raises(ResourceError, match="weights as float32, and cpu has"):
         load(tiny_checkpoint)
 

@@ -10,7 +10,7 @@ from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.host import resources as measuring
 from quantize.host.files import read_json, write_json
-from quantize.host.resources import measured
+from quantize.host.resources import free_memory, measured
 from quantize.pipeline.run import work
 from quantize.pipeline.stages import STAGES, Run
 from quantize.recipe.sections import load_recipe
@@ -30,6 +30,25 @@ def test_the_peak_of_a_block_is_not_that_of_the_one_before() -> None:
     assert first["peak_rss_bytes"] - second["peak_rss_bytes"] > 0.8 * LARGE
     assert second["seconds"] >= 0.02
     assert (second["gpu"] is None) == (second["peak_gpu_bytes"] is None)
+
+
+@pytest.mark.parametrize(
+    ("limit", "free"), [("max", 32e9), ("40000000000", 32e9), ("9000000000", 5.5e9)]
+)
+def test_a_container_may_leave_less_memory_than_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, free: float
+) -> None:
+    class Memory:
+        available = 32_000_000_000
+
+    monkeypatch.setattr("psutil.virtual_memory", Memory)
+    monkeypatch.setattr(measuring, "CGROUP", tmp_path)
+    assert free_memory() == 32e9
+    files = "anon 4000000000\nactive_file 200000000\ninactive_file 300000000"
+    content = {"max": limit, "current": "4000000000", "stat": files}
+    for name, text in content.items():
+        (tmp_path / f"memory.{name}").write_text(text + "\n")
+    assert free_memory() == free
 
 
 def test_where_the_peak_cannot_be_forgotten_none_is_told(

@@ -313,6 +313,28 @@ def test_canvases_of_lanes_are_those_of_one(
         assert len(runs) == 3 + 2 * 3 * 2  # the long prompt, and two waves of three canvases
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_prompts_that_wait_have_no_more_rows_than_memory_is_planned_for(
+    fp8_artifact: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    for name in ("CHUNK", "SHORT"):
+        monkeypatch.setattr(engine_of_passes, name, 1)
+    weights = load_packed(fp8_artifact, "cpu", resident=1)
+    engine = FusedEngine(weights, capacity=3, max_context=300, lanes=2)
+    if on_gpu:
+        engine.model.cores = None  # prompts of a length share a pass, as on a GPU
+    short = engine.canvas_length
+    passes: list[list[int]] = []
+    monkeypatch.setattr(FusedModel, "run", lambda own, p: passes.append([len(one.h) for one in p]))
+    for slot in range(6):
+        engine.admit(slot, [5] * 2 * short, slot, Sampler())
+    assert sum(map(sum, passes)) == 3 * 2 * short
+    engine.encode_last(range(6))
+    assert sum(map(sum, passes)) == 6 * 2 * short
+    assert max(map(sum, passes)) <= 6 * short
+    assert max(map(max, passes)) <= (3 if on_gpu else 6) * short
+
+
 def test_passes_of_one_shape_share_what_is_streamed(
     fp8_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,7 @@ def server() -> Generator[Running]:
     with running(engine, text_with_tools()) as found:
         yield found
         found.settle()
-        assert engine.slots == {}
+        assert engine.said == {}
 
 
 def test_each_is_refused_with_a_message(server: Running) -> None:

@@ -49,7 +49,7 @@ def case() -> Generator[Case]:
     yield found
     found.engine.allowed.release(100)
     found.scheduler.stop()
-    assert found.engine.slots == {}
+    assert found.engine.said == {}
 
 
 def finished(events: "queue.Queue[Event]") -> str:

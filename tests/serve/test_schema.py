@@ -14,7 +14,7 @@ def server() -> Generator[Running]:
     with running(engine) as found:
         yield found
         found.settle()
-        assert engine.slots == {}
+        assert engine.said == {}
 
 
 def test_what_it_answers_with_is_in_the_schema(server: Running) -> None:

@@ -547,7 +547,7 @@ def test_a_client_that_hangs_up_frees_its_slot(stream: bool) -> None:
         assert not ask.is_alive()
         server.settle()
         assert len(engine.batches) <= 4
-        assert engine.slots == {}
+        assert engine.said == {}
 
 
 @pytest.mark.parametrize("stream", [False, True])

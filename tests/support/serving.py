@@ -93,10 +93,10 @@ class ScriptedEngine:
     device = torch.device("cpu")
 
     def __init__(self, capacity: int = 2) -> None:
-        self.capacity = capacity
+        self.capacity = self.slots = capacity
         self.allowed = threading.Semaphore(0)
         self.entered = threading.Semaphore(0)
-        self.slots: dict[int, int] = {}
+        self.said: dict[int, int] = {}  # canvases, by slot that is taken
         self.batches: list[list[int]] = []
         self.fault: Exception | None = None
         self.free = False  # whether it waits for no one
@@ -106,8 +106,8 @@ class ScriptedEngine:
         self, slot: int, prompt: Sequence[int], seed: int, sampler: Sampler,
         images: Images | None = None, given: Given | None = None,
     ) -> None:  # fmt: skip
-        assert slot not in self.slots
-        self.slots[slot] = 0
+        assert slot not in self.said
+        self.said[slot] = 0
 
     def denoise(
         self, slots: Sequence[int], on_draft: OnDraft | None = None,
@@ -124,11 +124,11 @@ class ScriptedEngine:
         return [Canvas(self._say(slot), 2) for slot in slots]
 
     def release(self, slot: int) -> None:
-        self.slots.pop(slot, None)
+        self.said.pop(slot, None)
 
     def _say(self, slot: int) -> list[int]:
-        self.slots[slot] += 1
-        ids = tokenizer().encode(f"c{self.slots[slot]} ", add_special_tokens=False)
+        self.said[slot] += 1
+        ids = tokenizer().encode(f"c{self.said[slot]} ", add_special_tokens=False)
         return (ids + tokenizer().encode(" go" * 8, add_special_tokens=False))[:8]
 
 

@@ -18,6 +18,7 @@ import torch
 from fused_dequant import CELLS
 from torch import Tensor
 
+from quantize.host.progress import say
 from quantize.runtime.fused.passes import Added
 from quantize.runtime.fused.transfer import pinned_until
 
@@ -146,8 +147,9 @@ class HostCells:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            for keys in self._host.keys:  # and the values, in the same memory
-                pinned_until(self, keys, device)
+            both = self._host.keys  # and the values, in the same memory
+            if [keys for keys in both if not pinned_until(self, keys, device)]:
+                say("keys and values on the host could not be pinned: copies of them are slower")
 
     def clear(self, slot: int) -> None:
         """Forget what a slot has encoded."""

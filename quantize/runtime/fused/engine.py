@@ -176,7 +176,8 @@ class FusedEngine:
         self._joins = (
             not batch_invariant and inputs is None and on_gpu and lanes == 1 and not on_host
         )
-        self._lockstep = weights.streamed or on_host  # passes go through the layers together
+        # passes of several lanes go through the layers together: no graph holds them
+        self._lockstep = weights.streamed or on_host or lanes > 1
         self.graphs = graphs and self.device.type == "cuda" and not self._lockstep
         self.pool: Pool = torch.cuda.graph_pool_handle() if self.graphs else None
         self._slots: dict[int, _Sequence] = {}
@@ -219,6 +220,7 @@ class FusedEngine:
         sequence = _Sequence(seed, _denoising(sampler), unencoded=list(prompt), given=given)
         if images is not None or not self._waits(len(prompt)):
             self._encode_long(slot, sequence, images)
+        self._make_room(len(sequence.unencoded))
         self._slots[slot] = sequence
 
     def denoise(
@@ -260,6 +262,13 @@ class FusedEngine:
             return True
         room = self._padded(length) <= min(self._chunk, self.max_length)
         return self._lockstep and self.prefixes is None and room
+
+    def _make_room(self, more: int) -> None:
+        """Encode what waits if memory is planned for fewer rows than it and `more` tokens have."""
+        counts = [len(own.unencoded) for own in self._slots.values()]
+        waiting = sum(self._padded(count) for count in (*counts, more) if count)
+        if waiting > max(self.slots * self._short, self._chunk):
+            self.encode_last(list(self._slots))
 
     def _joins_step(self, sequence: _Sequence) -> bool:
         """Whether what a sequence has to encode is encoded with the first step of its canvas.
@@ -504,7 +513,7 @@ class FusedEngine:
                 kinds.setdefault(kind, []).append((slot, sequence.context, run))
                 sequence.context += len(run)
                 sequence.unencoded = []
-        passes = [(rows, n) for (_, n), alike in kinds.items() for rows in self._together(alike)]
+        passes = [(rows, n) for (_, n), alike in kinds.items() for rows in self._together(alike, n)]
         if self.model.cores or self._lockstep:
             return [self._pass(rows, length) for rows, length in passes]
         for rows, length in passes:
@@ -519,13 +528,13 @@ class FusedEngine:
             return self.canvas_length
         return self._short if length <= self._short else -(-length // SHORT) * SHORT
 
-    def _together(self, rows: list[Row]) -> list[list[Row]]:
-        """Return rows of a length in as few passes as may be."""
+    def _together(self, rows: list[Row], length: int) -> list[list[Row]]:
+        """Return rows of a length in as few passes as may be, none of more rows than were planned."""
         if self.model.cores:
             return [rows]
-        if self._smallest == 1:
-            return [rows + rows[:1] * (bucket(len(rows)) - len(rows))]
-        return [[row] for row in rows]
+        most = max(1, self.capacity * self._short // length) if self._smallest == 1 else 1
+        parts = [rows[start : start + most] for start in range(0, len(rows), most)]
+        return [part + part[:1] * (bucket(len(part)) - len(part)) for part in parts]
 
     def _encode(self, rows: list[Row], length: int) -> None:
         """Encode rows as one pass of `length` tokens a row."""

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from quantize.errors import ResourceError
 from quantize.host.progress import say
+from quantize.host.resources import free_memory
 from quantize.runtime.fused.recording import RecordedPass, Recording
 
 Event = Any  # torch.cuda.Event, of which torch's stubs have two
@@ -82,7 +82,7 @@ def room_for_rows(recording: Recording, hidden: int, scratch: Path) -> list[Tens
         ResourceError: the disk is full, or cannot be written.
     """
     sizes = [batch.count * hidden for batch in recording.batches]
-    if 2 * sum(sizes) + LEFT_BYTES <= psutil.virtual_memory().available:
+    if 2 * sum(sizes) + LEFT_BYTES <= free_memory():
         return [torch.empty(n, dtype=torch.bfloat16).view(-1, hidden) for n in sizes]
     say(f"{scratch}: {2 * sum(sizes) / 1e9:.1f} GB of rows lie there, since memory is short")
     found: list[Tensor] = []
