@@ -1,0 +1,96 @@
+"""What an evaluation tells while it runs: rates, looks, and the time that is left or was saved."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quantize.recovery.gate import Verdict
+from quantize.stages.evaluate import answers
+from quantize.stages.evaluate.answers import Answers, Rates
+
+
+def look(questions: int, repeats: int) -> SimpleNamespace:
+    return SimpleNamespace(questions=questions, repeats=repeats)
+
+
+# 400 and 100 samples a model
+FIRST: Any = SimpleNamespace(
+    name="one", samples=400, plan=SimpleNamespace(looks=[look(100, 2), look(100, 3), look(100, 4)])
+)
+LAST: Any = SimpleNamespace(name="two", samples=100, plan=SimpleNamespace(looks=[look(100, 1)]))
+
+
+def telling(rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, list[str]]:
+    """Return answers of a process at a rate of 100 samples an hour, and what it will have told."""
+    found, told = object.__new__(Answers), list[str]()
+    found._processes = SimpleNamespace(rank=rank)  # type: ignore[assignment]
+    found._rates = SimpleNamespace(hours=lambda samples: samples / 100)  # type: ignore[assignment]
+    monkeypatch.setattr(answers, "say", told.append)
+    return found, told
+
+
+def test_seconds_are_those_of_answers_and_not_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, backend = SimpleNamespace(time=100.0), SimpleNamespace(loading_seconds=3.0)
+    monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: now.time))
+
+    def finished() -> Iterator[Any]:
+        now.time, backend.loading_seconds = now.time + 10, backend.loading_seconds + 4
+        yield ["a", "b"], [SimpleNamespace(tokens=5), SimpleNamespace(tokens=6)]
+        now.time += 5
+        yield ["c"], [SimpleNamespace(tokens=7)]
+
+    rates = Rates()
+    assert rates.hours(10) == 0
+    for count, name in enumerate(("bf16", "bf16", "quantized"), 1):
+        model: Any = SimpleNamespace(name=name, backend=backend)
+        assert len(list(rates.counted(finished(), 3, model, FIRST, ""))) == 2
+        assert rates.hours(10) == pytest.approx(10 * 11 / 3 / 3600)
+        facts = {"samples": 3, "tokens": 18, "seconds": 11.0}
+        twice = {key: value * min(count, 2) for key, value in facts.items()}
+        assert rates.by_model == {"bf16": twice} | ({"quantized": facts} if count == 3 else {})
+
+
+@pytest.mark.parametrize(
+    ("task", "outcome", "said"),
+    [
+        (FIRST, "INCONCLUSIVE", "undecided; at most about 6 h 00 min left"),  # 2 x (200 + 100)
+        (FIRST, "PASS", "PASS; at most about 2 h 00 min left"),
+        (LAST, "PASS", "PASS"),
+    ],
+)
+def test_a_look_tells_what_the_rest_takes_at_most(
+    task: Any, outcome: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds = SimpleNamespace(low=-3.25, high=1.0)
+    found: Any = SimpleNamespace(
+        difference_bounds=bounds, difference_pp=-1.0, margin_pp=5.0, questions=100,
+        repeats=2 if task is FIRST else 1,
+    )  # fmt: skip
+    monkeypatch.setattr(answers, "judge_task", lambda *_: Verdict(outcome, ""))
+    for rank in (0, 1):
+        telling_one, told = telling(rank, monkeypatch)
+        telling_one.tell_look([FIRST, LAST], task, 1, found)
+        seen = (
+            f"{100 * found.repeats} of {task.samples} a model; -1.0 points [-3.2, +1.0], margin 5"
+        )
+        first = f"{task.name}: look 1 of {len(task.plan.looks)}: {seen}: {said}"
+        assert told == ([first] if rank == 0 else [])
+
+
+@pytest.mark.parametrize(
+    ("taken", "said"),
+    [
+        ((2, 1), "PASS after 800 of 1000 samples: about 2.0 hours saved at the rate of this run"),
+        ((3, 1), "PASS after 1000 of 1000 samples"),
+        ((1, 0), "PASS after 400 of 1000 samples: about 6.0 hours saved at the rate of this run"),
+    ],
+)
+def test_the_end_tells_what_was_saved(
+    taken: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (0, 1):
+        found, told = telling(rank, monkeypatch)
+        found.tell([FIRST, LAST], dict(zip(("one", "two"), taken, strict=True)), "PASS")
+        assert told == ([said] if rank == 0 else [])
