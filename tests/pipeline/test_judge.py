@@ -44,7 +44,8 @@ def test_a_checkpoint_is_judged(quick: Quick) -> None:
     stages = read_json(folder / "stages.json")
     del stages["convert"]  # as a kill behind the link leaves it
     write_json(folder / "stages.json", stages)
-    assert quick(*words, "--resume").redone() == ["convert"]
+    linked = quick(*words, "--resume")
+    assert (linked.code, linked.redone()) == (0, ["convert"])
     pair = quantize.compare(quick.folder.path, folder)
     assert {task: entry["difference_pp"] for task, entry in pair.tasks.items()} == dict.fromkeys(
         pair.tasks, 0.0
