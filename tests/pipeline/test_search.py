@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -151,8 +152,9 @@ def test_a_choice_becomes_a_recipe_that_plans_it() -> None:
 
 
 def test_a_search_from_end_to_end(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Damage is made up; the choice keeps the bytes, is measured, and a second search measures none."""
     damage = {"attention": 3.0, "mlp": 1.0, "experts": 2.0}
     measured: list[int] = []
@@ -190,6 +192,24 @@ def test_a_search_from_end_to_end(
     assert 0 < percents[0] < percents[-1] < 101  # sizes are counted in bins
     assert smaller["bytes"] <= 0.95 * whole[1]
     assert smaller["kl_nats"]["predicted"] >= facts["kl_nats"]["predicted"]
+    capsys.readouterr()
+    bound["kl"] = smaller["kl_nats"]["predicted"]
+    bounded = read_json(
+        search("nvfp4", str(tiny_checkpoint), tmp_path, **bound).with_suffix(".json")
+    )
+    assert bounded["kl_nats"]["predicted"] == bound["kl"]
+    assert bounded["bytes"] <= smaller["bytes"]
+    shown = capsys.readouterr().err
+    rows = [re.split(" *│ *", line)[1:5] for line in shown.splitlines() if line[:1] == "│"]
+    assert {
+        f"{layer}.{kind}": cell
+        for layer, *cells in rows
+        for kind, cell in zip(("attention", "mlp", "experts"), cells, strict=True)
+    } == bounded["schemes"]
+    assert "│ 0.00, 250.00, 500.00 " in shown  # of BF16, FP8, FP8: KL x 1000
+    said = " ".join(shown.split())
+    assert f"at least {bounded['estimated_ms']:.2f} ms a forward of one canvas on" in said
+    assert f"nats predicted, {bounded['kl_nats']['measured']:.4g} [" in said
 
 
 @pytest.mark.parametrize(
