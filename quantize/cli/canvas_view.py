@@ -6,9 +6,11 @@ half a character at its end: written text never changes. The answer goes to stdo
 everything else to stderr.
 """
 
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,11 @@ from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.host.progress import console, say
 from quantize.runtime import Placement, Sample, Sampler, open
-from quantize.runtime.chat import HALF_CHARACTER, encode_chat, load_tokenizer, split_thoughts
+from quantize.runtime.chat import encode_chat, load_tokenizer, split_thoughts
 from quantize.runtime.engine import complete
 from quantize.runtime.images import open_picture, place, prepare
 from quantize.runtime.sample import canvas_budgets
+from quantize.serve.text import Answer
 
 Write = Callable[[str], object]
 END = "\N{MIDDLE DOT}"  # drawn for an EOS before the canvas' last word
@@ -61,7 +64,7 @@ def watch(
     say(f"loading {checkpoint}")
     room = min(len(ids) + canvases * config.canvas_length, limit)
     engine = open(checkpoint, replace(where, capacity=1, max_context=room))
-    output = _Output(tokenizer, write, _aside)
+    output = _Output(tokenizer, sampler, write, _aside)
 
     def answer(drawing: "_Drawing | None") -> Sample:
         return complete(
@@ -76,7 +79,7 @@ def watch(
     else:
         with Live(console=console, transient=True, auto_refresh=False) as live:
             sample = answer(_Drawing(tokenizer, sampler.eos_token_ids, live))
-    output.end(sample)
+    output.add(sample, ended=True)
     say(_summary(sample, time.monotonic() - started))
 
 
@@ -104,35 +107,27 @@ def _aside(text: str) -> None:
     console.print(text, end="", style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
-@dataclass
 class _Output:
     """Writes an answer as it grows, without thoughts, and only what no later canvas can change."""
 
-    tokenizer: Any
-    write: Write
-    aside: Write
-    thoughts: str = ""
-    answer: str = ""
+    def __init__(self, tokenizer: Any, sampler: Sampler, write: Write, aside: Write) -> None:
+        split = partial(split_thoughts, tokenizer)
+        self.answer = Answer(split, sampler, max_tokens=sys.maxsize, max_canvases=sys.maxsize)
+        self.write, self.aside = write, aside
 
-    def add(self, sample: Sample) -> None:
-        """Write what a new canvas made certain."""
-        thoughts, answer = split_thoughts(self.tokenizer, sample.tokens)
-        self._add(thoughts.rstrip(HALF_CHARACTER), answer.rstrip(HALF_CHARACTER))
-
-    def end(self, sample: Sample) -> None:
-        """Write the rest of the answer, and end the line."""
-        self._add(*split_thoughts(self.tokenizer, sample.tokens))
-        if self.thoughts and not self.thoughts.endswith("\n"):
+    def add(self, sample: Sample, *, ended: bool = False) -> None:
+        """Write what a new canvas made certain; the rest too, and a line's end, where it has ended."""
+        begun, self.answer.sample = bool(self.answer.reasoning), sample
+        self.answer.finish = "stop" if ended else None
+        delta = self.answer.delta()
+        if delta.reasoning:
+            self.aside(delta.reasoning if begun else f"thoughts: {delta.reasoning}")
+        if delta.content:
+            self.write(delta.content)
+        if ended and self.answer.reasoning and not self.answer.reasoning.endswith("\n"):
             self.aside("\n")
-        self.write("\n")
-
-    def _add(self, thoughts: str, answer: str) -> None:
-        if new := thoughts[len(self.thoughts) :]:
-            self.aside(new if self.thoughts else f"thoughts: {new}")
-            self.thoughts = thoughts
-        if new := answer[len(self.answer) :]:
-            self.write(new)
-            self.answer = answer
+        if ended:
+            self.write("\n")
 
 
 class _Drawing:

@@ -12,15 +12,6 @@ from quantize.schemes.modes import ACTIVATION_MODES
 
 REAL_MODEL = "google/diffusiongemma-26B-A4B-it"
 STEPS = click.IntRange(*bounds_of("max_denoising_steps"))
-GPU_MEMORY = click.option(
-    "--gpu-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
-    callback=lambda _, __, gb: None if gb is None else gb * 1e9,
-    help="GPU memory to use, at most; weights that do not fit are streamed. Else all that is free.",
-)  # fmt: skip
-ACTIVATIONS = click.option(
-    "--activations", type=click.Choice(ACTIVATION_MODES),
-    help="How a quantized model's activations are rounded; else as its kernels do, on a CPU not.",
-)  # fmt: skip
 SHARED: dict[str, Callable[[Any], Any]] = {
     "run": click.argument("run", type=click.Path(path_type=Path)),
     "checkpoint": click.argument("checkpoint"),
@@ -50,13 +41,20 @@ SHARED: dict[str, Callable[[Any], Any]] = {
         "gb300, dgxstation, rtxpro6000, rtx5090, rtx5080 or spark, or sm_NN with --gpu-memory; else "
         "for the GPU that is here.",
     ),
-    "gpu-memory": GPU_MEMORY,
+    "gpu-memory": click.option(
+        "--gpu-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
+        callback=lambda _, __, gb: None if gb is None else gb * 1e9,
+        help="GPU memory to use, at most; weights that do not fit are streamed. Else all that is free.",
+    ),
     "scratch": click.option(
         "--scratch", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
         help="Where calibrate keeps for round what enters the first layer: up to 1.44 MB a canvas and "
         "step of a 26B model, removed when round is done. Else the run's folder.",
     ),
-    "activations": ACTIVATIONS,
+    "activations": click.option(
+        "--activations", type=click.Choice(ACTIVATION_MODES),
+        help="How a quantized model's activations are rounded; else as its kernels do, on a CPU not.",
+    ),
     "modes": click.option(
         "--activations", "modes", multiple=True, type=click.Choice(ACTIVATION_MODES),
         help="Measure this way of rounding activations too; may be given several times.",

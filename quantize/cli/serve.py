@@ -1,14 +1,16 @@
 """`quantize serve`: an OpenAI-compatible endpoint."""
 
 import os
-from functools import partial
+from collections.abc import Callable
+from dataclasses import Field, fields
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantize.cli.options import ACTIVATIONS, GPU_MEMORY, served_name
+from quantize.cli.options import served_name, with_options
 from quantize.recipe.controls import REQUEST_NAMES
+from quantize.serve.options import KEY_VARIABLE, Options
 
 if TYPE_CHECKING:
     from quantize.schemes.modes import ActivationMode
@@ -50,66 +52,33 @@ SIGTERM lets running requests finish and refuses those that wait.
 """.replace("CONTROLS", fill(", ".join(REQUEST_NAMES), 72, subsequent_indent="  "))
 
 
-option = partial(click.option, show_default=True)
-COUNT = click.IntRange(min=1)
+def _option(setting: Field[Any]) -> Callable[[Any], Any]:
+    """Return the option that sets a setting of the server."""
+    name = f"--{setting.name.replace('_', '-')}"
+    return click.option(name, default=setting.default, show_default=True, **setting.metadata)
 
 
 @click.command(help=HELP)
-@click.argument("checkpoint")
-@option("--host", default="127.0.0.1", help="Other hosts need an API key.")
-@option("--port", default=8000, type=click.IntRange(0, 65535))
-@option("--model-name", help="Name that clients ask for; else the folder's.")
-@option(
-    "--max-num-seqs", type=click.IntRange(1, 64), default=4,
-    help="Samples that are denoised together.",
+@with_options(
+    "checkpoint",
+    click.option("--model-name", help="Name that clients ask for; else the folder's."),
+    click.option(
+        "--data-parallel", "workers", type=click.IntRange(1, 64), default=1, show_default=True,
+        help="GPUs that serve, each a whole copy in a process of its own, all behind the one port.",
+    ),
+    click.option(
+        "--prefix-cache", "prefix_mib", type=click.IntRange(min=0), default=0, show_default=True,
+        help="MiB of the device for beginnings of prompts that are kept encoded, beside what it takes.",
+    ),
+    *(_option(setting) for setting in fields(Options) if setting.metadata),
+    "activations",
+    "gpu-memory",
+    click.option("--ignore-unsupported", is_flag=True, expose_value=False, hidden=True),
+    click.option(
+        "--allow-origin", "origins", multiple=True, metavar="URL",
+        help="Web pages from there may ask, as https://chat.example; * for all; may be repeated.",
+    ),
 )  # fmt: skip
-@option(
-    "--data-parallel", "workers", type=click.IntRange(1, 64), default=1,
-    help="GPUs that serve, each a whole copy in a process of its own, all behind the one port.",
-)  # fmt: skip
-@option(
-    "--max-queue",
-    type=COUNT,
-    default=64,
-    help="Samples that may wait; more get 429 and Retry-After.",
-)
-@option(
-    "--max-context", type=COUNT,
-    help="Most tokens of prompt and answer; else what the model takes, on a GPU at most 8192.",
-)  # fmt: skip
-@option(
-    "--prefix-cache", "prefix_mib", type=click.IntRange(min=0), default=0,
-    help="MiB of the device for beginnings of prompts that are kept encoded, beside what it takes.",
-)  # fmt: skip
-@option(
-    "--batch-invariant", is_flag=True,
-    help="On a GPU: a seeded sample has the same text alone and beside others, at a full batch's cost.",
-)  # fmt: skip
-@option(
-    "--max-prompt-tokens", type=COUNT,
-    help="Most tokens of a prompt; else as many as the context leaves.",
-)  # fmt: skip
-@option("--max-body-bytes", type=COUNT, default=8 << 20, help="Most bytes of a request body.")
-@option(
-    "--request-timeout", type=click.FloatRange(min=0, min_open=True), default=600.0,
-    help="Seconds a request may take, waiting included.",
-)  # fmt: skip
-@option(
-    "--shutdown-grace", type=click.FloatRange(min=0), default=30.0,
-    help="Seconds that running requests get after SIGTERM.",
-)  # fmt: skip
-@ACTIVATIONS
-@GPU_MEMORY
-@option(
-    "--strict", is_flag=True,
-    help="Refuse temperature, top_p, penalties and the like; else they are ignored and named.",
-)  # fmt: skip
-@option("--ignore-unsupported", is_flag=True, expose_value=False, hidden=True)
-@option(
-    "--allow-origin", "origins", multiple=True, metavar="URL",
-    help="Web pages from there may ask, as https://chat.example; * for all; may be repeated.",
-)  # fmt: skip
-@option("--log-prompts", is_flag=True, help="Log prompts and answers; else neither is logged.")
 def serve(
     checkpoint: str,
     model_name: str | None,
@@ -128,7 +97,6 @@ def serve(
 
     try:
         from quantize.serve.fleet import serve as serve_together
-        from quantize.serve.options import KEY_VARIABLE, Options
         from quantize.serve.server import serve as serve_alone
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "uvicorn", "prometheus_client", "starlette", "llguidance"):

@@ -56,15 +56,10 @@ async def _lines(chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
 
 @dataclass
 class Shape:
-    """Makes the answers of one request.
+    """Makes the answers of one request, whose choices are `jobs`.
 
-    Attributes:
-        kind: what a whole answer is called.
-        model: name of the model.
-        text: the tokenizer.
-        jobs: the choices.
-        prompt_tokens: tokens of all prompts; each counts once for all its choices.
-        include_usage: whether a stream ends with the usage.
+    `prompt_tokens` are of all prompts; each counts once for all its choices. With `include_usage` a
+    stream ends with the usage.
     """
 
     kind: Literal["chat.completion", "text_completion"]

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from jinja2 import Environment, select_autoescape
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
@@ -19,7 +20,6 @@ from quantize.errors import InputError
 from quantize.serve import schemas
 from quantize.serve.failures import RequestError, from_validation
 from quantize.serve.guard import guarded
-from quantize.serve.metrics import Metrics
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 from quantize.serve.response_events import Answer
 from quantize.serve.responses import ResponsesRequest
@@ -49,7 +49,7 @@ def _brief(kind: dict[str, Any]) -> str:
     return json.dumps({k: v for k, v in kind.items() if k not in ("title", "description")})
 
 
-def create_app(service: Service, metrics: Metrics) -> ASGIApp:
+def create_app(service: Service) -> ASGIApp:
     """Return the application: routes behind their guard."""
 
     @asynccontextmanager
@@ -67,9 +67,9 @@ def create_app(service: Service, metrics: Metrics) -> ASGIApp:
         redoc_url=None,
     )
     _add_answers(app, service)
-    _add_pages(app, service, metrics)
+    _add_pages(app, service)
     _add_failures(app)
-    return guarded(app, service.options, metrics)
+    return guarded(app, service.options, service.scheduler.metrics)
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
@@ -80,7 +80,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     )
     async def chat(body: ChatRequest) -> Response:
         """Answer a chat; with `stream` as server-sent events, one delta for each finished canvas."""
-        return (await service.chat(body)).response
+        return (await service.answer(body)).response
 
     @app.post(
         "/v1/completions",
@@ -89,12 +89,12 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     )
     async def complete(body: CompletionRequest) -> Response:
         """Continue text or tokens, without a chat template."""
-        return (await service.complete(body)).response
+        return (await service.answer(body)).response
 
     @app.post("/v1/responses", responses=schemas.streamed("events of OpenAI's Responses API"))
     async def respond(body: ResponsesRequest) -> Response:
         """Answer a chat in the shape of the Responses API; nothing is stored."""
-        return Answer(body).of(await service.chat(body.chat))
+        return Answer(body).of(await service.answer(body.chat))
 
     @app.get("/v1/models", response_model=schemas.Models, responses=schemas.ASKED)
     async def models() -> Response:
@@ -112,7 +112,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         return JSONResponse(service.model)
 
 
-def _add_pages(app: FastAPI, service: Service, metrics: Metrics) -> None:
+def _add_pages(app: FastAPI, service: Service) -> None:
     @app.get("/version", response_model=schemas.Version, responses=schemas.ASKED)
     async def version() -> Response:
         """Name the version of this server."""
@@ -136,7 +136,8 @@ def _add_pages(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/metrics", response_class=PlainTextResponse, responses=schemas.ASKED)
     async def metrics_page() -> Response:
         """Return the counters in Prometheus' text format."""
-        return Response(metrics.page(), media_type="text/plain; version=0.0.4")
+        page = generate_latest(service.scheduler.metrics.registry)
+        return Response(page, media_type="text/plain; version=0.0.4")
 
     @app.get("/docs", include_in_schema=False)
     async def documentation() -> Response:

@@ -35,12 +35,7 @@ Matcher = Any  # llguidance's class, which has no types
 
 
 class Grammars:
-    """Makes matchers for one tokenizer.
-
-    Args:
-        tokenizer: a fast tokenizer of transformers.
-        ends: token ids that end an answer.
-    """
+    """Makes matchers for a fast tokenizer of transformers; the token ids `ends` end an answer."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
         self.ends = list(ends)

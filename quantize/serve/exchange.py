@@ -19,21 +19,13 @@ MAX_PENDING_DRAFTS = 64  # a client that reads slowly misses drafts, never text
 class Exchange:
     """The jobs of the request whose task makes this, and their events, in the order they happen.
 
-    Args:
-        scheduler: runs the jobs.
-        seconds: time the request may take.
-        count: number of jobs that it will have.
-
-    Raises:
-        RequestError: as in `Scheduler.reserve`.
+    It may take so many `seconds`, and will have `count` jobs. Raises as `Scheduler.reserve`.
     """
 
     def __init__(self, scheduler: Scheduler, seconds: float, count: int) -> None:
         scheduler.reserve(count)
-        self._reserved = count
-        self._scheduler = scheduler
+        self._scheduler, self._reserved, self._seconds = scheduler, count, seconds
         self._jobs: Sequence[Job] = ()
-        self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + seconds
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -67,11 +59,7 @@ class Exchange:
             raise
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Hand over the jobs, one for each place reserved.
-
-        Raises:
-            RequestError: as in `Scheduler.submit`.
-        """
+        """Hand over the jobs, one for each place reserved; raises as `Scheduler.submit`."""
         self._reserved = 0
         self._scheduler.submit(jobs)
         self._jobs = jobs

@@ -17,29 +17,17 @@ TYPES = {
 
 
 class RequestError(Exception):
-    """A request that ends with an HTTP status and a reason.
+    """A request that ends with an HTTP status and a reason of one line.
 
-    Args:
-        status: HTTP status.
-        message: one line that says what is wrong.
-        param: name of the parameter at fault.
-        code: machine-readable name of the fault.
-        retry_after: seconds after which another attempt makes sense.
+    `param` names the parameter at fault, `code` the fault for machines; `retry_after` are seconds.
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
         retry_after: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
+        self.status, self.param, self.code = status, param, code
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
 
     @property

@@ -15,11 +15,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import uvicorn
 from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
@@ -35,7 +34,7 @@ from quantize.serve.failures import RequestError
 from quantize.serve.guard import guarded
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
-from quantize.serve.server import announce, listening_socket
+from quantize.serve.server import Server, listening_socket
 from quantize.serve.workers import Work, Worker, visible_gpus
 
 CHATS = 10_000  # whose workers are remembered
@@ -67,6 +66,11 @@ class Fleet:
                 del self.homes[next(iter(self.homes))]
         found.taken += 1
         return found
+
+    def leave(self) -> None:
+        """Ask all workers to end."""
+        for worker in self.workers:
+            worker.stop()
 
     async def relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to a worker, and its answer back."""
@@ -117,19 +121,6 @@ def beginning(body: bytes) -> str | None:
     return json.dumps([asked.get("tools"), messages[: ends + 1]])
 
 
-class _Front(uvicorn.Server):
-    """uvicorn's server, whose shutdown shuts the workers down first."""
-
-    def __init__(self, config: uvicorn.Config, fleet: Fleet) -> None:
-        super().__init__(config)
-        self.fleet = fleet
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        for worker in self.fleet.workers:
-            worker.stop()
-        super().handle_exit(sig, frame)
-
-
 def application(fleet: Fleet) -> ASGIApp:
     """Return the front: its own health and metrics, all else relayed, behind the servers' guard."""
 
@@ -170,15 +161,9 @@ def serve(checkpoint: Path, options: Options, place: Placement, count: int) -> N
                     how = f"ended with exit code {worker.process.exitcode} while it loaded"
                     raise ResourceError(f"worker {worker.index} {how}; its message stands above")
             say(f"{count} workers are ready")
-            announce(options, sock)
-            config = uvicorn.Config(
-                application(fleet), access_log=False, log_config=None, server_header=False,
-                timeout_graceful_shutdown=int(options.shutdown_grace) + 10,
-            )  # fmt: skip
-            _Front(config, fleet).run([sock])
+            Server(application(fleet), options, fleet.leave, grace=10).run([sock])
         finally:
-            for worker in fleet.workers:
-                worker.stop()
+            fleet.leave()
             for worker in fleet.workers:
                 worker.process.join(options.shutdown_grace + 10)
                 worker.process.kill()

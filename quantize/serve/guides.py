@@ -27,13 +27,7 @@ class Scored:
 
 
 class AnswerGuide:
-    """One answer's guide.
-
-    Args:
-        length: tokens of a canvas.
-        constraint: holds the answer to a form; None for any text.
-        top: how many of the most probable tokens are recorded; None records nothing.
-    """
+    """Guides one answer, of canvases of `length` tokens: None constrains, or records, nothing."""
 
     def __init__(self, length: int, constraint: Constraint | None, top: int | None) -> None:
         self._length, self._constraint, self.top = length, constraint, top
@@ -42,7 +36,7 @@ class AnswerGuide:
     @property
     def error(self) -> str | None:
         """The reason why the answer could not be held to its form, if any."""
-        return None if self._constraint is None else self._constraint.error
+        return self._constraint and self._constraint.error
 
     @property
     def complete(self) -> bool:
@@ -70,12 +64,7 @@ def scored(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:
         own = torch.tensor(tokens[start : start + ROWS], device=logits.device)
         chances = logits[start : start + ROWS].float().log_softmax(-1)
         best = chances.topk(top)
-        rows = zip(
-            own.tolist(),
-            chances.gather(-1, own[:, None])[:, 0].tolist(),
-            best.indices.tolist(),
-            best.values.tolist(),
-            strict=True,
-        )
+        columns = (own, chances.gather(-1, own[:, None])[:, 0], best.indices, best.values)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
         found += [Scored(t, p, list(zip(ids, ps, strict=True))) for t, p, ids, ps in rows]
     return found

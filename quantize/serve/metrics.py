@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quantize.host.gauge import Gauge as Driver
 from quantize.runtime.prefixes import PrefixCache
-from quantize.serve.text import Answer
 
 Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 
@@ -41,17 +40,17 @@ class Metrics:
         says = "Time until a batch of samples has finished a canvas."
         self.canvas_seconds = made(Histogram, "canvas_seconds", says, buckets=SECONDS)
 
-    def watch(self, prefixes: PrefixCache[Any] | None) -> None:
-        """Show what an engine keeps of the beginnings of prompts, as it stands when it is asked."""
+    def watch(self, prefixes: PrefixCache[Any] | None, device: torch.device) -> None:
+        """Show what an engine keeps of prompts' beginnings, and what the driver says of its GPU.
+
+        Both are shown as they stand when they are asked for; a CPU has no driver.
+        """
         if prefixes is not None:
             says = "Tokens of prompts that were looked for."
             self._ask("prefix_asked_tokens", says, lambda: prefixes.asked)
             says = "Those that needed no encoding."
             self._ask("prefix_reused_tokens", says, lambda: prefixes.reused)
             self._ask("prefix_bytes", "Memory of what is kept.", lambda: prefixes.nbytes)
-
-    def watch_gpu(self, device: torch.device) -> None:
-        """Show what the driver says of a GPU, as it stands when it is asked; nothing for a CPU."""
         if (driver := Driver.of(device)) is None:
             return
 
@@ -76,16 +75,3 @@ class Metrics:
         self.batch.observe(batch)
         self.canvases.inc(len(steps))
         self.steps.inc(sum(steps))
-
-    def ignore(self, names: Sequence[str]) -> None:
-        """Count the parameters of a request that are ignored."""
-        for name in names:
-            self.ignored.labels(name).inc()
-
-    def finished(self, answer: Answer) -> None:
-        """Count a finished sample."""
-        self.tokens.inc(answer.tokens)
-
-    def page(self) -> bytes:
-        """Return all counters in Prometheus' text format."""
-        return generate_latest(self.registry)

@@ -2,22 +2,34 @@
 
 import ipaddress
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
 
 from quantize.errors import InputError
 
 KEY_VARIABLE = "QUANTIZE_API_KEY"
 
 
+COUNT = click.IntRange(min=1)
+
+
+def _said(default: Any, says: str | None = None, kind: click.ParamType | None = None) -> Any:
+    """Declare a setting that an option of its name sets."""
+    flag = {"is_flag": True} if default is False else {}
+    return field(default=default, metadata={"help": says, "type": kind} | flag)
+
+
 @dataclass(frozen=True)
 class Options:
-    """Settings of one server, as `quantize serve --help` says of its options; times are in seconds.
+    """Settings of one server; `quantize serve` has an option for each that says what it is.
 
     Attributes:
         port: 0 takes a free one.
         api_key: what clients must send as a bearer token; None for no key.
-        max_context, max_prompt_tokens: None for the engine's own limit.
         prefix_bytes: memory for beginnings of prompts that are kept encoded.
+        origins: of web pages that may ask.
         fingerprint, activations: checkpoint and rounding that /v1/models reports.
 
     Raises:
@@ -25,20 +37,36 @@ class Options:
     """
 
     model_name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = _said("127.0.0.1", "Other hosts need an API key.")
+    port: int = _said(8000, None, click.IntRange(0, 65535))
+    max_num_seqs: int = _said(4, "Samples that are denoised together.", click.IntRange(1, 64))
+    max_queue: int = _said(64, "Samples that may wait; more get 429 and Retry-After.", COUNT)
+    max_context: int | None = _said(
+        None,
+        "Most tokens of prompt and answer; else what the model takes, on a GPU at most 8192.",
+        COUNT,
+    )
+    batch_invariant: bool = _said(
+        False,
+        "On a GPU: a seeded sample has the same text alone and beside others, at a full batch's cost.",
+    )
+    max_prompt_tokens: int | None = _said(
+        None, "Most tokens of a prompt; else as many as the context leaves.", COUNT
+    )
+    max_body_bytes: int = _said(8 << 20, "Most bytes of a request body.", COUNT)
+    request_timeout: float = _said(
+        600.0, "Seconds a request may take, waiting included.", click.FloatRange(0, min_open=True)
+    )
+    shutdown_grace: float = _said(
+        30.0, "Seconds that running requests get after SIGTERM.", click.FloatRange(0)
+    )
+    strict: bool = _said(
+        False,
+        "Refuse temperature, top_p, penalties and the like; else they are ignored and named.",
+    )
+    log_prompts: bool = _said(False, "Log prompts and answers; else neither is logged.")
     api_key: str | None = None
-    max_num_seqs: int = 4
-    max_queue: int = 64
-    max_context: int | None = None
     prefix_bytes: int = 0
-    batch_invariant: bool = False
-    max_prompt_tokens: int | None = None
-    max_body_bytes: int = 8 << 20
-    request_timeout: float = 600.0
-    shutdown_grace: float = 30.0
-    strict: bool = False
-    log_prompts: bool = False
     origins: Sequence[str] = ()
     fingerprint: str | None = None
     activations: str = "none"

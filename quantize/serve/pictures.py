@@ -36,10 +36,8 @@ class Pictures:
     ) -> tuple[list[int], Images | None]:
         """Return the prompt with room for the pictures' tokens, and the prepared pictures.
 
-        Args:
-            prompt: token ids, with one placeholder a picture.
-            urls: for each picture the parameter it came in, and its data URL.
-            soft_tokens: most tokens a picture may take.
+        `prompt` are token ids, with one placeholder a picture. `urls` has each picture's parameter and
+        data URL; `soft_tokens` are the most that one takes.
 
         Raises:
             RequestError: 400, a picture is refused, or there are too many.
@@ -50,17 +48,15 @@ class Pictures:
         if len(urls) > MAX_PICTURES:
             message = f"{len(urls)} pictures; at most {MAX_PICTURES} are taken"
             raise RequestError(400, message, param="messages", code="too_many_images")
-        found: list[Images] = []
-        counts: list[int] = []
+        found: list[tuple[Images, list[int]]] = []
         for param, url in urls:
             try:
-                images, count = prepare([read(url)], self.config, soft_tokens)
+                found.append(prepare([read(url)], self.config, soft_tokens))
             except InputError as error:
                 raise invalid(param, error, "invalid_image") from error
-            found.append(images)
-            counts += count
-        pixels = torch.cat([images.pixels for images in found])
-        positions = torch.cat([images.positions for images in found])
+        pixels = torch.cat([images.pixels for images, _ in found])
+        positions = torch.cat([images.positions for images, _ in found])
+        counts = [count for _, each in found for count in each]
         return place(prompt, counts, self.config), Images(pixels, positions)
 
 

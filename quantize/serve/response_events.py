@@ -114,9 +114,9 @@ class Answer:
     def _call(self, call: Json) -> Iterator[Json]:
         """Yield the events of a call, which comes whole with the canvas that ends it."""
         called = call["function"]
-        about = {"call_id": call["id"], "name": called["name"], "arguments": ""}
+        about = {"call_id": call["id"], **called, "arguments": ""}
         yield from self._open("function_call", "fc", about)
-        self.items[-1]["arguments"] = called["arguments"]
+        self.items[-1] |= called
         yield self._event("function_call_arguments.delta", delta=called["arguments"])
         yield from self._close()
 

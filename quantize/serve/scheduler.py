@@ -51,18 +51,14 @@ Event = Delta | Draft | RequestError
 
 @dataclass(eq=False)
 class Job:
-    """One sample.
+    """One sample of a prompt, token ids, with noise of its own seed.
 
     Attributes:
-        prompt: token ids.
-        seed: seed of its noise.
-        sampler: settings of its denoising.
         answer: the growing answer, to be read only after the last event.
         emit: takes its events, drafts on any thread; a `RequestError` or a finish is the last.
         drafts: whether every denoising step is emitted.
-        images: images for the prompt's placeholders, if it has any.
-        given: known tokens of the answer.
-        guide: the guide in `given`, whose error ends the job.
+        images: for the prompt's placeholders.
+        guide: the guide in `given`, the known tokens; its error ends the job.
     """
 
     prompt: Sequence[int]
@@ -79,18 +75,10 @@ class Job:
 
 
 class Scheduler:
-    """Runs jobs on an engine.
-
-    Args:
-        engine: used by this thread only.
-        max_queue: jobs that may wait.
-        metrics: counts what happens.
-    """
+    """Runs jobs on an engine, which its thread alone uses; `max_queue` jobs may wait."""
 
     def __init__(self, engine: Engine, *, max_queue: int, metrics: Metrics) -> None:
-        self.engine = engine
-        self.max_queue = max_queue
-        self.metrics = metrics
+        self.engine, self.max_queue, self.metrics = engine, max_queue, metrics
         self._waiting: deque[Job] = deque()
         self._reserved = 0  # places of jobs whose prompts are being prepared
         self._running: dict[int, Job] = {}
@@ -261,7 +249,7 @@ class Scheduler:
             if job.answer.finish:
                 self._leave([slot])
                 self._seconds += 0.1 * (time.monotonic() - job.started - self._seconds)
-                self.metrics.finished(job.answer)
+                self.metrics.tokens.inc(job.answer.tokens)
 
     def _speak(self) -> None:
         """Emit what the last canvases added."""

@@ -3,14 +3,14 @@
 import logging
 import signal
 import sys
-import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from socket import AF_UNIX, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
 from types import FrameType
-from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint
@@ -33,68 +33,52 @@ EVEN = 16  # requests at once on an H200, the only GPU where it was measured: do
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with a shutdown that drains the scheduler first."""
+    """uvicorn's server of an application, which prints its address and begins a shutdown by `leave`."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(
+        self, app: ASGIApp, options: Options, leave: Callable[[], object], grace: int = 5
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            host=options.host,
+            port=options.port,
+            access_log=False,  # the guard logs, without addresses or queries
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=int(options.shutdown_grace) + grace,
+        )
         super().__init__(config)
-        self.service = service
-        self.scheduler = service.scheduler
-        self.options = service.options
+        self.options, self.leave = options, leave
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Listen, and print the address."""
+        """Listen, and print the address, and how fields are taken that have no meaning here."""
         await super().startup(sockets)
-        for server in self.servers:
-            announce(self.options, server.sockets[0])
+        address = self.servers[0].sockets[0]
+        if address.family == AF_UNIX:  # a worker's: its front prints its own
+            return
+        host, port = address.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        key = f"with the key of {KEY_VARIABLE}" if self.options.api_key else "without a key"
+        say(f"serving {self.options.model_name} at {url} {key}")
+        how = "refused (--strict)" if self.options.strict else "ignored; --strict refuses them"
+        names = ", ".join(IGNORABLE)
+        say(f"of a request's fields, these have no meaning here and are {how}: {names}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Refuse waiting jobs; give running ones their time, then end them with an answer too."""
+        """Begin a shutdown; a second signal ends it."""
         if not self.should_exit:
-            # This thread may hold the very lock that draining takes, so another drains.
-            threading.Thread(target=self.scheduler.drain).start()
-            timer = threading.Timer(self.options.shutdown_grace, self.scheduler.stop)
-            timer.daemon = True
-            timer.start()
+            self.leave()
         super().handle_exit(sig, frame)
 
 
-def announce(options: Options, listening: Any) -> None:
-    """Print the address of a server, and how it takes fields that have no meaning here.
-
-    Args:
-        options: the server's.
-        listening: its socket; behind one without a host, a worker's, its front prints the address.
-    """
-    if listening.family == AF_UNIX:
-        return
-    host, port = listening.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    key = f"with the key of {KEY_VARIABLE}" if options.api_key else "without a key"
-    say(f"serving {options.model_name} at {url} {key}")
-    how = "refused (--strict)" if options.strict else "ignored; --strict refuses them"
-    names = ", ".join(IGNORABLE)
-    say(f"of a request's fields, these have no meaning here and are {how}: {names}")
-
-
-def make_server(
+def make_service(
     engine: Engine, text: Text, pictures: Pictures, sampler: Sampler, options: Options
-) -> Server:
-    """Return a server of an engine, its text, pictures, sampler and options."""
+) -> Service:
+    """Return what answers requests by an engine, its text, pictures, sampler and options."""
     metrics = Metrics()
-    metrics.watch(engine.prefixes)
-    metrics.watch_gpu(engine.device)
+    metrics.watch(engine.prefixes, engine.device)
     scheduler = Scheduler(engine, max_queue=options.max_queue, metrics=metrics)
-    service = Service(scheduler, text, pictures, sampler, options)
-    config = uvicorn.Config(
-        create_app(service, metrics),
-        host=options.host,
-        port=options.port,
-        access_log=False,  # the guard logs, without addresses or queries
-        log_config=None,
-        server_header=False,
-        timeout_graceful_shutdown=int(options.shutdown_grace) + 5,
-    )
-    return Server(config, service)
+    return Service(scheduler, text, pictures, sampler, options)
 
 
 def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
@@ -172,4 +156,5 @@ def run(checkpoint: Path, options: Options, place: Placement, sock: socket) -> N
     engine = open_engine(checkpoint, options, place)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # uvicorn raises the signal again at its end
-    make_server(engine, text, pictures, sampler, options).run([sock])
+    service = make_service(engine, text, pictures, sampler, options)
+    Server(create_app(service), options, service.leave).run([sock])

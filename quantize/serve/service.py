@@ -4,7 +4,8 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,12 +39,8 @@ log = logging.getLogger(__name__)
 class Prepared:
     """A request, turned into tokens.
 
-    Attributes:
-        prompts: token ids.
-        images: images of its only prompt.
-        given: the known tokens of each answer.
-        limit: tokens of an answer before its suffix; None where there is none.
-        form: matcher that holds each answer to its form; None for any text.
+    `images` are those of its only prompt, `given` the known tokens of each answer, `limit` its tokens
+    before a suffix. `form` holds each answer to its form; None is any text.
     """
 
     prompts: list[list[int]]
@@ -53,19 +50,8 @@ class Prepared:
     form: Matcher | None
 
 
-Encode = Callable[[], Prepared]
-
-
 class Service:
-    """Answers requests with one model.
-
-    Args:
-        scheduler: runs jobs.
-        text: the model's tokenizer.
-        pictures: turns pictures into the vision tower's input.
-        sampler: the model's settings, which a request may change for itself.
-        options: the server's limits.
-    """
+    """Answers requests with one model, whose settings `sampler` a request may change for itself."""
 
     def __init__(
         self,
@@ -75,11 +61,8 @@ class Service:
         sampler: Sampler,
         options: Options,
     ) -> None:
-        self.scheduler = scheduler
-        self.text = text
-        self.pictures = pictures
-        self.sampler = sampler
-        self.options = options
+        self.scheduler, self.text, self.pictures = scheduler, text, pictures
+        self.sampler, self.options = sampler, options
         self.forms = Forms(text.tokenizer, sampler.eos_token_ids)
         engine = scheduler.engine
         limits = (engine.max_length, sampler.max_length, options.max_context)
@@ -90,38 +73,38 @@ class Service:
         self.encoder = ThreadPoolExecutor(1, "encoder")
         self._named: set[str] = set()  # ignored parameters that were logged
 
-    async def chat(self, body: ChatRequest) -> Said:
-        """Answer a chat."""
-        turns = [message.turn for message in body.messages]
-        tools = [tool.declaration for tool in body.tools]
+    def leave(self) -> None:
+        """Refuse waiting jobs; give running ones their time, then end them with an answer too."""
+        # This thread may hold the very lock that draining takes, so another drains.
+        threading.Thread(target=self.scheduler.drain).start()
+        timer = threading.Timer(self.options.shutdown_grace, self.scheduler.stop)
+        timer.daemon = True
+        timer.start()
 
-        def encode() -> Prepared:
+    def _encode(self, body: Body) -> Prepared:
+        """Return a request in tokens: a chat by its template, plain prompts as they are."""
+        images = None
+        if isinstance(body, ChatRequest):
+            turns = [message.turn for message in body.messages]
+            tools = [tool.declaration for tool in body.tools]
             prompt = self.text.encode_chat(turns, thinking=body.thinking, tools=tools)
             prompt, images = self.pictures.put(prompt, body.pictures, body.image_tokens)
-            return Prepared([prompt], images, *self._known(body), self.forms.matcher(body))
-
-        return await self._answer(body, encode, 1)
-
-    async def complete(self, body: CompletionRequest) -> Said:
-        """Answer a plain completion."""
-        asked: Any = body.prompt
-
-        def encode() -> Prepared:
+            prompts = [prompt]
+        else:
+            asked: Any = body.prompt
             prompts = [self.text.encode(p) if isinstance(p, str) else p for p in asked]
-            return Prepared(prompts, None, *self._known(body), self.forms.matcher(body))
+        known = infill.known(body, self.text.encode_piece, self.scheduler.engine.canvas_length)
+        return Prepared(prompts, images, *known, self.forms.matcher(body))
 
-        return await self._answer(body, encode, len(asked))
-
-    def _known(self, body: Body) -> tuple[Given | None, int | None]:
-        return infill.known(body, self.text.encode_piece, self.scheduler.engine.canvas_length)
-
-    async def _answer(self, body: Body, encode: Callable[[], Prepared], prompts: int) -> Said:
+    async def answer(self, body: Body) -> Said:
+        """Answer a request."""
+        prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
         self.check_model(body.model)
         ignored = self._ignored(body)
         exchange = Exchange(self.scheduler, self.options.request_timeout, prompts * body.n)
         async with exchange.in_time():
             loop = asyncio.get_running_loop()
-            prepared = await loop.run_in_executor(self.encoder, encode)
+            prepared = await loop.run_in_executor(self.encoder, self._encode, body)
             self._check_length(body, prepared.prompts)
             jobs = self._jobs(body, prepared, exchange)
         exchange.submit(jobs)
@@ -170,8 +153,8 @@ class Service:
             if name not in self._named:
                 log.warning("ignored: %s", message)
             ignored.append(name)
+            self.scheduler.metrics.ignored.labels(name).inc()
         self._named.update(ignored)
-        self.scheduler.metrics.ignore(ignored)
         return ignored
 
     @property

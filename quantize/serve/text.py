@@ -76,10 +76,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Delta:
-    """Text that a canvas added to an answer; the last one has `finish`.
+    """Text that a canvas added to an answer, its tokens range(*span); the last one has `finish`.
 
-    The answer had `called` calls before it; the canvas added its tokens from `span[0]` up to, and
-    without, `span[1]`.
+    The answer had `called` calls before it.
     """
 
     reasoning: str
@@ -138,7 +137,10 @@ class Answer:
             content = content.rstrip(HALF_CHARACTER)
             markers = [OPEN] if self.tools else []
             content = content[: len(content) - held(content, [*self.stops, *markers])]
-        content, calls = self._calls(content)
+        calls: list[Call] = []
+        if self.tools:
+            content, calls = read_calls(content, self.tools, whole=self.finish is not None)
+        calls = calls[:1] if self.one_call else calls
         delta = Delta(
             reasoning[len(self.reasoning) :],
             content[len(self.content) :],
@@ -152,12 +154,6 @@ class Answer:
         self.content += delta.content
         self.calls += delta.calls
         return delta
-
-    def _calls(self, content: str) -> tuple[str, list[Call]]:
-        if not self.tools:
-            return content, []
-        said, calls = read_calls(content, self.tools, whole=self.finish is not None)
-        return said, calls[:1] if self.one_call else calls
 
     def _read(self) -> tuple[str, str]:
         return self.split(self.sample.tokens[: self.max_tokens])

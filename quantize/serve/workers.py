@@ -25,13 +25,7 @@ from quantize.serve.options import Options
 from quantize.serve.server import serve_at
 
 HOP_BY_HOP = {
-    b"connection",
-    b"keep-alive",
-    b"transfer-encoding",
-    b"te",
-    b"upgrade",
-    b"expect",
-    b"date",
+    *(b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", b"date")
 }
 LONGEST_PAUSE = 60.0  # seconds before a worker that ended again and again is started once more
 ENDED = "the worker that had this request ended and is started again: send the request once more"

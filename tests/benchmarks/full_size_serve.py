@@ -38,9 +38,10 @@ from quantize.runtime import Placement, Sampler
 from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine
 from quantize.runtime.fused.engine import FusedEngine
+from quantize.serve.app import create_app
 from quantize.serve.options import Options
 from quantize.serve.pictures import Pictures
-from quantize.serve.server import make_server, open_engine
+from quantize.serve.server import Server, make_service, open_engine
 from quantize.serve.text import Text
 
 PORT = 8123
@@ -58,7 +59,9 @@ def serving(checkpoint: Path, engine: Engine | None = None, **settings: Any) -> 
     )
     pictures = Pictures(model_config(Checkpoint.open(checkpoint).config))
     sampler = Sampler.from_checkpoint(checkpoint)
-    server = make_server(engine, Text(load_tokenizer(checkpoint)), pictures, sampler, options)
+    text = Text(load_tokenizer(checkpoint))
+    service = make_service(engine, text, pictures, sampler, options)
+    server = Server(create_app(service), options, service.leave)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

@@ -111,15 +111,13 @@ def test_finished_canvases_are_written_and_never_change() -> None:
         [heart[-1], *words(" eight"), 1, 5, 5],
     ]
     said: list[str] = []
-    output, sample = (
-        _Output(tokenizer, lambda t: said.append(t), lambda t: said.append(f"({t})")),
-        Sample(),
-    )
+    sampler, sample = Sampler(eos_token_ids=(1,)), Sample()
+    output = _Output(tokenizer, sampler, said.append, lambda t: said.append(f"({t})"))
     for canvas in canvases:
-        sample.commit(canvas, 1, Sampler(eos_token_ids=(1,)))
+        sample.commit(canvas, 1, sampler)
         output.add(sample)
         said.append("|")
-    output.end(sample)
+    output.add(sample, ended=True)
     assert "".join(said) == (
         "(thoughts: first I add)|( then)it is|\N{BLACK HEART SUIT} eight|(\n)\n"
     )

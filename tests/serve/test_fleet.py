@@ -17,6 +17,7 @@ import httpx
 import pytest
 import scripted_server
 import torch
+from prometheus_client import generate_latest
 from server_process import KEY, process
 from serving import ScriptedEngine
 from starlette.types import Message
@@ -113,8 +114,8 @@ def test_metrics_show_what_the_driver_says_of_a_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(metrics.Driver, "of", lambda _: driver)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60, 100))
     found = metrics.Metrics()
-    found.watch_gpu(torch.device("cuda"))
-    page = found.page().decode()
+    found.watch(None, torch.device("cuda"))
+    page = generate_latest(found.registry).decode()
     shown = {k: float(v) for k, v in re.findall(r"^quantize_gpu_(\w+) (\S+)$", page, re.MULTILINE)}
     assert math.isnan(shown.pop("energy_joules"))  # it tells none
     assert shown == {"utilization": 0.5, "memory_bytes": 40, "clock_mhz": 1980}

@@ -26,9 +26,11 @@ from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import TextWeights, load_packed
 from quantize.runtime.images import Images
 from quantize.runtime.known_tokens import Given
+from quantize.serve.app import create_app
 from quantize.serve.options import Options
 from quantize.serve.pictures import Pictures
-from quantize.serve.server import Server, make_server
+from quantize.serve.server import Server, make_service
+from quantize.serve.service import Service
 from quantize.serve.text import Text
 
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
@@ -171,9 +173,8 @@ def text_with_tools() -> Text:
 class Running:
     """A server that runs, and clients for it."""
 
-    def __init__(self, server: Server, options: Options) -> None:
-        self.server = server
-        self.service = server.service
+    def __init__(self, server: Server, service: Service) -> None:
+        self.server, self.service, options = server, service, service.options
         port = server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.key = options.api_key or "unused"
@@ -205,20 +206,16 @@ def running(
     """A server on a free port until the block ends."""
     options = Options("bundled", port=0, **settings)
     engine = engine or engine_of(options.max_num_seqs)
-    server = make_server(
-        engine,
-        text or Text(tokenizer()),
-        Pictures(model_config(Checkpoint.open(CHECKPOINT).config)),
-        SAMPLER,
-        options,
-    )
+    pictures = Pictures(model_config(Checkpoint.open(CHECKPOINT).config))
+    service = make_service(engine, text or Text(tokenizer()), pictures, SAMPLER, options)
+    server = Server(create_app(service), options, service.leave)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.01)
     try:
-        found = Running(server, options)
+        found = Running(server, service)
         with found.http, found.openai:
             yield found
     finally:
