@@ -29,6 +29,7 @@ from quantize.runtime.sample import canvas_budgets
 from quantize.serve.text import Answer
 
 Write = Callable[[str], object]
+ASIDE = partial(console.print, end="", style="dim", highlight=False, markup=False, soft_wrap=True)
 END = "\N{MIDDLE DOT}"  # drawn for an EOS before the canvas' last word
 
 
@@ -64,7 +65,7 @@ def watch(
     say(f"loading {checkpoint}")
     room = min(len(ids) + canvases * config.canvas_length, limit)
     engine = open(checkpoint, replace(where, capacity=1, max_context=room))
-    output = _Output(tokenizer, sampler, write, _aside)
+    output = _Output(tokenizer, sampler, write, ASIDE)
 
     def answer(drawing: "_Drawing | None") -> Sample:
         return complete(
@@ -101,10 +102,6 @@ def _encode(
         return ids, None
     images, counts = prepare(opened, config, soft_tokens)
     return place(ids, counts, config), images
-
-
-def _aside(text: str) -> None:
-    console.print(text, end="", style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 class _Output:

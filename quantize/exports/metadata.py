@@ -30,17 +30,6 @@ def metadata(source: Checkpoint) -> dict[str, Any]:
         InputError: the model has a trait that llama.cpp's graph does not compute.
     """
     text = text_config(source)
-    _check_built_in(text)
-    named = {f"{ARCHITECTURE}.{key}": value for key, value in _sizes(source, text).items()}
-    return named | _diffusion(source)
-
-
-def text_config(source: Checkpoint) -> dict[str, Any]:
-    """Return the text model's config with transformers' defaults for what config.json leaves out."""
-    return model_config(source.config).to_dict()["text_config"]
-
-
-def _check_built_in(text: dict[str, Any]) -> None:
     for key, wanted in BUILT_IN.items():
         value: Any = text
         for part in key.split("."):
@@ -50,6 +39,13 @@ def _check_built_in(text: dict[str, Any]) -> None:
                 f"config.json: text_config.{key} is {value!r}; llama.cpp's diffusion-gemma computes "
                 f"{wanted!r} only, so this model cannot be exported"
             )
+    named = {f"{ARCHITECTURE}.{key}": value for key, value in _sizes(source, text).items()}
+    return named | _diffusion(source)
+
+
+def text_config(source: Checkpoint) -> dict[str, Any]:
+    """Return the text model's config with transformers' defaults for what config.json leaves out."""
+    return model_config(source.config).to_dict()["text_config"]
 
 
 def _sizes(source: Checkpoint, text: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,10 @@ and up share a fused tensor there only without a scale; and `ffn_down_exps.scale
 the product of the router's scale and 1 / weight_global_scale, in float32.
 
 `rope_freqs` divides the angles of full-attention layers: 1 where they rotate, 1e30 where they do not.
+A block of NVFP4 holds four groups of 16 values: 4 block scales e4m3, read without their sign, then 4 x 8
+bytes of codes. The byte at j of a group's eight holds the codes of values j (low nibble) and j + 8, where
+the checkpoint pairs values 2 j and 2 j + 1. The `gguf` package only reads these, which tests do.
+
 The vision tower is left out, as that runtime reads text only, and so are the calibrated scales of
 activations, which it reads but does not use. The embedding is also the output.
 
@@ -35,10 +39,9 @@ from quantize.checkpoints.reader import FIX, Checkpoint
 from quantize.checkpoints.shards import Task
 from quantize.checkpoints.targets import linear_modules, linear_shape
 from quantize.errors import InputError
-from quantize.exports.blocks import nvfp4_blocks
 from quantize.exports.metadata import text_config
 from quantize.schemes.records import Scheme
-from quantize.schemes.rounding import E2M1_GROUPS, all_finite
+from quantize.schemes.rounding import E2M1_GROUPS, GROUP, all_finite
 
 KeptAs = Literal["BF16", "Q8_0"]
 GGMLType = Literal["F32", "BF16", "Q8_0", "NVFP4"]
@@ -59,7 +62,7 @@ OWN = {  # what llama.cpp's Gemma 4 does not have
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
 }
-ROUTER_SCALE = "router.per_expert_scale"
+ROUTER_SCALE, FIRST_DOWN = "router.per_expert_scale", "experts.0.down_proj"
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,6 @@ def plan_tensors(source: Checkpoint, kept_as: KeptAs) -> list[GGUFTensor]:
         InputError: GGUF cannot hold a scheme or a width.
     """
     schemes = schemes_by_module(source.config)
-    _refuse_schemes(source, schemes)
-    return list(_Planner(source, kept_as, schemes).tensors())
-
-
-def _refuse_schemes(source: Checkpoint, schemes: dict[str, Scheme]) -> None:
     refused = [(m, scheme) for m, scheme in schemes.items() if scheme.codes is not E2M1_GROUPS]
     if refused:
         module, scheme = refused[0]
@@ -121,6 +119,7 @@ def _refuse_schemes(source: Checkpoint, schemes: dict[str, Scheme]) -> None:
             f"hold: it has BF16, Q8_0 and NVFP4; export the BF16 model with --type q8_0, or quantize "
             f"it with the recipe nvfp4 or nvfp4a16"
         )
+    return list(_Planner(source, kept_as, schemes).tensors())
 
 
 @dataclass(frozen=True)
@@ -140,13 +139,8 @@ class _Planner:
                 yield from self._experts(target, spec.shape, modules)
             elif modules:
                 yield from self._linears(target, spec.shape, modules)
-            elif not self._is_multiplied(name):
+            elif name.replace(ROUTER_SCALE, FIRST_DOWN) not in self.schemes:  # else `_read_scales`
                 yield self._kept(name, target, spec.shape)
-
-    def _is_multiplied(self, name: str) -> bool:
-        """Whether a tensor is a router's scale that goes into its experts' `.scale`."""
-        down = f"{name.removesuffix(ROUTER_SCALE)}experts.0.down_proj"
-        return name.endswith(ROUTER_SCALE) and down in self.schemes
 
     def _rope_freqs(self) -> GGUFTensor:
         text = text_config(self.source)
@@ -201,26 +195,39 @@ class _Planner:
             yield from self._linears(part_target, separate, modules[index::each])
 
     def _read_blocks(self, modules: Sequence[str]) -> torch.Tensor:
-        return torch.cat([self._read_block(module) for module in modules])
-
-    def _read_block(self, module: str) -> torch.Tensor:
-        packed = "weight_packed" if f"{module}.weight_packed" in self.source.tensors else "weight"
-        scales = read_finite(self.source, f"{module}.weight_scale")
-        return nvfp4_blocks(self.source.read(f"{module}.{packed}"), scales)
+        read, blocks = self.source.read, list[torch.Tensor]()
+        for module in modules:
+            ours = f"{module}.weight_packed" in self.source.tensors
+            codes = read(f"{module}.{'weight_packed' if ours else 'weight'}")
+            blocks.append(nvfp4_blocks(codes, read_finite(self.source, f"{module}.weight_scale")))
+        return torch.cat(blocks)
 
     def _read_scales(self, modules: Sequence[str]) -> torch.Tensor:
         """Return each module's 1 / global scale, FP32, for down experts times the router's scale."""
-        scales = torch.cat([self._read_scale(module) for module in modules])
-        if modules[0].endswith("experts.0.down_proj"):
-            router = modules[0].removesuffix("experts.0.down_proj") + ROUTER_SCALE
+        found: list[torch.Tensor] = []
+        for module in modules:
+            inverse = f"{module}.weight_scale_2"  # ModelOpt's
+            theirs = inverse in self.source.tensors
+            name = inverse if theirs else f"{module}.weight_global_scale"
+            scale = read_finite(self.source, name).reshape(1)
+            found.append(scale if theirs else 1 / scale)
+        scales = torch.cat(found)
+        if modules[0].endswith(FIRST_DOWN):
+            router = modules[0].replace(FIRST_DOWN, ROUTER_SCALE)
             scales = scales * read_finite(self.source, router).float()
         return scales.view(torch.uint8)
 
-    def _read_scale(self, module: str) -> torch.Tensor:
-        inverse = f"{module}.weight_scale_2"  # ModelOpt's
-        if inverse in self.source.tensors:
-            return read_finite(self.source, inverse).reshape(1)
-        return 1 / read_finite(self.source, f"{module}.weight_global_scale")
+
+def nvfp4_blocks(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the bytes [n] of codes [..., in / 2] U8 and block scales [..., in / 16] e4m3.
+
+    `in` is a multiple of 64; the scales have no sign.
+    """
+    pairs = packed.reshape(-1, GROUP // 2)  # a group of 16: codes 0 1, 2 3, ... 14 15
+    codes = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(-2)
+    low, high = codes.split(GROUP // 2, dim=-1)
+    d = scales.view(torch.uint8).reshape(-1, 4)
+    return torch.cat([d, (low | (high << 4)).view(len(d), -1)], dim=-1).flatten()
 
 
 def _check_width(name: str, shape: tuple[int, ...], kind: GGMLType) -> None:

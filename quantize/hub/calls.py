@@ -73,14 +73,10 @@ def explained(where: str, *, except_transient: bool = False) -> Generator[None]:
     except (httpx.HTTPError, OSError, RuntimeError, ValueError) as error:
         if except_transient and is_transient(error):
             raise
-        raise _explain(where, _root(error)) from None
-
-
-def _root(error: BaseException) -> BaseException:
-    """Return the error that stopped an upload, which its worker wraps in a RuntimeError."""
-    while isinstance(error, RuntimeError) and error.__cause__ is not None:
-        error = error.__cause__
-    return error
+        found: BaseException = error
+        while isinstance(found, RuntimeError) and found.__cause__ is not None:
+            found = found.__cause__  # what stopped an upload, which its worker wraps
+        raise _explain(where, found) from None
 
 
 def _explain(where: str, error: BaseException) -> QuantizeError:

@@ -23,14 +23,13 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars, logging
+from huggingface_hub.utils.sha import git_hash
 
 from quantize.errors import GateError, InputError
 from quantize.host.progress import track
 from quantize.hub.calls import STALE_PARENT, explained, is_transient, patiently, status_of
 
 T = TypeVar("T")
-
-BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -41,18 +40,13 @@ class File:
     content: Path | bytes
     size: int
     sha256: str
-    git_sha1: str
 
     @classmethod
     def of(cls, path: str, content: Path | bytes) -> "File":
-        """Read `content` once, and compute both checksums that the Hub may list."""
+        """Read `content` once for its checksum."""
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
-        sha256, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
         with BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
-            while block := file.read(BLOCK):
-                sha256.update(block)
-                git.update(block)
-        return cls(path, content, size, sha256.hexdigest(), git.hexdigest())
+            return cls(path, content, size, hashlib.file_digest(file, "sha256").hexdigest())
 
     def is_at(self, remote: RepoFile | None) -> bool:
         """Whether the Hub lists exactly these bytes for `remote`."""
@@ -60,7 +54,8 @@ class File:
             return False
         if remote.lfs is not None:
             return remote.lfs.sha256 == self.sha256
-        return remote.blob_id == self.git_sha1
+        data = self.content if isinstance(self.content, bytes) else self.content.read_bytes()
+        return remote.blob_id == git_hash(data)
 
 
 @dataclass(frozen=True)

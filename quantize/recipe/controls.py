@@ -19,16 +19,9 @@ def _control(
     judged: bool = True,
     **bounds: Any,
 ) -> Any:
-    """Declare a control; `bounds` and `asked` are keywords of pydantic's `Field`.
+    """Declare a control by keywords of pydantic's `Field`: `bounds`, and for requests `asked` too.
 
-    Args:
-        default: transformers' own.
-        says: what it is, with its unit.
-        asked: what holds for requests beside `bounds`.
-        alias: its name in requests.
-        gguf: its name among llama.cpp's, None for a control which that runtime lacks.
-        judged: whether an operating point may have a value of its own.
-        **bounds: what holds everywhere.
+    Requests call it `alias`, llama.cpp `gguf`; `judged` ones may have values of an operating point.
     """
     about = {"says": says, "bounds": bounds, "asked": {**bounds, **asked, "alias": alias}}
     return field(default=default, metadata=about | {"gguf": gguf, "judged": judged})

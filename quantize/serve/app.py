@@ -36,17 +36,14 @@ def page(schema: dict[str, Any]) -> str:
     """Return an OpenAPI schema as one page: nothing is loaded from elsewhere."""
     environment = Environment(autoescape=select_autoescape(default=True), trim_blocks=True)
     template = environment.from_string((STATIC / "docs.html.jinja").read_text("utf-8"))
-    return template.render(schema, refs=_refs, brief=_brief)
 
+    def refs(kind: dict[str, Any]) -> list[str]:  # names of objects that a field refers to
+        return sorted(set(re.findall(r"#/components/schemas/(\w+)", json.dumps(kind))))
 
-def _refs(kind: dict[str, Any]) -> list[str]:
-    """Return the names of the objects that a field refers to."""
-    return sorted(set(re.findall(r"#/components/schemas/(\w+)", json.dumps(kind))))
+    def brief(kind: dict[str, Any]) -> str:
+        return json.dumps({k: v for k, v in kind.items() if k not in ("title", "description")})
 
-
-def _brief(kind: dict[str, Any]) -> str:
-    """Return what a field takes, without its title and description."""
-    return json.dumps({k: v for k, v in kind.items() if k not in ("title", "description")})
+    return template.render(schema, refs=refs, brief=brief)
 
 
 def create_app(service: Service) -> ASGIApp:

@@ -172,7 +172,9 @@ class Constraint:
         if matcher.is_error():
             self.error = " ".join(matcher.get_error().split())[:300]
             return Verdict([self._end] * len(tokens))
-        changed = line.first_change(written) if closed is None else closed
+        pairs = enumerate(zip(written, tokens, strict=True))
+        changed = next((n for n, (new, old) in pairs if new != old), None)
+        changed = changed if closed is None else closed
         stand = None if changed is None else self._stands(written, start, changed)
         if stand is not None and stand < len(tokens) and self._rounds < ROUNDS:
             self._rounds += 1
@@ -277,8 +279,3 @@ class _Line:
         left = self.room - max(len(self.tokens), self.start)
         self.way = self.grammars.way_out(matcher, max(0, left))
         return self.way is not None
-
-    def first_change(self, written: list[int]) -> int | None:
-        """Return the first position whose token was replaced."""
-        pairs = enumerate(zip(written, self.tokens, strict=True))
-        return next((n for n, (new, old) in pairs if new != old), None)

@@ -190,11 +190,6 @@ class Tool(Strict):
     type: Literal["function"]
     function: Function
 
-    @property
-    def declaration(self) -> dict[str, Any]:
-        """Return what the chat template reads."""
-        return self.model_dump(exclude={"function": {"strict"}})
-
 
 class ChosenFunction(Strict):
     """The name of a function of `tools`."""

@@ -189,16 +189,12 @@ class Scheduler:
             while not (self._waiting or self._running or self._unsaid or self._stopped):
                 idle = True
                 self._changed.wait()
-            if idle:
-                self._gather()
+            # Jobs that come together begin together: waiting a canvas costs far more than a moment.
+            jobs = 0 if idle else len(self._waiting)
+            while jobs < len(self._waiting) < self.engine.capacity and not self._stopped:
+                jobs = len(self._waiting)
+                self._changed.wait(TOGETHER)
             return not self._stopped
-
-    def _gather(self) -> None:
-        """Let jobs that come together begin together: waiting a canvas costs far more than a moment."""
-        jobs = 0
-        while jobs < len(self._waiting) < self.engine.capacity and not self._stopped:
-            jobs = len(self._waiting)
-            self._changed.wait(TOGETHER)
 
     def _admit(self) -> None:
         for slot in range(self.engine.capacity):

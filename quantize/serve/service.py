@@ -86,7 +86,7 @@ class Service:
         images = None
         if isinstance(body, ChatRequest):
             turns = [message.turn for message in body.messages]
-            tools = [tool.declaration for tool in body.tools]
+            tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.tools]
             prompt = self.text.encode_chat(turns, thinking=body.thinking, tools=tools)
             prompt, images = self.pictures.put(prompt, body.pictures, body.image_tokens)
             prompts = [prompt]

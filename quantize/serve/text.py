@@ -6,7 +6,7 @@ last characters the beginning of a stop string. Both wait for the next canvas.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 from quantize.errors import InputError
@@ -29,6 +29,7 @@ class Text:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self.encode_piece = partial(tokenizer.encode, add_special_tokens=False)  # amid a canvas
         self.piece = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
         vocabulary = tokenizer.get_vocab()
         self._markers = {vocabulary[marker] for marker in MARKERS if marker in vocabulary}
@@ -53,10 +54,6 @@ class Text:
     def encode(self, prompt: str) -> list[int]:
         """Return the ids of plain text, with what the tokenizer puts before it."""
         return list(self.tokenizer.encode(prompt))
-
-    def encode_piece(self, text: str) -> list[int]:
-        """Return the ids of text in the middle of a canvas."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def split(self, tokens: Sequence[int], *, calls: bool = False) -> tuple[str, str]:
         """Return (thoughts, answer): what the model wrote in its thinking channel, and the rest.

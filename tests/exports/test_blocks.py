@@ -4,7 +4,7 @@ import gguf
 import torch
 from fused_dequant.formats import FP8, GROUP, unpack_e2m1
 
-from quantize.exports.blocks import nvfp4_blocks
+from quantize.exports.tensors import nvfp4_blocks
 
 NVFP4 = gguf.GGMLQuantizationType.NVFP4
 
