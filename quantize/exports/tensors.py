@@ -13,9 +13,9 @@ and up share a fused tensor there only without a scale; and `ffn_down_exps.scale
 the product of the router's scale and 1 / weight_global_scale, in float32.
 
 `rope_freqs` divides the angles of full-attention layers: 1 where they rotate, 1e30 where they do not.
-A block of NVFP4 holds four groups of 16 values: 4 block scales e4m3, read without their sign, then 4 x 8
-bytes of codes. The byte at j of a group's eight holds the codes of values j (low nibble) and j + 8, where
-the checkpoint pairs values 2 j and 2 j + 1. The `gguf` package only reads these, which tests do.
+A block of NVFP4 holds four groups of 16 values: 4 block scales e4m3, read without their sign, and 4 x 8
+bytes of codes. Byte j of a group holds the codes of values j (low nibble) and j + 8, where a checkpoint
+pairs values 2 j and 2 j + 1. The `gguf` package only reads such blocks, and tests do so.
 
 The vision tower is left out, as that runtime reads text only, and so are the calibrated scales of
 activations, which it reads but does not use. The embedding is also the output.
