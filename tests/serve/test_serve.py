@@ -513,7 +513,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         first = pool.submit(server.ask, max_tokens=8)
         assert engine.entered.acquire(timeout=20)
         second = pool.submit(server.ask, max_tokens=8)
-        while server.server.scheduler.load != (1, 1):
+        while server.service.scheduler.load != (1, 1):
             time.sleep(0.01)
         with pytest.raises(openai.RateLimitError, match="queue is full") as caught:
             server.ask()
@@ -677,7 +677,7 @@ def test_shutdown_finishes_what_runs_and_refuses_what_waits() -> None:
         runs = pool.submit(server.ask, max_tokens=16)
         assert engine.entered.acquire(timeout=20)
         waits = pool.submit(server.ask, max_tokens=16)
-        while server.server.scheduler.load != (1, 1):
+        while server.service.scheduler.load != (1, 1):
             time.sleep(0.01)
         server.server.handle_exit(signal.SIGTERM, None)
         with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
