@@ -66,11 +66,8 @@ def adaptive_rows(
 ) -> list[AdaptiveRow]:
     """Time both ways at `len(prompts)` slots, all of which become free.
 
-    Args:
-        engine: has room for two canvases behind a prompt.
-        prompts: one a slot, asked REQUESTS times.
-        sampler: when canvases stop.
-        stops: numbers of steps that canvases take instead, in turns.
+    The engine has room for two canvases behind a prompt; each prompt is asked REQUESTS times. Canvases
+    stop by the sampler, or take numbers of steps, `stops`, in turns.
     """
     for slot in range(engine.capacity):
         engine.release(slot)
@@ -98,13 +95,9 @@ def adaptive_rows(
 def speeds(
     checkpoint: Path, place: Placement, context: int, steps: Mapping[str, Sequence[int]]
 ) -> dict[str, float]:
-    """Return tokens/s of slots that go on by step, under each name's steps of canvases.
+    """Return tokens/s of slots that go on by step, behind prompts of `context` tokens.
 
-    Args:
-        checkpoint: a folder.
-        place: where it runs, and how many slots it has.
-        context: tokens of the prompts.
-        steps: name -> steps that canvases took.
+    `steps` are name -> steps that canvases took.
     """
     engine = open(checkpoint, place)
     prompts = random_prompts(engine.model.weights, context, engine.capacity)

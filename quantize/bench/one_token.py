@@ -22,11 +22,7 @@ from quantize.runtime.fused.text_stack import FusedModel
 class Continuation:
     """`rows` sequences of one cache that grow by one token a pass, each pass one CUDA graph.
 
-    Args:
-        model: text stack over the cache.
-        rows: number of sequences.
-        pool: memory of graphs.
-        graphs: replay a CUDA graph; otherwise passes run kernel by kernel.
+    Without `graphs` passes run kernel by kernel.
     """
 
     def __init__(self, model: FusedModel, rows: int, pool: Pool, graphs: bool) -> None:

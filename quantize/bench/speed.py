@@ -280,13 +280,9 @@ def _measure_tokens(
 def _repeated(
     canvas: Callable[[], int], count: int, device: torch.device, tokens: int
 ) -> dict[str, Any]:
-    """Write the same canvas `count` times, or longer where energy can be read.
+    """Write the same canvas of so many `tokens` `count` times, or longer where energy can be read.
 
-    Args:
-        canvas: writes it, and returns how many forwards it took.
-        count: how often, at least.
-        device: the GPU that the driver is asked about.
-        tokens: of the canvas, in all slots.
+    `canvas` returns how many forwards it took.
     """
     gauge = Gauge.of(device)
     before = gauge.joules() if gauge else None

@@ -30,10 +30,7 @@ def tune_gpu(
 ) -> list["Choice"]:
     """Tune the products whose key `only` finds, and write what was chosen into the device's table.
 
-    Args:
-        only: a regular expression.
-        folder: folder of the user's tables.
-        timer: times a product's candidates; None for this GPU.
+    `folder` has the user's tables; `timer` times a product's candidates, None on this GPU.
 
     Raises:
         InputError: `only` is no regular expression, finds nothing, or only one of a pair of experts.

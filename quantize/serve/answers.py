@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from quantize.runtime.chat import HALF_CHARACTER
+from quantize.runtime.chat import HALF_CHARACTER, in_thoughts
 from quantize.serve.calls import Call
 from quantize.serve.guides import Scored
 from quantize.serve.scheduler import Draft, Job
@@ -164,12 +164,12 @@ def _call(call: Call) -> Json:
 
 def _of_chat(scored: Sequence[Scored], start: int, text: Text) -> Json:
     """Return the entries of the tokens from `start` on that are no thoughts."""
-    own = text.answers([entry.token for entry in scored])
+    thought = in_thoughts(text.tokenizer, [entry.token for entry in scored])
     content = [
         _token(text, entry.token, entry.logprob)
         | {"top_logprobs": [_token(text, token, chance) for token, chance in entry.top]}
-        for entry, answers in zip(scored[start:], own[start:], strict=True)
-        if answers
+        for entry, inside in zip(scored[start:], thought[start:], strict=True)
+        if not inside
     ]
     return {"content": content, "refusal": None}
 

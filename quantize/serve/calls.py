@@ -37,12 +37,9 @@ class Call:
 
 
 def read_calls(text: str, names: Collection[str], *, whole: bool) -> tuple[str, list[Call]]:
-    """Return the text around the calls, and the calls; both only grow with `text`.
+    """Return the text around the calls, and the calls; both only grow with `text`, the answer so far.
 
-    Args:
-        text: the answer so far, markers included.
-        names: tools that may be called.
-        whole: whether nothing follows; a call without an end is text then.
+    Where it is `whole`, nothing follows, and a call without an end is text.
     """
     content, calls, rest = "", list[Call](), text
     while (at := rest.find(OPEN)) >= 0:

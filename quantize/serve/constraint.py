@@ -57,27 +57,19 @@ class Grammars:
             self._shapes[token] = len(text), text.isalnum()
         return self._shapes[token]
 
-    def json_schema(self, schema: dict[str, Any]) -> Matcher:
-        """Return the matcher of JSON texts that a schema accepts; InputError as `_matcher`."""
-        compact: Any = {"whitespace_flexible": False}
-        return self._matcher(LLMatcher.grammar_from_json_schema(schema, overrides=compact))
-
-    def regex(self, pattern: str) -> Matcher:
-        """Return the matcher of whole texts that a regular expression matches; as `_matcher`."""
-        if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # the library would read its own text
-            raise InputError("the answer's form cannot be compiled: it ends in a backslash")
-        return self._matcher(LLMatcher.grammar_from_regex(pattern))
-
-    def lark(self, grammar: str) -> Matcher:
-        """Return the matcher of a grammar in Lark's notation."""
-        return self._matcher(LLMatcher.grammar_from_lark(grammar))
-
-    def _matcher(self, grammar: str) -> Matcher:
-        """Compile a grammar into a matcher.
+    def matcher(self, kind: str, form: Any) -> Matcher:
+        """Compile a form: "json" by its schema, "regex" of whole texts, or "lark" in Lark's notation.
 
         Raises:
-            InputError: the grammar is wrong, too complex, or needs what the library does not have.
+            InputError: the form is wrong, too complex, or needs what the library does not have.
         """
+        if (
+            kind == "regex" and (len(form) - len(form.rstrip("\\"))) % 2
+        ):  # it would read its own text
+            raise InputError("the answer's form cannot be compiled: it ends in a backslash")
+        make = {"json": LLMatcher.grammar_from_json_schema, "regex": LLMatcher.grammar_from_regex}
+        compact: Any = {"overrides": {"whitespace_flexible": False}} if kind == "json" else {}
+        grammar = make.get(kind, LLMatcher.grammar_from_lark)(form, **compact)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())[:300]

@@ -17,6 +17,15 @@ from quantize.serve.failures import invalid
 from quantize.serve.messages import Function
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 
+VALUES = r"""
+TEXT: /(.|\n)*/
+NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
+INTEGER: /-?(0|[1-9][0-9]*)/
+KEY: /[A-Za-z_][A-Za-z0-9_]*/
+any: string | NUMBER | "true" | "false" | "null" | list | object
+list: "[" (any ("," any)*)? "]"
+object: "{" (KEY ":" any ("," KEY ":" any)*)? "}"
+"""
 DEEPEST = 8  # levels of a parameter's schema that are enforced; below them any value may stand
 
 
@@ -41,12 +50,10 @@ class Forms:
             return None
         ((param, kind, form),) = body.forms
         try:
-            if kind == "json":
-                return self.grammars.json_schema(form)
-            if kind == "regex":
-                return self.grammars.regex(form)
-            several = isinstance(body, ChatRequest) and body.parallel_tool_calls
-            return self.grammars.lark(self._calls(form, several))
+            if kind == "calls":
+                several = isinstance(body, ChatRequest) and body.parallel_tool_calls
+                kind, form = "lark", self._calls(form, several)
+            return self.grammars.matcher(kind, form)
         except (InputError, ValueError, RecursionError) as error:
             raise invalid(param, error) from error
 
@@ -60,20 +67,8 @@ class Forms:
             f'"call:{function.name}" {_object(function.parameters, ids[QUOTE], 0)}'
             for function in functions
         )
-        return "\n".join(
-            [
-                f"start: call{'+' if several else ''}",
-                f"call: {ids[OPEN]} ({calls}) {ids[CLOSE]}",
-                f"string: {ids[QUOTE]} TEXT {ids[QUOTE]}",
-                "TEXT: /(.|\\n)*/",
-                "NUMBER: /-?(0|[1-9][0-9]*)(\\.[0-9]+)?([eE][+-]?[0-9]+)?/",
-                "INTEGER: /-?(0|[1-9][0-9]*)/",
-                "KEY: /[A-Za-z_][A-Za-z0-9_]*/",
-                'any: string | NUMBER | "true" | "false" | "null" | list | object',
-                'list: "[" (any ("," any)*)? "]"',
-                'object: "{" (KEY ":" any ("," KEY ":" any)*)? "}"',
-            ]
-        )
+        start = f"start: call{'+' if several else ''}\ncall: {ids[OPEN]} ({calls}) {ids[CLOSE]}\n"
+        return f"{start}string: {ids[QUOTE]} TEXT {ids[QUOTE]}\n{VALUES}"
 
 
 def _object(schema: dict[str, Any], quote: str, depth: int) -> str:

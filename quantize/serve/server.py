@@ -123,29 +123,25 @@ def listening_socket(host: str, port: int) -> socket:
     return found
 
 
-def serve(checkpoint: Path, options: Options, place: Placement) -> None:
-    """Serve a checkpoint until SIGINT or SIGTERM.
-
-    Raises:
-        InputError: the checkpoint cannot be loaded.
-        ResourceError: it does not fit; or the port is taken, which is noticed before weights are read.
-    """
-    run(checkpoint, options, place, listening_socket(options.host, options.port))
-
-
 def serve_at(checkpoint: Path, options: Options, place: Placement, path: Path) -> None:
     """Serve at a Unix socket, in a process of its own; an error of a user's is one line there too."""
     found = socket(AF_UNIX)
     found.bind(str(path))
     try:
-        run(checkpoint, options, place, found)
+        serve(checkpoint, options, place, found)
     except QuantizeError as error:
         say(f"error: {error}")
         sys.exit(error.exit_code)
 
 
-def run(checkpoint: Path, options: Options, place: Placement, sock: socket) -> None:
-    """Load a checkpoint and serve it at a socket."""
+def serve(checkpoint: Path, options: Options, place: Placement, sock: socket | None = None) -> None:
+    """Serve a checkpoint at its address, or at a socket, until SIGINT or SIGTERM.
+
+    Raises:
+        InputError: the checkpoint cannot be loaded.
+        ResourceError: it does not fit; or the port is taken, which is noticed before weights are read.
+    """
+    sock = sock or listening_socket(options.host, options.port)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )

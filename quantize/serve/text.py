@@ -15,7 +15,6 @@ from quantize.runtime.chat import (
     HALF_CHARACTER,
     Message,
     encode_chat,
-    in_thoughts,
     split_thoughts,
 )
 from quantize.runtime.engine import Canvas
@@ -62,10 +61,6 @@ class Text:
         """
         return split_thoughts(self.tokenizer, tokens, self._markers if calls else ())
 
-    def answers(self, tokens: Sequence[int]) -> list[bool]:
-        """Return which tokens belong to the answer itself, not to thoughts."""
-        return [not inside for inside in in_thoughts(self.tokenizer, tokens)]
-
     def whole(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return no thoughts and all text."""
         return "", self.tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -90,14 +85,8 @@ class Delta:
 class Answer:
     """One choice as it grows.
 
-    Attributes:
-        split: turns tokens into (thoughts, answer).
-        sampler: knows EOS and padding.
-        max_tokens: most tokens of the answer.
-        max_canvases: most canvases of the answer.
-        stops: strings that end the answer, and are not part of it; thoughts may hold them.
-        tools: names that may be called; without any, calls are text.
-        one_call: whether calls behind the first are left out.
+    `split` turns tokens into (thoughts, answer). `stops` end the answer and are no part of it; thoughts may
+    hold them. `tools` may be called, with `one_call` once; without any, calls are text.
     """
 
     split: Split

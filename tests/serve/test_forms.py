@@ -89,7 +89,7 @@ def said(tokens: list[int]) -> str:
 def test_json_fits_its_schema(grammars: Grammars, schema: dict[str, Any], room: int) -> None:
     valid = jsonschema_rs.validator_for(schema)
     for seed in range(3):
-        text = said(written(grammars, grammars.json_schema(schema), room, seed))
+        text = said(written(grammars, grammars.matcher("json", schema), room, seed))
         assert valid.is_valid(json.loads(text)), text
 
 
@@ -102,20 +102,20 @@ def test_json_fits_its_schema(grammars: Grammars, schema: dict[str, Any], room: 
 )  # fmt: skip
 def test_a_regular_expression_matches_the_whole_text(grammars: Grammars, pattern: str) -> None:
     for seed in range(3):
-        text = said(written(grammars, grammars.regex(pattern), 40, seed))
+        text = said(written(grammars, grammars.matcher("regex", pattern), 40, seed))
         assert re.fullmatch(pattern, text), text
 
 
 def test_thoughts_are_free_and_end_in_time(grammars: Grammars) -> None:
     for seed in range(4):
-        tokens = written(grammars, grammars.json_schema(ANSWER), 40, seed, thinking=True)
+        tokens = written(grammars, grammars.matcher("json", ANSWER), 40, seed, thinking=True)
         answer = said(tokens[tokens.index(CLOSES) + 1 :])
         assert jsonschema_rs.is_valid(ANSWER, json.loads(answer))
     assert tokens.index(CLOSES) > 16
 
 
 def test_a_form_that_does_not_fit_is_refused(grammars: Grammars) -> None:
-    matcher = grammars.json_schema(NESTED)
+    matcher = grammars.matcher("json", NESTED)
     with pytest.raises(InputError, match="that fits into 5 tokens"):
         Constraint(grammars, matcher, 5)
 
@@ -123,7 +123,7 @@ def test_a_form_that_does_not_fit_is_refused(grammars: Grammars) -> None:
 def test_an_answer_in_its_form_already_is_left_alone(grammars: Grammars) -> None:
     ids = tokenizer().encode('{"answer":12}', add_special_tokens=False)
     canvas = [*ids, 106, *[7] * (L - len(ids) - 1)]
-    constraint = Constraint(grammars, grammars.json_schema(ANSWER), 60)
+    constraint = Constraint(grammars, grammars.matcher("json", ANSWER), 60)
     verdict = constraint.settle(torch.zeros(L, V), canvas)
     assert (verdict.stand, verdict.tokens[: len(ids) + 1]) == (None, canvas[: len(ids) + 1])
 
