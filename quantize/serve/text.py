@@ -85,8 +85,8 @@ class Delta:
 class Answer:
     """One choice as it grows.
 
-    `split` turns tokens into (thoughts, answer). `stops` end the answer, and are no part of it; thoughts
-    may hold them. `tools` may be called, with `one_call` once; without any, calls are text.
+    `split` turns tokens into (thoughts, answer). `stops` end the answer, and are no part of it;
+    thoughts may hold them. `tools` may be called, with `one_call` once; without any, calls are text.
     """
 
     split: Split
