@@ -109,7 +109,12 @@ def _header(keys: dict[str, Any], tensors: Sequence[GGUFTensor]) -> bytes:
         path = Path(scratch) / "header"
         writer = gguf.GGUFWriter(path, ARCHITECTURE)
         for key, value in keys.items():
-            _add(writer, key, value)
+            if isinstance(value, list):
+                writer.add_array(key, value)  # integers as I32
+            elif type(value) is int:
+                writer.add_uint32(key, value)
+            else:
+                writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
         for tensor in tensors:
             kind = gguf.GGMLQuantizationType[tensor.type]
             float32 = np.dtype(np.float32)  # the shape counts values, whatever their type
@@ -120,16 +125,6 @@ def _header(keys: dict[str, Any], tensors: Sequence[GGUFTensor]) -> bytes:
         writer.close()
         header = path.read_bytes()
     return header + bytes(-len(header) % ALIGNMENT)
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Add a key: integers as U32, those of lists as I32, floats as F32."""
-    if isinstance(value, list):
-        writer.add_array(key, value)
-    elif type(value) is int:
-        writer.add_uint32(key, value)
-    else:
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
 
 
 def _stretches(

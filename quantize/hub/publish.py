@@ -197,7 +197,7 @@ def publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Pla
     if request.tag and not (plan.there and request.tag in plan.there.tags):
         hub.tag(request.tag, commit)
     if request.public and (plan.there is None or plan.there.private):
-        hub.make_public()
+        hub.ask("make it public", hub.api.update_repo_settings, private=False)
     record = {
         "request": asdict(request),
         "account": plan.account,
@@ -217,7 +217,7 @@ def _committed(hub: Hub, release: Release, request: Request, plan: Plan) -> tupl
     """Upload a release where it goes; return that revision and its commit."""
     is_request = request.to == PULL_REQUEST
     if plan.there is None:
-        hub.create()
+        hub.ask("create the repository", hub.api.create_repo, private=True, exist_ok=True)
     revision, number = plan.revision, 0
     if is_request:
         title = f"Quantized checkpoint {release.name}"  # a resumed push finds the request by it
@@ -227,7 +227,8 @@ def _committed(hub: Hub, release: Release, request: Request, plan: Plan) -> tupl
         number = hub.pull_request(title, about, plan.account or hub.account())
         revision = f"refs/pr/{number}"
     elif revision != MAIN and not (plan.there and revision in plan.there.branches):
-        hub.create_branch(revision)
+        doing = f"create branch {revision}"  # from main
+        hub.ask(doing, hub.api.create_branch, branch=revision, exist_ok=True)
     # On main or a branch the parent is the commit that the preview was made from.
     seen = plan.there.branches.get(revision) if plan.there else None
     parent = seen or hub.head(revision)

@@ -78,15 +78,15 @@ class Hub:
 
     def account(self) -> str:
         """Return the name of the account that the token belongs to."""
-        found = self._call("tell whose token this is", lambda _: self.api.whoami())
+        found = self.ask("tell whose token this is", lambda _: self.api.whoami())
         return str(found["name"])
 
     def look(self) -> Repository | None:
         """Return the repository's state, or None when there is none (or it is hidden from us)."""
-        info = self._call("look", self._info)
+        info = self.ask("look", self._info)
         if info is None:
             return None
-        refs = self._call("refs", self.api.list_repo_refs)
+        refs = self.ask("refs", self.api.list_repo_refs)
         tags, branches = (
             {ref.name: ref.target_commit for ref in each} for each in (refs.tags, refs.branches)
         )
@@ -102,11 +102,11 @@ class Hub:
 
     def head(self, revision: str) -> str:
         """Return the commit that a branch or pull request points to."""
-        return str(self._call(f"read {revision}", self.api.model_info, revision=revision).sha)
+        return str(self.ask(f"read {revision}", self.api.model_info, revision=revision).sha)
 
     def files(self, revision: str) -> dict[str, RepoFile]:
         """Return path -> what the Hub lists for it, checksums included."""
-        return self._call(
+        return self.ask(
             f"list the files of {revision}",
             lambda repo: {
                 entry.path: entry
@@ -115,18 +115,9 @@ class Hub:
             },
         )
 
-    def create(self) -> None:
-        """Create the repository as a private one."""
-        self._call("create the repository", self.api.create_repo, private=True, exist_ok=True)
-
-    def create_branch(self, branch: str) -> None:
-        """Create a branch from main."""
-        doing = f"create branch {branch}"
-        self._call(doing, self.api.create_branch, branch=branch, exist_ok=True)
-
     def pull_request(self, title: str, description: str, account: str) -> int:
         """Return the number of our pull request with this title, opened as a draft if there is none."""
-        for found in self._call(
+        for found in self.ask(
             "list pull requests",
             lambda repo: list(
                 self.api.get_repo_discussions(repo, author=account, discussion_type="pull_request")
@@ -135,13 +126,13 @@ class Hub:
             if found.title == title and found.status in ("draft", "open"):
                 return int(found.num)
         create, doing = self.api.create_pull_request, "open a pull request"
-        return int(self._call(doing, create, title, description=description).num)
+        return int(self.ask(doing, create, title, description=description).num)
 
     def open_draft(self, number: int) -> None:
         """Take a pull request out of its draft state."""
-        if self._call("read it", self.api.get_discussion_details, number).status == "draft":
+        if self.ask("read it", self.api.get_discussion_details, number).status == "draft":
             change = self.api.change_discussion_status
-            self._call("open it", change, number, new_status="open")
+            self.ask("open it", change, number, new_status="open")
 
     def tag(self, name: str, commit: str) -> None:
         """Tag a commit.
@@ -150,8 +141,8 @@ class Hub:
             InputError: somebody else gave another commit that name meanwhile.
         """
         create = self.api.create_tag
-        self._call(f"tag {name}", create, tag=name, revision=commit, exist_ok=True)
-        refs = self._call("refs", self.api.list_repo_refs)
+        self.ask(f"tag {name}", create, tag=name, revision=commit, exist_ok=True)
+        refs = self.ask("refs", self.api.list_repo_refs)
         self.check_tag(name, {ref.name: ref.target_commit for ref in refs.tags}[name], commit)
 
     def check_tag(self, name: str, standing: str, commit: str | None) -> None:
@@ -161,10 +152,6 @@ class Hub:
                 f"{self.repo}: tag {name} exists and stands for another commit ({standing[:12]}); "
                 f"choose another name"
             )
-
-    def make_public(self) -> None:
-        """Make the repository public."""
-        self._call("make it public", self.api.update_repo_settings, private=False)
 
     def commit(
         self,
@@ -207,7 +194,7 @@ class Hub:
                         return taken  # it was our commit, and only the answer was lost
                 raise
 
-        return self._call(f"commit to {revision}", send)
+        return self.ask(f"commit to {revision}", send)
 
     def differing(
         self, revision: str, files: Sequence[File], deleted: Sequence[str] = ()
@@ -234,6 +221,6 @@ class Hub:
                 f"release was written; push again"
             )
 
-    def _call(self, doing: str, call: Callable[..., T], *words: Any, **named: Any) -> T:
+    def ask(self, doing: str, call: Callable[..., T], *words: Any, **named: Any) -> T:
         """Ask the API something of this repository, which is the call's first argument."""
         return patiently(f"{self.repo}: cannot {doing}", partial(call, self.repo, *words, **named))

@@ -80,6 +80,5 @@ class Exchange:
             yield index, event
 
     def _close(self) -> None:
-        self._scheduler.give_back(self._reserved)
+        self._scheduler.cancel(self._jobs, self._reserved)
         self._reserved = 0
-        self._scheduler.cancel(self._jobs)

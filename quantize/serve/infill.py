@@ -46,16 +46,3 @@ def known(
             if pinned.setdefault(at, token) != token:
                 raise invalid(param, f"position {at} is pinned twice, to different tokens")
     return (Given(pinned, initial) if pinned or initial else None), limit
-
-
-def check_room(given: Given | None, positions: int) -> None:
-    """Refuse pinned positions behind an answer's last canvas.
-
-    Raises:
-        RequestError: 400, the last of them.
-    """
-    last = max((*given.pinned, *given.initial), default=-1) if given else -1
-    if last >= positions:
-        raise invalid(
-            "pinned", f"position {last}, and the answer has {positions}; raise max_tokens"
-        )

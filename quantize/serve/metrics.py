@@ -1,7 +1,7 @@
 """Counts what the server does, for Prometheus (GET /metrics)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -68,10 +68,3 @@ class Metrics:
     def _ask(self, name: str, says: str, value: Callable[[], float | None]) -> None:
         gauge = Gauge(f"quantize_{name}", says, registry=self.registry)
         gauge.set_function(lambda: math.nan if (found := value()) is None else found)
-
-    def canvas(self, seconds: float, batch: int, steps: Sequence[int]) -> None:
-        """Count a batch of samples, and the steps of the canvases that it finished."""
-        self.canvas_seconds.observe(seconds)
-        self.batch.observe(batch)
-        self.canvases.inc(len(steps))
-        self.steps.inc(sum(steps))

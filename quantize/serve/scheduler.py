@@ -124,11 +124,6 @@ class Scheduler:
                 raise RequestError(429, message, code="queue_full", retry_after=later)
             self._reserved += count
 
-    def give_back(self, count: int) -> None:
-        """Free `count` reserved places."""
-        with self._changed:
-            self._reserved -= count
-
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue jobs in their reserved places, which are freed if that fails.
 
@@ -142,9 +137,13 @@ class Scheduler:
             self._waiting.extend(jobs)
             self._changed.notify()
 
-    def cancel(self, jobs: Sequence[Job]) -> None:
-        """End jobs without further events: waiting ones now, running ones after their canvas."""
+    def cancel(self, jobs: Sequence[Job], reserved: int = 0) -> None:
+        """End jobs without further events: waiting ones now, running ones after their canvas.
+
+        So many reserved places are freed too.
+        """
         with self._changed:
+            self._reserved -= reserved
             for job in jobs:
                 job.cancelled = True
                 if job in self._waiting:
@@ -231,7 +230,10 @@ class Scheduler:
         self._speak()  # in case the engine did not call it
         self._failures = 0
         finished = [(s, canvas) for s, canvas in zip(slots, canvases, strict=True) if canvas]
-        self.metrics.canvas(time.monotonic() - started, len(slots), [c.steps for _, c in finished])
+        self.metrics.canvas_seconds.observe(time.monotonic() - started)
+        self.metrics.batch.observe(len(slots))
+        self.metrics.canvases.inc(len(finished))
+        self.metrics.steps.inc(sum(canvas.steps for _, canvas in finished))
         for slot, canvas in finished:
             job = self._running[slot]
             if job.guide is not None and job.guide.error is not None:

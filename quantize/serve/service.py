@@ -187,7 +187,12 @@ class Service:
         limit = prepared.limit or body.token_limit or sampler.max_new_tokens
         for prompt in prepared.prompts:
             canvases = min(-(-limit // length), (self.max_length - len(prompt)) // length)
-            infill.check_room(given, canvases * length)
+            last = max((*given.pinned, *given.initial), default=-1) if given else -1
+            if last >= canvases * length:
+                reason = (
+                    f"position {last}, and the answer has {canvases * length}; raise max_tokens"
+                )
+                raise invalid("pinned", reason)
             for choice in range(body.n):
                 answer = self._empty(body, sampler, limit, canvases)
                 noise = (seed + choice + INT64) % (2 * INT64) - INT64
