@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -39,6 +40,7 @@ from quantize.recovery.catalog import (
 )
 from quantize.recovery.health import SIGNS
 from quantize.recovery.own import Definition, from_lm_eval, from_questions
+from quantize.recovery.terms import Terms
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import SCHEMES, refusal
 from quantize.schemes.rounding import Observer
@@ -331,6 +333,12 @@ class Gate(Section):
     max_step_inflation: Limit | None = None
     health_pp: dict[SignName, Limit | None] = {}
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
+
+    def terms(self, task: str) -> Terms:
+        """Return the terms on which a task is judged."""
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Terms)}
+        own["margin_pp"] = self.margin_pp[task]
+        return Terms(**own)
 
 
 class Bundled(Section):

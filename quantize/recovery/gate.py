@@ -69,6 +69,18 @@ def passes(comparison: Comparison) -> bool:
     return _within(comparison.p_at_least_margin, comparison) and not _unhealthy(comparison)
 
 
+def _p_within(comparison: Comparison | None, what: str) -> float:
+    """Return the p-value of "it is within its limit", 1 where that is not judged.
+
+    `what` is a sign of ill health, "steps", or "" for accuracy.
+    """
+    if comparison is None:
+        return 1.0
+    found = comparison.step_inflation if what == "steps" else comparison.health.get(what)
+    p = found.p_at_most_limit if found else None if what else comparison.p_at_most_margin
+    return 1.0 if p is None else p
+
+
 def _unhealthy(comparison: Comparison) -> list[str]:
     """Return the signs of ill health that may exceed their limit."""
     return [
@@ -78,12 +90,6 @@ def _unhealthy(comparison: Comparison) -> list[str]:
     ]
 
 
-def steps_p(comparison: Comparison | None) -> float:
-    """Return the p-value of "the step inflation is at most the limit", 1 where it is not known."""
-    steps = comparison and comparison.step_inflation
-    return 1.0 if not steps or steps.p_at_most_limit is None else steps.p_at_most_limit
-
-
 def judge_task(task: str, comparison: Comparison) -> Verdict:
     """Judge one task on its own."""
     estimand = comparison.estimand
@@ -91,9 +97,9 @@ def judge_task(task: str, comparison: Comparison) -> Verdict:
         return Verdict("PASS", _seen(task, comparison, "p_at_least_margin"), estimand)
     if _within(comparison.p_at_most_margin, comparison):
         return Verdict("FAIL", _seen(task, comparison, "p_at_most_margin"), estimand)
-    signs = [name for name in comparison.health if _within(_sign_p(comparison, name), comparison)]
-    if signs:
-        return Verdict("FAIL", _sign_seen(task, comparison, signs[0]), estimand)
+    for sign in comparison.health:
+        if _within(_p_within(comparison, sign), comparison):
+            return Verdict("FAIL", _sign_seen(task, comparison, sign), estimand)
     if _within(comparison.p_at_least_margin, comparison):
         told = [_sign_seen(task, comparison, name) for name in _unhealthy(comparison)]
         seen = _seen(task, comparison, "p_at_least_margin")
@@ -161,13 +167,11 @@ def _failures(seen: Mapping[str, Comparison | None], verdicts: Mapping[str, Verd
     """
     comparisons = [each for each in seen.values() if each is not None]
     of_steps = any(c.max_step_inflation is not None for c in comparisons)
-    signs = {name for c in comparisons for name, s in c.health.items() if s.limit_pp is not None}
-    p_values: dict[tuple[str, str], float] = {}
-    for task, c in seen.items():
-        p_values[task, ""] = c.p_at_most_margin if c else 1.0
-        p_values |= {(task, "steps"): steps_p(c)} if of_steps else {}
-        p_values |= {(task, sign): _sign_p(c, sign) for sign in signs}
-    weights = {key: 1 / len(signs) if key[1] in signs else 1.0 for key in p_values}
+    judged = {name for c in comparisons for name, s in c.health.items() if s.limit_pp is not None}
+    signs = [sign for sign in SIGNS if sign in judged]
+    limits = ["", *(["steps"] if of_steps else []), *signs]
+    weights = {(t, what): 1 / len(signs) if what in signs else 1.0 for t in seen for what in limits}
+    p_values = {(task, what): _p_within(seen[task], what) for task, what in weights}
     return [
         verdicts[task].reason if not what
         else _steps_seen(task, c) if what == "steps"
@@ -175,12 +179,6 @@ def _failures(seen: Mapping[str, Comparison | None], verdicts: Mapping[str, Verd
         for (task, what), adjusted in holm(p_values, weights).items()
         if (c := seen[task]) and _within(adjusted, c)
     ]  # fmt: skip
-
-
-def _sign_p(comparison: Comparison | None, name: str) -> float:
-    """Return the p-value of "a sign exceeds its limit by nothing", 1 where it is not judged."""
-    sign = comparison.health.get(name) if comparison else None
-    return 1.0 if sign is None or sign.p_at_most_limit is None else sign.p_at_most_limit
 
 
 def _sign_seen(task: str, comparison: Comparison, name: str) -> str:

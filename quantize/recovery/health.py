@@ -22,10 +22,10 @@ rates: docs/evaluation.md.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quantize.recovery.estimands import Estimand, Floats, limits, margin_p_values, total
+from quantize.recovery.estimands import Floats, limits, margin_p_values, total
+from quantize.recovery.terms import Terms
 
 SIGNS = {
     "empty": "empty",
@@ -84,32 +84,24 @@ def _repeated(text: str) -> float:
     return 1 - len(set(grams)) / len(grams) if len(words) >= _LEAST_WORDS else 0.0
 
 
-def limits_of(
-    limits_pp: Mapping[str, float | None], margin_pp: float, units: int
-) -> dict[str, float | None]:
+def limits_of(terms: Terms, units: int) -> dict[str, float | None]:
     """Return sign -> points by which it may be more frequent than BF16's; None: it is not judged.
 
-    Args:
-        limits_pp: limits that a recipe names.
-        margin_pp: margin of the task.
-        units: number of answers or questions planned, as the estimand counts.
+    `units` is the number of answers or questions planned, as the estimand counts.
     """
-    default = min(margin_pp, max(margin_pp / 2, 100 * ROOM / max(1, units)))
-    return {s: limits_pp.get(s, None if s in UNJUDGED else default) for s in SIGNS}
+    default = min(terms.margin_pp, max(terms.margin_pp / 2, 100 * ROOM / max(1, units)))
+    limits = dict.fromkeys(SIGNS) if terms.health_pp is None else terms.health_pp
+    return {sign: limits.get(sign, None if sign in UNJUDGED else default) for sign in SIGNS}
 
 
-def compare_sign(
-    base: Floats, quantized: Floats, estimand: Estimand, confidence: float, limit_pp: float | None
-) -> Sign:
+def compare_sign(base: Floats, quantized: Floats, terms: Terms, limit_pp: float | None) -> Sign:
     """Compare one sign of paired answers: tables [n, k] with 1 where an answer has it."""
-    less = total(base - quantized, estimand)  # a sign that is more frequent is a loss
-    low, high = (100 * float(end) for end in limits(less, (1 + confidence) / 2))
+    less = total(base - quantized, terms.estimand)  # a sign that is more frequent is a loss
+    low, high = (100 * float(end) for end in limits(less, (1 + terms.confidence) / 2))
     p_values = (None, None)
     if limit_pp is not None and 100 * MORE * base.mean() > limit_pp:
-        limit_pp, ratio = (
-            100 * MORE * float(base.mean()),
-            total((1 + MORE) * base - quantized, estimand),
-        )
+        limit_pp = 100 * MORE * float(base.mean())
+        ratio = total((1 + MORE) * base - quantized, terms.estimand)
         p_values = float(ratio.p(ratio.value)), float(ratio.p(-ratio.value))
     elif limit_pp is not None:
         p_values = tuple(map(float, margin_p_values(less, limit_pp)))

@@ -10,13 +10,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quantize.recovery.estimands import Estimand, units
+from quantize.recovery.estimands import units
 from quantize.recovery.gate import Verdict, not_comparable
 from quantize.recovery.health import OF_TEXT, SIGNS, Sign, compare_sign, limits_of
 from quantize.recovery.scoring import Row, Scoring
 from quantize.recovery.sequential import Look, Plan, at_looks
 from quantize.recovery.statistics import Comparison, compare, tables
 from quantize.recovery.steps import StepInflation, share_at, step_inflation
+from quantize.recovery.terms import Terms
 
 
 def in_common(base: Scoring, other: Scoring) -> tuple[Scoring, Scoring, list[Look]]:
@@ -32,12 +33,8 @@ def in_common(base: Scoring, other: Scoring) -> tuple[Scoring, Scoring, list[Loo
 def paired(
     base: Scoring,
     other: Scoring,
+    terms: Terms,
     *,
-    estimand: Estimand,
-    margin_pp: float,
-    confidence: float,
-    max_step_inflation: float | None = None,
-    health_pp: Mapping[str, float | None] | None = None,
     other_seed: bool = False,
     other_settings: Collection[str] = (),
 ) -> Comparison | Verdict:
@@ -46,12 +43,7 @@ def paired(
     Args:
         base: scoring of the baseline.
         other: scoring of the model that is compared with it.
-        estimand: what the difference is judged on.
-        margin_pp: allowed loss in percentage points.
-        confidence: confidence of the intervals.
-        max_step_inflation: share of more denoising steps that is allowed, None for no limit.
-        health_pp: sign of ill health -> points by which it may be more frequent, in place of
-            `health.limits_of`'s; None judges no sign.
+        terms: what is judged, and what is allowed.
         other_seed: whether the two must have different seeds (the noise floor).
         other_settings: settings of the sampler that may differ, being judged (operating points).
     """
@@ -64,26 +56,19 @@ def paired(
 
     questions = plan.questions if plan else len(base.names)
     repeats = plan.repeats if plan else len(base.rows) // max(1, questions)
-    planned = units(estimand, questions, repeats)
-    limits = dict.fromkeys(SIGNS) if health_pp is None else limits_of(health_pp, margin_pp, planned)
+    limits = limits_of(terms, units(terms.estimand, questions, repeats))
 
     def compared(base: Scoring, other: Scoring) -> Comparison:
-        found = compare(
-            base.by_question(), other.by_question(), estimand=estimand, margin_pp=margin_pp,
-            confidence=confidence,
-        )  # fmt: skip
-        steps = _steps(base, other, confidence, max_step_inflation)
-        signs = _health(base, other, estimand, confidence, limits)
+        signs = _health(base, other, terms, limits)
         return replace(
-            found,
-            step_inflation=steps,
-            max_step_inflation=max_step_inflation,
+            compare(base.by_question(), other.by_question(), terms),
+            step_inflation=_steps(base, other, terms),
             health=signs,
             unjudged=[sign for sign, limit in limits.items() if limit and sign not in signs],
-            length=_length(base, other, confidence),
+            length=_length(base, other, terms.confidence),
         )
 
-    if plan is None or plan.estimand != estimand or len(plan.looks) == 1:
+    if plan is None or plan.estimand != terms.estimand or len(plan.looks) == 1:
         return compared(base, other)
     seen = [plan.until(look) for look in looks]
     return at_looks([compared(base.only(part), other.only(part)) for part in seen], looks)
@@ -94,9 +79,7 @@ def _plan(scoring: Scoring) -> Plan | None:
     return None if planned is None else Plan(**planned)
 
 
-def _steps(
-    base: Scoring, other: Scoring, confidence: float, limit: float | None
-) -> StepInflation | None:
+def _steps(base: Scoring, other: Scoring, terms: Terms) -> StepInflation | None:
     """Return how many more steps `other` takes, None where an answer does not tell its steps."""
     both = (base, other)
     if any(not row.denoising_steps for each in both for row in each.rows):
@@ -105,9 +88,9 @@ def _steps(
         share_at([step for row in each.rows for step in row.denoising_steps], most_steps(each))
         for each in both
     ]
-    costs = _costs(base), _costs(other)
+    costs, limit = (_costs(base), _costs(other)), terms.max_step_inflation
     try:
-        return step_inflation(*costs, never_stopped, confidence=confidence, limit=limit)
+        return step_inflation(*costs, never_stopped, confidence=terms.confidence, limit=limit)
     except ValueError:  # one question alone has steps or tokens
         return None
 
@@ -118,11 +101,7 @@ def most_steps(scoring: Scoring) -> float:
 
 
 def _health(
-    base: Scoring,
-    other: Scoring,
-    estimand: Estimand,
-    confidence: float,
-    limits_pp: Mapping[str, float | None],
+    base: Scoring, other: Scoring, terms: Terms, limits_pp: Mapping[str, float | None]
 ) -> dict[str, Sign]:
     """Compare every sign that all answers of both models tell."""
     rows, unknown = [*base.rows, *other.rows], set[str]()
@@ -139,7 +118,7 @@ def _health(
             {q: [float(sign in signs) for signs in answers] for q, answers in each.items()}
             for each in shown
         ]
-        found[sign] = compare_sign(*tables(*both), estimand, confidence, limits_pp[sign])
+        found[sign] = compare_sign(*tables(*both), terms, limits_pp[sign])
     return found
 
 

@@ -36,9 +36,10 @@ from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
 from quantize.recovery.estimands import ROUNDING, Estimand, Floats, units, unseen_loss_p
-from quantize.recovery.gate import IN_WORDS, judge, passes, steps_p
+from quantize.recovery.gate import IN_WORDS, judge, passes
 from quantize.recovery.health import limits_of
 from quantize.recovery.statistics import Comparison
+from quantize.recovery.terms import Terms
 
 # Fractions of the units. Nothing is decided before 0.3; an undamaged run is mostly at 0.4 or 0.5.
 FRACTIONS = (0.3, 0.4, 0.5, 0.7, 1.0)
@@ -212,30 +213,20 @@ def sequential_p(fractions: Sequence[float], p_values: Sequence[float]) -> float
     return math.exp(high)
 
 
-def out_of_reach(
-    task: str,
-    plan: Plan,
-    *,
-    margin_pp: float,
-    health_pp: Mapping[str, float | None],
-    confidence: float,
-) -> str | None:
+def out_of_reach(task: str, plan: Plan, terms: Terms) -> str | None:
     """Return why PASS cannot be reached whatever the answers are, or None when it can."""
-    assert plan.estimand is not None
-    limits = limits_of(health_pp, margin_pp, plan.units).values()
-    least = min([margin_pp, *(limit for limit in limits if limit is not None)])
-    fractions, level = tuple(look.fraction for look in plan.looks), 1 - confidence
-    if len(fractions) > 1:
-        level = nominal_levels(fractions, level)[
-            -1
-        ]  # the last look is content with the fewest units
+    limits = limits_of(terms, plan.units).values()
+    least = min([terms.margin_pp, *(limit for limit in limits if limit is not None)])
+    fractions, level = tuple(look.fraction for look in plan.looks), 1 - terms.confidence
+    if len(fractions) > 1:  # the last look is content with the fewest units
+        level = nominal_levels(fractions, level)[-1]
     if unseen_loss_p(plan.units, least) <= level + ROUNDING:
         return None
     what = "questions" if plan.estimand == "such_questions" else "answers"
     return (
         f"{task}: PASS cannot be reached: {plan.units} {what} cannot exclude a loss of {least:g} pp "
-        f"{IN_WORDS[plan.estimand]} at {confidence:.0%}, {math.ceil(-math.log(level) / least * 100)} "
-        f"can; FAIL can be reached"
+        f"{IN_WORDS[terms.estimand]} at {terms.confidence:.0%}, "
+        f"{math.ceil(-math.log(level) / least * 100)} can; FAIL can be reached"
     )
 
 
@@ -250,24 +241,24 @@ def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
     levels = nominal_levels(fractions, 1 - last.confidence)
 
     def over_looks(parts: Sequence[Any], *keys: str) -> Any:
-        """Return the last look's part with p-values of all looks, None where one has none."""
-        values = {key: [getattr(part, key) for part in parts] for key in keys}
+        """Return the last look's part with p-values of all looks, None where one has none.
+
+        A look that lacks the part decided nothing.
+        """
+        values = {key: [getattr(part, key, 1.0) for part in parts] for key in keys}
         return replace(
             parts[-1],
             **{k: None if None in p else sequential_p(fractions, p) for k, p in values.items()},
         )
 
-    steps = last.step_inflation
-    if steps and steps.p_at_most_limit is not None:
-        p_values = [steps_p(each) for each in found]
-        steps = replace(steps, p_at_most_limit=sequential_p(fractions, p_values))
+    steps = [each.step_inflation for each in found]
     signs = ("p_at_least_limit", "p_at_most_limit")
     return replace(
         over_looks(found, "p_at_least_margin", "p_at_most_margin"),
         health={
             name: over_looks([each.health[name] for each in found], *signs) for name in last.health
         },
-        step_inflation=steps,
+        step_inflation=last.step_inflation and over_looks(steps, "p_at_most_limit"),
         looks=tuple(
             {
                 **asdict(look),

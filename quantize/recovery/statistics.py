@@ -34,6 +34,7 @@ from quantize.recovery.estimands import (
 )
 from quantize.recovery.health import Sign
 from quantize.recovery.steps import StepInflation
+from quantize.recovery.terms import Terms
 
 Name = TypeVar("Name")
 Scores = Mapping[str, Sequence[float]]  # question -> its k scores, 0..1
@@ -47,13 +48,13 @@ class Interval:
     high: float | None
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Base against quantized on one task. Accuracies are 0..1, the rest as named.
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Terms):
+    """Base against quantized on one task, and the terms. Accuracies are 0..1, the rest as named.
+
+    All intervals but `other_interval` are those of the terms' estimand and confidence.
 
     Attributes:
-        estimand: what is judged, `these_questions` or `such_questions`. All intervals but
-            `other_interval` are its own.
         questions: number of paired questions.
         repeats: scores a question on each side.
         units: number of answers or questions, as the estimand counts.
@@ -62,31 +63,27 @@ class Comparison:
         quantized: accuracy of the quantized model.
         quantized_interval: interval of `quantized`.
         difference_pp: quantized - base in percentage points.
-        difference_interval: its two-sided interval at `confidence`.
+        difference_interval: its two-sided interval.
         difference_bounds: its one-sided bounds, each at `confidence`, which the gate uses.
         other_interval: `difference_interval` of the other estimand.
-        margin_pp: loss that the gate allows, declared beforehand.
         p_at_least_margin: p-value of "the loss is at least the margin"; small lets the gate pass.
         p_at_most_margin: p-value of "the loss is at most the margin"; small makes it fail.
         needed: factor on the units that would decide, were the difference as observed, or None.
         recovery: 100 * quantized / base; None when the base scores 0.
-        recovery_interval: its two-sided interval at `confidence`.
+        recovery_interval: its two-sided interval.
         lost: questions the base answers and the quantized model does not (k = 1), else None.
         won: questions the quantized model answers and the base does not (k = 1), else None.
         mcnemar_p: exact two-sided p of lost against won, None when k > 1.
-        confidence: confidence of every interval.
         looks: the looks at the run (`sequential`), one entry each, with its own difference, one-sided
             bounds (`low`, `high`) and p-values; with any, the p-values above are sequential, and the
             bounds those of the last look alone.
         step_inflation: how many more denoising steps the quantized model takes; None where an answer
             does not tell its steps.
-        max_step_inflation: share of more steps that the gate allows, None where it judges none.
         health: sign of ill health -> how often answers have it (`recovery.health`).
         unjudged: signs that have a limit and that answers do not tell.
         length: mean tokens of an answer over the base's, and the ends of its interval.
     """
 
-    estimand: Estimand
     questions: int
     repeats: int
     units: int
@@ -98,7 +95,6 @@ class Comparison:
     difference_interval: Interval
     difference_bounds: Interval
     other_interval: Interval
-    margin_pp: float
     p_at_least_margin: float
     p_at_most_margin: float
     needed: float | None
@@ -107,36 +103,28 @@ class Comparison:
     lost: int | None
     won: int | None
     mcnemar_p: float | None
-    confidence: float
     looks: tuple[Mapping[str, Any], ...] = ()
     step_inflation: StepInflation | None = None
-    max_step_inflation: float | None = None
     health: Mapping[str, Sign] = field(default_factory=dict[str, Sign])
     unjudged: Sequence[str] = ()
     length: Sequence[float] | None = None
 
 
-def compare(
-    base: Scores,
-    quantized: Scores,
-    *,
-    estimand: Estimand,
-    margin_pp: float,
-    confidence: float = 0.95,
-) -> Comparison:
+def compare(base: Scores, quantized: Scores, terms: Terms) -> Comparison:
     """Compare two scorings of the same questions.
 
     Raises:
         ValueError: the questions or the number of repeats differ, or there are fewer than two.
     """
     x, y = tables(base, quantized)
+    estimand, confidence = terms.estimand, terms.confidence
     other: Estimand = "such_questions" if estimand == "these_questions" else "these_questions"
     difference, level = total(y - x, estimand), (1 + confidence) / 2
-    at_least, at_most = margin_p_values(difference, margin_pp)
+    at_least, at_most = margin_p_values(difference, terms.margin_pp)
     repeats = x.shape[1]
     lost, won = _flips(x, y) if repeats == 1 else (None, None)
     return Comparison(
-        estimand=estimand,
+        **vars(terms),
         questions=len(x),
         repeats=repeats,
         units=difference.units,
@@ -148,16 +136,14 @@ def compare(
         difference_interval=_interval(difference, level),
         difference_bounds=_bounds(difference, confidence),
         other_interval=_interval(total(y - x, other), level),
-        margin_pp=margin_pp,
         p_at_least_margin=float(at_least),
         p_at_most_margin=float(at_most),
-        needed=needed(difference, margin_pp, confidence),
+        needed=needed(difference, terms.margin_pp, confidence),
         recovery=float(100 * y.mean() / x.mean()) if x.mean() > 0 else None,
         recovery_interval=_recovery(x, y, estimand, level),
         lost=lost,
         won=won,
         mcnemar_p=None if lost is None or won is None else mcnemar(lost, won),
-        confidence=confidence,
     )
 
 

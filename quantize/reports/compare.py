@@ -18,6 +18,7 @@ from rich.table import Table
 
 from quantize.errors import InputError
 from quantize.host.files import read_json
+from quantize.recovery.terms import Terms
 from quantize.reports.questions import differing, question_counts, question_row
 from quantize.reports.scores import at_any_look, pair, read_scoring
 from quantize.runs.folder import RunDir
@@ -59,10 +60,9 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
     questions: dict[str, list[dict[str, Any]]] = {}
     for task in tasks_of[0]:
         ours, theirs = (read_scoring(run.evaluation / CANDIDATE, task) for run in (a, b))
-        entries[task], _ = pair(
-            ours, theirs, estimand="such_questions", margin_pp=100,
-            confidence=at_any_look(ours, theirs, CONFIDENCE),
-        )  # fmt: skip
+        confidence = at_any_look(ours, theirs, CONFIDENCE)
+        terms = Terms(estimand="such_questions", margin_pp=100, confidence=confidence)
+        entries[task], _ = pair(ours, theirs, terms)
         questions[task] = [] if entries[task]["not_comparable"] else differing(ours, theirs)
     reasons = (f"{t}: {e['not_comparable']}" for t, e in entries.items() if e["not_comparable"])
     return RunComparison(entries, questions, facts, next(reasons, None))

@@ -25,6 +25,7 @@ from quantize.recovery.pairing import in_common, paired
 from quantize.recovery.scoring import Row, Scoring
 from quantize.recovery.sequential import Plan
 from quantize.recovery.statistics import Comparison
+from quantize.recovery.terms import Terms
 from quantize.reports.scores import read_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.models import BASELINE, CANDIDATE
@@ -96,9 +97,7 @@ def judge_bundles(
     found: dict[str, Comparison] = {}
     for name, margin in margins_pp.items():
         try:
-            each = paired(
-                ours[name], theirs[name], margin_pp=margin, estimand=estimand, confidence=0.95
-            )
+            each = paired(ours[name], theirs[name], Terms(estimand=estimand, margin_pp=margin))
         except ValueError as error:
             raise InputError(f"{name}: {error}") from error
         if isinstance(each, Verdict):

@@ -11,34 +11,33 @@ from typing import Any
 
 from quantize.errors import InputError
 from quantize.host.files import REDO, read_json, write_json, write_text
-from quantize.recovery.estimands import Estimand
 from quantize.recovery.gate import Verdict
 from quantize.recovery.pairing import in_common, paired
 from quantize.recovery.scoring import Row, Scoring
 from quantize.recovery.sequential import nominal_levels
 from quantize.recovery.statistics import Comparison
+from quantize.recovery.terms import Terms
 
 
 def pair(
-    base: Scoring, other: Scoring, *, estimand: Estimand, margin_pp: float, **terms: Any
+    base: Scoring, other: Scoring, terms: Terms, **may_differ: Any
 ) -> tuple[dict[str, Any], Comparison | None]:
     """Compare two scorings (`recovery.pairing.paired`) as an entry of report.json and for the gate.
 
-    `base` becomes `bf16_counts`, `other` `quantized_counts`; `terms` are further ones of `paired`.
+    `base` becomes `bf16_counts`, `other` `quantized_counts`.
     """
-    found = paired(base, other, estimand=estimand, margin_pp=margin_pp, **terms)
+    found = paired(base, other, terms, **may_differ)
     base, other, _ = in_common(base, other)
     comparison = found if isinstance(found, Comparison) else None
-    empty = {"estimand": estimand, "margin_pp": margin_pp, "step_inflation": None}
-    empty |= {"health": {}, "unjudged": [], "length": None}
-    empty |= {"max_step_inflation": terms.get("max_step_inflation")}
+    empty = {"step_inflation": None, "health": {}, "unjudged": [], "length": None}
     entry = {
         "not_comparable": found.reason if isinstance(found, Verdict) else None,
-        **(asdict(comparison) if comparison else empty),
+        **(asdict(comparison) if comparison else asdict(terms) | empty),
         "made_with": other.made_with,
         "bf16_counts": counts(base.rows),
         "quantized_counts": counts(other.rows),
     }
+    del entry["health_pp"]  # each sign has its limit
     return entry, comparison
 
 

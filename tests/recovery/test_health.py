@@ -15,6 +15,7 @@ from quantize.recovery.pairing import paired
 from quantize.recovery.scoring import Scoring
 from quantize.recovery.sequential import Plan, nominal_levels, plan_looks
 from quantize.recovery.statistics import Comparison, holm
+from quantize.recovery.terms import Terms
 
 LOOP = "Then Ruth gives away 19 coins and sells 6. " * 3
 
@@ -38,15 +39,12 @@ def test_what_a_text_shows(text: str, signs: list[str]) -> None:
     assert text_signs(text) == signs
 
 
+def terms(margin_pp: float, estimand: Estimand = "such_questions", **limits: Any) -> Terms:
+    return Terms(estimand=estimand, margin_pp=margin_pp, health_pp=limits)
+
+
 def compared(base: Scoring, other: Scoring, margin_pp: float = 5, **limits: Any) -> Comparison:
-    found = paired(
-        base,
-        other,
-        estimand="such_questions",
-        margin_pp=margin_pp,
-        confidence=0.95,
-        health_pp=limits,
-    )
+    found = paired(base, other, terms(margin_pp, **limits))
     assert isinstance(found, Comparison)
     return found
 
@@ -94,11 +92,11 @@ def test_a_private_task_scored_before_signs_were_kept_is_not_judged_by_its_text(
 
 
 def test_limits_are_half_the_margin_or_five_answers_unless_a_recipe_says() -> None:
-    found = limits_of({"cut": 0.1, "stutter": None}, 3, 6336)
+    found = limits_of(terms(3, cut=0.1, stutter=None), 6336)
     assert found["empty"] == 1.5
     assert (found["cut"], found["stutter"], found["never_stopped"]) == (0.1, None, None)
-    assert limits_of({}, 3, 198)["empty"] == pytest.approx(100 * 5 / 198)
-    assert limits_of({}, 3, 100)["empty"] == 3
+    assert limits_of(terms(3), 198)["empty"] == pytest.approx(100 * 5 / 198)
+    assert limits_of(terms(3), 100)["empty"] == 3
 
 
 def test_198_questions_can_pass() -> None:
@@ -179,9 +177,8 @@ def p_of(
     """Return the p-values [2, rounds] of accuracy, or of a sign with a limit, of one look alone."""
     if limit_pp is None:
         return np.array(margin_p_values(total(y - x, estimand), margin_pp))
-    found = [
-        compare_sign(1 - a, 1 - b, estimand, 0.95, limit_pp) for a, b in zip(x, y, strict=True)
-    ]
+    judged = terms(margin_pp, estimand)
+    found = [compare_sign(1 - a, 1 - b, judged, limit_pp) for a, b in zip(x, y, strict=True)]
     return np.array([[sign.p_at_least_limit, sign.p_at_most_limit] for sign in found]).T
 
 
@@ -195,7 +192,9 @@ def p_of(
      (Bench(198, 1, 0.641, 3), "these_questions"), (Bench(400, 1, 0.75, 5), "such_questions")], ids=str,
 )  # fmt: skip
 def test_error_rates(bench: Bench, estimand: Estimand, share: float, rounds: int) -> None:
-    limit = limits_of({}, bench.margin_pp, units(estimand, bench.questions, bench.repeats))["empty"]
+    limit = limits_of(terms(bench.margin_pp), units(estimand, bench.questions, bench.repeats))[
+        "empty"
+    ]
     assert limit is not None
 
     def world(rate: float, more_pp: float = 0) -> World:

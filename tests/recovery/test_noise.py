@@ -21,6 +21,7 @@ from quantize.recovery.samples import SampleStore
 from quantize.recovery.scoring import Row, Scoring, score
 from quantize.recovery.sequential import Part
 from quantize.recovery.statistics import compare
+from quantize.recovery.terms import Terms
 from quantize.runtime import Sampler
 from quantize.runtime.placement import Placement
 from quantize.stages.evaluate.local_model import Answerer
@@ -71,8 +72,7 @@ def test_a_model_is_seldom_declared_different_from_itself(
         found = compare(
             {str(i): row.tolist() for i, row in enumerate(a)},
             {str(i): row.tolist() for i, row in enumerate(b)},
-            estimand="such_questions",
-            margin_pp=MARGIN_PP,
+            Terms(estimand="such_questions", margin_pp=MARGIN_PP),
         )
         low, high = found.difference_interval.low, found.difference_interval.high
         assert low is not None

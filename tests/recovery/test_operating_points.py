@@ -12,6 +12,7 @@ from quantize.recipe.sections import OperatingPoint, load_recipe, parse_recipe
 from quantize.recovery.gate import Verdict, passing
 from quantize.recovery.pairing import paired
 from quantize.recovery.statistics import Comparison
+from quantize.recovery.terms import Terms
 from quantize.reports.headline import chosen_point
 from quantize.runtime import Sampler
 
@@ -25,9 +26,11 @@ def at(steps: int, **fault: Any) -> Comparison | Verdict:
     own = {"max_denoising_steps": 48, "t_min": 0.4}
     base = replace(base, conditions=base.conditions | {"sampler": own})
     return paired(
-        base, other, estimand="such_questions", margin_pp=5, confidence=0.95, health_pp={},
+        base,
+        other,
+        Terms(estimand="such_questions", margin_pp=5, health_pp={}),
         other_settings=JUDGED,
-    )  # fmt: skip
+    )
 
 
 def test_settings_that_are_judged_may_differ_by_name_and_no_others() -> None:
@@ -35,7 +38,10 @@ def test_settings_that_are_judged_may_differ_by_name_and_no_others() -> None:
     base, other = scoring(), scoring()
     warmer = replace(other, conditions={"sampler": {"max_denoising_steps": 48, "t_min": 0.5}})
     found = paired(
-        base, warmer, estimand="such_questions", margin_pp=5, confidence=0.95, other_settings=JUDGED
+        base,
+        warmer,
+        Terms(estimand="such_questions", margin_pp=5),
+        other_settings=JUDGED,
     )
     assert isinstance(found, Verdict)
     assert found.outcome == "NOT COMPARABLE"

@@ -20,12 +20,13 @@ from quantize.recovery.estimands import Estimand, Floats, margin_p_values, total
 from quantize.recovery.gate import passing
 from quantize.recovery.sequential import Plan, at_looks, nominal_levels, plan_looks, until_decided
 from quantize.recovery.statistics import Comparison, compare
+from quantize.recovery.terms import Terms
 
 ALPHA, BLOCK, MOST = 0.05, 100, 6
 SHORT = Bench(200, 1, 0.75, 10)
 BUNDLED = Bench(2000, 1, 0.77, 5)
 EQUAL = {"a": [1.0], "b": [1.0]}
-ANY = compare(EQUAL, EQUAL, estimand="such_questions", margin_pp=5)
+ANY = compare(EQUAL, EQUAL, Terms(estimand="such_questions", margin_pp=5))
 
 
 def at_each_look(
@@ -125,15 +126,14 @@ def test_whole_p_values_say_the_same() -> None:
     base, points = many_points(bench, "such_questions", [5, 3, 1], np.random.default_rng(2), 4)
     rounded = thresholds(*at_each_look(base, points, bench, "such_questions"), many)
 
+    terms = Terms(estimand="such_questions", margin_pp=10, confidence=1 - ALPHA / many)
+
     def seen(base: Floats, point: Floats) -> list[Comparison]:
         def ask(_: str, looks: int) -> tuple[int, Comparison | None]:
             found = [
-                compare(
-                    by_name(base[: look.questions]), by_name(point[: look.questions]),
-                    estimand="such_questions", margin_pp=10, confidence=1 - ALPHA / many,
-                )
-                for look in plan.looks[:looks]
-            ]  # fmt: skip
+                compare(by_name(base[: n.questions]), by_name(point[: n.questions]), terms)
+                for n in plan.looks[:looks]
+            ]
             return looks, at_looks(found, plan.looks[:looks]) if looks else None
 
         found = until_decided({"t": plan}, ask)[1]["t"]

@@ -34,6 +34,7 @@ from quantize.recovery.sequential import (
     until_decided,
 )
 from quantize.recovery.statistics import compare
+from quantize.recovery.terms import Terms
 from quantize.stages.plan.estimate import SEQUENTIAL, tokens_by_task
 
 EVENLY = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -139,7 +140,7 @@ def compare_at_looks(base: Any, quantized: Any, looks: Any, *, order: Any, **set
                 {name: scores[name][: look.repeats] for name in order[: look.questions]}
                 for scores in (base, quantized)
             ),
-            **settings,
+            Terms(**settings),
         )
         for look in looks
     ]

@@ -37,6 +37,7 @@ from quantize.recovery.estimands import (
 )
 from quantize.recovery.gate import judge_task
 from quantize.recovery.statistics import Interval, compare
+from quantize.recovery.terms import Terms
 
 BLOCK = 100  # rounds
 ROUNDS = 1000
@@ -138,7 +139,7 @@ def test_a_comparison_says_the_same_of_every_round(world: World) -> None:
     recovery = 100 * true_ratio(world)
     for round_, (x, y) in enumerate(zip(base[:25], quantized[:25], strict=True)):
         found = compare(
-            by_name(x), by_name(y), estimand=world.estimand, margin_pp=world.bench.margin_pp
+            by_name(x), by_name(y), Terms(estimand=world.estimand, margin_pp=world.bench.margin_pp)
         )
         verdict = judge_task("t", found).outcome
         assert (verdict == "PASS", verdict == "FAIL") == (

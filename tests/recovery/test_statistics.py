@@ -14,6 +14,7 @@ from quantize.recovery.estimands import ESTIMANDS, Estimand, Total, limits, tota
 from quantize.recovery.gate import judge, judge_task, not_comparable
 from quantize.recovery.sequential import Plan, at_looks, out_of_reach
 from quantize.recovery.statistics import Comparison, compare, holm, mcnemar
+from quantize.recovery.terms import Terms
 
 
 def scores(values: list[float]) -> dict[str, list[float]]:
@@ -29,9 +30,7 @@ def flips(
     return compare(
         scores(base),
         scores(quantized),
-        estimand="such_questions",
-        margin_pp=margin_pp,
-        confidence=confidence,
+        Terms(estimand="such_questions", margin_pp=margin_pp, confidence=confidence),
     )
 
 
@@ -40,7 +39,7 @@ def both(table: list[list[float]], margin_pp: float = 3) -> dict[Estimand, Compa
     base = {f"q{i:04}": [1.0] * len(row) for i, row in enumerate(table)}
     quantized = {f"q{i:04}": [1 + d for d in row] for i, row in enumerate(table)}
     return {
-        estimand: compare(base, quantized, estimand=estimand, margin_pp=margin_pp)
+        estimand: compare(base, quantized, Terms(estimand=estimand, margin_pp=margin_pp))
         for estimand in ESTIMANDS
     }
 
@@ -119,7 +118,7 @@ def test_whole_questions_lost_are_chance_to_such_questions_only() -> None:
 def test_repeats_are_averaged_within_a_question_first() -> None:
     base = {"a": [1.0, 0.0], "b": [1.0, 1.0]}
     quantized = {"a": [1.0, 1.0], "b": [0.0, 1.0]}
-    found = compare(base, quantized, estimand="such_questions", margin_pp=3)
+    found = compare(base, quantized, Terms(estimand="such_questions", margin_pp=3))
     assert (found.questions, found.repeats, found.units, found.difference_pp) == (2, 2, 2, 0)
     assert found.mcnemar_p is None
     assert found.lost is None
@@ -147,7 +146,7 @@ def test_recovery_holds_the_ratios_that_are_not_excluded(estimand: Estimand) -> 
         (generator.random((30, 16)) < (p - loss)[:, None]).astype(float) for loss in (0.0, 0.05)
     )
     sides = [{f"{i:02}": list(row) for i, row in enumerate(side)} for side in (x, y)]
-    found = compare(sides[0], sides[1], estimand=estimand, margin_pp=3).recovery_interval
+    found = compare(sides[0], sides[1], Terms(estimand=estimand, margin_pp=3)).recovery_interval
     assert found.low is not None
     assert found.high is not None
     jump = total(y - x, estimand).jump
@@ -162,7 +161,7 @@ def test_recovery_holds_the_ratios_that_are_not_excluded(estimand: Estimand) -> 
 def test_a_base_that_may_score_nothing_has_no_interval_of_the_recovery(estimand: Estimand) -> None:
     """2 of 40 right on both sides: less than the next event, 3.7 at 97.5 %."""
     few = scores([1.0, 1.0] + [0.0] * 38)
-    found = compare(few, few, estimand=estimand, margin_pp=3)
+    found = compare(few, few, Terms(estimand=estimand, margin_pp=3))
     assert found.recovery == 100
     assert found.recovery_interval.low is None
 
@@ -185,7 +184,7 @@ def test_the_same_scores_give_the_same_numbers_whatever_their_order() -> None:
     base, quantized = scores([1, 0, 1, 1] * 20), scores([1, 1, 0, 1] * 20)
     turned = dict(reversed(base.items())), dict(reversed(quantized.items()))
     one, other = (
-        compare(*sides, estimand="these_questions", margin_pp=3)
+        compare(*sides, Terms(estimand="these_questions", margin_pp=3))
         for sides in ((base, quantized), turned)
     )
     assert one == other
@@ -196,8 +195,7 @@ def test_a_base_that_scores_nothing_has_no_recovery() -> None:
         found = compare(
             scores([0.0] * n),
             scores([1.0] + [0.0] * (n - 1)),
-            estimand="these_questions",
-            margin_pp=3,
+            Terms(estimand="these_questions", margin_pp=3),
         )
         assert found.recovery is None
         assert (found.recovery_interval.low, found.recovery_interval.high) == (None, None)
@@ -221,7 +219,9 @@ def test_bounds_and_p_values_never_disagree(
     kept = generator.random((n, k)) < generator.choice([0.5, 0.8, 1.0])
     quantized = np.where(kept, base, generator.integers(0, 2, (n, k)))
     sides = [{f"{i}": list(row) for i, row in enumerate(x)} for x in (base, quantized)]
-    found = compare(sides[0], sides[1], estimand=estimand, margin_pp=margin, confidence=confidence)
+    found = compare(
+        sides[0], sides[1], Terms(estimand=estimand, margin_pp=margin, confidence=confidence)
+    )
     low, high = found.difference_bounds.low, found.difference_bounds.high
     assert low is not None
     assert high is not None
@@ -270,8 +270,7 @@ def test_a_gain_does_not_make_up_for_a_loss_that_was_not_seen() -> None:
     gained = compare(
         {f"{i}": [0.0, 1.0] * 32 for i in range(30)},
         {f"{i}": [1.0, 1.0] * 32 for i in range(30)},
-        estimand="such_questions",
-        margin_pp=3,
+        Terms(estimand="such_questions", margin_pp=3),
     )
     assert gained.difference_pp == 50
     assert gained.p_at_least_margin == pytest.approx(math.exp(-0.9))
@@ -305,7 +304,7 @@ def test_it_is_said_beforehand_when_pass_is_out_of_reach(
     estimand: Estimand, questions: int, repeats: int, margin: float, says: str | None
 ) -> None:
     plan = Plan(estimand, questions, repeats, 0)
-    found = out_of_reach("aime25", plan, margin_pp=margin, health_pp={}, confidence=0.95)
+    found = out_of_reach("aime25", plan, Terms(estimand=estimand, margin_pp=margin, health_pp={}))
     assert (says is None) == (found is None)
     if says and found:
         told, can = says.split("; ")
@@ -318,10 +317,10 @@ def test_it_is_said_beforehand_when_pass_is_out_of_reach(
 
 def test_the_least_of_all_limits_must_be_in_reach() -> None:
     plan = Plan("these_questions", 300, 1, 0)
-    limits: dict[str, Any] = {"margin_pp": 3.0, "confidence": 0.95}
-    assert out_of_reach("t", plan, health_pp={"cut": 1.5}, **limits) is None
-    assert "a loss of 1 pp" in str(out_of_reach("t", plan, health_pp={"cut": 1}, **limits))
-    assert out_of_reach("t", plan, health_pp={"cut": None, "empty": 4}, **limits) is None
+    limits: dict[str, Any] = {"estimand": "these_questions", "margin_pp": 3.0}
+    assert out_of_reach("t", plan, Terms(health_pp={"cut": 1.5}, **limits)) is None
+    assert "a loss of 1 pp" in str(out_of_reach("t", plan, Terms(health_pp={"cut": 1}, **limits)))
+    assert out_of_reach("t", plan, Terms(health_pp={"cut": None, "empty": 4}, **limits)) is None
 
 
 def test_fail_can_be_reached_where_pass_cannot() -> None:
@@ -422,4 +421,4 @@ def test_unpaired_scores_are_refused(
     base: dict[str, list[float]], quantized: dict[str, list[float]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        compare(base, quantized, estimand="these_questions", margin_pp=3)
+        compare(base, quantized, Terms(estimand="these_questions", margin_pp=3))

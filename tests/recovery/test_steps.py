@@ -13,6 +13,7 @@ from quantize.recovery.gate import judge
 from quantize.recovery.sequential import nominal_levels, plan_looks
 from quantize.recovery.statistics import Comparison, compare
 from quantize.recovery.steps import exceeds_p, log_ratio, share_at, step_inflation
+from quantize.recovery.terms import Terms
 
 NEVER, LIMIT = (0.0, 0.0), 0.1
 
@@ -90,7 +91,7 @@ def compared(
     """40 questions, 20 % margin: no loss or an undecided one, and steps that take so many more."""
     right = by_name(np.ones(40))
     other = right if passes else by_name(np.arange(40) >= 8)
-    found = compare(right, other, estimand="such_questions", margin_pp=20)
+    found = compare(right, other, Terms(estimand="such_questions", margin_pp=20))
     steps = None
     if inflation is not None:
         costs = many_costs(Bench(40, 1, 1, 20), np.random.default_rng(0), 1, inflation)[0, :, 0]

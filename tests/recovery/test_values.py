@@ -19,6 +19,7 @@ from quantize.recovery.estimands import (
 from quantize.recovery.gate import judge, judge_task, not_comparable
 from quantize.recovery.sequential import Plan, out_of_reach
 from quantize.recovery.statistics import Comparison, compare
+from quantize.recovery.terms import Terms
 
 # 40 questions, 3 answers each: base, quantized; 6 questions lose some answers, 2 win one.
 BASE = np.ones((40, 3))
@@ -39,7 +40,7 @@ def compared(
     quantized: np.ndarray = QUANTIZED,
     margin_pp: float = 5,
 ) -> Comparison:
-    return compare(by_name(base), by_name(quantized), estimand=estimand, margin_pp=margin_pp)
+    return compare(by_name(base), by_name(quantized), Terms(estimand=estimand, margin_pp=margin_pp))
 
 
 def one_answer(lost: int, won: int, same: int) -> Comparison:
@@ -200,10 +201,10 @@ def test_sentences_of_a_run() -> None:
 def test_reach_at_its_border() -> None:
     """10 answers, looked at once, leave a loss of 30 points unseen with a probability of just 5 %."""
     exact, plan = 1 - math.exp(-3.0), Plan("these_questions", 10, 1, 0)
-    reach: dict[str, Any] = {"margin_pp": 30.0, "health_pp": {}}
-    assert out_of_reach("t", plan, confidence=exact, **reach) is None
-    assert out_of_reach("t", plan, confidence=exact + 1e-9, **reach)
-    assert out_of_reach("t", plan, confidence=0.5, **{**reach, "margin_pp": 7}) is None
+    reach: dict[str, Any] = {"estimand": plan.estimand, "margin_pp": 30.0, "health_pp": {}}
+    assert out_of_reach("t", plan, Terms(confidence=exact, **reach)) is None
+    assert out_of_reach("t", plan, Terms(confidence=exact + 1e-9, **reach))
+    assert out_of_reach("t", plan, Terms(confidence=0.5, **{**reach, "margin_pp": 7})) is None
 
 
 def test_where_settings_part_is_named_in_few_words() -> None:

@@ -10,6 +10,7 @@ from quantize.host.files import write_json
 from quantize.recovery.scoring import Scoring
 from quantize.recovery.sequential import Plan
 from quantize.recovery.statistics import compare
+from quantize.recovery.terms import Terms
 from quantize.reports.compare import compare_runs
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir
@@ -45,7 +46,7 @@ def test_an_interval_holds_at_any_look(
     common = ours.answered & theirs.answered
     alone = compare(
         *(replace(each, made_with={}).only(common).by_question() for each in (ours, theirs)),
-        estimand="such_questions", margin_pp=100,
+        Terms(estimand="such_questions", margin_pp=100),
     )  # fmt: skip
     assert entry["difference_pp"] == alone.difference_pp
     interval, plain = entry["difference_interval"], alone.difference_interval

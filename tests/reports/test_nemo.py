@@ -18,6 +18,7 @@ from quantize.recovery.pairing import paired
 from quantize.recovery.scoring import Scoring
 from quantize.recovery.sequential import Plan
 from quantize.recovery.statistics import Comparison
+from quantize.recovery.terms import Terms
 from quantize.reports.nemo import export, judge_bundles
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir
@@ -45,7 +46,7 @@ def test_a_run_that_ended_at_a_look_has_its_verdict_behind_their_files(
     write_json(run.evaluation / "done.json", {"tasks": [TASK]})
     export(run, tmp_path / "theirs")
     terms: dict[str, Any] = {"estimand": "such_questions", "margin_pp": 20, "confidence": 0.95}
-    ours = paired(base, other, **terms)
+    ours = paired(base, other, Terms(**terms))
     assert isinstance(ours, Comparison)
     folders = tmp_path / "theirs" / "bf16", tmp_path / "theirs" / "quantized"
     found = judge_bundles(*folders, {TASK: 20}, "such_questions")

@@ -37,6 +37,7 @@ from quantize.host.files import read_json, write_json, write_text
 from quantize.recovery.gate import Verdict, judge
 from quantize.recovery.health import SIGNS
 from quantize.recovery.scoring import Row, Scoring
+from quantize.recovery.terms import Terms
 from quantize.reports.compare import compare_runs, question_tables
 from quantize.reports.junit import junit
 from quantize.reports.questions import parting, question_counts, questions_and_canvases
@@ -121,7 +122,7 @@ def test_a_noise_floor_has_seeds_of_its_own(full: RunDir) -> None:
     floor = read_json(full.report_json)["noise_floor"]
     assert [task["not_comparable"] for task in floor] == [None] * len(TASKS)
     judged: dict[str, Any] = {"estimand": "these_questions", "margin_pp": 3, "confidence": 0.95}
-    entry, comparison = pair(base, base, other_seed=True, **judged)
+    entry, comparison = pair(base, base, Terms(**judged), other_seed=True)
     assert comparison is None
     assert "same seed" in str(entry["not_comparable"])
 
@@ -345,9 +346,10 @@ def test_a_model_that_takes_too_many_steps_fails_the_gate(
     steps: int, limit: float | None, outcome: str
 ) -> None:
     entry, comparison = pair(
-        scoring(20), scoring(steps), estimand="these_questions", margin_pp=10, confidence=0.95,
-        max_step_inflation=limit,
-    )  # fmt: skip
+        scoring(20),
+        scoring(steps),
+        Terms(estimand="these_questions", margin_pp=10, max_step_inflation=limit),
+    )
     assert entry["step_inflation"]["ratio"] == pytest.approx((steps + 0.975) / 20.975, rel=1e-3)
     assert entry["step_inflation"]["never_stopped"] == [0.0, 0.0]
     assert entry["max_step_inflation"] == limit
@@ -355,9 +357,7 @@ def test_a_model_that_takes_too_many_steps_fails_the_gate(
 
 
 def test_canvases_that_took_every_step_are_those_of_the_samplers_limit() -> None:
-    entry, _ = pair(
-        scoring(20), scoring(28), estimand="these_questions", margin_pp=3, confidence=0.95
-    )
+    entry, _ = pair(scoring(20), scoring(28), Terms(estimand="these_questions", margin_pp=3))
     assert entry["step_inflation"]["never_stopped"] == [0.0, 13 / 40]  # 30 of 28, 29 and 30 steps
 
 
@@ -368,7 +368,8 @@ def test_one_answer_without_its_steps_leaves_their_limit_unjudged(side: int) -> 
     rows = [replace(sides[side].rows[0], denoising_steps=[]), *sides[side].rows[1:]]
     sides[side] = replace(sides[side], rows=rows)
     entry, comparison = pair(
-        *sides, estimand="these_questions", margin_pp=10, confidence=0.95, max_step_inflation=0.1
+        *sides,
+        Terms(estimand="these_questions", margin_pp=10, max_step_inflation=0.1),
     )
     assert entry["step_inflation"] is None
     assert judge({"gsm8k": comparison}).outcome == "INCONCLUSIVE"

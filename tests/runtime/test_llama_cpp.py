@@ -16,6 +16,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.exports.gguf_file import export_gguf
 from quantize.recipe.sections import Evaluation
+from quantize.recovery.terms import Terms
 from quantize.reports.provenance import scored_with
 from quantize.reports.scores import pair, read_scoring
 from quantize.runs.folder import RunDir
@@ -110,7 +111,7 @@ def test_evaluate_scores_the_file_beside_the_checkpoint(program: Path, file: Pat
     )
     assert [row.answer for row in theirs.rows] == [row.answer for row in ours.rows]
     about = {"margin_pp": 3.0, "confidence": 0.95}
-    entry, comparison = pair(base, theirs, estimand="these_questions", **about)
+    entry, comparison = pair(base, theirs, Terms(estimand="these_questions", **about))
     assert comparison is not None
     assert entry["not_comparable"] is None
     digest_of_file = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -109,12 +109,8 @@ class Answers:
         looks, found = 0, None
         if ours and theirs:
             looks = len(in_common(ours, theirs)[2])
-            found = paired(
-                ours, theirs, estimand=gate.estimand, margin_pp=gate.margin_pp[task.name],
-                confidence=gate.confidence, max_step_inflation=gate.max_step_inflation,
-                health_pp=gate.health_pp,
-                other_settings=JUDGED if judged[1].name.startswith(AT_POINT) else (),
-            )  # fmt: skip
+            free = JUDGED if judged[1].name.startswith(AT_POINT) else ()
+            found = paired(ours, theirs, gate.terms(task.name), other_settings=free)
         comparison = found if isinstance(found, Comparison) else None
         return self._processes.of_first((looks, comparison))
 

@@ -140,14 +140,7 @@ def _announce(tasks: Sequence[Task], models: Sequence[ComparedModel], gate: Gate
             f"{task.name}: {task.samples} samples a model of at most {task.token_limit} tokens; judged "
             f"after {shares} of them, until the verdict is certain"
         )
-        sentence = gate and out_of_reach(
-            task.name,
-            task.plan,
-            margin_pp=gate.margin_pp[task.name],
-            health_pp=gate.health_pp,
-            confidence=gate.confidence,
-        )
-        if sentence:
+        if sentence := gate and out_of_reach(task.name, task.plan, gate.terms(task.name)):
             say(sentence)
     tokens = len(models) * sum(task.cost for task in tasks)
     say(

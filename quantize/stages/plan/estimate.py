@@ -339,9 +339,7 @@ def cannot_pass(recipe: Recipe) -> list[str]:
         out_of_reach(
             task,
             Plan(recipe.gate.estimand, questions, recipe.evaluation.repeats.get(task, 1), 0),
-            margin_pp=recipe.gate.margin_pp[task],
-            health_pp=recipe.gate.health_pp,
-            confidence=recipe.gate.confidence,
+            recipe.gate.terms(task),
         )
         for task, questions in known_sizes(recipe).items()
     )

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -183,16 +183,12 @@ def _entry(
     run: RunDir, task: str, name: str, recipe: Recipe, *, other_seed: bool = False
 ) -> tuple[dict[str, Any], Comparison | None]:
     """Compare a model with the baseline on one task, for the report and for the gate."""
+    base, other = (read_scoring(run.evaluation / model, task) for model in (BASELINE, name))
+    terms, at_point = recipe.gate.terms(task), name.startswith(AT_POINT)
+    if at_point:  # fewer steps are what it is for
+        terms = replace(terms, max_step_inflation=None)
     return pair(
-        read_scoring(run.evaluation / BASELINE, task),
-        read_scoring(run.evaluation / name, task),
-        estimand=recipe.gate.estimand,
-        margin_pp=recipe.gate.margin_pp[task],
-        confidence=recipe.gate.confidence,
-        max_step_inflation=None if name.startswith(AT_POINT) else recipe.gate.max_step_inflation,
-        health_pp=recipe.gate.health_pp,
-        other_seed=other_seed,
-        other_settings=JUDGED if name.startswith(AT_POINT) else (),
+        base, other, terms, other_seed=other_seed, other_settings=JUDGED if at_point else ()
     )
 
 
