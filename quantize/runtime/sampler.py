@@ -15,7 +15,7 @@ Entropy-bound acceptance: arXiv 2505.24857; the algorithm is that of transformer
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,12 @@ WITHOUT_EFFECT = frozenset(
 )
 # The bounds that a checkpoint's settings are held to.
 LEAST = {"gt": (operator.gt, "above"), "ge": (operator.ge, "at least")}
+
+# What scores have noted of a sampler since the first of them.
+ALWAYS_NOTED = frozenset({
+    "max_new_tokens", "max_length", "max_denoising_steps", "entropy_bound", "t_min", "t_max",
+    "stability_threshold", "confidence_threshold", "eos_token_ids", "pad_token_id",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +109,14 @@ class Sampler(Controls):
         if not path.is_file():
             return cls()
         return cls.from_config(read_json_object(path))
+
+    def noted(self) -> dict[str, Any]:
+        """Return the settings as scores note them; a later field only where it is not its default.
+
+        So scores that lack it, made before there was such a field, stay valid while it is unused.
+        """
+        defaults = {field.name: field.default for field in fields(self)}
+        return {k: v for k, v in asdict(self).items() if k in ALWAYS_NOTED or v != defaults[k]}
 
     def temperature(self, step: int | Tensor) -> Tensor:
         """Return the temperature of `step` (from 1), float32 of its shape, as transformers has it."""

@@ -18,6 +18,7 @@ from quantize.host.locks import locked
 from quantize.recipe.sections import Evaluation
 from quantize.recovery.samples import Batch, Completion, Finished
 from quantize.recovery.scoring import Scoring
+from quantize.recovery.terms import Terms
 from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import tokenizer_digest
@@ -110,6 +111,28 @@ def test_what_was_scored_with_other_settings_is_scored_again(asked: Any) -> None
     assert asked(seed=1) == 3
 
 
+def test_a_new_setting_of_the_sampler_asks_again_only_where_it_is_used(
+    asked: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scores from before there was such a field, and BF16's store of samples, stay valid."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Later(Sampler):
+        top_k: int = 0
+
+    assert asked() == 6
+    monkeypatch.setattr(compared_models, "Sampler", Later)
+    assert asked() == 0
+    shutil.rmtree(asked.run.evaluation)
+    assert asked() == 3  # the candidate's alone
+    assert "asked again" not in capsys.readouterr().err
+    used = dataclasses.replace(Later.from_checkpoint(CHECKPOINT), top_k=5)
+    monkeypatch.setattr(Later, "from_checkpoint", lambda _: used)
+    assert asked() == 6
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.count("scored with sampler.top_k None, now 5, so it is asked again") == 2
+
+
 @pytest.mark.parametrize("side", ["bf16", "quantized"])
 def test_scores_that_were_changed_are_made_again(side: str, asked: Any) -> None:
     """Rows or conditions, one byte of either: BF16's answers come from the store of its samples."""
@@ -167,9 +190,9 @@ def test_sides_made_differently_are_not_comparable(key: str) -> None:
         conditions = {"task": TASK, "sampler": {"max_denoising_steps": 48}}
         return Scoring(TASK, rows([1.0] * 40), conditions, with_)
 
-    entry, _ = pair(scoring(), scoring(model="other"), **GATE)
+    entry, _ = pair(scoring(), scoring(model="other"), Terms(**GATE))
     assert entry["not_comparable"] is None
-    entry, comparison = pair(scoring(), scoring(**{key: "x"}), **GATE)
+    entry, comparison = pair(scoring(), scoring(**{key: "x"}), Terms(**GATE))
     assert key in entry["not_comparable"]
     assert comparison is None
 

@@ -10,7 +10,7 @@ a Blackwell GPU. Both models compute in BF16.
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class Answerer:
             model["capacity"] = self.capacity  # passes have the shape of a full engine
         self.sampler = sampler
         self.tokenizer = load_tokenizer(folder)
-        self.sampler_settings: dict[str, Any] = asdict(sampler) | {
+        self.sampler_settings: dict[str, Any] = sampler.noted() | {
             "dtype": "torch.bfloat16",
             "engine": "fused",
             "batch_invariant": True,
