@@ -31,13 +31,7 @@ from pydantic import (
 from quantize.errors import InputError
 from quantize.recipe.controls import JUDGED, optional
 from quantize.recipe.llm_compressor import is_llm_compressor, quantization_of
-from quantize.recovery.catalog import (
-    default_margin_pp,
-    known_tasks,
-    questions,
-    shipped,
-    token_limit,
-)
+from quantize.recovery.catalog import known_tasks, notes, shipped, token_limit
 from quantize.recovery.health import SIGNS
 from quantize.recovery.own import Definition, from_lm_eval, from_questions
 from quantize.recovery.terms import Terms
@@ -302,7 +296,7 @@ class Evaluation(Section):
     def questions(self, task: str) -> int | None:
         """Return how many questions a task has, or None where that is not known beforehand."""
         own = self.own_tasks.get(task)
-        return own.definition()["metadata"].get("questions") if own else questions(task)
+        return notes(task, own and own.definition()).get("questions")
 
     def answer_tokens(self, task: str) -> int:
         """Return the most tokens that an answer to a task may take."""
@@ -426,9 +420,8 @@ class Recipe(Section):
 def _every_task_has_a_margin(where: str, evaluation: Evaluation, gate: Gate) -> None:
     evaluation.check_names(gate.margin_pp)
     for task in evaluation.tasks:
-        default = None if task in evaluation.own_tasks else default_margin_pp(task)
-        if default is not None:
-            gate.margin_pp.setdefault(task, float(default))
+        if task not in evaluation.own_tasks and "margin_pp" in notes(task):
+            gate.margin_pp.setdefault(task, float(notes(task)["margin_pp"]))
         if task not in gate.margin_pp:
             raise ValueError(f"{where}gate.margin_pp has no margin for task {task!r}")
 

@@ -26,31 +26,21 @@ def known_tasks() -> list[str]:
     return sorted(path.stem for path in TASKS.glob("*.yaml"))
 
 
-def is_private(task: str, own: Mapping[str, Any] | None = None) -> bool:
-    """Whether a task's questions and answers must not be written.
+def notes(task: str, own: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """Return a task's `metadata`, that of `own` if it is a recipe's own task (`recovery.own`).
 
-    Args:
-        task: its name.
-        own: its definition if it is a recipe's own (`recovery.own`).
+    `private` says that its questions and answers must not be written, `questions` how many its data
+    set has, `prompt_tokens` the most tokens of a prompt, where they are longer than questions are, and
+    `margin_pp` the loss that is allowed where a recipe does not say. Nothing is known of other tasks.
     """
     if own is None and task not in known_tasks():
-        return False
-    return bool((shipped(task) if own is None else own)["metadata"].get("private"))
+        return {}
+    return (shipped(task) if own is None else own)["metadata"]
 
 
-def questions(task: str) -> int | None:
-    """Return how many questions the published data set of a task has, None where it is not noted."""
-    return shipped(task)["metadata"].get("questions")
-
-
-def prompt_tokens(task: str) -> int:
-    """Return the most tokens of a task's prompts, 0 where they are as short as questions are."""
-    return shipped(task)["metadata"].get("prompt_tokens", 0)
-
-
-def default_margin_pp(task: str) -> float | None:
-    """Return the loss that is allowed where a recipe does not say, None where the recipe must."""
-    return shipped(task)["metadata"].get("margin_pp")
+def is_private(task: str, own: Mapping[str, Any] | None = None) -> bool:
+    """Whether a task's questions and answers must not be written."""
+    return bool(notes(task, own).get("private"))
 
 
 def token_limit(fields: Mapping[str, Any]) -> int:

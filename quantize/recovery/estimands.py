@@ -91,16 +91,11 @@ class Total:
 
     def times(self, factor: float) -> "Total":
         """Return the sum that `factor` times the units would give, were all as observed."""
-        return Total(
-            math.ceil(self.units * factor),
-            self.value * factor,
-            self.variance * factor,
-            self.jump,
-            math.ceil(self.freedom * factor),
-        )
+        units, freedom = (math.ceil(each * factor) for each in (self.units, self.freedom))
+        return Total(units, self.value * factor, self.variance * factor, self.jump, freedom)
 
 
-def units(estimand: Estimand | None, questions: int, repeats: int) -> int:
+def units(estimand: Estimand, questions: int, repeats: int) -> int:
     """Return how many units chance is in: answers to these questions, or such questions."""
     return questions if estimand == "such_questions" else questions * repeats
 

@@ -140,7 +140,12 @@ def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
     ]
     if not missing and all(verdict.outcome == "PASS" for verdict in verdicts.values()):
         return Verdict("PASS", "; ".join(verdict.reason for verdict in verdicts.values()), estimand)
-    still_open = [_open(verdict) for verdict in verdicts.values() if verdict.outcome != "PASS"]
+    corrected = {"FAIL": "; fails alone, not after Holm's correction over the tasks"}
+    still_open = [
+        verdict.reason + corrected.get(verdict.outcome, "")
+        for verdict in verdicts.values()
+        if verdict.outcome != "PASS"
+    ]
     return Verdict("INCONCLUSIVE", "; ".join([*still_open, *missing]), estimand)
 
 
@@ -263,17 +268,13 @@ def _answers(look: Mapping[str, Any]) -> str:
 def _needed(comparison: Comparison) -> str:
     if comparison.needed is None:
         return "no number of questions decides, were the difference as observed"
-    if comparison.estimand == "these_questions":
-        answers = math.ceil(comparison.repeats * comparison.needed)
-        return f"about {answers} answers a question would decide, were the difference as observed"
-    questions = math.ceil(comparison.questions * comparison.needed)
-    return f"about {questions} questions would decide, were the difference as observed"
-
-
-def _open(verdict: Verdict) -> str:
-    if verdict.outcome == "FAIL":
-        return f"{verdict.reason}; fails alone, not after Holm's correction over the tasks"
-    return verdict.reason
+    of_questions = comparison.estimand == "such_questions"
+    number = comparison.questions if of_questions else comparison.repeats
+    what = "questions" if of_questions else "answers a question"
+    return (
+        f"about {math.ceil(number * comparison.needed)} {what} would decide, were the difference as "
+        f"observed"
+    )
 
 
 def _unequal(base: Any, quantized: Any) -> str:

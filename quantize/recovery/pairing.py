@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from quantize.recovery.estimands import units
@@ -16,7 +17,7 @@ from quantize.recovery.health import OF_TEXT, SIGNS, Sign, compare_sign, limits_
 from quantize.recovery.scoring import Row, Scoring
 from quantize.recovery.sequential import Look, Plan, at_looks
 from quantize.recovery.statistics import Comparison, compare, tables
-from quantize.recovery.steps import StepInflation, share_at, step_inflation
+from quantize.recovery.steps import StepInflation, step_inflation
 from quantize.recovery.terms import Terms
 
 
@@ -25,7 +26,7 @@ def in_common(base: Scoring, other: Scoring) -> tuple[Scoring, Scoring, list[Loo
     plan = _plan(base)
     looks = plan.taken(base.answered, other.answered) if plan else []
     if plan and looks:
-        seen = plan.until(looks[-1])
+        seen = plan.first(looks[-1]).answers
         base, other = base.only(seen), other.only(seen)
     return base, other, looks
 
@@ -38,14 +39,10 @@ def paired(
     other_seed: bool = False,
     other_settings: Collection[str] = (),
 ) -> Comparison | Verdict:
-    """Compare two scorings of a task, or return why they are not comparable.
+    """Compare a scoring of a task with the baseline's, or return why they are not comparable.
 
-    Args:
-        base: scoring of the baseline.
-        other: scoring of the model that is compared with it.
-        terms: what is judged, and what is allowed.
-        other_seed: whether the two must have different seeds (the noise floor).
-        other_settings: settings of the sampler that may differ, being judged (operating points).
+    With `other_seed` they must have different seeds (the noise floor); `other_settings` of the sampler
+    may differ, being judged (operating points).
     """
     base, other, looks = in_common(base, other)
     if differs := _differs(base, other, other_seed=other_seed, other_settings=other_settings):
@@ -70,7 +67,7 @@ def paired(
 
     if plan is None or plan.estimand != terms.estimand or len(plan.looks) == 1:
         return compared(base, other)
-    seen = [plan.until(look) for look in looks]
+    seen = [plan.first(look).answers for look in looks]
     return at_looks([compared(base.only(part), other.only(part)) for part in seen], looks)
 
 
@@ -81,18 +78,15 @@ def _plan(scoring: Scoring) -> Plan | None:
 
 def _steps(base: Scoring, other: Scoring, terms: Terms) -> StepInflation | None:
     """Return how many more steps `other` takes, None where an answer does not tell its steps."""
-    both = (base, other)
+    both = base, other
     if any(not row.denoising_steps for each in both for row in each.rows):
         return None
     never_stopped = [
-        share_at([step for row in each.rows for step in row.denoising_steps], most_steps(each))
+        fmean(step >= most_steps(each) for row in each.rows for step in row.denoising_steps)
         for each in both
     ]
     costs, limit = (_costs(base), _costs(other)), terms.max_step_inflation
-    try:
-        return step_inflation(*costs, never_stopped, confidence=terms.confidence, limit=limit)
-    except ValueError:  # one question alone has steps or tokens
-        return None
+    return step_inflation(*costs, never_stopped, confidence=terms.confidence, limit=limit)
 
 
 def most_steps(scoring: Scoring) -> float:
@@ -125,11 +119,8 @@ def _health(
 def _length(base: Scoring, other: Scoring, confidence: float) -> list[float] | None:
     """Return mean tokens of an answer over the base's, and the ends of its interval."""
     ours, theirs = ({q: (t, 1) for q, (_, t) in _costs(s).items()} for s in (base, other))
-    try:
-        found = step_inflation(ours, theirs, (), confidence=confidence)
-    except ValueError:  # one question alone has tokens
-        return None
-    return [found.ratio, found.low, found.high]
+    found = step_inflation(ours, theirs, (), confidence=confidence)
+    return found and [found.ratio, found.low, found.high]
 
 
 def _costs(side: Scoring) -> dict[str, tuple[int, int]]:

@@ -126,14 +126,10 @@ class SampleStore:
     ) -> None:
         """Generate the missing samples of this process' share in batches, longest prompts first.
 
-        Then wait for the other processes and read their samples.
-
-        Args:
-            requests: all samples of the task, finished ones included.
-            generate: answers batches.
-            batch_size: requests a batch.
-            progress: wraps the finished batches, given the number of samples in all of them.
-            keep: returns what is kept of an answer's text; a private task keeps its letter only.
+        Then wait for the other processes and read their samples. `requests` are all of the task,
+        finished ones included. `progress` wraps the finished batches, given the number of samples in
+        all of them; `keep` returns what is kept of an answer's text, of a private task its letter
+        only.
 
         Raises:
             ValueError: some requests were not answered.

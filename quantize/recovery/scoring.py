@@ -154,17 +154,9 @@ def score(
 ) -> Scoring | None:
     """Score part of `task`; of processes that share the work only the first scores, others return None.
 
-    Args:
-        task: one of `known_tasks()`, or the name of `definition`.
-        store: where finished samples are kept; a resumed run passes the same.
-        generate: answers batches of requests.
-        part: which documents and repeats.
-        data_file: a local .jsonl or .csv in place of the data set that the task names on the Hub.
-        definition: a task of the recipe's own (`recovery.own`).
-        seed: the run's seed, equal for the models that are compared.
-        batch_size: requests a batch.
-        sampler: the sampler's settings, as a condition of the comparison.
-        progress: wraps the batches to show how far they are.
+    A resumed run passes the same `store`. `data_file` is a local .jsonl or .csv in place of the data
+    set that the task names on the Hub, `definition` a task of the recipe's own (`recovery.own`). The
+    run's `seed` and the settings of the `sampler` are conditions of the comparison.
 
     Raises:
         ValueError: the task is unknown, or has no documents.
@@ -232,18 +224,13 @@ def size(
     except Exception as error:  # datasets and its readers raise a dozen unrelated types
         private = is_private(task, definition)
         what = "" if private else " ".join(str(error).split())[:200]
+        token = "accept the data set's terms on the Hub and set HF_TOKEN, or " * is_private(task)
+        name = task.removesuffix(THINKING)
         raise ValueError(
             f"task {task}: {data_file or 'its data set on the Hub'} cannot be read "
-            f"({type(error).__name__} {what}); {_remedy(task)}"
+            f"({type(error).__name__} {what}); {token}put {name}.jsonl or {name}.csv into a folder for "
+            f"--data-dir"
         ) from error
-
-
-def _remedy(task: str) -> str:
-    token = (
-        "accept the data set's terms on the Hub and set HF_TOKEN, or " if is_private(task) else ""
-    )
-    name = task.removesuffix(THINKING)
-    return f"{token}put {name}.jsonl or {name}.csv into a folder for --data-dir"
 
 
 def _keeping(task: str, definition: Definition | None) -> Callable[[str], str]:
@@ -251,7 +238,7 @@ def _keeping(task: str, definition: Definition | None) -> Callable[[str], str]:
     if not is_private(task, definition):
         return str
     if definition is None:
-        return _letter
+        return lambda text: final_choice(without_thinking(text))
     found = finding(definition)
     stops = definition["generation_kwargs"].get("until") or []
     return lambda text: found(cut(text, stops))
@@ -265,10 +252,6 @@ def _hashed(row: Row) -> Row:
 
     answer = digest(row.answer) if row.answered else row.answer
     return replace(row, target=digest(row.target), answer=answer, text=digest(row.text))
-
-
-def _letter(text: str) -> str:
-    return final_choice(without_thinking(text))
 
 
 def _manager(

@@ -76,13 +76,13 @@ class Plan:
     """The most that a run asks of one task, fixed before the first answer.
 
     Attributes:
-        estimand: what is judged, and so the unit that looks add; None for no looks on the way.
+        estimand: what is judged, and so the unit that looks add.
         questions: number of questions, from the data set's first on.
         repeats: number of answers to each.
         seed: seed of the order in which looks take questions.
     """
 
-    estimand: Estimand | None
+    estimand: Estimand
     questions: int
     repeats: int
     seed: int
@@ -95,14 +95,16 @@ class Plan:
     @property
     def looks(self) -> list[Look]:
         """The looks at the run, five at most."""
-        if self.estimand is None:
-            return [Look(self.questions, self.repeats, 1.0)]
         return plan_looks(self.estimand, self.questions, self.repeats)
 
     @property
     def order(self) -> list[int]:
-        """The questions in the order in which looks take them."""
-        return in_random_order(self.questions, self.seed)
+        """The questions in the order in which looks take them: one of the seed alone.
+
+        Among more questions under the same seed these come in the same order.
+        """
+        keys = [hashlib.sha256(f"{self.seed}:{i}".encode()).digest() for i in range(self.questions)]
+        return sorted(range(self.questions), key=keys.__getitem__)
 
     @property
     def parts(self) -> list[Part]:
@@ -114,20 +116,15 @@ class Plan:
             for before, look in pairwise([Look(0, 0, 0.0), *self.looks])
         ]
 
-    def first(self, looks: int) -> Part:
-        """Return the part that the first `looks` looks cover together."""
-        last = self.looks[looks - 1]
-        return Part(sorted(self.order[: last.questions]), range(last.repeats))
+    def first(self, look: Look) -> Part:
+        """Return all that a look covers."""
+        return Part(sorted(self.order[: look.questions]), range(look.repeats))
 
     def taken(self, *answered: Set[Answer]) -> list[Look]:
         """Return the looks, from the first on, whose answers every side has."""
         pairs = zip(self.looks, self.parts, strict=True)
         whole = takewhile(lambda pair: all(pair[1].answers <= a for a in answered), pairs)
         return [look for look, _ in whole]
-
-    def until(self, look: Look) -> set[Answer]:
-        """Return all answers that a look covers."""
-        return Part(self.order[: look.questions], range(look.repeats)).answers
 
 
 def plan_looks(estimand: Estimand, questions: int, repeats: int) -> list[Look]:
@@ -139,16 +136,6 @@ def plan_looks(estimand: Estimand, questions: int, repeats: int) -> list[Look]:
         Look(questions if over_repeats else n, n if over_repeats else repeats, n / units)
         for n in counts
     ]
-
-
-def in_random_order(questions: int, seed: int) -> list[int]:
-    """Return the indices of so many questions in an order of the seed alone.
-
-    Among more questions under the same seed these come in the same order.
-    """
-    return sorted(
-        range(questions), key=lambda index: hashlib.sha256(f"{seed}:{index}".encode()).digest()
-    )
 
 
 def spent(fraction: float, alpha: float) -> float:
@@ -231,12 +218,7 @@ def out_of_reach(task: str, plan: Plan, terms: Terms) -> str | None:
 
 
 def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
-    """Return the last of the comparisons, with sequential p-values in place of its own.
-
-    Args:
-        found: what was compared at each look, from the first on.
-        looks: these looks; `plan_looks` made them.
-    """
+    """Return the last of the comparisons, one a look from the first on, with sequential p-values."""
     fractions, last = tuple(look.fraction for look in looks), found[-1]
     levels = nominal_levels(fractions, 1 - last.confidence)
 
@@ -277,8 +259,7 @@ def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
 def still_open(seen: Mapping[str, Comparison | None]) -> list[str]:
     """Return the tasks to go on with, none once the run's verdict is certain.
 
-    Args:
-        seen: every task of the gate -> its comparison at the last look, None before the first.
+    `seen` has every task of the gate, and its comparison at the last look, None before the first.
     """
     if judge(seen).outcome == "FAIL":
         return []
@@ -290,19 +271,16 @@ def until_decided(
 ) -> tuple[dict[str, int], dict[str, Comparison | None]]:
     """Ask one task after the other, look by look, until the verdict is certain.
 
-    Looks that an earlier run took count: their answers are there.
-
-    Args:
-        plans: task -> what is planned of it, in the order in which they are asked.
-        ask: has a task's first so many looks answered by both models, none for 0; returns how many are
-            complete, and what they show.
+    Looks that an earlier run took count: their answers are there. `ask` has a task's first so many
+    looks answered by both models, none for 0; it returns how many are complete, and what they show.
 
     Returns:
         Task -> number of looks taken, and task -> what they show, None where none was.
     """
-    there = {task: ask(task, 0) for task in plans}
-    taken = {task: looks for task, (looks, _) in there.items()}
-    shown = {task: comparison for task, (_, comparison) in there.items()}
+    taken: dict[str, int] = {}
+    shown: dict[str, Comparison | None] = {}
+    for task in plans:
+        taken[task], shown[task] = ask(task, 0)
     for task, plan in plans.items():
         while taken[task] < len(plan.looks) and task in still_open(shown):
             taken[task], shown[task] = ask(task, taken[task] + 1)

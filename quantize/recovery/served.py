@@ -135,7 +135,9 @@ class Server:
                 if error.code != 429 and error.code < 500:
                     hint = MEANING.get(error.code, "the request was refused")
                     raise ServerError(f"{self.url}/{path}: {last}; {hint}") from error
-                pause = _retry_after(error) or self.first_wait * 2**attempt
+                asked = error.headers.get("Retry-After", "")  # seconds; a date is ignored
+                is_number = asked.replace(".", "", 1).isdigit()
+                pause = (is_number and float(asked)) or self.first_wait * 2**attempt
             except (OSError, HTTPException, json.JSONDecodeError) as error:
                 last, pause = f"{type(error).__name__}: {error}", self.first_wait * 2**attempt
         raise ServerError(f"{self.url}/{path}: gave up after {self.attempts} attempts; last {last}")
@@ -180,9 +182,3 @@ class Servers:
                     yield batch, future.result()
                     free.append(server)
                     ask()
-
-
-def _retry_after(error: urllib.error.HTTPError) -> float | None:
-    """Return the seconds that a server asks to wait; a date is ignored."""
-    value = error.headers.get("Retry-After", "")
-    return float(value) if value.replace(".", "", 1).isdigit() else None

@@ -121,8 +121,8 @@ def compare(base: Scores, quantized: Scores, terms: Terms) -> Comparison:
     other: Estimand = "such_questions" if estimand == "these_questions" else "these_questions"
     difference, level = total(y - x, estimand), (1 + confidence) / 2
     at_least, at_most = margin_p_values(difference, terms.margin_pp)
-    repeats = x.shape[1]
-    lost, won = _flips(x, y) if repeats == 1 else (None, None)
+    repeats, single = x.shape[1], x.shape[1] == 1
+    lost, won = (int(((a > 0.5) & (b <= 0.5)).sum()) for a, b in ((x, y), (y, x)))
     return Comparison(
         **vars(terms),
         questions=len(x),
@@ -141,9 +141,9 @@ def compare(base: Scores, quantized: Scores, terms: Terms) -> Comparison:
         needed=needed(difference, terms.margin_pp, confidence),
         recovery=float(100 * y.mean() / x.mean()) if x.mean() > 0 else None,
         recovery_interval=_recovery(x, y, estimand, level),
-        lost=lost,
-        won=won,
-        mcnemar_p=None if lost is None or won is None else mcnemar(lost, won),
+        lost=lost if single else None,
+        won=won if single else None,
+        mcnemar_p=mcnemar(lost, won) if single else None,
     )
 
 
@@ -186,10 +186,6 @@ def tables(base: Scores, quantized: Scores) -> tuple[Floats, Floats]:
     names = sorted(base)
     x, y = (np.array([side[name] for name in names], np.float64) for side in (base, quantized))
     return x, y
-
-
-def _flips(x: Floats, y: Floats) -> tuple[int, int]:
-    return int(((x > 0.5) & (y <= 0.5)).sum()), int(((x <= 0.5) & (y > 0.5)).sum())
 
 
 def _interval(difference: Total, level: float) -> Interval:

@@ -31,7 +31,7 @@ from quantize.reports.headline import chosen_point
 from quantize.reports.provenance import baseline_lines
 from quantize.reports.render import markdown_table
 from quantize.reports.sections import JUDGED, Section, fidelity_section, looks_lines
-from quantize.reports.table import score_table
+from quantize.reports.table import interval_text, score_table
 from quantize.runs.folder import README, RESULTS, RunDir
 
 # Task -> (data set on the Hub, name of the task in it): gpqa_diamond is the Hub's own name, the others
@@ -101,7 +101,7 @@ def card(
     return _template().render(
         front_matter=front_matter(run, recipe, manifest, base),
         name=repo.split("/")[-1],
-        interval=_interval,
+        interval=interval_text,
         judged=JUDGED[recipe.gate.estimand],
         scores=markdown_table(Section("", *scores)),
         fidelity=report["fidelity"] and markdown_table(fidelity_section(report["fidelity"])),
@@ -247,12 +247,6 @@ def _groups(targets_csv: Path) -> list[dict[str, Any]]:
         group["before"] += int(row["bytes"])
         group["after"] += int(row["bytes_after"])
     return sorted(groups.values(), key=lambda group: -group["before"])
-
-
-def _interval(interval: dict[str, Any], spec: str) -> str:
-    if interval["low"] is None or interval["high"] is None:
-        return "no interval"
-    return f"{interval['low']:{spec}} to {interval['high']:{spec}}"
 
 
 def eval_results(report: dict[str, Any]) -> dict[str, str]:

@@ -18,9 +18,12 @@ from rich.table import Table
 
 from quantize.errors import InputError
 from quantize.host.files import read_json
+from quantize.recovery.pairing import in_common
+from quantize.recovery.sequential import nominal_levels
 from quantize.recovery.terms import Terms
 from quantize.reports.questions import differing, question_counts, question_row
-from quantize.reports.scores import at_any_look, pair, read_scoring
+from quantize.reports.scores import pair, read_scoring
+from quantize.reports.table import cell
 from quantize.runs.folder import RunDir
 from quantize.runs.models import CANDIDATE
 
@@ -60,8 +63,10 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
     questions: dict[str, list[dict[str, Any]]] = {}
     for task in tasks_of[0]:
         ours, theirs = (read_scoring(run.evaluation / CANDIDATE, task) for run in (a, b))
-        confidence = at_any_look(ours, theirs, CONFIDENCE)
-        terms = Terms(estimand="such_questions", margin_pp=100, confidence=confidence)
+        fractions, level = [look.fraction for look in in_common(ours, theirs)[2]], 1 - CONFIDENCE
+        if fractions not in ([], [1.0]):
+            level = 2 * nominal_levels(tuple(fractions), level / 2)[-1]
+        terms = Terms(estimand="such_questions", margin_pp=100, confidence=1 - level)
         entries[task], _ = pair(ours, theirs, terms)
         questions[task] = [] if entries[task]["not_comparable"] else differing(ours, theirs)
     reasons = (f"{t}: {e['not_comparable']}" for t, e in entries.items() if e["not_comparable"])
@@ -80,12 +85,11 @@ def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:
         if entry["not_comparable"]:
             table.add_row(task, "", "", "not comparable")
             continue
-        interval = entry["difference_interval"]
         table.add_row(
             f"{task}, {entry['questions']} x {entry['repeats']}",
             f"{entry['base']:.3f}",
             f"{entry['quantized']:.3f}",
-            f"{entry['difference_pp']:+.2f} pp [{interval['low']:+.2f}, {interval['high']:+.2f}]",
+            cell(entry, "difference_pp", "+.2f", " pp"),
         )
         steps = [entry[side]["steps_per_canvas"] for side in ("bf16_counts", "quantized_counts")]
         table.add_row(f"{task}, steps per canvas", *map(_number, steps), "")

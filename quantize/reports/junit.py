@@ -3,7 +3,7 @@
 from typing import Any
 from xml.etree import ElementTree
 
-from quantize.reports.table import interval_text
+from quantize.reports.table import cell
 
 OUTCOME_TAGS = {"FAIL": "failure", "INCONCLUSIVE": "skipped", "NOT COMPARABLE": "error"}
 
@@ -20,7 +20,10 @@ def junit(content: dict[str, Any]) -> str:
         cases.append(("fidelity", "FAIL" if faults else "PASS", faults))
     for task in (task for task in content["tasks"] if task["gated"]):
         outcome = task["outcome"] or "NOT COMPARABLE"
-        cases.append((f"task {task['task']}", outcome, [task["not_comparable"] or task_text(task)]))
+        text = task["not_comparable"] or (
+            f"{cell(task, 'difference_pp', '+.2f', ' pp')}, margin {task['margin_pp']:g} pp"
+        )
+        cases.append((f"task {task['task']}", outcome, [text]))
     certain = "not asked: the verdict was certain before"
     cases += [(f"task {task}", "INCONCLUSIVE", [certain]) for task in content["not_asked"]]
     cases.append(("gate", verdict["outcome"], [verdict["reason"]]))
@@ -41,9 +44,3 @@ def junit(content: dict[str, Any]) -> str:
             ElementTree.SubElement(case, OUTCOME_TAGS[outcome], message=message)
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def task_text(task: dict[str, Any]) -> str:
-    """Return a gated task's result in one line."""
-    interval = interval_text(task["difference_interval"], "+.2f")
-    return f"{task['difference_pp']:+.2f} pp {interval}, margin {task['margin_pp']:g} pp"

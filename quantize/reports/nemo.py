@@ -75,13 +75,9 @@ def export(run: RunDir, folder: Path) -> None:
 def judge_bundles(
     baseline: Path, candidate: Path, margins_pp: Mapping[str, float], estimand: Estimand
 ) -> Verdict:
-    """Judge all benchmarks of two folders by the gate's rules, at 95 %.
+    """Judge all benchmarks of two folders of bundles by the gate's rules, at 95 %.
 
-    Args:
-        baseline: folder with the baseline's bundles.
-        candidate: folder with the candidate's.
-        margins_pp: benchmark -> allowed loss in percentage points.
-        estimand: what the loss is judged on.
+    `margins_pp` has each benchmark's allowed loss in percentage points.
 
     Raises:
         InputError: a file cannot be read, margins are of other benchmarks, or too little was answered.

@@ -191,13 +191,15 @@ def question_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     """Return an entry's cells by `QUESTION_COLUMNS`; of a private one only its hash and outcome."""
     hidden = entry["target"] is None
     name = f"hash {entry['hash'][:12]}" if hidden else str(entry["question"])
+    parts, sides = entry["parts"], (BASELINE, CANDIDATE)
+    words = parts and " / ".join(parts[f"{side}_word"].strip() or "(space)" for side in sides)
     return (
         name,
         entry["outcome"],
         "-" if hidden else entry["target"],
-        *(_answer(entry, side) for side in (BASELINE, CANDIDATE)),
-        " / ".join(str(sum(entry[side]["steps"]) or "-") for side in (BASELINE, CANDIDATE)),
-        parts_text(entry["parts"]),
+        *(_answer(entry, side) for side in sides),
+        " / ".join(str(sum(entry[side]["steps"]) or "-") for side in sides),
+        "-" if parts is None else f"canvas {parts['canvas']}, step {parts['step']}: {words}",
     )
 
 
@@ -208,14 +210,6 @@ def _answer(entry: Mapping[str, Any], side: str) -> str:
     if found["answer"] is None:
         return right
     return found["answer"] if entry["repeats"] == 1 else f"{found['answer']} ({right})"
-
-
-def parts_text(parts: Mapping[str, Any] | None) -> str:
-    """Return "canvas 1, step 3: 7 / 8", the words of BF16 and quantized where canvases part."""
-    if parts is None:
-        return "-"
-    words = " / ".join(parts[f"{side}_word"].strip() or "(space)" for side in (BASELINE, CANDIDATE))
-    return f"canvas {parts['canvas']}, step {parts['step']}: {words}"
 
 
 def watched(canvases: Mapping[str, Any] | None, task: str, entry: Mapping[str, Any]) -> list[int]:

@@ -4,7 +4,7 @@ The page is one file without a script, style, font or image from elsewhere. Plot
 (`charts`); the template's only script plays the recorded denoising steps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache, partial
 from importlib.resources import files
 from typing import Any
@@ -78,12 +78,9 @@ def summary(content: Mapping[str, Any]) -> Group:
     again = [task | {"activations": "BF16 again"} for task in content["noise_floor"]]
     for task in [*content["tasks"], *again]:
         name = f"{task['task']}, {task['activations']}"
-        table.add_row(Text(name, "bold" if task.get("gated") else ""), *_scores(task))
+        cells = ["", "", "not comparable", ""]
+        if not task["not_comparable"]:
+            cells = [f"{task[model]:.3f}" for model in ("base", "quantized")]
+            cells += [cell(task, "difference_pp", "+.2f"), cell(task, "recovery", ".1f")]
+        table.add_row(Text(name, "bold" if task.get("gated") else ""), *cells)
     return Group(said, table)
-
-
-def _scores(task: Mapping[str, Any]) -> Sequence[str]:
-    if task["not_comparable"]:
-        return "", "", "not comparable", ""
-    scores = (f"{task[model]:.3f}" for model in ("base", "quantized"))
-    return *scores, cell(task, "difference_pp", "+.2f"), cell(task, "recovery", ".1f")

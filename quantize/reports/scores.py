@@ -14,7 +14,6 @@ from quantize.host.files import REDO, read_json, write_json, write_text
 from quantize.recovery.gate import Verdict
 from quantize.recovery.pairing import in_common, paired
 from quantize.recovery.scoring import Row, Scoring
-from quantize.recovery.sequential import nominal_levels
 from quantize.recovery.statistics import Comparison
 from quantize.recovery.terms import Terms
 
@@ -39,14 +38,6 @@ def pair(
     }
     del entry["health_pp"]  # each sign has its limit
     return entry, comparison
-
-
-def at_any_look(a: Scoring, b: Scoring, confidence: float) -> float:
-    """Return the confidence of one look's interval, so that those of all looks together have theirs."""
-    fractions = tuple(look.fraction for look in in_common(a, b)[2])
-    if fractions in ((), (1.0,)):
-        return confidence
-    return 1 - 2 * nominal_levels(fractions, (1 - confidence) / 2)[-1]
 
 
 def write_scoring(folder: Path, scoring: Scoring) -> None:

@@ -75,10 +75,10 @@ def _name(task: Task) -> list[str]:
     return [task["task"], task.get("activations") or "BF16, other seed"]
 
 
-def cell(task: Task, key: str, spec: str) -> str:
+def cell(task: Task, key: str, spec: str, unit: str = "") -> str:
     """Return a number of a task with its interval, "-" where there is none."""
     interval = task[f"{key.removesuffix('_pp')}_interval"]
-    return "-" if task[key] is None else f"{task[key]:{spec}} {interval_text(interval, spec)}"
+    return "-" if task[key] is None else f"{task[key]:{spec}}{unit} {interval_text(interval, spec)}"
 
 
 def _both(task: Task, count: str, spec: str) -> str:

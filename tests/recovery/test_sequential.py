@@ -25,7 +25,6 @@ from quantize.recovery.sequential import (
     FRACTIONS,
     Plan,
     at_looks,
-    in_random_order,
     nominal_levels,
     plan_looks,
     sequential_p,
@@ -101,10 +100,10 @@ def test_looks_are_planned_in_the_unit_of_the_estimand() -> None:
 
 
 def test_questions_come_in_an_order_of_the_seed_alone() -> None:
-    order = in_random_order(50, 7)
+    order = Plan("such_questions", 50, 1, 7).order
     assert sorted(order) == list(range(50)) != order
-    assert order != in_random_order(50, 8)
-    assert [index for index in in_random_order(80, 7) if index < 50] == order
+    assert order != Plan("such_questions", 50, 1, 8).order
+    assert [index for index in Plan("such_questions", 80, 1, 7).order if index < 50] == order
 
 
 @pytest.mark.parametrize("estimand", [*ESTIMANDS, None])
@@ -119,8 +118,8 @@ def test_the_parts_of_a_plan_are_its_looks(
         assert not part.answers & seen
         assert list(part.questions) == sorted(part.questions)
         seen |= part.answers
-        assert seen == plan.until(look) == plan.first(number).answers
-        assert list(plan.first(number).questions) == sorted(plan.first(number).questions)
+        assert seen == plan.first(look).answers
+        assert list(plan.first(look).questions) == sorted(plan.first(look).questions)
         assert plan.taken(seen, seen | {(0, 0)}) == plan.looks[:number]
     assert len(seen) == questions * repeats
     assert plan.taken(seen - {(plan.order[0], 0)}, seen) == []
@@ -167,7 +166,7 @@ def test_a_run_is_compared_as_far_as_it_was_looked_at() -> None:
 @pytest.mark.parametrize("outcome", ["PASS", "FAIL"])
 def test_a_verdict_is_told_by_the_look_that_decided(outcome: str) -> None:
     """Beside a PASS of the first look stood the bounds of all answers, -37 points of 30 allowed."""
-    order = in_random_order(100, 3)
+    order = Plan("such_questions", 100, 1, 3).order
     difference = np.full((100, 1), -1.0 if outcome == "FAIL" else 0.0)
     difference[order[30:], 0] = np.where(np.arange(70) < 40, -1.0, 0.0)
     base, quantized = stored(difference)
@@ -199,7 +198,7 @@ def test_a_verdict_is_told_by_the_look_that_decided(outcome: str) -> None:
 
 def test_looks_over_questions_take_them_in_random_order() -> None:
     difference = np.zeros((100, 2))
-    order = in_random_order(100, 3)
+    order = Plan("such_questions", 100, 1, 3).order
     difference[order[:30]] = -1
     base, quantized = stored(difference)
     looks = plan_looks("such_questions", 100, 2)[:1]

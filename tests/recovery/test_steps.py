@@ -12,7 +12,7 @@ from quantize.recovery.estimands import ESTIMANDS, Estimand, Floats
 from quantize.recovery.gate import judge
 from quantize.recovery.sequential import nominal_levels, plan_looks
 from quantize.recovery.statistics import Comparison, compare
-from quantize.recovery.steps import exceeds_p, log_ratio, share_at, step_inflation
+from quantize.recovery.steps import exceeds_p, log_ratio, step_inflation
 from quantize.recovery.terms import Terms
 
 NEVER, LIMIT = (0.0, 0.0), 0.1
@@ -203,20 +203,13 @@ def test_three_tasks_at_the_limit_fail_no_more_often_than_stated(rounds: int) ->
     assert share <= 0.05 + three_sigma(0.05, rounds)
 
 
-def test_canvases_that_never_stop_are_counted() -> None:
-    assert share_at([48, 12, 48, 30], 48) == 0.5
-    assert share_at([], 48) == 0.0
-
-
 @pytest.mark.parametrize(
     ("base", "quantized"),
     [
         ({"a": (1, 1)}, {"a": (1, 1)}),
-        ({"a": (1, 1), "b": (1, 1)}, {"a": (1, 1), "c": (1, 1)}),
         ({"a": (0, 1), "b": (0, 1)}, {"a": (1, 1), "b": (1, 1)}),
         ({"a": (1, 1), "b": (1, 1)}, {"a": (1, 0), "b": (1, 1)}),
     ],
 )
-def test_what_cannot_be_compared_is_refused(base, quantized) -> None:
-    with pytest.raises(ValueError, match="step inflation needs"):
-        step_inflation(base, quantized, NEVER, confidence=0.95)
+def test_what_cannot_be_compared_is_not(base, quantized) -> None:
+    assert step_inflation(base, quantized, NEVER, confidence=0.95) is None

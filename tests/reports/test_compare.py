@@ -21,7 +21,7 @@ PLAN = Plan("such_questions", 100, 1, 0)
 def scored(folder: Path, right: int, looks: int) -> tuple[RunDir, Scoring]:
     """Return a run that ended after so many looks, whose model has so many more answers right."""
     everything = rows([float(i % 2 or i < right) for i in range(100)])
-    asked = PLAN.until(PLAN.looks[looks - 1])
+    asked = PLAN.first(PLAN.looks[looks - 1]).answers
     made_with = {"planned": asdict(PLAN)}
     scoring = Scoring(TASK, everything, {}, made_with).only(asked)
     run = RunDir(folder)

@@ -31,7 +31,7 @@ def scored(lost: int, looks: int) -> Scoring:
     made = Scoring(
         TASK, rows([float(i >= lost) for i in range(100)]), {}, {"planned": asdict(PLAN)}
     )
-    return made.only(PLAN.until(PLAN.looks[looks - 1]))
+    return made.only(PLAN.first(PLAN.looks[looks - 1]).answers)
 
 
 @pytest.mark.parametrize(("lost", "outcome"), [(0, "PASS"), (60, "FAIL"), (12, "INCONCLUSIVE")])

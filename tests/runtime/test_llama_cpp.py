@@ -15,7 +15,7 @@ from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.exports.gguf_file import export_gguf
-from quantize.recipe.sections import Evaluation
+from quantize.recipe.sections import Evaluation, Gate
 from quantize.recovery.terms import Terms
 from quantize.reports.provenance import scored_with
 from quantize.reports.scores import pair, read_scoring
@@ -104,7 +104,10 @@ def test_evaluate_scores_the_file_beside_the_checkpoint(program: Path, file: Pat
     copy_bundled(run.checkpoint)
     settings = Evaluation(tasks=["word_problems"], limit={"word_problems": 2}, batch_size=2)
     digest = fingerprint(Checkpoint.open(CHECKPOINT))
-    evaluate(run, CHECKPOINT, digest, settings, options=ModelOptions(gguf=file, llama_cpp=program))
+    gate = Gate(estimand="these_questions", margin_pp={"word_problems": 3})
+    evaluate(
+        run, CHECKPOINT, digest, settings, gate, options=ModelOptions(gguf=file, llama_cpp=program)
+    )
     base, ours, theirs = (
         read_scoring(run.evaluation / side, "word_problems")
         for side in ("bf16", "quantized", "quantized-gguf")
@@ -121,7 +124,12 @@ def test_evaluate_scores_the_file_beside_the_checkpoint(program: Path, file: Pat
     other.write_bytes(file.read_bytes().replace(digest.encode(), b"0" * 64))
     with pytest.raises(InputError, match=r"other\.gguf: made from 0+, not from .*checkpoint"):
         evaluate(
-            run, CHECKPOINT, digest, settings, options=ModelOptions(gguf=other, llama_cpp=program)
+            run,
+            CHECKPOINT,
+            digest,
+            settings,
+            gate,
+            options=ModelOptions(gguf=other, llama_cpp=program),
         )
     with pytest.raises(InputError, match="--gguf and --llama-cpp go together"):
-        evaluate(run, CHECKPOINT, digest, settings, options=ModelOptions(gguf=file))
+        evaluate(run, CHECKPOINT, digest, settings, gate, options=ModelOptions(gguf=file))

@@ -15,7 +15,7 @@ from quantize.bundled import CHECKPOINT
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import read_json, write_json
 from quantize.host.locks import locked
-from quantize.recipe.sections import Evaluation
+from quantize.recipe.sections import Evaluation, Gate
 from quantize.recovery.samples import Batch, Completion, Finished
 from quantize.recovery.scoring import Scoring
 from quantize.recovery.terms import Terms
@@ -30,6 +30,7 @@ from quantize.stages.evaluate.local_model import Answerer
 
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
 GATE: dict[str, Any] = {"estimand": "these_questions", "margin_pp": 30, "confidence": 0.95}
+JUDGED = Gate(estimand="these_questions", margin_pp={TASK: 30})
 SETTINGS = Evaluation(tasks=[TASK], limit={TASK: 3}, batch_size=2)
 
 
@@ -92,7 +93,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def score(**changes: Any) -> int:
         Counting.asked = 0
-        evaluate.evaluate(run, CHECKPOINT, "source", SETTINGS.model_copy(update=changes))
+        settings = SETTINGS.model_copy(update=changes)
+        evaluate.evaluate(run, CHECKPOINT, "source", settings, JUDGED)
         return Counting.asked
 
     score.run = run  # type: ignore[attr-defined]
@@ -161,7 +163,7 @@ def test_an_answer_with_any_end_of_a_line_is_read_back(tmp_path: Path) -> None:
 
 def test_the_noise_floor_has_noise_of_its_own(asked: Any) -> None:
     more = {"options": compared_models.ModelOptions(noise_floor=True)}
-    evaluate.evaluate(asked.run, CHECKPOINT, "source", SETTINGS, **more)
+    evaluate.evaluate(asked.run, CHECKPOINT, "source", SETTINGS, JUDGED, **more)
     seeds = [
         {row.seed for row in read_scoring(asked.run.evaluation / side, TASK).rows}
         for side in ("bf16", "quantized", "bf16-again")

@@ -104,6 +104,8 @@ def make_run(folder: Path, data: Path, *, seed: int = 0) -> RunDir:
             CHECKPOINT,
             "digest",
             settings,
+            recipe().gate,
+            go_on=True,
             options=compared_models.ModelOptions(
                 noise_floor=True, servers=["quantized"], base_servers=["bf16"]
             ),

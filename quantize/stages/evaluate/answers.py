@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from quantize.errors import InputError
@@ -22,7 +23,13 @@ from quantize.recovery.statistics import Comparison
 from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.folder import EARLIER, RunDir
 from quantize.runs.models import AT_POINT, BASELINE
-from quantize.stages.evaluate.baseline_pack import ImportedBaseline, flat, held, key_of, store_path
+from quantize.stages.evaluate.baseline_pack import (
+    ImportedBaseline,
+    differing,
+    held,
+    key_of,
+    store_path,
+)
 from quantize.stages.evaluate.compared_models import Backend, ComparedModel
 from quantize.stages.evaluate.local_model import Answerer
 from quantize.stages.evaluate.tasks import Task, conditions
@@ -69,15 +76,15 @@ class Answers:
         """Say which scores that stand will be made again, and why."""
         for model in models if self._processes.rank == 0 else ():
             for task in tasks:
-                standing = self._standing(model, task)
-                now = flat(made_with(model, task))
-                before = flat(standing.made_with) if standing else now
-                differ = (key for key in sorted(now | before) if before.get(key) != now.get(key))
-                if key := next(differ, None):
+                if (standing := self._standing(model, task)) is None:
+                    continue
+                for key, before, now in islice(
+                    differing(standing.made_with, made_with(model, task)), 1
+                ):
                     say(
-                        f"{task.name}, {model.name}: scored with {key} {before.get(key)}, now "
-                        f"{now.get(key)}, so it is asked again; what stands stays until the new scores "
-                        f"are whole, and then in {self._run.path / EARLIER}"
+                        f"{task.name}, {model.name}: scored with {key} {before}, now {now}, so it is "
+                        f"asked again; what stands stays until the new scores are whole, and then in "
+                        f"{self._run.path / EARLIER}"
                     )
 
     def there_first(self, models: Sequence[ComparedModel]) -> list[ComparedModel]:
@@ -127,7 +134,7 @@ class Answers:
                 parts = task.plan.parts[:number]
                 alone = number and model.backend.batch_size == 1
                 if alone and self._processes.of_first(self.scored(model, task) is None):
-                    parts = [task.plan.first(number)]
+                    parts = [task.plan.first(task.plan.looks[number - 1])]
                 for part in parts:
                     self._extend(model, task, part, title)
 
@@ -181,12 +188,7 @@ class Answers:
             + (f"; at most about {duration(seconds)} left" if seconds else "")
         )
 
-    def tell(
-        self,
-        tasks: Sequence[Task],
-        taken: Mapping[str, int],
-        outcome: str,
-    ) -> None:
+    def tell(self, tasks: Sequence[Task], taken: Mapping[str, int], outcome: str) -> None:
         """Print how the evaluation ended, and the time that an early end saved."""
         if self._processes.rank:
             return

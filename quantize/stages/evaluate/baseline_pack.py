@@ -34,11 +34,8 @@ from quantize.runs.models import BASELINE
 
 FORMAT = "diffusiongemma-quantize baseline 1"
 SUMS = ("device", "launches", "threads", "batch_size", "model.capacity")
-READERS = (
-    "versions.torch",
-    "versions.triton",
-    "versions.safetensors",
-    "versions.compressed-tensors",
+READERS = tuple(
+    f"versions.{each}" for each in ("torch", "triton", "safetensors", "compressed-tensors")
 )
 MAY_DIFFER = (*SUMS, *READERS, "planned")
 STRICT = ConfigDict(extra="forbid", strict=True)
@@ -95,8 +92,8 @@ class ImportedBaseline:
         self, pack: Pack, made_with: Mapping[str, Any], sampler_settings: dict[str, Any]
     ) -> None:
         first = flat(next(iter(pack.made_with.values())))
-        differing = {key: first.get(key) for key in (*SUMS, *READERS)}
-        origin = {"pack": pack.sha256, **pack.origin, "made_with": differing}
+        elsewhere = {key: first.get(key) for key in (*SUMS, *READERS)}
+        origin = {"pack": pack.sha256, **pack.origin, "made_with": elsewhere}
         self.pack, self.sampler_settings = pack, sampler_settings
         self.made_with = dict(made_with) | {"model": made_with["model"] | {"imported": origin}}
 
@@ -217,10 +214,7 @@ def import_pack(path: Path, runs: Path) -> Pack:
 def find_pack(folder: Path, weights: str, here: Mapping[str, Mapping[str, Any]]) -> Pack | None:
     """Return the imported pack that answers these tasks, None where none is of this BF16 model.
 
-    Args:
-        folder: the imported packs.
-        weights: fingerprint of the BF16 model.
-        here: task -> what its answers would be made with here.
+    `weights` is the fingerprint of that model, `here` what each task's answers would be made with here.
 
     Raises:
         InputError: one is of this model, and none may be used; the condition is named.
@@ -243,14 +237,18 @@ def _unfit(pack: Mapping[str, Any] | None, here: Mapping[str, Any], task: str) -
     """Return why a pack's answers to a task cannot stand for those made here."""
     if pack is None:
         return f"it has no answers to {task}"
-    theirs, ours = flat(pack), flat(here)
-    for key in sorted(theirs.keys() | ours.keys()):
-        may = any(key == name or key.startswith(f"{name}.") for name in MAY_DIFFER)
-        if not may and theirs.get(key) != ours.get(key):
-            return (
-                f"{task} was answered with {key} {theirs.get(key)}, and here it is {ours.get(key)}"
-            )
+    for key, theirs, ours in differing(pack, here):
+        if not any(key == name or key.startswith(f"{name}.") for name in MAY_DIFFER):
+            return f"{task} was answered with {key} {theirs}, and here it is {ours}"
     return None
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each condition that differs, and its values in both."""
+    ours, theirs = flat(a), flat(b)
+    for key in sorted(ours | theirs):
+        if ours.get(key) != theirs.get(key):
+            yield key, ours.get(key), theirs.get(key)
 
 
 def flat(made_with: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -116,10 +116,8 @@ def candidates(
     judged: ActivationMode, more: Sequence[ActivationMode]
 ) -> list[tuple[str, ActivationMode]]:
     """Return (folder name, activation mode) of each candidate; the gate reads the first."""
-    named: dict[ActivationMode, str] = {judged: CANDIDATE}
-    for mode in more:
-        named.setdefault(mode, in_mode(mode))
-    return [(name, mode) for mode, name in named.items()]
+    modes = dict.fromkeys((judged, *more))
+    return [(CANDIDATE if mode == judged else in_mode(mode), mode) for mode in modes]
 
 
 @dataclass(frozen=True)
@@ -177,14 +175,9 @@ def open_models(
 ) -> list[ComparedModel]:
     """Return the models, baseline and candidate first; no weights are loaded.
 
-    Args:
-        source: folder of the BF16 checkpoint.
-        digest: its fingerprint.
-        checkpoint: folder of the quantized one.
-        settings: the recipe's `evaluation` section.
-        options: the models that are asked for.
-        context: positions that the longest prompt and answer may take.
-        imported: returns what stands for a local baseline beside this candidate, if anything does.
+    `digest` is the fingerprint of the BF16 checkpoint `source`, `context` the positions that the
+    longest prompt and answer may take. `imported` returns what stands for a local baseline beside a
+    candidate, if anything does.
 
     Raises:
         InputError: a server or a GGUF file has another model, or a mode means nothing to it.

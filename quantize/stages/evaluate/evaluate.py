@@ -54,23 +54,17 @@ def evaluate(
     source: Path,
     digest: str,
     settings: Evaluation,
+    gate: Gate,
     *,
-    gate: Gate | None = None,
     options: ModelOptions | None = None,
     data_dir: Path | None = None,
     go_on: bool = False,
 ) -> dict[str, Any]:
     """Score the recipe's tasks on every model; write evaluation/<model>/<task>.jsonl.
 
-    Args:
-        run: folder with the quantized checkpoint, to which the scores go.
-        source: folder of the BF16 checkpoint.
-        digest: its fingerprint.
-        settings: tasks, limits, repeats, seed.
-        gate: margins that will judge the scores; without a gate everything is asked at once.
-        options: the models that are asked for, and where they run.
-        data_dir: folder with <task>.jsonl or .csv files in place of data sets on the Hub.
-        go_on: whether to ask everything that is planned, although the verdict is certain.
+    `digest` is the fingerprint of the BF16 checkpoint `source`; `data_dir` has <task>.jsonl or .csv
+    files in place of data sets on the Hub. With `go_on` everything that is planned is asked, although
+    the verdict is certain.
 
     Returns:
         Model -> samples, tokens and seconds of this process, loading excluded.
@@ -132,7 +126,7 @@ def _imported(
     return ImportedBaseline(pack, made, candidate.sampler_settings)
 
 
-def _announce(tasks: Sequence[Task], models: Sequence[ComparedModel], gate: Gate | None) -> None:
+def _announce(tasks: Sequence[Task], models: Sequence[ComparedModel], gate: Gate) -> None:
     """Print the most samples and tokens to do, and the tasks that cannot PASS."""
     for task in tasks:
         shares = ", ".join(f"{look.fraction:.0%}" for look in task.plan.looks)
@@ -140,7 +134,7 @@ def _announce(tasks: Sequence[Task], models: Sequence[ComparedModel], gate: Gate
             f"{task.name}: {task.samples} samples a model of at most {task.token_limit} tokens; judged "
             f"after {shares} of them, until the verdict is certain"
         )
-        if sentence := gate and out_of_reach(task.name, task.plan, gate.terms(task.name)):
+        if sentence := out_of_reach(task.name, task.plan, gate.terms(task.name)):
             say(sentence)
     tokens = len(models) * sum(task.cost for task in tasks)
     say(
@@ -152,15 +146,13 @@ def _ask_until_decided(
     answers: Answers,
     judged: Sequence[ComparedModel],
     tasks: Sequence[Task],
-    gate: Gate | None,
+    gate: Gate,
     *,
     go_on: bool,
 ) -> dict[str, int]:
     """Ask baseline and candidate, look by look; return the number of looks taken by task."""
-    if go_on or gate is None:  # no look decides, so each model is loaded once
+    if go_on:  # no look decides, so each model is loaded once
         answers.ask(judged, {task: len(task.plan.looks) for task in tasks})
-    if gate is None:
-        return {task.name: len(task.plan.looks) for task in tasks}
     by_name = {task.name: task for task in tasks}
 
     def ask(name: str, looks: int) -> tuple[int, Comparison | None]:
@@ -181,17 +173,16 @@ def _ask_points(
     baseline: ComparedModel,
     points: Sequence[ComparedModel],
     tasks: Sequence[Task],
-    gate: Gate | None,
+    gate: Gate,
     *,
     go_on: bool,
 ) -> None:
     """Ask baseline and each operating point, look by look, until it is certain what Holm will say."""
     for point in points:
-        update = {"max_step_inflation": None, "confidence": 1.0}
-        if gate is not None:
-            update["confidence"] = 1 - (1 - gate.confidence) / len(points)
         say(f"operating point {point.name.removeprefix(AT_POINT)}")
-        stricter = gate and gate.model_copy(update=update)
+        confidence = 1 - (1 - gate.confidence) / len(points)
+        update = {"max_step_inflation": None, "confidence": confidence}
+        stricter = gate.model_copy(update=update)
         _ask_until_decided(answers, [baseline, point], tasks, stricter, go_on=go_on)
 
 

@@ -43,20 +43,17 @@ def leave_questions(
 def record_differing(
     folder: Path, task: str, requests: Mapping[int, Request], models: Mapping[str, Answerer]
 ) -> None:
-    """Record how differing answers were denoised on both sides; an equal one where none differ.
+    """Record how differing answers were denoised by `models`; an equal one where none differ.
 
-    Args:
-        folder: the scores that are compared, by model.
-        task: name of a task that is not private.
-        requests: question -> its request.
-        models: side -> its model, of both sides or of one.
+    `folder` has the scores of both models, `requests` each question's request; the task is not private.
     """
     sides = {side: read_scoring(folder / side, task) for side in (BASELINE, CANDIDATE)}
     chosen = choose(*sides.values())
     answers = [[row.doc_id, row.repeat] for row in chosen]
     for side, model in models.items():
         path = folder / side / f"{task}.canvases.json"
-        of = {"answers": answers, "scores": _digest(folder, side, task)}
+        scores = hashlib.sha256((folder / side / f"{task}.jsonl").read_bytes()).hexdigest()
+        of = {"answers": answers, "scores": scores[:16]}
         if path.exists() and read_json(path).get("of") == of:
             continue
         recorded = model.record([replace(requests[r.doc_id], seed=r.seed) for r in chosen])
@@ -71,7 +68,3 @@ def choose(base: Scoring, other: Scoring) -> Sequence[Row]:
     rows = {(row.doc_id, row.repeat): row for row in base.rows}
     found = [rows[entry["question"], entry["repeat"]] for entry in entries[:RECORDED]]
     return found or base.rows[:1]
-
-
-def _digest(folder: Path, side: str, task: str) -> str:
-    return hashlib.sha256((folder / side / f"{task}.jsonl").read_bytes()).hexdigest()[:16]

@@ -10,7 +10,7 @@ from typing import Any
 from quantize.bundled import HELDOUT
 from quantize.errors import InputError, ResourceError
 from quantize.recipe.sections import LEAST, Evaluation, Gate
-from quantize.recovery.catalog import prompt_tokens, shipped
+from quantize.recovery.catalog import notes, shipped
 from quantize.recovery.own import Definition
 from quantize.recovery.scoring import local_data, size
 from quantize.recovery.sequential import Plan
@@ -45,14 +45,13 @@ class Task:
         return self.samples * self.token_limit
 
 
-def open_tasks(settings: Evaluation, gate: Gate | None, data_dir: Path | None) -> list[Task]:
+def open_tasks(settings: Evaluation, gate: Gate, data_dir: Path | None) -> list[Task]:
     """Load every data set before any model; return the tasks, the cheapest first.
 
     Raises:
         InputError: a task's own file cannot be read, or a task has one question alone.
         ResourceError: a data set cannot be read.
     """
-    estimand = None if gate is None else gate.estimand
     found: list[Task] = []
     for name in settings.tasks:
         own = settings.own_tasks.get(name)
@@ -67,8 +66,8 @@ def open_tasks(settings: Evaluation, gate: Gate | None, data_dir: Path | None) -
                 f"task {name}: {questions} question to score, in {file or 'its data set'}; {LEAST} are "
                 f"the least that two models can be compared on"
             )
-        plan = Plan(estimand, questions, settings.repeats.get(name, 1), settings.seed)
-        digest, room = (own.digest(), 0) if own else (None, prompt_tokens(name))
+        plan = Plan(gate.estimand, questions, settings.repeats.get(name, 1), settings.seed)
+        digest, room = (own.digest(), 0) if own else (None, notes(name).get("prompt_tokens", 0))
         found.append(Task(name, file, plan, token_limit, definition, digest, room))
     return sorted(found, key=lambda task: task.cost)
 

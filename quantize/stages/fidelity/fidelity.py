@@ -83,17 +83,11 @@ def fidelity(
 ) -> None:
     """Replay held-out trajectories through BF16 and the quantized model; write fidelity.json.
 
-    Weights alone are replayed first: wiring faults stand out there most.
-
-    Args:
-        source: folder of the BF16 checkpoint.
-        checkpoint: folder of the quantized one.
-        calibration: folder with recorded trajectories; without it fresh ones are recorded.
-        out: the file to write.
-        activations: how activations are rounded while serving.
-        limits: largest mean KL in nats by activation mode; a mode that has one is replayed and judged.
-        more: modes to replay besides.
-        place: where the models run; a batch may be smaller than REPLAYED there.
+    Weights alone are replayed first: wiring faults stand out there most. `calibration` has the
+    recorded trajectories; where it is no folder, fresh ones are recorded. `activations` says how they
+    are rounded while serving, `limits` has the largest mean KL in nats by activation mode: a mode
+    that has one is replayed and judged, those of `more` are replayed. A batch may be smaller than
+    REPLAYED where it does not fit.
 
     Raises:
         InputError: a mode means nothing to the checkpoint.
@@ -194,10 +188,7 @@ def _compared(
 
 
 def held_out_trajectories(
-    source: Path,
-    calibration: Path,
-    place: Placement,
-    processes: Processes,
+    source: Path, calibration: Path, place: Placement, processes: Processes
 ) -> tuple[list[Trajectory], Sampler]:
     """Load the recorded trajectories that calibration did not observe, or record fresh ones."""
     if calibration.is_dir():
@@ -208,10 +199,8 @@ def held_out_trajectories(
     context = context_of(source, [prompt.ids for prompt in prompts], FRESH.canvases)
     reference = open(source, replace(place, capacity=FRESH.batch_size, max_context=context))
     settings = FRESH.model_copy(update={"batch_size": reference.capacity})
-    title = "recording BF16"
-    return record_all(
-        reference, prompts, settings, sampler, title=title, processes=processes
-    ), sampler
+    how: dict[str, Any] = {"title": "recording BF16", "processes": processes}
+    return record_all(reference, prompts, settings, sampler, **how), sampler
 
 
 def summarize(

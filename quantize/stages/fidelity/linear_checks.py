@@ -61,18 +61,13 @@ def check_linears(
         passes = reference.passes([item.prompt.ids for item in trajectories])
     with reference.watching(ranges.see, errors.see):
         passes.decode(list(range(len(trajectories))), canvas.to(passes.device), None)
-    routers = _other_routers(errors.source, errors.artifact)
-    return {"error": errors.summary()}, [*errors.faults(), *ranges.faults(), *routers]
-
-
-def _other_routers(source: Checkpoint, artifact: Checkpoint) -> list[str]:
-    """Return one sentence for every tensor of a router that differs from BF16's."""
-    names = (name for name in source.tensors if module_class(name) == "router")
-    return [
+    routers = [
         f"{name}: differs from BF16's, so other experts are chosen"
-        for name in names
-        if not torch.equal(source.read(name), artifact.read(name))
+        for name in errors.source.tensors
+        if module_class(name) == "router"
+        and not torch.equal(errors.source.read(name), errors.artifact.read(name))
     ]
+    return {"error": errors.summary()}, [*errors.faults(), *ranges.faults(), *routers]
 
 
 class Errors:

@@ -66,19 +66,15 @@ def replay(
     batch_size: int = 16,
     processes: Processes = ALONE,
 ) -> list[list[StepDistance]]:
-    """Replay `trajectories` of `reference` through other models; one result for each of `compared`.
+    """Replay `trajectories` of `reference` through other models.
 
-    Args:
-        reference: the BF16 model that made the trajectories, which runs once for all models, or what
-            `remember` returned for the same trajectories and batches.
-        compared: models to compare; an engine may come twice, with and without its own conditioning.
-        trajectories: the trajectories to replay.
-        sampler: the settings that they were recorded with.
-        batch_size: trajectories at once, at most the engines' capacity.
-        processes: they share the batches as one process makes them; all return all distances.
+    The reference, the BF16 model that made them, runs once for all models; it may be what `remember`
+    returned for the same trajectories and batches. An engine may be compared twice, with and without
+    its own conditioning. At most the engines' capacity fits a batch. Processes share the batches as
+    one process makes them; all return all distances.
 
     Returns:
-        Distances in the order of trajectory, canvas and step.
+        For each of `compared` its distances in the order of trajectory, canvas and step.
     """
     found: list[tuple[int, StepDistance]] = []
     batches, steps = _shared(trajectories, batch_size, processes)

@@ -21,6 +21,7 @@ from quantize.host.files import read_json, write_json, write_text
 from quantize.recipe.controls import JUDGED
 from quantize.recipe.sections import Recipe
 from quantize.recovery.gate import Verdict, judge, judge_task
+from quantize.recovery.scoring import Scoring
 from quantize.recovery.statistics import Comparison
 from quantize.reports.junit import junit
 from quantize.reports.provenance import made
@@ -41,22 +42,23 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
     Raises:
         InputError: a stage that the report needs has not been run.
     """
+    judged, verdict = judge_run(run, recipe)
     manifest = _needed(run.manifest_json, "run")
     verification = _needed(run.verification_json, "verify")
-    judged, verdict = judge_run(run, recipe)
-    scorings = {
-        task["task"]: (
-            read_scoring(run.evaluation / BASELINE, task["task"]),
-            read_scoring(run.evaluation / CANDIDATE, task["task"]),
-        )
-        for task in judged["tasks"]
-        if task["gated"] and not task["not_comparable"]
-    }
-    questions, canvases = questions_and_canvases(run, scorings)
+    comparable = (t["task"] for t in judged["tasks"] if t["gated"] and not t["not_comparable"])
+    questions, canvases = questions_and_canvases(
+        run, {task: _both(run, task) for task in comparable}
+    )
+    before, after = sum_bytes(targets)
     content = {
         "format": 2,
         **judged,
-        "sizes": _sizes(targets),
+        "sizes": {
+            "bf16_bytes": before,
+            "quantized_bytes": after,
+            "ratio": after / before,
+            "quantized_modules": sum(len(target.modules) for target in targets),
+        },
         "layers": _layers(targets, verification["relative_error"]),
         "error": _errors(verification["relative_error"]),
         "verification": {key: verification[key] for key in ("passed", "checks")},
@@ -132,7 +134,11 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
         "tasks": tasks,
         "not_asked": [task for task in recipe.evaluation.tasks if task not in done["tasks"]],
         "looks": done.get("looks", {}),
-        "noise_floor": _noise_floor(run, recipe),
+        "noise_floor": [  # BF16 against itself under another seed: what noise alone makes
+            {"task": task} | _entry(run, task, BASELINE_AGAIN, recipe, other_seed=True)[0]
+            for task in recipe.evaluation.tasks
+            if _is_scored(run, BASELINE_AGAIN, task)
+        ],
         "speeds": speeds,
         "operating_points": at_points,
         "served_at": served_at,
@@ -166,39 +172,31 @@ def _needed(path: Path, stage: str) -> Any:
 
 def _candidates(run: RunDir, task: str, recipe: Recipe) -> Mapping[str, str]:
     """Return the models that a task was scored on -> their activations, the judged one first."""
-    further = {
-        name: mode
-        for name, mode in FURTHER.items()
-        if (run.evaluation / name / f"{task}.jsonl").exists()
-    }
-    at_points = {
-        folder.name: f"at {folder.name.removeprefix(AT_POINT)}"
-        for folder in sorted(run.evaluation.glob(f"{AT_POINT}*"))
-        if (folder / f"{task}.jsonl").exists()
-    }
-    return {CANDIDATE: str(recipe.evaluation.activations)} | further | at_points
+    points = sorted(folder.name for folder in run.evaluation.glob(f"{AT_POINT}*"))
+    further = {**FURTHER, **{name: f"at {name.removeprefix(AT_POINT)}" for name in points}}
+    there = {name: mode for name, mode in further.items() if _is_scored(run, name, task)}
+    return {CANDIDATE: str(recipe.evaluation.activations), **there}
+
+
+def _is_scored(run: RunDir, model: str, task: str) -> bool:
+    return (run.evaluation / model / f"{task}.jsonl").exists()
 
 
 def _entry(
     run: RunDir, task: str, name: str, recipe: Recipe, *, other_seed: bool = False
 ) -> tuple[dict[str, Any], Comparison | None]:
     """Compare a model with the baseline on one task, for the report and for the gate."""
-    base, other = (read_scoring(run.evaluation / model, task) for model in (BASELINE, name))
     terms, at_point = recipe.gate.terms(task), name.startswith(AT_POINT)
     if at_point:  # fewer steps are what it is for
         terms = replace(terms, max_step_inflation=None)
-    return pair(
-        base, other, terms, other_seed=other_seed, other_settings=JUDGED if at_point else ()
-    )
+    free = JUDGED if at_point else ()
+    return pair(*_both(run, task, name), terms, other_seed=other_seed, other_settings=free)
 
 
-def _noise_floor(run: RunDir, recipe: Recipe) -> list[dict[str, Any]]:
-    """Compare BF16 with itself under another seed: the difference that noise alone makes."""
-    return [
-        {"task": task} | _entry(run, task, BASELINE_AGAIN, recipe, other_seed=True)[0]
-        for task in recipe.evaluation.tasks
-        if (run.evaluation / BASELINE_AGAIN / f"{task}.jsonl").exists()
-    ]
+def _both(run: RunDir, task: str, name: str = CANDIDATE) -> tuple[Scoring, Scoring]:
+    """Return the baseline's scores of a task, and another model's."""
+    base, other = (read_scoring(run.evaluation / model, task) for model in (BASELINE, name))
+    return base, other
 
 
 def _imported(run: RunDir, tasks: Sequence[str]) -> dict[str, Any] | None:
@@ -226,38 +224,31 @@ def _verdict(
     return judge(comparisons)
 
 
-def _sizes(targets: list[Target]) -> dict[str, float]:
-    before, after = sum_bytes(targets)
-    return {
-        "bf16_bytes": before,
-        "quantized_bytes": after,
-        "ratio": after / before,
-        "quantized_modules": sum(len(target.modules) for target in targets),
-    }
-
-
 def _layers(targets: list[Target], relative_error: Mapping[str, float]) -> list[dict[str, Any]]:
-    layers: dict[int, dict[str, Any]] = {}
+    layers: dict[int, list[Target]] = {}
     for target in targets:
-        found = DECODER_LAYER.match(target.name)
-        if found is None:
-            continue
-        index = int(found[1])
-        empty: dict[str, Any] = {"layer": index, "bytes_before": 0, "bytes_after": 0, "error": {}}
-        layer = layers.setdefault(index, empty)
-        layer["bytes_before"] += target.bytes_before
-        layer["bytes_after"] += target.bytes_after
-        if target.name in relative_error:
-            layer["error"].setdefault(target.module_class, []).append(relative_error[target.name])
-    for layer in layers.values():
-        layer["error"] = {kind: mean(errors) for kind, errors in sorted(layer["error"].items())}
-    return [layers[index] for index in sorted(layers)]
+        if match := DECODER_LAYER.match(target.name):
+            layers.setdefault(int(match[1]), []).append(target)
+    found: list[dict[str, Any]] = []
+    for index, own in sorted(layers.items()):
+        before, after = sum_bytes(own)
+        by_class = _by_class(
+            {t.name: relative_error[t.name] for t in own if t.name in relative_error}
+        )
+        means = {kind: mean(errors.values()) for kind, errors in by_class.items()}
+        found.append({"layer": index, "bytes_before": before, "bytes_after": after, "error": means})
+    return found
+
+
+def _by_class(relative_error: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return class of weights -> its tensors' errors by name, sorted."""
+    found: dict[str, dict[str, float]] = {}
+    for name, error in relative_error.items():
+        found.setdefault(module_class(name), {})[name] = error
+    return dict(sorted(found.items()))
 
 
 def _errors(relative_error: Mapping[str, float]) -> list[dict[str, Any]]:
-    by_class: dict[str, dict[str, float]] = {}
-    for name, error in relative_error.items():
-        by_class.setdefault(module_class(name), {})[name] = error
     return [
         {
             "class": kind,
@@ -266,7 +257,7 @@ def _errors(relative_error: Mapping[str, float]) -> list[dict[str, Any]]:
             "largest": max(errors.values()),
             "where": max(errors, key=lambda name: errors[name]),
         }
-        for kind, errors in sorted(by_class.items())
+        for kind, errors in _by_class(relative_error).items()
     ]
 
 

@@ -17,9 +17,7 @@ from quantize.checkpoints.layout import ConfigSchemes
 from quantize.schemes.records import INPUT_SCALES
 from quantize.schemes.rounding import blocks
 
-WHOLE_PER_TENSOR = (
-    16  # Linears of a source tensor that are compared as a whole, spread evenly over it
-)
+WHOLE_PER_TENSOR = 16  # Linears of a source tensor that are compared as a whole, spread over it
 ROWS = 8  # rows that are compared of every other
 
 
@@ -77,10 +75,11 @@ class Decompressor:
         for group, chosen in groups.items():
             own = _rows(mine, chosen)
             counts = [len(range(*rows.indices(mine.shape[1]))) for rows in chosen.values()]
-            stored = {
-                suffix: _rows(tensor, chosen)
-                if tensor.dim() == 3
-                else _a_row(tensor, chosen, counts)
+            of_row = (
+                torch.tensor(list(chosen)).repeat_interleave(torch.tensor(counts)).to(own.device)
+            )
+            stored = {  # a scale of a whole matrix is repeated for each of its rows
+                suffix: _rows(tensor, chosen) if tensor.dim() == 3 else tensor[of_row][:, :, None]
                 for suffix, tensor in tensors.items()
                 if suffix not in INPUT_SCALES
             }
@@ -109,12 +108,6 @@ def _rows(tensor: Tensor, chosen: Mapping[int, slice]) -> Tensor:
     if tensor.element_size() == 1:  # as bytes, since not every operation takes 8-bit floats
         return torch.cat([part.view(torch.uint8) for part in parts]).view(tensor.dtype)
     return torch.cat(parts)
-
-
-def _a_row(scales: Tensor, chosen: Mapping[int, slice], counts: Sequence[int]) -> Tensor:
-    """Repeat scales [n, 1] of whole matrices for each of their rows that is chosen: [R, 1, 1]."""
-    parts = zip(chosen, counts, strict=True)
-    return torch.cat([scales[index].expand(count, 1, 1) for index, count in parts])
 
 
 def _equal_rows(theirs: Tensor, mine: Tensor) -> Tensor:

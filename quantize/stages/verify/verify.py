@@ -113,8 +113,12 @@ def verify(
     held = "--full" if full else recall(run, source, targets, recipe)
     if isinstance(held, str):
         say(f"verify: {held}: all of it is compared with {source.folder}")
-    short = BEHIND_CONVERT if isinstance(held, Record) else ()
-    found = Verification(new_checks([*_names(targets, recipe), *short]))
+    names = [*ALWAYS, *(BEHIND_CONVERT if isinstance(held, Record) else ())]
+    if any(target.scheme and target.scheme.shares_global_scale for target in targets):
+        names.append("shared")
+    if recipe.needs_calibration:
+        names.append("calibrated")
+    found = Verification(new_checks(names))
     with ThreadPoolExecutor(1) as beside:
         hashing = beside.submit(checksums, artifact)
         _check_config(artifact, source, targets, found.checks["config"])
@@ -141,12 +145,6 @@ def verify(
     identity["scored_as"] = fingerprint(artifact, settings_of=source.folder)
     write_json(run.verification_json, {**identity, **found.as_json()})
     return found
-
-
-def _names(targets: list[Target], recipe: Recipe) -> list[str]:
-    shares = any(target.scheme and target.scheme.shares_global_scale for target in targets)
-    names = [*ALWAYS, *(["shared"] if shares else [])]
-    return [*names, "calibrated"] if recipe.needs_calibration else names
 
 
 def _expect_equal(
