@@ -54,21 +54,13 @@ Number: TypeAlias = Any  # a float, or an array with one a round
 
 @dataclass(frozen=True)
 class Total:
-    """A sum of scores or differences over the units of one estimand.
+    """A sum of scores or differences over the units of one estimand."""
 
-    Attributes:
-        units: answers, or questions.
-        value: the sum, in units.
-        variance: its estimated variance, in units squared.
-        jump: size of the events that make it up, in units.
-        freedom: degrees of freedom of the variance.
-    """
-
-    units: int
-    value: Number
-    variance: Number
-    jump: Number
-    freedom: int
+    units: int  # answers, or questions
+    value: Number  # the sum, in units
+    variance: Number  # its estimated variance, in units squared
+    jump: Number  # size of the events that make it up, in units
+    freedom: int  # degrees of freedom of the variance
 
     @property
     def mean(self) -> Number:

@@ -48,20 +48,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """The model's answer to a request.
+    """The model's answer to a request."""
 
-    Attributes:
-        text: the whole answer, thinking channel included.
-        tokens: new tokens, padding excluded.
-        denoising_steps: decoder forwards of each canvas; empty when a server does not say.
-        truncated: whether the token limit ended it.
-        signs: what its whole text shows of ill health (`recovery.health`); the store fills it in.
-    """
-
-    text: str
-    tokens: int
-    denoising_steps: list[int]
-    truncated: bool
+    text: str  # the whole answer, thinking channel included
+    tokens: int  # new tokens, padding excluded
+    denoising_steps: list[int]  # decoder forwards of each canvas; empty when a server does not say
+    truncated: bool  # whether the token limit ended it
+    # What its whole text shows of ill health (`recovery.health`); the store fills it in.
     signs: list[str] | None = None
 
 

@@ -82,19 +82,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Scoring:
-    """All rows of a task on one model.
+    """All rows of a task on one model."""
 
-    Attributes:
-        task: name of the task.
-        rows: scored samples, by document, then repeat.
-        conditions: what must be equal for two scorings to be compared.
-        made_with: what made the samples: model, activations, hardware.
-    """
-
-    task: str
-    rows: list[Row]
-    conditions: dict[str, Any]
-    made_with: dict[str, Any]
+    task: str  # name of the task
+    rows: list[Row]  # scored samples, by document, then repeat
+    conditions: dict[str, Any]  # what must be equal for two scorings to be compared
+    made_with: dict[str, Any]  # what made the samples: model, activations, hardware
 
     @property
     def private(self) -> bool:

@@ -73,19 +73,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """The most that a run asks of one task, fixed before the first answer.
+    """The most that a run asks of one task, fixed before the first answer."""
 
-    Attributes:
-        estimand: what is judged, and so the unit that looks add.
-        questions: number of questions, from the data set's first on.
-        repeats: number of answers to each.
-        seed: seed of the order in which looks take questions.
-    """
-
-    estimand: Estimand
-    questions: int
-    repeats: int
-    seed: int
+    estimand: Estimand  # what is judged, and so the unit that looks add
+    questions: int  # number of questions, from the data set's first on
+    repeats: int  # number of answers to each
+    seed: int  # seed of the order in which looks take questions
 
     @property
     def units(self) -> int:

@@ -53,61 +53,36 @@ class Comparison(Terms):
     """Base against quantized on one task, and the terms. Accuracies are 0..1, the rest as named.
 
     All intervals but `other_interval` are those of the terms' estimand and confidence.
-
-    Attributes:
-        questions: number of paired questions.
-        repeats: scores a question on each side.
-        units: number of answers or questions, as the estimand counts.
-        base: accuracy of the base model.
-        base_interval: interval of `base`.
-        quantized: accuracy of the quantized model.
-        quantized_interval: interval of `quantized`.
-        difference_pp: quantized - base in percentage points.
-        difference_interval: its two-sided interval.
-        difference_bounds: its one-sided bounds, each at `confidence`, which the gate uses.
-        other_interval: `difference_interval` of the other estimand.
-        p_at_least_margin: p-value of "the loss is at least the margin"; small lets the gate pass.
-        p_at_most_margin: p-value of "the loss is at most the margin"; small makes it fail.
-        needed: factor on the units that would decide, were the difference as observed, or None.
-        recovery: 100 * quantized / base; None when the base scores 0.
-        recovery_interval: its two-sided interval.
-        lost: questions the base answers and the quantized model does not (k = 1), else None.
-        won: questions the quantized model answers and the base does not (k = 1), else None.
-        mcnemar_p: exact two-sided p of lost against won, None when k > 1.
-        looks: the looks at the run (`sequential`), one entry each, with its own difference, one-sided
-            bounds (`low`, `high`) and p-values; with any, the p-values above are sequential, and the
-            bounds those of the last look alone.
-        step_inflation: how many more denoising steps the quantized model takes; None where an answer
-            does not tell its steps.
-        health: sign of ill health -> how often answers have it (`recovery.health`).
-        unjudged: signs that have a limit and that answers do not tell.
-        length: mean tokens of an answer over the base's, and the ends of its interval.
     """
 
-    questions: int
-    repeats: int
-    units: int
-    base: float
-    base_interval: Interval
-    quantized: float
-    quantized_interval: Interval
-    difference_pp: float
-    difference_interval: Interval
-    difference_bounds: Interval
-    other_interval: Interval
-    p_at_least_margin: float
-    p_at_most_margin: float
-    needed: float | None
-    recovery: float | None
-    recovery_interval: Interval
-    lost: int | None
-    won: int | None
-    mcnemar_p: float | None
+    questions: int  # number of paired questions
+    repeats: int  # scores a question on each side
+    units: int  # number of answers or questions, as the estimand counts
+    base: float  # accuracy of the base model
+    base_interval: Interval  # interval of `base`
+    quantized: float  # accuracy of the quantized model
+    quantized_interval: Interval  # interval of `quantized`
+    difference_pp: float  # quantized - base in percentage points
+    difference_interval: Interval  # its two-sided interval
+    difference_bounds: Interval  # its one-sided bounds, each at `confidence`, which the gate uses
+    other_interval: Interval  # `difference_interval` of the other estimand
+    p_at_least_margin: float  # p-value of "the loss is at least the margin"; small lets it pass
+    p_at_most_margin: float  # p-value of "the loss is at most the margin"; small makes it fail
+    needed: float | None  # factor on the units that would decide, were the difference as observed
+    recovery: float | None  # 100 * quantized / base; None when the base scores 0
+    recovery_interval: Interval  # its two-sided interval
+    lost: int | None  # questions that only the base answers, where k = 1
+    won: int | None  # questions that only the quantized model answers, where k = 1
+    mcnemar_p: float | None  # exact two-sided p of lost against won, None when k > 1
+    # The looks at the run (`sequential`), one entry each, with its own difference, one-sided bounds
+    # (`low`, `high`) and p-values; with any, the p-values above are sequential, and the bounds
+    # those of the last look alone.
     looks: tuple[Mapping[str, Any], ...] = ()
-    step_inflation: StepInflation | None = None
+    step_inflation: StepInflation | None = None  # None where an answer does not tell its steps
+    # Sign of ill health -> how often answers have it (`recovery.health`).
     health: Mapping[str, Sign] = field(default_factory=dict[str, Sign])
-    unjudged: Sequence[str] = ()
-    length: Sequence[float] | None = None
+    unjudged: Sequence[str] = ()  # signs that have a limit and that answers do not tell
+    length: Sequence[float] | None = None  # mean tokens over the base's, and its interval's ends
 
 
 def compare(base: Scores, quantized: Scores, terms: Terms) -> Comparison:

@@ -29,22 +29,14 @@ Costs = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class StepInflation:
-    """How many more steps a token takes than with BF16, as a ratio.
+    """How many more steps a token takes than with BF16, as a ratio."""
 
-    Attributes:
-        ratio: steps a token, quantized over BF16; 1.07 is 7 % more.
-        low, high: limits of its two-sided interval.
-        never_stopped: share of canvases that took the most steps allowed, BF16 and quantized.
-        bound: one-sided lower bound of the ratio.
-        p_at_most_limit: p-value of "the inflation is at most the limit", None without a limit; small
-            makes the gate fail.
-    """
-
-    ratio: float
-    low: float
+    ratio: float  # steps a token, quantized over BF16; 1.07 is 7 % more
+    low: float  # limits of its two-sided interval
     high: float
-    never_stopped: Sequence[float]
-    bound: float
+    never_stopped: Sequence[float]  # share of canvases that took the most steps, BF16 and quantized
+    bound: float  # one-sided lower bound of the ratio
+    # P-value of "the inflation is at most the limit", None without a limit; small fails the gate.
     p_at_most_limit: float | None
 
 

@@ -32,19 +32,14 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Run B compared with run A.
+    """Run B compared with run A."""
 
-    Attributes:
-        tasks: task -> entry as in report.json, A in the place of BF16.
-        questions: task -> its questions that differ, likewise; only of comparable tasks.
-        facts: figure -> its values in A and in B, None where a run has none.
-        not_comparable: why the scores cannot be compared, None when they can.
-    """
-
-    tasks: dict[str, dict[str, Any]]
+    tasks: dict[str, dict[str, Any]]  # task -> entry as in report.json, A in the place of BF16
+    # Task -> its questions that differ, likewise; only of comparable tasks.
     questions: dict[str, list[dict[str, Any]]]
+    # Figure -> its values in A and in B, None where a run has none.
     facts: dict[str, tuple[float | None, float | None]]
-    not_comparable: str | None
+    not_comparable: str | None  # why the scores cannot be compared, None when they can
 
 
 def compare_runs(a: RunDir, b: RunDir) -> RunComparison:

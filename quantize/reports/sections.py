@@ -37,23 +37,14 @@ JUDGED = {  # estimand -> what is judged, and what is not
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report; one without sentences and rows is left out.
+    """A part of a report; one without sentences and rows is left out."""
 
-    Attributes:
-        title: its heading.
-        columns: headings of its table.
-        rows: cells of its table, as text.
-        lines: sentences before the table.
-        notes: sentences behind it.
-        plots: names of the plots (`charts`) that the page shows before the table.
-    """
-
-    title: str
-    columns: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    lines: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    plots: Sequence[str] = ()
+    title: str  # its heading
+    columns: Sequence[str] = ()  # headings of its table
+    rows: Sequence[Sequence[str]] = ()  # cells of its table, as text
+    lines: Sequence[str] = ()  # sentences before the table
+    notes: Sequence[str] = ()  # sentences behind it
+    plots: Sequence[str] = ()  # names of the plots (`charts`) that the page shows before the table
 
 
 def head(content: Content) -> list[str]:

@@ -122,32 +122,19 @@ def candidates(
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The models that are asked for, and where they run.
+    """The models that are asked for, and where they run."""
 
-    Attributes:
-        modes: activation modes to score besides the recipe's.
-        noise_floor: whether BF16 is scored once more, with another seed.
-        servers: URLs of servers with the quantized model.
-        base_servers: URLs of servers with the BF16 model; both are served, or neither.
-        server_revision: revision that `servers` serve, where they do not report one.
-        base_server_revision: the same for `base_servers`.
-        in_flight: requests to a server at once.
-        gguf: a GGUF file of the quantized checkpoint, to be scored too.
-        llama_cpp: the program that computes its logits; both are given, or neither.
-        place: where models that are not served run.
-        points: operating points of the candidate to score besides.
-    """
-
-    modes: Sequence[ActivationMode] = ()
-    noise_floor: bool = False
-    servers: Sequence[str] = ()
-    base_servers: Sequence[str] = ()
-    server_revision: str | None = None
-    base_server_revision: str | None = None
-    in_flight: int = 8
-    gguf: Path | None = None
-    llama_cpp: Path | None = None
-    place: Placement = CPU
+    modes: Sequence[ActivationMode] = ()  # activation modes to score besides the recipe's
+    noise_floor: bool = False  # whether BF16 is scored once more, with another seed
+    servers: Sequence[str] = ()  # URLs of servers with the quantized model
+    base_servers: Sequence[str] = ()  # those with the BF16 model
+    server_revision: str | None = None  # what `servers` serve, where they do not report it
+    base_server_revision: str | None = None  # the same for `base_servers`
+    in_flight: int = 8  # requests to a server at once
+    gguf: Path | None = None  # a GGUF file of the quantized checkpoint, to be scored too
+    llama_cpp: Path | None = None  # the program that computes its logits
+    place: Placement = CPU  # where models that are not served run
+    # Operating points of the candidate to score besides.
     points: Mapping[str, OperatingPoint] = field(default_factory=dict[str, OperatingPoint])
 
     def check(self) -> None:

@@ -24,29 +24,17 @@ from quantize.stages.fidelity.reference_cache import Noted, Remembered
 
 @dataclass(frozen=True)
 class StepDistance:
-    """Distance at one step of one trajectory; tensors are [L], one value a position.
+    """Distance at one step of one trajectory; tensors are [L], one value a position."""
 
-    Attributes:
-        trajectory: index into the replayed trajectories.
-        canvas: index of the canvas, from 0.
-        step: denoising step, from 1.
-        is_last: whether the canvas was committed after this step.
-        kl: KL(BF16 || quantized) in nats.
-        agrees: whether the argmax is the same.
-        entropy: BF16's entropy in nats.
-        jaccard: Jaccard index of the accepted positions.
-        routing: [layers] share of equal experts among a position's top k, mean over positions.
-    """
-
-    trajectory: int
-    canvas: int
-    step: int
-    is_last: bool
-    kl: Tensor
-    agrees: Tensor
-    entropy: Tensor
-    jaccard: float
-    routing: Tensor
+    trajectory: int  # index into the replayed trajectories
+    canvas: int  # index of the canvas, from 0
+    step: int  # denoising step, from 1
+    is_last: bool  # whether the canvas was committed after this step
+    kl: Tensor  # KL(BF16 || quantized) in nats
+    agrees: Tensor  # whether the argmax is the same
+    entropy: Tensor  # BF16's entropy in nats
+    jaccard: float  # Jaccard index of the accepted positions
+    routing: Tensor  # [layers] share of equal experts among a position's top k, mean over positions
 
 
 @dataclass(frozen=True)
