@@ -295,7 +295,7 @@ def evaluate_more(
         run.source.folder,
         digest,
         settings,
-        run.recipe.gate,
+        gate=run.recipe.gate,
         options=ModelOptions(
             modes=[mode for mode in ACTIVATION_MODES if mode in modes],
             place=run.machine.place,

@@ -69,19 +69,14 @@ def without_thinking(text: str) -> str:
 
 def text_signs(text: str) -> list[str]:
     """Return the signs that an answer's whole text shows, thoughts included."""
+    words = text.split()
+    grams = [tuple(words[i : i + _GRAM]) for i in range(len(words) - _GRAM + 1)]
     found = {
         "empty": not _CONTROL.sub("", without_thinking(text)).strip(),
         "open_thought": THINKING in text.rpartition(END_OF_THINKING)[2],
-        "stutter": _repeated(text) >= _REPEATED,
+        "stutter": len(words) >= _LEAST_WORDS and 1 - len({*grams}) / len(grams) >= _REPEATED,
     }
     return [sign for sign, shown in found.items() if shown]
-
-
-def _repeated(text: str) -> float:
-    """Return the share of 8-grams that stand earlier in the text."""
-    words = text.split()
-    grams = [tuple(words[i : i + _GRAM]) for i in range(len(words) - _GRAM + 1)]
-    return 1 - len(set(grams)) / len(grams) if len(words) >= _LEAST_WORDS else 0.0
 
 
 def limits_of(terms: Terms, units: int) -> dict[str, float | None]:

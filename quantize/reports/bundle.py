@@ -47,7 +47,11 @@ def shared(run: RunDir) -> Iterator[tuple[str, str]]:
             text = json.dumps(shareable(read_json(path)), indent=2) + "\n"
         else:
             text = path.read_text("utf-8", "replace")
-        yield name, _without_places(_frames(text) if path == run.log else text, run)
+        text = _frames(text) if path == run.log else text
+        for place, word in ((run.path.resolve(), "RUN"), (run.path, "RUN"), (Path.home(), "~")):
+            if len(place.parts) > 1:
+                text = text.replace(str(place), word)
+        yield name, text
 
 
 def shareable(content: dict[str, Any]) -> dict[str, Any]:
@@ -71,10 +75,3 @@ def _frames(log: str) -> str:
         elif found := kinds.match(line):
             kept.append(found[1])
     return "\n".join(kept) + "\n"
-
-
-def _without_places(text: str, run: RunDir) -> str:
-    for place, name in ((run.path.resolve(), "RUN"), (run.path, "RUN"), (Path.home(), "~")):
-        if len(place.parts) > 1:
-            text = text.replace(str(place), name)
-    return text

@@ -122,7 +122,11 @@ def card(
         serving=serving(),
         serve=serve_command(repo, canvas),
         docker=docker_command(repo, canvas),
-        attributions=[path.name for path in attributions(run.checkpoint)],
+        attributions=sorted(
+            path.name
+            for path in run.checkpoint.iterdir()
+            if path.name.startswith(("LICENSE", "NOTICE"))
+        ),
     )
 
 
@@ -177,11 +181,6 @@ def base_model(source: dict[str, Any], recipe: Recipe) -> str | None:
     is_folder = Path(source["model"]).is_absolute() or Path(model).is_dir()
     is_path = is_folder or model.count("/") != 1 or model.startswith((".", "~"))
     return recipe.model.id if is_path else model  # others need an id in place of a path
-
-
-def attributions(folder: Path) -> list[Path]:
-    """Return the licence and notice files of a checkpoint, which are published with it."""
-    return sorted(p for p in folder.iterdir() if p.name.startswith(("LICENSE", "NOTICE")))
 
 
 def front_matter(run: RunDir, recipe: Recipe, manifest: dict[str, Any], base: str | None) -> str:

@@ -69,14 +69,6 @@ def _entry(rows: Sequence[tuple[Row, Row]], *, hidden: bool) -> dict[str, Any]:
     }
 
 
-def prompts_of(run: RunDir, task: str) -> dict[int, str]:
-    """Return index -> text of a task's questions that evaluate wrote: none for a private task."""
-    path = run.evaluation / "questions" / f"{task}.json"
-    if not path.exists():
-        return {}
-    return {int(index): text for index, text in read_json(path, "prompts")["prompts"].items()}
-
-
 def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Return the vocabulary, and each recorded problem with the steps of both sides."""
     files = [run.evaluation / side / f"{task}.canvases.json" for side in (BASELINE, CANDIDATE)]
@@ -146,12 +138,13 @@ def questions_and_canvases(
         shown = not base.private  # files of an earlier, open run of the task may lie there
         words, found = recorded_canvases(run, task) if shown else ({}, [])
         vocabulary |= words
-        entries, prompts = differing(base, other), prompts_of(run, task) if shown else {}
+        entries, asked = differing(base, other), run.evaluation / "questions" / f"{task}.json"
+        prompts = read_json(asked, "prompts")["prompts"] if shown and asked.exists() else {}
         by_index = {(entry["question"], entry["repeat"]): entry for entry in entries}
         for problem in found:
             _describe(problem, base, other, by_index, words)
         for entry in entries:
-            entry["text"] = prompts.get(entry["question"])
+            entry["text"] = prompts.get(str(entry["question"]))
         problems += found
         questions[task] = {"private": base.private, "differ": entries}
     problems.sort(key=lambda problem: problem["outcome"] is None)

@@ -106,7 +106,12 @@ def test_evaluate_scores_the_file_beside_the_checkpoint(program: Path, file: Pat
     digest = fingerprint(Checkpoint.open(CHECKPOINT))
     gate = Gate(estimand="these_questions", margin_pp={"word_problems": 3})
     evaluate(
-        run, CHECKPOINT, digest, settings, gate, options=ModelOptions(gguf=file, llama_cpp=program)
+        run,
+        CHECKPOINT,
+        digest,
+        settings,
+        gate=gate,
+        options=ModelOptions(gguf=file, llama_cpp=program),
     )
     base, ours, theirs = (
         read_scoring(run.evaluation / side, "word_problems")
@@ -124,12 +129,8 @@ def test_evaluate_scores_the_file_beside_the_checkpoint(program: Path, file: Pat
     other.write_bytes(file.read_bytes().replace(digest.encode(), b"0" * 64))
     with pytest.raises(InputError, match=r"other\.gguf: made from 0+, not from .*checkpoint"):
         evaluate(
-            run,
-            CHECKPOINT,
-            digest,
-            settings,
-            gate,
+            run, CHECKPOINT, digest, settings, gate=gate,
             options=ModelOptions(gguf=other, llama_cpp=program),
-        )
+        )  # fmt: skip
     with pytest.raises(InputError, match="--gguf and --llama-cpp go together"):
-        evaluate(run, CHECKPOINT, digest, settings, gate, options=ModelOptions(gguf=file))
+        evaluate(run, CHECKPOINT, digest, settings, gate=gate, options=ModelOptions(gguf=file))

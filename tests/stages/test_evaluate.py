@@ -18,7 +18,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.host.files import write_json
 from quantize.pipeline.stages import Run, evaluate_more
-from quantize.recipe.sections import Evaluation, load_recipe, shipped_recipes
+from quantize.recipe.sections import Evaluation, Gate, load_recipe, shipped_recipes
 from quantize.recovery.samples import Completion, Request
 from quantize.runs.folder import RunDir
 from quantize.runs.models import FURTHER
@@ -63,9 +63,12 @@ def test_a_mode_that_means_nothing_ends_before_anything_is_scored(
 @pytest.mark.parametrize("one", ["servers", "base_servers"])
 def test_both_models_are_served_or_neither(one: str, tmp_path: Path) -> None:
     settings = Evaluation(tasks=["word_problems"])
+    gate = Gate(estimand="these_questions", margin_pp={"word_problems": 3})
     served: dict[str, Any] = {one: ["http://127.0.0.1:9"]}
     with pytest.raises(InputError, match="go together"):
-        evaluate(RunDir(tmp_path), tmp_path, "", settings, options=ModelOptions(**served))
+        evaluate(
+            RunDir(tmp_path), tmp_path, "", settings, gate=gate, options=ModelOptions(**served)
+        )
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def score(**changes: Any) -> int:
         Counting.asked = 0
         settings = SETTINGS.model_copy(update=changes)
-        evaluate.evaluate(run, CHECKPOINT, "source", settings, JUDGED)
+        evaluate.evaluate(run, CHECKPOINT, "source", settings, gate=JUDGED)
         return Counting.asked
 
     score.run = run  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def test_an_answer_with_any_end_of_a_line_is_read_back(tmp_path: Path) -> None:
 
 def test_the_noise_floor_has_noise_of_its_own(asked: Any) -> None:
     more = {"options": compared_models.ModelOptions(noise_floor=True)}
-    evaluate.evaluate(asked.run, CHECKPOINT, "source", SETTINGS, JUDGED, **more)
+    evaluate.evaluate(asked.run, CHECKPOINT, "source", SETTINGS, gate=JUDGED, **more)
     seeds = [
         {row.seed for row in read_scoring(asked.run.evaluation / side, TASK).rows}
         for side in ("bf16", "quantized", "bf16-again")

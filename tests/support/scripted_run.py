@@ -104,7 +104,7 @@ def make_run(folder: Path, data: Path, *, seed: int = 0) -> RunDir:
             CHECKPOINT,
             "digest",
             settings,
-            recipe().gate,
+            gate=recipe().gate,
             go_on=True,
             options=compared_models.ModelOptions(
                 noise_floor=True, servers=["quantized"], base_servers=["bf16"]

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from quantize.errors import InputError
-from quantize.host.files import TEMPORARY_SUFFIX
+from quantize.host.files import TEMPORARY_SUFFIX, write_json
 from quantize.host.processes import Processes
 from quantize.host.progress import metered, say
 from quantize.host.units import duration
@@ -60,8 +60,15 @@ class Answers:
             unfinished = shutil.ignore_patterns(f"*{TEMPORARY_SUFFIX}*")
             shutil.copytree(run.evaluation, self.folder, ignore=unfinished)
 
-    def finish(self) -> None:
-        """Put the scores where they stand, and remove the samples that they are made of."""
+    def finish(self, tasks: Sequence[Task], done: Mapping[Task, int]) -> None:
+        """Say how many looks each task took, for the report and for later runs, which see what is left.
+
+        Then put the scores where they stand, and remove the samples that they are made of.
+        """
+        looks = {task.name: {"taken": n, "of": len(task.plan.looks)} for task, n in done.items()}
+        left = [task.name for task in tasks if task not in done]
+        content = {"tasks": list(looks), "not_asked": left, "looks": looks}
+        write_json(self.folder / DONE, content)
         if self.folder != self._run.evaluation:
             for path in sorted(self.folder.rglob("*"), key=lambda path: path.name == DONE):
                 place = self._run.evaluation / path.relative_to(self.folder)

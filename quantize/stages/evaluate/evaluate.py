@@ -18,13 +18,13 @@ are GPUs (recovery.samples.Share); every batch is what one process would have ma
 are the same. The first process writes what they have found, and decides for all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quantize.errors import ResourceError
-from quantize.host.files import read_json, write_json
+from quantize.host.files import read_json
 from quantize.host.processes import joined
 from quantize.host.progress import say
 from quantize.recipe.sections import Evaluation, Gate
@@ -34,7 +34,7 @@ from quantize.recovery.served import ServerError
 from quantize.recovery.statistics import Comparison
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT, BASELINE
-from quantize.stages.evaluate.answers import DONE, Answers, Rates
+from quantize.stages.evaluate.answers import Answers, Rates
 from quantize.stages.evaluate.baseline_pack import ImportedBaseline, find_pack, imports
 from quantize.stages.evaluate.compared_models import (
     Backend,
@@ -54,8 +54,8 @@ def evaluate(
     source: Path,
     digest: str,
     settings: Evaluation,
-    gate: Gate,
     *,
+    gate: Gate,
     options: ModelOptions | None = None,
     data_dir: Path | None = None,
     go_on: bool = False,
@@ -102,8 +102,7 @@ def evaluate(
             raise ResourceError(str(error)) from error
         if processes.rank == 0:
             _leave_for_the_report(answers, models[:2], list(done))
-            _finish(answers.folder, tasks, done)
-            answers.finish()
+            answers.finish(tasks, done)
         answers.release()
     return rates.by_model
 
@@ -202,11 +201,3 @@ def _leave_for_the_report(
             if own:
                 record_differing(folder, task, own, {model.name: model.backend})
         model.backend.release()
-
-
-def _finish(folder: Path, tasks: Sequence[Task], done: Mapping[Task, int]) -> None:
-    """Write what was asked, for the report, and for later runs, which see what is left."""
-    looks = {task.name: {"taken": n, "of": len(task.plan.looks)} for task, n in done.items()}
-    names = [task.name for task in done]
-    left = [task.name for task in tasks if task not in done]
-    write_json(folder / DONE, {"tasks": names, "not_asked": left, "looks": looks})

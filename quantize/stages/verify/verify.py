@@ -86,14 +86,6 @@ class Verification:
                 return f"{check.name}: {fault}"
         return f"{len(self.checks)} checks passed"
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what verification.json holds."""
-        return {
-            "passed": self.passed,
-            "checks": [check.as_json() for check in self.checks.values()],
-            "relative_error": self.relative_error,
-        }
-
 
 def verify(
     artifact: Checkpoint,
@@ -141,9 +133,15 @@ def verify(
     hashes = hashing.result()
     _check_unchanged(hashes, run.conversion_json, found.checks["unchanged"])
     # It ties this file to these bytes: a checkpoint that is written again, or rots, is not verified.
-    identity: dict[str, Any] = {"artifact": fingerprint(artifact), "sha256": hashes}
-    identity["scored_as"] = fingerprint(artifact, settings_of=source.folder)
-    write_json(run.verification_json, {**identity, **found.as_json()})
+    content = {
+        "artifact": fingerprint(artifact),
+        "sha256": hashes,
+        "scored_as": fingerprint(artifact, settings_of=source.folder),
+        "passed": found.passed,
+        "checks": [check.as_json() for check in found.checks.values()],
+        "relative_error": found.relative_error,
+    }
+    write_json(run.verification_json, content)
     return found
 
 
