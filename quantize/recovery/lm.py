@@ -21,11 +21,7 @@ from quantize.recovery.sequential import Part
 class BlockDiffusionLM(LM):
     """Answers one part of a task for one of its repeats; all of them are asked for at once.
 
-    Args:
-        done: key of a request -> its completion; `complete` adds what is missing.
-        complete: has requests answered.
-        seed: the run's seed.
-        part: which documents and repeats.
+    `done` has completions by the key of their request; `complete` adds what is missing.
     """
 
     def __init__(

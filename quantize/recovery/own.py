@@ -27,16 +27,10 @@ def from_questions(
     thinking: bool,
     private: bool = False,
 ) -> Definition:
-    """Return the task of a jsonl file with one question a line.
+    """Return the task of a jsonl file with one question, a JSON object, a line.
 
-    Args:
-        file: JSON objects, one a line.
-        prompt: Jinja template of the user's message, over the fields of a line.
-        target: Jinja template of the right answer.
-        extract: regular expression whose group is the model's answer; its last match counts.
-        max_tokens: most tokens of an answer.
-        thinking: whether the thinking channel is on.
-        private: whether questions and answers must not be written.
+    `prompt` and `target` are Jinja templates over its fields: the user's message, the right answer. The
+    last match of the group in `extract` is the model's answer, of `max_tokens` at most.
 
     Raises:
         ValueError: the file cannot be read or has a line twice, or a template names a field that its

@@ -84,10 +84,8 @@ def sample_seed(run_seed: int, document: str, repeat: int) -> int:
 class SampleStore:
     """The samples of one task that are finished, in memory and on disk.
 
-    Args:
-        path: the file, which the first finished batch creates.
-        made_with: everything besides their requests that the samples depend on.
-        share: this process among those that share the batches.
+    The first finished batch creates the file `path`. `made_with` is everything besides their requests
+    that samples depend on, `share` this process among those that share the batches.
 
     Raises:
         ValueError: the file holds samples made with something else, or is no such file.

@@ -37,16 +37,10 @@ class ServerError(RuntimeError):
 class Server:
     """Answers requests through a server.
 
-    Args:
-        url: the server's address, with or without /v1.
-        model: the server's name of the model; None for its first. `about` is its entry there.
-        api_key: key that is sent as a bearer token; None for none.
-        timeout: seconds for one answer.
-        attempts: how many times one request is sent at most.
-        first_wait: seconds before the second attempt, doubled for each further one.
-
-    Attributes:
-        commit_pass: how the server says it encodes finished canvases; None when it does not say.
+    `url` may end in /v1. `model` is the server's name of the model, None for its first one; `about` is
+    its entry there. `timeout` are seconds for one answer, which is asked for `attempts` times at most;
+    `first_wait` seconds pass before the second attempt, twice as many before each further one.
+    `commit_pass` is how the server says it encodes finished canvases, None when it does not.
 
     Raises:
         ServerError: the server cannot be reached.
@@ -146,10 +140,7 @@ class Server:
 class Servers:
     """Several servers of one model; a request goes to whichever is free.
 
-    Args:
-        urls: addresses of the servers.
-        in_flight: number of requests to each at once.
-        settings: further arguments of `Server`.
+    Each has `in_flight` requests at once; `settings` are further arguments of `Server`.
 
     Raises:
         ServerError: one of the servers cannot be reached.

@@ -80,8 +80,7 @@ def sections(content: Content) -> list[Section]:
              "published BF16"),
             published_rows(content), (), published_speed(content),
         ),
-        fidelity_section(fidelity) if fidelity else Section("Fidelity"),
-        _by_entropy(fidelity) if fidelity else Section("Where BF16 is unsure"),
+        *([fidelity_section(fidelity), _by_entropy(fidelity)] if fidelity else []),
         Section(
             "Error of the weights", ("class", "tensors", "mean |W-W'|/|W|", "largest", "where"),
             [

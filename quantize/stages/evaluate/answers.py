@@ -40,13 +40,7 @@ DONE = "done.json"
 class Answers:
     """The scores so far, by model and task; it asks for more.
 
-    Args:
-        run: folder that scores go to.
-        processes: processes that share the work.
-        rates: counter of samples, tokens and seconds.
-
-    Attributes:
-        folder: where scores go: beside those of a finished evaluation, until `finish`.
+    They go to `folder`, beside those of a finished evaluation, until `finish`.
     """
 
     def __init__(self, run: RunDir, processes: Processes, rates: "Rates") -> None:

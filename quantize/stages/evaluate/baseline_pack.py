@@ -79,10 +79,8 @@ class Pack:
 class ImportedBaseline:
     """The baseline where its answers came in a pack: it is never asked.
 
-    Args:
-        pack: the answers.
-        made_with: everything else that an answer asked here would depend on.
-        sampler_settings: settings of the candidate's sampler, which are equal.
+    `made_with` is everything that an answer asked here would depend on; the candidate's sampler has the
+    same settings.
     """
 
     batch_size = 1

@@ -25,19 +25,14 @@ from quantize.stages.evaluate.local_model import Answerer, ExportedAnswerer
 
 
 class Backend(Protocol):
-    """A model that answers batches, and what its samples depend on.
-
-    Attributes:
-        sampler_settings: settings of its sampler.
-        made_with: everything besides their requests that its samples depend on.
-        batch_size: requests that are answered as one batch; 1 where samples depend on nothing else.
-        loading_seconds: how long the model has taken to load so far.
-    """
+    """A model that answers batches, and what its samples depend on."""
 
     sampler_settings: dict[str, Any]
-    made_with: dict[str, Any]
-    batch_size: int
-    loading_seconds: float
+    made_with: dict[str, Any]  # everything besides their requests that its samples depend on
+    batch_size: (
+        int  # requests that are answered as one batch; 1 where samples depend on nothing else
+    )
+    loading_seconds: float  # how long the model has taken to load so far
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
         """Yield each batch as it is finished."""
@@ -49,13 +44,10 @@ class Backend(Protocol):
 
 
 class ServedModel:
-    """A model behind servers.
+    """A model behind servers; requests go to whichever is free, `in_flight` to each at once.
 
-    Args:
-        urls: addresses of the servers; requests go to whichever is free.
-        in_flight: number of requests to each at once.
-        digest: fingerprint of the checkpoint that they should serve.
-        revision: revision that the user names, for servers that report no fingerprint.
+    They should serve the checkpoint with the fingerprint `digest`; the user names the `revision` of
+    those that report no fingerprint.
 
     Raises:
         InputError: one serves other weights, they differ, or neither they nor the user name theirs.

@@ -22,11 +22,7 @@ ROWS = 8  # rows that are compared of every other
 
 
 class Decompressor:
-    """Decompresses Linears with compressed-tensors, the format's own library.
-
-    Args:
-        config: a config.json with a compressed-tensors `quantization_config`.
-    """
+    """Decompresses Linears with compressed-tensors, by a config.json in that library's format."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config["quantization_config"]
@@ -42,11 +38,9 @@ class Decompressor:
         return BaseCompressor.get_value_from_registry, groups
 
     def weight(self, group: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return BF16 weights [R, in] as compressed-tensors reads them.
+        """Return BF16 weights [R, in] of a config group's Linears as compressed-tensors reads them.
 
-        Args:
-            group: the config group of the Linears whose rows these are.
-            tensors: what the rows have on disk, by suffix: [R, ...], global scales [R, 1, 1].
+        `tensors` is what the rows have on disk, by suffix: [R, ...], global scales [R, 1, 1].
         """
         compressor, groups = self._library
         settings = groups[group]
@@ -60,13 +54,9 @@ class Decompressor:
         tensors: Mapping[str, Tensor],
         mine: Tensor,
     ) -> Tensor:
-        """Return for each module whether the rows to be compared have the same bits: bool [n].
+        """Return for each Linear whether its `compared` rows have the same bits as ours: bool [n].
 
-        Args:
-            modules: names of the Linears.
-            compared: rows of each, by `compared_rows`.
-            tensors: what they have on disk, by suffix: [n, ...].
-            mine: our weights, BF16 [n, out, in].
+        `tensors` is what Linears have on disk, by suffix: [n, ...]; `mine` is BF16 [n, out, in].
         """
         found = torch.zeros(len(modules), dtype=torch.bool, device=mine.device)
         groups: dict[str, dict[int, slice]] = defaultdict(dict)

@@ -48,11 +48,7 @@ BEHIND_CONVERT = ("as encoded", "read back")
 class Witness:
     """Checks parts as they are encoded; convert's threads share it.
 
-    Args:
-        source: the BF16 checkpoint.
-        config: the config.json that convert writes.
-        recipe: gives the limits of errors.
-        device: where weights are compared.
+    `config` is the config.json that convert writes; the recipe gives the limits of errors.
     """
 
     def __init__(
