@@ -110,3 +110,14 @@ def test_a_checkpoint_states_what_was_judged(
     assert found == point
     assert (why is None) == (wrong is None)
     assert wrong is None or re.search(wrong, why or "")
+
+
+def test_a_setting_that_scores_do_not_note_stood_at_its_default(tmp_path: Path) -> None:
+    """As one that came later does where it is not used (`Sampler.noted`)."""
+    tasks = entries()
+    for task in tasks:
+        del task["made_with"]["sampler"]["entropy_bound"]
+    write_json(tmp_path / "generation_config.json", {"entropy_bound": 0.1})
+    assert settings_served(tmp_path, tasks, []) == (None, None)
+    write_json(tmp_path / "generation_config.json", {"entropy_bound": 0.5})
+    assert "entropy_bound is 0.5, and the answers" in str(settings_served(tmp_path, tasks, []))

@@ -6,7 +6,7 @@ from typing import Any
 
 from quantize.checkpoints.reader import GENERATION
 from quantize.host.files import read_json
-from quantize.recipe.controls import JUDGED
+from quantize.recipe.controls import CONTROLS, JUDGED
 from quantize.recipe.sections import Recipe
 from quantize.recovery.gate import Verdict, passing
 from quantize.recovery.statistics import Comparison
@@ -41,7 +41,7 @@ def judged_points(
         found.append({
             "name": name,
             "activations": made["model"]["activations"],
-            "settings": {key: made["sampler"][key] for key in sorted(JUDGED)},
+            "settings": _judged(made["sampler"]),
             "tokens_per_forward": sum(tokens for tokens, _ in steps) / forwards,
             "tokens_a_second": speeds and speeds["tokens_a_second"][AT_POINT + name],
             "p": p,
@@ -70,7 +70,7 @@ def settings_served(
     path = checkpoint / GENERATION
     stated = read_json(path) if path.is_file() else {}
     stated |= stated.get("sampler_config") or {}
-    judged = next((t["made_with"].get("sampler", {}) for t in tasks if t["gated"]), {})
+    judged = _judged(next((t["made_with"].get("sampler", {}) for t in tasks if t["gated"]), {}))
 
     def differs(settings: Mapping[str, Any]) -> str | None:
         keys = sorted(JUDGED & stated.keys() & settings.keys())  # null is the model's own
@@ -86,3 +86,11 @@ def settings_served(
         f"{path}: {key} is {stated[key]}, and the answers were judged at {judged[key]}; `quantize "
         f"adopt` writes the settings of a point that passes, or with --own the model's"
     )
+
+
+def _judged(noted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that were judged, those that are not noted at their defaults.
+
+    A server's own are not known.
+    """
+    return {key: noted.get(key, CONTROLS[key].default) for key in sorted(JUDGED) if noted}
