@@ -37,9 +37,9 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     ),
     "gpu": click.option(
         "--gpu", metavar="NAME",
-        help="Plan for a100, a6000, rtx3090, l40s, rtx4090, rtx4080, h100, h200, gh200, b200, b300, "
-        "gb300, dgxstation, rtxpro6000, rtx5090, rtx5080 or spark, or sm_NN with --gpu-memory; else "
-        "for the GPU that is here.",
+        help="Plan for a100, a6000, rtx3090, l40s, rtx4090, rtx4080, h100, h100pcie, h200, gh200, "
+        "b200, b300, gb300, dgxstation, rtxpro6000, rtx5090, rtx5080 or spark, or sm_NN with "
+        "--gpu-memory; else for the GPU that is here.",
     ),
     "gpu-memory": click.option(
         "--gpu-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",

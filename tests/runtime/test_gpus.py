@@ -74,6 +74,8 @@ def test_gpus_are_among_the_targets_and_found_by_any_spelling() -> None:
     assert {gpu.capability for gpu in GPUS.values()} <= set(TARGETS)
     assert named("RTX 5090") is named("rtx-5090") is GPUS["rtx5090"]
     assert named("NVIDIA L40S") is GPUS["l40s"]
+    assert (named("4090"), named("DGX Spark")) == (GPUS["rtx4090"], GPUS["spark"])
+    assert (named("H100 SXM"), named("h100-pcie")) == (GPUS["h100"], GPUS["h100pcie"])
     assert named("RTX PRO 6000") is GPUS["rtxpro6000"]
     assert named("sm_103", 270e9) == gpus.Gpu("sm_103", (10, 3), 270e9)
     for name in ("rtx6000", "sm_89"):
@@ -103,6 +105,8 @@ def test_a_gpu_that_runs_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None
     assert gpus.at_hand(CUDA).rates == GPUS["rtx4090"].rates
     pretend(monkeypatch, "NVIDIA GH200 480GB", (9, 0))
     assert gpus.at_hand(CUDA).rates == GPUS["gh200"].rates
+    pretend(monkeypatch, "NVIDIA H100 PCIe", (9, 0))
+    assert gpus.at_hand(CUDA).rates != GPUS["h100"].rates  # it has less of all
     pretend(monkeypatch, "NVIDIA RTX 4000 Ada Generation", (8, 9))
     assert gpus.at_hand(CUDA).rates is None
 

@@ -74,6 +74,7 @@ GPUS = {
     "rtx4090": _gpu("RTX 4090", (8, 9), 24, 1.008, 165, 330, PCIE4),
     "rtx4080": _gpu("RTX 4080", (8, 9), 16, 0.717, 97, 195, PCIE4),
     "h100": _gpu("H100", (9, 0), 80, 3.35, 989, 1979, PCIE5),
+    "h100pcie": _gpu("H100 PCIe", (9, 0), 80, 2.0, 756, 1513, PCIE5),
     "h200": _gpu("H200", (9, 0), 141, 4.8, 989, 1979, PCIE5),
     "gh200": _gpu("GH200", (9, 0), 96, 4.0, 989, 1979, C2C),
     "b200": _gpu("B200", (10, 0), 180, 8.0, 2250, 4500, PCIE5),
@@ -109,9 +110,10 @@ def named(name: str, memory: float | None = None) -> Gpu:
         if memory is None:
             raise InputError(f"--gpu {name}: name its memory too, with --gpu-memory")
         return Gpu(name, (int(target[1]), int(target[2])), memory)
-    if key not in GPUS:
-        raise InputError(f"--gpu {name}: one of {', '.join(GPUS)}, or sm_NN with --gpu-memory")
-    return GPUS[key]
+    for known in (key, f"rtx{key}", key.removeprefix("dgx"), key.removesuffix("sxm")):
+        if known in GPUS:
+            return GPUS[known]
+    raise InputError(f"--gpu {name}: one of {', '.join(GPUS)}, or sm_NN with --gpu-memory")
 
 
 def at_hand(device: torch.device) -> Gpu:
