@@ -58,7 +58,13 @@ def watch(
     tokenizer, sampler = load_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
     sampler = sampler if steps is None else replace(sampler, max_denoising_steps=steps)
     config = model_config(Checkpoint.open(checkpoint).config)
-    ids, images = _encode(tokenizer, config, prompt, pictures, soft_tokens, thinking=thinking)
+    opened, images = [open_picture(path) for path in pictures], None
+    parts = [{"type": "image"}] * len(opened) + [{"type": "text", "text": prompt}]
+    chat = [{"role": "user", "content": parts if opened else prompt}]
+    ids = encode_chat(tokenizer, chat, thinking=thinking)
+    if opened:
+        images, counts = prepare(opened, config, soft_tokens)
+        ids = place(ids, counts, config)
     budget = max_new_tokens or sampler.max_new_tokens
     limit = config.text_config.max_position_embeddings
     (canvases,) = canvas_budgets([ids], budget, sampler, limit, config.canvas_length)
@@ -81,27 +87,12 @@ def watch(
         with Live(console=console, transient=True, auto_refresh=False) as live:
             sample = answer(_Drawing(tokenizer, sampler.eos_token_ids, live))
     output.add(sample, ended=True)
-    say(_summary(sample, time.monotonic() - started))
-
-
-def _encode(
-    tokenizer: Any,
-    config: Any,
-    prompt: str,
-    pictures: Sequence[Path],
-    soft_tokens: int,
-    *,
-    thinking: bool,
-) -> tuple[list[int], Any]:
-    """Return a chat's ids, with room for its pictures, and the tower's input."""
-    opened = [open_picture(path) for path in pictures]
-    parts = [{"type": "image"}] * len(opened) + [{"type": "text", "text": prompt}]
-    content = parts if opened else prompt
-    ids = encode_chat(tokenizer, [{"role": "user", "content": content}], thinking=thinking)
-    if not opened:
-        return ids, None
-    images, counts = prepare(opened, config, soft_tokens)
-    return place(ids, counts, config), images
+    steps, seconds = ", ".join(map(str, sample.steps_per_canvas)), time.monotonic() - started
+    say(
+        f"{sample.new_tokens} tokens in {sample.canvases} canvases of {steps} steps: "
+        f"{sample.tokens_per_forward:.1f} tokens a forward, {seconds:.1f} s, ended by "
+        f"{'EOS' if sample.finish == 'eos' else 'its budget'}"
+    )
 
 
 class _Output:
@@ -150,12 +141,3 @@ class _Drawing:
             text.append(word, style="bold" if is_accepted else "dim")
         text.append(f"\ncanvas {self.canvas}, step {step}", style="cyan")
         self.live.update(text, refresh=True)
-
-
-def _summary(sample: Sample, seconds: float) -> str:
-    steps = ", ".join(map(str, sample.steps_per_canvas))
-    return (
-        f"{sample.new_tokens} tokens in {sample.canvases} canvases of {steps} steps: "
-        f"{sample.tokens_per_forward:.1f} tokens a forward, {seconds:.1f} s, ended by "
-        f"{'EOS' if sample.finish == 'eos' else 'its budget'}"
-    )

@@ -182,6 +182,14 @@ class Service:
         sampler = body.sampler(self.sampler)
         seed = secrets.randbits(62) if body.fixed_seed is None else body.fixed_seed
         drafts = body.stream_options is not None and body.stream_options.include_drafts
+        empty = partial(Answer, self.text.whole)
+        if isinstance(body, ChatRequest):
+            split, once = (
+                partial(self.text.split, calls=bool(body.callable)),
+                not body.parallel_tool_calls,
+            )
+            empty = partial(Answer, split, tools=body.callable, one_call=once)
+        stops = [] if any(kind == "calls" for _, kind, _ in body.forms) else list(body.stop)
         jobs: list[Job] = []
         length, given = self.scheduler.engine.canvas_length, prepared.given
         limit = prepared.limit or body.token_limit or sampler.max_new_tokens
@@ -189,12 +197,11 @@ class Service:
             canvases = min(-(-limit // length), (self.max_length - len(prompt)) // length)
             last = max((*given.pinned, *given.initial), default=-1) if given else -1
             if last >= canvases * length:
-                reason = (
-                    f"position {last}, and the answer has {canvases * length}; raise max_tokens"
-                )
+                room = canvases * length
+                reason = f"position {last}, and the answer has {room}; raise max_tokens"
                 raise invalid("pinned", reason)
             for choice in range(body.n):
-                answer = self._empty(body, sampler, limit, canvases)
+                answer = empty(sampler, limit, canvases, stops)
                 noise = (seed + choice + INT64) % (2 * INT64) - INT64
                 emit = partial(exchange.post, len(jobs))
                 images = prepared.images
@@ -220,15 +227,6 @@ class Service:
             except InputError as error:
                 raise invalid("max_tokens", error) from error
         return AnswerGuide(self.scheduler.engine.canvas_length, constraint, body.top)
-
-    def _empty(self, body: Body, sampler: Sampler, limit: int, canvases: int) -> Answer:
-        """Return an empty answer, which its canvases will fill."""
-        called = any(kind == "calls" for _, kind, _ in body.forms)
-        limits = (sampler, limit, canvases, [] if called else list(body.stop))
-        if isinstance(body, CompletionRequest):
-            return Answer(self.text.whole, *limits)
-        split = partial(self.text.split, calls=bool(body.callable))
-        return Answer(split, *limits, body.callable, not body.parallel_tool_calls)
 
     def _log(self, prompts: Sequence[Sequence[int]], jobs: Sequence[Job]) -> None:
         if self.options.log_prompts:
