@@ -87,9 +87,9 @@ def watch(
         with Live(console=console, transient=True, auto_refresh=False) as live:
             sample = answer(_Drawing(tokenizer, sampler.eos_token_ids, live))
     output.add(sample, ended=True)
-    steps, seconds = ", ".join(map(str, sample.steps_per_canvas)), time.monotonic() - started
+    taken, seconds = ", ".join(map(str, sample.steps_per_canvas)), time.monotonic() - started
     say(
-        f"{sample.new_tokens} tokens in {sample.canvases} canvases of {steps} steps: "
+        f"{sample.new_tokens} tokens in {sample.canvases} canvases of {taken} steps: "
         f"{sample.tokens_per_forward:.1f} tokens a forward, {seconds:.1f} s, ended by "
         f"{'EOS' if sample.finish == 'eos' else 'its budget'}"
     )

@@ -184,10 +184,8 @@ class Service:
         drafts = body.stream_options is not None and body.stream_options.include_drafts
         empty = partial(Answer, self.text.whole)
         if isinstance(body, ChatRequest):
-            split, once = (
-                partial(self.text.split, calls=bool(body.callable)),
-                not body.parallel_tool_calls,
-            )
+            split = partial(self.text.split, calls=bool(body.callable))
+            once = not body.parallel_tool_calls
             empty = partial(Answer, split, tools=body.callable, one_call=once)
         stops = [] if any(kind == "calls" for _, kind, _ in body.forms) else list(body.stop)
         jobs: list[Job] = []
