@@ -1,10 +1,7 @@
 """Plans the tensors that llama.cpp's `diffusion-gemma` reads, and the source bytes of each.
 
-    token_embd, output_norm, rope_freqs, self_cond_{pre_norm,gate,up,down}
-    blk.L.  attn_{norm,q,k,v,output,q_norm,k_norm}, post_attention_norm, ffn_{norm,gate,up,down},
-            ffn_gate_inp and ffn_gate_inp.scale (the router's), ffn_gate_up_exps (gate first),
-            ffn_down_exps and ffn_down_exps.scale (the router's scale of each expert), pre_ffw_norm_2,
-            post_ffw_norm{,_1,_2}, layer_output_scale and enc_layer_output_scale (the two trees')
+Names are those of llama.cpp's Gemma 4, which the `gguf` package has, and OWN. `ffn_gate_inp.scale` is
+the router's, `ffn_down_exps.scale` its scale of each expert; the encoder's layer scales have `enc_`.
 
 A matrix is BF16 as on disk, or Q8_0; vectors and the router are F32, exactly, as that runtime wants.
 NVFP4 Linears become `.weight` with their codes and block scales and `.scale`, F32 [1] or one an expert:

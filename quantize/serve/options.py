@@ -15,7 +15,7 @@ KEY_VARIABLE = "QUANTIZE_API_KEY"
 COUNT = click.IntRange(min=1)
 
 
-def _said(default: Any, says: str | None = None, kind: click.ParamType | None = None) -> Any:
+def _setting(default: Any, says: str | None = None, kind: click.ParamType | None = None) -> Any:
     """Declare a setting that an option of its name sets."""
     flag = {"is_flag": True} if default is False else {}
     return field(default=default, metadata={"help": says, "type": kind} | flag)
@@ -37,34 +37,34 @@ class Options:
     """
 
     model_name: str
-    host: str = _said("127.0.0.1", "Other hosts need an API key.")
-    port: int = _said(8000, None, click.IntRange(0, 65535))
-    max_num_seqs: int = _said(4, "Samples that are denoised together.", click.IntRange(1, 64))
-    max_queue: int = _said(64, "Samples that may wait; more get 429 and Retry-After.", COUNT)
-    max_context: int | None = _said(
+    host: str = _setting("127.0.0.1", "Other hosts need an API key.")
+    port: int = _setting(8000, None, click.IntRange(0, 65535))
+    max_num_seqs: int = _setting(4, "Samples that are denoised together.", click.IntRange(1, 64))
+    max_queue: int = _setting(64, "Samples that may wait; more get 429 and Retry-After.", COUNT)
+    max_context: int | None = _setting(
         None,
         "Most tokens of prompt and answer; else what the model takes, on a GPU at most 8192.",
         COUNT,
     )
-    batch_invariant: bool = _said(
+    batch_invariant: bool = _setting(
         False,
         "On a GPU: a seeded sample has the same text alone and beside others, at a full batch's cost.",
     )
-    max_prompt_tokens: int | None = _said(
+    max_prompt_tokens: int | None = _setting(
         None, "Most tokens of a prompt; else as many as the context leaves.", COUNT
     )
-    max_body_bytes: int = _said(8 << 20, "Most bytes of a request body.", COUNT)
-    request_timeout: float = _said(
+    max_body_bytes: int = _setting(8 << 20, "Most bytes of a request body.", COUNT)
+    request_timeout: float = _setting(
         600.0, "Seconds a request may take, waiting included.", click.FloatRange(0, min_open=True)
     )
-    shutdown_grace: float = _said(
+    shutdown_grace: float = _setting(
         30.0, "Seconds that running requests get after SIGTERM.", click.FloatRange(0)
     )
-    strict: bool = _said(
+    strict: bool = _setting(
         False,
         "Refuse temperature, top_p, penalties and the like; else they are ignored and named.",
     )
-    log_prompts: bool = _said(False, "Log prompts and answers; else neither is logged.")
+    log_prompts: bool = _setting(False, "Log prompts and answers; else neither is logged.")
     api_key: str | None = None
     prefix_bytes: int = 0
     origins: Sequence[str] = ()
