@@ -35,26 +35,19 @@ Spec = tuple[torch.dtype, tuple[int, ...]]  # of one expert's tensor
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel that multiplies with the weights of a scheme, and how they lie in memory.
+    """The kernel that multiplies with the weights of a scheme, and how they lie in memory."""
 
-    Attributes:
-        module: module of this package whose `launch` has the arguments of `matmul.launch`.
-        least: the lowest compute capability that has the instructions.
-        layout: (N, K) -> data, scale and factor of one expert, those that the scheme has.
-        decode: (data, scale, dtype) -> values [E, N, K], but for the factor.
-        rounded: f32 [N, K] -> codes, scale and factor, as `weights.build` takes them; None where
-            another scheme's weights are laid out anew.
-        spans: rows and columns that an element of data stands for.
-        alone: whether no other capability has the instructions.
-    """
-
-    module: str
-    least: Capability
+    module: str  # module of this package whose `launch` has the arguments of `matmul.launch`
+    least: Capability  # the lowest compute capability that has the instructions
+    # (N, K) -> data, scale and factor of one expert, those that the scheme has.
     layout: Callable[[int, int], tuple[Spec, ...]]
+    # (data, scale, dtype) -> values [E, N, K], but for the factor.
     decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    # f32 [N, K] -> codes, scale and factor, as `weights.build` takes them; None where another
+    # scheme's weights are laid out anew.
     rounded: Callable[[Tensor], tuple[Tensor, ...]] | None = None
-    spans: tuple[int, int] = (1, 1)
-    alone: bool = False
+    spans: tuple[int, int] = (1, 1)  # rows and columns that an element of data stands for
+    alone: bool = False  # whether no other capability has the instructions
 
     def runs_on(self, target: Capability) -> bool:
         """Whether a GPU of this compute capability has the kernel's instructions."""

@@ -51,15 +51,10 @@ SYNC_BYTES = 1 << 28  # bytes between two syncs of an unfinished shard, so that 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors that stand together in one shard, and the calls that produce their bytes in order.
+    """Tensors that stand together in one shard, and the calls that produce their bytes in order."""
 
-    Attributes:
-        layout: name -> spec, in writing order.
-        tasks: calls that return the bytes, each run on a thread.
-    """
-
-    layout: dict[str, TensorSpec]
-    tasks: tuple[Task, ...]
+    layout: dict[str, TensorSpec]  # name -> spec, in writing order
+    tasks: tuple[Task, ...]  # calls that return the bytes, each run on a thread
 
     @property
     def nbytes(self) -> int:

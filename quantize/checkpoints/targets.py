@@ -61,27 +61,16 @@ FUSED = re.compile(r"(.*\.self_attn)\.[qkv]_proj|(.*\.(?:mlp|experts\.\d+))\.(?:
 
 @dataclass(frozen=True)
 class Target:
-    """One source tensor, and what it becomes.
+    """One source tensor, and what it becomes."""
 
-    Attributes:
-        name: on-disk name in the source checkpoint.
-        module_class: a key of `WHY_KEPT` or a member of `QUANTIZABLE`.
-        scheme: the scheme, or None when the tensor is copied as it is.
-        reason: why the tensor is kept in BF16, if it is.
-        shape: [out, in]; fused experts [experts, out, in].
-        modules: names of the quantized Linear modules it becomes, on disk.
-        bytes_before: bytes in the source.
-        bytes_after: bytes in the artifact, scales included.
-    """
-
-    name: str
-    module_class: str
-    scheme: Scheme | None
-    reason: str
-    shape: tuple[int, ...]
-    modules: tuple[str, ...]
-    bytes_before: int
-    bytes_after: int
+    name: str  # on-disk name in the source checkpoint
+    module_class: str  # a key of `WHY_KEPT` or a member of `QUANTIZABLE`
+    scheme: Scheme | None  # the scheme, or None when the tensor is copied as it is
+    reason: str  # why the tensor is kept in BF16, if it is
+    shape: tuple[int, ...]  # [out, in]; fused experts [experts, out, in]
+    modules: tuple[str, ...]  # names of the quantized Linear modules it becomes, on disk
+    bytes_before: int  # bytes in the source
+    bytes_after: int  # bytes in the artifact, scales included
 
 
 def module_class(name: str) -> str:

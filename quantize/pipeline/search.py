@@ -73,17 +73,11 @@ Group = tuple[int, str]  # index of the layer, module class
 
 @dataclass(frozen=True)
 class Option:
-    """One scheme for one group.
+    """One scheme for one group."""
 
-    Attributes:
-        scheme: a scheme's name, or BF16.
-        nbytes: bytes of the group's tensors under it.
-        kl: mean KL from BF16 in nats of the model in which this group alone has it.
-    """
-
-    scheme: str
-    nbytes: int
-    kl: float
+    scheme: str  # a scheme's name, or BF16
+    nbytes: int  # bytes of the group's tensors under it
+    kl: float  # mean KL from BF16 in nats of the model in which this group alone has it
 
 
 def search(

@@ -30,15 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run may use of the machine: an option that holds for every stage is a field of it.
+    """What a run may use of the machine: an option that holds for every stage is a field of it."""
 
-    Attributes:
-        gpu_memory: bytes of a GPU, None for all that are free; results depend on it only where it makes
-            a batch of answers smaller.
-        scratch: folder for what only stages of the run read, None for the run's own.
-    """
-
+    # Bytes of a GPU, None for all that are free; results depend on it only where it makes a batch
+    # of answers smaller.
     gpu_memory: float | None = None
+    # Folder for what only stages of the run read, None for the run's own.
     scratch: "Path | None" = None
 
     @property
@@ -107,37 +104,26 @@ MACHINE = {each.name for each in fields(Machine)}
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage.
+    """One stage."""
 
-    Attributes:
-        name: name of the stage and of its command.
-        result: path in the run folder whose presence says that the stage has been done.
-        inputs: names of the stages whose results it reads.
-        work: function that makes the result.
-        summary: help text of the command that runs this stage alone.
-        verdict: returns the exit code of the finished stage, 0 or 4; raises GateError for 1.
-        files: all files and folders that it leaves, where these are more than `result`.
-        lacks: returns what a finished stage has not done of what is asked for this time.
-        is_needed: whether a recipe has this stage at all.
-        ahead: looks, before the first stage of a run, at what this one will read from elsewhere.
-        shares_work: whether torchrun's processes share its work; else there may be one alone.
-        adds: whether its work leaves a result that stands until the new one is whole.
-        options: those of its command, by their names in `cli.options`.
-    """
-
-    name: str
-    result: str
-    inputs: tuple[str, ...]
-    work: Task
-    summary: str = ""
+    name: str  # name of the stage and of its command
+    result: str  # path in the run folder whose presence says that the stage has been done
+    inputs: tuple[str, ...]  # names of the stages whose results it reads
+    work: Task  # function that makes the result
+    summary: str = ""  # help text of the command that runs this stage alone
+    # Returns the exit code of the finished stage, 0 or 4; raises GateError for 1.
     verdict: Callable[[Run], int] = lambda _: 0
+    # All files and folders that it leaves, where these are more than `result`.
     files: tuple[str, ...] = ()
+    # Returns what a finished stage has not done of what is asked for this time.
     lacks: Callable[[Run], str | None] = lambda _: None
-    is_needed: "Callable[[Recipe], bool]" = lambda _: True
+    is_needed: "Callable[[Recipe], bool]" = lambda _: True  # whether a recipe has this stage at all
+    # Looks, before the first stage of a run, at what this one will read from elsewhere.
     ahead: Callable[[Run], object] = lambda _: None
+    # Whether torchrun's processes share its work; else there may be one alone.
     shares_work: bool = False
-    adds: bool = False
-    options: tuple[str, ...] = ()
+    adds: bool = False  # whether its work leaves a result that stands until the new one is whole
+    options: tuple[str, ...] = ()  # those of its command, by their names in `cli.options`
 
     def command(self, run: RunDir) -> str:
         """Return the command that makes a run's result again."""

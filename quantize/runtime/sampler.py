@@ -53,19 +53,12 @@ ALWAYS_NOTED = frozenset({
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler(Controls):
-    """Settings of block-diffusion generation: the canvas' controls, and when a sample ends.
+    """Settings of block-diffusion generation: the canvas' controls, and when a sample ends."""
 
-    Attributes:
-        max_new_tokens: default budget; whole canvases are generated until it is reached.
-        max_length: limit on prompt plus new tokens, None for none.
-        eos_token_ids: any of these ends the sample.
-        pad_token_id: fills a canvas after its end; None leaves the tokens there.
-    """
-
-    max_new_tokens: int = 256
-    max_length: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    pad_token_id: int | None = None
+    max_new_tokens: int = 256  # default budget; whole canvases are generated until it is reached
+    max_length: int | None = None  # limit on prompt plus new tokens, None for none
+    eos_token_ids: tuple[int, ...] = ()  # any of these ends the sample
+    pad_token_id: int | None = None  # fills a canvas after its end; None leaves the tokens there
 
     def __post_init__(self) -> None:
         bounds = {name: each.metadata["bounds"] for name, each in CONTROLS.items()}

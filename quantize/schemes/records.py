@@ -59,41 +59,30 @@ class OnDisk:
 
 @dataclass(frozen=True)
 class Scheme:
-    """One quantization scheme.
+    """One quantization scheme."""
 
-    Attributes:
-        name: the scheme's name in recipes and in everything we write.
-        compressed: compressed-tensors' way to write it, which is ours.
-        packed: how the kernels hold it, but for the dtype of a row's scale.
-        modelopt: ModelOpt's way to write it, None where it has none.
-        config_weights: type, num_bits and strategy of the weights in a config group.
-        config_activations: `dynamic` of the activations in a config group, None for BF16 ones.
-        codes: the number format of the weights.
-        quantize: (weight [..., out, in], ranges, shared global scale or None, memory for the codes or
-            None) -> tensors by suffix.
-        dequantize: tensors by suffix, in either library's layout -> BF16 weight [..., out, in].
-        round_activations: (x [..., K], input global scale or None) -> x as the product reads it; None
-            where activations stay BF16.
-        calibrated: whether every Linear has an `input_global_scale` that calibration finds.
-        kernel: the kernels' name for weights like these.
-        max_relative_error: limit on |W - W'| / |W| of a weight matrix rounded to nearest, which only
-            a fault exceeds.
-        convert_seconds: CPU seconds a GB of BF16 input takes, on one core of an AMD EPYC.
-    """
-
-    name: str
-    compressed: OnDisk
-    packed: OnDisk
+    name: str  # the scheme's name in recipes and in everything we write
+    compressed: OnDisk  # compressed-tensors' way to write it, which is ours
+    packed: OnDisk  # how the kernels hold it, but for the dtype of a row's scale
+    # Type, num_bits and strategy of the weights in a config group.
     config_weights: tuple[str, int, str]
-    codes: Codes
+    codes: Codes  # the number format of the weights
+    # (weight [..., out, in], ranges, shared global scale or None, memory for the codes or None) ->
+    # tensors by suffix.
     quantize: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], dict[str, Tensor]]
+    # Tensors by suffix, in either library's layout -> BF16 weight [..., out, in].
     dequantize: Callable[[Mapping[str, Tensor]], Tensor]
-    kernel: Literal["fp8", "int8", "nvfp4", "mxfp4"]
+    kernel: Literal["fp8", "int8", "nvfp4", "mxfp4"]  # the kernels' name for weights like these
+    # Limit on |W - W'| / |W| of a weight matrix rounded to nearest, which only a fault exceeds.
     max_relative_error: float
-    convert_seconds: float
-    modelopt: OnDisk | None = None
+    convert_seconds: float  # CPU seconds a GB of BF16 input takes, on one core of an AMD EPYC
+    modelopt: OnDisk | None = None  # ModelOpt's way to write it, None where it has none
+    # `dynamic` of the activations in a config group, None for BF16 ones.
     config_activations: Literal[True, "local"] | None = None
+    # (x [..., K], input global scale or None) -> x as the product reads it; None where activations
+    # stay BF16.
     round_activations: Callable[[Tensor, float | None], Tensor] | None = None
+    # Whether every Linear has an `input_global_scale` that calibration finds.
     calibrated: bool = False
 
     def __str__(self) -> str:

@@ -61,25 +61,16 @@ MSE_NORM = 2.4
 
 @dataclass(frozen=True)
 class Codes:
-    """A number format of weights.
+    """A number format of weights."""
 
-    Attributes:
-        name: what the kernels call it.
-        scale: the scales of ranges, in their dtype, never 0.
-        group: the inputs that share a scale; None for all inputs of a row.
-        fit: rounds weights over their scale, which it uses up, so that `cast` changes nothing.
-        cast: the dtype whose cast ends the rounding.
-        store: FP32 values of codes -> codes as on disk.
-        neighbours: e4m3 codes below and above the usual block scale that GPTQ tries; 0 where it is
-            fixed.
-    """
-
-    name: str
-    scale: Callable[[torch.Tensor], torch.Tensor]
-    group: int | None
+    name: str  # what the kernels call it
+    scale: Callable[[torch.Tensor], torch.Tensor]  # the scales of ranges, in their dtype, never 0
+    group: int | None  # the inputs that share a scale; None for all inputs of a row
+    # Rounds weights over their scale, which it uses up, so that `cast` changes nothing.
     fit: Callable[[torch.Tensor], torch.Tensor]
-    cast: torch.dtype
-    store: Callable[[torch.Tensor], torch.Tensor]
+    cast: torch.dtype  # the dtype whose cast ends the rounding
+    store: Callable[[torch.Tensor], torch.Tensor]  # FP32 values of codes -> codes as on disk
+    # e4m3 codes below and above the usual block scale that GPTQ tries; 0 where it is fixed.
     neighbours: int = 0
 
     def nearest(self, scaled: torch.Tensor) -> torch.Tensor:

@@ -51,24 +51,18 @@ Event = Delta | Draft | RequestError
 
 @dataclass(eq=False)
 class Job:
-    """One sample of a prompt, token ids, with noise of its own seed.
-
-    Attributes:
-        answer: the growing answer, to be read only after the last event.
-        emit: takes its events, drafts on any thread; a `RequestError` or a finish is the last.
-        drafts: whether every denoising step is emitted.
-        images: for the prompt's placeholders.
-        guide: the guide in `given`, the known tokens; its error ends the job.
-    """
+    """One sample of a prompt, token ids, with noise of its own seed."""
 
     prompt: Sequence[int]
     seed: int
     sampler: Sampler
-    answer: Answer
+    answer: Answer  # the growing answer, to be read only after the last event
+    # Takes its events, drafts on any thread; a `RequestError` or a finish is the last.
     emit: Callable[[Event], None]
-    drafts: bool = False
-    images: Images | None = None
+    drafts: bool = False  # whether every denoising step is emitted
+    images: Images | None = None  # for the prompt's placeholders
     given: Given | None = None
+    # The guide in `given`, the known tokens; its error ends the job.
     guide: AnswerGuide | None = None
     cancelled: bool = False
     started: float = 0.0

@@ -35,22 +35,16 @@ Look = Callable[[Target, int, int, torch.Tensor], object]
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Makes the pieces of one conversion.
+    """Makes the pieces of one conversion."""
 
-    Attributes:
-        source: the BF16 checkpoint.
-        observer: name of the observer that finds the ranges of weights.
-        input_scales: module -> input global scale, for NVFP4.
-        rounded: codes and scales from `round_weights`; None for rounding to nearest.
-        device: where weights are quantized; the bytes are the same everywhere (see `convert`).
-        look: called with each part of a tensor when it is encoded, by many threads.
-    """
-
-    source: Checkpoint
-    observer: Observer
-    input_scales: Mapping[str, float]
+    source: Checkpoint  # the BF16 checkpoint
+    observer: Observer  # name of the observer that finds the ranges of weights
+    input_scales: Mapping[str, float]  # module -> input global scale, for NVFP4
+    # Codes and scales from `round_weights`; None for rounding to nearest.
     rounded: Checkpoint | None = None
+    # Where weights are quantized; the bytes are the same everywhere (see `convert`).
     device: Device = field(default_factory=Device)
+    # Called with each part of a tensor when it is encoded, by many threads.
     look: Look = lambda *_: None
 
     def plan(self, targets: Sequence[Target]) -> list[Piece]:
