@@ -16,7 +16,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.host.files import read_json, write_json
 from quantize.host.progress import say
 from quantize.recipe.sections import AT_ONCE, OperatingPoint
-from quantize.reports.scores import read_scoring
+from quantize.reports.scores import read_scoring, scored_tasks
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT, BASELINE, CANDIDATE
 from quantize.runtime.placement import Placement, free_unused
@@ -53,7 +53,8 @@ def measure_speeds(
 
 def _steps(run: RunDir, model: str) -> list[int]:
     """Return the steps of all canvases of a model's answers."""
-    tasks = read_json(run.evaluation / "done.json", "tasks")["tasks"]
-    files = [task for task in tasks if (run.evaluation / model / f"{task}.jsonl").exists()]
+    files = [
+        task for task in scored_tasks(run) if (run.evaluation / model / f"{task}.jsonl").exists()
+    ]
     rows = [row for task in files for row in read_scoring(run.evaluation / model, task).rows]
     return [steps for row in rows for steps in row.denoising_steps]

@@ -109,10 +109,6 @@ def from_lm_eval(file: Path, *, private: bool = False) -> Definition:
             f"{file}: output_type is {kind!r}, not 'generate_until': block diffusion writes answers "
             f"and has no likelihoods"
         )
-    try:
-        token_limit(fields)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
     metrics = [metric.get("metric") for metric in fields.get("metric_list") or []]
     if "exact_match" not in metrics:
         raise ValueError(f"{file}: metric_list lacks exact_match, which is what is compared")
@@ -121,11 +117,12 @@ def from_lm_eval(file: Path, *, private: bool = False) -> Definition:
     metadata = dict(fields.get("metadata") or {})
     metadata["private"] = private or bool(metadata.get("private"))
     definition = {"include": str(file), "metadata": metadata, **said}
-    if metadata["private"]:
-        try:
+    try:
+        token_limit(fields)
+        if metadata["private"]:
             finding(definition)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
     return definition
 
 

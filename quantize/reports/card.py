@@ -195,14 +195,13 @@ def front_matter(run: RunDir, recipe: Recipe, manifest: dict[str, Any], base: st
             f"{manifest['source']['folder']}: no README.md with a `license:` there, so the licence of "
             f"{base} is not known; put the base model's card into that folder"
         )
-    more: dict[str, Any] = licence
-    if base:
-        more = {"base_model": base, "base_model_relation": "quantized", **licence}
+    named = {"base_model": base, "base_model_relation": "quantized"} if base else {}
+    about: dict[str, Any] = {**named, **licence}
     return ModelCardData(
         library_name="vllm",
         pipeline_tag=source.get("pipeline_tag", "image-text-to-text"),
         tags=tags,
-        **more,
+        **about,
     ).to_yaml()
 
 

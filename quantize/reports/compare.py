@@ -16,13 +16,12 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from quantize.errors import InputError
 from quantize.host.files import read_json
 from quantize.recovery.pairing import in_common
 from quantize.recovery.sequential import nominal_levels
 from quantize.recovery.terms import Terms
 from quantize.reports.questions import differing, question_counts, question_row
-from quantize.reports.scores import pair, read_scoring
+from quantize.reports.scores import pair, read_scoring, scored_tasks
 from quantize.reports.table import cell
 from quantize.runs.folder import RunDir
 from quantize.runs.models import CANDIDATE
@@ -48,7 +47,10 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
     Raises:
         InputError: a run has no finished scores.
     """
-    tasks_of, figures = [_tasks(run) for run in (a, b)], [_figures(run) for run in (a, b)]
+    tasks_of, figures = (
+        [sorted(scored_tasks(run)) for run in (a, b)],
+        [_figures(run) for run in (a, b)],
+    )
     names = figures[0] | figures[1]
     facts = {name: (figures[0].get(name), figures[1].get(name)) for name in names}
     if tasks_of[0] != tasks_of[1]:
@@ -106,13 +108,6 @@ def question_tables(found: RunComparison, most: int) -> Iterator[Table]:
         for entry in entries[:most]:
             table.add_row(*map(escape, question_row(entry)[:-1]))
         yield table
-
-
-def _tasks(run: RunDir) -> list[str]:
-    done = run.evaluation / "done.json"
-    if not done.exists():
-        raise InputError(f"{done}: missing; run `quantize evaluate {run.path}` first")
-    return sorted(read_json(done, "tasks")["tasks"])
 
 
 def _figures(run: RunDir) -> dict[str, float]:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from quantize.errors import InputError
-from quantize.host.files import read_json, write_json, write_text
+from quantize.host.files import write_json, write_text
 from quantize.recovery.estimands import Estimand
 from quantize.recovery.gate import Verdict, judge
 from quantize.recovery.pairing import in_common, paired
@@ -26,7 +26,7 @@ from quantize.recovery.scoring import Row, Scoring
 from quantize.recovery.sequential import Plan
 from quantize.recovery.statistics import Comparison
 from quantize.recovery.terms import Terms
-from quantize.reports.scores import read_scoring
+from quantize.reports.scores import read_scoring, scored_tasks
 from quantize.runs.folder import RunDir
 from quantize.runs.models import BASELINE, CANDIDATE
 
@@ -55,7 +55,7 @@ def export(run: RunDir, folder: Path) -> None:
     if folder.exists():
         raise InputError(f"{folder}: it is there already; name a new folder")
     models = BASELINE, CANDIDATE
-    tasks = read_json(run.evaluation / "done.json", "tasks")["tasks"]
+    tasks = scored_tasks(run)
     pairs = [in_common(*(read_scoring(run.evaluation / m, task) for m in models)) for task in tasks]
     for task, pair in zip(tasks, pairs, strict=True):  # all are read before one is written
         for model, scoring in zip(models, pair[:2], strict=True):

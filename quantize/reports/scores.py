@@ -16,6 +16,7 @@ from quantize.recovery.pairing import in_common, paired
 from quantize.recovery.scoring import Row, Scoring
 from quantize.recovery.statistics import Comparison
 from quantize.recovery.terms import Terms
+from quantize.runs.folder import RunDir
 
 
 def pair(
@@ -74,6 +75,18 @@ def read_scoring(folder: Path, task: str) -> Scoring:
     if found != _conditions(folder, task, found["compared"], found["made_with"]):
         raise InputError(f"{path}: not what was scored under {about.name}; {REDO}")
     return Scoring(task, rows, found["compared"], found["made_with"])
+
+
+def scored_tasks(run: RunDir) -> list[str]:
+    """Return the tasks of a finished evaluation.
+
+    Raises:
+        InputError: it is not finished.
+    """
+    done = run.evaluation / "done.json"
+    if not done.exists():
+        raise InputError(f"{done}: missing; run `quantize evaluate {run.path}` first")
+    return read_json(done, "tasks")["tasks"]
 
 
 def counts(rows: Sequence[Row]) -> dict[str, Any]:

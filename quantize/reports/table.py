@@ -63,10 +63,9 @@ def health_rows(tasks: Sequence[Task]) -> list[list[str]]:
             ])  # fmt: skip
         if task["length"]:
             counts = (task[key]["tokens_per_sample"] for key in ("bf16_counts", "quantized_counts"))
-            ratio: dict[str, float] = dict(
-                zip(("ratio", "low", "high"), task["length"], strict=True)
-            )
-            length = [*(f"{count:.1f}" for count in counts), steps_text(ratio), "-", "not judged"]
+            ratio, low, high = task["length"]
+            more = steps_text({"ratio": ratio, "low": low, "high": high})
+            length = [*(f"{count:.1f}" for count in counts), more, "-", "not judged"]
             rows.append([task["task"], "tokens an answer", *length])
     return rows
 

@@ -28,7 +28,7 @@ from quantize.errors import InputError
 from quantize.host.files import read_json, write_bytes
 from quantize.host.locks import locked
 from quantize.recovery.samples import Batch, Completion, Finished, SampleStore, Share
-from quantize.reports.scores import read_scoring
+from quantize.reports.scores import read_scoring, scored_tasks
 from quantize.runs.folder import RunDir
 from quantize.runs.models import BASELINE
 
@@ -150,7 +150,7 @@ def export_pack(run: RunDir, out: Path) -> Pack:
     """
     tasks: dict[str, Any] = {}
     lines: list[str] = []
-    for task in read_json(run.evaluation / "done.json", "tasks")["tasks"]:
+    for task in scored_tasks(run):
         made = read_scoring(run.evaluation / BASELINE, task).made_with
         path = store_path(run, task, made)
         if not path.exists():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantize.host.processes import ALONE, Processes
 from quantize.host.progress import Meter, metered
-from quantize.runtime.engine import BatchEngine, Decoded, joined
+from quantize.runtime.engine import BatchEngine, joined
 from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Trajectory
 from quantize.stages.fidelity.reference_cache import Noted, Remembered
@@ -194,18 +194,13 @@ class _Batch:
                 theirs = decoded[i + 1].logits(piece)
                 found[i].append(_distance(certain, theirs / T, sampler))
                 following[i + 1].append(passes.condition(theirs if self._own[i] else ours, T))
-        overlaps = [[_overlap(decoded[0], theirs)] for theirs in decoded[1:]]
+        equal = (decoded[0].experts[..., None] == d.experts[..., None, :] for d in decoded[1:])
+        routing = ([each.any(-1).float().mean((-1, -2))] for each in equal)  # [B, layers]
         measured = [
             tuple(joined(column).cpu() for column in (*zip(*each, strict=True), overlap))
-            for each, overlap in zip(found, overlaps, strict=True)
+            for each, overlap in zip(found, routing, strict=True)
         ]
         return [joined(each) for each in following], measured
-
-
-def _overlap(ours: Decoded, theirs: Decoded) -> Tensor:
-    """Return the share of equal experts by layer, [B, layers]."""
-    equal = ours.experts[..., None] == theirs.experts[..., None, :]
-    return equal.any(-1).float().mean((-1, -2))
 
 
 @dataclass(frozen=True)
