@@ -1,6 +1,7 @@
 """The settings that a server takes from its command line."""
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,8 @@ class Options:
         fingerprint, activations: checkpoint and rounding that /v1/models reports.
 
     Raises:
-        InputError: other machines could reach it and there is no key, or the key is empty.
+        InputError: other machines could reach it and there is no key, or the key is empty; or an
+            origin is none that a browser sends.
     """
 
     model_name: str
@@ -79,6 +81,10 @@ class Options:
                 f"--host {self.host} can be reached from other machines: put an API key into the "
                 f"environment variable {KEY_VARIABLE}, or bind 127.0.0.1"
             )
+
+        for origin in self.origins:
+            if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
+                raise InputError(f"--allow-origin {origin}: write it as https://chat.example, or *")
 
     @property
     def is_local(self) -> bool:

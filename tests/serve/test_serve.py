@@ -297,6 +297,12 @@ def test_pages_of_an_origin_that_is_allowed_may_ask(origin: str, allowed: bool) 
         assert told == (origin if allowed else None)
 
 
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "", "file:///x"])
+def test_an_origin_is_what_a_browser_sends(origin: str) -> None:
+    with pytest.raises(InputError, match=r"--allow-origin .*: write it as https://chat.example"):
+        Options("x", origins=[origin])
+
+
 def test_without_origins_other_pages_get_nothing(server: Running) -> None:
     asked = {"Origin": "https://chat.example"} | PREFLIGHT
     reply = server.http.options("/v1/chat/completions", headers=asked)
