@@ -143,12 +143,14 @@ def test_a_block_takes_the_scale_of_least_squared_error() -> None:
     assert len(chosen.div(usual[..., 0]).unique()) > 3
 
 
-def test_descent_moves_a_scale_to_its_optimum() -> None:
-    """Weights that are codes times an e4m3 number, which is the next one above their block's scale."""
+@pytest.mark.parametrize(("steps", "unit"), [(1, 1.0), (3, 2.0**-40)])
+def test_descent_moves_a_scale_to_its_optimum(steps: int, unit: float) -> None:
+    """Weights are codes times an e4m3 number, some steps above their block's scale, in any unit."""
     codes, hessian, shared = blocks(rows=50)
+    hessian *= unit
     codes = E2M1_GROUPS.nearest(3 * codes)
     right = torch.tensor([1.0, 2.0, 9.0, 120.0, 256.0]).repeat(1, 10)
-    scales = module._near(right, 1)[..., 0]
+    scales = module._near(right, steps)[..., 0]
     values = [codes * (each / shared[:, None])[..., None] for each in (right, scales)]
     difference = values[0] - values[1]
     kept, moved = codes.clone(), torch.empty_like(codes)
