@@ -82,6 +82,35 @@ def test_the_oldest_chats_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     assert list(found.homes) == [beginning(chat("", text)) for text in "bc"]
 
 
+@pytest.mark.parametrize(("key", "status"), [(None, "ok"), ("secret", "unavailable")])
+def test_health_adds_up_what_workers_that_are_ready_say(key: str | None, status: str) -> None:
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    def saying(index: int, state: dict[str, Any] | None, *, ready: bool = True) -> Worker:
+        async def get(path: str, headers: dict[str, str]) -> httpx.Response:
+            asked.append((path, headers))
+            if state is None:
+                raise httpx.ConnectError("it has just ended")
+            return httpx.Response(200, json=state)
+
+        return fake(index=index, ready=ready, client=SimpleNamespace(get=get))
+
+    pair = [
+        saying(0, {"status": status, "running": 1, "waiting": 2}),
+        saying(1, {"status": "unavailable", "running": 3, "waiting": 5}),
+        saying(2, None),
+        saying(3, {"status": "ok", "running": 100, "waiting": 100}, ready=False),
+    ]
+    found: Any = asyncio.run(Fleet(pair, Options("m", api_key=key)).health(SimpleNamespace()))  # type: ignore[arg-type]
+    healthy = status == "ok"
+    assert json.loads(found.body) == {
+        "status": status, "running": 4, "waiting": 7, "key_required": key is not None,
+        "workers": int(healthy),
+    }  # fmt: skip
+    assert found.status_code == (200 if healthy else 503)
+    assert asked == [("/health", {})] * 3
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"prompt": "x"}', b'{"messages": 3}'])
 def test_other_bodies_have_no_beginning(body: bytes) -> None:
     assert beginning(body) is None
