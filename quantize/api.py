@@ -16,7 +16,7 @@ from quantize.errors import GateError
 from quantize.host.files import read_json
 from quantize.pipeline.run import advance, opened, run_alone, started
 from quantize.pipeline.stages import STAGES, Run, stage
-from quantize.recipe.sections import beside_a_model, load_recipe
+from quantize.recipe.sections import errors_of, load_recipe
 from quantize.reports.compare import RunComparison, compare_runs
 from quantize.runs.folder import RunDir, existing_run
 from quantize.runtime import open as open
@@ -69,7 +69,7 @@ def plan(
     """
     loaded = load_recipe(recipe)
     _, tensors = described(model, revision)
-    with beside_a_model(recipe):
+    with errors_of(recipe):
         return plan_targets(tensors, loaded.quantization)
 
 
@@ -92,7 +92,7 @@ def convert(
     """
     loaded = load_recipe(recipe)
     source = Checkpoint.open(resolve(None if model is None else str(model), revision))
-    with beside_a_model(recipe):
+    with errors_of(recipe):
         targets = plan_targets(source.tensors, loaded.quantization)
     scales = None if input_scales is None else Path(input_scales)
     return write_checkpoint(source, targets, Path(out), recipe=loaded, input_scales=scales)

@@ -30,7 +30,7 @@ from quantize.pipeline.staleness import (
     upstream,
     why_stale,
 )
-from quantize.recipe.sections import Recipe, beside_a_model, read_recipe, resolved
+from quantize.recipe.sections import Recipe, errors_of, read_recipe, resolved
 from quantize.runs.folder import RunDir, existing_run
 from quantize.runs.manifest import fingerprint, new_manifest
 from quantize.runtime.memory import Plan
@@ -69,7 +69,7 @@ def started(
     if isinstance(recipe, str):
         recipe = resolved(recipe, bundled=model is None, tasks=tasks, limit=limit)
     source = bf16_model(model, revision)
-    with beside_a_model(named):
+    with errors_of(named):
         targets = plan_targets(source.tensors, recipe.quantization)
     digest = fingerprint(source)
     folder = RunDir(out / f"{recipe.name}-{recipe.digest(digest)}")

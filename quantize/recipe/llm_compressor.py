@@ -37,26 +37,26 @@ def is_llm_compressor(fields: Mapping[Any, Any]) -> bool:
     return any(str(key).endswith("_stage") for key in fields)
 
 
-def quantization_of(fields: Mapping[Any, Any], source: str) -> dict[str, Any]:
+def quantization_of(fields: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the `quantization` section that an llm-compressor recipe amounts to.
 
     Raises:
         InputError: it holds other modifiers, or settings that this project does not follow.
     """
-    name, arguments = _only_modifier(fields, source)
-    modifier = _built(name, arguments, source)
-    _check_gptq(modifier, arguments, source)  # resolving writes an order into every group
+    name, arguments = _only_modifier(fields)
+    modifier = _built(name, arguments)
+    _check_gptq(modifier, arguments)  # resolving writes an order into every group
     config = modifier.resolve_quantization_config()
     if config.kv_cache_scheme is not None:
-        raise _refused(source, "kv_cache_scheme", "keys and values stay BF16 here; remove it")
+        raise _refused("kv_cache_scheme", "keys and values stay BF16 here; remove it")
     schemes: dict[str, list[str]] = {}
     observers: set[str] = set()
     for group in config.config_groups.values():
-        scheme = _scheme(group, source)
-        schemes.setdefault(scheme.name, []).extend(_targets(group.targets, source))
-        observers.add(_observer(name, group, source))
+        scheme = _scheme(group)
+        schemes.setdefault(scheme.name, []).extend(_targets(group.targets))
+        observers.add(_observer(name, group))
     if len(observers) != 1:
-        raise _refused(source, "observer", "all groups must have the same weight observer here")
+        raise _refused("observer", "all groups must have the same weight observer here")
     return {
         "scheme": schemes,
         "ignore": list(config.ignore or []),
@@ -65,29 +65,29 @@ def quantization_of(fields: Mapping[Any, Any], source: str) -> dict[str, Any]:
     }
 
 
-def _refused(source: str, key: str, why: str) -> InputError:
-    return InputError(f"recipe {source}: {key}: {why}")
+def _refused(key: str, why: str) -> InputError:
+    return InputError(f"{key}: {why}")
 
 
-def _only_modifier(fields: Mapping[Any, Any], source: str) -> tuple[str, dict[str, Any]]:
+def _only_modifier(fields: Mapping[Any, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name and the arguments of the one modifier of all stages."""
     found: list[tuple[str, Any]] = []
     for stage, groups in fields.items():
         if not str(stage).endswith("_stage") or not isinstance(groups, dict):
-            raise _refused(source, str(stage), "not a stage with groups of modifiers")
+            raise _refused(str(stage), "not a stage with groups of modifiers")
         for group, modifiers in groups.items():
             if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict):
-                raise _refused(source, f"{stage}.{group}", "not a group of modifiers")
+                raise _refused(f"{stage}.{group}", "not a group of modifiers")
             found += modifiers.items()
     for name, _ in found:
         if name not in MODIFIERS:
-            raise _refused(source, name, f"only {' and '.join(MODIFIERS)} are run here; remove it")
+            raise _refused(name, f"only {' and '.join(MODIFIERS)} are run here; remove it")
     if len(found) != 1:
-        raise InputError(f"recipe {source}: it has {len(found)} modifiers; give exactly one")
+        raise InputError(f"it has {len(found)} modifiers; give exactly one")
     return found[0][0], found[0][1] or {}
 
 
-def _built(name: str, arguments: dict[str, Any], source: str) -> Any:
+def _built(name: str, arguments: dict[str, Any]) -> Any:
     """Build llm-compressor's own object, which refuses unknown keys and values."""
     os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
     from llmcompressor.modifiers.gptq import GPTQModifier
@@ -100,54 +100,50 @@ def _built(name: str, arguments: dict[str, Any], source: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join([name, *map(str, first["loc"])])
-        raise _refused(source, key, f"llm-compressor says: {first['msg']}") from error
+        raise _refused(key, f"llm-compressor says: {first['msg']}") from error
 
 
-def _check_gptq(modifier: Any, arguments: Mapping[str, Any], source: str) -> None:
+def _check_gptq(modifier: Any, arguments: Mapping[str, Any]) -> None:
     """Refuse settings of GPTQ that are fixed here; settings left at their defaults are free."""
     groups = (modifier.config_groups or {}).values()
     orders = [group.weights.actorder for group in groups if group.weights is not None]
     if any(order is not None for order in (arguments.get("actorder"), *orders)):
-        raise _refused(source, "actorder", "inputs are rounded in the order on disk; remove it")
+        raise _refused("actorder", "inputs are rounded in the order on disk; remove it")
     if arguments.get("dampening_frac", DAMPING) != DAMPING:
-        raise _refused(source, "dampening_frac", f"it is {DAMPING} here; remove it")
+        raise _refused("dampening_frac", f"it is {DAMPING} here; remove it")
 
 
-def _scheme(group: Any, source: str) -> Scheme:
+def _scheme(group: Any) -> Scheme:
     """Return the scheme of ours that a config group stands for."""
     stated = group.model_dump(mode="json")
     if stated.get("output_activations") is not None:
-        raise _refused(source, "output_activations", "outputs stay BF16 here; remove them")
+        raise _refused("output_activations", "outputs stay BF16 here; remove them")
     scheme = scheme_of_group(stated)
     weights = stated.get("weights") or {}
     if scheme is None or not weights.get("symmetric", True):
         kind = [weights.get(key) for key in ("type", "num_bits", "strategy", "group_size")]
-        raise _refused(source, "scheme", f"weights of {kind} are not written here")
+        raise _refused("scheme", f"weights of {kind} are not written here")
     return scheme
 
 
-def _targets(targets: list[str], source: str) -> list[str]:
+def _targets(targets: list[str]) -> list[str]:
     """Return targets as ours: the class Linear, module names and patterns."""
     for target in targets:
         if re.fullmatch(r"[A-Z]\w*", target) and target != "Linear":
-            raise _refused(source, "targets", f"of module classes only Linear, not {target!r}")
+            raise _refused("targets", f"of module classes only Linear, not {target!r}")
     return list(targets)
 
 
-def _observer(modifier: str, group: Any, source: str) -> str:
+def _observer(modifier: str, group: Any) -> str:
     """Return our name of the weights' observer; the activations' must record their maximum."""
     activations = group.input_activations
     if any(part is not None and part.observer_kwargs for part in (group.weights, activations)):
-        raise _refused(source, "observer_kwargs", "observers have no settings here; remove them")
+        raise _refused("observer_kwargs", "observers have no settings here; remove them")
     if activations is not None and activations.observer not in MAXIMUM:
-        raise _refused(
-            source, "input_observer", f"{activations.observer}: calibration records maxima here"
-        )
+        raise _refused("input_observer", f"{activations.observer}: calibration records maxima here")
     name = group.weights.observer or "memoryless_minmax"
     if name not in OBSERVERS:
-        raise _refused(source, "weight_observer", f"no {name!r} here, only {', '.join(OBSERVERS)}")
+        raise _refused("weight_observer", f"no {name!r} here, only {', '.join(OBSERVERS)}")
     if modifier == "GPTQModifier" and OBSERVERS[name] != "memoryless_minmax":
-        raise _refused(
-            source, "weight_observer", f"GPTQ chooses scales itself, not by {name}; remove it"
-        )
+        raise _refused("weight_observer", f"GPTQ chooses scales itself, not by {name}; remove it")
     return OBSERVERS[name]

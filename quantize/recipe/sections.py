@@ -481,31 +481,30 @@ def read_recipe(path: Path) -> Recipe:
 
 def parse_recipe(text: str, source: str) -> Recipe:
     """Parse and check the YAML text of a recipe; `source` names it in errors."""
-    try:
-        fields = yaml.load(text, _UniqueKeys)
-    except RecursionError as error:
-        raise InputError(f"recipe {source}: nested deeper than any recipe is") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
-        raise InputError(
-            f"recipe {source}: not valid YAML: {' '.join(str(error).split())}"
-        ) from error
-    if not isinstance(fields, dict):
-        raise InputError(f"recipe {source}: not a mapping of sections")
-    if is_llm_compressor(fields):
-        fields = _completed(quantization_of(fields, source), source)
-    try:
-        return Recipe.model_validate(fields)
-    except ValidationError as error:
-        # A misspelt key is reported before the key that it leaves missing, a wrong value before the
-        # other form that a field may take.
-        telling = ("extra_forbidden", "value_error")
-        first = min(error.errors(), key=lambda e: [e["type"] != kind for kind in telling])
-        raise InputError(f"recipe {source}: {_explain(first)}") from error
+    with errors_of(source):
+        try:
+            fields = yaml.load(text, _UniqueKeys)
+        except RecursionError as error:
+            raise InputError("nested deeper than any recipe is") from error
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+            raise InputError(f"not valid YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(fields, dict):
+            raise InputError("not a mapping of sections")
+        if is_llm_compressor(fields):
+            fields = _completed(quantization_of(fields), source)
+        try:
+            return Recipe.model_validate(fields)
+        except ValidationError as error:
+            # A misspelt key is reported before the key that it leaves missing, a wrong value before
+            # the other form that a field may take.
+            telling = ("extra_forbidden", "value_error")
+            first = min(error.errors(), key=lambda e: [e["type"] != kind for kind in telling])
+            raise InputError(_explain(first)) from error
 
 
 @contextmanager
-def beside_a_model(source: str) -> Generator[None]:
-    """Name the recipe in errors that show only beside a model's tensors."""
+def errors_of(source: str) -> Generator[None]:
+    """Name a recipe in the errors of the block."""
     try:
         yield
     except InputError as error:

@@ -11,7 +11,7 @@ from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import plan_targets, sum_bytes
 from quantize.host.progress import say
 from quantize.host.units import size
-from quantize.recipe.sections import Recipe, beside_a_model, load_recipe, resolved
+from quantize.recipe.sections import Recipe, errors_of, load_recipe, resolved
 from quantize.stages.plan.estimate import (
     Machine,
     Row,
@@ -51,7 +51,7 @@ def show_plan(
     recipe = resolved(recipe_name, bundled=model is None, tasks=tasks)
     chosen = gpu_of(gpu, gpu_memory)  # a wrong name is refused before any table
     config, tensors = described(model, revision)
-    with beside_a_model(recipe_name):
+    with errors_of(recipe_name):
         targets = plan_targets(tensors, recipe.quantization)
     screen = Console()
     screen.print(plan_table(targets, f"{recipe.name}: {model or 'the bundled model'}"))
