@@ -136,15 +136,12 @@ class BatchEngine(Protocol):
         ...
 
     def watching(
-        self,
-        *observers: Observer,
-        on_encoded: Callable[[], object] = lambda: None,
-        on_pass: Callable[[Any], object] | None = None,
+        self, *observers: Observer, on_pass: Callable[[Any], object] | None = None
     ) -> AbstractContextManager[None]:
         """Show the input rows of every Linear to `observers` while the block runs, but no padding.
 
-        `on_encoded` is called at the end of every pass of the encoder, `on_pass` with every
-        `passes.Pass` before it enters the first layer (fused engine only).
+        `on_pass` is called with every `passes.Pass` before it enters the first layer (fused engine
+        only).
         """
         ...
 

@@ -33,7 +33,7 @@ from quantize.runtime.engine import BatchEngine, Engine
 from quantize.runtime.images import Images
 from quantize.runtime.sampler import Sampler
 
-Watching = Callable[[BatchEngine, int], AbstractContextManager[OnStep]]
+Watching = Callable[[BatchEngine, int], AbstractContextManager[None]]
 TENSORS, INDEX = "trajectories.safetensors", "trajectories.json"
 
 
@@ -125,7 +125,7 @@ def record_all(
 
     `settings` has the number of canvases, the seed and the size of a batch; `title` is what the
     progress line says. `watching` is called with a batch's engine and the index of its first prompt:
-    the block that it opens lasts as long as the batch, and gets the function to call after every step.
+    the block that it opens lasts as long as the batch.
     """
     observed, most = len(prompts) - held_out, settings.batch_size
     starts = processes.mine(range(0, observed, most))
@@ -134,18 +134,13 @@ def record_all(
     batches |= {at: prompts[at : at + most] for at in starts}
     with metered(title, sum(map(len, batches.values())), "prompts") as meter:
 
+        def count(step: StepRecord) -> None:
+            for ids in step.stopped()[1]:
+                end = sampler.end_of(ids)
+                meter.announce(0, len(ids) if end is None else end + 1)
+
         def recorded(start: int, own: BatchEngine) -> list[Trajectory]:
-            watched: AbstractContextManager[OnStep] = nullcontext(lambda _: None)
-            if watching is not None and start < observed:
-                watched = watching(own, start)
-            with watched as on_step:
-
-                def count(step: StepRecord) -> None:
-                    for ids in step.stopped()[1]:
-                        end = sampler.end_of(ids)
-                        meter.announce(0, len(ids) if end is None else end + 1)
-                    on_step(step)
-
+            with watching(own, start) if watching and start < observed else nullcontext():
                 found = record(
                     own,
                     batches[start],

@@ -8,8 +8,8 @@ run is refused. Where weights are streamed, batches denoise in lockstep.
 
 import hashlib
 import json
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,6 @@ from quantize.host.processes import ALONE, Processes
 from quantize.recipe.sections import Calibration
 from quantize.runs.manifest import fingerprint, package_versions
 from quantize.runtime import Placement, open
-from quantize.runtime.batch import OnStep
 from quantize.runtime.engine import BatchEngine, Engine, Observer
 from quantize.runtime.fused.gpus import launches_of
 from quantize.runtime.fused.recording import Recorder, Recording, Shape
@@ -32,8 +31,6 @@ from quantize.stages.prompts import load_prompts
 
 NEEDED = ("torch", "triton", "transformers")  # packages that results depend on
 SCRATCH = "scratch"  # folder beside a stage's result
-# Who is shown the inputs of a batch, and what is called after its encoder's passes and its steps.
-Watched = tuple[tuple[Observer, ...], Callable[[], object], OnStep]
 
 
 class Denoising:
@@ -69,7 +66,7 @@ class Denoising:
         versions = package_versions()
         observed = self._prompts[: self._settings.prompts]
         facts = [
-            fingerprint(Checkpoint.open(self._source)), self._settings.model_dump(),
+            fingerprint(Checkpoint.open(self._source)), self._settings.counted(),
             [[prompt.ids, prompt.thinking] for prompt in observed],
             {name: versions.get(name) for name in NEEDED},
             launches_of(torch.device(self._place.device)),
@@ -84,13 +81,11 @@ class Denoising:
         self,
         *,
         title: str,
-        watchers: Callable[[int], Watched] = lambda _: ((), _nothing, _nothing),
+        observers: Sequence[Observer] = (),
         recorder: Recorder | None = None,
         processes: Processes = ALONE,
     ) -> list[Trajectory]:
         """Denoise the prompts; show those that are not held out to observers, and to a recorder.
-
-        `watchers` is called with the index of a batch's first prompt.
 
         Raises:
             ResourceError: a batch does not fit the GPU, or scratch is full.
@@ -98,17 +93,10 @@ class Denoising:
         engine = self._opened()
 
         @contextmanager
-        def watching(own: BatchEngine, start: int) -> Generator[OnStep]:
-            observers, on_encoded, on_step = watchers(start)
-            if recorder is None:
-                with own.watching(*observers, on_encoded=on_encoded):
-                    yield on_step
-                return
-            with (
-                recorder.batch(start) as add,
-                own.watching(*observers, on_encoded=on_encoded, on_pass=add),
-            ):
-                yield on_step
+        def watching(own: BatchEngine, start: int) -> Generator[None]:
+            recording = nullcontext() if recorder is None else recorder.batch(start)
+            with recording as add, own.watching(*observers, on_pass=add):
+                yield
 
         found = record_all(
             engine, self._prompts, self._settings, self.sampler, title=title,
@@ -142,7 +130,3 @@ class Denoising:
             found = Recording.find(folder, self.identity, 2 * hidden)
         assert found is not None
         return found
-
-
-def _nothing(*_: object) -> None:
-    pass

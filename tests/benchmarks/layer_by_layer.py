@@ -392,11 +392,7 @@ def exact_command(
     names = [f"model.decoder.layers.{i}.{kind}" for i in range(compared) for kind in kinds]
     denoising, loop = Denoising(model, settings, Placement(device)), Hessians(names, experts)
     started = time.perf_counter()
-    denoising.run(
-        title="the loop",
-        watchers=lambda _: ((loop.see,), lambda: None, lambda _: None),
-        recorder=Recorder(scratch / "exact"),
-    )
+    denoising.run(title="the loop", observers=[loop.see], recorder=Recorder(scratch / "exact"))
     print(f"the loop: {time.perf_counter() - started:.1f} s", flush=True)
     free_unused(device)
     sums = {name: loop.sums(name).cpu() for name in names}

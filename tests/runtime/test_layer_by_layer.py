@@ -63,10 +63,8 @@ def test_layers_see_what_they_saw_in_the_loop(
     denoising._prompts = prompts_of(source)
     loop, found = (Hessians(NAMES, EXPERTS) for _ in range(2))
 
-    def nothing(*_: object) -> None: ...
-
     recorder = Recorder(tmp_path)
-    denoising.run(title="", watchers=lambda _: ((loop.see,), nothing, nothing), recorder=recorder)
+    denoising.run(title="", observers=[loop.see], recorder=recorder)
     recording = denoising.recording(tmp_path)
     passes = [own for batch in recording.batches for own in batch.passes]
     assert {own.decoded for own in passes} == {0, CANVAS, 2 * CANVAS}

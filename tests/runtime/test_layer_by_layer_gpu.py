@@ -61,13 +61,7 @@ def run(
     engine = FusedEngine(weights, capacity=2, max_context=CONTEXT, lanes=lanes)
     denoising._opened = lambda: engine
     found = Hessians(NAMES, EXPERTS)
-
-    def nothing(*_: object) -> None: ...
-
-    made = denoising.run(
-        title="", watchers=lambda _: ((found.see,), nothing, nothing), recorder=Recorder(folder)
-    )
-    return found, made
+    return found, denoising.run(title="", observers=[found.see], recorder=Recorder(folder))
 
 
 def test_layers_show_what_the_loop_showed(
@@ -93,10 +87,7 @@ def test_replayed_steps_are_those_of_kernel_by_kernel(source: Path, tmp_path: Pa
         denoising._opened = lambda own=engine: own
         ranges, coverage = Ranges(EXPERTS), Coverage(EXPERTS)
         observers, recorder = (ranges.see, coverage.see), Recorder(tmp_path / str(graphs))
-        made = denoising.run(
-            title="", recorder=recorder,
-            watchers=lambda _, own=observers: (own, lambda: None, lambda _: None),
-        )  # fmt: skip
+        made = denoising.run(title="", observers=observers, recorder=recorder)
         amax = {name: own.tolist() for name, own in ranges._amax.items()}
         found.append((amax, coverage.tokens, made))
     assert found[0][:2] == found[1][:2]

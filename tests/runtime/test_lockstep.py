@@ -38,7 +38,7 @@ def work(number: int, folder: Path, shown: dict[int, list[Any]]) -> Callable[[Ba
             Recorder(folder / str(number)).batch(0) as add,
             engine.watching(
                 lambda name, x, _: own.append((name, x.shape, x.double().sum().item())),
-                on_encoded=lambda: own.append("encoded"), on_pass=add,
+                on_pass=add,
             ),
         ):  # fmt: skip
             return record(engine, prompts, seeds, **how, on_step=lambda s: own.append(s.step))

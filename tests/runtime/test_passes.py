@@ -43,7 +43,7 @@ from quantize.stages.fidelity.replay import Compared, replay
 PROMPTS, STEPS, ROOM = 4, 3, 512
 TIPPED = 0.05  # nats
 SAMPLER = replace(Sampler.from_checkpoint(CHECKPOINT), max_denoising_steps=STEPS)
-Seen = tuple[Ranges, Coverage, int]
+Seen = tuple[Ranges, Coverage]
 
 
 def opened(folder: Path | RandomModel, **settings: object) -> FusedEngine:
@@ -78,10 +78,9 @@ def seen(short: list[Trajectory]) -> tuple[Seen, Seen]:
     found: list[Seen] = []
     for engine in (opened(CHECKPOINT), open_modules(CHECKPOINT, capacity=PROMPTS)):
         ranges, coverage = Ranges(experts), Coverage(experts)
-        encoded: list[int] = []
-        with engine.watching(ranges.see, coverage.see, on_encoded=lambda e=encoded: e.append(1)):
+        with engine.watching(ranges.see, coverage.see):
             replay(engine, [], short, SAMPLER)
-        found.append((ranges, coverage, len(encoded)))
+        found.append((ranges, coverage))
     return found[0], found[1]
 
 
@@ -89,7 +88,7 @@ def test_the_engine_sees_the_oracles_inputs(
     seen: tuple[Seen, Seen], short: list[Trajectory]
 ) -> None:
     """The same Linears, the same tokens and no padding, magnitudes within BF16's rounding."""
-    (ours, counts, encoded), (theirs, their_counts, also) = seen
+    (ours, counts), (theirs, their_counts) = seen
     modules = calibrated_modules(CHECKPOINT, load_recipe("nvfp4_w4a4").quantization)
     a, b = (input_scales(each, modules) for each in (ours, theirs))
     ratios = torch.cat([a[m] / b[m] for m in modules if b[m].isfinite() and a[m].isfinite()])
@@ -105,8 +104,6 @@ def test_the_engine_sees_the_oracles_inputs(
     topk = Checkpoint.open(CHECKPOINT).config["text_config"]["top_k_experts"]
     assert {sum(c) for c in counts.tokens.values()} == {tokens * topk}
     assert {sum(c) for c in their_counts.tokens.values()} == {tokens * topk}
-    assert encoded >= 2
-    assert also >= 2
 
 
 @pytest.fixture(scope="module")

@@ -315,9 +315,7 @@ def hessians_in_the_loop(source: Checkpoint, recorder: Recorder) -> tuple[Denois
     denoising = Denoising(source.folder, settings, CPU)
     loop = Hessians([unit.reads for unit in units_of(targets_of(source))], EXPERTS)
 
-    def nothing(*_: object) -> None: ...
-
-    denoising.run(title="", watchers=lambda _: ((loop.see,), nothing, nothing), recorder=recorder)
+    denoising.run(title="", observers=[loop.see], recorder=recorder)
     return denoising, loop
 
 

@@ -74,7 +74,6 @@ class FusedPasses:
             added = [(row, self._context[row], len(own)) for row, own in tokens.items()]
             given = tokens_of_rows, self._integers(tokens), start
             self._run(self._model.encoding(*given, lane=self._lane, added=added))
-            self._model.on_encoded()
         for row, own in tokens.items():
             self._context[row] += len(own)
 

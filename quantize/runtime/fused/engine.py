@@ -338,10 +338,7 @@ class FusedEngine:
 
     @contextmanager
     def watching(
-        self,
-        *observers: Observer,
-        on_encoded: Callable[[], object] = lambda: None,
-        on_pass: Callable[[Pass], object] | None = None,
+        self, *observers: Observer, on_pass: Callable[[Pass], object] | None = None
     ) -> Generator[None]:
         """Show the input rows of every Linear of `passes`, of BF16 weights, while the block runs.
 
@@ -349,12 +346,12 @@ class FusedEngine:
         """
         model, own = self.model, self.model.inputs
         model.inputs = Inputs(model.weights.config.text_config, None, bf16=True)
-        model.on_encoded, model.on_pass = on_encoded, on_pass or _ignored
+        model.on_pass = on_pass or _ignored
         try:
             with model.inputs.shown_to(observers):
                 yield
         finally:
-            model.inputs, model.on_encoded, model.on_pass = own, _nothing, _ignored
+            model.inputs, model.on_pass = own, _ignored
 
     def close(self) -> None:
         """Wait for streamed layers that are on their way."""
@@ -549,7 +546,6 @@ class FusedEngine:
     def _run_now(self, passes: list[Pass]) -> None:
         if passes:
             self.model.run(passes)
-            self.model.on_encoded()
 
     def _pass(self, rows: list[Row], length: int, soft: SoftTokens | None = None) -> Pass:
         """Return the pass that encodes rows of one lane, `length` tokens a row.

@@ -121,22 +121,19 @@ class Lane(Generic[T]):
         return self._engine.passes_from(self.index, self._ask, prompts, images)
 
     def watching(
-        self,
-        *observers: Observer,
-        on_encoded: Callable[[], object] = lambda: None,
-        on_pass: Callable[[Any], object] | None = None,
+        self, *observers: Observer, on_pass: Callable[[Any], object] | None = None
     ) -> AbstractContextManager[None]:
         """Watch the lane's batch alone, as the engine does."""
-        return self._engine.watching(*observers, on_encoded=on_encoded, on_pass=on_pass)
+        return self._engine.watching(*observers, on_pass=on_pass)
 
     def resume(self, answer: Tensor | None) -> Pass | _Ended[T]:
         """Let the work go on with what its pass gave; return the pass it needs next, or its result."""
         model, others = self._engine.model, _watch_of(self._engine)
-        model.inputs, model.on_encoded, model.on_pass = self._watch
+        model.inputs, model.on_pass = self._watch
         self._given.put(answer)
         said = self._said.get()
         self._watch = _watch_of(self._engine)
-        model.inputs, model.on_encoded, model.on_pass = others
+        model.inputs, model.on_pass = others
         if isinstance(said, BaseException):
             raise said
         return said
@@ -167,6 +164,6 @@ class Lane(Generic[T]):
             self._said.put(error)
 
 
-def _watch_of(engine: LaneEngine) -> tuple[Any, Any, Any]:
+def _watch_of(engine: LaneEngine) -> tuple[Any, Any]:
     """Return what shows a batch's passes to somebody: each lane has its own."""
-    return engine.model.inputs, engine.model.on_encoded, engine.model.on_pass
+    return engine.model.inputs, engine.model.on_pass

@@ -77,7 +77,6 @@ class FusedModel:
     Attributes:
         routed: None, or a list to which every pass adds the expert ids [M, topk] of each layer.
         inputs: None, or what rounds or shows the rows that enter products (`inputs`).
-        on_encoded: called at the end of every pass of the encoder.
         on_pass: called with every pass before it enters the first layer.
         cores: None where the kernels run; on a CPU threads that take some sequences of a pass each.
     """
@@ -87,7 +86,6 @@ class FusedModel:
     ) -> None:
         self.weights, self.cache, self.inputs = weights, cache, inputs
         self.routed: list[Tensor] | None = None
-        self.on_encoded: Callable[[], object] = lambda: None
         self.on_pass: Callable[[Pass], object] = lambda _: None
         self.cores = cores_of(weights.device)
         on_gpu = weights.device.type == "cuda" and BESIDE
@@ -110,7 +108,6 @@ class FusedModel:
         `soft` takes the place of some tokens' embeddings; B is 1 then.
         """
         self.run([self.encoding(tokens, slots, start, soft)])
-        self.on_encoded()
 
     def encode_and_read(self, tokens: Tensor, slots: Tensor, start: Tensor) -> Tensor:
         """Append tokens as `encode` does; return what `logits` reads behind them, bf16 [B * n, H]."""

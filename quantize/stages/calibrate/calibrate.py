@@ -91,8 +91,8 @@ def _denoise(
     experts: int = Checkpoint.open(source).config["text_config"]["num_experts"]
     ranges, coverage = Ranges(experts), Coverage(experts)
     trajectories = denoising.run(
-        title="calibrating", recorder=recorder, processes=processes,
-        watchers=lambda _: ((ranges.see, coverage.see), lambda: None, lambda _: None),
+        title="calibrating", observers=(ranges.see, coverage.see), recorder=recorder,
+        processes=processes,
     )  # fmt: skip
     ranges.pool(processes)
     coverage.pool(processes)

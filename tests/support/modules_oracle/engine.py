@@ -39,17 +39,12 @@ class ModelEngine:
 
     @contextmanager
     def watching(
-        self,
-        *observers: Observer,
-        on_encoded: Callable[[], object] = lambda: None,
-        on_pass: Callable[[Any], object] | None = None,
+        self, *observers: Observer, on_pass: Callable[[Any], object] | None = None
     ) -> Generator[None]:
         """Show the input rows of every Linear while the block runs."""
         assert on_pass is None, "no pass of modules can be taken through one layer"
-        encoder = self.model.model.encoder
-        with encoder.register_forward_hook(lambda *_: on_encoded()):  # noqa: SIM117
-            with watch_inputs(self.model, *observers):
-                yield
+        with watch_inputs(self.model, *observers):
+            yield
 
     def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
         return [work(self) for work in works]
