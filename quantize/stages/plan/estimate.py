@@ -130,42 +130,34 @@ def planned(
 
     `config` and `tensors` are the BF16 model's, `targets` its plan.
     """
-    needed = needs(recipe, config, tensors, targets, hopper=machine.hopper)
-    return _Stages(recipe, config, targets, needed, machine).all()
+    stages = _Stages(recipe, config, targets, machine)
+    return stages.all(needs(recipe, config, tensors, targets, hopper=machine.hopper))
 
 
 class _Stages:
     """The rows of one recipe on one machine."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        config: Mapping[str, Any],
-        targets: Sequence[Target],
-        needed: Sequence[Need],
-        machine: Machine,
+        self, recipe: Recipe, config: Mapping[str, Any], targets: Sequence[Target], machine: Machine
     ) -> None:
         self._recipe, self._config, self._targets = recipe, config, targets
-        self._needed, self._machine = needed, machine
+        self._machine = machine
         self._before, self._after = sum_bytes(targets)
 
-    def all(self) -> list[Row]:
-        """Return a row for each stage that the recipe has."""
-        recipe, found = self._recipe, list[Row]()
-        if recipe.needs_calibration:
-            found.append(self._made("calibrate", self._calibrate))
-        if recipe.quantization.rounding == "gptq":
-            found.append(self._made("round", self._round))
-        found += [self._files("convert", CONVERT_SECONDS), self._files("verify", VERIFY_SECONDS)]
-        return [
-            *found,
-            self._made("fidelity", self._fidelity),
-            self._made("evaluate", self._evaluate),
-        ]
+    def all(self, needed: Sequence[Need]) -> list[Row]:
+        """Return a row for each stage that the recipe has: those with needs, and two of files."""
+        own: dict[str, list[Need]] = {}
+        for need in needed:
+            own.setdefault(need.stage.split()[0], []).append(need)
+        rows = {stage: self._made(stage, each) for stage, each in own.items()}
+        last = [rows.pop("fidelity"), rows.pop("evaluate")]
+        files = [self._files("convert", CONVERT_SECONDS), self._files("verify", VERIFY_SECONDS)]
+        return [*rows.values(), *files, *last]
 
-    def _made(self, stage: str, make: Any) -> Row:
+    def _made(self, stage: str, needed: Sequence[Need]) -> Row:
+        """Return what the method of a stage's name does, or what the GPU lacks."""
         try:
-            return make(*(need for need in self._needed if need.stage.split()[0] == stage))
+            return getattr(self, f"_{stage}")(*needed)
         except ResourceError as error:
             return Row(stage, lacks=error)
 
@@ -245,32 +237,29 @@ class _Stages:
         canvases = settings.canvases if settings else 2
         passes = canvases * STEPS * -(-HELD_OUT // REPLAYED)
         modes = {"none", self._recipe.evaluation.activations, *self._recipe.gate.max_kl_nats}
-        first, *one = self._passes(
-            bf16, passes * (1 if settings else 3), DENOISING
-        )  # or records first
-        second, *other = self._passes(quantized, passes * (len(modes) + 1), DENOISING)
-        return self._both(first, second, one, other, CHECKING_SECONDS)
+        counts = passes * (1 if settings else 3), passes * (len(modes) + 1)  # or BF16 records first
+        return self._both(bf16, quantized, counts, CHECKING_SECONDS)
 
     def _evaluate(self, bf16: Need, quantized: Need) -> Row:
         tokens = sum(tokens_by_task(self._recipe).values())
         canvas, batch = self._config["canvas_length"], bf16.batch
         count = tokens / canvas / batch * (STEPS_A_CANVAS + 1)
-        first, *one = self._passes(bf16, count, DENOISING)
-        second, *other = self._passes(quantized, count, DENOISING)
-        return self._both(first, second, one, other, LOADING_SECONDS, TYPICAL * SEQUENTIAL)
+        counts = count, count
+        return self._both(bf16, quantized, counts, LOADING_SECONDS, TYPICAL * SEQUENTIAL)
 
     def _both(
         self,
-        bf16: Row,
-        quantized: Row,
-        one: Sequence[float],
-        other: Sequence[float],
+        bf16: Need,
+        quantized: Need,
+        counts: Sequence[float],
         opening: float,
         least: float = 1.0,
     ) -> Row:
-        """Return the row of a stage that runs both models, one after the other."""
-        larger = max(bf16, quantized, key=lambda row: row.gpu)
-        row = Row(larger.stage, gpu=larger.gpu, streamed=bf16.streamed, host=larger.host)
+        """Return the row of a stage that takes so many passes through one model, then the other."""
+        first, *one = self._passes(bf16, counts[0], DENOISING)
+        second, *other = self._passes(quantized, counts[1], DENOISING)
+        larger = max(first, second, key=lambda row: row.gpu)
+        row = replace(larger, streamed=first.streamed)
         seconds = sum(max(each) for each in (one, other))
         bound = "link" if one[1] + other[1] > one[0] + other[0] else "compute"
         nbytes = self._before + self._after
