@@ -96,11 +96,11 @@ def _planned(checkpoint: Path, name: str) -> tuple["Recipe", list["Target"]]:
 # Begun first: a process takes a whole file, so that its tests share their fixtures, and what takes long
 # would else end last.
 LONGEST = (
-    "test_docs", "test_pipeline", "test_products", "test_serve", "test_made_with", "test_looks",
-    "test_passes", "test_round_weights", "test_load_of_requests", "test_publish", "test_fidelity",
-    "test_calibrate", "test_every_recipe", "test_forms", "test_tampering", "test_simulation",
-    "test_scores", "test_convert", "test_generate", "test_compile", "test_baseline_pack",
-    "test_bundled_parity", "test_processes",
+    "test_products", "test_serve", "test_docs", "test_pipeline", "test_round_weights", "test_passes",
+    "test_tampering", "test_publish", "test_forms", "test_convert", "test_compile", "test_looks",
+    "test_load_of_requests", "test_fidelity", "test_linears", "test_generate", "test_every_recipe",
+    "test_scores", "test_packaging", "test_verify", "test_baseline_pack", "test_invariance",
+    "test_bundled_parity", "test_calibrate", "test_bundled", "test_simulation", "test_processes",
 )  # fmt: skip
 
 

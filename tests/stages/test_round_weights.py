@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,14 @@ from quantize.stages.round_weights.round_weights import round_weights, units_of
 SAMPLER = Sampler(max_denoising_steps=3, eos_token_ids=(1, 50), pad_token_id=0)
 LAYER = "model.decoder.layers.1"
 PROMPTS = [[2, 110, 120, 130], [2, 140, 150, 160, 170, 180]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_sweep() -> Iterator[None]:
+    """What descent does is test_gptq's; here it is one of many steps that may be killed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quantize.schemes.gptq.SWEEPS", 1)
+        yield
 
 
 @pytest.fixture(scope="module")
