@@ -87,7 +87,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         InputError: the file is missing, truncated, not safetensors, or of a dtype that is not read.
     """
     try:
-        with safe_open(path, "pt"), path.open("rb") as file:
+        # For "pt" it would map the file privately, and a machine with less memory refuses that.
+        with safe_open(path, "np"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length))
     except (OSError, SafetensorError) as error:
