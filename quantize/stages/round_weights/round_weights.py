@@ -55,17 +55,11 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Unit:
-    """Linears that read one input and share one global scale.
+    """Linears that read one input and share one global scale."""
 
-    Attributes:
-        reads: name of the input.
-        targets: fused experts alone, or q/k/v, gate/up, o or down of a layer.
-        scheme: scheme of all of them.
-    """
-
-    reads: str
-    targets: tuple[Target, ...]
-    scheme: Scheme
+    reads: str  # name of the input
+    targets: tuple[Target, ...]  # fused experts alone, or q/k/v, gate/up, o or down of a layer
+    scheme: Scheme  # scheme of all of them
 
     @property
     def layer(self) -> int:
