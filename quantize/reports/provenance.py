@@ -41,23 +41,17 @@ def made_lines(content: Mapping[str, Any]) -> list[str]:
     cost = f"The evaluation took {evaluation['hours']:.2f} hours of this machine"
     if evaluation["price"] is not None:
         cost += f": {evaluation['price']:,.2f} at {evaluation['hourly_price']:g} an hour"
+    gpus = {each.get("gpu"): each.get("launches") for each in content["stages"].values()}
+    where = [f"{gpu} (launch table {table})" for gpu, table in sorted(gpus.items(), key=str) if gpu]
     return [
         f"Begun {found['began'] or 'at an unknown time'}, judged {found['judged']}, by {code}.",
         f"sha256 of the resolved recipe: {recipe}.",
         f"{cost}.",
-        _built_again(content),
-        *baseline_lines(content),
-    ]
-
-
-def _built_again(content: Mapping[str, Any]) -> str:
-    gpus = {each.get("gpu"): each.get("launches") for each in content["stages"].values()}
-    where = [f"{gpu} (launch table {table})" for gpu, table in sorted(gpus.items(), key=str) if gpu]
-    return (
         f"Built again with the same versions on {' and '.join(where) or content['hardware']['cpu']}, "
         f"the checkpoint has the same bytes, whatever the number of threads or the GPU memory that is "
-        f"used; another processor rounds sums otherwise, so that single codes and answers differ."
-    )
+        f"used; another processor rounds sums otherwise, so that single codes and answers differ.",
+        *baseline_lines(content),
+    ]
 
 
 def baseline_lines(content: Mapping[str, Any]) -> list[str]:

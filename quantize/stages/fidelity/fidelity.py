@@ -156,20 +156,16 @@ def _placed(
     own = sized(source, place)  # the check of its Linears takes less than comparing logits does
     beside = Checkpoint.open(source).tensors[EMBEDDING].nbytes
     asked = replace(place, capacity=own.capacity, beside=beside)
+    own_weights = [mode for mode in modes if has_own_weights(mode, torch.device(place.device))]
+    groups: list[Group] = [(mode,) for mode in own_weights]
+    groups.insert(0, tuple(mode for mode in modes if mode not in own_weights))
     found = {
         group: sized(checkpoint, replace(asked, caches=len(group), activations=group[0]))
-        for group in _groups(modes, place.device)
+        for group in groups
     }
     least = min(each.capacity for each in found.values())
-    groups = {group: replace(each, capacity=least) for group, each in found.items()}
-    return replace(own, capacity=least), groups
-
-
-def _groups(modes: Sequence[ActivationMode], device: str) -> list[Group]:
-    """Return the modes in groups of equal weights."""
-    own = {mode for mode in modes if has_own_weights(mode, torch.device(device))}
-    together: Group = tuple(mode for mode in modes if mode not in own)
-    return [together, *((mode,) for mode in modes if mode in own)]
+    found = {group: replace(each, capacity=least) for group, each in found.items()}
+    return replace(own, capacity=least), found
 
 
 def _compared(
