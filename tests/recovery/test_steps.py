@@ -101,6 +101,15 @@ def compared(
     return replace(found, step_inflation=steps, max_step_inflation=limit)
 
 
+def test_a_failure_tells_by_how_much_more_steps_are_taken() -> None:
+    found = compared(0.9)
+    assert found.step_inflation is not None
+    ratio, bound = (100 * (x - 1) for x in (found.step_inflation.ratio, found.step_inflation.bound))
+    assert 10 < bound < ratio < 200
+    told = f"takes {ratio:.1f} % more denoising steps a token; at 95% it is above {bound:.1f} %"
+    assert told in judge({"a": found}).reason
+
+
 @pytest.mark.parametrize(
     ("seen", "outcome", "says"),
     [

@@ -83,7 +83,8 @@ def test_where_a_gpu_measured_tokens_a_second_order_the_points(tmp_path: Path) -
     speeds = {"device": "a GPU", "tokens_a_second": dict(zip(models, (4, 3, 2, 1), strict=True))}
     write_json(run.evaluation / "speeds.json", speeds)
     assert measured_speeds(run, [*models, "bf16"]) is None  # one was not measured
-    found = judged(speeds=measured_speeds(run, models[:3]))
+    assert measured_speeds(run, models[:3]) == speeds
+    found = judged(speeds=measured_speeds(run, models))
     assert [(p["name"], p["tokens_a_second"]) for p in found] == list(
         zip(POINTS, (4, 3, 2, 1), strict=True)
     )
