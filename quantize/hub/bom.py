@@ -53,7 +53,7 @@ def bill(run: RunDir, recipe: Recipe, repo: str, base: str | None) -> str:
         site = f"{HUB}/datasets" if "/" in name else None
         parts.append(_part(ComponentType.DATA, name, said, LICENCES.get(name), site))
     for name, version in manifest["versions"].items():
-        where = PackageURL("pypi", None, name, version)
+        where = PackageURL("generic" if name == "python" else "pypi", None, name, version)
         parts.append(_part(ComponentType.LIBRARY, name, version=version, purl=where))
     serial = uuid.uuid5(uuid.NAMESPACE_URL, f"{HUB}/{repo}/{digest}")
     about: Any = BomMetaData(component=result)

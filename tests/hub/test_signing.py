@@ -52,6 +52,9 @@ def published(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("run")
     run = finished_run(made, judged=True)
     (made / "bf16" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    manifest = json.loads(run.manifest_json.read_text())
+    manifest["versions"]["python"] = "3.11.7"
+    run.manifest_json.write_text(json.dumps(manifest))
     request = Request("org/model", sign=str(keys / "ours"))
     release = prepare(run, request, lambda *_: None)
     again = prepare(run, request, lambda *_: None)
@@ -104,6 +107,7 @@ def test_the_bill_names_what_the_model_is_made_of(folder: Path) -> None:
     assert origin["version"] == "0f28bc42f588fbd8f71e08102b1c3960298a1358"
     parts = {part["name"]: part for part in told["components"]}
     assert parts["torch"]["purl"] == "pkg:pypi/torch@2.13.0"
+    assert parts["python"]["purl"] == "pkg:generic/python@3.11.7"  # PyPI has another of this name
     assert parts["openai/gsm8k"]["licenses"] == [{"license": {"id": "MIT"}}]
     (digest,) = parts["recipe.yaml"]["hashes"]
     assert (digest["alg"], len(digest["content"])) == ("SHA-256", 64)
