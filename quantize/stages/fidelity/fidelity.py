@@ -156,7 +156,8 @@ def _placed(
     own = sized(source, place)  # the check of its Linears takes less than comparing logits does
     beside = Checkpoint.open(source).tensors[EMBEDDING].nbytes
     asked = replace(place, capacity=own.capacity, beside=beside)
-    own_weights = [mode for mode in modes if has_own_weights(mode, torch.device(place.device))]
+    device = torch.device(place.device)
+    own_weights: list[ActivationMode] = [mode for mode in modes if has_own_weights(mode, device)]
     groups: list[Group] = [(mode,) for mode in own_weights]
     groups.insert(0, tuple(mode for mode in modes if mode not in own_weights))
     found = {
